@@ -1,0 +1,65 @@
+# Every target sets up its own virtual environment on first use; later runs reuse it.
+#   make demo [N=4]   train a small transformer with N tensor-parallel ranks beside the unsharded model
+#   make test         the whole test suite              make lint / make format / make clean
+# Options: PYTHON=python3.12 (of a new .venv), VENV=folder, ARGS="..." (handed to train.py or pytest), DEMO_STEPS=20
+
+PYTHON ?= python3
+VENV ?= .venv
+N ?= 2
+DEMO_STEPS ?=
+ARGS ?=
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.complete
+LOG := $(VENV).log
+
+.PHONY: help setup demo test lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+
+setup: $(STAMP)
+
+demo: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=$(N) \
+	    scripts/train.py --check $(if $(DEMO_STEPS),--steps $(DEMO_STEPS)) $(ARGS)
+
+test: $(STAMP)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(STAMP) build/mypy/pynccl_autograd
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy pynccl build/mypy/pynccl_autograd $(wildcard scripts) tests
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) $(LOG) build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# mypy names a package after its folder; through this link the folder autograd/ is pynccl_autograd, as when installed.
+build/mypy/pynccl_autograd:
+	@mkdir -p $(@D) && ln -sfn ../../autograd $@
+
+# The stamp is written last and removed first, so a set-up that broke off is never taken for a finished one.
+# torch goes first because it decides about libnccl: a torch that brings its own nvidia-nccl wheel must stay alone with it
+# (two such wheels overwrite each other's libnccl.so.2); beside a torch for CPUs the cu12 extra gives the tests a real one.
+NCCL_EXTRA = $(PY) -c 'from importlib.metadata import requires; \
+    print("" if any("nvidia-nccl" in r for r in requires("torch") or []) else ",cu12")'
+
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	    || { echo "make: $(PYTHON) is not Python 3.10 or later; name one with PYTHON=python3.12"; exit 1; }
+	@echo "setting up $(VENV) (once, a minute or two; what pip says goes to $(LOG))"
+	@{ { test -x $(PY) || $(PYTHON) -m venv --clear $(VENV); } \
+	    && $(PY) -m pip install -c constraints.txt torch \
+	    && extra="$$($(NCCL_EXTRA))" \
+	    && $(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[test,dev,plot$$extra]"; \
+	  } >$(LOG) 2>&1 || { tail -n 20 $(LOG); \
+	    echo "make: setting up $(VENV) failed; the last lines of $(LOG) are above. The next make tries again."; exit 1; }
+	@touch $@
