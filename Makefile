@@ -56,7 +56,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "make: $(PYTHON) is not Python 3.10 or later; name one with PYTHON=python3.12"; exit 1; }
 	@echo "setting up $(VENV) (once, a minute or two; what pip says goes to $(LOG))"
-	@{ { test -x $(PY) || $(PYTHON) -m venv --clear $(VENV); } \
+	@{ { $(PY) -m pip --version || $(PYTHON) -m venv --clear $(VENV); } \
 	    && $(PY) -m pip install -c constraints.txt torch \
 	    && extra="$$($(NCCL_EXTRA))" \
 	    && $(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[test,dev,plot$$extra]"; \
