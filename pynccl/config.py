@@ -1,0 +1,121 @@
+"""CommConfig, CollConfig -> structs stamped for the library that is loaded.
+
+A struct carries its own size and version, and a library rejects or ignores what it does not know. So it is stamped with
+what the loaded library was compiled with, and a field that is set but unknown to it is an error, never dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from . import abi
+from .errors import NcclVersionError
+from .library import Library
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """Configuration of one communicator: ncclConfig_t. None leaves a field to NCCL.
+
+    The names are NCCL's in Python spelling; units and defaults are those of its documentation ("ncclConfig_t").
+    """
+
+    blocking: bool | None = None
+    cga_cluster_size: int | None = None
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    net_name: str | None = None
+    split_share: bool | None = None
+    traffic_class: int | None = None
+    comm_name: str | None = None
+    collnet_enable: bool | None = None
+    cta_policy: int | None = None
+    shrink_share: bool | None = None
+    nvls_ctas: int | None = None
+    n_channels_per_net_peer: int | None = None
+    nvlink_centric_sched: bool | None = None
+    graph_usage_mode: int | None = None
+    num_rma_ctx: int | None = None
+    max_p2p_peers: int | None = None
+    graph_stream_ordering: int | None = None
+    launch_order_implicit: int | None = None
+    num_rma_sig: int | None = None
+    rma_eager_init: int | None = None
+    host_cft_mode: int | None = None
+    nvls_host_mode: int | None = None
+
+    def to_struct(self, library: Library) -> abi.Config:
+        """ncclConfig_t for `library`. NcclVersionError for a field that it is too old for."""
+        struct: abi.Config = _stamp(abi.Config, abi.CONFIG_SINCE, library)
+        _fill(struct, self, abi.CONFIG_SINCE, library)
+        return struct
+
+
+@dataclass(frozen=True)
+class CollConfig:
+    """Configuration of one collective call: ncclCollConfig_t (NCCL >= 2.31). None leaves a field to NCCL.
+
+    launch_completion_event  a CUDA event (its handle, or an object with .handle), recorded when the kernel is resident
+    """
+
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    nvls_ctas: int | None = None
+    cga_cluster_size: int | None = None
+    alg_selection: str | None = None
+    force_alg_selection: bool | None = None
+    cta_policy: int | None = None
+    user_profiler_tag: int | None = None
+    launch_completion_event: Any = None
+
+    def to_struct(self, library: Library) -> abi.CollConfig:
+        """ncclCollConfig_t for `library`. NcclVersionError for a field that it is too old for."""
+        struct: abi.CollConfig = _stamp(abi.CollConfig, abi.COLL_CONFIG_SINCE, library)
+        struct.forceAlgSelection = 1
+        struct.userProfilerTag = 0
+        _fill(struct, self, abi.COLL_CONFIG_SINCE, library)
+        return struct
+
+
+def _stamp(struct_type: type[Any], since: dict[str, abi.Version], library: Library) -> Any:
+    """An all-undefined struct of the size and version that `library` knows."""
+    struct = struct_type()
+    # A newer library than our header accepts the header's struct and version; an older one wants its own.
+    version = min(library.version, abi.HEADER_VERSION)
+    struct.size = abi.struct_size(struct_type, since, version)
+    struct.magic = abi.CONFIG_MAGIC
+    struct.version = abi.version_code(version)
+    for name, ctype in struct_type._fields_:
+        if name in since and ctype is ctypes.c_int:
+            setattr(struct, name, abi.UNDEF_INT)
+    return struct
+
+
+def _fill(struct: Any, config: Any, since: dict[str, abi.Version], library: Library) -> None:
+    names = {_plain(name): name for name in since}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None:
+            continue
+        name = names[_plain(field.name)]
+        if library.version < since[name]:
+            needed, loaded = (".".join(map(str, v)) for v in (since[name], library.version))
+            raise NcclVersionError(
+                f"{type(config).__name__}.{field.name} needs NCCL >= {needed}; loaded {loaded} from {library.path}; "
+                "leave it None"
+            )
+        setattr(struct, name, _c_value(value))
+
+
+def _plain(name: str) -> str:
+    """The same letters for min_ctas and minCTAs."""
+    return name.replace("_", "").lower()
+
+
+def _c_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode()
+    return int(getattr(value, "handle", value))

@@ -1,0 +1,103 @@
+"""Transactional groups: calls are recorded, and replayed between ncclGroupStart and ncclGroupEnd on a clean exit.
+
+Recording has two gains over opening NCCL's group at once: an exception in the block launches nothing and leaves no
+group open, and everything is validated before anything is launched. Buffers stay referenced until the launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .abi import DataType, RedOp
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+POINT_TO_POINT = ("send", "recv")
+
+
+class Call(NamedTuple):
+    """One validated C call."""
+
+    comm: Communicator
+    operation: str
+    function: Callable[..., int]
+    args: tuple[Any, ...]
+    keep: Any  # buffers and structs that must live until the launch
+
+    def text(self) -> str:
+        """ "reduce(count=4, FLOAT32, SUM, root=0)": what the ranks must agree on, for messages."""
+        start = 1 if self.operation in POINT_TO_POINT else 2
+        count, dtype, *rest = self.args[start : self.args.index(self.comm._handle, start + 2)]
+        words = [f"count={count}", DataType(dtype).name]
+        if "reduce" in self.operation:
+            op = rest.pop(0)
+            words.append(RedOp(op).name if op in RedOp._value2member_map_ else "PRE_MUL_SUM")
+        role = "peer" if self.operation in POINT_TO_POINT else "root"
+        words += [f"{role}={rank}" for rank in rest]
+        return f"{self.operation}({', '.join(words)})"
+
+
+class _State(threading.local):
+    calls: list[Call] | None = None  # None: no group is open in this thread
+
+
+state = _State()
+
+
+@contextlib.contextmanager
+def group() -> Iterator[None]:
+    """Fuse the calls in the block into one launch; needed where several sends and receives must progress together.
+
+    Calls inside validate their arguments and return their `recv` at once; the contents are defined only after the
+    block (and, on a stream, in that stream's order). An exception in the block launches nothing. A group inside a
+    group joins the outer one. Groups are per thread and may span communicators.
+    """
+    if state.calls is not None:
+        yield
+        return
+    state.calls = []
+    try:
+        yield
+        calls = state.calls
+    finally:
+        state.calls = None
+    launch(calls)
+
+
+def launch(calls: list[Call]) -> None:
+    """Issue `calls` as one NCCL group. Raises the first error, after the group has been closed."""
+    if not calls:
+        return
+    comms = {id(call.comm): call.comm for call in calls}
+    if any(comm.checking for comm in comms.values()):
+        from .check import compare
+
+        compare(calls)
+    with contextlib.ExitStack() as locks:
+        for key in sorted(comms):  # one order in all threads, so that two groups cannot wait for each other
+            locks.enter_context(comms[key].lock)
+            comms[key].check_alive()
+        _replay(calls)
+
+
+def _replay(calls: list[Call]) -> None:
+    library = calls[0].comm.library
+    library.check(library.ncclGroupStart(), "ncclGroupStart")
+    failed: tuple[Call, int] | None = None
+    for call in calls:
+        code = call.function(*call.args)
+        if code:
+            failed = call, code
+            break
+    # NCCL launches nothing of a group in which a call failed, but the group must be closed all the same.
+    error = failed and library.error(failed[1], failed[0].text(), failed[0].comm._handle)
+    code = library.ncclGroupEnd()
+    if error:
+        raise error
+    if code:
+        names = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
+        raise library.error(code, f"group of {len(calls)} calls: {names}", calls[0].comm._handle)

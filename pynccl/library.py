@@ -1,0 +1,237 @@
+"""Find, load, bind and version-gate one libnccl.
+
+Three libraries answer the same calls: NVIDIA's libnccl.so.2, any library with its ABI (PYNCCL_LIBRARY=/path), and the
+host library (PYNCCL_LIBRARY=host, the default without a GPU), which works on CPU memory. Nothing above this module
+knows which one it has, except through `Library.is_host`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import abi
+from .errors import NcclError, NcclLibraryNotFound, NcclVersionError, from_result
+
+SONAME = "libnccl.so.2"
+
+
+class Library:
+    """One loaded libnccl: its C functions are attributes, bound on first use.
+
+    path     file it was loaded from, or "host"
+    origin   the step of the search that found it
+    version  (major, minor, patch), as the library reports it
+    is_host  True for the host library: buffers are CPU memory, streams are `HostStream`
+    """
+
+    def __init__(self, path: str, origin: str, resolve: Callable[[str], Any | None], is_host: bool = False) -> None:
+        self.path = path
+        self.origin = origin
+        self.is_host = is_host
+        self._resolve = resolve
+        code = ctypes.c_int()
+        self.check(self.ncclGetVersion(ctypes.byref(code)), "ncclGetVersion")
+        self.version: abi.Version = abi.version_tuple(code.value)
+        if self.version < abi.MIN_VERSION:
+            raise NcclVersionError(
+                f"pynccl needs NCCL >= {_dotted(abi.MIN_VERSION)}; loaded {_dotted(self.version)} from {path}"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        """Bind the C function `name`; afterwards it is an ordinary attribute.
+
+        Raises NcclVersionError if this library does not have it."""
+        row = abi.FUNCTIONS.get(name)
+        if row is None:
+            raise AttributeError(f"nccl.h has no function {name!r}")
+        function = self._resolve(name)
+        if function is None:
+            raise NcclVersionError(
+                f"{name} needs NCCL >= {_dotted(row.since)}; loaded {_dotted(self.version)} from {self.path}"
+            )
+        setattr(self, name, function)
+        return function
+
+    def supports(self, name: str) -> bool:
+        """Whether this library has the C function `name`."""
+        try:
+            getattr(self, name)
+        except NcclVersionError:
+            return False
+        return True
+
+    def last_error(self, comm: int | None = None) -> str:
+        """NCCL's human-readable account of the last error ("" if there is none)."""
+        text = self.ncclGetLastError(comm)
+        return text.decode(errors="replace").strip() if text else ""
+
+    def error_string(self, code: int) -> str:
+        """NCCL's own words for a result code."""
+        text = self.ncclGetErrorString(code)
+        return text.decode() if text else f"result {code}"
+
+    def error(self, code: int, call: str, comm: int | None = None) -> NcclError:
+        """The exception for result `code` of `call`."""
+        return from_result(code, call, self.error_string(code), self.last_error(comm))
+
+    def check(self, code: int, call: str, comm: int | None = None) -> None:
+        """Raise unless `code` is ncclSuccess."""
+        if code:
+            raise self.error(code, call, comm)
+
+    def __repr__(self) -> str:
+        return f"<pynccl.Library {_dotted(self.version)} {self.path} ({self.origin})>"
+
+
+def load(spec: str | None = None) -> Library:
+    """The library for `spec`, else for PYNCCL_LIBRARY, else the best one of this machine. Loaded once per spec.
+
+    spec  "host"; "nccl" to insist on a real libnccl; or the path of a library with NCCL's ABI.
+          None: PYNCCL_LIBRARY, and without it "nccl" where there is a GPU, "host" where there is none.
+
+    Raises NcclLibraryNotFound with every place that was tried.
+    """
+    return _load(spec or os.environ.get("PYNCCL_LIBRARY") or ("nccl" if gpu_count() else "host"))
+
+
+@functools.cache
+def _load(spec: str) -> Library:
+    if spec == "host":
+        return _load_host()
+    if spec == "nccl":
+        return _load_nccl()
+    try:
+        return _from_cdll(ctypes.CDLL(spec, mode=os.RTLD_NOW | os.RTLD_LOCAL), spec, "PYNCCL_LIBRARY")
+    except OSError as error:
+        raise NcclLibraryNotFound(
+            f"PYNCCL_LIBRARY={spec}: {error}; give the path of a libnccl.so.2, 'nccl' to search for one, or 'host'"
+        ) from error
+
+
+def _load_host() -> Library:
+    return Library("host", "host library", host_module().function, is_host=True)
+
+
+def host_module() -> Any:
+    """The package of the host library, imported on first use because it needs torch."""
+    from . import host
+
+    return host
+
+
+def _load_nccl() -> Library:
+    """A copy already in the process (torch's, so that both share it) -> the wheel -> conda, toolkit -> the system's."""
+    tried = []
+    for origin, locate, mode in _candidates():
+        try:
+            path = locate()
+            cdll = ctypes.CDLL(path, mode=mode | os.RTLD_NOW | os.RTLD_LOCAL)
+        except (OSError, ImportError, RuntimeError) as error:
+            tried.append(f"  {origin}: {error}")
+        else:
+            return _from_cdll(cdll, path, origin)
+    raise NcclLibraryNotFound(
+        "\n".join(
+            [
+                f"no {SONAME} found:",
+                *tried,
+                "  install pynccl-autograd[cu13] (or [cu12]), set PYNCCL_LIBRARY=/path/to/libnccl.so.2,",
+                "  or set PYNCCL_LIBRARY=host to run on the CPU",
+            ]
+        )
+    )
+
+
+def _candidates() -> list[tuple[str, Callable[[], str], int]]:
+    """(origin, where it is, extra dlopen flags) in the order of the search."""
+    rows: list[tuple[str, Callable[[], str], int]] = [
+        ("already in the process", lambda: SONAME, getattr(os, "RTLD_NOLOAD", 0))
+    ]
+    rows += [("wheel", functools.partial(str, path), 0) for path in wheel_paths()]
+    rows += [("cuda.pathfinder", _pathfinder, 0), ("system", lambda: SONAME, 0)]
+    return rows
+
+
+def _pathfinder() -> str:
+    """Conda environments and toolkits. After the wheels, because it opens what it finds RTLD_GLOBAL."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    path = load_nvidia_dynamic_lib("nccl").abs_path
+    if path is None:
+        raise OSError("found without a path")
+    return path
+
+
+def wheel_paths() -> list[str]:
+    """Files that the nvidia-nccl-cu12 / -cu13 wheels may have installed, in the order of sys.path."""
+    paths = [os.path.join(entry, "nvidia", "nccl", "lib", SONAME) for entry in sys.path if entry]
+    return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
+
+
+def _from_cdll(cdll: ctypes.CDLL, path: str, origin: str) -> Library:
+    def resolve(name: str) -> Any | None:
+        try:
+            function = getattr(cdll, name)
+        except AttributeError:
+            return None
+        row = abi.FUNCTIONS[name]
+        function.restype, function.argtypes = row.restype, list(row.argtypes)
+        return function
+
+    return Library(_mapped_path(path), origin, resolve)
+
+
+def _mapped_path(path: str) -> str:
+    """The file behind a bare soname, as the kernel has it mapped."""
+    if os.path.isabs(path):
+        return path
+    try:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                mapped = line.rstrip("\n").partition("/")[2]
+                if os.path.basename(mapped).startswith(path.split(".so")[0] + ".so"):
+                    return "/" + mapped
+    except OSError:
+        pass
+    return path
+
+
+def gpu_count() -> int:
+    """Number of GPUs that a CUDA (or ROCm) program of this process could use."""
+    return _driver()[0]
+
+
+def gpu_problem() -> str:
+    """Why there is no usable GPU; "" if there is one."""
+    return _driver()[1]
+
+
+@functools.cache
+def _driver() -> tuple[int, str]:
+    """(number of GPUs, what is wrong) as the driver says. By plain ctypes: a look must not cost an import."""
+    for name, init, count in (
+        ("libcuda.so.1", "cuInit", "cuDeviceGetCount"),
+        ("libamdhip64.so", "hipInit", "hipGetDeviceCount"),
+    ):
+        try:
+            driver = ctypes.CDLL(name)
+        except OSError:
+            continue
+        code = getattr(driver, init)(ctypes.c_uint(0))
+        if code:
+            return 0, f"the driver {name} reports error {code} from {init} (is CUDA_VISIBLE_DEVICES empty?)"
+        number = ctypes.c_int()
+        code = getattr(driver, count)(ctypes.byref(number))
+        if code or not number.value:
+            return 0, f"the driver {name} shows no GPU (is CUDA_VISIBLE_DEVICES empty?)"
+        return number.value, ""
+    return 0, "no NVIDIA driver on this machine: libcuda.so.1 cannot be loaded"
+
+
+def _dotted(version: abi.Version) -> str:
+    return ".".join(map(str, version))
