@@ -1,0 +1,41 @@
+"""What every test has: the host library by default, the pool of ranks, and a skip for GPU tests where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before anything loads torch. The tests of this process run on the host library also where there is a GPU; GPU tests
+# choose their library through the environment of their own ranks. Two cores are few: no thread team per process.
+os.environ.setdefault("PYNCCL_LIBRARY", "host")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from ranks import RankPool
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Ranks on the host library, one pool for the whole run; see ranks.py."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_gpu():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine; scripts/gpu_check.sh runs these on one"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
