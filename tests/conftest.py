@@ -1,4 +1,4 @@
-"""What every test has: the host library by default, the pool of ranks, and a skip for GPU tests where there is no GPU."""
+"""What every test has: the host library by default, the pool of ranks, and a skip of GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():
+        skip = pytest.mark.skip(reason="no CUDA GPU on this machine; scripts/gpu_check.sh runs these on one")
         for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine; scripts/gpu_check.sh runs these on one"))
+            item.add_marker(skip)
 
 
 def _has_gpu() -> bool:

@@ -1,4 +1,4 @@
-"""The pool that every other test rests on: results in order, failures that name the rank, and a fresh start after one."""
+"""The pool that other tests rest on: results in rank order, failures that name the rank, a fresh start after one."""
 
 from __future__ import annotations
 
