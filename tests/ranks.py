@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import pickle
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -261,7 +260,7 @@ class RankPool:
         self._options = (communicators, device)
         self._workers: list[_Worker] = []
         self._joined: set[int] = set()
-        self._logs = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._logs = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         self._started = 0
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -294,13 +293,13 @@ class RankPool:
         for worker in self._workers:
             worker.process.join(5)
         self._kill()
-        shutil.rmtree(self._logs, ignore_errors=True)
+        self._logs.cleanup()
 
     def _prepare(self, n: int) -> None:
         with _single_threaded_environment():
             for rank in range(len(self._workers), n):
                 self._started += 1
-                log = self._logs / f"{self._started}-rank{rank}.log"
+                log = Path(self._logs.name, f"{self._started}-rank{rank}.log")
                 self._workers.append(_Worker(rank, log, self._env, self._options))
         communicators, _ = self._options
         if communicators and n not in self._joined:

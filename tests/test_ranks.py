@@ -154,9 +154,7 @@ def test_a_hang_shows_the_stacks_of_all_ranks(bare: RankPool) -> None:
     assert message.count("in block_forever_here") == 2
 
 
-def test_ranks_left_waiting_by_a_failed_one_are_not_waited_for(
-    bare: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_left_waiting_by_a_failed_one_are_not_waited_for(bare: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 0.5)
     bare.run(2, place)
     start = time.monotonic()
