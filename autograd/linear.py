@@ -1,0 +1,149 @@
+"""ColumnParallelLinear, RowParallelLinear: a linear layer cut over the ranks of a communicator.
+
+A column-parallel layer followed by a row-parallel one computes an MLP or an attention block with one collective per
+direction at each end. N ranks, this rank r; x is [s, .., in] with the sequence in dimension 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pynccl import Communicator
+
+from .functions import all_gather, all_reduce, copy, reduce_scatter
+
+
+def all_gather_matmul(x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None) -> Tensor:
+    """all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in] -> [s, .., out];  dx is reduce-scattered."""
+    return F.linear(all_gather(x, comm, 0, grad="sum"), w, bias)
+
+
+def matmul_reduce_scatter(x: Tensor, w: Tensor, comm: Communicator) -> Tensor:
+    """reduce_scatter(x @ w.T, dim 0).   x [s, .., in/N], w [out, in/N] -> [s/N, .., out];  dy is all-gathered."""
+    return reduce_scatter(F.linear(x, w), comm, 0)
+
+
+def matmul_all_reduce(x: Tensor, w: Tensor, comm: Communicator) -> Tensor:
+    """all_reduce(x @ w.T).   x [s, .., in/N], w [out, in/N] -> [s, .., out];  dy must be equal on all ranks."""
+    return all_reduce(F.linear(x, w), comm, grad="replicated")
+
+
+class _ParallelLinear(nn.Module):
+    """What the two layers share: a linear layer of which this rank keeps the slice `rank` of weight dimension `dim`."""
+
+    dim: int  # of the weight [out, in] that is cut
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        comm: Communicator,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        name, size = ("out_features", out_features) if self.dim == 0 else ("in_features", in_features)
+        if size % comm.size:
+            raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks")
+        self.in_features, self.out_features = in_features, out_features
+        self.comm, self.sequence_parallel = comm, sequence_parallel
+        shape = [out_features, in_features]
+        shape[self.dim] //= comm.size
+        where = {"device": comm.device if device is None else device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(shape, **where))
+        self.bias = nn.Parameter(torch.empty(self._bias_size(), **where)) if bias else None
+        self.reset_parameters()
+
+    def _bias_size(self) -> int:
+        return self.out_features
+
+    def reset_parameters(self) -> None:
+        """Draw as nn.Linear does. Every rank draws the whole layer and keeps its part, so the result depends on the
+        seed alone, not on N, and the ranks' generators stay in step."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        weight = self.weight.new_empty(self.out_features, self.in_features).uniform_(-bound, bound)
+        bias = None if self.bias is None else self.bias.new_empty(self.out_features).uniform_(-bound, bound)
+        self.load_full(weight, bias)
+
+    @torch.no_grad()
+    def load_full(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Take this rank's part of an unsharded layer: weight [out, in], bias [out]."""
+        full = (self.out_features, self.in_features)
+        if tuple(weight.shape) != full or (bias is None) != (self.bias is None):
+            raise ValueError(
+                f"load_full: weight has shape {tuple(weight.shape)}, expected {full}; bias is "
+                f"{'None' if bias is None else 'given'}, the layer has {'none' if self.bias is None else 'one'}"
+            )
+        self.weight.copy_(self._own(weight, self.dim))
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(self._own(bias, 0) if self.dim == 0 else bias)
+
+    @torch.no_grad()
+    def full_state(self) -> dict[str, Tensor]:
+        """The unsharded layer's state_dict, on every rank. A collective: every rank must call it."""
+        state = {"weight": all_gather(self.weight, self.comm, self.dim, grad="sum")}
+        if self.bias is not None:
+            gather = self.dim == 0
+            state["bias"] = all_gather(self.bias, self.comm, 0, grad="sum") if gather else self.bias.clone()
+        return state
+
+    def _own(self, full: Tensor, dim: int) -> Tensor:
+        return full.chunk(self.comm.size, dim)[self.comm.rank]
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank {self.comm.rank} of {self.comm.size}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y_r = x @ W_r.T + b_r, with the rows of W [out, in] cut over the ranks: each rank makes out/N of the outputs.
+
+                         x                 y               forward          dgrad
+    default              [s, .., in]       [s, .., out/N]  -                all_reduce
+    sequence_parallel    [s/N, .., in]     [s, .., out/N]  all_gather(x)    reduce_scatter
+
+    wgrad needs no communication. Without sequence_parallel, x is equal on all ranks, and so is its gradient.
+    ValueError if out_features is not divisible by N.
+    """
+
+    dim = 0
+
+    def _bias_size(self) -> int:
+        return self.out_features // self.comm.size
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return all_gather_matmul(x, self.weight, self.comm, self.bias)
+        return F.linear(copy(x, self.comm), self.weight, self.bias)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """y = sum_r x_r @ W_r.T + b, with the columns of W [out, in] cut over the ranks: each rank holds in/N inputs.
+
+                         x                 y               forward            dgrad
+    default              [s, .., in/N]     [s, .., out]    all_reduce         -
+    sequence_parallel    [s, .., in/N]     [s/N, .., out]  reduce_scatter     all_gather(dy)
+
+    The bias is whole on every rank and added once, after the reduction. With sequence_parallel its gradient is summed
+    over the ranks, since each sees its part of the sequence. ValueError if in_features is not divisible by N.
+    """
+
+    dim = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            y = matmul_all_reduce(x, self.weight, self.comm)
+            return y if self.bias is None else y + self.bias
+        y = matmul_reduce_scatter(x, self.weight, self.comm)
+        return y if self.bias is None else y + copy(self.bias, self.comm)

@@ -1,0 +1,85 @@
+"""check_adjoint: the test that a distributed linear function and its backward are adjoint to each other.
+
+For a linear F on the stacked inputs of all ranks, the backward F* is right if and only if <F x, y> = <x, F* y> for all
+x and y, with inner products over all ranks. Random x and y that differ by rank find a wrong factor, a wrong slice or a
+forgotten sum with certainty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pynccl import Communicator
+
+# Rounding error of an inner product of random data, with room: about sqrt(count) * eps in practice.
+TOLERANCE: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+class AdjointError(AssertionError):
+    """Forward and backward are not adjoint. Raised on every rank."""
+
+
+def check_adjoint(
+    fn: Callable[[Tensor], Tensor],
+    x: Tensor,
+    comm: Communicator,
+    *,
+    replicated: bool = False,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> float:
+    """Check |<F x, y> - <x, F* y>| <= tolerance * max(|F x||y|, |x||F* y|); returns the left side over the maximum.
+
+    fn          linear in its argument; communicates over comm
+    x           this rank's input: its shape, type and device are used, and its values
+    replicated  the output is one logical value held by all ranks: the cotangent is equal on all and counted once
+    tolerance   None: 1e-12 in float64, 1e-5 in float32
+
+    Every rank must call it. Raises AdjointError on every rank alike.
+    """
+    if tolerance is None:
+        tolerance = TOLERANCE.get(x.dtype, 0.0)
+        if not tolerance:
+            raise ValueError(f"check_adjoint: no default tolerance for {x.dtype}; pass tolerance=, or a float64 input")
+    x = x.detach().clone().requires_grad_()
+    fx = fn(x)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + (0 if replicated else comm.rank + 1))
+    y = torch.randn(fx.shape, generator=generator, dtype=torch.float64).to(fx)
+    (dx,) = torch.autograd.grad(fx, x, y)
+    counted = 0.0 if replicated and comm.rank else 1.0
+    sums = _sum_over_ranks(
+        [
+            counted * _dot(fx, y),
+            _dot(x, dx),
+            counted * _dot(fx, fx),
+            counted * _dot(y, y),
+            _dot(x, x),
+            _dot(dx, dx),
+        ],
+        x,
+        comm,
+    )
+    fx_y, x_dx, fx2, y2, x2, dx2 = sums
+    scale = max((fx2 * y2) ** 0.5, (x2 * dx2) ** 0.5)
+    error = abs(fx_y - x_dx) / scale if scale else abs(fx_y - x_dx)
+    if not error <= tolerance:
+        raise AdjointError(
+            f"not adjoint: <F x, y> = {fx_y:.17g}, <x, F* y> = {x_dx:.17g} over {comm.size} ranks; relative difference "
+            f"{error:.3g}, expected <= {tolerance:g} ({x.dtype}, input {tuple(x.shape)}, output {tuple(fx.shape)} on "
+            f"rank {comm.rank}). A ratio of {x_dx / fx_y if fx_y else float('nan'):.6g} that is {comm.size} or "
+            f"1/{comm.size} points to the wrong convention of gradient."
+        )
+    return error
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float((a.detach().double().reshape(-1) * b.detach().double().reshape(-1)).sum())
+
+
+def _sum_over_ranks(values: list[float], like: Tensor, comm: Communicator) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=like.device)
+    comm.all_reduce(total, total)
+    return [float(value) for value in total]
