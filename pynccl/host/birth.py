@@ -1,0 +1,90 @@
+"""Communicators come to be: by unique id, all in one process, or by a split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..abi import SPLIT_NOCOLOR, DataType, Result
+from . import algorithms
+from .comm import Comm, seconds
+from .failure import HostFailure, invalid_argument, invalid_usage
+from .operation import Operation
+from .rendezvous import Rendezvous
+
+INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
+
+
+def check_rank(rank: int, size: int) -> None:
+    if size < 1:
+        raise invalid_argument(f"ncclCommInitRank: nranks is {size}; expected 1 or more")
+    if not 0 <= rank < size:
+        raise invalid_argument(f"ncclCommInitRank: rank is {rank}; expected 0 to {size - 1} for nranks={size}")
+
+
+def init_rank(comm: Comm, unique_id: bytes) -> None:
+    """Connect `comm` with those of the other ranks that hold the same unique id."""
+    if comm.size == 1:
+        comm.born = True
+        return
+    timeout = seconds(INIT_TIMEOUT_VARIABLE, 600.0)
+    try:
+        meeting = Rendezvous(unique_id, timeout)
+        same_machine = meeting.meet(comm.rank, comm.size)
+        comm.connect(dist.PrefixStore("ranks", meeting.store), same_machine, timeout)
+    except RuntimeError as error:  # torch's DistError: the store went away
+        raise HostFailure(
+            Result.SYSTEM_ERROR,
+            f"ncclCommInitRank: rank {comm.rank} of {comm.size} lost the process that made the unique id: {error}",
+        ) from error
+
+
+def init_local(comm: Comm, store: dist.Store) -> None:
+    """Connect `comm` with those of the other devices of this process."""
+    if comm.size == 1:
+        comm.born = True
+    else:
+        comm.connect(store, True, seconds(INIT_TIMEOUT_VARIABLE, 600.0))
+
+
+def check_devices(devices: Sequence[int]) -> None:
+    if not devices:
+        raise invalid_argument("ncclCommInitAll: ndev is 0; expected 1 or more")
+    if len(set(devices)) < len(devices) or min(devices) < 0:
+        raise invalid_usage(f"ncclCommInitAll: devlist is {list(devices)}; expected different devices, 0 or above")
+
+
+class Split:
+    """ncclCommSplit: ranks of one color form a communicator, ordered by key, then by their rank in the parent."""
+
+    def __init__(self, parent: Comm, color: int, key: int) -> None:
+        if color < 0 and color != SPLIT_NOCOLOR:
+            raise invalid_argument(f"ncclCommSplit: color is {color}; expected 0 or above, or NCCL_SPLIT_NOCOLOR (-1)")
+        parent.check_usable()
+        self._parent, self._color, self._key = parent, color, key
+        # The new communicator's ranks are known after talking to the others; its handle is needed before, in a group.
+        self.comm = None if color == SPLIT_NOCOLOR else Comm(0, 1, parent.device)
+        self._ticket = parent.ticket()
+
+    def run(self) -> None:
+        """Talk to the parent's other ranks and connect the new communicator."""
+        parent = self._parent
+        own = torch.tensor([self._color, self._key], dtype=torch.int64)
+        everybody = torch.empty(parent.size, 2, dtype=torch.int64)
+        int64 = int(DataType.INT64)
+        call = Operation("ncclCommSplit", algorithms.SPLIT, parent, own.data_ptr(), everybody.data_ptr(), 2, int64)
+        parent.run(self._ticket, [call])
+        if self.comm is None:
+            return
+        table = everybody.tolist()
+        members = sorted((key, rank) for rank, (color, key) in enumerate(table) if color == self._color)
+        self.comm.place(members.index((self._key, parent.rank)), len(members))
+        self.comm.link = parent.link
+        if self.comm.size == 1 or parent.store is None:
+            self.comm.born = True
+            return
+        name = f"split/{parent.rounds}/{self._color}"
+        store = dist.PrefixStore(name, parent.store).clone()
+        self.comm.connect(store, parent.same_machine, seconds(INIT_TIMEOUT_VARIABLE, 600.0))

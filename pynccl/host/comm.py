@@ -1,0 +1,244 @@
+"""The record behind an ncclComm_t: its ranks, the order of its operations, and how it fails."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..abi import Result
+from . import algorithms, stall
+from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error
+from .link import link_of, sleep_until
+from .memory import Scratch
+from .reduction import PreMulSum
+from .transport import Transport, collective_tag, message_tag
+
+if TYPE_CHECKING:
+    from .operation import Operation
+
+TIMEOUT_VARIABLE = "PYNCCL_HOST_TIMEOUT"
+
+# Handles are numbers in a table and never addresses, so a stale one is an error and not a crash.
+_handles = itertools.count(0xC0110000, 0x10)
+_communicators: dict[int, Comm] = {}
+
+
+def find(handle: int | None) -> Comm:
+    """The communicator of a handle; HostFailure if it never was one or was destroyed."""
+    comm = _communicators.get(handle or 0)
+    if comm is None:
+        text = "NULL" if not handle else f"{handle:#x}"
+        raise invalid_argument(f"comm is {text}, which is not a communicator or was destroyed or aborted before")
+    return comm
+
+
+def living() -> list[Comm]:
+    return list(_communicators.values())
+
+
+def seconds(variable: str, default: float) -> float:
+    """A number of seconds from the environment."""
+    text = os.environ.get(variable, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if value <= 0:
+        raise invalid_argument(f"{variable}={text!r}: expected a number of seconds above 0")
+    return value
+
+
+class Comm:
+    """One rank's end of a communicator.
+
+    Operations execute in the order in which this rank issued them, whichever streams they are on: each takes a ticket
+    when it is issued and runs when its number comes up.
+    """
+
+    def __init__(self, rank: int, size: int, device: int) -> None:
+        self.handle = next(_handles)
+        self.device = device
+        self.link = link_of(device)
+        self.timeout = seconds(TIMEOUT_VARIABLE, 600.0)
+        self.scratch = Scratch()
+        self.premul: dict[int, PreMulSum] = {}
+        self.store: dist.Store | None = None
+        self.watch_store: dist.Store | None = None  # a client of its own: a store client serves one thread at a time
+        self.same_machine = True
+        self.failure: HostFailure | None = None
+        self.born = False
+        self.finalized = False
+        self.activity = stall.Activity()
+        self._transport: Transport | None = None
+        self._rounds = 0
+        self._turn = threading.Condition()
+        self._issued = self._served = 0
+        self.place(rank, size)
+        _communicators[self.handle] = self
+
+    def place(self, rank: int, size: int) -> None:
+        """Say which rank of how many this is, once, before it connects."""
+        self.rank, self.size = rank, size
+        self.peers = [peer for peer in range(size) if peer != rank]
+        self._sent, self._received = [0] * size, [0] * size
+
+    @property
+    def transport(self) -> Transport:
+        if self._transport is None:
+            raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialised)")
+        return self._transport
+
+    def connect(self, store: dist.Store, same_machine: bool, timeout: float) -> None:
+        """Connect to the peers, which all do the same now, and wait until they have: then `store` may go away."""
+        transport = Transport(store, self.rank, self.size, same_machine, timeout)
+        hello = torch.zeros(1, dtype=torch.uint8)
+        answers = [(peer, torch.empty_like(hello)) for peer in self.peers]
+        try:
+            transport.exchange([(peer, hello) for peer in self.peers], answers, collective_tag(0, self.size, 0))
+        except TransportFailure as failure:
+            raise HostFailure(Result.SYSTEM_ERROR, f"rank {self.rank} of {self.size}: {failure}") from failure
+        transport.limit(self.timeout)
+        self.store, self.watch_store, self.same_machine = store, store.clone(), same_machine
+        self._transport, self.born = transport, True
+        stall.watch(self)
+
+    # Tags
+
+    def tag(self, op: Operation) -> int:
+        """Tag of the next round of exchanges of the collective `op`; every rank calls it once per round."""
+        self._rounds += 1
+        if self.activity.round == 0:
+            self.activity.round = self._rounds
+        return collective_tag(self._rounds, op.count, op.call)
+
+    @property
+    def rounds(self) -> int:
+        return self._rounds
+
+    def message_tag(self, peer: int, nbytes: int, sending: bool) -> int:
+        counters = self._sent if sending else self._received
+        counters[peer] += 1
+        self.activity.messages.append((sending, peer, counters[peer], nbytes))
+        return message_tag(counters[peer], nbytes)
+
+    # Order
+
+    def check_usable(self) -> None:
+        if self.failure is not None:
+            raise HostFailure(self.failure.code, f"the communicator failed before: {self.failure.text}")
+        if not self.born:
+            raise invalid_usage("the communicator is still being initialised; end the group that does so first")
+        if self.finalized:
+            raise invalid_usage("the communicator was finalized; it can only be destroyed")
+
+    def ticket(self) -> int:
+        with self._turn:
+            self._issued += 1
+            return self._issued - 1
+
+    def run(self, ticket: int, ops: Sequence[Operation]) -> None:
+        """Execute what was issued under `ticket`, when its turn has come. Raises HostFailure; then the comm stays failed."""
+        try:
+            self._await_turn(ticket)
+            self._execute(ops)
+        except HostFailure as failure:
+            raise self.fail(failure) from failure.__cause__
+        except TransportFailure as failure:
+            raise self.fail(self._explain(failure, ops)) from failure
+        except BaseException as error:
+            lines = traceback.format_exception_only(type(error), error)
+            self.fail(HostFailure(Result.INTERNAL_ERROR, f"{ops[0].describe()}: {lines[-1].strip()}"))
+            raise
+        finally:
+            with self._turn:
+                self._served += 1
+                self._turn.notify_all()
+
+    def _await_turn(self, ticket: int) -> None:
+        if self._served != ticket:
+            with self._turn:
+                self._turn.wait_for(lambda: self._served == ticket or self.failure is not None)
+        if self.failure is not None:
+            raise self.failure
+
+    def _execute(self, ops: Sequence[Operation]) -> None:
+        """Collectives one by one, then all sends and receives at once."""
+        messages = [op for op in ops if op.kind in algorithms.MESSAGES]
+        for op in ops:
+            if op.kind not in algorithms.MESSAGES:
+                done_at = self.link.reserve(*op.traffic()) if self.link else 0.0
+                self.activity.begin(op.describe)
+                op.kind.run(self, op)
+                self.activity.end()
+                sleep_until(done_at)
+        if messages:
+            done_at = self.link.reserve(*algorithms.message_traffic(messages)) if self.link else 0.0
+            self.activity.begin(lambda: ", ".join(op.describe() for op in messages))
+            algorithms.point_to_point(self, messages)
+            self.activity.end()
+            sleep_until(done_at)
+
+    @property
+    def idle(self) -> bool:
+        return self._served == self._issued
+
+    def flush(self) -> None:
+        """Wait until everything issued so far has run, or the communicator has failed."""
+        with self._turn:
+            last = self._issued
+            self._turn.wait_for(lambda: self._served >= last or self.failure is not None)
+
+    # Failure and end
+
+    def _explain(self, failure: TransportFailure, ops: Sequence[Operation]) -> HostFailure:
+        """The result code for a broken exchange, in a message that names the operation."""
+        if self.failure is not None:  # it broke because of an abort, or because `stall` shut it
+            return self.failure
+        if (verdict := stall.verdict(self)) is not None:
+            return invalid_usage(verdict)
+        text = f"{self.activity.describe()} on rank {self.rank} of {self.size}: {failure}"
+        if failure.timed_out:
+            text += f" ({TIMEOUT_VARIABLE} is {self.timeout:g} s){stall.where_peers_are(self)}"
+        return HostFailure(Result.REMOTE_ERROR, text)
+
+    def fail(self, failure: HostFailure) -> HostFailure:
+        """Make the first failure stick, wake everybody who waits here, and let the peers know by closing."""
+        with self._turn:
+            first = self.failure is None
+            if first:
+                self.failure = failure
+                last_error.text = failure.text
+            self._turn.notify_all()
+        transport = self._transport
+        if first and transport is not None:
+            transport.shut()
+        return self.failure or failure
+
+    def forget(self) -> None:
+        """Invalidate the handle."""
+        _communicators.pop(self.handle, None)
+
+    def destroy(self) -> None:
+        """Forget the handle; connections close once everything issued has run.
+
+        What was sent is in the kernel by then and reaches a slower peer after the connection closes.
+        """
+        self.forget()
+        self.flush()
+        self.failure = self.failure or invalid_usage("the communicator was destroyed")
+        self._transport = self.store = self.watch_store = None
+
+    def abort(self) -> None:
+        """Forget the handle, close the connections now, wake an operation that is blocked in them."""
+        self.forget()
+        self.fail(invalid_usage("the communicator was aborted"))
+        self._transport = self.store = self.watch_store = None
+
+

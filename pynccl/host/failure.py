@@ -1,0 +1,53 @@
+"""What went wrong in the host library: a result code with a message, and the last message for ncclGetLastError."""
+
+from __future__ import annotations
+
+from ..abi import Result
+
+
+class HostFailure(Exception):
+    """Becomes the result code of the C function; `text` becomes the last error."""
+
+    def __init__(self, code: Result, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+class TransportFailure(Exception):
+    """An exchange with the peers broke; the communicator turns it into a HostFailure that names the operation."""
+
+    def __init__(self, text: str, timed_out: bool = False) -> None:
+        super().__init__(text)
+        self.timed_out = timed_out
+
+
+# What ncclGetErrorString says.
+REASONS: dict[int, str] = {
+    Result.SUCCESS: "no error",
+    Result.UNHANDLED_CUDA_ERROR: "unhandled cuda error",
+    Result.SYSTEM_ERROR: "unhandled system error",
+    Result.INTERNAL_ERROR: "internal error",
+    Result.INVALID_ARGUMENT: "invalid argument",
+    Result.INVALID_USAGE: "invalid usage",
+    Result.REMOTE_ERROR: "remote process exited or there was a network error",
+    Result.IN_PROGRESS: "NCCL operation in progress",
+    Result.TIMEOUT: "operation timed out",
+}
+
+
+def invalid_argument(text: str) -> HostFailure:
+    return HostFailure(Result.INVALID_ARGUMENT, text)
+
+
+def invalid_usage(text: str) -> HostFailure:
+    return HostFailure(Result.INVALID_USAGE, text)
+
+
+class LastError:
+    """The newest message of the process. One assignment of a str is atomic, so threads need no lock."""
+
+    text = ""
+
+
+last_error = LastError()

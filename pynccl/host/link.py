@@ -1,0 +1,93 @@
+"""A modelled link: PYNCCL_HOST_LINK="latency=50us,bandwidth=1GB/s" makes operations take the time of a slow network.
+
+Each operation takes at least `steps * latency + bytes_on_wire / bandwidth` on a FIFO link; the rest of that time is
+slept, so the core and the GIL stay free for the work that is to be overlapped. Units: ns, us, ms, s; B, KB, MB, GB
+(powers of ten) with or without "/s". A part that is left out costs nothing; without the variable there is no link.
+
+Per rank, with p ranks and V bytes of the full tensor (count * size for all_reduce, broadcast, reduce, send and recv;
+p * count * size otherwise):
+
+    all_reduce                       2(p-1) steps   2(p-1)/p V bytes
+    all_gather, reduce_scatter        (p-1) steps    (p-1)/p V bytes
+    all_to_all                        (p-1) steps    (p-1)/p V bytes
+    gather, scatter                   (p-1) steps    (p-1)/p V bytes on the root, V/p elsewhere
+    broadcast, reduce                 (p-1) steps    V bytes
+    send, recv                            1 step     the larger direction; a group's share one step
+
+One link belongs to one device of one process: communicators of a rank and their splits queue on it together. Ranks
+that are threads of one process are apart only with ncclCommInitAll, which numbers their devices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+
+from .failure import invalid_argument
+
+VARIABLE = "PYNCCL_HOST_LINK"
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)([a-z]+)(/s)?", re.IGNORECASE)
+
+
+@dataclass
+class Link:
+    """latency in seconds per step, seconds_per_byte the inverse bandwidth."""
+
+    latency: float
+    seconds_per_byte: float
+    _free_at: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def reserve(self, steps: int, nbytes: float) -> float:
+        """Queue one operation; returns the time (of time.perf_counter) at which it may complete."""
+        with self._lock:
+            start = max(time.perf_counter(), self._free_at)
+            self._free_at = start + steps * self.latency + nbytes * self.seconds_per_byte
+            return self._free_at
+
+
+def sleep_until(moment: float) -> None:
+    while (left := moment - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+def parse(text: str) -> Link | None:
+    """The link that `text` describes; None if it is empty."""
+    if not text.strip():
+        return None
+    latency, seconds_per_byte = 0.0, 0.0
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        match = _QUANTITY.fullmatch(value.strip())
+        number, unit, per_second = match.groups() if match else ("", "", None)
+        if name.strip() == "latency" and unit.lower() in _SECONDS and not per_second:
+            latency = float(number) * _SECONDS[unit.lower()]
+        elif name.strip() == "bandwidth" and unit.lower() in _BYTES and float(number) > 0:
+            seconds_per_byte = 1.0 / (float(number) * _BYTES[unit.lower()])
+        else:
+            raise invalid_argument(
+                f"{VARIABLE}={text!r}: cannot read {part.strip()!r}; expected for example "
+                '"latency=50us,bandwidth=1GB/s" (latency in ns, us, ms or s; bandwidth in B/s, KB/s, MB/s or GB/s)'
+            )
+    return Link(latency, seconds_per_byte)
+
+
+_links: dict[tuple[int, int, str], Link | None] = {}
+_links_lock = threading.Lock()
+
+
+def link_of(device: int) -> Link | None:
+    """The link of `device` of this process, as the environment describes it now; None where it describes none."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return None
+    key = (os.getpid(), device, text)
+    with _links_lock:
+        if key not in _links:
+            _links[key] = parse(text)
+        return _links[key]

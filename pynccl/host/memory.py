@@ -1,0 +1,69 @@
+"""Memory that belongs to the caller, seen as torch tensors by address; and scratch memory that is reused.
+
+A view holds no reference to the owner of the memory: as with libnccl, the caller keeps buffers alive until the
+operation has completed on its stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..abi import ITEMSIZE
+from .failure import invalid_argument
+
+# By number of ncclDataType_t. uint32 and uint64 travel and add as their signed twins, since torch has hardly any
+# arithmetic for them; `reduction` treats the three operators for which the sign matters.
+STORAGE: tuple[torch.dtype, ...] = (
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int32,
+    torch.int64,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+
+_WRITABLE = 0x200  # PyBUF_WRITE
+_KEEP_BYTES = 64 << 20
+
+_memory_at: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+)(("PyMemoryView_FromMemory", ctypes.pythonapi))
+
+
+def view(address: int, count: int, dtype: int) -> Tensor:
+    """`count` elements of ncclDataType_t `dtype` at `address`, without a copy."""
+    if count == 0:
+        return torch.empty(0, dtype=STORAGE[dtype])
+    nbytes = count * ITEMSIZE[dtype]
+    if nbytes > 2**63 - 1:
+        raise invalid_argument(f"{count} elements of {ITEMSIZE[dtype]} bytes are more than an address space holds")
+    return torch.frombuffer(_memory_at(address, nbytes, _WRITABLE), dtype=STORAGE[dtype])
+
+
+class Scratch:
+    """Grow-only scratch of one communicator, whose operations run one at a time.
+
+    Fresh pages cost about 0.25 ms per MB, as much as moving the data, hence the reuse (up to 64 MB).
+    """
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> Tensor:
+        """`nbytes` bytes; the previous ones are given up."""
+        if self._kept.numel() < nbytes:
+            fresh = torch.empty(nbytes, dtype=torch.uint8)
+            if nbytes > _KEEP_BYTES:
+                return fresh
+            self._kept = fresh
+        return self._kept[:nbytes]

@@ -1,0 +1,134 @@
+"""Why does nobody come? Compares the calls of ranks that have been waiting for a while.
+
+Calls that disagree never meet (see `transport`), so their ranks would wait for ever. One thread per process looks at its
+communicators a few times a second; a rank that has waited for STALL_SECONDS writes into the store what it waits for
+and reads what the others wrote. What is written stays true ("my 7th round was all_reduce of 16"), so it cannot mislead
+when it is read late. An operation that does not wait costs nothing but a few assignments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .failure import invalid_usage
+
+if TYPE_CHECKING:
+    from .comm import Comm
+
+STALL_SECONDS = 0.5
+_TICK_SECONDS = 0.2
+_VERDICT = "stall/verdict"
+
+
+class Activity:
+    """What a communicator is doing now: written by the thread that does it, read by the one that watches."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self.describe: Callable[[], str] = lambda: "initialisation"
+        self.round = 0
+        self.messages: list[tuple[bool, int, int, int]] = []  # sending, peer, its number, bytes
+        self.published = False
+
+    def begin(self, describe: Callable[[], str]) -> None:
+        self.describe, self.round, self.messages, self.published = describe, 0, [], False
+        self.since = time.monotonic()
+
+    def end(self) -> None:
+        self.since = None
+
+
+_watched: weakref.WeakSet[Comm] = weakref.WeakSet()
+_lock = threading.Lock()
+_watcher_pid = 0
+
+
+def watch(comm: Comm) -> None:
+    global _watcher_pid
+    with _lock:
+        _watched.add(comm)
+        if _watcher_pid != os.getpid():  # the first of this process; a forked child has none of its parent's threads
+            _watcher_pid = os.getpid()
+            threading.Thread(target=_watch, name="pynccl-host-stall", daemon=True).start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(_TICK_SECONDS)
+        with _lock:
+            comms = list(_watched)
+        for comm in comms:
+            since = comm.activity.since
+            if since is not None and time.monotonic() - since > STALL_SECONDS and comm.failure is None:
+                try:
+                    _look_into(comm)
+                except Exception:  # the process that keeps the store is gone: gloo will tell who died
+                    pass
+
+
+def _look_into(comm: Comm) -> None:
+    store = comm.watch_store
+    if store is None:
+        return
+    activity = comm.activity
+    mine = {"round": activity.round, "call": activity.describe(), "messages": list(activity.messages)}
+    if not activity.published:
+        store.set(f"stall/{comm.rank}", json.dumps(mine))
+        activity.published = True
+    if store.check([_VERDICT]):
+        comm.fail(invalid_usage(store.get(_VERDICT).decode()))
+        return
+    for peer in comm.peers:
+        if store.check([f"stall/{peer}"]):
+            text = disagreement(comm.rank, mine, peer, json.loads(store.get(f"stall/{peer}")))
+            if text:
+                store.set(_VERDICT, text)  # before closing: the others shall read this, not a closed connection
+                comm.fail(invalid_usage(text))
+                return
+
+
+def disagreement(rank: int, mine: dict[str, Any], peer: int, theirs: dict[str, Any]) -> str | None:
+    """One sentence about how two ranks' calls disagree; None if they fit, or cannot be compared."""
+    if mine["round"] and mine["round"] == theirs["round"] and mine["call"] != theirs["call"]:
+        (a, call_a), (b, call_b) = sorted([(rank, mine["call"]), (peer, theirs["call"])])
+        return f"the calls of the ranks disagree: rank {a} calls {call_a}, rank {b} calls {call_b}"
+    for sending, to, number, nbytes in mine["messages"]:
+        for other_sending, other_to, other_number, other_nbytes in theirs["messages"]:
+            same = sending != other_sending and (to, other_to, number) == (peer, rank, other_number)
+            if same and nbytes != other_nbytes:
+                sender, receiver = (rank, peer) if sending else (peer, rank)
+                sent, expected = (nbytes, other_nbytes) if sending else (other_nbytes, nbytes)
+                return (
+                    f"send and recv disagree: rank {sender} sends {sent} bytes to rank {receiver}, "
+                    f"which expects {expected} (message {number} between them)"
+                )
+    return None
+
+
+def verdict(comm: Comm) -> str | None:
+    """What a peer found out before it closed its connections."""
+    try:
+        store = comm.watch_store
+        return store.get(_VERDICT).decode() if store is not None and store.check([_VERDICT]) else None
+    except Exception:  # no store, no verdict
+        return None
+
+
+def where_peers_are(comm: Comm) -> str:
+    """For a time-out: what the peers that wait as well have written."""
+    try:
+        store = comm.watch_store
+        if store is None:
+            return ""
+        known = {p: json.loads(store.get(f"stall/{p}"))["call"] for p in comm.peers if store.check([f"stall/{p}"])}
+        silent = [p for p in comm.peers if p not in known]
+        calls = "".join(f"; rank {p} last waited in {call}" for p, call in known.items())
+        return calls + (f"; nothing is known of ranks {silent}" if silent else "")
+    except Exception:
+        return ""

@@ -1,0 +1,227 @@
+"""Streams and events of the host library: in-order queues, each run by a worker thread.
+
+`HostStream` and `HostEvent` behave like their CUDA namesakes, so that ordering bugs show without a GPU. The handle 0 (or
+None) stands for the caller: work on it runs in the calling thread before the call returns.
+
+Work that fails does not stop its stream. The error is raised once, by `synchronize()` of the stream or of an event
+recorded after it, or by a caller that waits for such an event.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from ..errors import from_result
+from .failure import REASONS, HostFailure, invalid_argument
+
+Job = Callable[[], None]
+
+_handles = itertools.count(0x57AE0010, 0x10)
+_streams: weakref.WeakValueDictionary[int, HostStream] = weakref.WeakValueDictionary()
+_exiting = threading.Event()
+
+
+def as_error(failure: BaseException) -> BaseException:
+    """The exception that users see: NcclError for what the C function would return as a code."""
+    if isinstance(failure, HostFailure):
+        return from_result(failure.code, "an operation on a host stream", REASONS[failure.code], failure.text)
+    return failure
+
+
+class _Error:
+    """The first error of a stream that nobody has seen yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def put(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+
+    def __bool__(self) -> bool:
+        return self._error is not None
+
+    def raise_once(self) -> None:
+        with self._lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class _Inner:
+    """What a worker thread needs of a stream; holds no reference to it, so a stream that is dropped ends its worker."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.error = _Error()
+        self.done = 0
+
+    def work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            if not _exiting.is_set():
+                try:
+                    job()
+                except BaseException as error:  # the worker must live on, whatever a job raises
+                    self.error.put(as_error(error))
+            del job  # with it go the buffers that its closure holds
+            self.done += 1
+
+
+class _Completion:
+    """One recording of an event."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+        self.moment = 0.0
+        self.error: _Error | None = None
+
+    def complete(self, error: _Error | None = None) -> None:
+        self.moment = time.perf_counter()
+        self.error = error if error else None
+        self.happened.set()
+
+    def wait(self) -> None:
+        # In slices only because a process that exits drops queued work, and then nobody sets the event.
+        while not self.happened.wait(0.2) and not _exiting.is_set():
+            pass
+
+    def wait_and_raise(self) -> None:
+        self.happened.wait()
+        if self.error is not None:
+            self.error.raise_once()
+
+
+class HostEvent:
+    """A point in a stream. Never recorded, it counts as completed, as in CUDA; recorded again, it forgets the first time."""
+
+    def __init__(self) -> None:
+        self._completion: _Completion | None = None
+
+    def record(self, stream: HostStream | int | None = None) -> HostEvent:
+        """Mark the work that is queued on `stream` now. On the caller (0 or None) it completes at once."""
+        completion = _Completion()
+        owner = find(stream)
+        if owner is None:
+            completion.complete()
+        else:
+            inner = owner._inner
+            owner._put(lambda: completion.complete(inner.error))
+        self._completion = completion
+        return self
+
+    def wait(self, stream: HostStream | int | None = None) -> None:
+        """Make later work of `stream` wait for this event; the caller (0 or None) blocks."""
+        completion = self._completion
+        owner = find(stream)
+        if completion is None:
+            return
+        if owner is None:
+            completion.wait_and_raise()
+        elif not completion.happened.is_set():
+            owner._put(completion.wait)
+
+    def synchronize(self) -> None:
+        """Block until the event has happened; raise the error of the work before it, once."""
+        if self._completion is not None:
+            self._completion.wait_and_raise()
+
+    def query(self) -> bool:
+        return self._completion is None or self._completion.happened.is_set()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds from this event to `end`; both have to be recorded and completed."""
+        if self._completion is None or end._completion is None or not (self.query() and end.query()):
+            raise ValueError("elapsed_time: both events have to be recorded and completed; call synchronize() first")
+        return (end._completion.moment - self._completion.moment) * 1e3
+
+
+class HostStream:
+    """An in-order queue of work, run by a daemon thread. `priority` is accepted and does nothing."""
+
+    def __init__(self, priority: int = 0) -> None:
+        self.priority = priority
+        self.handle = next(_handles)
+        self._inner = _Inner()
+        self._queued = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._worker = threading.Thread(target=self._inner.work, name=f"pynccl-stream-{self.handle:#x}", daemon=True)
+        self._worker.start()
+        _streams[self.handle] = self
+
+    def __repr__(self) -> str:
+        return f"HostStream(handle={self.handle:#x})"
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """(version, handle): the protocol of cuda.core. The handle means something to the host library alone."""
+        return 0, self.handle
+
+    def _put(self, job: Job) -> None:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self!r} is closed")
+            self._queued += 1
+            self._inner.jobs.put(job)
+
+    def submit(self, fn: Job) -> None:
+        """Run `fn()` on the worker, after all that is queued now."""
+        self._put(fn)
+
+    def record(self, event: HostEvent | None = None) -> HostEvent:
+        """Record `event`, or a new one, after all that is queued now."""
+        return (event if event is not None else HostEvent()).record(self)
+
+    def wait(self, other: HostEvent | HostStream) -> None:
+        """Make later work wait for an event, or for all that is queued on another stream now."""
+        (other.record() if isinstance(other, HostStream) else other).wait(self)
+
+    def synchronize(self) -> None:
+        """Block until all that is queued now has run; raise the first error of that work, once."""
+        self.record().synchronize()
+
+    def query(self) -> bool:
+        """Whether all work that was queued has run."""
+        return self._inner.done == self._queued
+
+    def close(self) -> None:
+        """Run what is queued, then end the worker. The handle is invalid at once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._inner.jobs.put(None)
+        _streams.pop(self.handle, None)
+        if threading.current_thread() is not self._worker:
+            self._worker.join()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self._inner.jobs.put(None)
+
+
+def find(stream: HostStream | int | None) -> HostStream | None:
+    """The stream of a handle; None for the caller. Unknown handles raise HostFailure(ncclInvalidArgument)."""
+    if not stream or isinstance(stream, HostStream):
+        return stream or None
+    found = _streams.get(stream)
+    if found is None:
+        raise invalid_argument(f"stream is {stream:#x}, which is no HostStream or was closed; 0 stands for the caller")
+    return found
+
+
+def drop_queued_work() -> list[threading.Thread]:
+    """At exit: let every worker discard what it has not begun; returns the workers."""
+    _exiting.set()
+    workers = []
+    for stream in list(_streams.values()):
+        stream._inner.jobs.put(None)
+        workers.append(stream._worker)
+    return workers
+
+
