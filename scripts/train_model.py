@@ -1,0 +1,176 @@
+"""The transformer that train.py trains: whole on one device, or tensor and sequence parallel over a communicator.
+
+    model = Transformer(ModelConfig(), comm)     # this rank's part
+    model = load_checkpoint("out/checkpoint.pt") # the whole model, plain torch.nn: no communicator, no pynccl
+
+Activations are [sequence, batch, width], so that dimension 0 is the one that sequence parallelism cuts. N ranks:
+
+    residual stream, norms, embedding, head    [seq/N, batch, width]      each rank has its own positions
+    attention, MLP                             [seq, batch, ../N]         each rank has its own heads and hidden units
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from pynccl import Communicator
+
+VOCABULARY = 256  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What the weights' shapes follow from; a checkpoint carries it."""
+
+    layers: int = 2
+    width: int = 128
+    heads: int = 4
+    seq: int = 128
+
+    def problem(self, ranks: int) -> str:
+        """Why this model cannot be cut over so many ranks; "" if it can."""
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1:
+                return f"--{name} is {value}, expected at least 1"
+        if self.width % self.heads:
+            return f"--width {self.width} is not divisible by --heads {self.heads}; each head gets width/heads columns"
+        if self.heads % ranks:
+            return f"--heads {self.heads} is not divisible by {ranks} ranks; each rank computes heads/ranks of them"
+        if self.seq % ranks:
+            return f"--seq {self.seq} is not divisible by {ranks} ranks; each rank keeps seq/ranks positions"
+        return ""
+
+
+def column_linear(in_features: int, out_features: int, comm: Communicator | None) -> nn.Module:
+    """[seq/N, .., in] -> [seq, .., out/N]: gathers the sequence, computes this rank's outputs."""
+    if comm is None:
+        return nn.Linear(in_features, out_features)
+    import pynccl_autograd as ad
+
+    return ad.ColumnParallelLinear(in_features, out_features, comm, sequence_parallel=True, device="cpu")
+
+
+def row_linear(in_features: int, out_features: int, comm: Communicator | None) -> nn.Module:
+    """[seq, .., in/N] -> [seq/N, .., out]: sums the ranks' partial products, keeps this rank's positions."""
+    if comm is None:
+        return nn.Linear(in_features, out_features)
+    import pynccl_autograd as ad
+
+    return ad.RowParallelLinear(in_features, out_features, comm, sequence_parallel=True, device="cpu")
+
+
+class Attention(nn.Module):
+    """Causal self-attention; a rank computes heads/N heads over the whole sequence."""
+
+    def __init__(self, config: ModelConfig, comm: Communicator | None) -> None:
+        super().__init__()
+        self.head_width = config.width // config.heads
+        # Rows of the weight are ordered [head, (q, k, v), head_width], so that a contiguous slice of rows is a set of
+        # whole heads. In the usual order, q then k then v, half of the rows would be q and half of k.
+        self.qkv = column_linear(config.width, 3 * config.width, comm)
+        self.out = row_linear(config.width, config.width, comm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x)
+        seq, batch, _ = qkv.shape
+        q, k, v = qkv.view(seq, batch, -1, 3, self.head_width).permute(3, 1, 2, 0, 4)  # [batch, head, seq, head_width]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.permute(2, 0, 1, 3).reshape(seq, batch, -1))
+
+
+class Block(nn.Module):
+    """Pre-norm: what is added to the residual stream comes back from a reduce-scatter, already cut by position."""
+
+    def __init__(self, config: ModelConfig, comm: Communicator | None) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width)
+        self.attention = Attention(config, comm)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = column_linear(config.width, 4 * config.width, comm)
+        self.down = row_linear(4 * config.width, config.width, comm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Byte-level language model. comm=None: the whole model, of nn.Linear. Both have the same names."""
+
+    def __init__(self, config: ModelConfig, comm: Communicator | None = None) -> None:
+        super().__init__()
+        self.config, self.comm = config, comm
+        self.rank, self.ranks = (comm.rank, comm.size) if comm else (0, 1)
+        self.embedding = nn.Embedding(VOCABULARY, config.width)
+        self.position = nn.Parameter(torch.empty(config.seq, 1, config.width))
+        self.blocks = nn.ModuleList(Block(config, comm) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        for parameter in (self.embedding.weight, self.position, self.head.weight):
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens, targets [seq, batch], the same on all ranks -> this rank's share of the mean loss, a scalar.
+
+        The shares add up to the mean over all seq*batch positions: the convention grad="sum", in which every adjoint
+        of the parallel layers is exact as it stands.
+        """
+        own = slice(self.rank * len(tokens) // self.ranks, (self.rank + 1) * len(tokens) // self.ranks)
+        x = self.embedding(tokens[own]) + self.position[own]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float() if x.dtype.itemsize < 4 else self.head(self.norm(x))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets[own].flatten(), reduction="sum")
+        return loss / targets.numel()
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """Those that every rank holds whole but uses for its own positions only: embedding, positions, norms, head.
+
+        After backward() each rank has the part of their gradient that its positions contribute, so these must be
+        summed over the ranks, or the copies drift apart. The parallel layers have done all that theirs need.
+        """
+        inside = {id(p) for layer in self._parallel_layers().values() for p in layer.parameters()}
+        return [p for p in self.parameters() if id(p) not in inside]
+
+    @torch.no_grad()
+    def load_whole(self, state: dict[str, Tensor]) -> None:
+        """Take this rank's part of the state_dict of a whole model."""
+        layers = self._parallel_layers()
+        for name, layer in layers.items():
+            layer.load_full(state[f"{name}.weight"], state[f"{name}.bias"])
+        own = {name: tensor for name, tensor in state.items() if name.rpartition(".")[0] not in layers}
+        missing, unexpected = self.load_state_dict(own, strict=False)
+        missing = [name for name in missing if name.rpartition(".")[0] not in layers]
+        if missing or unexpected:
+            raise ValueError(f"the state is of another model: it lacks {missing} and holds {unexpected} in excess")
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The state_dict of the whole model, on the CPU of every rank. A collective: every rank must call it."""
+        state = self.state_dict()
+        for name, layer in self._parallel_layers().items():
+            state.update({f"{name}.{key}": tensor for key, tensor in layer.full_state().items()})
+        return {name: tensor.cpu() for name, tensor in state.items()}
+
+    def _parallel_layers(self) -> dict[str, Any]:
+        return {name: module for name, module in self.named_modules() if hasattr(module, "full_state")}
+
+
+def save_checkpoint(path: str, state: dict[str, Tensor], config: ModelConfig, **more: Any) -> None:
+    """Write the whole model and its shape; `more` is kept beside them. A broken-off write leaves the old file."""
+    torch.save({"model": state, "config": dataclasses.asdict(config), **more}, path + ".part")
+    os.replace(path + ".part", path)
+
+
+def load_checkpoint(path: str) -> Transformer:
+    """The whole model of a checkpoint, on the CPU, without any communication."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    model = Transformer(ModelConfig(**checkpoint["config"]))
+    model.load_state_dict(checkpoint["model"])
+    return model.to(checkpoint["model"]["position"].dtype)

@@ -1,0 +1,77 @@
+"""The command line of train.py, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import NoReturn
+
+from train_data import SHIPPED, read_text
+from train_model import ModelConfig
+from train_report import TOLERANCE
+
+from pynccl.library import gpu_count, gpu_problem
+
+
+def read_options() -> argparse.Namespace:
+    """The command line, with the text read; ends the process (2) if it cannot work, in the same words on every rank."""
+    parser = Parser(
+        description="Train a small byte-level transformer, tensor and sequence parallel over the ranks of a torchrun launch."
+    )
+    parser.add_argument("--steps", type=positive, default=100, help="steps of the optimizer (%(default)s)")
+    parser.add_argument(
+        "--device", help="cpu, cuda (a GPU per rank), cuda:0 (shared by all ranks); default: what is there"
+    )
+    parser.add_argument("--dtype", choices=list(TOLERANCE), default="float32", help="of the weights (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    parser.add_argument("--layers", type=positive, default=ModelConfig.layers, help="blocks (%(default)s)")
+    parser.add_argument(
+        "--width", type=positive, default=ModelConfig.width, help="columns of the residual stream (%(default)s)"
+    )
+    parser.add_argument("--heads", type=positive, default=ModelConfig.heads, help="of attention (%(default)s)")
+    parser.add_argument("--seq", type=positive, default=ModelConfig.seq, help="bytes in a window (%(default)s)")
+    parser.add_argument("--batch", type=positive, default=8, help="windows in a step (%(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of AdamW (%(default)s)")
+    parser.add_argument("--data", metavar="FILE", help=f"text to learn; default: {SHIPPED}, which comes with Python")
+    parser.add_argument("--out", default="out", help="folder for loss.png and checkpoint.pt (%(default)s)")
+    parser.add_argument("--check", action="store_true", help="train the whole model on rank 0, too, and compare")
+    options = parser.parse_args()
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    config = ModelConfig(options.layers, options.width, options.heads, options.seq)
+    if problem := config.problem(int(ranks) if ranks.isdigit() and int(ranks) else 1) or device_problem(options.device):
+        parser.error(problem)
+    if not 0 < options.lr < float("inf"):
+        parser.error(f"--lr is {options.lr}, expected a number above 0")
+    try:
+        options.text = read_text(options.data, options.seq)
+        os.makedirs(options.out, exist_ok=True)
+    except ValueError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}; pass a folder that can be written")
+    return options
+
+
+def device_problem(device: str | None) -> str:
+    """Why --device cannot be used here; "" if it can."""
+    kind, _, index = (device or "cpu").partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
+        return f"--device is {device!r}, expected cpu, cuda, or cuda:0"
+    if kind == "cuda" and gpu_problem():
+        return f"--device is {device}, but: {gpu_problem()}; use --device cpu"
+    if index and int(index) >= gpu_count():
+        return f"--device is {device}, but this machine has {gpu_count()} GPUs, numbered from 0"
+    return ""
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
+    return int(text)
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line that names the rank: torchrun shows those of all ranks."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"train.py: rank {os.environ.get('RANK', '0')}: error: {message}\n")
