@@ -34,6 +34,11 @@ class Library:
         self.origin = origin
         self.is_host = is_host
         self._resolve = resolve
+        if resolve("ncclGetVersion") is None:
+            raise NcclLibraryNotFound(
+                f"{path} ({origin}) has no ncclGetVersion, so it is no libnccl; name one with "
+                "PYNCCL_LIBRARY=/path/to/libnccl.so.2"
+            )
         code = ctypes.c_int()
         self.check(self.ncclGetVersion(ctypes.byref(code)), "ncclGetVersion")
         self.version: abi.Version = abi.version_tuple(code.value)
