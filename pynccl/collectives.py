@@ -15,10 +15,10 @@ import ctypes
 import threading
 from typing import TYPE_CHECKING, Any
 
-from . import group
 from .abi import ITEMSIZE, DataType, RedOp
 from .buffers import ANY_DEVICE, Adapter, adapter, device_name
 from .check import compare
+from .group import Call, group, state
 from .streams import stream_handle
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Collectives:
             self._issue("all_to_all", "ncclAlltoAll", (source, target, n, dtype), at, (send, recv), config)
             return recv
         step = n * ITEMSIZE[dtype]
-        with group.group():
+        with group():
             for peer in range(self.size):
                 self._p2p("ncclSend", source + peer * step, n, dtype, peer, at, send, config)
                 self._p2p("ncclRecv", target + peer * step, n, dtype, peer, at, recv, config)
@@ -146,7 +146,7 @@ class Collectives:
             self._issue("gather", "ncclGather", (source, target, count, dtype, root), at, (send, recv), config)
             return recv
         step = count * ITEMSIZE[dtype]
-        with group.group():
+        with group():
             self._p2p("ncclSend", source, count, dtype, root, at, send, config)
             for peer in range(self.size if self.rank == root else 0):
                 self._p2p("ncclRecv", target + peer * step, count, dtype, peer, at, recv, config)
@@ -173,7 +173,7 @@ class Collectives:
             self._issue("scatter", "ncclScatter", (source, target, n, dtype, root), at, (send, recv), config)
             return recv
         step = n * ITEMSIZE[dtype]
-        with group.group():
+        with group():
             for peer in range(self.size if self.rank == root else 0):
                 self._p2p("ncclSend", source + peer * step, n, dtype, peer, at, send, config)
             self._p2p("ncclRecv", target, n, dtype, root, at, recv, config)
@@ -281,9 +281,9 @@ class Collectives:
             function += "Config"
             tail = (*tail, ctypes.byref(struct))
             keep = (keep, struct)
-        call = group.Call(self, operation, getattr(self.library, function), args + tail, keep)  # type: ignore[arg-type]
-        if group.state.calls is not None:
-            group.state.calls.append(call)
+        call = Call(self, operation, getattr(self.library, function), args + tail, keep)  # type: ignore[arg-type]
+        if state.calls is not None:
+            state.calls.append(call)
             return
         if self._check:
             compare([call])
