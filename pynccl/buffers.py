@@ -101,12 +101,12 @@ class Adapter:
 
 class _Torch(Adapter):
     def describe(self, x: Any) -> Description:
+        if x.layout is not _strided() or x.device.type == "meta":
+            raise TypeError(f"{x.layout} tensor on {x.device} owns no dense memory; pass a dense tensor")
         if not x.is_contiguous():
             raise ValueError(
                 f"tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous; pass x.contiguous()"
             )
-        if x.layout is not _strided() or x.device.type == "meta":
-            raise TypeError(f"{x.layout} tensor on {x.device} owns no dense memory; pass a dense tensor")
         return x.data_ptr(), x.numel(), _torch_types[x.dtype], x.get_device()
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
