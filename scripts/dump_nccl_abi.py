@@ -1,0 +1,256 @@
+"""Write tests/data/nccl_abi.json: what each NCCL release exports and how its nccl.h is laid out.
+
+    python scripts/dump_nccl_abi.py                          # downloads VERSIONS by pip (3 GB), one at a time
+    python scripts/dump_nccl_abi.py 2.21.5 some.whl folder   # a version to download, a wheel, an unpacked wheel
+
+Everything is the word of the C compiler and of nm: nothing is read out of the header by pattern. Names come from the
+debug information that the compiler writes about the header, numbers from a small C program, prototypes from its
+-aux-info. Needs gcc and binutils; CUDA's headers and a driver are not needed.
+
+A release is written as an RFC 7396 merge patch of the one before it, so that a new release is a short diff; `expand`
+gives them back in full:
+    code        NCCL_VERSION_CODE
+    symbols     exported ncclXxx -> whether its profiling twin pncclXxx is exported too
+    prototypes  ncclXxx declared by nccl.h -> its type
+    structs     type -> size and, for each field, [offset, size], in bytes
+    enums       enumerator -> value
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pynccl.abi import version_tuple
+
+# The last patch release of each minor one, 2.18 to 2.32.
+VERSIONS = (
+    "2.18.3", "2.19.3", "2.20.5", "2.21.5", "2.22.3", "2.23.4", "2.24.3", "2.25.1",
+    "2.26.5", "2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.31.2", "2.32.3",
+)  # fmt: skip
+OUT = Path(__file__).parent.parent / "tests" / "data" / "nccl_abi.json"
+
+# As much of CUDA's headers as nccl.h and nccl_device/host.h need, so that no CUDA toolkit has to be installed.
+CUDA_HEADERS = {
+    "cuda_runtime.h": "#pragma once\n#include <stddef.h>\n#define CUDART_VERSION 12000\n"
+    "typedef struct CUstream_st *cudaStream_t;\ntypedef struct CUevent_st *cudaEvent_t;\n",
+    "cuda.h": "#pragma once\ntypedef enum { CU_MEM_LOCATION_TYPE_DEVICE = 1 } CUmemLocationType;\n",
+    "cuda_fp16.h": "",
+    "cuda_bf16.h": "",
+    "cuda_fp8.h": "",
+}
+
+Abi = dict[str, Any]
+
+
+def write_cuda_headers(folder: Path) -> Path:
+    """Put stand-ins for CUDA's headers into `folder`; returns it."""
+    for name, text in CUDA_HEADERS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+class Header:
+    """One header of a release, asked through the compiler. `folder` receives what is compiled."""
+
+    def __init__(self, include: Path, folder: Path, name: str = "nccl.h") -> None:
+        self.folder = write_cuda_headers(folder)
+        self.source = f"#include <{name}>\n#include <stdio.h>\n"
+        # NCCL_OS_LINUX is what NCCL's own build defines: nccl.h declares ncclResetDebugInit only with it.
+        self.options = [f"-I{folder}", "-isystem", str(include), "-DNCCL_OS_LINUX"]
+
+    def compile(self, *options: str, source: str = "") -> Path:
+        """The file made of the header and `source`."""
+        source_file, target = self.folder / "ask.c", self.folder / "ask.out"
+        source_file.write_text(self.source + source)
+        run("gcc", *self.options, *options, str(source_file), "-o", str(target))
+        return target
+
+    def prototypes(self) -> dict[str, str]:
+        """name -> "result (arguments)" of each ncclXxx that is declared and not defined in the header."""
+        listing = self.folder / "prototypes"
+        self.compile("-c", "-aux-info", str(listing))
+        found, defined = {}, set()
+        for line in listing.read_text().splitlines():
+            match = re.match(r"/\* .*:\w([CF]) \*/ extern (.*?[ *])(nccl[A-Z]\w*) (\(.*?\));", line)
+            if match:
+                kind, result, name, arguments = match.groups()
+                arguments = arguments.replace(" ,", ",").replace("/* ??? */", "")  # gcc's word for an empty ()
+                found[name] = f"{result.strip()} {arguments}"
+                defined |= {name} if kind == "F" else set()
+        return {name: found[name] for name in sorted(found.keys() - defined)}
+
+    def layout(self) -> Abi:
+        """NCCL_VERSION_CODE, structs and enums."""
+        structs, enums = self._names()
+        asked: list[tuple[tuple[str, ...], str]] = [(("code",), "NCCL_VERSION_CODE")]
+        for struct, fields in structs.items():
+            asked.append((("structs", struct, "size"), f"sizeof({struct})"))
+            for field in fields:
+                place = ("structs", struct, "fields", field)
+                asked.append(((*place, "0"), f"__builtin_offsetof({struct}, {field})"))
+                asked.append(((*place, "1"), f"sizeof((({struct} *)0)->{field})"))
+        asked += [(("enums", name), name) for name in enums]
+        values = self._ask([expression for _, expression in asked])
+        found: Abi = {}
+        for (path, _), value in zip(asked, values, strict=True):
+            place = found
+            for key in path[:-1]:
+                place = place.setdefault(key, {})
+            place[path[-1]] = value
+        for struct in found["structs"].values():
+            struct["fields"] = {field: [pair["0"], pair["1"]] for field, pair in struct["fields"].items()}
+        return found
+
+    def _ask(self, expressions: list[str]) -> list[int]:
+        """The values of C integer expressions."""
+        prints = "".join(f'  printf("%lld\\n", (long long)({expression}));\n' for expression in expressions)
+        program = self.compile(source=f"int main(void) {{\n{prints}  return 0;\n}}\n")
+        return [int(line) for line in run(str(program)).split()]
+
+    def _names(self) -> tuple[dict[str, list[str]], list[str]]:
+        """(struct type -> its fields, enumerators) of the header, from the debug information about it."""
+        entries = debug_entries(self.compile("-c", "-g", "-gdwarf-4", "-fno-eliminate-unused-debug-types"))
+        by_offset = {entry["offset"]: entry for entry in entries}
+        structs = {}
+        for entry in entries:
+            target = by_offset.get(entry.get("DW_AT_type", "").strip("<>").removeprefix("0x"))
+            named = entry["tag"] == "typedef" and entry["DW_AT_name"].startswith("nccl") and target is not None
+            if named and target["tag"] == "structure_type" and target["children"]:
+                members = [child["DW_AT_name"] for child in target["children"] if child["tag"] == "member"]
+                structs[entry["DW_AT_name"]] = members
+        enums = [entry["DW_AT_name"] for entry in entries if entry["tag"] == "enumerator"]
+        return dict(sorted(structs.items())), [name for name in enums if name.upper().startswith("NCCL")]
+
+
+def debug_entries(binary: Path) -> list[dict[str, Any]]:
+    """The DWARF entries of an object file, each with its offset, tag, attributes and children."""
+    entries: list[dict[str, Any]] = []
+    parents: list[dict[str, Any]] = []
+    for line in run("readelf", "--debug-dump=info", str(binary)).splitlines():
+        if match := re.match(r" <(\d+)><(\w+)>: Abbrev Number: \d+ \(DW_TAG_(\w+)\)", line):
+            depth = int(match[1])
+            entries.append({"offset": match[2], "tag": match[3], "children": []})
+            parents[depth:] = [entries[-1]]
+            if depth:
+                parents[depth - 1]["children"].append(entries[-1])
+        elif entries and (match := re.match(r"    <\w+> +(DW_AT_\w+) *: (?:\(.*?\): )?(.*)", line)):
+            entries[-1][match[1]] = match[2].strip()
+    return entries
+
+
+def exported(library: Path) -> dict[str, bool]:
+    """ncclXxx exported by `library` -> whether pncclXxx is too. Takes a text file of names as well."""
+    text = library.read_text() if library.suffix == ".txt" else run("nm", "-D", "--defined-only", str(library))
+    names = {line.split()[-1].partition("@")[0] for line in text.splitlines() if line.strip()}
+    return {name: f"p{name}" in names for name in sorted(names) if re.match(r"nccl[A-Z]\w*$", name)}
+
+
+def snapshot(root: Path) -> Abi:
+    """All about the release whose wheel is unpacked in `root`."""
+    package = root / "nvidia" / "nccl"
+    libraries = [*package.glob("lib/libnccl.so*"), root / "symbols.txt"]
+    with tempfile.TemporaryDirectory() as folder:
+        header = Header(package / "include", Path(folder))
+        return {
+            **header.layout(),
+            "symbols": exported(next((path for path in libraries if path.exists()), libraries[0])),
+            "prototypes": header.prototypes(),
+        }
+
+
+@contextmanager
+def unpacked(source: str, cache: Path) -> Iterator[Path]:
+    """The folder of a release named as a folder, a wheel file or a version."""
+    path = Path(source)
+    if path.is_dir():
+        yield path
+        return
+    if not path.is_file():
+        path = download(source, cache)
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as wheel:
+        names = [name for name in wheel.namelist() if re.match(r"nvidia/nccl/(include/|lib/libnccl\.so)", name)]
+        wheel.extractall(folder, names)
+        yield Path(folder)
+
+
+def download(version: str, cache: Path) -> Path:
+    """The wheel of `version` in `cache`, fetched if it is not there."""
+    if not re.fullmatch(r"\d+(\.\d+)+", version):
+        raise SystemExit(f"dump_nccl_abi: {version!r} is no folder, no wheel file and no version such as 2.21.5")
+    pattern = f"nvidia_nccl_cu12-{version}-*.whl"
+    if not list(cache.glob(pattern)):
+        requirement = f"nvidia-nccl-cu12=={version}"
+        run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(cache), requirement)
+    return next(cache.glob(pattern))
+
+
+def patch(old: Any, new: Any) -> Any:
+    """The RFC 7396 merge patch that leads from `old` to `new`."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    changed = {key: patch(old.get(key), value) for key, value in new.items() if old.get(key) != value}
+    return {**changed, **{key: None for key in old if key not in new}}
+
+
+def merge(old: Any, change: Any) -> Any:
+    """`old` with the merge patch `change` applied."""
+    if not isinstance(change, dict):
+        return change
+    old = old if isinstance(old, dict) else {}
+    merged = {**old, **{key: merge(old.get(key), value) for key, value in change.items()}}
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def expand(patches: dict[str, Abi]) -> dict[str, Abi]:
+    """version -> everything about it, from what this script has written."""
+    full: dict[str, Abi] = {}
+    last: Abi = {}
+    for version, change in patches.items():
+        full[version] = last = merge(last, change)
+    return full
+
+
+def compact(data: Any) -> str:
+    """JSON with one fact a line."""
+    return re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", json.dumps(data, indent=1)) + "\n"
+
+
+def run(*command: str) -> str:
+    """The output of a command; ends the program with what the command said if it fails."""
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"dump_nccl_abi: {' '.join(command)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="*", default=VERSIONS, help="versions, wheel files, unpacked wheels")
+    parser.add_argument("--cache", type=Path, default=Path("build/wheels"), help="where downloaded wheels are kept")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    found: dict[str, Abi] = {}
+    for source in options.sources:
+        with unpacked(source, options.cache) as root:
+            release = snapshot(root)
+        version = ".".join(map(str, version_tuple(release["code"])))
+        found[version] = release
+        print(f"{version}: {len(release['symbols'])} symbols, {len(release['prototypes'])} in nccl.h", flush=True)
+    ordered = [found[version] for version in sorted(found, key=lambda version: found[version]["code"])]
+    names = [".".join(map(str, version_tuple(release["code"]))) for release in ordered]
+    patches = [patch(old, new) for old, new in zip([{}, *ordered], ordered, strict=False)]
+    options.out.write_text(compact(dict(zip(names, patches, strict=True))))
+
+
+if __name__ == "__main__":
+    main()
