@@ -90,7 +90,8 @@ class AllGather(Function):
     def forward(x: Tensor, comm: Communicator, dim: int, grad: Grad, reduce_dtype: torch.dtype | None) -> Tensor:
         front = x.movedim(dim, 0).contiguous()
         y = comm.all_gather(front, front.new_empty((front.shape[0] * comm.size, *front.shape[1:])))
-        return y.movedim(0, dim).contiguous()  # type: ignore[no-any-return]
+        gathered: Tensor = y.movedim(0, dim).contiguous()
+        return gathered
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -58,9 +58,9 @@ class _ParallelLinear(nn.Module):
         self.comm, self.sequence_parallel = comm, sequence_parallel
         shape = [out_features, in_features]
         shape[self.dim] //= comm.size
-        where = {"device": comm.device if device is None else device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(shape, **where))
-        self.bias = nn.Parameter(torch.empty(self._bias_size(), **where)) if bias else None
+        device = comm.device if device is None else device
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(self._bias_size(), device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def _bias_size(self) -> int:
