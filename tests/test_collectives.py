@@ -1,0 +1,302 @@
+"""Every collective gives what a single process would: all data types and operators, in place and out of place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import RankPool, each_size
+from reference import DTYPES, OPS, bits, expect, inputs, reduced
+from test_buffers import OnlyDlpack
+
+import pynccl
+from pynccl import Communicator
+
+COUNT = 37  # elements per rank and block: odd, so that no alignment comes for free
+
+
+def reductions(comm: Communicator, dtype: torch.dtype, op: str) -> None:
+    n, rank, root = comm.size, comm.rank, (len(op) + dtype.itemsize) % comm.size
+    given = inputs(dtype, op, COUNT * n, n)
+    wanted = reduced(given, op)
+    mine, block = given[rank], slice(rank * COUNT, (rank + 1) * COUNT)
+    before = mine.clone()
+    what = f"{op} of {dtype} on {n} ranks"
+
+    expect(comm.all_reduce(mine, op=op), wanted, f"all_reduce {what}")
+    expect(comm.reduce_scatter(mine, op=op), wanted[block], f"reduce_scatter {what}")
+    result = comm.reduce(mine, op=op, root=root)
+    if rank == root:
+        expect(result, wanted, f"reduce {what}")
+    else:
+        assert result is None
+    expect(mine, before, f"input of {what}")
+
+    in_place = mine.clone()
+    assert comm.all_reduce(in_place, in_place, op) is in_place
+    expect(in_place, wanted, f"all_reduce in place {what}")
+    in_place = mine.clone()
+    comm.reduce_scatter(in_place, in_place[block], op)
+    expect(in_place[block], wanted[block], f"reduce_scatter in place {what}")
+    in_place = mine.clone()
+    comm.reduce(in_place, in_place if rank == root else None, op, root)
+    expect(in_place, wanted if rank == root else mine, f"reduce in place {what}")
+
+
+def all_reductions(comm: Communicator) -> int:
+    for dtype in DTYPES.values():
+        for op in OPS:
+            reductions(comm, dtype, op)
+    return len(DTYPES) * len(OPS)
+
+
+@each_size
+def test_reductions_equal_the_reference_bit_for_bit(ranks: RankPool, n: int) -> None:
+    assert ranks.run(n, all_reductions) == [60] * n
+
+
+def copies(comm: Communicator, dtype: torch.dtype, root: int) -> None:
+    n, rank = comm.size, comm.rank
+    whole = inputs(dtype, "sum", COUNT * n, n)
+    block = slice(rank * COUNT, (rank + 1) * COUNT)
+    parts = [x[i * COUNT : (i + 1) * COUNT].clone() for i, x in enumerate(whole)]
+    gathered = torch.cat([bits(part) for part in parts]).view(dtype)
+    exchanged = torch.cat([bits(x[block]) for x in whole]).view(dtype)
+    what = f"of {dtype} on {n} ranks, root {root}"
+
+    expect(comm.broadcast(whole[rank], root=root), whole[root], f"broadcast {what}")
+    expect(comm.all_gather(parts[rank]), gathered, f"all_gather {what}")
+    expect(comm.all_to_all(whole[rank]), exchanged, f"all_to_all {what}")
+    expect(comm.scatter(whole[rank], root=root), whole[root][block], f"scatter {what}")
+    received = torch.empty_like(parts[rank])
+    assert comm.scatter(whole[root] if rank == root else None, received, root) is received
+    expect(received, whole[root][block], f"scatter without send {what}")
+    result = comm.gather(parts[rank], root=root)
+    if rank == root:
+        expect(result, gathered, f"gather {what}")
+    else:
+        assert result is None
+    expect(whole[rank], inputs(dtype, "sum", COUNT * n, n)[rank], f"input {what}")
+
+
+def copies_in_place(comm: Communicator, dtype: torch.dtype, root: int) -> None:
+    n, rank = comm.size, comm.rank
+    whole = inputs(dtype, "sum", COUNT * n, n, seed=1)
+    block = slice(rank * COUNT, (rank + 1) * COUNT)
+    gathered = torch.cat([bits(x[i * COUNT : (i + 1) * COUNT]) for i, x in enumerate(whole)]).view(dtype)
+    what = f"in place of {dtype} on {n} ranks, root {root}"
+
+    mine = whole[rank].clone()
+    assert comm.broadcast(mine, mine, root) is mine
+    expect(mine, whole[root], f"broadcast {what}")
+    mine = whole[rank].clone()
+    assert comm.all_gather(mine[block], mine) is mine
+    expect(mine, gathered, f"all_gather {what}")
+    mine = whole[rank].clone()
+    comm.gather(mine[block], mine if rank == root else None, root)
+    expect(mine, gathered if rank == root else whole[rank], f"gather {what}")
+    mine = whole[rank].clone()
+    comm.scatter(mine if rank == root else None, mine[block], root)
+    expect(mine[block], whole[root][block], f"scatter {what}")
+
+
+def all_copies(comm: Communicator) -> None:
+    for i, dtype in enumerate(DTYPES.values()):
+        copies(comm, dtype, i % comm.size)
+        copies_in_place(comm, dtype, i % comm.size)
+
+
+@each_size
+def test_copies_equal_the_reference_bit_for_bit(ranks: RankPool, n: int) -> None:
+    assert ranks.run(n, all_copies) == [None] * n
+
+
+def shapes(comm: Communicator) -> dict[str, Any]:
+    n = comm.size
+    results = {
+        "all_reduce": comm.all_reduce(torch.ones(3, 4, 5)),
+        "broadcast": comm.broadcast(torch.ones(3, 4)),
+        "reduce": comm.reduce(torch.ones(3, 4), root=n - 1),
+        "all_gather": comm.all_gather(torch.ones(3, 4)),
+        "reduce_scatter": comm.reduce_scatter(torch.ones(2 * n, 4)),
+        "all_to_all": comm.all_to_all(torch.ones(2 * n, 4)),
+        "gather": comm.gather(torch.ones(3, 4), root=n - 1),
+        "scatter": comm.scatter(torch.ones(2 * n, 4)),
+        "all_reduce of one number": comm.all_reduce(torch.tensor(1.0)),
+        "all_gather of one number": comm.all_gather(torch.tensor(1.0)),
+        "reduce_scatter to one number": comm.reduce_scatter(torch.ones(n)),
+        "all_reduce of nothing": comm.all_reduce(torch.ones(0, 4)),
+        "all_gather of nothing": comm.all_gather(torch.ones(3, 0)),
+        "reduce_scatter of nothing": comm.reduce_scatter(torch.ones(n, 0)),
+        "all_to_all of nothing": comm.all_to_all(torch.ones(0)),
+    }
+    return {name: None if result is None else tuple(result.shape) for name, result in results.items()}
+
+
+@each_size
+def test_allocated_results_have_the_shape_of_the_operation(ranks: RankPool, n: int) -> None:
+    wanted: dict[str, Any] = {
+        "all_reduce": (3, 4, 5),
+        "broadcast": (3, 4),
+        "reduce": (3, 4),
+        "all_gather": (3 * n, 4),
+        "reduce_scatter": (2, 4),
+        "all_to_all": (2 * n, 4),
+        "gather": (3 * n, 4),
+        "scatter": (2, 4),
+        "all_reduce of one number": (),
+        "all_gather of one number": (n,),
+        "reduce_scatter to one number": (1,),
+        "all_reduce of nothing": (0, 4),
+        "all_gather of nothing": (3 * n, 0),
+        "reduce_scatter of nothing": (1, 0),
+        "all_to_all of nothing": (0,),
+    }
+    others = {**wanted, "reduce": None, "gather": None}
+    assert ranks.run(n, shapes) == [others] * (n - 1) + [wanted]
+
+
+def sizes(comm: Communicator) -> None:
+    """Sizes on both sides of whatever an algorithm may switch at."""
+    for count in (1, 2, 255, 4097, 65_537, 1_000_003):
+        given = inputs(torch.float32, "sum", count, comm.size, seed=count)
+        wanted = reduced(given, "sum")
+        expect(comm.all_reduce(given[comm.rank]), wanted, f"all_reduce of {count}")
+        expect(comm.all_gather(given[comm.rank]), torch.cat(given), f"all_gather of {count}")
+        scattered = comm.reduce_scatter(torch.cat([given[comm.rank]] * comm.size))
+        expect(scattered, wanted, f"reduce_scatter of {count}")
+
+
+@each_size
+def test_small_and_large_buffers_alike(ranks: RankPool, n: int) -> None:
+    assert ranks.run(n, sizes) == [None] * n
+
+
+def random_sums(comm: Communicator) -> list[bytes]:
+    """Sums whose last bits depend on the order of addition."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    results = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for count in (5, 70_001):
+            result = comm.all_reduce(torch.randn(count, generator=generator).to(dtype))
+            results.append(bits(result).numpy().tobytes())
+    return results
+
+
+@each_size
+def test_all_ranks_get_the_same_bits(ranks: RankPool, n: int) -> None:
+    first, *others = ranks.run(n, random_sums)
+    assert others == [first] * (n - 1)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(n)]
+    total = torch.stack([torch.randn(5, generator=g) for g in generators]).double().sum(0)
+    got = torch.from_numpy(np.frombuffer(first[0], "f4").copy())
+    torch.testing.assert_close(got.double(), total, rtol=1.3e-6, atol=1e-6)
+
+
+def other_buffers(comm: Communicator) -> None:
+    n, rank = comm.size, comm.rank
+    total = n * (n + 1) / 2
+
+    array = np.full((2, 3), rank + 1, "f8")
+    result = comm.all_reduce(array)
+    assert isinstance(result, np.ndarray) and (result == total).all() and result.shape == (2, 3)
+    assert (array == rank + 1).all()
+    gathered = comm.all_gather(np.array([rank], "i8"))
+    assert gathered.tolist() == list(range(n))
+
+    tensor = torch.full((4,), float(rank + 1))
+    wrapped = OnlyDlpack(tensor)
+    assert comm.all_reduce(wrapped, wrapped) is wrapped
+    assert tensor.tolist() == [total] * 4
+
+    mixed = torch.zeros(6, dtype=torch.float64)
+    comm.all_reduce(array.reshape(6), mixed)
+    assert mixed.tolist() == [total] * 6
+
+    raw = torch.full((5,), rank + 1, dtype=torch.bfloat16)
+    target = torch.zeros_like(raw)
+    comm.all_reduce((raw.data_ptr(), 5, "bfloat16"), (target.data_ptr(), 5, "bfloat16"), stream=0)
+    assert target.tolist() == [total] * 5
+    comm.all_reduce((raw.data_ptr(), 2, torch.bfloat16), (raw.data_ptr(), 2, torch.bfloat16), stream=0)
+    assert raw.tolist() == [total] * 2 + [rank + 1] * 3
+
+
+@each_size
+def test_arrays_dlpack_objects_and_raw_pointers_are_buffers(ranks: RankPool, n: int) -> None:
+    assert ranks.run(n, other_buffers) == [None] * n
+
+
+def scaled_sums(comm: Communicator) -> None:
+    n, rank = comm.size, comm.rank
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64):
+        x = torch.arange(1, 6).to(dtype)
+        wanted = (torch.arange(1, 6) * sum(2**q for q in range(n))).to(dtype)
+        scalar = 2**rank if not dtype.is_floating_point else float(2**rank)
+        with comm.pre_mul_sum(scalar, dtype) as op:
+            expect(comm.all_reduce(x, op=op), wanted, f"number, {dtype}")
+            expect(comm.reduce_scatter(x.repeat(n), op=op), wanted, f"reduce_scatter, {dtype}")
+            result = comm.reduce(x, op=op)
+            assert (result is None) == (rank != 0)
+        held = torch.tensor([2**rank], dtype=dtype)
+        with comm.pre_mul_sum(held) as op:
+            expect(comm.all_reduce(x, op=op), wanted, f"buffer, {dtype}")
+
+
+@each_size
+def test_each_rank_scales_by_its_own_factor(ranks: RankPool, n: int) -> None:
+    assert ranks.run(n, scaled_sums) == [None] * n
+
+
+def exchanges(comm: Communicator) -> None:
+    n, rank = comm.size, comm.rank
+    right, left = (rank + 1) % n, (rank - 1) % n
+    token = torch.full((3,), rank, dtype=torch.int64)
+    arrived = torch.full((3,), -1, dtype=torch.int64)
+    for _ in range(n):
+        with pynccl.group():
+            comm.send(token, right)
+            assert comm.recv(arrived, left) is arrived
+        token, arrived = arrived, token
+    assert token.tolist() == [rank] * 3  # once around the ring
+
+    first, second = torch.zeros(2), torch.zeros(7)
+    with pynccl.group():
+        comm.send(torch.full((2,), rank + 0.5), right)
+        comm.send(torch.full((7,), rank + 0.25), right)
+        comm.recv(first, left)
+        comm.recv(second, left)
+    assert first.tolist() == [left + 0.5] * 2 and second.tolist() == [left + 0.25] * 7
+
+    to_itself = torch.zeros(4)
+    with pynccl.group():
+        comm.send(torch.full((4,), 3.0), rank)
+        comm.recv(to_itself, rank)
+    assert to_itself.tolist() == [3.0] * 4
+
+
+def line(comm: Communicator) -> list[float]:
+    """Rank 0 to 1 to 2 ...: a send and a recv outside any group."""
+    x = torch.arange(5.0)
+    if comm.rank > 0:
+        comm.recv(x, comm.rank - 1)
+    x += 1
+    if comm.rank < comm.size - 1:
+        comm.send(x, comm.rank + 1)
+    return x.tolist()
+
+
+@each_size
+def test_sends_meet_their_receives(ranks: RankPool, n: int) -> None:
+    assert ranks.run(n, exchanges) == [None] * n
+    assert ranks.run(n, line) == [[i + rank + 1.0 for i in range(5)] for rank in range(n)]
+
+
+@pytest.mark.parametrize("op", [pynccl.RedOp.MAX, "max"], ids=repr)
+def test_operators_are_named_or_enumerated(ranks: RankPool, op: Any) -> None:
+    assert ranks.run(2, maximum, op) == [[1.0, 0.0]] * 2
+
+
+def maximum(comm: Communicator, op: Any) -> list[float]:
+    return comm.all_reduce(torch.tensor([float(comm.rank), -float(comm.rank)]), op=op).tolist()
