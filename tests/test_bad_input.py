@@ -1,0 +1,291 @@
+"""Bad input is an error that says what was passed, what was expected and what to do, and nothing is launched.
+
+The stub library records what reaches C; a communicator of rank 1 of 4 on GPU 0, or one on CPU memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from libraries import Stub
+from ranks import RankPool
+
+import pynccl
+from pynccl import Communicator
+
+F4 = "float32"
+
+
+class Bad(NamedTuple):
+    """A call that must be refused; `says` are parts of its message."""
+
+    call: Callable[[Communicator], Any]
+    error: type[Exception]
+    says: tuple[str, ...]
+
+
+READ_ONLY = np.zeros(4)
+READ_ONLY.flags.writeable = False
+
+BAD: dict[str, Bad] = {
+    "not contiguous": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4, 6).t()),
+        ValueError,
+        ("all_reduce: send: ", "shape (6, 4)", "strides (1, 6)", "is not contiguous", "pass x.contiguous()"),
+    ),
+    "recv not contiguous": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), torch.zeros(8)[::2]),
+        ValueError,
+        ("all_reduce: recv: ", "strides (2,)", "is not contiguous"),
+    ),
+    "complex": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4, dtype=torch.complex64)),
+        TypeError,
+        ("all_reduce: send: torch.complex64 has no NCCL data type", "torch.view_as_real(x)"),
+    ),
+    "bool": Bad(
+        lambda comm: comm.broadcast(torch.zeros(4, dtype=torch.bool)),
+        TypeError,
+        ("broadcast: send: torch.bool has no NCCL data type", "x.view(torch.uint8)"),
+    ),
+    "no buffer": Bad(
+        lambda comm: comm.all_reduce([1.0, 2.0]),
+        TypeError,
+        ("a builtins.list is no buffer", "torch tensor", "(pointer, count, dtype)"),
+    ),
+    "recv too small": Bad(
+        lambda comm: comm.all_gather(torch.zeros(3), torch.zeros(11)),
+        ValueError,
+        ("all_gather: recv has 11 elements, expected 12 for send of 3 on 4 ranks",),
+    ),
+    "recv too large": Bad(
+        lambda comm: comm.reduce_scatter(torch.zeros(8), torch.zeros(3)),
+        ValueError,
+        ("reduce_scatter: recv has 3 elements, expected 2 for send of 8 on 4 ranks",),
+    ),
+    "recv of another type": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(3), torch.zeros(3, dtype=torch.float64)),
+        ValueError,
+        ("all_reduce: send is FLOAT32, recv is FLOAT64; they must be equal",),
+    ),
+    "indivisible": Bad(
+        lambda comm: comm.reduce_scatter(torch.zeros(10, 3)),
+        ValueError,
+        ("reduce_scatter: ", "not divisible by 4 ranks", "pad it"),
+    ),
+    "indivisible rows": Bad(
+        lambda comm: comm.reduce_scatter(torch.zeros(6, 4)),
+        ValueError,
+        ("reduce_scatter: dimension 0 has 6 rows, not divisible by 4 ranks; pad it or pass recv=",),
+    ),
+    "indivisible exchange": Bad(
+        lambda comm: comm.all_to_all(torch.zeros(10)),
+        ValueError,
+        ("all_to_all: send has 10 elements, not divisible by 4 ranks",),
+    ),
+    "root too high": Bad(
+        lambda comm: comm.broadcast(torch.zeros(4), root=4),
+        ValueError,
+        ("broadcast: root is 4, expected a rank in 0..3",),
+    ),
+    "root negative": Bad(
+        lambda comm: comm.gather(torch.zeros(4), root=-1), ValueError, ("gather: root is -1, expected a rank in 0..3",)
+    ),
+    "root no rank": Bad(
+        lambda comm: comm.reduce(torch.zeros(4), root="0"),
+        ValueError,
+        ("reduce: root is '0', expected a rank in 0..3",),
+    ),
+    "scatter root": Bad(
+        lambda comm: comm.scatter(torch.zeros(4), root=9), ValueError, ("scatter: root is 9, expected a rank in 0..3",)
+    ),
+    "scatter without buffers": Bad(
+        lambda comm: comm.scatter(None), TypeError, ("scatter: rank 1 passed neither send nor recv; pass recv=",)
+    ),
+    "peer": Bad(lambda comm: comm.send(torch.zeros(4), 7), ValueError, ("send: peer is 7, expected a rank in 0..3",)),
+    "recv peer": Bad(
+        lambda comm: comm.recv(torch.zeros(4), 4), ValueError, ("recv: peer is 4, expected a rank in 0..3",)
+    ),
+    "unknown operator": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), op="mean"),
+        ValueError,
+        ("unknown operator 'mean'", "'sum', 'prod', 'max', 'min', 'avg'", "pre_mul_sum"),
+    ),
+    "operator of another kind": Bad(
+        lambda comm: comm.reduce_scatter(torch.zeros(4), op=sum),
+        ValueError,
+        ("unknown operator <built-in function sum>",),
+    ),
+    "read-only recv": Bad(
+        lambda comm: comm.all_reduce(np.zeros(4), READ_ONLY), ValueError, ("array of shape (4,) is read-only",)
+    ),
+    "read-only in place": Bad(
+        lambda comm: comm.all_reduce(READ_ONLY, READ_ONLY), ValueError, ("array of shape (4,) is read-only",)
+    ),
+    "raw pointer without a stream": Bad(
+        lambda comm: comm.all_reduce((64, 4, F4), (64, 4, F4)),
+        TypeError,
+        ("all_reduce: send: tuple has no current stream: pass stream=",),
+    ),
+    "raw pointer without recv": Bad(
+        lambda comm: comm.all_reduce((64, 4, F4), stream=0),
+        TypeError,
+        ("cannot allocate the result like a tuple: pass recv=",),
+    ),
+    "no stream": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), stream="main"),
+        TypeError,
+        ("all_reduce: send: a builtins.str is no stream", "pynccl.create_stream()"),
+    ),
+    "partial overlap": Bad(
+        lambda comm: comm.all_reduce((4096, 8, F4), (4104, 8, F4), stream=0),
+        ValueError,
+        ("all_reduce: send and recv overlap, 8 bytes apart", "in place means an offset of 0 bytes"),
+    ),
+    "wrong block in place": Bad(
+        lambda comm: comm.all_gather((4096, 8, F4), (4096, 32, F4), stream=0),
+        ValueError,
+        ("all_gather: send and recv overlap", "in place means an offset of 32 bytes"),
+    ),
+    "wrong block scattered in place": Bad(
+        lambda comm: comm.reduce_scatter((4096, 32, F4), (4160, 8, F4), stream=0),
+        ValueError,
+        ("reduce_scatter: send and recv overlap, 64 bytes apart", "in place means an offset of 32 bytes"),
+    ),
+    "all_to_all in place": Bad(
+        lambda comm: comm.all_to_all((4096, 8, F4), (4096, 8, F4), stream=0),
+        ValueError,
+        ("all_to_all: send and recv overlap", "send and recv must not overlap"),
+    ),
+    "color": Bad(lambda comm: comm.split(-2), ValueError, ("split: color is -2, expected an integer >= 0",)),
+    "scalar without a type": Bad(
+        lambda comm: comm.pre_mul_sum(0.5), TypeError, ("pre_mul_sum: a Python number needs dtype=",)
+    ),
+    "scalar of several elements": Bad(
+        lambda comm: comm.pre_mul_sum(torch.zeros(3)), ValueError, ("pre_mul_sum: scalar has 3 elements", "expected 1")
+    ),
+}
+
+
+def refuse(comm: Communicator, bad: Bad) -> None:
+    with pytest.raises(bad.error) as caught:
+        bad.call(comm)
+    for part in bad.says:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_call_is_refused_before_anything_is_launched(name: str) -> None:
+    stub = Stub()
+    comm = stub.comm(nranks=4, rank=1, cpu=True)
+    refuse(comm, BAD[name])
+    assert stub.names() == []
+    comm.all_reduce(torch.zeros(4))  # and the communicator is none the worse for it
+    assert stub.names() == ["ncclAllReduce"]
+
+
+def test_cpu_memory_is_refused_by_a_communicator_of_a_gpu() -> None:
+    stub = Stub()
+    comm = stub.comm()
+    for name, call in {
+        "all_reduce: send": lambda: comm.all_reduce(torch.zeros(4)),
+        "all_gather: send": lambda: comm.all_gather(np.zeros(4)),
+        "recv: buf": lambda: comm.recv(torch.zeros(4), 0),
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert f"{name} is on cpu, the communicator on cuda:0; move it there" in str(caught.value)
+    assert stub.names() == []
+
+
+def test_memory_of_another_gpu_is_refused() -> None:
+    class OnGpu1:
+        __cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3, "stream": 1}
+        device = type("Device", (), {"id": 1})
+
+    stub = Stub()
+    with pytest.raises(ValueError, match="send is on cuda:1, the communicator on cuda:0; move it there"):
+        stub.comm().all_reduce(OnGpu1(), OnGpu1())
+    assert stub.names() == []
+
+
+BAD_BIRTHS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "rank too high": ((2, bytes(128), 2), {}, "rank is 2, expected 0..1 for 2 ranks"),
+    "rank negative": ((2, bytes(128), -1), {}, "rank is -1, expected 0..1 for 2 ranks"),
+    "no ranks": ((0, bytes(128), 0), {}, "nranks is 0, expected a number of ranks >= 1"),
+    "size a text": (("2", bytes(128), 0), {}, "nranks is '2', expected a number of ranks"),
+    "short id": ((2, bytes(127), 0), {}, "unique_id is bytes of 127 bytes, expected what get_unique_id() returned"),
+    "no id": ((2, None, 0), {}, "unique_id is NoneType, expected what get_unique_id() returned, or its 128 bytes"),
+    "gpu": ((1, bytes(128), 0), {"device": "cuda:0"}, "device is 'cuda:0', but the host library works on the CPU"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BIRTHS)
+def test_a_bad_birth_is_refused_before_it_reaches_the_library(name: str) -> None:
+    args, options, says = BAD_BIRTHS[name]
+    stub = Stub()
+    with pytest.raises(ValueError) as caught:
+        Communicator.init(*args, **options, library=stub.cpu_library)
+    assert says in str(caught.value)
+    assert stub.names() == []
+
+
+def test_a_cpu_is_no_device_of_a_gpu_library() -> None:
+    stub = Stub()
+    with pytest.raises(ValueError, match="device is 'cpu', but .* works on GPUs; set PYNCCL_LIBRARY=host for the CPU"):
+        Communicator.init(1, bytes(128), 0, "cpu", library=stub.library)
+    with pytest.raises(ValueError, match="devices is 0, expected at least one"):
+        Communicator.init_all(0, library=stub.library)
+    assert stub.names() == []
+
+
+def test_an_operation_after_the_end_says_how_it_ended() -> None:
+    stub = Stub()
+    destroyed, aborted = stub.comm(cpu=True), stub.comm(rank=2, cpu=True)
+    destroyed.destroy()
+    aborted.abort()
+    stub.clear()
+    for comm, end in ((destroyed, "destroyed"), (aborted, "aborted")):
+        for call in (
+            lambda comm: comm.all_reduce(torch.zeros(4)),
+            lambda comm: comm.send(torch.zeros(4), 0),
+            lambda comm: comm.split(0),
+            lambda comm: comm.barrier(),
+            lambda comm: comm.async_error(),
+            lambda comm: comm.finalize(),
+            lambda comm: comm.pre_mul_sum(1.0, F4),
+            lambda comm: comm.handle,
+        ):
+            with pytest.raises(pynccl.NcclInvalidUsage) as caught:
+                call(comm)
+            assert f"this communicator (rank {comm.rank} of 4 on cpu) was {end}" in str(caught.value)
+            assert "make a new one with Communicator.init" in str(caught.value)
+    assert stub.names() == []
+
+
+def test_a_communicator_that_ends_inside_a_group_launches_nothing() -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed"), pynccl.group():
+        comm.all_reduce(torch.zeros(4))
+        comm.destroy()
+    assert stub.names() == ["ncclCommDestroy"]
+
+
+def refused_on_rank_1(comm: Communicator) -> float:
+    """Rank 1 makes all the bad calls; rank 0 would hang or fail if any of them had been sent out."""
+    if comm.rank == 1:
+        for bad in BAD.values():
+            refuse(comm, bad)
+        with pytest.raises(ValueError, match="not divisible"), pynccl.group():
+            comm.all_reduce(torch.ones(4))
+            comm.reduce_scatter(torch.zeros(10))
+    return comm.all_reduce(torch.tensor(comm.rank + 1.0)).item()
+
+
+def test_other_ranks_see_nothing_of_a_bad_call(ranks: RankPool) -> None:
+    assert ranks.run(4, refused_on_rank_1) == [10.0] * 4
