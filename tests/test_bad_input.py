@@ -6,6 +6,7 @@ The stub library records what reaches C; a communicator of rank 1 of 4 on GPU 0,
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from libraries import Stub
 from ranks import RankPool
+from test_buffers import CudaArray
 
 import pynccl
 from pynccl import Communicator
@@ -203,13 +205,11 @@ def test_cpu_memory_is_refused_by_a_communicator_of_a_gpu() -> None:
 
 
 def test_memory_of_another_gpu_is_refused() -> None:
-    class OnGpu1:
-        __cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3, "stream": 1}
-        device = type("Device", (), {"id": 1})
-
+    on_gpu_1 = CudaArray(stream=1)
+    on_gpu_1.device = SimpleNamespace(id=1)  # type: ignore[attr-defined]
     stub = Stub()
     with pytest.raises(ValueError, match="send is on cuda:1, the communicator on cuda:0; move it there"):
-        stub.comm().all_reduce(OnGpu1(), OnGpu1())
+        stub.comm().all_reduce(on_gpu_1, on_gpu_1)
     assert stub.names() == []
 
 
@@ -229,14 +229,14 @@ def test_a_bad_birth_is_refused_before_it_reaches_the_library(name: str) -> None
     args, options, says = BAD_BIRTHS[name]
     stub = Stub()
     with pytest.raises(ValueError) as caught:
-        Communicator.init(*args, **options, library=stub.cpu_library)
+        Communicator.init(*args, **{**options, "library": stub.cpu_library})
     assert says in str(caught.value)
     assert stub.names() == []
 
 
 def test_a_cpu_is_no_device_of_a_gpu_library() -> None:
     stub = Stub()
-    with pytest.raises(ValueError, match="device is 'cpu', but .* works on GPUs; set PYNCCL_LIBRARY=host for the CPU"):
+    with pytest.raises(ValueError, match=r"device is 'cpu', but .* works on GPUs; set PYNCCL_LIBRARY=host for the CPU"):
         Communicator.init(1, bytes(128), 0, "cpu", library=stub.library)
     with pytest.raises(ValueError, match="devices is 0, expected at least one"):
         Communicator.init_all(0, library=stub.library)
