@@ -227,6 +227,18 @@ class WaitSignalDesc(Structure):
     _fields_ = [("opCnt", c_int), ("peer", c_int), ("sigIdx", c_int), ("ctx", c_int)]
 
 
+class Team(Structure):
+    """ncclTeam_t: every stride-th rank, nRanks of them; passed and returned by value."""
+
+    _fields_ = [("nRanks", c_int), ("rank", c_int), ("stride", c_int)]
+
+
+class MultimemHandle(Structure):
+    """ncclMultimemHandle_t, passed by value."""
+
+    _fields_ = [("mcBasePtr", c_void_p)]
+
+
 class Function(NamedTuple):
     restype: Any
     argtypes: tuple[Any, ...]
@@ -356,6 +368,48 @@ FUNCTIONS: dict[str, Function] = {
         POINTER(POINTER(c_char_p)), POINTER(c_int), since=(2, 30)
     ),
     "ncclParamDumpAll": Function(None, (), (2, 30)),
+}  # fmt: skip
+
+# The host side of nccl_device.h, raw: structs that a kernel is compiled against (communicators, requirements, barriers,
+# buffers) are void pointers here, since their layout goes with the release and only CUDA code reads them.
+_devcomm = _requirements = _properties = _handle = c_void_p
+
+DEVICE_FUNCTIONS: dict[str, Function] = {
+    # Device communicators
+    "ncclCommQueryProperties": _status(_comm, _properties, since=(2, 29)),
+    "ncclDevCommCreate": _status(_comm, _requirements, _devcomm, since=(2, 28)),
+    "ncclDevCommDestroy": _status(_comm, _devcomm, since=(2, 28)),
+    # Teams
+    "ncclTeamWorld": Function(Team, (_comm,), (2, 28)),
+    "ncclTeamLsa": Function(Team, (_comm,), (2, 28)),
+    "ncclTeamRail": Function(Team, (_comm,), (2, 28)),
+    "ncclTeamCft": Function(Team, (_comm, c_int), (2, 31)),
+    "ncclTeamCftMultimem": Function(Team, (_comm,), (2, 31)),
+    "ncclTeamRankToWorld": Function(c_int, (_comm, Team, c_int), (2, 28)),
+    "ncclTeamRankToLsa": Function(c_int, (_comm, Team, c_int), (2, 28)),
+    # Where a window lies on the device: window, offset in bytes, whose memory, then the result
+    "ncclGetPeerDevicePointer": _status(_window, c_size_t, c_int, POINTER(c_void_p), since=(2, 29)),
+    "ncclGetLsaDevicePointer": _status(_window, c_size_t, c_int, POINTER(c_void_p), since=(2, 29)),
+    "ncclGetLsaMultimemDevicePointer": _status(_window, c_size_t, POINTER(c_void_p), since=(2, 29)),
+    "ncclGetMultimemDevicePointer": _status(
+        _window, c_size_t, MultimemHandle, POINTER(c_void_p), since=(2, 29)
+    ),
+    "ncclGetPeerDeviceLeInfo": _status(
+        _window, c_size_t, c_int, POINTER(c_uint32), POINTER(c_size_t), since=(2, 31)
+    ),
+    "ncclGetCftDeviceLeInfo": _status(
+        _window, c_size_t, c_int, Team, POINTER(c_uint32), POINTER(c_size_t), since=(2, 31)
+    ),
+    "ncclGetMultimemDeviceLeInfo": _status(
+        _window, c_size_t, POINTER(c_uint32), POINTER(c_size_t), since=(2, 31)
+    ),
+    # What a device communicator has to provide: sizes, then the handle and the requirement to fill in
+    "ncclLsaBarrierCreateRequirement": _status(Team, c_int, _handle, _requirements, since=(2, 28)),
+    "ncclGinBarrierCreateRequirement": _status(
+        _comm, Team, c_int, _handle, _requirements, since=(2, 28)
+    ),
+    "ncclLLA2ACalcSlots": Function(c_int, (c_int, c_int), (2, 28)),
+    "ncclLLA2ACreateRequirement": _status(c_int, c_int, _handle, _requirements, since=(2, 28)),
 }  # fmt: skip
 
 

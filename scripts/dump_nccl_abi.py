@@ -92,24 +92,20 @@ class Header:
     def layout(self) -> Abi:
         """NCCL_VERSION_CODE, structs and enums."""
         structs, enums = self._names()
-        asked: list[tuple[tuple[str, ...], str]] = [(("code",), "NCCL_VERSION_CODE")]
+        asked = ["NCCL_VERSION_CODE", *enums]
         for struct, fields in structs.items():
-            asked.append((("structs", struct, "size"), f"sizeof({struct})"))
+            asked.append(f"sizeof({struct})")
             for field in fields:
-                place = ("structs", struct, "fields", field)
-                asked.append(((*place, "0"), f"__builtin_offsetof({struct}, {field})"))
-                asked.append(((*place, "1"), f"sizeof((({struct} *)0)->{field})"))
-        asked += [(("enums", name), name) for name in enums]
-        values = self._ask([expression for _, expression in asked])
-        found: Abi = {}
-        for (path, _), value in zip(asked, values, strict=True):
-            place = found
-            for key in path[:-1]:
-                place = place.setdefault(key, {})
-            place[path[-1]] = value
-        for struct in found["structs"].values():
-            struct["fields"] = {field: [pair["0"], pair["1"]] for field, pair in struct["fields"].items()}
-        return found
+                asked += [f"__builtin_offsetof({struct}, {field})", f"sizeof((({struct} *)0)->{field})"]
+        values = iter(self._ask(asked))
+        return {
+            "code": next(values),
+            "enums": {name: next(values) for name in enums},
+            "structs": {
+                struct: {"size": next(values), "fields": {field: [next(values), next(values)] for field in fields}}
+                for struct, fields in structs.items()
+            },
+        }
 
     def _ask(self, expressions: list[str]) -> list[int]:
         """The values of C integer expressions."""
@@ -123,11 +119,10 @@ class Header:
         by_offset = {entry["offset"]: entry for entry in entries}
         structs = {}
         for entry in entries:
-            target = by_offset.get(entry.get("DW_AT_type", "").strip("<>").removeprefix("0x"))
-            named = entry["tag"] == "typedef" and entry["DW_AT_name"].startswith("nccl") and target is not None
-            if named and target["tag"] == "structure_type" and target["children"]:
-                members = [child["DW_AT_name"] for child in target["children"] if child["tag"] == "member"]
-                structs[entry["DW_AT_name"]] = members
+            if entry["tag"] == "typedef" and entry["DW_AT_name"].startswith("nccl"):
+                target = by_offset[entry["DW_AT_type"].strip("<>").removeprefix("0x")]
+                if target["tag"] == "structure_type":
+                    structs[entry["DW_AT_name"]] = [child["DW_AT_name"] for child in target["children"]]
         enums = [entry["DW_AT_name"] for entry in entries if entry["tag"] == "enumerator"]
         return dict(sorted(structs.items())), [name for name in enums if name.upper().startswith("NCCL")]
 
