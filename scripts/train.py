@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node=2 scripts/train.py --check                  # beside the unsharded model
     torchrun --standalone --nproc-per-node=2 scripts/train.py --device cuda:0          # both ranks share one GPU
 
-train_options.py has the options, train_model.py the model, train_data.py the text, train_report.py what is shown. Writes OUT/loss.png and
-OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary model. Exit code: 0, 1 if a rank failed or
---check found a difference, 2 for options that cannot work.
+Beside it lie train_options.py, train_model.py, train_data.py (the text) and train_report.py (what is shown). It writes
+OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary model. Exit code: 0; 1 if
+a rank failed or --check found a difference; 2 for options that cannot work.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
     settle(comm.device)
     learn_from, validate_on = split_text(options.text)
     windows = Windows(learn_from, options.seq, options.batch, options.seed, comm.device)
-    model, whole = build(options, config, comm)
+    model, unsharded = build(options, config, comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=options.lr)
+    unsharded_optimizer = torch.optim.AdamW(unsharded.parameters(), lr=options.lr)
     compare = options.check and comm.rank == 0
 
     progress = Progress(options.steps, shown=comm.rank == 0)
@@ -59,9 +59,9 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
         batch = windows.next()
         with clock:
             loss = train_step(model, optimizer, batch, comm)
-        losses.parallel.append(loss)
+        losses.sharded.append(loss)
         if compare:
-            losses.whole.append(train_step(whole, whole_optimizer, batch, None))
+            losses.unsharded.append(train_step(unsharded, unsharded_optimizer, batch, None))
             progress.line(losses.row())
         if options.check:
             comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
@@ -71,7 +71,7 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
     held_out = Windows(validate_on, options.seq, options.batch, options.seed, comm.device)
     validation = evaluate(model, held_out, comm)
     share = clock.communication_share(comm)
-    state = model.whole_state()
+    state = model.unsharded_state()
     if comm.rank == 0:
         print(summary(options, losses, validation, clock, share))
         write_results(options, config, losses, validation, state, comm.size)
@@ -84,16 +84,16 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
 def build(
     options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communicator
 ) -> tuple[Transformer, Transformer]:
-    """(this rank's part of the model, the whole model) with equal weights.
+    """(this rank's part of the model, the unsharded model) with equal weights.
 
-    Every rank draws the whole model from the seed and keeps its part, so the start does not depend on their number.
+    Every rank draws the unsharded model from the seed and keeps its part, so the start does not depend on their number.
     """
     torch.manual_seed(options.seed)
-    whole = Transformer(config)
+    unsharded = Transformer(config)
     model = Transformer(config, comm)
-    model.load_whole(whole.state_dict())
+    model.load_unsharded(unsharded.state_dict())
     dtype = getattr(torch, options.dtype)
-    return model.to(comm.device, dtype), whole.to(comm.device, dtype)
+    return model.to(comm.device, dtype), unsharded.to(comm.device, dtype)
 
 
 def train_step(
@@ -164,10 +164,10 @@ def mean_of_warm(seconds: list[float]) -> float:
 def summary(options: argparse.Namespace, losses: Comparison, validation: float, clock: Clock, share: float) -> str:
     tokens_per_second = options.seq * options.batch / clock.mean_step()
     return (
-        f"loss {losses.parallel[-1]:.4f} after {options.steps} steps, {validation:.4f} on held-out text; "
+        f"loss {losses.sharded[-1]:.4f} after {options.steps} steps, {validation:.4f} on held-out text; "
         f"{tokens_per_second:,.0f} tokens/s; {share:.0%} of the time in communication\n"
-        f"  (time inside collectives, waiting for other ranks included, mean over ranks; {clock.meter.calls} calls on "
-        "rank 0; the first step is left out)"
+        f"  ({clock.meter.how}, waiting for other ranks included, mean over ranks; {clock.meter.calls} calls on rank 0; "
+        "the first step is left out)"
     )
 
 
@@ -181,9 +181,10 @@ def write_results(
 ) -> None:
     path = os.path.join(options.out, "checkpoint.pt")
     run = {name: getattr(options, name) for name in ("steps", "dtype", "seed", "batch", "lr", "data")}
-    save_checkpoint(path, state, config, run=run, ranks=ranks, losses=losses.parallel, validation_loss=validation)
+    save_checkpoint(path, state, config, run=run, ranks=ranks, losses=losses.sharded, validation_loss=validation)
     print(f"wrote {path}")
-    print(plot(os.path.join(options.out, "loss.png"), losses, f"tensor + sequence parallel, {ranks} ranks"))
+    title = f"sharded over {ranks} rank{'s' if ranks > 1 else ''} (tensor + sequence parallel)"
+    print(plot(os.path.join(options.out, "loss.png"), losses, title))
 
 
 def settle(device: str) -> None:

@@ -1,7 +1,7 @@
-"""The transformer that train.py trains: whole on one device, or tensor and sequence parallel over a communicator.
+"""The transformer that train.py trains: unsharded on one device, or tensor and sequence parallel over a communicator.
 
     model = Transformer(ModelConfig(), comm)     # this rank's part
-    model = load_checkpoint("out/checkpoint.pt") # the whole model, plain torch.nn: no communicator, no pynccl
+    model = load_checkpoint("out/checkpoint.pt") # the unsharded model, plain torch.nn: no communicator, no pynccl
 
 Activations are [sequence, batch, width], so that dimension 0 is the one that sequence parallelism cuts. N ranks:
 
@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Byte-level language model. comm=None: the whole model, of nn.Linear. Both have the same names."""
+    """Byte-level language model. comm=None: unsharded, of nn.Linear. Both have the same names."""
 
     def __init__(self, config: ModelConfig, comm: Communicator | None = None) -> None:
         super().__init__()
@@ -140,8 +140,8 @@ class Transformer(nn.Module):
         return [p for p in self.parameters() if id(p) not in inside]
 
     @torch.no_grad()
-    def load_whole(self, state: dict[str, Tensor]) -> None:
-        """Take this rank's part of the state_dict of a whole model."""
+    def load_unsharded(self, state: dict[str, Tensor]) -> None:
+        """Take this rank's part of the state_dict of an unsharded model."""
         layers = self._parallel_layers()
         for name, layer in layers.items():
             layer.load_full(state[f"{name}.weight"], state[f"{name}.bias"])
@@ -151,8 +151,8 @@ class Transformer(nn.Module):
         if missing or unexpected:
             raise ValueError(f"the state is of another model: it lacks {missing} and holds {unexpected} in excess")
 
-    def whole_state(self) -> dict[str, Tensor]:
-        """The state_dict of the whole model, on the CPU of every rank. A collective: every rank must call it."""
+    def unsharded_state(self) -> dict[str, Tensor]:
+        """The state_dict of the unsharded model, on the CPU of every rank. A collective: every rank must call it."""
         state = self.state_dict()
         for name, layer in self._parallel_layers().items():
             state.update({f"{name}.{key}": tensor for key, tensor in layer.full_state().items()})
@@ -163,13 +163,13 @@ class Transformer(nn.Module):
 
 
 def save_checkpoint(path: str, state: dict[str, Tensor], config: ModelConfig, **more: Any) -> None:
-    """Write the whole model and its shape; `more` is kept beside them. A broken-off write leaves the old file."""
+    """Write an unsharded model and its shape; `more` is kept beside them. A broken-off write leaves the old file."""
     torch.save({"model": state, "config": dataclasses.asdict(config), **more}, path + ".part")
     os.replace(path + ".part", path)
 
 
 def load_checkpoint(path: str) -> Transformer:
-    """The whole model of a checkpoint, on the CPU, without any communication."""
+    """The unsharded model of a checkpoint, on the CPU, without any communication."""
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     model = Transformer(ModelConfig(**checkpoint["config"]))
     model.load_state_dict(checkpoint["model"])

@@ -16,7 +16,7 @@ from pynccl.library import gpu_count, gpu_problem
 def read_options() -> argparse.Namespace:
     """The command line, with the text read; ends the process (2) if it cannot work, in the same words on every rank."""
     parser = Parser(
-        description="Train a small byte-level transformer, tensor and sequence parallel over the ranks of a torchrun launch."
+        description="Train a small transformer, tensor and sequence parallel over the ranks of a torchrun launch."
     )
     parser.add_argument("--steps", type=positive, default=100, help="steps of the optimizer (%(default)s)")
     parser.add_argument(
@@ -31,10 +31,10 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--heads", type=positive, default=ModelConfig.heads, help="of attention (%(default)s)")
     parser.add_argument("--seq", type=positive, default=ModelConfig.seq, help="bytes in a window (%(default)s)")
     parser.add_argument("--batch", type=positive, default=8, help="windows in a step (%(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of AdamW (%(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (%(default)s)")
     parser.add_argument("--data", metavar="FILE", help=f"text to learn; default: {SHIPPED}, which comes with Python")
     parser.add_argument("--out", default="out", help="folder for loss.png and checkpoint.pt (%(default)s)")
-    parser.add_argument("--check", action="store_true", help="train the whole model on rank 0, too, and compare")
+    parser.add_argument("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
     options = parser.parse_args()
     ranks = os.environ.get("WORLD_SIZE", "1")
     config = ModelConfig(options.layers, options.width, options.heads, options.seq)
