@@ -166,8 +166,8 @@ def summary(options: argparse.Namespace, losses: Comparison, validation: float, 
     return (
         f"loss {losses.sharded[-1]:.4f} after {options.steps} steps, {validation:.4f} on held-out text; "
         f"{tokens_per_second:,.0f} tokens/s; {share:.0%} of the time in communication\n"
-        f"  ({clock.meter.how}, waiting for other ranks included, mean over ranks; {clock.meter.calls} calls on rank 0; "
-        "the first step is left out)"
+        f"  ({clock.meter.how}, waiting for other ranks included, mean over ranks and all steps but the first; "
+        f"{clock.meter.calls} calls on rank 0)"
     )
 
 
