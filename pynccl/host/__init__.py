@@ -1,8 +1,8 @@
 """libnccl's own C ABI on CPU memory, carried by torch's gloo, for machines without a GPU.
 
-`function(name)` gives ctypes function pointers with the signatures of `pynccl.abi.FUNCTIONS`; buffers are addresses of
-CPU memory, which the caller keeps alive until the operation has completed; streams are handles of `HostStream`, or 0 for
-the calling thread. Environment: PYNCCL_HOST_TIMEOUT and PYNCCL_HOST_INIT_TIMEOUT (seconds, default 600),
+`function(name)` gives ctypes function pointers with the signatures of `pynccl.abi.FUNCTIONS`; buffers are addresses
+of CPU memory, which the caller keeps alive until the operation has completed; streams are handles of `HostStream`, or
+0 for the calling thread. Environment: PYNCCL_HOST_TIMEOUT and PYNCCL_HOST_INIT_TIMEOUT (seconds, default 600),
 PYNCCL_HOST_LINK (see `link`), GLOO_SOCKET_IFNAME (interface, for ranks on several machines).
 """
 

@@ -75,7 +75,9 @@ def reduce_scatter(comm: Comm, op: Operation) -> None:
         _reduce_shards(comm, op, _parts(mine, comm.size), out, None)
 
 
-def _reduce_shards(comm: Comm, op: Operation, shards: list[Tensor], out: Tensor, everything: list[Tensor] | None) -> None:
+def _reduce_shards(
+    comm: Comm, op: Operation, shards: list[Tensor], out: Tensor, everything: list[Tensor] | None
+) -> None:
     """out = op over all ranks' shard of this rank; with `everything`, also gather all ranks' `out` into it.
 
     In place is safe: a peer's result of a piece can only arrive after that peer has received this rank's
@@ -138,7 +140,9 @@ def all_gather(comm: Comm, op: Operation) -> None:
 
 def all_to_all(comm: Comm, op: Operation) -> None:
     source = view(op.send, op.count * comm.size, op.dtype)
-    if op.send == op.recv and op.count and comm.size > 1:  # not in nccl.h's list of in-place calls, but cheap to get right
+    if (
+        op.send == op.recv and op.count and comm.size > 1
+    ):  # not in nccl.h's list of in-place calls, but cheap to get right
         source = source.clone()
     outgoing = _parts(source, comm.size)
     rows = _parts(view(op.recv, op.count * comm.size, op.dtype), comm.size)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from ..abi import SPLIT_NOCOLOR, DataType, Result
 from . import algorithms
 from .comm import Comm, seconds
 from .failure import HostFailure, invalid_argument, invalid_usage
 from .operation import Operation
-from .rendezvous import Rendezvous
+from .rendezvous import Place, Rendezvous, place_of
 
 INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
 
@@ -31,9 +30,10 @@ def init_rank(comm: Comm, unique_id: bytes) -> None:
         return
     timeout = seconds(INIT_TIMEOUT_VARIABLE, 600.0)
     try:
-        meeting = Rendezvous(unique_id, timeout)
-        same_machine = meeting.meet(comm.rank, comm.size)
-        comm.connect(dist.PrefixStore("ranks", meeting.store), same_machine, timeout)
+        place = place_of(unique_id)
+        with place.open(timeout) as store:
+            same_machine = Rendezvous(store, timeout).meet(comm.rank, comm.size)
+        comm.connect(place.below("ranks"), same_machine, timeout)
     except RuntimeError as error:  # torch's DistError: the store went away
         raise HostFailure(
             Result.SYSTEM_ERROR,
@@ -41,12 +41,12 @@ def init_rank(comm: Comm, unique_id: bytes) -> None:
         ) from error
 
 
-def init_local(comm: Comm, store: dist.Store) -> None:
+def init_local(comm: Comm, place: Place) -> None:
     """Connect `comm` with those of the other devices of this process."""
     if comm.size == 1:
         comm.born = True
     else:
-        comm.connect(store, True, seconds(INIT_TIMEOUT_VARIABLE, 600.0))
+        comm.connect(place, True, seconds(INIT_TIMEOUT_VARIABLE, 600.0))
 
 
 def check_devices(devices: Sequence[int]) -> None:
@@ -80,11 +80,10 @@ class Split:
             return
         table = everybody.tolist()
         members = sorted((key, rank) for rank, (color, key) in enumerate(table) if color == self._color)
-        self.comm.place(members.index((self._key, parent.rank)), len(members))
+        self.comm.set_rank(members.index((self._key, parent.rank)), len(members))
         self.comm.link = parent.link
-        if self.comm.size == 1 or parent.store is None:
+        if self.comm.size == 1 or parent.place is None:
             self.comm.born = True
             return
-        name = f"split/{parent.rounds}/{self._color}"
-        store = dist.PrefixStore(name, parent.store).clone()
-        self.comm.connect(store, parent.same_machine, seconds(INIT_TIMEOUT_VARIABLE, 600.0))
+        place = parent.place.below(f"split/{parent.rounds}/{self._color}")
+        self.comm.connect(place, parent.same_machine, seconds(INIT_TIMEOUT_VARIABLE, 600.0))

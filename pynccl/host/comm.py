@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from ..abi import Result
 from . import algorithms, stall
@@ -18,6 +17,7 @@ from .failure import HostFailure, TransportFailure, invalid_argument, invalid_us
 from .link import link_of, sleep_until
 from .memory import Scratch
 from .reduction import PreMulSum
+from .rendezvous import Place
 from .transport import Transport, collective_tag, message_tag
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ class Comm:
         self.timeout = seconds(TIMEOUT_VARIABLE, 600.0)
         self.scratch = Scratch()
         self.premul: dict[int, PreMulSum] = {}
-        self.store: dist.Store | None = None
-        self.watch_store: dist.Store | None = None  # a client of its own: a store client serves one thread at a time
+        self.place: Place | None = None
         self.same_machine = True
         self.failure: HostFailure | None = None
         self.born = False
@@ -80,10 +79,10 @@ class Comm:
         self._rounds = 0
         self._turn = threading.Condition()
         self._issued = self._served = 0
-        self.place(rank, size)
+        self.set_rank(rank, size)
         _communicators[self.handle] = self
 
-    def place(self, rank: int, size: int) -> None:
+    def set_rank(self, rank: int, size: int) -> None:
         """Say which rank of how many this is, once, before it connects."""
         self.rank, self.size = rank, size
         self.peers = [peer for peer in range(size) if peer != rank]
@@ -95,9 +94,10 @@ class Comm:
             raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialised)")
         return self._transport
 
-    def connect(self, store: dist.Store, same_machine: bool, timeout: float) -> None:
-        """Connect to the peers, which all do the same now, and wait until they have: then `store` may go away."""
-        transport = Transport(store, self.rank, self.size, same_machine, timeout)
+    def connect(self, place: Place, same_machine: bool, timeout: float) -> None:
+        """Connect to the peers, which all do the same now, and wait until they have: then the store may go away."""
+        with place.open(timeout) as store:
+            transport = Transport(store, self.rank, self.size, same_machine, timeout)
         hello = torch.zeros(1, dtype=torch.uint8)
         answers = [(peer, torch.empty_like(hello)) for peer in self.peers]
         try:
@@ -105,7 +105,7 @@ class Comm:
         except TransportFailure as failure:
             raise HostFailure(Result.SYSTEM_ERROR, f"rank {self.rank} of {self.size}: {failure}") from failure
         transport.limit(self.timeout)
-        self.store, self.watch_store, self.same_machine = store, store.clone(), same_machine
+        self.place, self.same_machine = place, same_machine
         self._transport, self.born = transport, True
         stall.watch(self)
 
@@ -144,7 +144,7 @@ class Comm:
             return self._issued - 1
 
     def run(self, ticket: int, ops: Sequence[Operation]) -> None:
-        """Execute what was issued under `ticket`, when its turn has come. Raises HostFailure; then the comm stays failed."""
+        """Execute what was issued under `ticket`, when its turn has come. A failure sticks."""
         try:
             self._await_turn(ticket)
             self._execute(ops)
@@ -233,12 +233,10 @@ class Comm:
         self.forget()
         self.flush()
         self.failure = self.failure or invalid_usage("the communicator was destroyed")
-        self._transport = self.store = self.watch_store = None
+        self._transport = None
 
     def abort(self) -> None:
         """Forget the handle, close the connections now, wake an operation that is blocked in them."""
         self.forget()
         self.fail(invalid_usage("the communicator was aborted"))
-        self._transport = self.store = self.watch_store = None
-
-
+        self._transport = None

@@ -179,10 +179,10 @@ def ncclCommInitRankConfig(newcomm: Any, nranks: int, unique_id: Any, rank: int,
 def ncclCommInitAll(comms: Any, ndev: int, devlist: Any) -> None:
     devices = [devlist[i] for i in range(ndev)] if devlist else list(range(ndev))
     birth.check_devices(devices)
-    store = dist.HashStore()
+    place = rendezvous.Place(dist.HashStore(), "all")
     made = [Comm(rank, ndev, device) for rank, device in enumerate(devices)]
     try:
-        group.together([partial(birth.init_local, comm, store) for comm in made])
+        group.together([partial(birth.init_local, comm, place) for comm in made])
     except BaseException:
         for comm in made:
             comm.forget()

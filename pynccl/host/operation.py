@@ -91,7 +91,7 @@ class Operation:
             self._check_operator()
         if kind.peer_is and not 0 <= self.peer < comm.size:
             raise invalid_argument(
-                f"{self.name}: {kind.peer_is} is {self.peer}; expected a rank of this communicator, 0 to {comm.size - 1}"
+                f"{self.name}: {kind.peer_is} is {self.peer}; expected a rank of the communicator, 0 to {comm.size - 1}"
             )
         for label, address, where in (("sendbuff", self.send, kind.send), ("recvbuff", self.recv, kind.recv)):
             used = where is Where.EVERYWHERE or (where is Where.ON_ROOT and self.peer == comm.rank)

@@ -6,6 +6,7 @@ The 128 bytes of a unique id hold the addresses of a TCPStore that the process w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -13,6 +14,8 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,6 +29,7 @@ _PROBE_SECONDS = 5.0
 
 _server: tuple[int, dist.TCPStore] | None = None  # with the process that made it: a forked child needs its own
 _server_lock = threading.Lock()
+_idle_clients: dict[tuple[int, str, int], list[dist.TCPStore]] = {}
 
 
 def machine_mark() -> bytes:
@@ -62,44 +66,75 @@ def _own_server() -> dist.TCPStore:
 def _own_addresses() -> list[str]:
     """This machine's addresses, the one that routes outwards first."""
     found: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it only asks the kernel which address it would use
-            found.append(probe.getsockname()[0])
-        except OSError:
-            pass
-    try:
+    # Connecting a datagram socket sends nothing: it asks the kernel which address it would use. No route: an OSError.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):  # a host name that does not resolve
         found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-    except OSError:
-        pass
     return [address for address in dict.fromkeys(found) if "%" not in address and not address.startswith("127.")]
 
 
-class Rendezvous:
-    """One rank's connection to the store of a unique id."""
+class Place:
+    """A part of a store, by prefix, to which a client is opened when one is needed.
 
-    def __init__(self, unique_id: bytes, timeout: float) -> None:
-        magic, port, machine, nonce = _HEAD.unpack_from(unique_id)
-        if magic != _MAGIC or not port:
-            raise invalid_argument(
-                "commId was not made by ncclGetUniqueId of the host library; all ranks have to use "
-                "the host library, and the 128 bytes have to arrive unchanged"
-            )
-        addresses = unique_id[_HEAD.size :].rstrip(b"\0").decode("ascii", "replace").split(",")
-        host = _reachable(["127.0.0.1"] if machine == machine_mark() else addresses, port)
-        client = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
-        self.store: dist.Store = dist.PrefixStore(nonce.hex(), client)
+    A client serves one thread at a time, so everyone takes one for a while and gives it back for the next: opening
+    one makes torch look up the peer's host name, which takes seconds where the name server does not answer.
+    """
+
+    def __init__(self, store: tuple[str, int] | dist.HashStore, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def below(self, name: str) -> Place:
+        return Place(self._store, f"{self._prefix}/{name}")
+
+    @contextmanager
+    def open(self, timeout: float) -> Iterator[dist.Store]:
+        """A client whose blocking calls take at most `timeout` seconds."""
+        if isinstance(self._store, dist.HashStore):
+            yield dist.PrefixStore(self._prefix, self._store)
+            return
+        idle = _idle_clients.setdefault((os.getpid(), *self._store), [])
+        limit = timedelta(seconds=timeout)
+        try:
+            client = idle.pop()
+            client.set_timeout(limit)
+        except IndexError:
+            client = dist.TCPStore(*self._store, is_master=False, timeout=limit)
+        yield dist.PrefixStore(self._prefix, client)
+        idle.append(client)  # not after an error: it may be in the middle of an answer
+
+
+def place_of(unique_id: bytes) -> Place:
+    """The part of a store that belongs to a unique id."""
+    magic, port, machine, nonce = _HEAD.unpack_from(unique_id)
+    if magic != _MAGIC or not port:
+        raise invalid_argument(
+            "commId was not made by ncclGetUniqueId of the host library; all ranks have to use "
+            "the host library, and the 128 bytes have to arrive unchanged"
+        )
+    addresses = unique_id[_HEAD.size :].rstrip(b"\0").decode("ascii", "replace").split(",")
+    host = _reachable(["127.0.0.1"] if machine == machine_mark() else addresses, port)
+    return Place((host, port), nonce.hex())
+
+
+class Rendezvous:
+    """The ranks of one communicator find out who is there."""
+
+    def __init__(self, store: dist.Store, timeout: float) -> None:
+        self._store = store
         self._deadline = time.monotonic() + timeout
         self._timeout = timeout
 
     def meet(self, rank: int, size: int) -> bool:
         """Wait until all ranks are there; returns whether all are on one machine.
 
-        While it waits, the process's last error says for whom. Ranks that contradict each other all get ncclInvalidUsage.
+        While it waits, the process's last error says for whom. Ranks that contradict each other all get
+        ncclInvalidUsage.
         """
         self._announce(rank, size)
         missing, pause = list(range(size)), 0.001
-        while missing := [r for r in missing if not self.store.check([f"hello/{r}"])]:
+        while missing := [r for r in missing if not self._store.check([f"hello/{r}"])]:
             last_error.text = f"ncclCommInitRank: rank {rank} of {size} still waits for ranks {missing}"
             self._raise_contradiction()
             if time.monotonic() > self._deadline:
@@ -108,22 +143,22 @@ class Rendezvous:
             pause = min(2 * pause, 0.02)
         self._raise_contradiction()
         last_error.text = f"ncclCommInitRank: rank {rank} of {size} connects to its peers"
-        return len(set(self.store.multi_get([f"hello/{r}" for r in range(size)]))) == 1
+        return len(set(self._store.multi_get([f"hello/{r}" for r in range(size)]))) == 1
 
     def _announce(self, rank: int, size: int) -> None:
-        agreed = int(self.store.compare_set("size", "", str(size)))
+        agreed = int(self._store.compare_set("size", "", str(size)))
         if agreed != size:
             text = f"rank {rank} says there are {size} ranks, another rank says {agreed}"
-            self.store.set("contradiction", text)
-        elif self.store.add(f"claims/{rank}", 1) > 1:
-            self.store.set("contradiction", f"two processes or threads claim to be rank {rank} of {size}")
+            self._store.set("contradiction", text)
+        elif self._store.add(f"claims/{rank}", 1) > 1:
+            self._store.set("contradiction", f"two processes or threads claim to be rank {rank} of {size}")
         else:
-            self.store.set(f"hello/{rank}", machine_mark())
+            self._store.set(f"hello/{rank}", machine_mark().hex())
         self._raise_contradiction()
 
     def _raise_contradiction(self) -> None:
-        if self.store.check(["contradiction"]):
-            raise invalid_usage(f"ncclCommInitRank: {self.store.get('contradiction').decode()}")
+        if self._store.check(["contradiction"]):
+            raise invalid_usage(f"ncclCommInitRank: {self._store.get('contradiction').decode()}")
 
 
 def _reachable(addresses: list[str], port: int) -> str:

@@ -1,13 +1,14 @@
 """Why does nobody come? Compares the calls of ranks that have been waiting for a while.
 
-Calls that disagree never meet (see `transport`), so their ranks would wait for ever. One thread per process looks at its
-communicators a few times a second; a rank that has waited for STALL_SECONDS writes into the store what it waits for
+Calls that disagree never meet (see `transport`), so their ranks would wait for ever. One thread per process looks at
+its communicators a few times a second; a rank that has waited for STALL_SECONDS writes into the store what it waits for
 and reads what the others wrote. What is written stays true ("my 7th round was all_reduce of 16"), so it cannot mislead
 when it is read late. An operation that does not wait costs nothing but a few assignments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -16,13 +17,17 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from .failure import invalid_usage
+from .rendezvous import Place
 
 if TYPE_CHECKING:
     from .comm import Comm
 
 STALL_SECONDS = 0.5
 _TICK_SECONDS = 0.2
+_STORE_SECONDS = 5.0
 _VERDICT = "stall/verdict"
 
 
@@ -66,31 +71,30 @@ def _watch() -> None:
         for comm in comms:
             since = comm.activity.since
             if since is not None and time.monotonic() - since > STALL_SECONDS and comm.failure is None:
-                try:
-                    _look_into(comm)
-                except Exception:  # the process that keeps the store is gone: gloo will tell who died
-                    pass
+                with contextlib.suppress(Exception):  # the store's process is gone: gloo will tell who died
+                    if comm.place is not None:
+                        _look_into(comm, comm.place)
 
 
-def _look_into(comm: Comm) -> None:
-    store = comm.watch_store
-    if store is None:
-        return
+def _look_into(comm: Comm, place: Place) -> None:
     activity = comm.activity
     mine = {"round": activity.round, "call": activity.describe(), "messages": list(activity.messages)}
-    if not activity.published:
-        store.set(f"stall/{comm.rank}", json.dumps(mine))
-        activity.published = True
-    if store.check([_VERDICT]):
-        comm.fail(invalid_usage(store.get(_VERDICT).decode()))
-        return
-    for peer in comm.peers:
-        if store.check([f"stall/{peer}"]):
-            text = disagreement(comm.rank, mine, peer, json.loads(store.get(f"stall/{peer}")))
-            if text:
-                store.set(_VERDICT, text)  # before closing: the others shall read this, not a closed connection
-                comm.fail(invalid_usage(text))
-                return
+    with place.open(_STORE_SECONDS) as store:
+        if not activity.published:
+            store.set(f"stall/{comm.rank}", json.dumps(mine))
+            activity.published = True
+        text = store.get(_VERDICT).decode() if store.check([_VERDICT]) else None
+        for peer, theirs in _written(store, comm).items():
+            text = text or disagreement(comm.rank, mine, peer, theirs)
+        if text:
+            store.set(_VERDICT, text)  # before closing: the others shall read this, not about a closed connection
+    if text:
+        comm.fail(invalid_usage(text))
+
+
+def _written(store: dist.Store, comm: Comm) -> dict[int, dict[str, Any]]:
+    """What the peers that have waited for a while wrote."""
+    return {p: json.loads(store.get(f"stall/{p}")) for p in comm.peers if store.check([f"stall/{p}"])}
 
 
 def disagreement(rank: int, mine: dict[str, Any], peer: int, theirs: dict[str, Any]) -> str | None:
@@ -113,22 +117,20 @@ def disagreement(rank: int, mine: dict[str, Any], peer: int, theirs: dict[str, A
 
 def verdict(comm: Comm) -> str | None:
     """What a peer found out before it closed its connections."""
-    try:
-        store = comm.watch_store
-        return store.get(_VERDICT).decode() if store is not None and store.check([_VERDICT]) else None
-    except Exception:  # no store, no verdict
-        return None
+    with contextlib.suppress(Exception):  # no store, no verdict
+        if comm.place is not None:
+            with comm.place.open(_STORE_SECONDS) as store:
+                return store.get(_VERDICT).decode() if store.check([_VERDICT]) else None
+    return None
 
 
 def where_peers_are(comm: Comm) -> str:
     """For a time-out: what the peers that wait as well have written."""
-    try:
-        store = comm.watch_store
-        if store is None:
-            return ""
-        known = {p: json.loads(store.get(f"stall/{p}"))["call"] for p in comm.peers if store.check([f"stall/{p}"])}
-        silent = [p for p in comm.peers if p not in known]
-        calls = "".join(f"; rank {p} last waited in {call}" for p, call in known.items())
-        return calls + (f"; nothing is known of ranks {silent}" if silent else "")
-    except Exception:
-        return ""
+    with contextlib.suppress(Exception):  # no store, no knowledge
+        if comm.place is not None:
+            with comm.place.open(_STORE_SECONDS) as store:
+                known = _written(store, comm)
+            silent = [peer for peer in comm.peers if peer not in known]
+            calls = "".join(f"; rank {peer} last waited in {theirs['call']}" for peer, theirs in known.items())
+            return calls + (f"; nothing is known of ranks {silent}" if silent else "")
+    return ""

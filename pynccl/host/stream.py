@@ -1,7 +1,7 @@
 """Streams and events of the host library: in-order queues, each run by a worker thread.
 
-`HostStream` and `HostEvent` behave like their CUDA namesakes, so that ordering bugs show without a GPU. The handle 0 (or
-None) stands for the caller: work on it runs in the calling thread before the call returns.
+`HostStream` and `HostEvent` behave like their CUDA namesakes, so that ordering bugs show without a GPU. The handle 0
+(or None) stands for the caller: work on it runs in the calling thread before the call returns.
 
 Work that fails does not stop its stream. The error is raised once, by `synchronize()` of the stream or of an event
 recorded after it, or by a caller that waits for such an event.
@@ -98,7 +98,7 @@ class _Completion:
 
 
 class HostEvent:
-    """A point in a stream. Never recorded, it counts as completed, as in CUDA; recorded again, it forgets the first time."""
+    """A point in a stream. Never recorded, it counts as completed, as in CUDA; recorded again, it forgets the first."""
 
     def __init__(self) -> None:
         self._completion: _Completion | None = None
@@ -223,5 +223,3 @@ def drop_queued_work() -> list[threading.Thread]:
         stream._inner.jobs.put(None)
         workers.append(stream._worker)
     return workers
-
-

@@ -9,9 +9,11 @@ and `stall` finds out and says which two calls disagree.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,9 @@ from .failure import HostFailure, TransportFailure
 _COLLECTIVE = 1 << 30
 _ABORT_TAG = (1 << 31) - 1
 _SHUT = timedelta(milliseconds=1)
+
+# torch's type stubs leave out what this file is about: send, recv and the options.
+_Gloo: Any = dist.ProcessGroupGloo
 
 # A posted message and the peer at its other end.
 Pending = tuple[int, dist.Work]
@@ -55,12 +60,12 @@ class Transport:
             same_machine: use 127.0.0.1, which works whatever the host name resolves to.
             timeout: seconds for connecting and for every later wait.
         """
-        options = dist.ProcessGroupGloo._Options()
+        options = _Gloo._Options()
         options._devices = [_device(same_machine)]
         options._threads = 1
         options._timeout = timedelta(seconds=timeout)
         try:
-            self._group: dist.ProcessGroupGloo = dist.ProcessGroupGloo(store, rank, size, options)
+            self._group: Any = _Gloo(store, rank, size, options)
         except Exception as error:
             raise HostFailure(
                 Result.SYSTEM_ERROR, f"rank {rank} of {size} could not connect to its peers: {_gist(error)}"
@@ -105,19 +110,15 @@ class Transport:
         gloo closes every connection of a group when one wait on it times out, which is the one way to wake
         a thread that is blocked in another wait.
         """
-        try:
+        with contextlib.suppress(RuntimeError):  # the time-out that was asked for, or they were closed already
             self._group.recv([self._spare], self._peer, _ABORT_TAG).wait(_SHUT)
-        except RuntimeError:
-            pass  # the time-out that was asked for, or the connections were closed already
 
 
 def _device(same_machine: bool) -> object:
     if same_machine:
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        return _Gloo.create_device(hostname="127.0.0.1")
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_default_device()
+    return _Gloo.create_device(interface=interface) if interface else _Gloo.create_default_device()
 
 
 def _failure(peer: int, error: RuntimeError) -> TransportFailure:
