@@ -4,6 +4,7 @@ Each validates on this rank what can be validated there, then issues one C call 
 libraries that lack the function). `send` and `recv` are buffers as in `buffers`; recv=None allocates like `send`;
 sizes are counted in elements. N is the number of ranks, and `stream=None` the current stream of the library that owns
 the buffer. Every method returns `recv`, whose contents are defined in the order of the stream.
+Nothing here holds the buffers after the call: keep a reference to both until the stream has passed it.
 
 Errors, all before anything is launched: TypeError (no buffer, no NCCL data type, no stream), ValueError (size, device,
 contiguity, overlap, rank out of range, unknown operator), NcclInvalidUsage (a communicator that has ended).
