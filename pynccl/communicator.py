@@ -404,4 +404,7 @@ def _host_scalar(scalar: float, dtype: DataType) -> Any:
     import torch
 
     names = {DataType.FLOAT8_E4M3: "float8_e4m3fn", DataType.FLOAT8_E5M2: "float8_e5m2"}
-    return torch.tensor([scalar]).to(getattr(torch, names.get(dtype, dtype.name.lower())))
+    held = torch.tensor([scalar]).to(getattr(torch, names.get(dtype, dtype.name.lower())))
+    if not held.dtype.is_floating_point and held.item() != scalar:
+        raise ValueError(f"pre_mul_sum: {scalar} is no {dtype.name} and would become {held.item()}; pass one that is")
+    return held

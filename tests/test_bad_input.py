@@ -167,6 +167,11 @@ BAD: dict[str, Bad] = {
     "scalar without a type": Bad(
         lambda comm: comm.pre_mul_sum(0.5), TypeError, ("pre_mul_sum: a Python number needs dtype=",)
     ),
+    "scalar that its type cannot hold": Bad(
+        lambda comm: comm.pre_mul_sum(0.5, "int32"),
+        ValueError,
+        ("pre_mul_sum: 0.5 is no INT32 and would become 0",),
+    ),
     "scalar of several elements": Bad(
         lambda comm: comm.pre_mul_sum(torch.zeros(3)), ValueError, ("pre_mul_sum: scalar has 3 elements", "expected 1")
     ),
