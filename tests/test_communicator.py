@@ -1,0 +1,280 @@
+"""Birth, split, properties and end of communicators, one or several to a process."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from libraries import Stub
+from ranks import RankPool, each_size
+
+import pynccl
+from pynccl import Communicator, Result
+
+
+def properties(comm: Communicator) -> tuple[Any, ...]:
+    assert comm.alive and comm.handle and not comm.checking
+    assert comm.async_error() is Result.SUCCESS
+    comm.check_async_error()
+    return comm.rank, comm.size, comm.device, comm.library.is_host, repr(comm)
+
+
+@each_size
+def test_a_communicator_knows_its_place(ranks: RankPool, n: int) -> None:
+    name = "<pynccl.Communicator rank {} of {} on cpu>"
+    assert ranks.run(n, properties) == [(rank, n, "cpu", True, name.format(rank, n)) for rank in range(n)]
+
+
+def total(comm: Communicator) -> float:
+    return comm.all_reduce(torch.tensor(float(comm.rank + 1))).item()
+
+
+def splits(comm: Communicator) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    requests: dict[str, tuple[int | None, int]] = {
+        "halves": (comm.rank % 2, 0),
+        "reversed": (0, -comm.rank),
+        "without rank 1": (None if comm.rank == 1 else 5, 0),
+        "alone": (comm.rank, 0),
+    }
+    for name, (color, key) in requests.items():
+        part = comm.split(color, key)
+        results[name] = None
+        if part is not None:
+            with part:
+                results[name] = part.rank, part.size, part.all_gather(torch.tensor([comm.rank])).tolist()
+    assert total(comm) == comm.size * (comm.size + 1) / 2  # the parent is none the worse
+    return results
+
+
+@each_size
+def test_split_groups_by_color_and_orders_by_key(ranks: RankPool, n: int) -> None:
+    for rank, result in enumerate(ranks.run(n, splits)):
+        half = list(range(rank % 2, n, 2))
+        rest = [r for r in range(n) if r != 1]
+        assert result == {
+            "halves": (half.index(rank), len(half), half),
+            "reversed": (n - 1 - rank, n, list(range(n))[::-1]),
+            "without rank 1": None if rank == 1 else (rest.index(rank), n - 1, rest),
+            "alone": (0, 1, [rank]),
+        }
+
+
+def split_of_a_split(comm: Communicator) -> list[int]:
+    pair = comm.split(comm.rank // 2)
+    assert pair is not None
+    single = pair.split(pair.rank)
+    assert single is not None
+    with pair, single:
+        return [pair.rank, single.size, int(total(pair))]
+
+
+def test_a_split_can_be_split(ranks: RankPool) -> None:
+    assert ranks.run(4, split_of_a_split) == [[0, 1, 3], [1, 1, 3], [0, 1, 3], [1, 1, 3]]
+
+
+def second_birth(comm: Communicator) -> float:
+    """A second communicator of the same ranks in the same processes; its id travels as bytes over the first."""
+    identity = torch.zeros(128, dtype=torch.uint8)
+    if comm.rank == 0:
+        identity = torch.tensor(list(bytes(pynccl.get_unique_id())), dtype=torch.uint8)
+    comm.broadcast(identity, identity)
+    data = bytes(identity.tolist())
+    with Communicator.init(comm.size, data, comm.size - 1 - comm.rank, timeout=30) as other:
+        assert other.handle != comm.handle
+        return other.broadcast(torch.tensor(float(comm.rank))).item()
+
+
+@each_size
+def test_an_id_travels_as_bytes(ranks: RankPool, n: int) -> None:
+    assert ranks.run(n, second_birth) == [n - 1.0] * n  # rank 0 of the second is the last of the first
+
+
+def test_an_id_is_given_by_value_as_struct_or_bytes() -> None:
+    stub = Stub()
+    identity = pynccl.get_unique_id(stub.library)
+    assert bytes(identity) == bytes([7] * 128)
+    for form in (identity, bytes(identity), bytearray(identity)):
+        stub.clear()
+        Communicator.init(3, form, 1, library=stub.cpu_library)
+        assert stub.calls()[0].args == {"nranks": 3, "rank": 1, "first": 7, "last": 7}
+
+
+def test_ids_differ() -> None:
+    assert bytes(pynccl.get_unique_id()) != bytes(pynccl.get_unique_id())
+
+
+def test_one_rank_needs_no_others() -> None:
+    with Communicator.init(1, pynccl.get_unique_id(), 0) as comm:
+        x = torch.arange(4.0)
+        assert comm.all_reduce(x, op="avg").tolist() == x.tolist()
+        assert comm.all_gather(x).tolist() == comm.all_to_all(x).tolist() == x.tolist()
+        assert comm.all_reduce(x) is not x
+
+
+def in_threads(comms: list[Communicator], function: Callable[[Communicator], Any]) -> list[Any]:
+    results: list[Any] = [None] * len(comms)
+
+    def run(i: int) -> None:
+        results[i] = function(comms[i])
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(comms))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_one_process_can_be_all_the_ranks(n: int) -> None:
+    comms = Communicator.init_all(n)
+    assert [(comm.rank, comm.size) for comm in comms] == [(rank, n) for rank in range(n)]
+    xs = [torch.full((3,), float(comm.rank + 1)) for comm in comms]
+    with pynccl.group():  # from one thread: one launch for all
+        results = [comm.all_reduce(x) for comm, x in zip(comms, xs, strict=True)]
+    assert [result.tolist() for result in results] == [[n * (n + 1) / 2] * 3] * n
+    assert in_threads(comms, total) == [n * (n + 1) / 2] * n
+    for comm in comms:
+        comm.destroy()
+
+
+def test_devices_of_one_process_are_numbered_or_named() -> None:
+    stub = Stub()
+    comms = Communicator.init_all(["cuda:2", 0], library=stub.cpu_library)
+    assert [(comm.rank, comm.device_index) for comm in comms] == [(0, 2), (1, 0)]
+    assert len(Communicator.init_all(library=stub.cpu_library)) == 1
+
+
+def arrive(comm: Communicator, folder: str) -> int:
+    for turn in range(3):
+        (Path(folder) / f"{turn}-{comm.rank}").touch()
+        comm.barrier()
+        assert len(list(Path(folder).glob(f"{turn}-*"))) == comm.size
+    return comm.size
+
+
+@each_size
+def test_a_barrier_waits_for_every_rank(ranks: RankPool, n: int, tmp_path: Path) -> None:
+    assert ranks.run(n, arrive, str(tmp_path)) == [n] * n
+
+
+def test_destroy_and_abort_reach_nccl_once() -> None:
+    for end, function in ((Communicator.destroy, "ncclCommDestroy"), (Communicator.abort, "ncclCommAbort")):
+        stub = Stub()
+        comm = stub.comm(rank=3)
+        end(comm)
+        comm.destroy()
+        comm.abort()
+        assert [(call.name, call.args) for call in stub.calls()] == [(function, {"rank": 3})]
+        assert not comm.alive
+
+
+def test_finalize_leaves_destroy_to_be_done() -> None:
+    stub = Stub()
+    comm = stub.comm()
+    comm.finalize()
+    comm.destroy()
+    assert stub.names() == ["ncclCommFinalize", "ncclCommDestroy"]
+
+
+def test_a_with_block_destroys_and_an_exception_aborts() -> None:
+    stub = Stub()
+    with stub.comm() as comm:
+        assert comm.alive
+    assert stub.names() == ["ncclCommDestroy"]
+    stub.clear()
+    with pytest.raises(KeyError), stub.comm() as comm:
+        raise KeyError
+    assert stub.names() == ["ncclCommAbort"]
+    assert repr(comm) == "<pynccl.Communicator rank 1 of 4 on cuda:0, aborted>"
+
+
+def ends(comm: Communicator) -> str:
+    own = comm.split(0)
+    assert own is not None
+    total(own)
+    own.destroy()
+    own.destroy()
+    with pytest.raises(pynccl.NcclInvalidUsage) as caught:
+        total(own)
+    third = comm.split(0)
+    assert third is not None
+    third.abort()
+    third.abort()
+    assert total(comm) == comm.size * (comm.size + 1) / 2
+    return str(caught.value)
+
+
+def test_an_ended_communicator_refuses_and_leaves_the_others_alone(ranks: RankPool) -> None:
+    for rank, message in enumerate(ranks.run(3, ends)):
+        assert f"this communicator (rank {rank} of 3 on cpu) was destroyed; make a new one" in message
+
+
+def test_an_error_in_flight_is_raised_when_asked_for() -> None:
+    stub = Stub()
+    comm = stub.comm()
+    comm.check_async_error()
+    stub.fail("ncclCommGetAsyncError", 6)
+    assert comm.async_error() is Result.REMOTE_ERROR
+    with pytest.raises(pynccl.NcclRemoteError, match="an operation in flight"):
+        comm.check_async_error()
+    stub.fail("ncclCommGetAsyncError", 7)
+    assert comm.async_error() is Result.IN_PROGRESS
+    comm.check_async_error()
+
+
+def test_a_failed_birth_says_what_was_asked_for() -> None:
+    stub = Stub()
+    stub.fail("ncclCommInitRank", 5)
+    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommInitRank\(rank=1, nranks=2\) failed: invalid usage"):
+        Communicator.init(2, bytes(128), 1, library=stub.cpu_library)
+    stub.fail("ncclCommSplit", 5)
+    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommSplit\(color=3, key=-2\) failed"):
+        stub.comm(cpu=True).split(3, -2)
+
+
+def test_split_hands_on_color_key_and_config() -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    assert comm.split(None) is None
+    assert comm.split(-1) is None
+    part = comm.split(4, key=-3, config=pynccl.CommConfig(max_ctas=2))
+    assert part is not None and part.timeout == comm.timeout
+    assert [call.args for call in stub.calls() if call.name == "ncclCommSplit"] == [
+        {"color": -1, "key": 0},
+        {"color": -1, "key": 0},
+        {"color": 4, "key": -3},
+    ]
+    assert stub.names().count("config") == 1
+
+
+def test_a_scalar_operator_is_made_used_and_freed() -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    with comm.pre_mul_sum(0.5, "float32") as op:
+        comm.all_reduce(torch.zeros(4), op=op)
+    made, used, freed = stub.calls()
+    half = int.from_bytes(bytes(ctypes.c_float(0.5)), "little")
+    assert made.args == {"dtype": 7, "residence": 1, "bits": half}
+    assert (used.args["op"], freed.name, freed.args["op"]) == (1007, "ncclRedOpDestroy", 1007)
+    stub.clear()
+    op.destroy()
+    assert stub.names() == []
+
+
+def test_a_scalar_on_the_device_is_read_when_the_operation_runs() -> None:
+    stub = Stub()
+    on_cpu = stub.comm(cpu=True)
+    on_cpu.pre_mul_sum(torch.ones(1, dtype=torch.float64))
+    assert stub.calls()[0].args == {"dtype": 8, "residence": 0, "bits": 0}
+    stub.clear()
+    stub.comm().pre_mul_sum(torch.full((), 3.0))  # in CPU memory, for a communicator of a GPU: read at once
+    three = int.from_bytes(bytes(ctypes.c_float(3.0)), "little")
+    assert stub.calls()[0].args == {"dtype": 7, "residence": 1, "bits": three}
