@@ -29,10 +29,16 @@ def render(found: Findings, problems: list[Problem]) -> str:
         lines.append("No problems found.")
     for number, problem in enumerate(problems, 1):
         lines += _wrapped(f"problem {number}", problem.text)
-        # A command is not wrapped: it is there to be copied.
-        lines += [" " * LABEL + "fix: " + problem.fix] if problem.is_command else _wrapped("", "fix: " + problem.fix)
+        lines += _fix(problem)
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def _fix(problem: Problem) -> list[str]:
+    """Advice is wrapped. A command is there to be copied: it may be long, and breaks only where the shell allows it."""
+    if not problem.is_command:
+        return _wrapped("", f"fix: {problem.fix}")
+    return (" " * LABEL + "fix: " + problem.fix.replace(" && ", " && \\\n" + " " * (LABEL + 5))).splitlines()
 
 
 def _rows(found: Findings) -> Iterator[Row]:
@@ -99,10 +105,10 @@ def _torch(torch: Torch | None) -> list[str]:
 
 def _state(state: str) -> str:
     return {
-        "intact": "its file is intact",
-        "replaced": "its file has been REPLACED",
-        "missing": "its file is MISSING",
-        "unrecorded": "it has no record to compare its file with",
+        "intact": "file intact",
+        "replaced": "file REPLACED",
+        "missing": "file MISSING",
+        "unrecorded": "no record to compare the file with",
     }[state]
 
 
