@@ -1,0 +1,92 @@
+"""The differentiable collectives and the parallel layers on a GPU: exact adjoints, and equal to the unsharded layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+Function = Callable[[torch.Tensor, Communicator], torch.Tensor]
+
+LINEAR: dict[str, tuple[Function, bool]] = {
+    "all_reduce": (lambda x, c: ad.all_reduce(x, c, grad="sum"), False),
+    "all_reduce avg": (lambda x, c: ad.all_reduce(x, c, "avg", grad="sum"), False),
+    "all_reduce replicated": (lambda x, c: ad.all_reduce(x, c, grad="replicated"), True),
+    "reduce_scatter": (ad.reduce_scatter, False),
+    "reduce_scatter dim 1": (lambda x, c: ad.reduce_scatter(x, c, dim=1), False),
+    "all_gather": (lambda x, c: ad.all_gather(x, c, grad="sum"), False),
+    "all_gather dim -1": (lambda x, c: ad.all_gather(x, c, dim=-1, grad="sum"), False),
+    "all_gather replicated": (lambda x, c: ad.all_gather(x, c, grad="replicated"), True),
+}
+
+
+def random(*shape: int, seed: int, comm: Communicator, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(comm.device, dtype)
+
+
+def assert_equal(got: torch.Tensor | None, expected: torch.Tensor) -> None:
+    """Up to the order of summation in float64."""
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("function", LINEAR)
+def test_forward_and_backward_are_adjoint(comm: Communicator, function: str) -> None:
+    apply, replicated = LINEAR[function]
+    x = random(4 * comm.size, 8, 5 * comm.size, seed=comm.rank, comm=comm)
+    assert ad.testing.check_adjoint(lambda t: apply(t, comm), x, comm, replicated=replicated) <= 1e-12
+
+
+def test_a_cotangent_of_stride_zero_and_an_input_that_is_not_contiguous_work(comm: Communicator) -> None:
+    x = random(6, 4 * comm.size, seed=comm.rank, comm=comm).t().requires_grad_()
+    ad.reduce_scatter(x, comm).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert x.grad.unique().tolist() == [1.0]
+
+
+def test_reduce_dtype_sums_bfloat16_in_float32(comm: Communicator) -> None:
+    each = [random(512, seed=rank, comm=comm, dtype=torch.bfloat16) for rank in range(comm.size)]
+    got = ad.all_reduce(each[comm.rank], comm, grad="sum", reduce_dtype=torch.float32)
+    expected = torch.stack(each).double().sum(0)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_column_then_row_equals_two_unsharded_layers(comm: Communicator, sequence_parallel: bool) -> None:
+    s, width, hidden = 4 * comm.size, 16, 24 * comm.size
+    x = random(s, 3, width, seed=100, comm=comm).requires_grad_()
+    w1, b1 = random(hidden, width, seed=1, comm=comm), random(hidden, seed=2, comm=comm)
+    w2, b2 = random(width, hidden, seed=3, comm=comm), random(width, seed=4, comm=comm)
+    whole = [t.requires_grad_() for t in (w1, b1, w2, b2)]
+    expected = F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+    g = random(*expected.shape, seed=5, comm=comm)
+    expected.backward(g)
+
+    column = ad.ColumnParallelLinear(width, hidden, comm, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    row = ad.RowParallelLinear(hidden, width, comm, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    column.load_full(w1.detach(), b1.detach())
+    row.load_full(w2.detach(), b2.detach())
+
+    def part(t: torch.Tensor) -> torch.Tensor:
+        return t.chunk(comm.size)[comm.rank] if sequence_parallel else t
+
+    own_x = part(x.detach()).clone().requires_grad_()
+    y = row(F.gelu(column(own_x)))
+    y.backward(part(g))
+
+    assert x.grad is not None
+    assert_equal(y, part(expected))
+    assert_equal(own_x.grad, part(x.grad))
+    own = [column.weight, column.bias, row.weight, row.bias]
+    dims = [0, 0, 1, None]
+    for parameter, full, dim in zip(own, whole, dims, strict=True):
+        assert parameter is not None and full.grad is not None
+        assert_equal(parameter.grad, full.grad if dim is None else full.grad.chunk(comm.size, dim)[comm.rank])
+    assert torch.equal(column.full_state()["weight"], w1.detach())
+    assert torch.equal(row.full_state()["weight"], w2.detach())
