@@ -79,7 +79,9 @@ def _library(library: Chosen) -> list[str]:
 
 
 def _because(library: Chosen) -> str:
-    return f"chosen by {library.because}" if library.asked else f"chosen because: {library.because}"
+    if library.asked is None:
+        return f"chosen because: {library.because}"
+    return "chosen by PYNCCL_LIBRARY" if library.asked == library.path else f"chosen by PYNCCL_LIBRARY={library.asked}"
 
 
 def _functions(library: Chosen) -> list[str]:

@@ -371,3 +371,12 @@ def test_without_a_command_the_commands_are_listed() -> None:
     assert command_line("--help").stdout == done.stderr
     unknown = command_line("docter")
     assert unknown.returncode == 2 and "unknown command 'docter'" in unknown.stderr
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "pynccl", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
