@@ -19,7 +19,7 @@ LEVELS = (
     {"abi", "errors"},
     {"library"},
     {"buffers", "streams", "config"},
-    {"communicator", "collectives", "group", "plan", "check", "memory"},
+    {"communicator", "collectives", "group", "launch", "plan", "check", "memory"},
     {"bootstrap"},
     {"__init__"},
     {"doctor", "perf", "explain", "__main__"},

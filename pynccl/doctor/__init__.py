@@ -6,9 +6,9 @@ import argparse
 import json
 from dataclasses import asdict
 
-from .doctor_findings import examine
-from .doctor_problems import problems
-from .doctor_report import render
+from .findings import examine
+from .problems import problems
+from .report import render
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

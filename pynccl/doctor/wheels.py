@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from .library import SONAME
+from ..library import SONAME
 
 WHEEL = re.compile(r"nvidia-nccl(-cu\d+)?")
 FILE_IN_WHEEL = f"nvidia/nccl/lib/{SONAME}"

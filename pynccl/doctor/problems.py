@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 
-from .doctor_findings import Findings
-from .doctor_wheels import pip, wheel_problems
+from .findings import Findings
+from .wheels import pip, wheel_problems
 
 
 @dataclass(frozen=True)

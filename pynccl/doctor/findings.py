@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from . import __version__, abi
-from .doctor_wheels import LibraryFile, Wheel, identify, installed_wheels
-from .library import Library, gpu_count, gpu_problem, load
+from .. import __version__, abi
+from ..library import Library, gpu_count, gpu_problem, load
+from .wheels import LibraryFile, Wheel, identify, installed_wheels
 
 DISTRIBUTIONS = ("torch", "cuda-python", "cuda-bindings", "cuda-core", "cuda-pathfinder", "numpy")
 # Not libnccl-net.so and the other plugins, of which there may be many.

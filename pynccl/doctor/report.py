@@ -8,9 +8,9 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from .doctor_findings import Chosen, Driver, Findings, Torch
-from .doctor_problems import Problem
-from .doctor_wheels import describe
+from .findings import Chosen, Driver, Findings, Torch
+from .problems import Problem
+from .wheels import describe
 
 LABEL = 12
 WIDTHS = (60, 100)  # lines as wide as the terminal, within these
