@@ -18,6 +18,7 @@ from . import abi
 from .errors import NcclError, NcclLibraryNotFound, NcclVersionError, from_result
 
 SONAME = "libnccl.so.2"
+_ROWS = {**abi.FUNCTIONS, **abi.DEVICE_FUNCTIONS}
 
 
 class Library:
@@ -51,10 +52,12 @@ class Library:
         """Bind the C function `name`; afterwards it is an ordinary attribute.
 
         Raises NcclVersionError if this library does not have it."""
-        row = abi.FUNCTIONS.get(name)
+        row = _ROWS.get(name)
         if row is None:
             raise AttributeError(f"nccl.h has no function {name!r}")
         function = self._resolve(name)
+        if function is None and self.is_host and row.since <= self.version:
+            raise NcclVersionError(f"{name} is not in the host library: it works on a GPU only; use a real libnccl")
         if function is None:
             raise NcclVersionError(
                 f"{name} needs NCCL >= {_dotted(row.since)}; loaded {_dotted(self.version)} from {self.path}"
@@ -184,7 +187,7 @@ def _from_cdll(cdll: ctypes.CDLL, path: str, origin: str) -> Library:
             function = getattr(cdll, name)
         except AttributeError:
             return None
-        row = abi.FUNCTIONS[name]
+        row = _ROWS[name]
         function.restype, function.argtypes = row.restype, list(row.argtypes)
         return function
 
