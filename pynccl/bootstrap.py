@@ -10,16 +10,14 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
-from .abi import UNIQUE_ID_BYTES
 from .communicator import DEFAULT_TIMEOUT, Communicator, get_unique_id
 from .config import CommConfig
-from .errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
+from .errors import NcclInvalidUsage, NcclRemoteError, NcclTimeout
 from .library import Library, gpu_count, load
-
-_births = itertools.count()  # from_env calls of this process; the same number on every rank
 
 
 def from_env(
@@ -38,20 +36,18 @@ def from_env(
     never came, NcclRemoteError with the reason if another rank could not go on.
     """
     rank, nranks = _from_environment()
-    store = _environment_store(rank, timeout)
+    launch = _launch(rank, timeout)
     from torch.distributed import PrefixStore
 
-    name = f"pynccl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_births)}"
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
     return from_store(
-        PrefixStore(name, store),
+        PrefixStore(str(next(launch.births)), launch.store),
         rank,
         nranks,
         device=device,
         config=config,
         timeout=timeout,
         library=library,
-        local_rank=local_rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
     )
 
 
@@ -70,19 +66,14 @@ def from_store(
     if not 0 <= rank < nranks:
         raise ValueError(f"rank is {rank}, expected 0..{nranks - 1} for {nranks} ranks")
     deadline = time.monotonic() + timeout
-    identity = b""
     try:
-        library = library or load()
-        device = _default_device(library, device, local_rank)
-        if rank == 0:
-            identity = bytes(get_unique_id(library))
+        part = _prepare(library, device, local_rank, rank)
     except Exception as error:
-        store.set(f"rank/{rank}", f"error: {type(error).__name__}: {error}")
+        store.set("error", _could_not_start(rank, error))
         raise
-    store.set(f"rank/{rank}", b"ready" + identity)
-    identity = _meet(store, rank, nranks, deadline, timeout)
+    identity = _meet(store, rank, nranks, part.identity, deadline, timeout)
     left = max(deadline - time.monotonic(), 1.0)
-    comm = Communicator.init(nranks, identity, rank, device, config, left, library)
+    comm = Communicator.init(nranks, identity, rank, part.device, config, left, part.library)
     comm.timeout = timeout
     return comm
 
@@ -112,13 +103,15 @@ def from_process_group(
     if hasattr(group, "get_group"):
         group = group.get_group()
     rank, nranks = dist.get_rank(group), dist.get_world_size(group)
-    root = dist.get_global_rank(group, 0) if group is not None else 0
-    library = library or load()
-    message: list[Any] = [_id_or_error(library) if rank == 0 else None]
-    dist.broadcast_object_list(message, src=root, group=group)
     local = os.environ.get("LOCAL_RANK")
-    device = _default_device(library, device, int(local) if local else None)
-    return Communicator.init(nranks, _unwrap(message[0]), rank, device, config, timeout, library)
+
+    def exchange(word: Any) -> list[Any]:
+        words = [None] * nranks
+        dist.all_gather_object(words, word, group=group)
+        return words
+
+    part, identity = _agree(exchange, library, device, int(local) if local else None, rank)
+    return Communicator.init(nranks, identity, rank, part.device, config, timeout, part.library)
 
 
 def from_mpi(
@@ -136,16 +129,47 @@ def from_mpi(
     from mpi4py import MPI
 
     mpi_comm = mpi_comm or MPI.COMM_WORLD
-    library = library or load()
     rank, nranks = mpi_comm.Get_rank(), mpi_comm.Get_size()
-    message = mpi_comm.bcast(_id_or_error(library) if rank == 0 else None, root=0)
-    local_rank = None
-    if device is None and not library.is_host:
-        node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED)
-        local_rank = node.Get_rank()
-        node.Free()
+    node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED)
+    local_rank = node.Get_rank()
+    node.Free()
+    part, identity = _agree(mpi_comm.allgather, library, device, local_rank, rank)
+    return Communicator.init(nranks, identity, rank, part.device, config, timeout, part.library)
+
+
+class _Part(NamedTuple):
+    """What a rank brings to the meeting; only rank 0 brings the id."""
+
+    library: Library
+    device: Any
+    identity: bytes
+
+
+def _prepare(library: Library | None, device: Any, local_rank: int | None, rank: int) -> _Part:
+    """All that can fail on one rank alone, and so has to be done before the others wait for it."""
+    library = library or load()
     device = _default_device(library, device, local_rank)
-    return Communicator.init(nranks, _unwrap(message), rank, device, config, timeout, library)
+    return _Part(library, device, bytes(get_unique_id(library)) if rank == 0 else b"")
+
+
+def _agree(
+    exchange: Callable[[Any], list[Any]], library: Library | None, device: Any, local_rank: int | None, rank: int
+) -> tuple[_Part, bytes]:
+    """This rank's part and rank 0's id; `exchange` gives each rank all ranks' words. Raises if any rank failed."""
+    try:
+        part = _prepare(library, device, local_rank, rank)
+    except Exception as error:
+        exchange(_could_not_start(rank, error))
+        raise
+    words = exchange(part.identity)
+    for word in words:
+        if isinstance(word, str):
+            raise NcclRemoteError(word)
+    return part, words[0]
+
+
+def _could_not_start(rank: int, error: Exception) -> str:
+    return f"rank {rank} could not start: {type(error).__name__}: {error}"
 
 
 def _from_environment() -> tuple[int, int]:
@@ -167,6 +191,29 @@ def _from_environment() -> tuple[int, int]:
             f"WORLD_SIZE. torchrun sets both:\n  {line}"
         )
     return rank, nranks
+
+
+class _Launch:
+    """What the ranks of one launch share: the store, and the number of communicators already born from it."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.births = itertools.count()
+
+
+# Kept until the process ends: rank 0's store may be the server of all the others, which may be a birth behind.
+_launches: dict[tuple[str | None, ...], _Launch] = {}
+
+
+def _launch(rank: int, timeout: float) -> _Launch:
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    key = tuple(os.environ.get(name) for name in names)
+    if key not in _launches:
+        from torch.distributed import PrefixStore
+
+        prefix = f"pynccl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # the agent's store outlives a restart
+        _launches[key] = _Launch(PrefixStore(prefix, _environment_store(rank, timeout)))
+    return _launches[key]
 
 
 def _environment_store(rank: int, timeout: float) -> Any:
@@ -191,51 +238,40 @@ def _environment_store(rank: int, timeout: float) -> Any:
         ) from error
 
 
-def _meet(store: Any, rank: int, nranks: int, deadline: float, timeout: float) -> bytes:
-    """Wait until all ranks are there; return the id. Raises for the ranks that are missing or could not go on."""
-    keys = [f"rank/{r}" for r in range(nranks)]
-    # In slices, because one wait would hide the error of a rank behind another that is missing.
-    while not _wait(store, keys, min(0.5, deadline - time.monotonic())):
-        _raise_errors(store, [key for key in keys if store.check([key])])
+def _meet(store: Any, rank: int, nranks: int, identity: bytes, deadline: float, timeout: float) -> bytes:
+    """Wait until all ranks are there; return the id. Raises for ranks that are missing or could not start."""
+    from torch.distributed import DistError
+
+    try:
+        if rank == 0:
+            store.set("id", identity)
+        store.set(f"rank/{rank}", b"here")
+        if store.add("arrived", 1) == nranks:
+            store.set("all", b"here")
+        _wait_for_all(store, rank, nranks, deadline, timeout)
+        met: bytes = store.get("id")
+    except DistError as error:
+        raise NcclRemoteError(
+            f"rank {rank} of {nranks} lost the store at which the ranks meet: the process that serves it (rank 0, or "
+            f"torchrun's agent) has ended; look for its first error ({error})"
+        ) from error
+    return met
+
+
+def _wait_for_all(store: Any, rank: int, nranks: int, deadline: float, timeout: float) -> None:
+    # Two questions a turn, whatever the number of ranks. Not store.wait(), which would not see an error, and warns.
+    pause = 0.001
+    while not store.check(["all"]):
+        if store.check(["error"]):
+            raise NcclRemoteError(store.get("error").decode())
         if time.monotonic() > deadline:
-            missing = [r for r in range(nranks) if not store.check([keys[r]])]
+            missing = [r for r in range(nranks) if not store.check([f"rank/{r}"])]
             raise NcclTimeout(
                 f"rank {rank} of {nranks} waited {timeout:g} s: ranks {missing} never came\n"
                 "  look for their first error; a longer timeout= helps if they are only slow"
             )
-    _raise_errors(store, keys)
-    identity: bytes = store.get(keys[0]).removeprefix(b"ready")
-    return identity
-
-
-def _wait(store: Any, keys: list[str], seconds: float) -> bool:
-    from torch.distributed import DistStoreError
-
-    try:
-        store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
-    except (DistStoreError, RuntimeError):
-        return False
-    return True
-
-
-def _raise_errors(store: Any, keys: list[str]) -> None:
-    for key in keys:
-        value = store.get(key)
-        if value.startswith(b"error: "):
-            raise NcclRemoteError(f"rank {key.partition('/')[2]} could not start: {value[7:].decode()}")
-
-
-def _id_or_error(library: Library) -> bytes | str:
-    try:
-        return bytes(get_unique_id(library))
-    except NcclError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _unwrap(message: Any) -> bytes:
-    if isinstance(message, bytes) and len(message) == UNIQUE_ID_BYTES:
-        return message
-    raise NcclRemoteError(f"rank 0 could not make an id: {message}")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
 
 
 def _default_device(library: Library, device: Any, local_rank: int | None) -> Any:
