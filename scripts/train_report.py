@@ -81,7 +81,8 @@ class Progress:
         except ImportError:
             self.line("no progress bar: tqdm is not installed (pip install tqdm)")
         else:
-            self.bar = tqdm(total=steps, unit="step", file=sys.stderr, dynamic_ncols=True)
+            often = 0.1 if sys.stderr.isatty() else 5.0  # seconds; a log keeps every state of the bar
+            self.bar = tqdm(total=steps, unit="step", file=sys.stderr, dynamic_ncols=True, mininterval=often)
 
     def step(self, loss: float, tokens_per_second: float) -> None:
         if self.bar is not None:
