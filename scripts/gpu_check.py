@@ -108,7 +108,9 @@ def perform(step: Step, work: Path, gpus: int) -> None:
     step.returncodes = [process.returncode for process in processes]
     step.counts = count_tests(reports)
     step.status = "passed" if in_time and not any(step.returncodes) else "failed"
-    step.reason = "" if in_time else f"not done after {step.seconds} s, limit {step.seconds_limit} s"
+    if not in_time:
+        alone = any(code not in (0, -signal.SIGKILL) for code in step.returncodes)
+        step.reason = "a rank failed, the others were ended" if alone else f"not done within {step.seconds_limit} s"
     shown = logs if step.status == "failed" else logs[:1]
     step.output = "\n".join(f"--- {log.stem}\n{tail(log)}" for log in shown)
 
