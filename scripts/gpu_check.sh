@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command, offline: the GPU tests with 1 rank, then with 2 and 4 (sharing one GPU if
+# Not yet run on a GPU. Everything that needs one, in one command, offline: the GPU tests with 1 rank, then with 2 and 4 (sharing one GPU if
 # there is only one), then train.py beside the unsharded model.
 #
 #   scripts/gpu_check.sh              results: out/gpu_check.json, or $OUT/gpu_check.json
