@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Not yet run on a GPU. Everything that needs one, in one command, offline: the GPU tests with 1 rank, then with 2 and 4 (sharing one GPU if
-# there is only one), then train.py beside the unsharded model.
+# Everything that needs a GPU, in one command, offline: the GPU tests with 1 rank, then with 2 and 4 (sharing one GPU if
+# there is only one), then train.py beside the unsharded model. Not yet run on a GPU.
 #
 #   scripts/gpu_check.sh              results: out/gpu_check.json, or $OUT/gpu_check.json
 #   PYTHON=python3.12 scripts/gpu_check.sh
