@@ -162,11 +162,6 @@ def set_device(ordinal: int) -> None:
     """Make a GPU the current device of this thread, as ncclCommInitRank expects.
 
     Raises NcclSystemError, with the remedy, where there is no usable driver."""
-    problem = gpu_problem()
-    if problem:
-        raise NcclSystemError(
-            f"{problem}\n  install the driver (nvidia-smi must work), or set PYNCCL_LIBRARY=host to run on the CPU"
-        )
     _core_device(ordinal).set_current()
 
 
@@ -176,6 +171,11 @@ def current_device() -> int:
 
 
 def _core_device(device: int | str | None) -> Any:
+    problem = gpu_problem()
+    if problem:
+        raise NcclSystemError(
+            f"{problem}\n  install the driver (nvidia-smi must work), or set PYNCCL_LIBRARY=host to run on the CPU"
+        )
     return _cuda_core().Device(None if device is None else device_ordinal(device))
 
 
