@@ -75,11 +75,14 @@ class _TorchTypes(dict[Any, int]):
         return self[dtype]
 
 
-_torch_types = _TorchTypes()
+torch_types = _TorchTypes()
+tensor_types: set[type] = set()  # torch's own, once one was met: not subclasses, which may be anything
 
 
 class Adapter:
     """What the binding needs to know about one kind of object."""
+
+    may_be_read_only = True
 
     def describe(self, x: Any) -> Description:
         raise NotImplementedError
@@ -99,21 +102,40 @@ class Adapter:
         """Raise if `x` cannot be received into."""
 
 
+def _no_cuda(device: int) -> int:
+    raise TypeError(f"this torch was built without CUDA, so there is no current stream on cuda:{device}: pass stream=")
+
+
 class _Torch(Adapter):
+    may_be_read_only = False
+
+    def __init__(self) -> None:
+        self.raw_stream: Callable[[int], int] = _no_cuda  # cudaStream_t of torch's current stream on a device
+
+    def meet(self, kind: type) -> None:
+        """Learn of a tensor type; torch is loaded by then."""
+        torch = sys.modules["torch"]
+        self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            tensor_types.add(kind)
+
     def describe(self, x: Any) -> Description:
-        if x.layout is not _strided() or x.device.type == "meta":
+        if x.layout is not _strided():
             raise TypeError(f"{x.layout} tensor on {x.device} owns no dense memory; pass a dense tensor")
         if not x.is_contiguous():
             raise ValueError(
                 f"tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous; pass x.contiguous()"
             )
-        return x.data_ptr(), x.numel(), _torch_types[x.dtype], x.get_device()
+        pointer, count = x.data_ptr(), x.numel()
+        if not pointer and count:
+            raise TypeError(f"{x.layout} tensor on {x.device} owns no dense memory; pass a dense tensor")
+        return pointer, count, torch_types[x.dtype], x.get_device()
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
         return x.new_empty(shape)
 
     def current_stream(self, x: Any, device: int) -> int:
-        return int(_raw_stream()(device)) if device >= 0 else 0
+        return int(self.raw_stream(device)) if device >= 0 else 0
 
 
 class _Numpy(Adapter):
@@ -199,21 +221,26 @@ class _Raw(Adapter):
         return (x[1],)
 
 
-_adapters: dict[type, Adapter] = {tuple: _Raw()}
+TORCH = _Torch()
+adapters: dict[type, Adapter] = {tuple: _Raw()}  # by type, filled as types are met
 
 
-def adapter(x: Any) -> Adapter:
+def adapter(x: Any, operation: str = "", role: str = "") -> Adapter:
     """The adapter for objects like `x`; TypeError that lists what is accepted."""
-    found = _adapters.get(type(x))
+    found = adapters.get(type(x))
     if found is None:
-        found = _adapters[type(x)] = _choose(x)
+        try:
+            found = adapters[type(x)] = _choose(x)
+        except TypeError as error:
+            raise TypeError(f"{operation}: {role}: {error}" if operation else str(error)) from None
     return found
 
 
 def _choose(x: Any) -> Adapter:
     roots = {base.__module__.partition(".")[0]: base.__name__ for base in type(x).__mro__}
     if roots.get("torch") in ("Tensor", "TensorBase", "Parameter", "_TensorBase"):
-        return _Torch()
+        TORCH.meet(type(x))
+        return TORCH
     if roots.get("numpy") == "ndarray":
         return _Numpy()
     if hasattr(x, "__cuda_array_interface__"):
@@ -244,11 +271,6 @@ def _check_strides(shape: tuple[int, ...], strides: tuple[int, ...] | None, item
 
 def _strided() -> Any:
     return sys.modules["torch"].strided
-
-
-def _raw_stream() -> Callable[[int], int]:
-    raw: Callable[[int], int] = sys.modules["torch"]._C._cuda_getCurrentRawStream
-    return raw
 
 
 class _DLTensor(ctypes.Structure):

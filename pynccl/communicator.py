@@ -15,6 +15,7 @@ from .collectives import Collectives
 from .config import CommConfig
 from .errors import NcclInvalidUsage, NcclTimeout
 from .library import Library, gpu_count, load
+from .plan import Planner
 from .streams import create_stream, current_device, device_ordinal, set_device
 
 DEFAULT_TIMEOUT = 60.0  # seconds that a birth waits for the other ranks
@@ -57,6 +58,7 @@ class Communicator(Collectives):
     size     number of ranks, N
     device   "cuda:1", or "cpu" with the host library
     library  the `Library` that carries it
+    plan     its operations, prepared instead of launched: `comm.plan.all_reduce(x, x)` (see plan.py)
 
     A context manager: destroyed on a clean exit, aborted on an exception. Methods that move data: `Collectives`.
     """
@@ -75,6 +77,8 @@ class Communicator(Collectives):
         self._check = check.enabled()
         self._end = ""
         self._scratch: _Scratch | None = None
+        self._prepare_launches()
+        self.plan = Planner(self)
 
     # Birth
 
@@ -194,12 +198,6 @@ class Communicator(Collectives):
         return self._handle is not None
 
     @property
-    def handle(self) -> int:
-        """ncclComm_t as an integer, for calls into `comm.library`. NcclInvalidUsage after the end."""
-        self.check_alive()
-        return self._handle or 0
-
-    @property
     def checking(self) -> bool:
         """Whether calls are compared across ranks (PYNCCL_CHECK=1 when it was born)."""
         return self._check
@@ -285,6 +283,7 @@ class Communicator(Collectives):
         if handle is None:
             return
         self._end = end
+        self._c_handle = None  # NULL, which every library refuses
         self._scratch = None
         self.library.check(getattr(self.library, function)(handle), function)
 

@@ -20,25 +20,35 @@ POINT_TO_POINT = ("send", "recv")
 
 
 class Call(NamedTuple):
-    """One validated C call."""
+    """One validated C call: function(*inputs, comm, stream, *config)."""
 
     comm: Communicator
     operation: str
     function: Callable[..., int]
-    args: tuple[Any, ...]
-    keep: Any  # buffers and structs that must live until the launch
+    inputs: tuple[int, ...]  # buffers, count, data type, then operator, root or peer
+    stream: int
+    config: tuple[Any, ...] = ()
+    keep: Any = None  # buffers that must live until the launch
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return (*self.inputs, self.comm._handle, self.stream, *self.config)
 
     def text(self) -> str:
-        """ "reduce(count=4, FLOAT32, SUM, root=0)": what the ranks must agree on, for messages."""
-        start = 1 if self.operation in POINT_TO_POINT else 2
-        count, dtype, *rest = self.args[start : self.args.index(self.comm._handle, start + 2)]
-        words = [f"count={count}", DataType(dtype).name]
-        if "reduce" in self.operation:
-            op = rest.pop(0)
-            words.append(RedOp(op).name if op in RedOp._value2member_map_ else "PRE_MUL_SUM")
-        role = "peer" if self.operation in POINT_TO_POINT else "root"
-        words += [f"{role}={rank}" for rank in rest]
-        return f"{self.operation}({', '.join(words)})"
+        return call_text(self.operation, self.inputs)
+
+
+def call_text(operation: str, inputs: tuple[int, ...]) -> str:
+    """ "reduce(count=4, FLOAT32, SUM, root=0)": what the ranks must agree on, for messages."""
+    buffers = 1 if operation in POINT_TO_POINT else 2
+    count, dtype, *rest = inputs[buffers:]
+    words = [f"count={count}", DataType(dtype).name]
+    if "reduce" in operation:
+        op = rest.pop(0)
+        words.append(RedOp(op).name if op in RedOp._value2member_map_ else "PRE_MUL_SUM")
+    role = "peer" if operation in POINT_TO_POINT else "root"
+    words += [f"{role}={rank}" for rank in rest]
+    return f"{operation}({', '.join(words)})"
 
 
 class _State(threading.local):
@@ -46,6 +56,7 @@ class _State(threading.local):
 
 
 state = _State()
+open_groups: list[None] = []  # one entry per open group of any thread: empty means that no thread need look at `state`
 
 
 @contextlib.contextmanager
@@ -59,13 +70,21 @@ def group() -> Iterator[None]:
     if state.calls is not None:
         yield
         return
-    state.calls = []
-    try:
+    with recording() as calls:
         yield
-        calls = state.calls
-    finally:
-        state.calls = None
     launch(calls)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Record the calls of this thread in the list, instead of launching them or adding them to a group around."""
+    outer, state.calls = state.calls, []
+    open_groups.append(None)
+    try:
+        yield state.calls
+    finally:
+        state.calls = outer
+        open_groups.pop()
 
 
 def launch(calls: list[Call]) -> None:

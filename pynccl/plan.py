@@ -1,0 +1,156 @@
+"""Prepared collectives: validate once, launch many times.
+
+    plan = comm.plan.all_reduce(send, recv)      # all the checks, buffers held
+    plan()                                       # one C call
+    step = comm.plan.group([plan_a, plan_b])     # one NCCL group
+    plan(stream)                                 # the same on another stream
+
+What makes a plan fast: its arguments are converted to C once (`from_param`), so a launch does no conversion at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .group import Call, launch, open_groups, recording, state
+from .launch import without_argtypes
+from .streams import stream_handle
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+
+class Plan(Protocol):
+    """A prepared call, or group of calls. Holds its buffers: they must keep their memory for as long as it is used.
+
+    plan()        launch on the stream that was given or current when the plan was made
+    plan(stream)  launch on another one
+    Inside a `pynccl.group` it is recorded like any other call. NcclInvalidUsage once the communicator has ended.
+    """
+
+    calls: tuple[Call, ...]
+    functions: tuple[Callable[[], int], ...]  # the calls as C-level callables without arguments
+
+    def __call__(self, stream: Any = None) -> None: ...
+
+
+# Both are closures and not classes: a call of a Python object with __call__ costs a tenth of the C call more.
+
+
+def _plan_one(call: Call) -> Plan:
+    comm, function = call.comm, _prepare(call)
+    acquire, release, careful = comm.lock.acquire, comm.lock.release, comm.checking
+
+    def plan(stream: Any = None) -> None:
+        if stream is not None or open_groups or careful:
+            _issue([call], stream)
+            return
+        acquire()
+        try:
+            if comm._handle is None:
+                comm.check_alive()
+            code = function()
+        finally:
+            release()
+        if code:
+            raise comm.library.error(code, call.text(), comm._handle)
+
+    return _finish(plan, (call,), (function,))
+
+
+def _plan_group(calls: tuple[Call, ...], functions: tuple[Callable[[], int], ...]) -> Plan:
+    unique = {id(call.comm): call.comm for call in calls}
+    comms = [unique[key] for key in sorted(unique)]  # the order in which `group.launch` takes locks
+    first = comms[0]
+    start, end, careful = first.library.ncclGroupStart, first.library.ncclGroupEnd, any(c.checking for c in comms)
+
+    def launch_all() -> None:
+        for comm in comms:
+            comm.check_alive()
+        first.library.check(start(), "ncclGroupStart")
+        for function in functions:
+            if code := function():
+                break
+        error = code and first.library.error(code, repr(plan), first._handle)
+        code = end()  # after a failure too: the group must not stay open
+        if error:
+            raise error
+        first.library.check(code, "group", first._handle)
+
+    def plan(stream: Any = None) -> None:
+        if stream is not None or open_groups or careful:
+            _issue(list(calls), stream)
+        elif len(comms) == 1:
+            with first.lock:
+                launch_all()
+        else:
+            with contextlib.ExitStack() as locks:
+                for comm in comms:
+                    locks.enter_context(comm.lock)
+                launch_all()
+
+    return _finish(plan, calls, functions)
+
+
+def _finish(plan: Any, calls: tuple[Call, ...], functions: tuple[Callable[[], int], ...]) -> Plan:
+    texts = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
+    plan.calls, plan.functions = calls, functions
+    plan.__qualname__ = f"plan of {texts}" if len(calls) == 1 else f"group plan of {len(calls)}: {texts}"
+    finished: Plan = plan
+    return finished
+
+
+class Planner:
+    """`comm.plan`: each operation of the communicator under its own name, returning a Plan instead of launching."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, operation: str) -> Callable[..., Plan]:
+        method = None if operation.startswith("_") else getattr(self._comm, operation, None)
+        if not callable(method):
+            raise AttributeError(f"{operation!r} is no operation of a communicator that can be prepared")
+        return partial(_record, operation, method)
+
+    def group(self, plans: Iterable[Plan]) -> Plan:
+        """The given plans as one NCCL group; they may belong to several communicators."""
+        plans = tuple(plans)
+        for plan in plans:
+            if not hasattr(plan, "functions"):
+                raise TypeError(f"plan.group: {plan!r} is no plan; pass what comm.plan.all_reduce(...) returns")
+        if not plans:
+            raise ValueError("plan.group: no plans were passed; expected at least one")
+        calls = tuple(call for plan in plans for call in plan.calls)
+        return _plan_group(calls, tuple(function for plan in plans for function in plan.functions))
+
+
+def _record(operation: str, method: Callable[..., Any], *args: Any, **options: Any) -> Plan:
+    """Run the method in a group that is not launched, and keep the calls that it recorded."""
+    with recording() as calls:
+        method(*args, **options)
+    if not calls:
+        raise ValueError(f"plan.{operation}: not an operation that launches anything")
+    if len(calls) == 1:
+        return _plan_one(calls[0])
+    return _plan_group(tuple(calls), tuple(map(_prepare, calls)))  # where a library lacks the function
+
+
+def _issue(calls: list[Call], stream: Any) -> None:
+    """Launch by the general way: on another stream, into an open group, or compared across ranks first."""
+    if stream is not None:
+        handle = stream_handle(stream)
+        calls = [call._replace(stream=handle) for call in calls]
+    if state.calls is not None:
+        state.calls.extend(calls)
+    else:
+        launch(calls)
+
+
+def _prepare(call: Call) -> Callable[[], int]:
+    """A C-level callable without arguments: the function with its arguments as finished C values."""
+    function: Any = call.function
+    values = [ctype.from_param(value) for ctype, value in zip(function.argtypes, call.args, strict=True)]
+    return partial(without_argtypes(function), *values)
