@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,33 @@ def test_describing_leaves_a_dlpack_object_alive() -> None:
     pointers = {describe(wrapped)[0] for _ in range(100)}
     assert pointers == {x.data_ptr()}
     assert x.sum() == 499500.0
+
+
+class Offset:
+    """A DLPack object whose data begins `byte_offset` after its pointer, which torch never makes."""
+
+    def __init__(self, byte_offset: int) -> None:
+        self.shape = (ctypes.c_int64 * 2)(3, 5)
+        self.struct = dlpack_tensor(4096, 2, self.shape, byte_offset)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self.struct), b"dltensor", None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def dlpack_tensor(data: int, ndim: int, shape: Any, byte_offset: int) -> Any:
+    """DLTensor of float32 on the CPU, as dlpack.h lays it out, without strides: they are those of a dense array."""
+    layout = struct.pack("PiiiBBHPPQ", data, 1, 0, ndim, 2, 32, 1, ctypes.addressof(shape), 0, byte_offset)
+    return ctypes.create_string_buffer(layout)
+
+
+def test_dlpack_data_begins_at_its_offset() -> None:
+    assert describe(Offset(0)) == (4096, 15, DataType.FLOAT32, CPU)
+    assert describe(Offset(64)) == (4160, 15, DataType.FLOAT32, CPU)
 
 
 def test_cuda_arrays_are_described() -> None:
