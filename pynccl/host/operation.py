@@ -23,7 +23,7 @@ class Where(Enum):
     NOWHERE = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """What an operation is: its code, which arguments it uses, what it costs on a link.
 
@@ -39,7 +39,7 @@ class Kind:
     peer_is: str = ""  # "root", "peer" or nothing
 
 
-@dataclass
+@dataclass(eq=False)
 class Operation:
     """`peer` is the root or the peer, where the kind has one; addresses are 0 for NULL."""
 
