@@ -19,7 +19,7 @@ from collections.abc import Callable
 from ..errors import from_result
 from .failure import REASONS, HostFailure, invalid_argument
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 _handles = itertools.count(0x57AE0010, 0x10)
 _streams: weakref.WeakValueDictionary[int, HostStream] = weakref.WeakValueDictionary()
@@ -170,7 +170,7 @@ class HostStream:
             self._inner.jobs.put(job)
 
     def submit(self, fn: Job) -> None:
-        """Run `fn()` on the worker, after all that is queued now."""
+        """Run `fn()` on the worker, after all that is queued now; what it returns is dropped."""
         self._put(fn)
 
     def record(self, event: HostEvent | None = None) -> HostEvent:
