@@ -1,0 +1,263 @@
+"""What a call costs before NCCL starts to work, for each way there is to make it.
+
+    python scripts/bench_overhead.py [--rounds N] [--calls N] [--json]
+
+A stub library is compiled whose functions return 0, so that what is measured is the binding alone. All ways are measured
+in one run: rounds A B C ... A B C ... with the garbage collector off, medians over the rounds, and ratios as the median
+of the ratios within a round, so that a machine that slows down slows down both sides. Every way is first seen to
+reach the stub. The tensors are in CPU memory; with a GPU each call on a tensor costs torch's look-up of the current
+stream more. The other bindings are measured where they can be imported. Needs a C compiler and torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import timeit
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import pynccl
+from pynccl import abi
+from pynccl.buffers import data_type
+
+GROUP = 32  # calls in a group
+LOOP = 1000  # calls that the loop in C makes at once
+ELEMENTS = 1024
+
+BARE, CHECKED, PLAN, GROUP_PLAN = "bare ctypes", "comm.all_reduce(t, t)", "plan()", f"group plan of {GROUP}"
+NCCL4PY = "nccl4py Communicator.allreduce"
+
+# (way, beside which way, ratio at most)
+BOUNDS = [(CHECKED, BARE, 2.0), (CHECKED, NCCL4PY, 0.2), (PLAN, BARE, 0.65), (GROUP_PLAN, BARE, 0.6)]
+IMPORT_BOUND = 60.0  # milliseconds
+
+STUB = r"""
+#include <stddef.h>
+
+static struct { int rank, size, device; } only = {0, 2, 0};
+static long calls;
+
+long stub_calls(void) { return calls; }
+int ncclAllReduce(const void *send, void *recv, size_t count, int type, int op, void *comm, void *stream) {
+  calls++;
+  return 0;
+}
+int stub_loop(long n, const void *send, void *recv, size_t count, int type, int op, void *comm, void *stream) {
+  int (*volatile call)(const void *, void *, size_t, int, int, void *, void *) = ncclAllReduce;
+  for (long i = 0; i < n; i++)
+    if (call(send, recv, count, type, op, comm, stream)) return 1;
+  return 0;
+}
+int ncclGetVersion(int *version) { *version = VERSION; return 0; }
+const char *ncclGetErrorString(int code) { return "no error"; }
+const char *ncclGetLastError(void *comm) { return ""; }
+int ncclCommInitRank(void **comm, int size, struct { char bytes[128]; } id, int rank) { *comm = &only; return 0; }
+int ncclCommCount(void *comm, int *out) { *out = only.size; return 0; }
+int ncclCommCuDevice(void *comm, int *out) { *out = only.device; return 0; }
+int ncclCommUserRank(void *comm, int *out) { *out = only.rank; return 0; }
+"""
+
+
+class Way(NamedTuple):
+    """One way to make the call."""
+
+    name: str
+    statement: str
+    names: dict[str, Any]  # that the statement uses
+    calls: int = 1  # calls that the statement makes
+    reaches_stub: bool = True
+
+    def seconds(self, calls: int) -> float:
+        """Time per call, over about so many calls."""
+        times = max(calls // self.calls, 1)
+        return timeit.Timer(self.statement, globals=self.names).timeit(times) / (times * self.calls)
+
+
+def compile_stub(folder: Path) -> Path:
+    """The library, under the name by which other bindings look for one that is already loaded."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        sys.exit("bench_overhead.py compiles a stub library: install a C compiler (cc or gcc)")
+    target = folder / "libnccl.so.2"
+    (folder / "stub.c").write_text(STUB)
+    # Weak, so that those with a body win. `()` takes any arguments in C11, as it no longer does in C23.
+    plain = "".join(f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in abi.FUNCTIONS)
+    (folder / "plain.c").write_text(plain)
+    options = ["-O2", "-std=gnu11", "-w", "-shared", "-fPIC", f"-DVERSION={abi.version_code(abi.HEADER_VERSION)}"]
+    command = [compiler, *options, f"-Wl,-soname,{target.name}", "stub.c", "plain.c", "-o", target.name]
+    subprocess.run(command, cwd=folder, check=True)
+    return target
+
+
+def communicator(path: Path) -> pynccl.Communicator:
+    """Rank 0 of 2 on the stub, for tensors in CPU memory."""
+    library = pynccl.load(str(path))
+    library.is_host = True  # its buffers are CPU memory: no GPU is looked for
+    return pynccl.Communicator.init(2, bytes(abi.UNIQUE_ID_BYTES), 0, library=library)
+
+
+def own_ways(comm: pynccl.Communicator, stub: ctypes.CDLL, t: Any, u: Any) -> list[Way]:
+    """C, ctypes and this binding."""
+    raw = (t.data_ptr(), t.data_ptr(), t.numel(), int(data_type(t.dtype)), int(pynccl.RedOp.SUM), comm.handle, None)
+    function, loop = comm.library.ncclAllReduce, stub.stub_loop
+    loop.argtypes = [ctypes.c_long, *function.argtypes]
+    names = {f"a{i}": value for i, value in enumerate(raw)}
+    given = ", ".join(names)
+    plan = comm.plan.all_reduce(t, t)
+    many = comm.plan.group([plan] * GROUP)
+    in_group = "with group():\n    for _ in numbers:\n        comm.all_reduce(t, t)"
+    tensors = {"comm": comm, "t": t, "u": u}
+    return [
+        Way("loop in C", f"loop({LOOP}, {given})", {**names, "loop": loop}, calls=LOOP),
+        Way(BARE, f"function({given})", {**names, "function": function}),
+        Way(PLAN, "plan()", {"plan": plan}),
+        Way(GROUP_PLAN, "plan()", {"plan": many}, calls=GROUP),
+        Way(CHECKED, "comm.all_reduce(t, t)", tensors),
+        Way("comm.all_reduce(t, u)", "comm.all_reduce(t, u)", tensors),
+        Way("comm.all_reduce(t)", "comm.all_reduce(t)", tensors),
+        Way(
+            f"with group(): {GROUP} x all_reduce(t, t)",
+            in_group,
+            {**tensors, "group": pynccl.group, "numbers": range(GROUP)},
+            calls=GROUP,
+        ),
+    ]
+
+
+def nccl4py_ways(comm: pynccl.Communicator, t: Any) -> list[Way]:
+    """NVIDIA's binding, which takes the stub because a library of that name is in the process already."""
+    if not importlib.util.find_spec("nccl"):
+        return []
+    core = importlib.import_module("nccl.core")
+    low = importlib.import_module("nccl.bindings.nccl")
+    theirs = core.Communicator(comm.handle)
+    # Asked for, it would look for a GPU. A CPU tensor's index is None, and so it compares equal.
+    theirs._device = argparse.Namespace(device_id=t.device.index)
+    dtype, op = int(core.NcclDataType.FLOAT32), int(core.NcclRedOp.SUM)
+    raw = {"all_reduce": low.all_reduce, "p": t.data_ptr(), "n": t.numel(), "c": low.Comm(comm.handle)}
+    names = {"comm": theirs, "t": t, "SUM": core.NcclRedOp.SUM}
+    return [
+        Way("nccl4py low-level all_reduce", f"all_reduce(p, p, n, {dtype}, {op}, c, 0)", raw),
+        Way(NCCL4PY, "comm.allreduce(t, t, SUM)", names),
+    ]
+
+
+def torch_ways(t: Any) -> list[Way]:
+    """torch.distributed with its fake backend, which launches nothing and so never reaches the stub."""
+    try:
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError:
+        return []
+    if not dist.is_available():
+        return []
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    names = {"all_reduce": dist.all_reduce, "t": t}
+    return [Way("torch.distributed, fake backend", "all_reduce(t)", names, reaches_stub=False)]
+
+
+def check_reach(ways: list[Way], stub: ctypes.CDLL) -> None:
+    """Raise unless each way calls the C function as often as it says. Warms up, too."""
+    for way in ways:
+        before = stub.stub_calls()
+        way.seconds(way.calls)
+        found, expected = stub.stub_calls() - before, way.calls if way.reaches_stub else 0
+        if found != expected:
+            raise RuntimeError(f"{way.name}: {found} calls reached the stub, expected {expected}")
+
+
+def measure(ways: list[Way], rounds: int, calls: int) -> dict[str, list[float]]:
+    """Seconds per call of each way, one number per round. `timeit` turns the garbage collector off."""
+    times: dict[str, list[float]] = {way.name: [] for way in ways}
+    for _ in range(rounds):
+        for way in ways:
+            times[way.name].append(way.seconds(calls))
+    return times
+
+
+def import_times(rounds: int) -> dict[str, float]:
+    """Milliseconds that an import adds to the start of an interpreter: medians of new processes in turn."""
+    modules = ["pynccl", *(["nccl.core"] if importlib.util.find_spec("nccl") else [])]
+    statements = {"": "pass", **{module: f"import {module}" for module in modules}}
+    times: dict[str, list[float]] = {name: [] for name in statements}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for _ in range(rounds):
+        for name, statement in statements.items():
+            command = [sys.executable, "-c", statement]
+            start = timeit.default_timer()
+            subprocess.run(command, env=environment, cwd=ROOT, check=True)
+            times[name].append(1e3 * (timeit.default_timer() - start))
+    bare = statistics.median(times.pop(""))
+    return {name: statistics.median(found) - bare for name, found in times.items()}
+
+
+def results(ways: list[Way], times: dict[str, list[float]], imports: dict[str, float]) -> dict[str, Any]:
+    """What --json prints: nanoseconds per call, ratios, and bounds that are kept or not."""
+
+    def ratio(name: str, base: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+
+    rows = [
+        {"way": way.name, "ns": 1e9 * statistics.median(times[way.name]), "ratio": ratio(way.name, BARE)}
+        for way in ways
+    ]
+    bounds = [
+        {"what": f"{name} / {base}", "found": ratio(name, base), "at_most": limit}
+        for name, base, limit in BOUNDS
+        if base in times
+    ]
+    bounds.append({"what": "import pynccl, ms", "found": imports["pynccl"], "at_most": IMPORT_BOUND})
+    for bound in bounds:
+        bound["pass"] = bound["found"] <= bound["at_most"]
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    return {"python": python, "calls": rows, "imports_ms": imports, "bounds": bounds}
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [f"{'way':<42}{'ns per call':>12}{'x bare ctypes':>15}"]
+    lines += [f"{row['way']:<42}{row['ns']:>12.0f}{row['ratio']:>15.2f}" for row in found["calls"]]
+    lines += ["", *(f"{'import ' + name:<42}{ms:>9.0f} ms" for name, ms in found["imports_ms"].items()), ""]
+    for bound in found["bounds"]:
+        verdict = "PASS" if bound["pass"] else "FAIL"
+        lines.append(f"{verdict}  {bound['what']}: {bound['found']:.2f}, at most {bound['at_most']:g}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=101, help="rounds over all ways (default 101)")
+    parser.add_argument("--calls", type=int, default=1000, help="calls of each way in a round (default 1000)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.calls < 1:
+        parser.error(f"--rounds is {options.rounds} and --calls is {options.calls}; both must be at least 1")
+    with tempfile.TemporaryDirectory(prefix="bench-overhead-") as folder:
+        path = compile_stub(Path(folder))
+        stub = ctypes.CDLL(str(path))  # before torch, which may bring a libnccl.so.2 of its own
+        import torch
+
+        t, u = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+        comm = communicator(path)
+        ways = [*own_ways(comm, stub, t, u), *nccl4py_ways(comm, t), *torch_ways(t)]
+        check_reach(ways, stub)
+        times = measure(ways, options.rounds, options.calls)
+        found = results(ways, times, import_times(max(options.rounds // 5, 1)))
+    print(json.dumps(found, indent=2) if options.json else table(found))
+
+
+if __name__ == "__main__":
+    main()
