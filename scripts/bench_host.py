@@ -1,10 +1,11 @@
 """Latency and bandwidth of the host library beside torch.distributed's gloo backend, in one run.
 
-    python scripts/bench_host.py [--ranks N] [--json]
+    python scripts/bench_host.py [--ranks N] [--bytes N ...] [--json]
 
-Both sides move the same float32 tensors between the same processes. Batches of calls alternate between the two and start
-after a barrier; the slowest rank counts; medians over batches are shown. "bytes" is the size of the full tensor: the whole buffer of
-all_reduce, the output of all_gather, the input of reduce_scatter. Ours is called through the C function pointers.
+Both sides move the same float32 tensors between the same processes. Batches of calls alternate between the two and
+start after a barrier; the slowest rank counts; medians over batches are shown. "bytes" is the size of the full tensor:
+the whole buffer of all_reduce, the output of all_gather, the input of reduce_scatter. Ours is called through the C
+function pointers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +100,12 @@ def measure(call: Call, batch: int) -> float:
     return float(seconds)
 
 
-def run(rank: int, ranks: int, port: int, results: Any) -> None:
+def run(rank: int, ranks: int, sizes: Sequence[int], port: int, results: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two of its functions
     comm = connect(rank, ranks, port)
     rows = []
-    for nbytes in SIZES:
+    for nbytes in sizes:
         for name, (ours, theirs) in pairs(comm, ranks, nbytes).items():
             batch = 20 if nbytes <= 1 << 16 else 4
             times = [(measure(ours, batch), measure(theirs, batch)) for _ in range(BATCHES)]
@@ -128,6 +129,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="number of processes (default 2)")
+    parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, help="sizes of the full tensor")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args()
     with socket.socket() as probe:
@@ -135,7 +137,9 @@ def main() -> None:
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    workers = [context.Process(target=run, args=(r, options.ranks, port, results)) for r in range(options.ranks)]
+    workers = [
+        context.Process(target=run, args=(r, options.ranks, options.bytes, port, results)) for r in range(options.ranks)
+    ]
     for worker in workers:
         worker.start()
     rows = results.get()

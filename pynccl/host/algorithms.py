@@ -1,20 +1,22 @@
 """The collectives and send/recv, over tagged messages.
 
-All are direct: one round of messages between everybody, or two (reduce-scatter, then all-gather) for a large
-all_reduce. Whatever reduces does so in the order of the ranks, so all ranks end up with the same bits.
+Each function prepares one operation: it makes the views of the buffers and returns what runs it. All are direct: one
+round of messages between everybody, or two (reduce-scatter, then all-gather) for a large all_reduce. Whatever reduces
+does so in the order of the ranks, so all ranks end up with the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from .failure import invalid_usage
 from .memory import view
 from .operation import Kind, Operation, Where
-from .reduction import combine, wire_type
+from .reduction import PreMulSum, combine, wire_type
 from .transport import Pending
 
 if TYPE_CHECKING:
@@ -32,64 +34,99 @@ def _parts(data: Tensor, parts: int) -> list[Tensor]:
     return [data[n * i // parts : n * (i + 1) // parts] for i in range(parts)]
 
 
+def _sent(op: Operation, blocks: int = 1) -> Tensor:
+    return view(op.send, op.count * blocks, op.dtype)
+
+
+def _received(op: Operation, blocks: int = 1) -> Tensor:
+    return view(op.recv, op.count * blocks, op.dtype)
+
+
 def _copy(target: Tensor, source: Tensor) -> None:
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
 
 
-def _contribution(op: Operation, count: int) -> Tensor:
+def _contribution(own: Tensor, premul: PreMulSum | None) -> Tensor:
     """What this rank adds: its send buffer, times the scalar of a pre-multiplied sum."""
-    own = view(op.send, count, op.dtype)
-    return own if (premul := op.premul) is None else premul.apply(own)
+    return own if premul is None else premul.apply(own)
 
 
-def _scratch(comm: Comm, op: Operation, rows: int, count: int) -> list[Tensor]:
+def _scratch(op: Operation, rows: int, count: int) -> list[Tensor]:
     """`rows` buffers of `count` elements in the type in which contributions travel."""
     wire = wire_type(op.dtype, op.premul)
-    flat = comm.scratch.take(rows * count * wire.itemsize).view(wire)
+    flat = op.comm.scratch.take(rows * count * wire.itemsize).view(wire)
     return [flat[count * i : count * (i + 1)] for i in range(rows)]
 
 
-def _gathered(comm: Comm, mine: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
-    """Contributions in the order of the ranks; `others` are in that order without this rank's."""
+def _in_rank_order(comm: Comm, mine: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
+    """`others` are in the order of the ranks without this one."""
     return [*others[: comm.rank], mine, *others[comm.rank :]]
 
 
-def all_reduce(comm: Comm, op: Operation) -> None:
-    mine, out = _contribution(op, op.count), view(op.recv, op.count, op.dtype)
+def _exchange(
+    op: Operation, sends: Iterable[tuple[int, Tensor]], recvs: Iterable[tuple[int, Tensor]]
+) -> Callable[[], None]:
+    """One round of messages, prepared. Empty tensors travel in neither direction."""
+    comm = op.comm
     if comm.size == 1:
-        combine([mine], out, op.dtype, op.op)
-    elif op.nbytes <= DIRECT_BYTES:
-        others = _scratch(comm, op, comm.size - 1, op.count)
-        comm.transport.exchange([(p, mine) for p in comm.peers], zip(comm.peers, others, strict=True), comm.tag(op))
-        combine(_gathered(comm, mine, others), out, op.dtype, op.op)
-    else:
-        _reduce_shards(comm, op, _parts(mine, comm.size), _parts(out, comm.size)[comm.rank], _parts(out, comm.size))
+        return lambda: None
+    outgoing = [(peer, [data]) for peer, data in sends if data.numel()]
+    incoming = [(peer, [data]) for peer, data in recvs if data.numel()]
+    return lambda: comm.transport.exchange(outgoing, incoming, comm.tag(op))
 
 
-def reduce_scatter(comm: Comm, op: Operation) -> None:
-    mine, out = _contribution(op, op.count * comm.size), view(op.recv, op.count, op.dtype)
-    if comm.size == 1:
-        combine([mine], out, op.dtype, op.op)
-    else:
-        _reduce_shards(comm, op, _parts(mine, comm.size), out, None)
+def all_reduce(op: Operation) -> Callable[[], None]:
+    comm, own, out = op.comm, _sent(op), _received(op)
+    if op.premul is None and comm.size > 1 and op.nbytes <= DIRECT_BYTES:
+        others = [torch.empty_like(own) for _ in comm.peers]
+        exchange = _exchange(op, [(p, own) for p in comm.peers], zip(comm.peers, others, strict=True))
+        parts = _in_rank_order(comm, own, others)
+
+        def direct() -> None:
+            exchange()
+            combine(parts, out, op.dtype, op.op)
+
+        return direct
+
+    def sharded() -> None:
+        shards = _parts(out, comm.size)
+        _reduce_shards(op, _parts(_contribution(own, op.premul), comm.size), shards[comm.rank], shards)
+
+    return sharded
 
 
-def _reduce_shards(
-    comm: Comm, op: Operation, shards: list[Tensor], out: Tensor, everything: list[Tensor] | None
-) -> None:
+def reduce_scatter(op: Operation) -> Callable[[], None]:
+    comm, own, out = op.comm, _sent(op, op.comm.size), _received(op)
+    if op.premul is None and comm.size > 1 and op.nbytes <= DIRECT_BYTES:
+        shards, others = _parts(own, comm.size), [torch.empty_like(out) for _ in comm.peers]
+        exchange = _exchange(op, [(p, shards[p]) for p in comm.peers], zip(comm.peers, others, strict=True))
+        parts = _in_rank_order(comm, shards[comm.rank], others)
+
+        def direct() -> None:
+            exchange()
+            combine(parts, out, op.dtype, op.op)
+
+        return direct
+    return lambda: _reduce_shards(op, _parts(_contribution(own, op.premul), comm.size), out, [])
+
+
+def _reduce_shards(op: Operation, shards: list[Tensor], out: Tensor, everything: list[Tensor]) -> None:
     """out = op over all ranks' shard of this rank; with `everything`, also gather all ranks' `out` into it.
 
     In place is safe: a peer's result of a piece can only arrive after that peer has received this rank's
     contribution to the same piece, which is what the result overwrites.
     """
-    transport, rank, peers = comm.transport, comm.rank, comm.peers
+    comm = op.comm
+    if comm.size == 1:
+        combine(shards, out, op.dtype, op.op)
+        return
+    transport, peers = comm.transport, comm.peers
     pieces = max(1, -(-max(shard.numel() for shard in shards) * shards[0].element_size() // PIECE_BYTES))
-    others = _scratch(comm, op, len(peers), out.numel())
     cut = [_parts(shard, pieces) for shard in shards]
-    incoming = [_parts(other, pieces) for other in others]
+    incoming = [_parts(other, pieces) for other in _scratch(op, len(peers), out.numel())]
     results = _parts(out, pieces)
-    targets = [_parts(shard, pieces) for shard in everything] if everything else []
+    targets = [_parts(shard, pieces) for shard in everything]
     tag, gather_tag = comm.tag(op), comm.tag(op)
     sends: list[Pending] = []
     arrivals: list[list[Pending]] = []
@@ -100,83 +137,94 @@ def _reduce_shards(
     gathers: list[Pending] = []
     for k in range(pieces):
         transport.wait(arrivals[k])
-        combine(_gathered(comm, cut[rank][k], [row[k] for row in incoming]), results[k], op.dtype, op.op)
-        if everything:
+        parts = _in_rank_order(comm, cut[comm.rank][k], [row[k] for row in incoming])
+        combine(parts, results[k], op.dtype, op.op)
+        if targets:
             sends += [transport.send(p, results[k], gather_tag) for p in peers if results[k].numel()]
             gathers += [transport.recv(p, targets[p][k], gather_tag) for p in peers if targets[p][k].numel()]
     transport.wait(gathers)
     transport.wait(sends)
 
 
-def reduce(comm: Comm, op: Operation) -> None:
-    mine = _contribution(op, op.count)
+def reduce(op: Operation) -> Callable[[], None]:
+    comm, own = op.comm, _sent(op)
     if comm.rank != op.peer:
-        comm.transport.exchange([(op.peer, mine)], [], comm.tag(op))
-        return
-    others = _scratch(comm, op, comm.size - 1, op.count)
-    if comm.size > 1:
-        comm.transport.exchange([], zip(comm.peers, others, strict=True), comm.tag(op))
-    combine(_gathered(comm, mine, others), view(op.recv, op.count, op.dtype), op.dtype, op.op)
+
+        def elsewhere() -> None:
+            _exchange(op, [(op.peer, _contribution(own, op.premul))], [])()
+
+        return elsewhere
+    out = _received(op)
+
+    def at_root() -> None:
+        others = _scratch(op, len(comm.peers), op.count)
+        _exchange(op, [], zip(comm.peers, others, strict=True))()
+        combine(_in_rank_order(comm, _contribution(own, op.premul), others), out, op.dtype, op.op)
+
+    return at_root
 
 
-def broadcast(comm: Comm, op: Operation) -> None:
-    out = view(op.recv, op.count, op.dtype)
-    if comm.rank == op.peer:
-        source = view(op.send, op.count, op.dtype)
-        if comm.size > 1:
-            comm.transport.exchange([(p, source) for p in comm.peers], [], comm.tag(op))
-        _copy(out, source)
-    else:
-        comm.transport.exchange([], [(op.peer, out)], comm.tag(op))
+def _then_copy(exchange: Callable[[], None], target: Tensor, source: Tensor) -> Callable[[], None]:
+    if target.data_ptr() == source.data_ptr():
+        return exchange
+
+    def both() -> None:
+        exchange()
+        target.copy_(source)
+
+    return both
 
 
-def all_gather(comm: Comm, op: Operation) -> None:
-    mine = view(op.send, op.count, op.dtype)
-    rows = _parts(view(op.recv, op.count * comm.size, op.dtype), comm.size)
-    if comm.size > 1:
-        comm.transport.exchange([(p, mine) for p in comm.peers], [(p, rows[p]) for p in comm.peers], comm.tag(op))
-    _copy(rows[comm.rank], mine)
-
-
-def all_to_all(comm: Comm, op: Operation) -> None:
-    source = view(op.send, op.count * comm.size, op.dtype)
-    if (
-        op.send == op.recv and op.count and comm.size > 1
-    ):  # not in nccl.h's list of in-place calls, but cheap to get right
-        source = source.clone()
-    outgoing = _parts(source, comm.size)
-    rows = _parts(view(op.recv, op.count * comm.size, op.dtype), comm.size)
-    if comm.size > 1:
-        comm.transport.exchange(
-            [(p, outgoing[p]) for p in comm.peers], [(p, rows[p]) for p in comm.peers], comm.tag(op)
-        )
-    _copy(rows[comm.rank], outgoing[comm.rank])
-
-
-def gather(comm: Comm, op: Operation) -> None:
-    mine = view(op.send, op.count, op.dtype)
+def broadcast(op: Operation) -> Callable[[], None]:
+    comm, out = op.comm, _received(op)
     if comm.rank != op.peer:
-        comm.transport.exchange([(op.peer, mine)], [], comm.tag(op))
-        return
-    rows = _parts(view(op.recv, op.count * comm.size, op.dtype), comm.size)
-    if comm.size > 1:
-        comm.transport.exchange([], [(p, rows[p]) for p in comm.peers], comm.tag(op))
-    _copy(rows[comm.rank], mine)
+        return _exchange(op, [], [(op.peer, out)])
+    source = _sent(op)
+    return _then_copy(_exchange(op, [(p, source) for p in comm.peers], []), out, source)
 
 
-def scatter(comm: Comm, op: Operation) -> None:
-    out = view(op.recv, op.count, op.dtype)
+def all_gather(op: Operation) -> Callable[[], None]:
+    comm, mine = op.comm, _sent(op)
+    rows = _parts(_received(op, comm.size), comm.size)
+    exchange = _exchange(op, [(p, mine) for p in comm.peers], [(p, rows[p]) for p in comm.peers])
+    return _then_copy(exchange, rows[comm.rank], mine)
+
+
+def all_to_all(op: Operation) -> Callable[[], None]:
+    comm, source = op.comm, _sent(op, op.comm.size)
+    rows = _parts(_received(op, comm.size), comm.size)
+
+    def exchange(blocks: list[Tensor]) -> Callable[[], None]:
+        return _exchange(op, [(p, blocks[p]) for p in comm.peers], [(p, rows[p]) for p in comm.peers])
+
+    if op.send == op.recv:  # nccl.h promises nothing for it, but it is cheap to get right
+
+        def in_place() -> None:
+            exchange(_parts(source.clone(), comm.size))()
+
+        return in_place
+    blocks = _parts(source, comm.size)
+    return _then_copy(exchange(blocks), rows[comm.rank], blocks[comm.rank])
+
+
+def gather(op: Operation) -> Callable[[], None]:
+    comm, mine = op.comm, _sent(op)
     if comm.rank != op.peer:
-        comm.transport.exchange([], [(op.peer, out)], comm.tag(op))
-        return
-    rows = _parts(view(op.send, op.count * comm.size, op.dtype), comm.size)
-    if comm.size > 1:
-        comm.transport.exchange([(p, rows[p]) for p in comm.peers], [], comm.tag(op))
-    _copy(out, rows[comm.rank])
+        return _exchange(op, [(op.peer, mine)], [])
+    rows = _parts(_received(op, comm.size), comm.size)
+    return _then_copy(_exchange(op, [], [(p, rows[p]) for p in comm.peers]), rows[comm.rank], mine)
 
 
-def _alone(comm: Comm, op: Operation) -> None:
-    point_to_point(comm, [op])
+def scatter(op: Operation) -> Callable[[], None]:
+    comm, out = op.comm, _received(op)
+    if comm.rank != op.peer:
+        return _exchange(op, [], [(op.peer, out)])
+    rows = _parts(_sent(op, comm.size), comm.size)
+    return _then_copy(_exchange(op, [(p, rows[p]) for p in comm.peers], []), out, rows[comm.rank])
+
+
+def _alone(op: Operation) -> Callable[[], None]:
+    return lambda: point_to_point(op.comm, [op])
 
 
 def _to_itself(ops: Sequence[Operation], kind: Kind) -> list[Operation]:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 import traceback
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from ..abi import Result
+from ..abi import RedOp, Result
 from . import algorithms, stall
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error
 from .link import link_of, sleep_until
 from .memory import Scratch
+from .operation import Kind, Operation
 from .reduction import PreMulSum
 from .rendezvous import Place
-from .transport import Transport, collective_tag, message_tag
-
-if TYPE_CHECKING:
-    from .operation import Operation
+from .transport import Transport, collective_call, collective_tag, message_tag
 
 TIMEOUT_VARIABLE = "PYNCCL_HOST_TIMEOUT"
+
+# Small operations keep scratch of their own size.
+_KEPT_OPERATIONS = 512
+_KEPT_BYTES = 8 << 10
 
 # Handles are numbers in a table and never addresses, so a stale one is an error and not a crash.
 _handles = itertools.count(0xC0110000, 0x10)
@@ -78,7 +81,9 @@ class Comm:
         self._transport: Transport | None = None
         self._rounds = 0
         self._turn = threading.Condition()
+        self._waiting = 0
         self._issued = self._served = 0
+        self._operations: dict[tuple[Kind, int, int, int, int, int, int], Operation] = {}
         self.set_rank(rank, size)
         _communicators[self.handle] = self
 
@@ -99,9 +104,9 @@ class Comm:
         with place.open(timeout) as store:
             transport = Transport(store, self.rank, self.size, same_machine, timeout)
         hello = torch.zeros(1, dtype=torch.uint8)
-        answers = [(peer, torch.empty_like(hello)) for peer in self.peers]
+        answers = [(peer, [torch.empty_like(hello)]) for peer in self.peers]
         try:
-            transport.exchange([(peer, hello) for peer in self.peers], answers, collective_tag(0, self.size, 0))
+            transport.exchange([(peer, [hello]) for peer in self.peers], answers, collective_call(self.size, 0))
         except TransportFailure as failure:
             raise HostFailure(Result.SYSTEM_ERROR, f"rank {self.rank} of {self.size}: {failure}") from failure
         transport.limit(self.timeout)
@@ -116,7 +121,7 @@ class Comm:
         self._rounds += 1
         if self.activity.round == 0:
             self.activity.round = self._rounds
-        return collective_tag(self._rounds, op.count, op.call)
+        return collective_tag(self._rounds, op.call)
 
     @property
     def rounds(self) -> int:
@@ -138,51 +143,79 @@ class Comm:
         if self.finalized:
             raise invalid_usage("the communicator was finalized; it can only be destroyed")
 
+    def operation(
+        self, name: str, kind: Kind, send: int, recv: int, count: int, dtype: int, op: int, peer: int
+    ) -> Operation:
+        """The call with these arguments, checked; the one of the last time if there was one."""
+        key = (kind, send, recv, count, dtype, op, peer)
+        if (known := self._operations.get(key)) is not None:
+            return known
+        fresh = Operation(name, kind, self, send, recv, count, dtype, op, peer)
+        fresh.check()
+        # The number of a pre-multiplied sum may come to mean another one; large operations gain nothing.
+        if op <= RedOp.AVG and fresh.nbytes <= _KEPT_BYTES:
+            if len(self._operations) >= _KEPT_OPERATIONS:
+                self._operations.clear()
+            self._operations[key] = fresh
+        return fresh
+
     def ticket(self) -> int:
         with self._turn:
             self._issued += 1
             return self._issued - 1
 
     def run(self, ticket: int, ops: Sequence[Operation]) -> None:
-        """Execute what was issued under `ticket`, when its turn has come. A failure sticks."""
+        """Execute what was issued under `ticket`, when its turn has come. Raises HostFailure, which sticks."""
         try:
-            self._await_turn(ticket)
+            if self._served != ticket or self.failure is not None:
+                self._await(lambda: self._served == ticket)
             self._execute(ops)
         except HostFailure as failure:
             raise self.fail(failure) from failure.__cause__
         except TransportFailure as failure:
-            raise self.fail(self._explain(failure, ops)) from failure
+            raise self.fail(self._explain(failure)) from failure
         except BaseException as error:
             lines = traceback.format_exception_only(type(error), error)
             self.fail(HostFailure(Result.INTERNAL_ERROR, f"{ops[0].describe()}: {lines[-1].strip()}"))
             raise
         finally:
-            with self._turn:
-                self._served += 1
-                self._turn.notify_all()
+            self._served += 1  # only the operation whose turn it is gets here, unless all of them fail
+            if self._waiting:
+                with self._turn:
+                    self._turn.notify_all()
 
-    def _await_turn(self, ticket: int) -> None:
-        if self._served != ticket:
-            with self._turn:
-                self._turn.wait_for(lambda: self._served == ticket or self.failure is not None)
+    def _await(self, condition: Callable[[], bool]) -> None:
+        """Wait for `condition`; raise the failure if there is one first."""
+        with self._turn:
+            self._waiting += 1
+            try:
+                self._turn.wait_for(lambda: condition() or self.failure is not None)
+            finally:
+                self._waiting -= 1
         if self.failure is not None:
             raise self.failure
 
     def _execute(self, ops: Sequence[Operation]) -> None:
         """Collectives one by one, then all sends and receives at once."""
+        if len(ops) == 1:
+            self._timed(ops, ops[0].run, ops[0].traffic)
+            return
         messages = [op for op in ops if op.kind in algorithms.MESSAGES]
         for op in ops:
             if op.kind not in algorithms.MESSAGES:
-                done_at = self.link.reserve(*op.traffic()) if self.link else 0.0
-                self.activity.begin(op.describe)
-                op.kind.run(self, op)
-                self.activity.end()
-                sleep_until(done_at)
+                self._timed([op], op.run, op.traffic)
         if messages:
-            done_at = self.link.reserve(*algorithms.message_traffic(messages)) if self.link else 0.0
-            self.activity.begin(lambda: ", ".join(op.describe() for op in messages))
-            algorithms.point_to_point(self, messages)
-            self.activity.end()
+            exchange = partial(algorithms.point_to_point, self, messages)
+            self._timed(messages, exchange, partial(algorithms.message_traffic, messages))
+
+    def _timed(
+        self, ops: Sequence[Operation], run: Callable[[], None], traffic: Callable[[], tuple[int, float]]
+    ) -> None:
+        done_at = self.link.reserve(*traffic()) if self.link else 0.0
+        self.activity.begin(ops)
+        run()
+        self.activity.end()
+        if done_at:
             sleep_until(done_at)
 
     @property
@@ -191,13 +224,13 @@ class Comm:
 
     def flush(self) -> None:
         """Wait until everything issued so far has run, or the communicator has failed."""
-        with self._turn:
-            last = self._issued
-            self._turn.wait_for(lambda: self._served >= last or self.failure is not None)
+        last = self._issued
+        with contextlib.suppress(HostFailure):
+            self._await(lambda: self._served >= last)
 
     # Failure and end
 
-    def _explain(self, failure: TransportFailure, ops: Sequence[Operation]) -> HostFailure:
+    def _explain(self, failure: TransportFailure) -> HostFailure:
         """The result code for a broken exchange, in a message that names the operation."""
         if self.failure is not None:  # it broke because of an abort, or because `stall` shut it
             return self.failure
@@ -234,6 +267,7 @@ class Comm:
         self.flush()
         self.failure = self.failure or invalid_usage("the communicator was destroyed")
         self._transport = None
+        self._operations.clear()
 
     def abort(self) -> None:
         """Forget the handle, close the connections now, wake an operation that is blocked in them."""

@@ -32,8 +32,9 @@ from ..abi import (
 from . import algorithms, birth, group, rendezvous
 from .comm import Comm, find
 from .failure import REASONS, HostFailure, invalid_argument, last_error
-from .operation import Kind, Operation
+from .operation import Kind
 from .reduction import PreMulSum
+from .stream import find as find_stream
 
 VERSION: Version = (2, 32, 3)
 
@@ -276,7 +277,10 @@ def _issue(
     name: str, kind: Kind, send: int | None, recv: int | None, count: int, dtype: int,
     comm: int | None, stream: int | None, op: int = 0, peer: int = 0,
 ) -> None:  # fmt: skip
-    group.issue(Operation(name, kind, find(comm), send or 0, recv or 0, count, dtype, op, peer, stream or 0))
+    own = find(comm)
+    own.check_usable()
+    operation = own.operation(name, kind, send or 0, recv or 0, count, dtype, op, peer)
+    group.issue(operation, find_stream(stream))
 
 
 @entry

@@ -15,17 +15,19 @@ from .algorithms import check_messages_to_itself
 from .comm import Comm
 from .failure import HostFailure, invalid_usage
 from .operation import Operation
-from .stream import HostEvent, HostStream, find
+from .stream import HostEvent, HostStream
 
 # A communicator's share of a launch: its ticket and what to run.
 Run = tuple[Comm, int, Sequence[Operation]]
+# An operation and the stream it was issued on, None for the caller.
+Issued = tuple[Operation, HostStream | None]
 
 
 @dataclass
 class _Group:
     depth: int = 0
     births: list[Callable[[], None]] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[Issued] = field(default_factory=list)
     failure: HostFailure | None = None
 
 
@@ -63,19 +65,18 @@ def refuse(failure: HostFailure) -> None:
         group.failure = failure
 
 
-def issue(operation: Operation) -> None:
-    """Check, then run or queue one operation; inside a group keep it for the end."""
-    operation.comm.check_usable()
-    operation.check()
-    stream = find(operation.stream)
+def issue(operation: Operation, stream: HostStream | None) -> None:
+    """Run or queue one operation; inside a group keep it for the end."""
     group = _thread.group
     if group.depth:
-        group.operations.append(operation)
-    elif stream is None:
-        check_messages_to_itself([operation])
-        operation.comm.run(operation.comm.ticket(), [operation])
+        group.operations.append((operation, stream))
+    elif stream is not None:
+        _launch([(operation, stream)])
     else:
-        _launch([operation])
+        comm = operation.comm
+        if operation.peer == comm.rank:
+            check_messages_to_itself([operation])
+        comm.run(comm.ticket(), [operation])
 
 
 def bring_up(births: Sequence[Callable[[], None]]) -> None:
@@ -108,17 +109,19 @@ def together(jobs: Sequence[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-def _launch(operations: Sequence[Operation]) -> None:
+def _launch(issued: Sequence[Issued]) -> None:
     by_comm: dict[Comm, list[Operation]] = {}
-    for operation in operations:
+    used: dict[Comm, dict[HostStream | None, None]] = {}
+    for operation, stream in issued:
         by_comm.setdefault(operation.comm, []).append(operation)
+        used.setdefault(operation.comm, {})[stream] = None
     for comm, own in by_comm.items():
         comm.check_usable()
         check_messages_to_itself(own)
     runs: dict[HostStream | None, list[Run]] = {}
     joins: list[tuple[HostStream, HostStream | None]] = []
     for comm, own in by_comm.items():
-        streams = list(dict.fromkeys(find(operation.stream) for operation in own))
+        streams = list(used[comm])
         # As NCCL does: run on the first stream, which waits for the others before; the others wait for it after.
         for other in streams[1:]:
             HostEvent().record(other).wait(streams[0])

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..abi import ITEMSIZE, DataType, RedOp
 from .failure import invalid_argument
 from .reduction import PreMulSum
+from .transport import collective_call
 
 if TYPE_CHECKING:
     from .comm import Comm
@@ -27,11 +29,12 @@ class Where(Enum):
 class Kind:
     """What an operation is: its code, which arguments it uses, what it costs on a link.
 
+    prepare(operation) makes the views of its buffers and returns what runs it, any number of times.
     traffic(p, nbytes of `count` elements, is root) -> (steps, bytes on the wire).
     """
 
     number: int
-    run: Callable[[Comm, Operation], None]
+    prepare: Callable[[Operation], Callable[[], None]]
     traffic: Callable[[int, int, bool], tuple[int, float]]
     send: Where = Where.EVERYWHERE
     recv: Where = Where.EVERYWHERE
@@ -41,7 +44,11 @@ class Kind:
 
 @dataclass(eq=False)
 class Operation:
-    """`peer` is the root or the peer, where the kind has one; addresses are 0 for NULL."""
+    """`peer` is the root or the peer, where the kind has one; addresses are 0 for NULL.
+
+    A communicator keeps the operations of its last calls: a training step repeats the ones of the step before, and
+    what is checked and prepared once is most of the latency of a small one.
+    """
 
     name: str
     kind: Kind
@@ -52,21 +59,24 @@ class Operation:
     dtype: int
     op: int = 0
     peer: int = 0
-    stream: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.count * ITEMSIZE[self.dtype]
 
+    @cached_property
+    def run(self) -> Callable[[], None]:
+        return self.kind.prepare(self)
+
     @property
     def premul(self) -> PreMulSum | None:
         return self.comm.premul.get(self.op) if self.kind.reduces and self.op > RedOp.AVG else None
 
-    @property
+    @cached_property
     def call(self) -> int:
-        """A number that is equal on two ranks if their calls fit together, the count aside."""
-        op = min(self.op, RedOp.AVG + 1)  # each rank numbers its own pre-multiplied sums
-        return ((self.kind.number * 16 + self.dtype) * 8 + op) * 65536 + self.peer
+        """Part of the tag of a collective: equal on two ranks if their calls fit together."""
+        op = min(self.op, int(RedOp.AVG) + 1)  # each rank numbers its own pre-multiplied sums
+        return collective_call(self.count, ((self.kind.number * 16 + self.dtype) * 8 + op) * 65536 + self.peer)
 
     def traffic(self) -> tuple[int, float]:
         if self.comm.size == 1:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from .rendezvous import Place
 
 if TYPE_CHECKING:
     from .comm import Comm
+    from .operation import Operation
 
 STALL_SECONDS = 0.5
 _TICK_SECONDS = 0.2
@@ -36,14 +37,17 @@ class Activity:
 
     def __init__(self) -> None:
         self.since: float | None = None
-        self.describe: Callable[[], str] = lambda: "initialisation"
+        self.ops: Sequence[Operation] = ()
         self.round = 0
         self.messages: list[tuple[bool, int, int, int]] = []  # sending, peer, its number, bytes
         self.published = False
 
-    def begin(self, describe: Callable[[], str]) -> None:
-        self.describe, self.round, self.messages, self.published = describe, 0, [], False
+    def begin(self, ops: Sequence[Operation]) -> None:
+        self.ops, self.round, self.messages, self.published = ops, 0, [], False
         self.since = time.monotonic()
+
+    def describe(self) -> str:
+        return ", ".join(op.describe() for op in self.ops)
 
     def end(self) -> None:
         self.since = None

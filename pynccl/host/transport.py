@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,9 +40,14 @@ def message_tag(sequence: int, nbytes: int) -> int:
     return _hash20(nbytes, 0) << 10 | (sequence & 0x3FF)
 
 
-def collective_tag(sequence: int, count: int, call: int) -> int:
-    """Tag of the `sequence`-th round of exchanges; `call` tells operation, data type, operator and root apart."""
-    return _COLLECTIVE | _hash20(count, call) << 10 | (sequence & 0x3FF)
+def collective_call(count: int, arguments: int) -> int:
+    """The part of a collective's tag that is the same in each of its rounds; `arguments` are all but the count."""
+    return _COLLECTIVE | _hash20(count, arguments) << 10
+
+
+def collective_tag(sequence: int, call: int) -> int:
+    """Tag of the `sequence`-th round of exchanges."""
+    return call | (sequence & 0x3FF)
 
 
 def _hash20(a: int, b: int) -> int:
@@ -98,11 +103,23 @@ class Transport:
         except RuntimeError as error:
             raise _failure(peer, error) from error
 
-    def exchange(self, sends: Iterable[tuple[int, Tensor]], recvs: Iterable[tuple[int, Tensor]], tag: int) -> None:
-        """Send to and receive from several peers at once. Empty tensors travel in neither direction."""
-        works = [self.send(peer, data, tag) for peer, data in sends if data.numel()]
-        works += [self.recv(peer, data, tag) for peer, data in recvs if data.numel()]
-        self.wait(works)
+    def exchange(
+        self, sends: Sequence[tuple[int, list[Tensor]]], recvs: Sequence[tuple[int, list[Tensor]]], tag: int
+    ) -> None:
+        """Send to and receive from several peers at once; each pair is a peer and a list of one tensor.
+
+        The lists are as gloo wants them, and this is one loop over few names, for the sake of small messages.
+        """
+        limit, group, peer = self._limit, self._group, -1
+        try:
+            sent = [(peer, group.send(data, peer, tag)) for peer, data in sends]
+            received = [(peer, group.recv(data, peer, tag)) for peer, data in recvs]
+            for peer, work in received:  # noqa: B007 (named in the failure)
+                work.wait(limit)
+            for peer, work in sent:  # noqa: B007
+                work.wait(limit)
+        except RuntimeError as error:
+            raise _failure(peer, error) from error
 
     def shut(self) -> None:
         """Close all connections at once, from any thread; whoever waits on them, here or there, gets an error.
