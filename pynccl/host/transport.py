@@ -9,7 +9,6 @@ and `stall` finds out and says which two calls disagree.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -75,7 +74,7 @@ class Transport:
             raise HostFailure(
                 Result.SYSTEM_ERROR, f"rank {rank} of {size} could not connect to its peers: {_gist(error)}"
             ) from error
-        self._peer = (rank + 1) % size
+        self._peers = [peer for peer in range(size) if peer != rank]
         self.limit(timeout)
         self._spare = torch.empty(1, dtype=torch.uint8)
 
@@ -127,8 +126,12 @@ class Transport:
         gloo closes every connection of a group when one wait on it times out, which is the one way to wake
         a thread that is blocked in another wait.
         """
-        with contextlib.suppress(RuntimeError):  # the time-out that was asked for, or they were closed already
-            self._group.recv([self._spare], self._peer, _ABORT_TAG).wait(_SHUT)
+        for peer in self._peers:
+            try:
+                self._group.recv([self._spare], peer, _ABORT_TAG).wait(_SHUT)
+            except RuntimeError as error:
+                if _failure(peer, error).timed_out:
+                    return  # that was asked for; a connection that is closed already fails at once, and closes no other
 
 
 def _device(same_machine: bool) -> object:
