@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .failure import invalid_usage
+from .mailbox import PAYLOAD_BYTES
 from .memory import view
 from .operation import Kind, Operation, Where
 from .reduction import PreMulSum, combine, wire_type
@@ -71,9 +72,13 @@ def _exchange(
     comm = op.comm
     if comm.size == 1:
         return lambda: None
-    outgoing = [(peer, [data]) for peer, data in sends if data.numel()]
-    incoming = [(peer, [data]) for peer, data in recvs if data.numel()]
-    return lambda: comm.transport.exchange(outgoing, incoming, comm.tag(op))
+    outgoing = [(peer, data) for peer, data in sends if data.numel()]
+    incoming = [(peer, data) for peer, data in recvs if data.numel()]
+    if all(data.nbytes <= PAYLOAD_BYTES for _, data in outgoing + incoming):
+        return lambda: comm.transport.mail(outgoing, incoming, comm.tag(op))
+    # The lists of one tensor are what gloo takes.
+    boxed_out, boxed_in = ([(peer, [data]) for peer, data in way] for way in (outgoing, incoming))
+    return lambda: comm.transport.exchange(boxed_out, boxed_in, comm.tag(op))
 
 
 def all_reduce(op: Operation) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from ..abi import RedOp, Result
-from . import algorithms, stall
+from . import algorithms, farewell, stall
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error
 from .link import link_of, sleep_until
 from .memory import Scratch
@@ -259,12 +259,11 @@ class Comm:
         _communicators.pop(self.handle, None)
 
     def destroy(self) -> None:
-        """Forget the handle; connections close once everything issued has run.
-
-        What was sent is in the kernel by then and reaches a slower peer after the connection closes.
-        """
+        """Forget the handle; connections close once everything issued has run, and the peers have done the same."""
         self.forget()
         self.flush()
+        if self._transport is not None and self.failure is None:
+            farewell.part(self._transport)
         self.failure = self.failure or invalid_usage("the communicator was destroyed")
         self._transport = None
         self._operations.clear()

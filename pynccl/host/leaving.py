@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import atexit
 
-from . import comm, stream
+from . import comm, farewell, stream
 from .failure import invalid_usage
 
 _JOIN_SECONDS = 2.0
+_FAREWELL_SECONDS = 0.5
 
 
 @atexit.register
@@ -26,3 +27,4 @@ def _leave() -> None:
     for communicator in comm.living():
         if communicator.idle:
             communicator.destroy()
+    farewell.finish(_FAREWELL_SECONDS)

@@ -9,6 +9,7 @@ and `stall` finds out and says which two calls disagree.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -20,11 +21,13 @@ from torch import Tensor
 
 from ..abi import Result
 from .failure import HostFailure, TransportFailure
+from .mailbox import FAREWELL, Mailbox
 
 # A tag is a 31-bit number: [1 bit collective][20 bits hash of what is sent][10 bits sequence number].
 # Operations in flight between two ranks differ in the sequence number, so a hash collision cannot mix them up.
 _COLLECTIVE = 1 << 30
 _ABORT_TAG = (1 << 31) - 1
+_NEVER_TAG = (1 << 31) - 3
 _SHUT = timedelta(milliseconds=1)
 
 # torch's type stubs leave out what this file is about: send, recv and the options.
@@ -77,6 +80,7 @@ class Transport:
         self._peers = [peer for peer in range(size) if peer != rank]
         self.limit(timeout)
         self._spare = torch.empty(1, dtype=torch.uint8)
+        self._boxes = {peer: Mailbox(self._group, peer) for peer in range(size) if peer != rank}
 
     def limit(self, timeout: float) -> None:
         """Seconds for every wait from now on."""
@@ -119,6 +123,36 @@ class Transport:
                 work.wait(limit)
         except RuntimeError as error:
             raise _failure(peer, error) from error
+
+    def mail(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int) -> None:
+        """Like `exchange`, for messages of a collective that are at most `mailbox.PAYLOAD_BYTES` long."""
+        limit, boxes, peer = self._limit, self._boxes, -1
+        try:
+            sent = [(peer, boxes[peer].send(tag, data.data_ptr(), data.nbytes)) for peer, data in sends]
+            for peer, data in recvs:
+                if not boxes[peer].receive(tag, data.data_ptr(), data.nbytes, limit):
+                    self._wait_for_verdict(peer)
+            for peer, work in sent:  # noqa: B007 (named in the failure)
+                work.wait(limit)
+        except RuntimeError as error:
+            raise _failure(peer, error) from error
+
+    def _wait_for_verdict(self, peer: int) -> None:
+        """Calls disagree: wait as if the message never came, until `stall` closes the connections and says why."""
+        self._group.recv([self._spare], peer, _NEVER_TAG).wait(self._limit)
+
+    def part(self, timeout: float) -> None:
+        """Exchange farewells, so that no connection closes while the peer may still read from it, then close.
+
+        Closing a socket to which the peer still writes makes its kernel drop what it has not read yet.
+        """
+        limit, nothing = timedelta(seconds=timeout), torch.empty(1, dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):  # a peer that is gone, or does not part for so long
+            sent = [box.send(FAREWELL, nothing.data_ptr(), 0) for box in self._boxes.values()]
+            for box in self._boxes.values():
+                box.receive(FAREWELL, nothing.data_ptr(), 0, limit)
+            for work in sent:
+                work.wait(limit)
 
     def shut(self) -> None:
         """Close all connections at once, from any thread; whoever waits on them, here or there, gets an error.
