@@ -10,7 +10,7 @@ Importing this package imports neither torch nor CUDA.
 from .abi import DataType, RedOp, Result, UniqueId
 from .bootstrap import from_env as init
 from .bootstrap import from_file, from_store
-from .communicator import Communicator, PreMulSum, get_unique_id
+from .communicator import Communicator, get_unique_id
 from .config import CollConfig, CommConfig
 from .errors import (
     NcclError,
@@ -25,8 +25,13 @@ from .errors import (
     NcclUnhandledCudaError,
     NcclVersionError,
 )
-from .group import group
+from .group import Simulation, group, simulate
 from .library import Library, load
+from .lifecycle import abort
+from .memory import Memory, Registration, Window, mem_alloc, mem_pool
+from .operators import PreMulSum
+from .params import param, params, set_encryption
+from .plan import Plan
 from .streams import Event, Stream, create_event, create_stream
 
 __version__ = "0.1.0"
@@ -38,6 +43,7 @@ __all__ = [
     "DataType",
     "Event",
     "Library",
+    "Memory",
     "NcclError",
     "NcclInProgress",
     "NcclInternalError",
@@ -49,11 +55,16 @@ __all__ = [
     "NcclTimeout",
     "NcclUnhandledCudaError",
     "NcclVersionError",
+    "Plan",
     "PreMulSum",
     "RedOp",
+    "Registration",
     "Result",
+    "Simulation",
     "Stream",
     "UniqueId",
+    "Window",
+    "abort",
     "create_event",
     "create_stream",
     "from_file",
@@ -62,4 +73,10 @@ __all__ = [
     "group",
     "init",
     "load",
+    "mem_alloc",
+    "mem_pool",
+    "param",
+    "params",
+    "set_encryption",
+    "simulate",
 ]

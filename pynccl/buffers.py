@@ -6,12 +6,12 @@ object has one `Adapter`, found by its type, so that describing a tensor costs a
 
 from __future__ import annotations
 
-import ctypes
 import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from . import dlpack
 from .abi import ITEMSIZE, DataType
 
 # (address, number of elements, DataType as int, CUDA ordinal). A plain tuple: this is built on every call.
@@ -188,19 +188,11 @@ class _CudaArray(Adapter):
 
 class _Dlpack(Adapter):
     def describe(self, x: Any) -> Description:
-        capsule = x.__dlpack__(**({"stream": -1} if x.__dlpack_device__()[0] == _DL_CUDA else {}))
-        tensor = ctypes.cast(_capsule_pointer(capsule, b"dltensor"), ctypes.POINTER(_DLTensor)).contents
-        dtype = _DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
-        if dtype is None:
-            raise TypeError(
-                f"DLPack type (code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes) has no NCCL data type"
-            )
-        shape = tuple(tensor.shape[: tensor.ndim])
-        strides = tuple(s * dtype.itemsize for s in tensor.strides[: tensor.ndim]) if tensor.strides else None
-        _check_strides(shape, strides, dtype.itemsize)
-        device = {_DL_CPU: CPU, _DL_CUDA: tensor.device_id}.get(tensor.device_type, ANY_DEVICE)
-        # The capsule dies here unconsumed and so releases its reference; `x` itself keeps the memory.
-        return (tensor.data or 0) + tensor.byte_offset, math.prod(shape), int(dtype), device
+        on_gpu = x.__dlpack_device__()[0] == dlpack.CUDA
+        found = dlpack.read(x.__dlpack__(**({"stream": -1} if on_gpu else {})))  # -1: no synchronisation, we order
+        _check_strides(found.shape, found.strides, found.dtype.itemsize)
+        device = {dlpack.CPU: CPU, dlpack.CUDA: found.device_id}.get(found.device_type, ANY_DEVICE)
+        return found.pointer, math.prod(found.shape), int(found.dtype), device
 
     def shape(self, x: Any) -> tuple[int, ...]:
         return (self.describe(x)[1],)
@@ -271,44 +263,3 @@ def _check_strides(shape: tuple[int, ...], strides: tuple[int, ...] | None, item
 
 def _strided() -> Any:
     return sys.modules["torch"].strided
-
-
-class _DLTensor(ctypes.Structure):
-    """struct DLTensor of dlpack.h, the head of every managed tensor of the unversioned protocol."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-_DL_CPU, _DL_CUDA = 1, 2
-_DL_TYPES: dict[tuple[int, int], DataType] = {
-    (0, 8): DataType.INT8,
-    (1, 8): DataType.UINT8,
-    (0, 32): DataType.INT32,
-    (1, 32): DataType.UINT32,
-    (0, 64): DataType.INT64,
-    (1, 64): DataType.UINT64,
-    (2, 16): DataType.FLOAT16,
-    (2, 32): DataType.FLOAT32,
-    (2, 64): DataType.FLOAT64,
-    (4, 16): DataType.BFLOAT16,
-    (10, 8): DataType.FLOAT8_E4M3,  # kDLFloat8_e4m3fn
-    (12, 8): DataType.FLOAT8_E5M2,  # kDLFloat8_e5m2
-}
-
-
-def _capsule_pointer(capsule: Any, name: bytes) -> int:
-    get = ctypes.pythonapi.PyCapsule_GetPointer
-    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    pointer: int = get(capsule, name)
-    return pointer

@@ -32,9 +32,11 @@ def enabled() -> bool:
 def compare(calls: list[Call]) -> None:
     """Raise NcclInvalidUsage, on all ranks alike, unless all ranks of each communicator make the same calls."""
     site = call_site()
+    from .group import UNCOMPARED
+
     texts: dict[Communicator, list[str]] = {}
     for call in calls:
-        if call.operation not in ("send", "recv"):
+        if call.operation not in UNCOMPARED:
             texts.setdefault(call.comm, []).append(call.text())
     records = exchange({comm: f"{'; '.join(lines)}\0{site}" for comm, lines in texts.items()})
     for comm, rows in records.items():
@@ -58,7 +60,7 @@ def exchange(texts: dict[Communicator, str]) -> dict[Communicator, list[str]]:
     """For each communicator, the text that each of its ranks gave. Blocks the caller."""
     views: dict[Communicator, Any] = {}
     for comm in texts:
-        memory = comm.scratch((comm.size + 1) * RECORD_BYTES)
+        memory = comm.scratch((comm.size + 1) * RECORD_BYTES).address
         record = texts[comm].encode()[: RECORD_BYTES - 1]
         ctypes.memmove(memory, record + b"\xff" * (RECORD_BYTES - len(record)), RECORD_BYTES)
         views[comm] = memory
@@ -69,13 +71,13 @@ def exchange(texts: dict[Communicator, str]) -> dict[Communicator, list[str]]:
     library.check(library.ncclGroupStart(), "ncclGroupStart")
     for comm in comms:
         args = (views[comm], views[comm] + RECORD_BYTES, RECORD_BYTES, int(DataType.UINT8))
-        code = library.ncclAllGather(*args, comm._handle, comm.scratch_stream())
+        code = library.ncclAllGather(*args, comm._handle, comm.scratch(0).stream)
         if code:
             break
     end = library.ncclGroupEnd()
     library.check(code or end, "all_gather of PYNCCL_CHECK", comms[0]._handle)
     for comm in comms:
-        comm.scratch_wait()
+        comm.scratch(0).wait()
     return {comm: [_record(views[comm] + RECORD_BYTES * (rank + 1)) for rank in range(comm.size)] for comm in comms}
 
 

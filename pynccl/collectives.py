@@ -1,4 +1,4 @@
-"""The operations a communicator offers: eight collectives, send and recv.
+"""The operations a communicator offers: eight collectives, three with a count per rank, send and recv.
 
 Each validates on this rank what can be validated there, then issues one C call (or a group of sends and receives on
 libraries that lack the function). `send` and `recv` are buffers as in `buffers`; recv=None allocates like `send`;
@@ -12,34 +12,18 @@ contiguity, overlap, rank out of range, unknown operator), NcclInvalidUsage (a c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from .abi import ITEMSIZE, RedOp
-from .buffers import TORCH, tensor_types, torch_types
+from .abi import ITEMSIZE
+from .buffers import TORCH, adapter, tensor_types, torch_types
 from .group import group, open_groups
 from .launch import Launcher, to_pointer, to_size
+from .operators import op_code
 
 if TYPE_CHECKING:
     from .config import CollConfig
-
-_OPS: dict[Any, int] = {
-    **{op.name.lower(): int(op) for op in RedOp},
-    **{op: int(op) for op in RedOp},
-}
-
-
-def op_code(op: Any) -> int:
-    """ncclRedOp_t of "sum", RedOp.SUM or a `PreMulSum`; ValueError that lists the operators."""
-    try:
-        return _OPS[op]
-    except (KeyError, TypeError):
-        code = getattr(op, "code", None)
-        if isinstance(code, int):
-            return code
-        raise ValueError(
-            f"unknown operator {op!r}; pass one of {', '.join(repr(o.name.lower()) for o in RedOp)}, a pynccl.RedOp, "
-            "or comm.pre_mul_sum(scalar, dtype)"
-        ) from None
 
 
 class Collectives(Launcher):
@@ -182,6 +166,63 @@ class Collectives(Launcher):
             self._p2p("ncclRecv", target, n, dtype, root, at, recv, config)
         return recv
 
+    def all_to_all_v(
+        self,
+        send: Any,
+        recv: Any = None,
+        *,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        stream: Any = None,
+    ) -> Any:
+        """all_to_all with a number of elements per rank: the next send_counts[j] elements of send go to rank j, and
+        recv_counts[i] come from rank i, one after the other.  send [sum(send_counts)] -> recv [sum(recv_counts)]"""
+        operation = "all_to_all_v"
+        self._check_counts(operation, "send_counts", send_counts)
+        self._check_counts(operation, "recv_counts", recv_counts)
+        source, target, dtype, recv, at = self._uneven(
+            operation, send, recv, sum(send_counts), sum(recv_counts), stream
+        )
+        starts = zip(accumulate(send_counts, initial=0), accumulate(recv_counts, initial=0), strict=True)
+        size = ITEMSIZE[dtype]
+        with group():
+            for peer, (send_at, recv_at) in zip(range(self.size), starts, strict=False):
+                self._p2p("ncclSend", source + send_at * size, send_counts[peer], dtype, peer, at, send)
+                self._p2p("ncclRecv", target + recv_at * size, recv_counts[peer], dtype, peer, at, recv)
+        return recv
+
+    def all_gather_v(self, send: Any, recv: Any = None, *, counts: Sequence[int], stream: Any = None) -> Any:
+        """all_gather with a number of elements per rank: rank r gives counts[r].  [counts[rank]] -> [sum(counts)]
+
+        As a group of one broadcast per rank, so counts has to be equal on all ranks."""
+        operation = "all_gather_v"
+        self._check_counts(operation, "counts", counts)
+        source, target, dtype, recv, at = self._uneven(operation, send, recv, counts[self.rank], sum(counts), stream)
+        starts = list(accumulate(counts, initial=0))
+        with group():
+            for root, count in enumerate(counts):
+                part = target + starts[root] * ITEMSIZE[dtype]
+                inputs = (source if root == self.rank else part, part, count, dtype, root)
+                self._issue("broadcast", "ncclBroadcast", inputs, at, (send, recv))
+        return recv
+
+    def reduce_scatter_v(
+        self, send: Any, recv: Any = None, op: Any = "sum", *, counts: Sequence[int], stream: Any = None
+    ) -> Any:
+        """reduce_scatter with a number of elements per rank: rank r gets counts[r].  [sum(counts)] -> [counts[rank]]
+
+        As a group of one reduce per rank, so counts has to be equal on all ranks."""
+        operation = "reduce_scatter_v"
+        self._check_counts(operation, "counts", counts)
+        source, target, dtype, recv, at = self._uneven(operation, send, recv, sum(counts), counts[self.rank], stream)
+        starts = list(accumulate(counts, initial=0))
+        with group():
+            for root, count in enumerate(counts):
+                part = source + starts[root] * ITEMSIZE[dtype]
+                inputs = (part, target if root == self.rank else 0, count, dtype, op_code(op), root)
+                self._issue("reduce", "ncclReduce", inputs, at, (send, recv))
+        return recv
+
     def send(self, buf: Any, peer: int, *, stream: Any = None) -> None:
         """Send buf to rank peer, which must recv as many elements of the same type. See `pynccl.group`."""
         self._check_rank("send", "peer", peer)
@@ -195,6 +236,27 @@ class Collectives(Launcher):
         self._check_writable("recv", buf)
         self._p2p("ncclRecv", pointer, count, dtype, peer, at, buf)
         return buf
+
+    def _check_counts(self, operation: str, role: str, counts: Sequence[int]) -> None:
+        if len(counts) != self.size or any(not isinstance(count, int) or count < 0 for count in counts):
+            raise ValueError(f"{operation}: {role} is {list(counts)}, expected {self.size} numbers of elements >= 0")
+
+    def _uneven(
+        self, operation: str, send: Any, recv: Any, sent: int, received: int, stream: Any
+    ) -> tuple[int, int, int, Any, int]:
+        """(send pointer, recv pointer, data type, recv, stream handle) for so many elements, all checks made."""
+        source, count, dtype, at = self._one(operation, "send", send, stream)
+        if count != sent:
+            raise ValueError(f"{operation}: send has {count} elements, the counts say {sent}")
+        if recv is None:
+            recv = adapter(send).empty(send, (received,))
+        target = self._describe_recv(operation, recv, received, dtype, sent)
+        size = ITEMSIZE[dtype]
+        if sent and received and source < target + received * size and target < source + sent * size:
+            raise ValueError(
+                f"{operation}: send and recv overlap, {target - source} bytes apart; pass separate buffers"
+            )
+        return source, target, dtype, recv, at
 
     def _p2p(
         self,

@@ -1,66 +1,44 @@
-"""Communicator: birth, properties, split, end."""
+"""Communicator: birth, properties, split, shrink and grow, end."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from . import check
-from .abi import SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Config, DataType, RedOp, Result, ScalarResidence, UniqueId
-from .buffers import CPU, adapter, data_type, device_name
+from . import birth, check, lifecycle
+from .abi import SPLIT_NOCOLOR, DataType, MemStat, RedOp, Result, UniqueId
+from .birth import get_unique_id
+from .buffers import CPU, device_name
 from .collectives import Collectives
 from .config import CommConfig
 from .errors import NcclInvalidUsage, NcclTimeout
 from .library import Library, gpu_count, load
+from .memory import Registration, Window
+from .onesided import OneSided
+from .operators import PreMulSum
 from .plan import Planner
-from .streams import create_stream, current_device, device_ordinal, set_device
+from .scratch import Scratch
+from .streams import device_ordinal, set_device
 
-DEFAULT_TIMEOUT = 60.0  # seconds that a birth waits for the other ranks
+DEFAULT_TIMEOUT = 60.0  # seconds that a birth or an end waits for the other ranks
 
-T = TypeVar("T")
-
-
-def get_unique_id(library: Library | None = None) -> UniqueId:
-    """A new id, to be given to all ranks of one communicator. `bytes(id)` travels; `Communicator.init` takes both."""
-    library = library or load()
-    unique_id = UniqueId()
-    library.check(library.ncclGetUniqueId(ctypes.byref(unique_id)), "ncclGetUniqueId")
-    return unique_id
+__all__ = ["DEFAULT_TIMEOUT", "Communicator", "get_unique_id"]
 
 
-class PreMulSum:
-    """An operator made by `Communicator.pre_mul_sum`; use it as `op=`, then destroy() it (or `with` it)."""
-
-    def __init__(self, comm: Communicator, code: int, keep: Any) -> None:
-        self.comm, self.code, self._keep = comm, code, keep
-
-    def destroy(self) -> None:
-        """Free it; calls that were already made with it are not affected."""
-        if self.code >= 0 and self.comm.alive:
-            library = self.comm.library
-            library.check(library.ncclRedOpDestroy(self.code, self.comm._handle), "ncclRedOpDestroy")
-        self.code = -1
-
-    def __enter__(self) -> PreMulSum:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.destroy()
-
-
-class Communicator(Collectives):
+class Communicator(Collectives, OneSided):
     """One rank's handle on a clique of ranks.
 
     rank     this rank, 0..size-1
     size     number of ranks, N
     device   "cuda:1", or "cpu" with the host library
     library  the `Library` that carries it
-    plan     its operations, prepared instead of launched: `comm.plan.all_reduce(x, x)` (see plan.py)
+    timeout  seconds that a split, an end, a nonblocking call may take; None: for ever
 
-    A context manager: destroyed on a clean exit, aborted on an exception. Methods that move data: `Collectives`.
+    A context manager: destroyed on a clean exit, aborted on an exception. What is still open when the process ends is
+    closed then. Methods that move data: `Collectives`, `OneSided`.
     """
 
     def __init__(self, handle: int, library: Library, timeout: float | None = DEFAULT_TIMEOUT) -> None:
@@ -76,9 +54,11 @@ class Communicator(Collectives):
         self.device = device_name(self._ordinal)
         self._check = check.enabled()
         self._end = ""
-        self._scratch: _Scratch | None = None
+        self._finalized = False
+        self._scratch: Scratch | None = None
+        self._site = check.call_site()
         self._prepare_launches()
-        self.plan = Planner(self)
+        lifecycle.opened(self)
 
     # Birth
 
@@ -86,7 +66,7 @@ class Communicator(Collectives):
     def init(
         cls,
         nranks: int,
-        unique_id: UniqueId | bytes,
+        unique_id: UniqueId | bytes | Sequence[UniqueId | bytes],
         rank: int,
         device: Any = None,
         config: CommConfig | None = None,
@@ -95,33 +75,20 @@ class Communicator(Collectives):
     ) -> Communicator:
         """Join rank `rank` of `nranks`; returns when all ranks have joined with the same id.
 
-        device   ordinal or name of this rank's GPU; None: the current one. The host library has the CPU only.
-        timeout  seconds to wait for the other ranks; None: for ever.
+        unique_id  from get_unique_id() on one rank; or a list of ids made on several ranks, equal everywhere, which
+                   speeds up the birth of large communicators (NCCL >= 2.23)
+        device     ordinal or name of this rank's GPU; None: the current one. The host library has the CPU only.
+        timeout    seconds to wait for the other ranks; None: for ever.
 
         Raises ValueError for bad arguments, NcclTimeout if a rank never comes, NcclSystemError without a driver.
         """
-        if not isinstance(nranks, int) or nranks < 1:
-            raise ValueError(f"nranks is {nranks!r}, expected a number of ranks >= 1")
-        if not isinstance(rank, int) or not 0 <= rank < nranks:
-            raise ValueError(f"rank is {rank!r}, expected 0..{nranks - 1} for {nranks} ranks")
-        identity = _as_unique_id(unique_id)
+        birth.check_rank(rank, nranks)
+        ids = [birth.as_unique_id(one) for one in (unique_id if isinstance(unique_id, (list, tuple)) else [unique_id])]
+        if not 1 <= len(ids) <= nranks:
+            raise ValueError(f"unique_id is a list of {len(ids)} ids, expected 1 to {nranks} for {nranks} ranks")
         library = library or load()
-        ordinal = _choose_device(library, device)
-        handle = ctypes.c_void_p()
-
-        def join() -> int:
-            if ordinal is not None:
-                set_device(ordinal)  # here, because the current device belongs to the thread
-            if config is None:
-                return int(library.ncclCommInitRank(ctypes.byref(handle), nranks, identity, rank))
-            struct = config.to_struct(library)
-            return int(library.ncclCommInitRankConfig(ctypes.byref(handle), nranks, identity, rank, struct))
-
-        if ordinal is not None:
-            set_device(ordinal)
-        code = _within(timeout, join, library, f"ncclCommInitRank (rank {rank} of {nranks})")
-        library.check(code, f"ncclCommInitRank(rank={rank}, nranks={nranks})")
-        return cls(handle.value or 0, library, timeout)
+        ordinal = birth.choose_device(library, device)
+        return cls(birth.join(library, nranks, ids, rank, ordinal, config, timeout), library, timeout)
 
     @classmethod
     def init_all(
@@ -140,12 +107,26 @@ class Communicator(Collectives):
         ordinals = list(range(devices)) if isinstance(devices, int) else [device_ordinal(d) for d in devices]
         if not ordinals:
             raise ValueError(f"devices is {devices!r}, expected at least one")
-        if not library.is_host:
-            set_device(ordinals[0])
-        n = len(ordinals)
-        handles = (ctypes.c_void_p * n)()
-        library.check(library.ncclCommInitAll(handles, n, (ctypes.c_int * n)(*ordinals)), f"ncclCommInitAll({n})")
-        return [cls(handle or 0, library) for handle in handles]
+        return [cls(handle, library) for handle in birth.init_all(library, ordinals)]
+
+    @classmethod
+    def join_grown(
+        cls,
+        nranks: int,
+        unique_id: UniqueId | bytes,
+        rank: int,
+        device: Any = None,
+        config: CommConfig | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        library: Library | None = None,
+    ) -> Communicator:
+        """Enter, as new rank `rank`, a communicator that its members `grow` to `nranks` (NCCL >= 2.29)."""
+        birth.check_rank(rank, nranks)
+        library = library or load()
+        ordinal = birth.choose_device(library, device)
+        struct = config.to_struct(library) if config else None
+        identity = birth.as_unique_id(unique_id)
+        return cls(birth.grow(library, 0, nranks, identity, rank, ordinal, struct, timeout), library, timeout)
 
     @classmethod
     def from_env(cls, **options: Any) -> Communicator:
@@ -168,27 +149,70 @@ class Communicator(Collectives):
 
         return from_mpi(mpi_comm, **options)
 
+    # Relatives
+
     def split(self, color: int | None, key: int = 0, config: CommConfig | None = None) -> Communicator | None:
         """The communicator of all ranks that pass the same color, ordered by key, then by rank here.
 
         Every rank must call it. color=None (or NCCL_SPLIT_NOCOLOR, -1): this rank is in none and gets None.
         """
-        self.check_alive()
         number = SPLIT_NOCOLOR if color is None else color
         if not isinstance(number, int) or number < SPLIT_NOCOLOR:
             raise ValueError(f"split: color is {color!r}, expected an integer >= 0, or None for no communicator")
-        handle = ctypes.c_void_p()
-        struct: Config | None = config.to_struct(self.library) if config else None
+        struct = config.to_struct(self.library) if config else None
+        return self._derive(
+            lambda new: self.library.ncclCommSplit(self.handle, number, key, new, struct),
+            f"ncclCommSplit(color={number}, key={key}) on rank {self.rank} of {self.size}",
+        )
 
-        def divide() -> int:
-            if not self.library.is_host:
-                set_device(self.device_index)
-            with self.lock:
-                return int(self.library.ncclCommSplit(self._handle, number, key, ctypes.byref(handle), struct))
+    def shrink(self, exclude: Sequence[int], *, abort: bool = False, config: CommConfig | None = None) -> Communicator:
+        """The communicator of all ranks but `exclude`, which do not call it (NCCL >= 2.27).
 
-        code = _within(self.timeout, divide, self.library, f"ncclCommSplit (rank {self.rank} of {self.size})")
-        self.library.check(code, f"ncclCommSplit(color={number}, key={key})", self._handle)
-        return type(self)(handle.value, self.library, self.timeout) if handle.value else None
+        abort  first stop what is in flight here: for when an excluded rank has failed
+        """
+        ranks = list(exclude)
+        for rank in ranks:
+            self._check_rank("shrink", "exclude", rank)
+        if not ranks or self.rank in ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
+        struct = config.to_struct(self.library) if config else None
+        array = (ctypes.c_int * len(ranks))(*ranks)
+        made = self._derive(
+            lambda new: self.library.ncclCommShrink(self.handle, array, len(ranks), new, struct, int(abort)),
+            f"ncclCommShrink(exclude={ranks}) on rank {self.rank} of {self.size}",
+        )
+        assert made is not None  # only a split leaves ranks without
+        return made
+
+    def grow_id(self) -> UniqueId:
+        """The id for one `grow` of this communicator: give it to the new ranks, and to grow() on this rank."""
+        unique_id = UniqueId()
+        code = self.library.ncclCommGetUniqueId(self.handle, ctypes.byref(unique_id))
+        self.library.check(code, "ncclCommGetUniqueId", self._handle)
+        return unique_id
+
+    def grow(self, nranks: int, unique_id: UniqueId | None = None, *, config: CommConfig | None = None) -> Communicator:
+        """This communicator with new ranks, size..nranks-1, which call `join_grown` meanwhile (NCCL >= 2.29).
+
+        unique_id  what grow_id() returned, on the rank that called it; None on the other members
+        """
+        if not isinstance(nranks, int) or nranks <= self.size:
+            raise ValueError(f"grow: nranks is {nranks!r}, expected more than the {self.size} ranks that there are")
+        struct = config.to_struct(self.library) if config else None
+        with self.lock:
+            handle = birth.grow(
+                self.library, self.handle, nranks, unique_id, -1, self._own_ordinal(), struct, self.timeout
+            )
+        return type(self)(handle, self.library, self.timeout)
+
+    def _derive(self, call: Callable[[Any], int], what: str) -> Communicator | None:
+        self.check_alive()
+        with self.lock:
+            handle = birth.make(self.library, call, what, self._own_ordinal(), self.timeout, self.handle)
+        return type(self)(handle, self.library, self.timeout) if handle else None
+
+    def _own_ordinal(self) -> int | None:
+        return None if self.library.is_host else self.device_index
 
     # State
 
@@ -198,9 +222,19 @@ class Communicator(Collectives):
         return self._handle is not None
 
     @property
+    def ordinal(self) -> int:
+        """CUDA ordinal of the device; -1 for the CPU."""
+        return self._ordinal
+
+    @property
     def checking(self) -> bool:
         """Whether calls are compared across ranks (PYNCCL_CHECK=1 when it was born)."""
         return self._check
+
+    @property
+    def plan(self) -> Planner:
+        """Its operations, prepared instead of launched: `plan = comm.plan.all_reduce(x, x); plan()`. See plan.py."""
+        return Planner(self)
 
     def check_alive(self) -> None:
         if self._handle is None:
@@ -211,11 +245,8 @@ class Communicator(Collectives):
 
     def async_error(self) -> Result:
         """What went wrong since the launch: SUCCESS, IN_PROGRESS (nonblocking), or an error code."""
-        self.check_alive()
         code = ctypes.c_int()
-        self.library.check(
-            self.library.ncclCommGetAsyncError(self._handle, ctypes.byref(code)), "ncclCommGetAsyncError", self._handle
-        )
+        self._status("ncclCommGetAsyncError", ctypes.byref(code))
         return Result(code.value)
 
     def check_async_error(self) -> None:
@@ -224,6 +255,36 @@ class Communicator(Collectives):
         if code not in (Result.SUCCESS, Result.IN_PROGRESS):
             raise self.library.error(code, "an operation in flight", self._handle)
 
+    def mem_stats(self) -> dict[str, int]:
+        """NCCL's own memory on this device, in bytes (NCCL >= 2.29): suspend, suspended (0 or 1), persist, total."""
+        stats, value = {}, ctypes.c_uint64()
+        for stat in MemStat:
+            self._status("ncclCommMemStats", int(stat), ctypes.byref(value))
+            stats[stat.name.removeprefix("GPU_MEM_").lower()] = value.value
+        return stats
+
+    def revoke(self) -> None:
+        """Fail what is in flight on this rank and refuse new operations, so that all can shrink() (NCCL >= 2.28)."""
+        self._status("ncclCommRevoke", 0)
+
+    def suspend(self) -> None:
+        """Give NCCL's dynamic memory back until resume(); no operation may run in between (NCCL >= 2.29)."""
+        self._status("ncclCommSuspend", 1)
+
+    def resume(self) -> None:
+        """End a suspend()."""
+        self._status("ncclCommResume")
+
+    def register(self, buf: Any) -> Registration:
+        """Register a buffer with this communicator for zero-copy (NCCL >= 2.19). A context manager; close() ends it."""
+        return Registration(self, buf)
+
+    def window(self, buf: Any, *, flags: int | None = None) -> Window:
+        """A memory window on a buffer of `mem_alloc`, registered by all ranks together (NCCL >= 2.27).
+
+        For symmetric-memory collectives and `put_signal`. A context manager; close() ends it. See `memory.Window`."""
+        return Window(self, buf, flags)
+
     def pre_mul_sum(self, scalar: Any, dtype: Any = None) -> PreMulSum:
         """The operator sum_q scalar_q * send_q, for buffers of `dtype`; each rank may give its own scalar.
 
@@ -231,61 +292,91 @@ class Communicator(Collectives):
                 read when the operation runs
         """
         self.check_alive()
-        if isinstance(scalar, (int, float)):
-            if dtype is None:
-                raise TypeError("pre_mul_sum: a Python number needs dtype=, the data type of the buffers")
-            keep = _host_scalar(scalar, data_type(dtype))
-            pointer, residence, code = keep.data_ptr(), ScalarResidence.HOST_IMMEDIATE, int(data_type(dtype))
-        else:
-            keep = scalar
-            pointer, count, code, device = adapter(scalar).describe(scalar)
-            residence = ScalarResidence.DEVICE
-            if count != 1 or device not in (self._ordinal, CPU):
-                raise ValueError(
-                    f"pre_mul_sum: scalar has {count} elements on {device_name(device)}, expected 1 on {self.device}"
-                )
-            if device != self._ordinal:
-                residence = ScalarResidence.HOST_IMMEDIATE
-        op = ctypes.c_int()
-        result = self.library.ncclRedOpCreatePreMulSum(ctypes.byref(op), pointer, code, int(residence), self._handle)
-        self.library.check(result, "ncclRedOpCreatePreMulSum", self._handle)
-        return PreMulSum(self, op.value, keep)
+        return PreMulSum(self, scalar, dtype)
 
     def barrier(self) -> None:
         """Block the caller until every rank has called it."""
         self.check_alive()
-        memory = self.scratch(4)
-        code = self.library.ncclAllReduce(
-            memory, memory, 1, int(DataType.INT32), int(RedOp.SUM), self._handle, self.scratch_stream()
-        )
-        self.library.check(code, "barrier", self._handle)
-        self.scratch_wait()
+        scratch = self.scratch(4)
+        args = (scratch.address, scratch.address, 1, int(DataType.INT32), int(RedOp.SUM))
+        with self.lock:
+            code = self.library.ncclAllReduce(*args, self.handle, scratch.stream)
+        self._check_result(code, "barrier")
+        scratch.wait()
+
+    def scratch(self, nbytes: int) -> Scratch:
+        """At least `nbytes` bytes for the communicator's own operations."""
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = Scratch(nbytes, self._ordinal, self.library)
+        return self._scratch
 
     # End
 
     def finalize(self) -> None:
         """Flush what is in flight; afterwards only destroy() is left to do."""
-        self.check_alive()
+        what = f"ncclCommFinalize on rank {self.rank} of {self.size}"
         with self.lock:
-            self.library.check(self.library.ncclCommFinalize(self._handle), "ncclCommFinalize", self._handle)
+            handle = self.handle
+            code = lifecycle.within(self.timeout, lambda: self._finalize(handle), self.library, what)
+        code = lifecycle.settle(self.library, handle, code, self.timeout, what)
+        self.library.check(code, what, handle)
+        self._finalized = True
 
     def destroy(self) -> None:
-        """Finish what is in flight and free the communicator. Twice is harmless."""
-        self._finish("ncclCommDestroy", "destroyed")
+        """Finish what is in flight and free the communicator. Twice is harmless; one that has failed is aborted.
+
+        Every rank should call it. Raises NcclTimeout after `timeout` seconds in which a peer did not let it finish, and
+        aborts the communicator then.
+        """
+        if self._handle is None:
+            return
+        if self.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
+            self.abort()
+            self._end = "destroyed"
+            return
+        what = f"ncclCommDestroy on rank {self.rank} of {self.size}"
+        handle = self.surrender("destroyed")
+        try:
+            lifecycle.within(self.timeout, lambda: self._free(handle), self.library, what)
+        except NcclTimeout as error:
+            self.library.ncclCommAbort(handle)
+            raise NcclTimeout(f"{error}\n  the communicator was aborted instead") from None
 
     def abort(self) -> None:
-        """Stop what is in flight, also from another thread, and free the communicator. Twice is harmless."""
-        self._finish("ncclCommAbort", "aborted")
+        """Stop what is in flight, also from another thread, and free the communicator. Twice is harmless.
 
-    def _finish(self, function: str, end: str) -> None:
-        # No lock: abort() is there to free a thread that holds it.
+        For several communicators of one process, `pynccl.abort(comms)`, which also says what happens to CUDA graphs."""
+        lifecycle.abort([self])
+
+    def surrender(self, end: str) -> int | None:
+        """Give up the handle; None if it is gone already. Takes no lock: abort() has to free a thread that holds it."""
         handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        self._end = end
-        self._c_handle = None  # NULL, which every library refuses
-        self._scratch = None
-        self.library.check(getattr(self.library, function)(handle), function)
+        if handle is not None:
+            self._end = end
+            self._c_handle = None  # NULL, which every library refuses
+            self._scratch = None
+        return handle
+
+    def end_at_exit(self, failed: bool) -> None:
+        """Close what the program left open; `failed` if it ends by an exception."""
+        if failed:
+            handle = self.surrender("aborted at exit")
+            if handle is not None:
+                self.library.ncclCommAbort(handle)
+        else:
+            self.timeout = None  # the end of the process has a deadline of its own
+            self.destroy()
+
+    def _free(self, handle: int | None) -> None:
+        if not self._finalized:
+            code = lifecycle.settle(self.library, handle, self._finalize(handle), self.timeout, "ncclCommFinalize")
+            self.library.check(code, "ncclCommFinalize", handle)
+        self.library.check(self.library.ncclCommDestroy(handle), "ncclCommDestroy")
+
+    def _finalize(self, handle: int | None) -> int:
+        if not self.library.is_host and gpu_count():
+            set_device(self.device_index)
+        return int(self.library.ncclCommFinalize(handle))
 
     def __enter__(self) -> Communicator:
         return self
@@ -296,114 +387,23 @@ class Communicator(Collectives):
         else:
             self.abort()
 
+    def __del__(self) -> None:
+        handle = getattr(self, "_handle", None)
+        if handle is not None and hasattr(self, "_site") and not sys.is_finalizing():
+            lifecycle.collected(self.library, handle, repr(self), self._site)
+
     def __repr__(self) -> str:
         state = "" if self.alive else f", {self._end}"
         return f"<pynccl.Communicator rank {self.rank} of {self.size} on {self.device}{state}>"
 
-    # A little memory of its own, which both the host and NCCL can read: for barrier() and check.py
-
-    def scratch(self, nbytes: int) -> int:
-        """Address of at least `nbytes` bytes."""
-        if self._scratch is None or self._scratch.nbytes < nbytes:
-            self._scratch = _Scratch(nbytes, self._ordinal, self.library)
-        return self._scratch.address
-
-    def scratch_stream(self) -> int:
-        """The stream for operations on the scratch memory."""
-        return self._scratch.stream.handle if self._scratch and self._scratch.stream else 0
-
-    def scratch_wait(self) -> None:
-        """Block until the operations on the scratch memory are done."""
-        if self._scratch and self._scratch.stream:
-            self._scratch.stream.synchronize()
-
     def _property(self, function: str) -> int:
         value = ctypes.c_int()
-        self.library.check(getattr(self.library, function)(self._handle, ctypes.byref(value)), function, self._handle)
+        self._status(function, ctypes.byref(value))
         return value.value
 
-
-class _Scratch:
-    """Host memory that NCCL can use too: plain memory for the host library, pinned memory and a stream on a GPU."""
-
-    def __init__(self, nbytes: int, ordinal: int, library: Library) -> None:
-        self.nbytes = nbytes
-        if library.is_host:
-            self.stream: Any = None
-            self._memory: Any = ctypes.create_string_buffer(nbytes)
-            self.address = ctypes.addressof(self._memory)
-            return
-        from cuda.core import LegacyPinnedMemoryResource
-
-        self.stream = create_stream(ordinal, library=library)
-        self._memory = LegacyPinnedMemoryResource().allocate(nbytes)
-        self.address = int(self._memory.handle)
-
-
-def _within(timeout: float | None, call: Callable[[], T], library: Library, what: str) -> T:
-    """`call()`, or NcclTimeout after `timeout` seconds.
-
-    A blocking NCCL call cannot be interrupted, so it runs in a thread that is left behind when the deadline passes."""
-    if timeout is None:
-        return call()
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((call(), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, name=f"pynccl {what}", daemon=True)
-    started = time.monotonic()
-    thread.start()
-    thread.join(timeout)
-    if not outcome:
-        waited = time.monotonic() - started
-        detail = library.last_error()
-        raise NcclTimeout(
-            f"{what} did not return within {waited:.0f} s (timeout={timeout:g})"
-            + (f": {detail}" if detail else "")
-            + "\n  a rank is missing or unreachable: were all ranks started, with the same world size and id?"
-        )
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
-
-
-def _as_unique_id(unique_id: UniqueId | bytes) -> UniqueId:
-    if isinstance(unique_id, UniqueId):
-        return unique_id
-    if isinstance(unique_id, (bytes, bytearray)) and len(unique_id) == UNIQUE_ID_BYTES:
-        return UniqueId.from_buffer_copy(unique_id)
-    raise ValueError(
-        f"unique_id is {type(unique_id).__name__}"
-        + (f" of {len(unique_id)} bytes" if isinstance(unique_id, (bytes, bytearray)) else "")
-        + f", expected what get_unique_id() returned, or its {UNIQUE_ID_BYTES} bytes"
-    )
-
-
-def _choose_device(library: Library, device: Any) -> int | None:
-    """CUDA ordinal to make current before the birth; None where there is nothing to choose."""
-    if library.is_host:
-        if device is not None and not isinstance(device, int) and not str(device).startswith("cpu"):
-            raise ValueError(
-                f"device is {device!r}, but the host library works on the CPU; pass device=None, or unset "
-                "PYNCCL_LIBRARY on a machine with a GPU"
-            )
-        return None
-    if device is not None and str(device).startswith("cpu"):
-        raise ValueError(f"device is {device!r}, but {library.path} works on GPUs; set PYNCCL_LIBRARY=host for the CPU")
-    return current_device() if device is None else device_ordinal(device)
-
-
-def _host_scalar(scalar: float, dtype: DataType) -> Any:
-    """One element of `dtype` in CPU memory. Torch rounds to the small floats; nothing in the standard library does."""
-    import torch
-
-    names = {DataType.FLOAT8_E4M3: "float8_e4m3fn", DataType.FLOAT8_E5M2: "float8_e5m2"}
-    held = torch.tensor([scalar]).to(getattr(torch, names.get(dtype, dtype.name.lower())))
-    if not held.dtype.is_floating_point and held.item() != scalar:
-        raise ValueError(f"pre_mul_sum: {scalar} is no {dtype.name} and would become {held.item()}; pass one that is")
-    return held
+    def _status(self, function: str, *args: Any) -> None:
+        """A C call on this communicator that launches nothing."""
+        handle = self.handle
+        code = getattr(self.library, function)(handle, *args)
+        if code:
+            self.library.check(lifecycle.settle(self.library, handle, code, self.timeout, function), function, handle)

@@ -7,16 +7,19 @@ group open, and everything is validated before anything is launched. Buffers sta
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .abi import DataType, RedOp
+from .abi import HEADER_VERSION, SIM_INFO_MAGIC, DataType, RedOp, Result, SimInfo, version_code
+from .errors import NcclError
 
 if TYPE_CHECKING:
     from .communicator import Communicator
 
-POINT_TO_POINT = ("send", "recv")
+POINT_TO_POINT = ("send", "recv", "put_signal")
+UNCOMPARED = (*POINT_TO_POINT, "signal", "wait_signal")  # calls that not every rank of a communicator makes
 
 
 class Call(NamedTuple):
@@ -40,6 +43,8 @@ class Call(NamedTuple):
 
 def call_text(operation: str, inputs: tuple[int, ...]) -> str:
     """ "reduce(count=4, FLOAT32, SUM, root=0)": what the ranks must agree on, for messages."""
+    if operation in ("signal", "wait_signal"):
+        return f"{operation}{inputs}"
     buffers = 1 if operation in POINT_TO_POINT else 2
     count, dtype, *rest = inputs[buffers:]
     words = [f"count={count}", DataType(dtype).name]
@@ -47,7 +52,7 @@ def call_text(operation: str, inputs: tuple[int, ...]) -> str:
         op = rest.pop(0)
         words.append(RedOp(op).name if op in RedOp._value2member_map_ else "PRE_MUL_SUM")
     role = "peer" if operation in POINT_TO_POINT else "root"
-    words += [f"{role}={rank}" for rank in rest]
+    words += [f"{role}={rank}" for rank in rest[:1]]
     return f"{operation}({', '.join(words)})"
 
 
@@ -87,8 +92,10 @@ def recording() -> Iterator[list[Call]]:
         open_groups.pop()
 
 
-def launch(calls: list[Call]) -> None:
-    """Issue `calls` as one NCCL group. Raises the first error, after the group has been closed."""
+def launch(calls: list[Call], end: Callable[[], int] | None = None) -> None:
+    """Issue `calls` as one NCCL group. Raises the first error, after the group has been closed.
+
+    end  what closes the group; None: ncclGroupEnd"""
     if not calls:
         return
     comms = {id(call.comm): call.comm for call in calls}
@@ -100,23 +107,52 @@ def launch(calls: list[Call]) -> None:
         for key in sorted(comms):  # one order in all threads, so that two groups cannot wait for each other
             locks.enter_context(comms[key].lock)
             comms[key].check_alive()
-        _replay(calls)
+        _replay(calls, end or calls[0].comm.library.ncclGroupEnd, list(comms.values()))
 
 
-def _replay(calls: list[Call]) -> None:
+def _replay(calls: list[Call], end: Callable[[], int], comms: list[Communicator]) -> None:
     library = calls[0].comm.library
     library.check(library.ncclGroupStart(), "ncclGroupStart")
-    failed: tuple[Call, int] | None = None
+    error: NcclError | None = None
     for call in calls:
         code = call.function(*call.args)
-        if code:
-            failed = call, code
+        if code and code != Result.IN_PROGRESS:
+            error = library.error(code, call.text(), call.comm._handle)
             break
     # NCCL launches nothing of a group in which a call failed, but the group must be closed all the same.
-    error = failed and library.error(failed[1], failed[0].text(), failed[0].comm._handle)
-    code = library.ncclGroupEnd()
-    if error:
+    code = end()
+    if error is not None:
         raise error
     if code:
         names = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
-        raise library.error(code, f"group of {len(calls)} calls: {names}", calls[0].comm._handle)
+        settle_group(comms, code, f"group of {len(calls)} calls: {names}")
+
+
+def settle_group(comms: list[Communicator], code: int, what: str) -> None:
+    """Raise for the result of ncclGroupEnd; wait for nonblocking communicators until their deadline."""
+    for comm in comms if code == Result.IN_PROGRESS else comms[:1]:
+        comm._check_result(code, what)
+
+
+class Simulation:
+    """What `simulate` found out."""
+
+    estimated_time: float = 0.0  # by NCCL's cost model, in its unit: microseconds
+
+
+@contextlib.contextmanager
+def simulate() -> Iterator[Simulation]:
+    """Like `group`, but nothing is launched: NCCL estimates the time that the calls would take (NCCL >= 2.22).
+
+    with pynccl.simulate() as estimate: comm.all_reduce(x, x)
+    print(estimate.estimated_time)
+    """
+    found = Simulation()
+    with recording() as calls:
+        yield found
+    if not calls:
+        return
+    library = calls[0].comm.library
+    info = SimInfo(ctypes.sizeof(SimInfo), SIM_INFO_MAGIC, version_code(min(library.version, HEADER_VERSION)), -1.0)
+    launch(calls, lambda: library.ncclGroupSimulateEnd(ctypes.byref(info)))
+    found.estimated_time = info.estimatedTime

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from .abi import ITEMSIZE, DataType
 from .buffers import ANY_DEVICE, CPU, Adapter, adapter, adapters, device_name
 from .check import compare
 from .group import Call, call_text, open_groups, state
+from .lifecycle import settle
 from .streams import stream_handle
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Launcher:
     size: int
     library: Library
     lock: threading.RLock
+    timeout: float | None
     _handle: int | None
     _ordinal: int  # CUDA ordinal of the device; buffers.CPU with the host library
     _check: bool  # PYNCCL_CHECK=1
@@ -178,10 +180,16 @@ class Launcher:
         if code:
             self._fail(code, operation, args)
 
-    def _fail(self, code: int, operation: str, inputs: tuple[Any, ...]) -> NoReturn:
-        """Raise for the result code of a C call with these inputs."""
+    def _fail(self, code: int, operation: str, inputs: tuple[Any, ...]) -> None:
+        """Raise for the result of a C call with these inputs; wait for a nonblocking communicator."""
+        self._check_result(code, call_text(operation, inputs))
+
+    def _check_result(self, code: int, what: str) -> None:
+        if not code:
+            return
         self.check_alive()  # that another thread has ended the communicator explains more than the code
-        raise self.library.error(code, call_text(operation, inputs), self._handle)
+        code = settle(self.library, self._handle, code, self.timeout, what)
+        self.library.check(code, what, self._handle)
 
     # What is called when something may be wrong
 

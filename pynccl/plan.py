@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .group import Call, launch, open_groups, recording, state
+from .abi import Result
+from .group import Call, launch, open_groups, recording, settle_group, state
 from .launch import without_argtypes
 from .streams import stream_handle
 
@@ -56,7 +57,7 @@ def _plan_one(call: Call) -> Plan:
         finally:
             release()
         if code:
-            raise comm.library.error(code, call.text(), comm._handle)
+            comm._fail(code, call.operation, call.inputs)
 
     return _finish(plan, (call,), (function,))
 
@@ -72,13 +73,14 @@ def _plan_group(calls: tuple[Call, ...], functions: tuple[Callable[[], int], ...
             comm.check_alive()
         first.library.check(start(), "ncclGroupStart")
         for function in functions:
-            if code := function():
+            if (code := function()) and code != Result.IN_PROGRESS:
                 break
-        error = code and first.library.error(code, repr(plan), first._handle)
+        error = code and code != Result.IN_PROGRESS and first.library.error(code, repr(plan), first._handle)
         code = end()  # after a failure too: the group must not stay open
         if error:
             raise error
-        first.library.check(code, "group", first._handle)
+        if code:
+            settle_group(comms, code, repr(plan))
 
     def plan(stream: Any = None) -> None:
         if stream is not None or open_groups or careful:

@@ -154,7 +154,7 @@ def joins_alone(place: Place) -> tuple[str, float]:
 
 def test_an_explicit_birth_names_the_missing_ranks_too(bare: RankPool) -> None:
     [(message, seconds)] = bare.run(1, joins_alone)
-    assert "ncclCommInitRank (rank 1 of 3) did not return within 2 s (timeout=2)" in message
+    assert "ncclCommInitRank(rank=1, nranks=3) did not return within 2 s (timeout=2)" in message
     assert "[0, 2]" in message
     assert "were all ranks started, with the same world size and id?" in message
     assert 1.9 < seconds < AT_ONCE

@@ -166,13 +166,15 @@ def test_a_barrier_waits_for_every_rank(ranks: RankPool, n: int, tmp_path: Path)
 
 
 def test_destroy_and_abort_reach_nccl_once() -> None:
-    for end, function in ((Communicator.destroy, "ncclCommDestroy"), (Communicator.abort, "ncclCommAbort")):
+    destroyed = ["ncclCommGetAsyncError", "ncclCommFinalize", "ncclCommDestroy"]
+    for end, functions in ((Communicator.destroy, destroyed), (Communicator.abort, ["ncclCommAbort"])):
         stub = Stub()
         comm = stub.comm(rank=3)
         end(comm)
         comm.destroy()
         comm.abort()
-        assert [(call.name, call.args) for call in stub.calls()] == [(function, {"rank": 3})]
+        assert stub.names() == functions
+        assert stub.calls()[-1].args == {"rank": 3}
         assert not comm.alive
 
 
@@ -181,14 +183,14 @@ def test_finalize_leaves_destroy_to_be_done() -> None:
     comm = stub.comm()
     comm.finalize()
     comm.destroy()
-    assert stub.names() == ["ncclCommFinalize", "ncclCommDestroy"]
+    assert stub.names() == ["ncclCommFinalize", "ncclCommGetAsyncError", "ncclCommDestroy"]
 
 
 def test_a_with_block_destroys_and_an_exception_aborts() -> None:
     stub = Stub()
     with stub.comm() as comm:
         assert comm.alive
-    assert stub.names() == ["ncclCommDestroy"]
+    assert stub.names() == ["ncclCommGetAsyncError", "ncclCommFinalize", "ncclCommDestroy"]
     stub.clear()
     with pytest.raises(KeyError), stub.comm() as comm:
         raise KeyError
@@ -236,7 +238,7 @@ def test_a_failed_birth_says_what_was_asked_for() -> None:
     with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommInitRank\(rank=1, nranks=2\) failed: invalid usage"):
         Communicator.init(2, bytes(128), 1, library=stub.cpu_library)
     stub.fail("ncclCommSplit", 5)
-    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommSplit\(color=3, key=-2\) failed"):
+    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommSplit\(color=3, key=-2\) on rank 1 of 4 failed"):
         stub.comm(cpu=True).split(3, -2)
 
 

@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the ground up: a module imports from its own level and from those below.
 LEVELS = (
     {"abi", "errors"},
-    {"library"},
-    {"buffers", "streams", "config"},
-    {"communicator", "collectives", "group", "launch", "plan", "check", "memory"},
+    {"library", "dlpack"},
+    {"buffers", "streams", "config", "lifecycle"},
+    {"communicator", "collectives", "group", "launch", "plan", "check", "memory", "birth", "onesided", "operators"}
+    | {"params", "scratch"},
     {"bootstrap"},
     {"__init__"},
     {"doctor", "perf", "explain", "__main__"},

@@ -1,0 +1,134 @@
+"""The C calls that make communicators, each with its deadline; they return handles."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .abi import UNIQUE_ID_BYTES, Config, UniqueId
+from .config import CommConfig
+from .library import Library, load
+from .lifecycle import settle, within
+from .streams import current_device, device_ordinal, set_device
+
+
+def get_unique_id(library: Library | None = None) -> UniqueId:
+    """A new id, to be given to all ranks of one communicator. `bytes(id)` travels; `Communicator.init` takes both."""
+    library = library or load()
+    unique_id = UniqueId()
+    library.check(library.ncclGetUniqueId(ctypes.byref(unique_id)), "ncclGetUniqueId")
+    return unique_id
+
+
+def join(
+    library: Library,
+    nranks: int,
+    ids: Sequence[UniqueId],
+    rank: int,
+    ordinal: int | None,
+    config: CommConfig | None,
+    timeout: float | None,
+) -> int:
+    """ncclCommInitRank and its variants: with a config, with several ids."""
+    struct = config.to_struct(library) if config else None
+
+    def call(handle: Any) -> int:
+        if len(ids) > 1:
+            array = (UniqueId * len(ids))(*ids)
+            return int(library.ncclCommInitRankScalable(handle, nranks, rank, len(ids), array, struct))
+        if struct is None:
+            return int(library.ncclCommInitRank(handle, nranks, ids[0], rank))
+        return int(library.ncclCommInitRankConfig(handle, nranks, ids[0], rank, struct))
+
+    return make(library, call, f"ncclCommInitRank(rank={rank}, nranks={nranks})", ordinal, timeout)
+
+
+def make(
+    library: Library, call: Callable[[Any], int], what: str, ordinal: int | None, timeout: float | None, on: int = 0
+) -> int:
+    """The handle that `call(pointer to ncclComm_t)` fills in: 0 if it leaves NULL.
+
+    ordinal  CUDA device to make current first, in the thread of the call; `on` is the parent communicator.
+    """
+    handle = ctypes.c_void_p()
+
+    def run() -> int:
+        if ordinal is not None:
+            set_device(ordinal)
+        return call(ctypes.byref(handle))
+
+    code = within(timeout, run, library, what)
+    try:
+        code = settle(library, handle.value, code, timeout, what)
+    except TimeoutError:
+        library.ncclCommAbort(handle.value)  # unlike a blocking birth, a nonblocking one can be given up
+        raise
+    library.check(code, what, on or None)
+    return handle.value or 0
+
+
+def init_all(library: Library, ordinals: list[int]) -> list[int]:
+    """ncclCommInitAll: one communicator per device, all in this process."""
+    if not library.is_host:
+        set_device(ordinals[0])
+    n = len(ordinals)
+    handles = (ctypes.c_void_p * n)()
+    library.check(library.ncclCommInitAll(handles, n, (ctypes.c_int * n)(*ordinals)), f"ncclCommInitAll({n})")
+    return [handle or 0 for handle in handles]
+
+
+def grow(
+    library: Library,
+    comm: int,
+    nranks: int,
+    unique_id: UniqueId | None,
+    rank: int,
+    ordinal: int | None,
+    config: Config | None,
+    timeout: float | None,
+) -> int:
+    """ncclCommGrow, called by members (comm given, rank -1; the id on one of them) and by new ranks (comm 0)."""
+    pointer = ctypes.byref(unique_id) if unique_id is not None else None
+
+    def call(handle: Any) -> int:
+        return int(library.ncclCommGrow(comm or None, nranks, pointer, rank, handle, config))
+
+    return make(library, call, f"ncclCommGrow(nranks={nranks}, rank={rank})", ordinal, timeout, comm)
+
+
+def as_unique_id(unique_id: Any) -> UniqueId:
+    """`UniqueId` of what get_unique_id() returned or of its bytes."""
+    if isinstance(unique_id, UniqueId):
+        return unique_id
+    if isinstance(unique_id, (bytes, bytearray)) and len(unique_id) == UNIQUE_ID_BYTES:
+        return UniqueId.from_buffer_copy(unique_id)
+    raise ValueError(
+        f"unique_id is {type(unique_id).__name__}"
+        + (f" of {len(unique_id)} bytes" if isinstance(unique_id, (bytes, bytearray)) else "")
+        + f", expected what get_unique_id() returned, or its {UNIQUE_ID_BYTES} bytes"
+    )
+
+
+def check_rank(rank: Any, nranks: Any) -> None:
+    """Raise ValueError unless 0 <= rank < nranks."""
+    if not isinstance(nranks, int) or nranks < 1:
+        raise ValueError(f"nranks is {nranks!r}, expected a number of ranks >= 1")
+    if not isinstance(rank, int) or not 0 <= rank < nranks:
+        raise ValueError(f"rank is {rank!r}, expected 0..{nranks - 1} for {nranks} ranks")
+
+
+def choose_device(library: Library, device: Any) -> int | None:
+    """CUDA ordinal for a new communicator; None with the host library, which has nothing to choose."""
+    if library.is_host:
+        if device is not None and not isinstance(device, int) and not str(device).startswith("cpu"):
+            raise ValueError(
+                f"device is {device!r}, but the host library works on the CPU; pass device=None, or unset "
+                "PYNCCL_LIBRARY on a machine with a GPU"
+            )
+        return None
+    if device is not None and str(device).startswith("cpu"):
+        raise ValueError(f"device is {device!r}, but {library.path} works on GPUs; set PYNCCL_LIBRARY=host for the CPU")
+    ordinal = current_device() if device is None else device_ordinal(device)
+    set_device(ordinal)  # here too: an error about the device should not wait for the thread of the birth
+    return ordinal

@@ -1,0 +1,39 @@
+"""NCCL's runtime parameters (NCCL >= 2.30) and the encryption of its sockets (NCCL >= 2.32)."""
+
+from __future__ import annotations
+
+import ctypes
+
+from .abi import CONFIG_MAGIC, HEADER_VERSION, EncryptionConfig, EncryptionMode, version_code
+from .library import Library, load
+
+
+def params(library: Library | None = None) -> dict[str, str]:
+    """All published parameters of the loaded library, with their values in force. NCCL_PARAM_DUMP_ALL=true adds the
+    unpublished ones."""
+    library = library or load()
+    table, length = ctypes.POINTER(ctypes.c_char_p)(), ctypes.c_int()
+    library.check(
+        library.ncclParamGetAllParameterKeys(ctypes.byref(table), ctypes.byref(length)), "ncclParamGetAllParameterKeys"
+    )
+    keys = [(table[i] or b"").decode() for i in range(length.value)]
+    return {key: param(key, library) for key in keys}
+
+
+def param(key: str, library: Library | None = None) -> str:
+    """The value of one parameter, as NCCL spells it. NcclInvalidArgument if there is none of that name."""
+    library = library or load()
+    value, length = ctypes.c_char_p(), ctypes.c_int()
+    code = library.ncclParamGetParameter(key.encode(), ctypes.byref(value), ctypes.byref(length))
+    library.check(code, f"ncclParamGetParameter({key!r})")
+    return (value.value or b"").decode()
+
+
+def set_encryption(psk: str | None, library: Library | None = None) -> None:
+    """Encrypt NCCL's TCP sockets with a pre-shared key; None: plain text. Before any communicator, on all ranks."""
+    library = library or load()
+    version = version_code(min(library.version, HEADER_VERSION))
+    mode = EncryptionMode.NONE if psk is None else EncryptionMode.PSK
+    key = None if psk is None else psk.encode()
+    config = EncryptionConfig(ctypes.sizeof(EncryptionConfig), CONFIG_MAGIC, version, int(mode), key)
+    library.check(library.ncclSetEncryption(ctypes.byref(config)), f"ncclSetEncryption({mode.name})")
