@@ -16,8 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .abi import Result
+from .collectives import Collectives
 from .group import Call, launch, open_groups, recording, settle_group, state
 from .launch import without_argtypes
+from .onesided import OneSided
 from .streams import stream_handle
 
 if TYPE_CHECKING:
@@ -112,10 +114,10 @@ class Planner:
         self._comm = comm
 
     def __getattr__(self, operation: str) -> Callable[..., Plan]:
-        method = None if operation.startswith("_") else getattr(self._comm, operation, None)
-        if not callable(method):
+        # By name, since to record a call means to make it: a destroy() would be the end of the communicator.
+        if operation.startswith("_") or not (operation in vars(Collectives) or operation in vars(OneSided)):
             raise AttributeError(f"{operation!r} is no operation of a communicator that can be prepared")
-        return partial(_record, operation, method)
+        return partial(_record, getattr(self._comm, operation))
 
     def group(self, plans: Iterable[Plan]) -> Plan:
         """The given plans as one NCCL group; they may belong to several communicators."""
@@ -129,12 +131,10 @@ class Planner:
         return _plan_group(calls, tuple(function for plan in plans for function in plan.functions))
 
 
-def _record(operation: str, method: Callable[..., Any], *args: Any, **options: Any) -> Plan:
+def _record(method: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     """Run the method in a group that is not launched, and keep the calls that it recorded."""
     with recording() as calls:
         method(*args, **options)
-    if not calls:
-        raise ValueError(f"plan.{operation}: not an operation that launches anything")
     if len(calls) == 1:
         return _plan_one(calls[0])
     return _plan_group(tuple(calls), tuple(map(_prepare, calls)))  # where a library lacks the function
