@@ -90,8 +90,8 @@ class Adapter:
     def shape(self, x: Any) -> tuple[int, ...]:
         return tuple(x.shape)
 
-    def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
-        """Uninitialised memory of `shape`, otherwise like `x`."""
+    def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
+        """Uninitialised memory of `shape` (None: that of `x`), otherwise like `x`."""
         raise TypeError(f"cannot allocate the result like a {type(x).__name__}: pass recv=")
 
     def current_stream(self, x: Any, device: int) -> int:
@@ -111,16 +111,19 @@ class _Torch(Adapter):
 
     def __init__(self) -> None:
         self.raw_stream: Callable[[int], int] = _no_cuda  # cudaStream_t of torch's current stream on a device
+        self.strided: Any = None
+        self.empty_like: Callable[[Any], Any]
 
     def meet(self, kind: type) -> None:
         """Learn of a tensor type; torch is loaded by then."""
         torch = sys.modules["torch"]
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+        self.strided, self.empty_like = torch.strided, torch.empty_like
         if kind in (torch.Tensor, torch.nn.Parameter):
             tensor_types.add(kind)
 
     def describe(self, x: Any) -> Description:
-        if x.layout is not _strided():
+        if x.layout is not self.strided:
             raise TypeError(f"{x.layout} tensor on {x.device} owns no dense memory; pass a dense tensor")
         if not x.is_contiguous():
             raise ValueError(
@@ -131,8 +134,8 @@ class _Torch(Adapter):
             raise TypeError(f"{x.layout} tensor on {x.device} owns no dense memory; pass a dense tensor")
         return pointer, count, torch_types[x.dtype], x.get_device()
 
-    def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
-        return x.new_empty(shape)
+    def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
+        return self.empty_like(x) if shape is None else x.new_empty(shape)  # twice as fast where it serves
 
     def current_stream(self, x: Any, device: int) -> int:
         return int(self.raw_stream(device)) if device >= 0 else 0
@@ -146,8 +149,8 @@ class _Numpy(Adapter):
             )
         return x.ctypes.data, x.size, int(data_type(x.dtype)), CPU
 
-    def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
-        return sys.modules["numpy"].empty(shape, dtype=x.dtype)
+    def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
+        return sys.modules["numpy"].empty(x.shape if shape is None else shape, dtype=x.dtype)
 
     def current_stream(self, x: Any, device: int) -> int:
         return 0
@@ -170,10 +173,10 @@ class _CudaArray(Adapter):
         device = getattr(getattr(x, "device", None), "id", ANY_DEVICE)
         return interface["data"][0] or 0, math.prod(shape), int(dtype), device
 
-    def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
+    def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
         if type(x).__module__.partition(".")[0] != "cupy":
             return super().empty(x, shape)
-        return sys.modules["cupy"].empty(shape, dtype=x.dtype)
+        return sys.modules["cupy"].empty(x.shape if shape is None else shape, dtype=x.dtype)
 
     def current_stream(self, x: Any, device: int) -> int:
         if type(x).__module__.partition(".")[0] == "cupy":
@@ -259,7 +262,3 @@ def _check_strides(shape: tuple[int, ...], strides: tuple[int, ...] | None, item
         if size != 1 and stride != expected:
             raise ValueError(f"buffer of shape {shape} and byte strides {strides} is not contiguous; pass a copy")
         expected *= size
-
-
-def _strided() -> Any:
-    return sys.modules["torch"].strided

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from .abi import ITEMSIZE
 from .buffers import TORCH, adapter, tensor_types, torch_types
-from .group import group, open_groups
-from .launch import Launcher, to_pointer, to_size
+from .group import group, to_pointer
+from .launch import Launcher
 from .operators import op_code
 
 if TYPE_CHECKING:
     from .config import CollConfig
+
+_known_type = torch_types.get  # DataType of a torch.dtype, None if it was not met yet
 
 
 class Collectives(Launcher):
@@ -35,13 +37,13 @@ class Collectives(Launcher):
         """recv on every rank: the reduction of all ranks' send.  send [n] -> recv [n]; in place if recv is send."""
         # In place on a tensor is the call of a training loop. Written out, it takes half the time of the general way,
         # to which it leaves whatever is not plain. Finished C values are passed, as in plan.py: converting is slow.
-        if recv is send and stream is None and config is None and type(send) in tensor_types and not open_groups:
-            device, dtype = send.get_device(), torch_types.get(send.dtype)
-            if device == self._ordinal and dtype is not None and self._unchecked and send.is_contiguous():
+        if recv is send and stream is None and config is None and type(send) in tensor_types and not self._detours:
+            device, dtype = send.get_device(), _known_type(send.dtype)
+            if device == self._ordinal and dtype is not None and send.is_contiguous():
                 code = 0 if op == "sum" else op_code(op)
                 current = to_pointer(TORCH.raw_stream(device)) if device >= 0 else None
                 if pointer := send.data_ptr():
-                    c_buffer, c_count = to_pointer(pointer), to_size(send.numel())
+                    c_buffer, c_count = to_pointer(pointer), to_pointer(send.numel())
                     self._acquire()
                     try:
                         result = self._all_reduce(c_buffer, c_buffer, c_count, dtype, code, self._c_handle, current)

@@ -18,12 +18,16 @@ from .errors import NcclError
 if TYPE_CHECKING:
     from .communicator import Communicator
 
+# A Python integer as a finished C value, which a function without argtypes takes as it is. For addresses, handles and
+# sizes, which are as wide: ctypes converts to c_void_p three times as fast as to c_size_t.
+to_pointer = ctypes.c_void_p.from_param
+
 POINT_TO_POINT = ("send", "recv", "put_signal")
 UNCOMPARED = (*POINT_TO_POINT, "signal", "wait_signal")  # calls that not every rank of a communicator makes
 
 
 class Call(NamedTuple):
-    """One validated C call: function(*inputs, comm, stream, *config)."""
+    """One validated C call: function(*inputs, comm, stream, *config), with a function of `launch.Functions`."""
 
     comm: Communicator
     operation: str
@@ -35,7 +39,7 @@ class Call(NamedTuple):
 
     @property
     def args(self) -> tuple[Any, ...]:
-        return (*self.inputs, self.comm._handle, self.stream, *self.config)
+        return (*self.inputs, self.comm._c_handle, to_pointer(self.stream), *self.config)
 
     def text(self) -> str:
         return call_text(self.operation, self.inputs)

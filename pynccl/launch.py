@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .abi import ITEMSIZE, DataType
 from .buffers import ANY_DEVICE, CPU, Adapter, adapter, adapters, device_name
 from .check import compare
-from .group import Call, call_text, open_groups, state
+from .group import Call, call_text, open_groups, state, to_pointer
 from .lifecycle import settle
 from .streams import stream_handle
 
@@ -22,14 +22,29 @@ if TYPE_CHECKING:
     from .library import Library
 
 
-# Python integers as finished C values, which a function without argtypes takes as they are.
-to_pointer = ctypes.c_void_p.from_param
-to_size = ctypes.c_size_t.from_param
+def without_argtypes(function: Any, wide: int = 0) -> Any:
+    """The same C function without the conversions by argtypes, which are most of the cost of a call by ctypes.
+
+    Its first `wide` arguments may be integers of any size. Of the others, integers are passed as C ints (data type,
+    operator, rank), and addresses must be finished values."""
+    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * wide)(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
-def without_argtypes(function: Any) -> Any:
-    """The same C function, for finished C values."""
-    return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(function, ctypes.c_void_p).value or 0)
+class Functions(dict[str, Any]):
+    """Name -> C function for `(*inputs, communicator, stream, *config)`, the last ones finished. Filled when used."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+
+    def __missing__(self, name: str) -> Any:
+        function = getattr(self.library, name)
+        # What moves data takes buffers and a size, then ints, then two handles. Other functions keep their argtypes.
+        types = list(function.argtypes)
+        wide, ints = types.index(ctypes.c_int), types.count(ctypes.c_int)
+        handles = types[wide + ints :][:2]
+        plain = types[wide : wide + ints] == [ctypes.c_int] * ints and handles == [ctypes.c_void_p] * 2
+        self[name] = without_argtypes(function, wide) if plain else function
+        return self[name]
 
 
 class Launcher:
@@ -43,10 +58,12 @@ class Launcher:
     _handle: int | None
     _ordinal: int  # CUDA ordinal of the device; buffers.CPU with the host library
     _check: bool  # PYNCCL_CHECK=1
+    _detours: list[None]  # empty: launched at once. Not so while a group is open, and never with PYNCCL_CHECK=1
 
     def _prepare_launches(self) -> None:
         """What the fastest path needs ready: see `Collectives.all_reduce`."""
-        self._unchecked = not self._check
+        self._detours = [None] if self._check else open_groups
+        self._functions = Functions(self.library)
         self._acquire, self._release = self.lock.acquire, self.lock.release
         self._all_reduce = without_argtypes(self.library.ncclAllReduce)
         self._c_handle: Any = to_pointer(self._handle)
@@ -143,18 +160,17 @@ class Launcher:
         config: CollConfig | None = None,
     ) -> None:
         """Launch one C call now, or record it if a group is open in this thread."""
-        if config is not None or open_groups or self._check:
+        if config is not None or self._detours:
             self._issue_with_care(operation, function, args, stream, keep, config)
             return
-        call = getattr(self.library, function)
-        lock = self.lock
-        lock.acquire()
+        call = self._functions[function]
+        self._acquire()
         try:
             if self._handle is None:  # ended by another thread since the arguments were checked
                 self.check_alive()
-            code = call(*args, self._handle, stream)
+            code = call(*args, self._c_handle, to_pointer(stream))
         finally:
-            lock.release()
+            self._release()
         if code:
             self._fail(code, operation, args)
 
@@ -168,7 +184,7 @@ class Launcher:
             function += "Config"
             tail = (ctypes.byref(struct),)
             keep = (keep, struct)
-        call = Call(self, operation, getattr(self.library, function), args, stream, tail, keep)  # type: ignore[arg-type]
+        call = Call(self, operation, self._functions[function], args, stream, tail, keep)  # type: ignore[arg-type]
         if state.calls is not None:
             state.calls.append(call)
             return
@@ -195,7 +211,7 @@ class Launcher:
 
     def _allocate(self, operation: str, kind: Adapter, send: Any, grow: int, shrink: int) -> Any:
         if grow == shrink:
-            return kind.empty(send, kind.shape(send))
+            return kind.empty(send)
         shape = kind.shape(send) or (1,)
         if shape[0] % shrink:
             raise ValueError(

@@ -5,7 +5,8 @@
     step = comm.plan.group([plan_a, plan_b])     # one NCCL group
     plan(stream)                                 # the same on another stream
 
-What makes a plan fast: its arguments are converted to C once (`from_param`), so a launch does no conversion at all.
+What makes a plan fast: its arguments are converted to C once (`from_param`), so a launch does no conversion at all, and
+they lie in a tuple, which ctypes takes as it is.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .abi import Result
 from .collectives import Collectives
-from .group import Call, launch, open_groups, recording, settle_group, state
+from .group import Call, launch, recording, settle_group, state
 from .launch import without_argtypes
 from .onesided import OneSided
 from .streams import stream_handle
 
 if TYPE_CHECKING:
     from .communicator import Communicator
+
+
+Prepared = tuple[Callable[..., int], tuple[Any, ...]]  # C function without argtypes, its arguments as finished C values
 
 
 class Plan(Protocol):
@@ -35,7 +39,7 @@ class Plan(Protocol):
     """
 
     calls: tuple[Call, ...]
-    functions: tuple[Callable[[], int], ...]  # the calls as C-level callables without arguments
+    prepared: tuple[Prepared, ...]  # the same calls
 
     def __call__(self, stream: Any = None) -> None: ...
 
@@ -44,38 +48,40 @@ class Plan(Protocol):
 
 
 def _plan_one(call: Call) -> Plan:
-    comm, function = call.comm, _prepare(call)
-    acquire, release, careful = comm.lock.acquire, comm.lock.release, comm.checking
+    comm, prepared = call.comm, _prepare(call)
+    function, args = prepared
+    acquire, release, detours = comm.lock.acquire, comm.lock.release, comm._detours
 
     def plan(stream: Any = None) -> None:
-        if stream is not None or open_groups or careful:
+        if stream is not None or detours:
             _issue([call], stream)
             return
         acquire()
         try:
             if comm._handle is None:
                 comm.check_alive()
-            code = function()
+            code = function(*args)
         finally:
             release()
         if code:
             comm._fail(code, call.operation, call.inputs)
 
-    return _finish(plan, (call,), (function,))
+    return _finish(plan, (call,), (prepared,))
 
 
-def _plan_group(calls: tuple[Call, ...], functions: tuple[Callable[[], int], ...]) -> Plan:
+def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
     unique = {id(call.comm): call.comm for call in calls}
     comms = [unique[key] for key in sorted(unique)]  # the order in which `group.launch` takes locks
     first = comms[0]
-    start, end, careful = first.library.ncclGroupStart, first.library.ncclGroupEnd, any(c.checking for c in comms)
+    start, end = first.library.ncclGroupStart, first.library.ncclGroupEnd
+    detours = next((comm._detours for comm in comms if comm.checking), first._detours)
 
     def launch_all() -> None:
         for comm in comms:
             comm.check_alive()
         first.library.check(start(), "ncclGroupStart")
-        for function in functions:
-            if (code := function()) and code != Result.IN_PROGRESS:
+        for function, args in prepared:
+            if (code := function(*args)) and code != Result.IN_PROGRESS:
                 break
         error = code and code != Result.IN_PROGRESS and first.library.error(code, repr(plan), first._handle)
         code = end()  # after a failure too: the group must not stay open
@@ -85,7 +91,7 @@ def _plan_group(calls: tuple[Call, ...], functions: tuple[Callable[[], int], ...
             settle_group(comms, code, repr(plan))
 
     def plan(stream: Any = None) -> None:
-        if stream is not None or open_groups or careful:
+        if stream is not None or detours:
             _issue(list(calls), stream)
         elif len(comms) == 1:
             with first.lock:
@@ -96,12 +102,12 @@ def _plan_group(calls: tuple[Call, ...], functions: tuple[Callable[[], int], ...
                     locks.enter_context(comm.lock)
                 launch_all()
 
-    return _finish(plan, calls, functions)
+    return _finish(plan, calls, prepared)
 
 
-def _finish(plan: Any, calls: tuple[Call, ...], functions: tuple[Callable[[], int], ...]) -> Plan:
+def _finish(plan: Any, calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
     texts = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
-    plan.calls, plan.functions = calls, functions
+    plan.calls, plan.prepared = calls, prepared
     plan.__qualname__ = f"plan of {texts}" if len(calls) == 1 else f"group plan of {len(calls)}: {texts}"
     finished: Plan = plan
     return finished
@@ -123,12 +129,12 @@ class Planner:
         """The given plans as one NCCL group; they may belong to several communicators."""
         plans = tuple(plans)
         for plan in plans:
-            if not hasattr(plan, "functions"):
+            if not hasattr(plan, "prepared"):
                 raise TypeError(f"plan.group: {plan!r} is no plan; pass what comm.plan.all_reduce(...) returns")
         if not plans:
             raise ValueError("plan.group: no plans were passed; expected at least one")
         calls = tuple(call for plan in plans for call in plan.calls)
-        return _plan_group(calls, tuple(function for plan in plans for function in plan.functions))
+        return _plan_group(calls, tuple(prepared for plan in plans for prepared in plan.prepared))
 
 
 def _record(method: Callable[..., Any], *args: Any, **options: Any) -> Plan:
@@ -151,8 +157,8 @@ def _issue(calls: list[Call], stream: Any) -> None:
         launch(calls)
 
 
-def _prepare(call: Call) -> Callable[[], int]:
-    """A C-level callable without arguments: the function with its arguments as finished C values."""
+def _prepare(call: Call) -> Prepared:
     function: Any = call.function
-    values = [ctype.from_param(value) for ctype, value in zip(function.argtypes, call.args, strict=True)]
-    return partial(without_argtypes(function), *values)
+    types, args = function.argtypes, call.args
+    values = [ctype.from_param(value) for ctype, value in zip(types, args, strict=False)]
+    return without_argtypes(function), (*values, *args[len(types) :])

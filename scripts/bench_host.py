@@ -67,7 +67,7 @@ def pairs(comm: int, ranks: int, nbytes: int) -> dict[str, tuple[Call, Call]]:
     reduce, gather, scatter = (host.function(n) for n in ("ncclAllReduce", "ncclAllGather", "ncclReduceScatter"))
     calls: dict[str, tuple[Call, Call]] = {
         "all_reduce": (
-            lambda: check(reduce(full.data_ptr(), out.data_ptr(), full.numel(), FLOAT32, SUM, comm, None)),
+            lambda: check(reduce(out.data_ptr(), out.data_ptr(), full.numel(), FLOAT32, SUM, comm, None)),
             lambda: dist.all_reduce(out2),
         ),
         "all_gather": (
@@ -80,12 +80,14 @@ def pairs(comm: int, ranks: int, nbytes: int) -> dict[str, tuple[Call, Call]]:
         ),
     }
     for name, (ours, theirs) in calls.items():
+        out.copy_(full)
         out2.copy_(full)
         ours()
         theirs()
         mine, other = (part, part2) if name == "reduce_scatter" else (out, out2)
         torch.testing.assert_close(mine, other, msg=f"{name} of {nbytes} B differs")
-    out2.zero_()  # summed in place again and again: zeros stay finite
+    for tensor in (out, out2):  # all_reduce is in place on both sides, again and again: zeros stay finite
+        tensor.zero_()
     return calls
 
 

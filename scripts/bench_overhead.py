@@ -2,11 +2,11 @@
 
     python scripts/bench_overhead.py [--rounds N] [--calls N] [--json]
 
-A stub library is compiled whose functions return 0, so that what is measured is the binding alone. All ways are measured
-in one run: rounds A B C ... A B C ... with the garbage collector off, medians over the rounds, and ratios as the median
-of the ratios within a round, so that a machine that slows down slows down both sides. Every way is first seen to
-reach the stub. The tensors are in CPU memory; with a GPU each call on a tensor costs torch's look-up of the current
-stream more. The other bindings are measured where they can be imported. Needs a C compiler and torch.
+A stub library is compiled whose functions return 0, so that what is measured is the binding alone. All ways are
+measured in one run: rounds A B C ... A B C ... with the garbage collector off, medians over the rounds, and ratios as
+the median of the ratios within a round, so that a machine that slows down slows down both sides. Every way is first
+seen to reach the stub. The tensors are in CPU memory; on a GPU torch's look-up of the current stream comes on top. The
+other bindings are measured where they can be imported. Needs a C compiler and torch.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ import sys
 import tempfile
 import timeit
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pynccl
 from pynccl import abi
 from pynccl.buffers import data_type
 
+ROOT = Path(__file__).resolve().parent.parent
 GROUP = 32  # calls in a group
 LOOP = 1000  # calls that the loop in C makes at once
 ELEMENTS = 1024
@@ -107,6 +108,7 @@ def communicator(path: Path) -> pynccl.Communicator:
     """Rank 0 of 2 on the stub, for tensors in CPU memory."""
     library = pynccl.load(str(path))
     library.is_host = True  # its buffers are CPU memory: no GPU is looked for
+    os.environ.pop("PYNCCL_CHECK", None)  # there is no rank 1 to compare calls with
     return pynccl.Communicator.init(2, bytes(abi.UNIQUE_ID_BYTES), 0, library=library)
 
 
@@ -146,7 +148,7 @@ def nccl4py_ways(comm: pynccl.Communicator, t: Any) -> list[Way]:
     low = importlib.import_module("nccl.bindings.nccl")
     theirs = core.Communicator(comm.handle)
     # Asked for, it would look for a GPU. A CPU tensor's index is None, and so it compares equal.
-    theirs._device = argparse.Namespace(device_id=t.device.index)
+    theirs._device = SimpleNamespace(device_id=t.device.index)
     dtype, op = int(core.NcclDataType.FLOAT32), int(core.NcclRedOp.SUM)
     raw = {"all_reduce": low.all_reduce, "p": t.data_ptr(), "n": t.numel(), "c": low.Comm(comm.handle)}
     names = {"comm": theirs, "t": t, "SUM": core.NcclRedOp.SUM}
@@ -170,14 +172,17 @@ def torch_ways(t: Any) -> list[Way]:
     return [Way("torch.distributed, fake backend", "all_reduce(t)", names, reaches_stub=False)]
 
 
-def check_reach(ways: list[Way], stub: ctypes.CDLL) -> None:
-    """Raise unless each way calls the C function as often as it says. Warms up, too."""
+def check_reach(ways: list[Way], stub: ctypes.CDLL) -> dict[str, int]:
+    """Calls of the C function by each statement. Raises unless they are as many as the way says. Warms up, too."""
+    reached = {}
     for way in ways:
         before = stub.stub_calls()
         way.seconds(way.calls)
         found, expected = stub.stub_calls() - before, way.calls if way.reaches_stub else 0
         if found != expected:
             raise RuntimeError(f"{way.name}: {found} calls reached the stub, expected {expected}")
+        reached[way.name] = found
+    return reached
 
 
 def measure(ways: list[Way], rounds: int, calls: int) -> dict[str, list[float]]:
@@ -205,17 +210,17 @@ def import_times(rounds: int) -> dict[str, float]:
     return {name: statistics.median(found) - bare for name, found in times.items()}
 
 
-def results(ways: list[Way], times: dict[str, list[float]], imports: dict[str, float]) -> dict[str, Any]:
-    """What --json prints: nanoseconds per call, ratios, and bounds that are kept or not."""
+def results(times: dict[str, list[float]], reached: dict[str, int], imports: dict[str, float]) -> dict[str, Any]:
+    """What --json prints: nanoseconds per call, ratio to bare ctypes, calls that reached the stub; the bounds."""
 
     def ratio(name: str, base: str) -> float:
         return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
 
     rows = [
-        {"way": way.name, "ns": 1e9 * statistics.median(times[way.name]), "ratio": ratio(way.name, BARE)}
-        for way in ways
+        {"way": name, "ns": 1e9 * statistics.median(found), "ratio": ratio(name, BARE), "stub_calls": reached[name]}
+        for name, found in times.items()
     ]
-    bounds = [
+    bounds: list[dict[str, Any]] = [
         {"what": f"{name} / {base}", "found": ratio(name, base), "at_most": limit}
         for name, base, limit in BOUNDS
         if base in times
@@ -253,9 +258,9 @@ def main() -> None:
         t, u = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
         comm = communicator(path)
         ways = [*own_ways(comm, stub, t, u), *nccl4py_ways(comm, t), *torch_ways(t)]
-        check_reach(ways, stub)
+        reached = check_reach(ways, stub)
         times = measure(ways, options.rounds, options.calls)
-        found = results(ways, times, import_times(max(options.rounds // 5, 1)))
+        found = results(times, reached, import_times(max(options.rounds // 5, 1)))
     print(json.dumps(found, indent=2) if options.json else table(found))
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Below this many bytes all_reduce sends everything to everybody: half the rounds, for (p-1)/2 times the bytes.
 DIRECT_BYTES = 64 << 10
 # Large reductions go in pieces, so that adding one piece overlaps with the transfer of the next.
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 4 << 20
 
 
 def _parts(data: Tensor, parts: int) -> list[Tensor]:
@@ -129,7 +129,7 @@ def _reduce_shards(op: Operation, shards: list[Tensor], out: Tensor, everything:
     transport, peers = comm.transport, comm.peers
     pieces = max(1, -(-max(shard.numel() for shard in shards) * shards[0].element_size() // PIECE_BYTES))
     cut = [_parts(shard, pieces) for shard in shards]
-    incoming = [_parts(other, pieces) for other in _scratch(op, len(peers), out.numel())]
+    incoming = [_parts(other, pieces) for other in _landing(op, shards[comm.rank], out)]
     results = _parts(out, pieces)
     targets = [_parts(shard, pieces) for shard in everything]
     tag, gather_tag = comm.tag(op), comm.tag(op)
@@ -149,6 +149,14 @@ def _reduce_shards(op: Operation, shards: list[Tensor], out: Tensor, everything:
             gathers += [transport.recv(p, targets[p][k], gather_tag) for p in peers if targets[p][k].numel()]
     transport.wait(gathers)
     transport.wait(sends)
+
+
+def _landing(op: Operation, mine: Tensor, out: Tensor) -> list[Tensor]:
+    """Where the peers' contributions arrive: the first one in `out` if it is free, which saves memory traffic."""
+    rows = len(op.comm.peers)
+    if out.dtype != mine.dtype or out.data_ptr() == mine.data_ptr():
+        return _scratch(op, rows, out.numel())
+    return [out, *_scratch(op, rows - 1, out.numel())]
 
 
 def reduce(op: Operation) -> Callable[[], None]:

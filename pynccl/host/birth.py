@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,8 @@ from .comm import Comm, seconds
 from .failure import HostFailure, invalid_argument, invalid_usage
 from .operation import Operation
 from .rendezvous import Place, Rendezvous, place_of
+
+_waiting: set[threading.Thread] = set()
 
 INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
 
@@ -29,6 +32,8 @@ def init_rank(comm: Comm, unique_id: bytes) -> None:
         comm.born = True
         return
     timeout = seconds(INIT_TIMEOUT_VARIABLE, 600.0)
+    me = threading.current_thread()
+    _waiting.add(me)
     try:
         place = place_of(unique_id)
         with place.open(timeout) as store:
@@ -39,6 +44,14 @@ def init_rank(comm: Comm, unique_id: bytes) -> None:
             Result.SYSTEM_ERROR,
             f"ncclCommInitRank: rank {comm.rank} of {comm.size} lost the process that made the unique id: {error}",
         ) from error
+    finally:
+        _waiting.discard(me)
+
+
+def give_up(timeout: float) -> None:
+    """At exit, after `exiting` was set: wait for threads that somebody left waiting for ranks."""
+    for thread in _waiting - {threading.current_thread()}:
+        thread.join(timeout)
 
 
 def init_local(comm: Comm, place: Place) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from ..abi import Result
 
 
@@ -42,6 +44,10 @@ def invalid_argument(text: str) -> HostFailure:
 
 def invalid_usage(text: str) -> HostFailure:
     return HostFailure(Result.INVALID_USAGE, text)
+
+
+# Set when the process is about to exit: whoever waits for something in the background gives up.
+exiting = threading.Event()
 
 
 class LastError:

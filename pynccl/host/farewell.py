@@ -14,23 +14,21 @@ _parting: dict[threading.Thread, Transport] = {}
 
 def part(transport: Transport) -> None:
     """Take leave of the peers in the background."""
-
-    def body() -> None:
-        try:
-            transport.part(_PATIENCE_SECONDS)
-        finally:
-            _parting.pop(threading.current_thread(), None)
-
-    thread = threading.Thread(target=body, name="pynccl-host-farewell", daemon=True)
-    _parting[thread] = transport
+    for thread in [thread for thread in _parting if not thread.is_alive()]:
+        del _parting[thread]
+    thread = threading.Thread(
+        target=transport.part, args=(_PATIENCE_SECONDS,), name="pynccl-host-farewell", daemon=True
+    )
     thread.start()
+    _parting[thread] = transport
 
 
 def finish(timeout: float) -> None:
     """At exit: wait `timeout` seconds in all for peers to part, then close without them."""
     deadline = time.monotonic() + timeout
-    for thread, transport in list(_parting.items()):
+    for thread in _parting:
         thread.join(max(0.0, deadline - time.monotonic()))
+    for thread, transport in _parting.items():
         if thread.is_alive():
             transport.shut()
-            thread.join(timeout)
+            thread.join(_PATIENCE_SECONDS)

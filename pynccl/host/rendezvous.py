@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..abi import UNIQUE_ID_BYTES, Result
-from .failure import HostFailure, invalid_argument, invalid_usage, last_error
+from .failure import HostFailure, exiting, invalid_argument, invalid_usage, last_error
 
 _MAGIC = b"PYNCCLh1"
 _HEAD = struct.Struct("<8sH8s8s")  # magic, port, machine, nonce; then the addresses as text
@@ -139,7 +139,8 @@ class Rendezvous:
             self._raise_contradiction()
             if time.monotonic() > self._deadline:
                 raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {self._timeout:g} s")
-            time.sleep(pause)
+            if exiting.wait(pause):
+                raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} as the process exits")
             pause = min(2 * pause, 0.02)
         self._raise_contradiction()
         last_error.text = f"ncclCommInitRank: rank {rank} of {size} connects to its peers"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .failure import invalid_usage
+from .failure import exiting, invalid_usage
 from .rendezvous import Place
 
 if TYPE_CHECKING:
@@ -55,21 +55,26 @@ class Activity:
 
 _watched: weakref.WeakSet[Comm] = weakref.WeakSet()
 _lock = threading.Lock()
-_watcher_pid = 0
+_watcher: tuple[int, threading.Thread] | None = None  # with its process: a forked child has no threads of its parent
 
 
 def watch(comm: Comm) -> None:
-    global _watcher_pid
+    global _watcher
     with _lock:
         _watched.add(comm)
-        if _watcher_pid != os.getpid():  # the first of this process; a forked child has none of its parent's threads
-            _watcher_pid = os.getpid()
-            threading.Thread(target=_watch, name="pynccl-host-stall", daemon=True).start()
+        if _watcher is None or _watcher[0] != os.getpid():
+            _watcher = os.getpid(), threading.Thread(target=_watch, name="pynccl-host-stall", daemon=True)
+            _watcher[1].start()
+
+
+def stop(timeout: float) -> None:
+    """At exit, after `exiting` was set: wait for the thread to notice."""
+    if _watcher is not None and _watcher[0] == os.getpid():
+        _watcher[1].join(timeout)
 
 
 def _watch() -> None:
-    while True:
-        time.sleep(_TICK_SECONDS)
+    while not exiting.wait(_TICK_SECONDS):
         with _lock:
             comms = list(_watched)
         for comm in comms:

@@ -17,13 +17,12 @@ import weakref
 from collections.abc import Callable
 
 from ..errors import from_result
-from .failure import REASONS, HostFailure, invalid_argument
+from .failure import REASONS, HostFailure, exiting, invalid_argument
 
 Job = Callable[[], object]
 
 _handles = itertools.count(0x57AE0010, 0x10)
 _streams: weakref.WeakValueDictionary[int, HostStream] = weakref.WeakValueDictionary()
-_exiting = threading.Event()
 
 
 def as_error(failure: BaseException) -> BaseException:
@@ -64,7 +63,7 @@ class _Inner:
 
     def work(self) -> None:
         while (job := self.jobs.get()) is not None:
-            if not _exiting.is_set():
+            if not exiting.is_set():
                 try:
                     job()
                 except BaseException as error:  # the worker must live on, whatever a job raises
@@ -88,7 +87,7 @@ class _Completion:
 
     def wait(self) -> None:
         # In slices only because a process that exits drops queued work, and then nobody sets the event.
-        while not self.happened.wait(0.2) and not _exiting.is_set():
+        while not self.happened.wait(0.2) and not exiting.is_set():
             pass
 
     def wait_and_raise(self) -> None:
@@ -217,7 +216,6 @@ def find(stream: HostStream | int | None) -> HostStream | None:
 
 def drop_queued_work() -> list[threading.Thread]:
     """At exit: let every worker discard what it has not begun; returns the workers."""
-    _exiting.set()
     workers = []
     for stream in list(_streams.values()):
         stream._inner.jobs.put(None)

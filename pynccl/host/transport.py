@@ -153,6 +153,8 @@ class Transport:
                 box.receive(FAREWELL, nothing.data_ptr(), 0, limit)
             for work in sent:
                 work.wait(limit)
+        self._boxes.clear()
+        self._group = None  # closes, in this thread: the interpreter must not exit in the middle of it
 
     def shut(self) -> None:
         """Close all connections at once, from any thread; whoever waits on them, here or there, gets an error.
