@@ -8,6 +8,7 @@ if __name__ == "autograd":
 
 from . import operators, testing
 from .anchor import anchor
+from .asynchronous import Handle, start
 from .collective import Collective, key_of
 from .exchanges import AllToAll, HaloExchange, HaloReduce, Permute
 from .extremes import Extremum, Product
@@ -44,6 +45,7 @@ __all__ = [
     "Gather",
     "HaloExchange",
     "HaloReduce",
+    "Handle",
     "Permute",
     "PreMul",
     "Product",
@@ -68,5 +70,6 @@ __all__ = [
     "scatter",
     "send_recv",
     "split",
+    "start",
     "testing",
 ]

@@ -13,6 +13,7 @@ operator of the same name (operators.py), which is made from the same two halves
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
@@ -40,6 +41,16 @@ class Collective(Function):
     name: ClassVar[str]  # of the custom operator in the namespace pynccl
     schema: ClassVar[str]  # of its parameters, after the tensor and the communicator
     grad_at: ClassVar[int | None] = None  # index in params of the convention, for those that have two
+    operator: ClassVar[Callable[..., Tensor]]  # (x, key of the communicator, *params): torch.ops.pynccl.<name>
+
+    def __init_subclass__(cls) -> None:
+        if name := getattr(cls, "name", ""):
+
+            def operator(x: Tensor, key: str, *params: Any) -> Tensor:
+                y: Tensor = getattr(torch.ops.pynccl, name)(x, key, *params)
+                return y
+
+            cls.operator = staticmethod(operator)  # so, and not by the name, it can be traced by torch.compile
 
     @staticmethod
     def exchange(x: Tensor, comm: Communicator, *params: Any) -> Exchange:
@@ -123,21 +134,23 @@ def run(comm: Communicator, function: type[Collective], x: Tensor, *params: Any)
     if comm.size == 1:
         return function.alone(x, *params)
     if torch.compiler.is_compiling():
-        return operator(function.name)(x, key_of(comm), *params)
-    if not x.requires_grad and torch.is_grad_enabled() and _may_need_node(x):
-        x = Reached.apply(x, _NEEDS_GRADIENT)
+        return function.operator(x, key_of(comm), *params)
+    if not x.requires_grad:
+        x = reachable(x)
     if torch._C._len_torch_dispatch_stack():  # fake tensors, tracing, selective checkpointing: they see operators
-        return operator(function.name)(x, key_of(comm), *params)
+        return function.operator(x, key_of(comm), *params)
     y: Tensor = function.apply(x, comm, *params)
     return y
 
 
-def _may_need_node(x: Tensor) -> bool:
-    return (x.is_floating_point() or x.is_complex()) and not torch._C._are_functorch_transforms_active()
-
-
-def operator(name: str) -> Any:
-    return getattr(torch.ops.pynccl, name)
+def reachable(x: Tensor) -> Tensor:
+    """x with a node, where derivatives are recorded and x could have one."""
+    if x.requires_grad or not torch.is_grad_enabled() or not (x.is_floating_point() or x.is_complex()):
+        return x
+    if torch._C._are_functorch_transforms_active():  # nodes of torch.func belong to its levels
+        return x
+    reached: Tensor = Reached.apply(x, _NEEDS_GRADIENT)
+    return reached
 
 
 # Operators take no communicators, but strings; neither table keeps a communicator alive.

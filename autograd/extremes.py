@@ -23,7 +23,7 @@ from .sums import AllGather, AllReduce, Copy, Dtype
 Run = Callable[..., Tensor]
 
 
-class _Elementwise(Collective):
+class Elementwise(Collective):
     """A reduction whose derivative is multiplication by a factor that depends on x and y."""
 
     @staticmethod
@@ -67,7 +67,7 @@ class _Elementwise(Collective):
         return run(ctx.comm, AllReduce, change, "sum", grad, reduce_dtype)
 
 
-class Extremum(_Elementwise):
+class Extremum(Elementwise):
     """Largest or smallest over ranks, on every rank; the cotangent is shared among the ranks that attain it.
 
     forward    x [..] -> y [..]     y_r = max_q x_q (min_q x_q)
@@ -92,7 +92,7 @@ class Extremum(_Elementwise):
             return (attained / ties.clamp(min=1)).to(x.dtype)
 
 
-class Product(_Elementwise):
+class Product(Elementwise):
     """Product over ranks, on every rank. Exact with zeros, since nothing is divided: its derivatives gather all factors.
 
     forward    x [..] -> y [..]     y_r = prod_q x_q

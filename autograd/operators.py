@@ -16,9 +16,9 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from .collective import Collective, communicator, key_of, operator
+from .collective import Collective, communicator, key_of
 from .exchanges import AllToAll, HaloExchange, HaloReduce, Permute
-from .extremes import Extremum, Product, _Elementwise
+from .extremes import Extremum, Product, Elementwise
 from .rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
 from .sums import AllGather, AllReduce, Copy, ReduceScatter, Split
 
@@ -44,8 +44,7 @@ FUNCTIONS: tuple[type[Collective], ...] = (
 
 def run_operator(comm: Communicator, function: type[Collective], x: Tensor, *params: Any) -> Tensor:
     """`collective.run`, by operators only: backward passes of operators may be traced too."""
-    y: Tensor = operator(function.name)(x, key_of(comm), *params)
-    return y
+    return function.operator(x, key_of(comm), *params)
 
 
 def _register(function: type[Collective]) -> None:
@@ -60,11 +59,11 @@ def _register(function: type[Collective]) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, key, *ctx.params = inputs
         ctx.comm, ctx.shape = communicator(key), x.shape
-        if issubclass(function, _Elementwise):
+        if issubclass(function, Elementwise):
             ctx.save_for_backward(x, output)
 
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        if issubclass(function, _Elementwise):
+        if issubclass(function, Elementwise):
             dx = function.cotangent(run_operator, ctx.comm, g, *ctx.saved_tensors, *ctx.params)
         else:
             adjoint, of, params = function.adjoint(g, ctx.comm, ctx.shape, *ctx.params)
@@ -72,7 +71,7 @@ def _register(function: type[Collective]) -> None:
         return dx, None, *(None,) * len(ctx.params)
 
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, comm: str, *params: Any) -> tuple[Tensor, int]:
-        return operator(function.name)(x.movedim(in_dims[0], 0), comm, *function.batched(*params)), 0
+        return function.operator(x.movedim(in_dims[0], 0), comm, *function.batched(*params)), 0
 
     schema = f"(Tensor x, str comm, {function.schema}) -> Tensor"
     made = torch.library.custom_op(f"pynccl::{function.name}", kernel, mutates_args=(), schema=schema)

@@ -8,7 +8,8 @@ property, and scripts/semantics_table.py makes docs/semantics.md of what it foun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ class Operation(NamedTuple):
     shape: Callable[[int, Case], tuple[int, ...]]
     linear: bool = True
     input_is_one: bool = False  # the input is one logical value held by all ranks; its gradient is summed over them
-    cannot: dict[str, str] = {}  # property -> why there is no such thing
+    cannot: Mapping[str, str] = MappingProxyType({})  # property -> why there is no such thing
 
 
 NO_CONVENTIONS = "both conventions are one: the output differs by rank"
