@@ -72,6 +72,13 @@ class Collective(Function):
         return x.clone()
 
     @classmethod
+    def apply(cls, x: Tensor, comm: Communicator, *params: Any) -> Any:
+        """Torch's apply, without its inspection of the signature, which takes longer than all the rest together."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(x, comm, *params)
+        return super(Function, cls).apply(torch._C._functorch.unwrap_if_dead(x), comm, *params)
+
+    @classmethod
     def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:
         issue, finish = cls.exchange(x, comm, *params)
         issue(None)
