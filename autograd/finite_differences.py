@@ -92,7 +92,9 @@ def check_gradients(
 
         of = slope_along_v()
         seconds = torch.autograd.grad(of, [*xs, w], materialize_grads=True)
-        leaves = [_Leaf(name, x, ddx) for name, x, ddx in zip([*names, "the cotangent"], [*xs, w], seconds, strict=True)]
+        leaves = [
+            _Leaf(name, x, ddx) for name, x, ddx in zip([*names, "the cotangent"], [*xs, w], seconds, strict=True)
+        ]
         leaves[-1] = leaves[-1]._replace(shared=replicated)
         worst = max(worst, check.run("second derivative", slope_along_v, leaves))
     return worst
