@@ -46,7 +46,10 @@ def within(timeout: float | None, call: Callable[[], T], library: Library, what:
     try:
         threading.Thread(target=job.run, name=f"pynccl {what}", daemon=True).start()
     except RuntimeError:  # the interpreter is ending and starts no more threads
-        _started_reaper().jobs.put(job)
+        reaper = _started_reaper()
+        if reaper.thread is threading.current_thread():  # which cannot wait for itself; the exit has a deadline
+            return call()
+        reaper.jobs.put(job)
     started = time.monotonic()
     if job.done.wait(timeout):
         return job.result()
@@ -66,6 +69,8 @@ def settle(library: Library, handle: int | None, code: int, timeout: float | Non
     state = ctypes.c_int()
     while code == Result.IN_PROGRESS:
         code = library.ncclCommGetAsyncError(handle, ctypes.byref(state)) or state.value
+        if code != Result.IN_PROGRESS:
+            break
         if timeout is not None and time.monotonic() - started > timeout:
             detail = library.last_error(handle)
             raise NcclTimeout(
@@ -73,8 +78,7 @@ def settle(library: Library, handle: int | None, code: int, timeout: float | Non
                 + (f": {detail}" if detail else "")
                 + "\n  abort() it"
             )
-        if code == Result.IN_PROGRESS:
-            time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return code
 
 
@@ -90,15 +94,20 @@ def abort(comms: Iterable[Communicator], timeout: float = ABORT_SECONDS) -> None
         if handle is not None:
             by_library.setdefault(comm.library, []).append(handle)
     for library, handles in by_library.items():
-        try:
-            within(timeout, partial(_abort_all, library, handles), library, "ncclCommAbort")
-        except NcclTimeout:
-            warnings.warn(
-                f"the abort of {len(handles)} communicators has not returned after {timeout:g} s and goes on in the "
-                "background; a live CUDA graph that captured one of them holds it: destroy the graph first",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        abort_handles(library, handles, timeout)
+
+
+def abort_handles(library: Library, handles: list[int], timeout: float = ABORT_SECONDS) -> None:
+    """The same for handles that no Communicator has."""
+    try:
+        within(timeout, partial(_abort_all, library, handles), library, "ncclCommAbort")
+    except NcclTimeout:
+        warnings.warn(
+            f"the abort of {len(handles)} communicators has not returned after {timeout:g} s and goes on in the "
+            "background; a live CUDA graph that captured one of them holds it: destroy the graph first",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _abort_all(library: Library, handles: list[int]) -> None:
@@ -161,7 +170,8 @@ class _Reaper:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="pynccl reaper", daemon=True).start()
+        self.thread = threading.Thread(target=self._work, name="pynccl reaper", daemon=True)
+        self.thread.start()
 
     def _work(self) -> None:
         while True:
@@ -199,6 +209,7 @@ def _close(comms: list[Communicator], failed: bool) -> None:
 def _after_fork_in_child() -> None:
     """NCCL's threads, sockets and CUDA context did not come along."""
     for comm in list(_open):
+        comm.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that did not come along may have held it
         comm.surrender("inherited through a fork, where NCCL cannot work")
     _open.clear()
     _leaked.clear()
