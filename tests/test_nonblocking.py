@@ -109,7 +109,7 @@ def test_the_end_of_a_group_is_waited_for_on_every_communicator() -> None:
     plans = [comm.plan.send(X, 1, stream=0) for comm in comms]
     step = comms[0].plan.group(plans)
     stub.progress("ncclGroupEnd", polls=3)
-    for launch in (lambda: step(), lambda: step(5)):
+    for launch in (step, lambda: step(5)):
         stub.clear()
         launch()
         # three polls until the first is out of progress, one for the second, which is out of it by then
