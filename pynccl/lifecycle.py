@@ -46,10 +46,7 @@ def within(timeout: float | None, call: Callable[[], T], library: Library, what:
     try:
         threading.Thread(target=job.run, name=f"pynccl {what}", daemon=True).start()
     except RuntimeError:  # the interpreter is ending and starts no more threads
-        reaper = _started_reaper()
-        if reaper.thread is threading.current_thread():  # which cannot wait for itself; the exit has a deadline
-            return call()
-        reaper.jobs.put(job)
+        _started_reaper().jobs.put(job)
     started = time.monotonic()
     if job.done.wait(timeout):
         return job.result()
@@ -165,13 +162,15 @@ class _Job:
 
 
 class _Reaper:
-    """A thread that exists before the interpreter ends, since none can be started then (Python 3.12 and later)."""
+    """Threads that exist before the interpreter ends, since none can be started then (Python 3.12 and later).
+
+    Two, since one may be held up by the call that the other has to abort."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, name="pynccl reaper", daemon=True)
-        self.thread.start()
+        for _ in range(2):
+            threading.Thread(target=self._work, name="pynccl reaper", daemon=True).start()
 
     def _work(self) -> None:
         while True:
