@@ -130,6 +130,10 @@ class Reached(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[None, None]:
         return None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
+        return tangent.view_as(tangent)
+
 
 _NEEDS_GRADIENT = torch.empty(0, requires_grad=True)
 
