@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .abi import HEADER_VERSION, SIM_INFO_MAGIC, DataType, RedOp, Result, SimInfo, version_code
-from .errors import NcclError
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -121,16 +120,18 @@ def launch(calls: list[Call], end: Callable[[], int] | None = None) -> None:
 def _replay(calls: list[Call], end: Callable[[], int], comms: list[Communicator]) -> None:
     library = calls[0].comm.library
     library.check(library.ncclGroupStart(), "ncclGroupStart")
-    error: NcclError | None = None
-    for call in calls:
-        code = call.function(*call.args)
-        if code and code != Result.IN_PROGRESS:
-            error = library.error(code, call.text(), call.comm._handle)
-            break
-    # NCCL launches nothing of a group in which a call failed, but the group must be closed all the same.
+    code = 0
+    try:
+        for call in calls:
+            code = call.function(*call.args)
+            if code and code != Result.IN_PROGRESS:
+                raise library.error(code, call.text(), call.comm._handle)
+    except (
+        BaseException
+    ):  # Ctrl-C too: NCCL launches nothing of a group in which a call failed, but it must not stay open
+        end()
+        raise
     code = end()
-    if error is not None:
-        raise error
     if code:
         names = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
         settle_group(comms, code, f"group of {len(calls)} calls: {names}")
