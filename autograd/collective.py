@@ -76,7 +76,9 @@ class Collective(Function):
         """Torch's apply, without its inspection of the signature, which takes longer than all the rest together."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(x, comm, *params)
-        return super(Function, cls).apply(torch._C._functorch.unwrap_if_dead(x), comm, *params)
+        return super(Function, cls).apply(  # type: ignore[misc]
+            torch._C._functorch.unwrap_if_dead(x), comm, *params
+        )
 
     @classmethod
     def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:

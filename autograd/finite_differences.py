@@ -35,7 +35,7 @@ class _Found(NamedTuple):
     """One comparison; numbers only, so that it can be told to all ranks."""
 
     error: float  # relative to the tolerance: wrong above 1
-    index: int  # of the real number in the leaf
+    position: int  # of the real number in the leaf
     gradient: float
     slope: float
 
@@ -145,7 +145,8 @@ class _Check(NamedTuple):
             error = abs(mine - slope) / (self.atol + self.rtol * abs(slope))
             if moving and not error <= worst.error:
                 worst = _Found(error, index, mine, slope)
-        return _Found(*(number if i != 1 else int(number) for i, number in enumerate(self._tell(owner, list(worst)))))  # type: ignore[arg-type]
+        error, position, mine, slope = self._tell(owner, list(worst))
+        return _Found(error, int(position), mine, slope)
 
     def _tell(self, owner: int, numbers: list[float]) -> list[float]:
         told = torch.tensor(numbers, dtype=torch.float64, device=self.comm.device)
@@ -153,10 +154,10 @@ class _Check(NamedTuple):
         return told.tolist()
 
     def _describe(self, what: str, owner: int, leaf: _Leaf, found: _Found) -> str:
-        index, part = found.index, ""
+        index, part = found.position, ""
         shape = f", of shape {tuple(leaf.tensor.shape)} on rank {self.comm.rank}" if self.comm.rank == owner else ""
         if leaf.tensor.is_complex():
-            index, part = found.index // 2, (" (real part)", " (imaginary part)")[found.index % 2]
+            index, part = found.position // 2, (" (real part)", " (imaginary part)")[found.position % 2]
         if self.comm.rank == owner:
             place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), leaf.tensor.shape))
             where = f"index {place}{part}"

@@ -2,9 +2,9 @@
 
 Each is made from a `Collective`: the kernel and the shapes from its exchange, the backward from its adjoint, the vmap
 rule from its batched parameters. A communicator is named by the string `key_of(comm)`. Operators have no forward mode:
-they raise, where torch would drop the tangent. Under torch.compile no nodes are added (see functions.py), so requires_grad must be the same on
-all ranks; and a collective whose result is not used is dropped from the graph, on all ranks alike if they run the same
-program.
+they raise, where torch would drop the tangent. Under torch.compile no nodes are added (see functions.py), so
+requires_grad must be the same on all ranks; and a collective whose result is not used is dropped from the graph, on all
+ranks alike if they run the same program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pynccl import Communicator
 
 from .collective import Collective, communicator, key_of
 from .exchanges import AllToAll, HaloExchange, HaloReduce, Permute
-from .extremes import Extremum, Product, Elementwise
+from .extremes import Elementwise, Extremum, Product
 from .rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
 from .sums import AllGather, AllReduce, Copy, ReduceScatter, Split
 
@@ -52,8 +52,8 @@ def _refuse_tangents(function: type[Collective]) -> None:
     """Raise within any forward-mode derivative: whether x has a tangent can no longer be seen down here."""
     if getattr(forward_ad, "_current_level", -1) >= 0:
         raise NotImplementedError(
-            f"torch.ops.pynccl.{function.name} has no forward mode, and so under torch.compile neither has pynccl_autograd; "
-            "call its functions outside torch.compile, where they have"
+            f"torch.ops.pynccl.{function.name} has no forward mode, and so under torch.compile neither has "
+            "pynccl_autograd; call its functions outside torch.compile, where they have"
         )
 
 

@@ -1,8 +1,9 @@
 """check_adjoint, check_gradients: tests of distributed functions, for yours too.
 
 check_adjoint: for a linear F on the stacked inputs of all ranks, the backward F* is right if and only if
-<F x, y> = <x, F* y> for all x and y, with inner products over all ranks. Random x and y that differ by rank find a wrong
-factor, a wrong slice or a forgotten sum with certainty. check_gradients (finite_differences.py) is for all functions.
+<F x, y> = <x, F* y> for all x and y, with inner products over all ranks. Random x and y that differ by rank find a
+wrong factor, a wrong slice or a forgotten sum with certainty. check_gradients (finite_differences.py) is for all
+functions.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_anchor_leaves_the_loss_and_adds_zero_also_to_infinite_outputs() -> None
     assert ad.anchor(loss) is loss and ad.anchor(loss, torch.ones(2)) is loss
     g = torch.func.grad(lambda x: ad.anchor((x**2).sum(), x * 5))(torch.tensor([1.0, 2.0]))
     assert g.tolist() == [2.0, 4.0]
-    _, t = torch.func.jvp(lambda x: ad.anchor((x**2).sum(), x * 5), (torch.ones(2),), (torch.ones(2),))
+    t = torch.func.jvp(lambda x: ad.anchor((x**2).sum(), x * 5), (torch.ones(2),), (torch.ones(2),))[1]
     assert float(t) == 4.0
 
 
@@ -153,7 +153,7 @@ def agreeing_backward(comm: Communicator) -> list[list[float]]:
         x = torch.ones(3, requires_grad=True)
         g = torch.tensor([float("nan"), float("inf"), 1.0 + 1e-7 * own.rank])
         ad.all_reduce(x, own, grad="replicated").backward(g)
-        assert x.grad[1:].tolist() == g[1:].tolist()
+        assert x.grad.tolist()[1:] == g.tolist()[1:]
     return results
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,15 +23,13 @@ def gradients_of_all_operations(comm: Communicator) -> dict[str, float]:
     for name, operation in OPERATIONS.items():
         if operation.input_is_one:
             continue  # its gradient is that of one input held by all ranks, not of one rank's
-        case = Case(comm.size)
-        x = tensors(operation, case, 1)[comm.rank]
-        call = operation.call
-        errors[name] = ad.testing.check_gradients(lambda t: call(t, comm, case), x, comm, samples=2)
-        if "replicated" not in operation.cannot:
-            case = case._replace(grad="replicated")
-            errors[f"{name}, replicated"] = ad.testing.check_gradients(
-                lambda t: call(t, comm, case), x, comm, samples=2, replicated=True
-            )
+        conventions = ("sum",) if "replicated" in operation.cannot else ("sum", "replicated")
+        for convention in conventions:
+            case = Case(comm.size, grad=convention)
+            fn = partial(operation.call, comm=comm, case=case)
+            x = tensors(operation, case, 1)[comm.rank]
+            replicated = convention == "replicated"
+            errors[f"{name}, {convention}"] = ad.testing.check_gradients(fn, x, comm, samples=2, replicated=replicated)
     return errors
 
 
@@ -41,17 +40,21 @@ def test_finite_differences_across_ranks_agree_for_every_operation(ranks: RankPo
         assert max(errors.values()) <= 1, errors
 
 
+def squared(fn: Any, x: Tensor) -> Tensor:
+    return fn(x) ** 2
+
+
 def second_derivatives_of_extremes(comm: Communicator) -> list[float]:
     """With ties, and with zeros in the product: two on one element, one on another."""
     case = Case(comm.size)
     errors = []
     for name in NONLINEAR:
-        call = OPERATIONS[name].call
+        fn = partial(OPERATIONS[name].call, comm=comm, case=case)
         x = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
         if name.endswith("prod"):
             x[0] = 0.0 if comm.rank < 2 else 1.5
             x[1] = 0.0 if comm.rank == 0 else 2.0
-        errors.append(ad.testing.check_gradients(lambda t: call(t, comm, case) ** 2, x, comm, samples=None))
+        errors.append(ad.testing.check_gradients(partial(squared, fn), x, comm, samples=None))
     z = torch.randn(3, dtype=torch.complex128, generator=torch.Generator().manual_seed(comm.rank))
     errors.append(ad.testing.check_gradients(lambda t: ad.all_reduce(t, comm, "prod", grad="sum"), z, comm))
     return errors
