@@ -1,85 +1,28 @@
-"""The C functions. Each is one Python function here, named like its C twin; `abi.FUNCTIONS` holds its signature.
+"""The C functions that every version has, each one Python function named like its C twin.
 
-To add one, write it: `@entry` makes it reachable by `function(name)`. It returns nothing for success and raises
-HostFailure for a result code; no exception gets out into C.
+`abi.FUNCTIONS` holds their signatures, `registry` makes them C functions. What came later has rooms of its own, by
+topic: `variants`, `elastic`, `registered`, `onesided`, `settings`.
 """
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import threading
-import traceback
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from ..abi import (
-    CONFIG_MAGIC,
-    CONFIG_SINCE,
-    FUNCTIONS,
-    ITEMSIZE,
-    Config,
-    RedOp,
-    Result,
-    ScalarResidence,
-    Version,
-    struct_size,
-    version_code,
-)
+from ..abi import ITEMSIZE, RedOp, Result, ScalarResidence, version_code
 from . import algorithms, birth, group, rendezvous
 from .comm import Comm, find
 from .failure import REASONS, HostFailure, invalid_argument, last_error
 from .operation import Kind
 from .reduction import PreMulSum
+from .registry import VERSION, entry, plain_entry
 from .stream import find as find_stream
-
-VERSION: Version = (2, 32, 3)
-
-_entries: dict[str, Callable[..., Any]] = {}
-_pointers: dict[str, Any] = {}  # kept for ever: C may hold the address
-_pointers_lock = threading.Lock()
-
-
-def function(name: str) -> Any:
-    """The C function pointer `name`, or None if the host library does not have it."""
-    if name not in _entries:
-        return None
-    with _pointers_lock:
-        if name not in _pointers:
-            row = FUNCTIONS[name]
-            _pointers[name] = ctypes.CFUNCTYPE(row.restype, *row.argtypes)(_entries[name])
-        return _pointers[name]
-
-
-def entry(implementation: Callable[..., None]) -> Callable[..., int]:
-    """Register a C function that returns ncclResult_t."""
-
-    @wraps(implementation)
-    def guarded(*arguments: Any) -> int:
-        try:
-            implementation(*arguments)
-            return int(Result.SUCCESS)
-        except HostFailure as failure:
-            return _refused(failure)
-        except KeyboardInterrupt:
-            _thread.interrupt_main()  # raised again in the main thread once C has returned
-            return _refused(HostFailure(Result.SYSTEM_ERROR, f"{implementation.__name__}: interrupted"))
-        except MemoryError as error:
-            return _refused(HostFailure(Result.SYSTEM_ERROR, f"{implementation.__name__}: out of memory: {error}"))
-        except BaseException:
-            return _refused(HostFailure(Result.INTERNAL_ERROR, traceback.format_exc()))
-
-    _entries[implementation.__name__] = guarded
-    return guarded
-
-
-def _refused(failure: HostFailure) -> int:
-    group.refuse(failure)
-    last_error.text = failure.text
-    return int(failure.code)
+from .structs import check_config
 
 
 # Library
@@ -94,6 +37,7 @@ _reasons = {code: ctypes.create_string_buffer(text.encode()) for code, text in R
 _unknown = ctypes.create_string_buffer(b"unknown result code")
 
 
+@plain_entry
 def ncclGetErrorString(code: int) -> int:
     return ctypes.addressof(_reasons.get(code, _unknown))
 
@@ -108,6 +52,7 @@ class _LastErrorBuffer(threading.local):
 _buffer = _LastErrorBuffer()
 
 
+@plain_entry
 def ncclGetLastError(comm: int | None) -> int:
     try:
         failure = find(comm).failure if comm else None
@@ -118,10 +63,6 @@ def ncclGetLastError(comm: int | None) -> int:
     return ctypes.addressof(_buffer.chars)
 
 
-for _text_function in (ncclGetErrorString, ncclGetLastError):
-    _entries[_text_function.__name__] = _text_function
-
-
 # Birth of a communicator
 
 
@@ -130,7 +71,7 @@ def ncclGetUniqueId(unique_id: Any) -> None:
     ctypes.memmove(unique_id, rendezvous.make_unique_id(), ctypes.sizeof(unique_id.contents))
 
 
-def _give_birth(newcomm: Any, comm: Comm, connect: Callable[[], None]) -> None:
+def give_birth(newcomm: Any, comm: Comm, connect: Callable[[], None]) -> None:
     """Hand out the handle at once, as NCCL does inside a group, and take it back if `connect` fails."""
 
     def job() -> None:
@@ -149,30 +90,17 @@ def _give_birth(newcomm: Any, comm: Comm, connect: Callable[[], None]) -> None:
         raise
 
 
-def _check_config(config: Any) -> None:
-    """`config` may be that of an older header, which knows a prefix of the struct."""
-    if not config:
-        return
-    smallest, largest = struct_size(Config, CONFIG_SINCE, (2, 18)), ctypes.sizeof(Config)
-    given = config.contents
-    if given.magic != CONFIG_MAGIC or not smallest <= given.size <= largest:
-        raise invalid_argument(
-            f"config has magic {given.magic:#x} and size {given.size}; expected {CONFIG_MAGIC:#x} and {smallest} to "
-            f"{largest}: initialise it as NCCL_CONFIG_INITIALIZER does"
-        )
-
-
 @entry
 def ncclCommInitRank(newcomm: Any, nranks: int, unique_id: Any, rank: int) -> None:
     birth.check_rank(rank, nranks)
     raw = ctypes.string_at(ctypes.addressof(unique_id), ctypes.sizeof(unique_id))
     comm = Comm(rank, nranks, device=0)
-    _give_birth(newcomm, comm, partial(birth.init_rank, comm, raw))
+    give_birth(newcomm, comm, partial(birth.init_rank, comm, raw))
 
 
 @entry
 def ncclCommInitRankConfig(newcomm: Any, nranks: int, unique_id: Any, rank: int, config: Any) -> None:
-    _check_config(config)
+    check_config(config)
     ncclCommInitRank.__wrapped__(newcomm, nranks, unique_id, rank)  # type: ignore[attr-defined]
 
 
@@ -194,10 +122,10 @@ def ncclCommInitAll(comms: Any, ndev: int, devlist: Any) -> None:
 
 @entry
 def ncclCommSplit(comm: int | None, color: int, key: int, newcomm: Any, config: Any) -> None:
-    _check_config(config)
+    check_config(config)
     split = birth.Split(find(comm), color, key)
     if split.comm is not None:
-        _give_birth(newcomm, split.comm, split.run)
+        give_birth(newcomm, split.comm, split.run)
     else:
         newcomm[0] = None
         group.bring_up([split.run])
@@ -273,7 +201,7 @@ def ncclRedOpDestroy(op: int, comm: int | None) -> None:
 # Communication
 
 
-def _issue(
+def issue(
     name: str, kind: Kind, send: int | None, recv: int | None, count: int, dtype: int,
     comm: int | None, stream: int | None, op: int = 0, peer: int = 0,
 ) -> None:  # fmt: skip
@@ -285,57 +213,57 @@ def _issue(
 
 @entry
 def ncclReduce(send, recv, count, dtype, op, root, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclReduce", algorithms.REDUCE, send, recv, count, dtype, comm, stream, op=op, peer=root)
+    issue("ncclReduce", algorithms.REDUCE, send, recv, count, dtype, comm, stream, op=op, peer=root)
 
 
 @entry
 def ncclBcast(buffer, count, dtype, root, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclBroadcast", algorithms.BROADCAST, buffer, buffer, count, dtype, comm, stream, peer=root)
+    issue("ncclBroadcast", algorithms.BROADCAST, buffer, buffer, count, dtype, comm, stream, peer=root)
 
 
 @entry
 def ncclBroadcast(send, recv, count, dtype, root, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclBroadcast", algorithms.BROADCAST, send, recv, count, dtype, comm, stream, peer=root)
+    issue("ncclBroadcast", algorithms.BROADCAST, send, recv, count, dtype, comm, stream, peer=root)
 
 
 @entry
 def ncclAllReduce(send, recv, count, dtype, op, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclAllReduce", algorithms.ALL_REDUCE, send, recv, count, dtype, comm, stream, op=op)
+    issue("ncclAllReduce", algorithms.ALL_REDUCE, send, recv, count, dtype, comm, stream, op=op)
 
 
 @entry
 def ncclReduceScatter(send, recv, count, dtype, op, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclReduceScatter", algorithms.REDUCE_SCATTER, send, recv, count, dtype, comm, stream, op=op)
+    issue("ncclReduceScatter", algorithms.REDUCE_SCATTER, send, recv, count, dtype, comm, stream, op=op)
 
 
 @entry
 def ncclAllGather(send, recv, count, dtype, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclAllGather", algorithms.ALL_GATHER, send, recv, count, dtype, comm, stream)
+    issue("ncclAllGather", algorithms.ALL_GATHER, send, recv, count, dtype, comm, stream)
 
 
 @entry
 def ncclAlltoAll(send, recv, count, dtype, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclAlltoAll", algorithms.ALL_TO_ALL, send, recv, count, dtype, comm, stream)
+    issue("ncclAlltoAll", algorithms.ALL_TO_ALL, send, recv, count, dtype, comm, stream)
 
 
 @entry
 def ncclGather(send, recv, count, dtype, root, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclGather", algorithms.GATHER, send, recv, count, dtype, comm, stream, peer=root)
+    issue("ncclGather", algorithms.GATHER, send, recv, count, dtype, comm, stream, peer=root)
 
 
 @entry
 def ncclScatter(send, recv, count, dtype, root, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclScatter", algorithms.SCATTER, send, recv, count, dtype, comm, stream, peer=root)
+    issue("ncclScatter", algorithms.SCATTER, send, recv, count, dtype, comm, stream, peer=root)
 
 
 @entry
 def ncclSend(send, count, dtype, peer, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclSend", algorithms.SEND, send, None, count, dtype, comm, stream, peer=peer)
+    issue("ncclSend", algorithms.SEND, send, None, count, dtype, comm, stream, peer=peer)
 
 
 @entry
 def ncclRecv(recv, count, dtype, peer, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclRecv", algorithms.RECV, None, recv, count, dtype, comm, stream, peer=peer)
+    issue("ncclRecv", algorithms.RECV, None, recv, count, dtype, comm, stream, peer=peer)
 
 
 # Groups
