@@ -12,8 +12,13 @@ ncclInProgress: a program written for nonblocking communicators works, and finds
 
 from __future__ import annotations
 
-from . import entry as _entry  # noqa: F401 (registers the C functions)
+from . import elastic as _elastic  # noqa: F401 (these register the C functions)
+from . import entry as _entry  # noqa: F401
 from . import leaving as _leaving  # noqa: F401 (registers what happens at exit)
+from . import onesided as _onesided  # noqa: F401
+from . import registered as _registered  # noqa: F401
+from . import settings as _settings  # noqa: F401
+from . import variants as _variants  # noqa: F401
 from .registry import VERSION, function, take_interrupt
 from .stream import HostEvent, HostStream
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ..abi import ITEMSIZE, RedOp, Result, ScalarResidence, version_code
-from . import algorithms, birth, group, rendezvous
+from . import algorithms, birth, group, rendezvous, structs
 from .comm import Comm, find
 from .failure import REASONS, HostFailure, invalid_argument, last_error
 from .operation import Kind
 from .reduction import PreMulSum
 from .registry import VERSION, entry, plain_entry
+from .stream import HostEvent
 from .stream import find as find_stream
 from .structs import check_config
 
@@ -90,18 +91,45 @@ def give_birth(newcomm: Any, comm: Comm, connect: Callable[[], None]) -> None:
         raise
 
 
+def join(newcomm: Any, nranks: int, raw: bytes, rank: int, config: Any) -> None:
+    """A communicator of all ranks that hold the same unique id."""
+    birth.check_rank(rank, nranks)
+    comm = configured(Comm(rank, nranks, device=0), config)
+    give_birth(newcomm, comm, partial(birth.init_rank, comm, raw))
+
+
+def configured(comm: Comm, config: Any, parent: Comm | None = None) -> Comm:
+    """`comm` with what a checked ncclConfig_t*, else its parent's, says of the numbers of its signals."""
+    if parent is not None:
+        comm.rma_contexts, comm.rma_signals = parent.rma_contexts, parent.rma_signals
+    if config:
+        comm.rma_contexts = structs.field(config.contents, "numRmaCtx", 0) or comm.rma_contexts
+        comm.rma_signals = structs.field(config.contents, "numRmaSig", 0) or comm.rma_signals
+    return comm
+
+
 @entry
 def ncclCommInitRank(newcomm: Any, nranks: int, unique_id: Any, rank: int) -> None:
-    birth.check_rank(rank, nranks)
     raw = ctypes.string_at(ctypes.addressof(unique_id), ctypes.sizeof(unique_id))
-    comm = Comm(rank, nranks, device=0)
-    give_birth(newcomm, comm, partial(birth.init_rank, comm, raw))
+    join(newcomm, nranks, raw, rank, None)
 
 
 @entry
 def ncclCommInitRankConfig(newcomm: Any, nranks: int, unique_id: Any, rank: int, config: Any) -> None:
     check_config(config)
-    ncclCommInitRank.__wrapped__(newcomm, nranks, unique_id, rank)  # type: ignore[attr-defined]
+    raw = ctypes.string_at(ctypes.addressof(unique_id), ctypes.sizeof(unique_id))
+    join(newcomm, nranks, raw, rank, config)
+
+
+@entry
+def ncclCommInitRankScalable(newcomm: Any, nranks: int, rank: int, count: int, ids: Any, config: Any) -> None:
+    """One store serves as many ranks as there are: the first id is taken, which all ranks agree on."""
+    if not 1 <= count <= max(nranks, 1) or not ids:
+        raise invalid_argument(
+            f"ncclCommInitRankScalable: {count} ids at {'an address' if ids else 'NULL'}; expected 1 to {nranks} of "
+            "them, for so many ranks"
+        )
+    ncclCommInitRankConfig.__wrapped__(newcomm, nranks, ids[0], rank, config)  # type: ignore[attr-defined]
 
 
 @entry
@@ -125,6 +153,7 @@ def ncclCommSplit(comm: int | None, color: int, key: int, newcomm: Any, config: 
     check_config(config)
     split = birth.Split(find(comm), color, key)
     if split.comm is not None:
+        configured(split.comm, config, find(comm))
         give_birth(newcomm, split.comm, split.run)
     else:
         newcomm[0] = None
@@ -203,12 +232,16 @@ def ncclRedOpDestroy(op: int, comm: int | None) -> None:
 
 def issue(
     name: str, kind: Kind, send: int | None, recv: int | None, count: int, dtype: int,
-    comm: int | None, stream: int | None, op: int = 0, peer: int = 0,
+    comm: int | None, stream: int | None, op: int = 0, peer: int = 0, started: HostEvent | None = None,
 ) -> None:  # fmt: skip
+    """Check the call and run or queue it; `started` is recorded when it begins."""
     own = find(comm)
     own.check_usable()
     operation = own.operation(name, kind, send or 0, recv or 0, count, dtype, op, peer)
-    group.issue(operation, find_stream(stream))
+    queue = find_stream(stream)
+    if started is not None:
+        group.announce_start(started, queue)
+    group.issue(operation, queue)
 
 
 @entry
@@ -277,3 +310,12 @@ def ncclGroupStart() -> None:
 @entry
 def ncclGroupEnd() -> None:
     group.end()
+
+
+@entry
+def ncclGroupSimulateEnd(info: Any) -> None:
+    if info:
+        structs.check(info.contents)
+    seconds = group.simulate_end()
+    if info:
+        info.contents.estimatedTime = seconds * 1e6  # NCCL's unit is a microsecond
