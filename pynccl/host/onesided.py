@@ -93,7 +93,9 @@ def ncclWaitSignal(count: int, rows: Any, comm: int | None, stream: int | None) 
     own = find(comm)
     own.check_usable()
     if count < 1 or not rows:
-        raise invalid_argument(f"ncclWaitSignal: {count} descriptors at {'an address' if rows else 'NULL'}; expected 1+")
+        raise invalid_argument(
+            f"ncclWaitSignal: {count} descriptors at {'an address' if rows else 'NULL'}; expected 1+"
+        )
     wanted: Counter[tuple[int, int, int]] = Counter()
     for row in (rows[i] for i in range(count)):
         if not 0 <= row.peer < own.size or row.opCnt < 1:

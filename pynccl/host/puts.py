@@ -91,7 +91,9 @@ class Puts:
     def window(self, name: str, number: int | None) -> WindowRecord:
         record = self._windows.get(number or 0)
         if record is None:
-            raise invalid_argument(f"{name}: window is {number or 0:#x}, which this communicator does not have (any more)")
+            raise invalid_argument(
+                f"{name}: window is {number or 0:#x}, which this communicator does not have (any more)"
+            )
         return record
 
     def drop_window(self, name: str, number: int | None) -> None:
