@@ -1,4 +1,4 @@
-"""One-sided operations of the host library: puts, signals, waits, on streams, in groups, and when something is wrong."""
+"""One-sided operations of the host library: puts, signals, waits; on streams, in groups, and when something fails."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ def test_signals_alone_are_counted_by_peer_number_and_context() -> None:
         return out.value or 0
 
     comms = in_threads(2, joined)
-    for signal, context, times in ((1, 2, 3), (0, 2, 1), (1, 0, 1)):
+    for index, context, times in ((1, 2, 3), (0, 2, 1), (1, 0, 1)):
         for _ in range(times):
-            call("ncclSignal", 1, signal, context, 0, comms[0], None)
+            call("ncclSignal", 1, index, context, 0, comms[0], None)
     rows = (abi.WaitSignalDesc * 3)(*(abi.WaitSignalDesc(*row) for row in ((3, 0, 1, 2), (1, 0, 0, 2), (1, 0, 1, 0))))
     call("ncclWaitSignal", 3, rows, comms[1], None)
     for arguments, text in (((2, 0), "sigIdx is 2; expected 0 to 1"), ((0, 3), "ctx is 3; expected 0 to 2")):
@@ -190,7 +190,7 @@ def test_wrong_arguments(change: dict[str, Any], text: str) -> None:
 def test_a_window_that_the_target_closed_is_named(group: Windowed) -> None:
     call("ncclCommWindowDeregister", group.comms[1], group.windows[1])
     group.put(0, torch.ones(1, dtype=torch.int32), 1)
-    with pytest.raises(CallFailed, match="rank 0 puts 4 bytes at offset 0 of window .*, which was deregistered here"):
+    with pytest.raises(CallFailed, match=r"rank 0 puts 4 bytes at offset 0 of window .*, which was deregistered here"):
         group.wait(1, {0: 1})
 
 
@@ -261,7 +261,7 @@ UNFINISHED = """
 def test_a_process_with_a_wait_under_way_exits() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, "-c", textwrap.dedent(UNFINISHED)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
 

@@ -116,7 +116,12 @@ def test_a_simulated_group_takes_the_time_of_the_link_and_runs_nothing(monkeypat
     assert one == pytest.approx(2 * 1000 + 4000)  # microseconds: two steps, and 2(p-1)/p of 4000 bytes
     both = simulated(lambda: [comm.all_reduce(data, torch.empty(1000)) for comm in comms for _ in range(2)])
     assert both == pytest.approx(2 * one)  # each device has a link of its own
-    swap = simulated(lambda: (comms[0].send(data, 1), comms[0].recv(torch.empty(1000), 1)))
+
+    def swapping() -> None:
+        comms[0].send(data, 1)
+        comms[0].recv(torch.empty(1000), 1)
+
+    swap = simulated(swapping)
     assert swap == pytest.approx(1000 + 4000)
     with pynccl.group():  # had rank 0 run anything, the ranks would now be out of step
         results = [comm.all_reduce(data[:10]) for comm in comms]
@@ -204,7 +209,7 @@ def test_wrong_configs(pair: Ranks, change: dict[str, int], text: str) -> None:
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_event_happens_when_the_operation_begins(grouped: bool) -> None:
-    """Rank 0's all_reduce has begun, and waits for rank 1's, when its event has happened; not while work is before it."""
+    """Rank 0's has begun, and waits for rank 1's, when its event has happened; not while other work is before it."""
     comms, before, gate = init_all(2), host.HostEvent(), host.HostEvent()
     streams, data = [host.HostStream() for _ in range(2)], torch.ones(2, 4)
     blocked = host.HostStream()

@@ -20,10 +20,10 @@ from pynccl.config import CollConfig, CommConfig
 from pynccl.errors import NcclInvalidArgument, NcclVersionError
 from pynccl.host.version import posed_version
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+from dump_nccl_abi import VERSIONS
+
 ROOT = Path(__file__).parent.parent
-VERSIONS = (
-    "2.18.3 2.19.3 2.20.5 2.21.5 2.22.3 2.23.4 2.24.3 2.25.1 2.26.5 2.27.7 2.28.9 2.29.7 2.30.7 2.31.2 2.32.3".split()
-)
 
 
 @pytest.fixture(params=VERSIONS)
@@ -185,7 +185,9 @@ def test_a_version_that_cannot_be_posed_as(text: str, monkeypatch: pytest.Monkey
 def test_a_wrong_version_is_said_when_the_library_is_loaded() -> None:
     env = {**os.environ, "PYNCCL_LIBRARY": "host", "PYNCCL_HOST_VERSION": "2.99", "PYTHONPATH": str(ROOT)}
     code = "import pynccl; pynccl.load()"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     assert "NcclVersionError: PYNCCL_HOST_VERSION='2.99': expected" in done.stderr
 

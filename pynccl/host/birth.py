@@ -98,7 +98,7 @@ class Shrink:
         outside = [rank for rank in excluded if not 0 <= rank < parent.size]
         if outside or not excluded or len(set(excluded)) < len(excluded):
             raise invalid_argument(
-                f"ncclCommShrink: excludeRanksList is {list(excluded)}; expected different ranks, 0 to {parent.size - 1}"
+                f"ncclCommShrink: exclude list is {list(excluded)}; expected different ranks, 0 to {parent.size - 1}"
             )
         if parent.rank in excluded:
             raise invalid_usage(f"ncclCommShrink: rank {parent.rank} excludes itself; excluded ranks do not call it")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..abi import UNIQUE_ID_BYTES, DataType, MemStat
-from . import algorithms, birth, group, rendezvous
+from . import algorithms, birth, rendezvous
 from .comm import Comm, find
 from .entry import configured, give_birth, join
 from .failure import invalid_argument, invalid_usage
@@ -79,7 +79,7 @@ def _grow(parent: Comm, ticket: int, grown: Comm, raw: bytes | None) -> None:
 
 @entry
 def ncclCommRevoke(comm: int | None, flags: int) -> None:
-    """The connections are closed, so the peers' operations fail too, with ncclRemoteError unless they revoke as well."""
+    """The connections close, so the peers' operations fail too: with ncclRemoteError unless they revoke as well."""
     own = find(comm)
     if flags:
         raise invalid_argument(f"ncclCommRevoke: revokeFlags is {flags:#x}; expected 0 (NCCL_REVOKE_DEFAULT)")

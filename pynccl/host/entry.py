@@ -25,7 +25,6 @@ from .stream import HostEvent
 from .stream import find as find_stream
 from .structs import check_config
 
-
 # Library
 
 

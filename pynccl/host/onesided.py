@@ -100,7 +100,7 @@ def ncclWaitSignal(count: int, rows: Any, comm: int | None, stream: int | None) 
     for row in (rows[i] for i in range(count)):
         if not 0 <= row.peer < own.size or row.opCnt < 1:
             raise invalid_argument(
-                f"ncclWaitSignal: {row.opCnt} signals of rank {row.peer}; expected 1 or more, of rank 0 to {own.size - 1}"
+                f"ncclWaitSignal: {row.opCnt} signals of rank {row.peer}; expected 1+, of rank 0.. {own.size - 1}"
             )
         _check_signal("ncclWaitSignal", own, row.sigIdx, row.ctx)
         wanted[row.peer, row.sigIdx, row.ctx] += row.opCnt

@@ -1,4 +1,4 @@
-"""What is behind one-sided operations: windows, signal counters, and the threads that carry puts beside everything else.
+"""What is behind one-sided operations: windows, signal counters, and the threads that carry puts beside all else.
 
 A put is copied and queued, and a thread per peer sends it; at the target a thread per peer receives, writes into the
 window and only then counts the signal. So a put never waits for its target, and what a wait has counted is in memory.
