@@ -318,3 +318,17 @@ def test_unknown_flags_and_stats(trio: Ranks) -> None:
         with pytest.raises(CallFailed, match="expected") as refused:
             call(name, trio.comms[0], *arguments)
         assert refused.value.code is Result.INVALID_ARGUMENT
+
+
+def test_a_group_that_launches_nothing_holds_up_nobody(trio: Ranks) -> None:
+    """What it would have made takes no place in the order of the operations."""
+    out, identity = ctypes.c_void_p(), abi.UniqueId()
+    call("ncclGroupStart")
+    call("ncclCommSplit", trio.comms[0], 0, 0, ctypes.byref(out), None)
+    call("ncclCommGrow", trio.comms[0], 4, ctypes.byref(identity), -1, ctypes.byref(out), None)
+    call("ncclCommWindowRegister", trio.comms[0], None, 0, ctypes.byref(out), 0)
+    with pytest.raises(CallFailed):
+        call("ncclBcast", None, 4, FLOAT32, 9, trio.comms[0], None)
+    with pytest.raises(CallFailed, match="nothing was launched"):
+        call("ncclGroupEnd")
+    assert trio.run(lambda rank, comm: total(comm, 1.0)) == [3.0] * 3

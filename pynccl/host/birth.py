@@ -9,7 +9,7 @@ import torch
 
 from ..abi import SPLIT_NOCOLOR, DataType, Result
 from . import algorithms
-from .comm import Comm, seconds
+from .comm import Comm, Turn, seconds
 from .failure import HostFailure, invalid_argument, invalid_usage
 from .operation import Operation
 from .rendezvous import Place, Rendezvous, place_of
@@ -65,7 +65,7 @@ class Split:
         self._parent, self._color, self._key = parent, color, key
         # The new communicator's ranks are known after talking to the others; its handle is needed before, in a group.
         self.comm = None if color == SPLIT_NOCOLOR else Comm(0, 1, parent.device)
-        self._ticket = parent.ticket()
+        self.turn = Turn(parent)
 
     def run(self) -> None:
         """Talk to the parent's other ranks and connect the new communicator."""
@@ -74,7 +74,7 @@ class Split:
         everybody = torch.empty(parent.size, 2, dtype=torch.int64)
         int64 = int(DataType.INT64)
         call = Operation("ncclCommSplit", algorithms.SPLIT, parent, own.data_ptr(), everybody.data_ptr(), 2, int64)
-        parent.run(self._ticket, [call])
+        self.turn.run(call)
         if self.comm is None:
             return
         table = everybody.tolist()

@@ -60,6 +60,22 @@ def seconds(variable: str, default: float) -> float:
     return value
 
 
+class Turn:
+    """A place in the order of a communicator's operations, for a job that a group may keep for its end.
+
+    Taken when the job is launched: a group that launches nothing must not leave a place that everybody waits for.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self._ticket = comm, -1
+
+    def take(self) -> None:
+        self._ticket = self._comm.ticket()
+
+    def run(self, operation: Operation) -> None:
+        self._comm.run(self._ticket, [operation])
+
+
 class Comm:
     """One rank's end of a communicator.
 

@@ -10,7 +10,7 @@ import torch
 
 from ..abi import UNIQUE_ID_BYTES, DataType, MemStat
 from . import algorithms, birth, rendezvous
-from .comm import Comm, find
+from .comm import Comm, Turn, find
 from .entry import configured, give_birth, join
 from .failure import invalid_argument, invalid_usage
 from .operation import Operation
@@ -61,16 +61,17 @@ def ncclCommGrow(comm: int | None, nranks: int, unique_id: Any, rank: int, newco
         )
     grown = configured(Comm(parent.rank, nranks, parent.device), config, parent)
     grown.link = parent.link
-    give_birth(newcomm, grown, partial(_grow, parent, parent.ticket(), grown, raw))
+    turn = Turn(parent)
+    give_birth(newcomm, grown, partial(_grow, parent, turn, grown, raw), turn)
 
 
-def _grow(parent: Comm, ticket: int, grown: Comm, raw: bytes | None) -> None:
+def _grow(parent: Comm, turn: Turn, grown: Comm, raw: bytes | None) -> None:
     """Learn the id from the member that has it, then meet the new ranks."""
     row = UNIQUE_ID_BYTES + 1  # the first byte says whether an id follows
     mine = torch.tensor(list(b"\1" + raw if raw is not None else bytes(row)), dtype=torch.uint8)
     table = torch.empty(parent.size, row, dtype=torch.uint8)
     name, uint8 = "ncclCommGrow", int(DataType.UINT8)
-    parent.run(ticket, [Operation(name, algorithms.GROW, parent, mine.data_ptr(), table.data_ptr(), row, uint8)])
+    turn.run(Operation(name, algorithms.GROW, parent, mine.data_ptr(), table.data_ptr(), row, uint8))
     found = {bytes(line[1:]) for line in table.tolist() if line[0]}
     if len(found) != 1:
         raise invalid_usage(f"{name}: the members pass {len(found)} ids; expected one, from the member that made it")

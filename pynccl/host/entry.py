@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..abi import ITEMSIZE, RedOp, Result, ScalarResidence, version_code
 from . import algorithms, birth, group, rendezvous, structs
-from .comm import Comm, find
+from .comm import Comm, Turn, find
 from .failure import REASONS, HostFailure, invalid_argument, last_error
 from .operation import Kind
 from .reduction import PreMulSum
@@ -71,7 +71,7 @@ def ncclGetUniqueId(unique_id: Any) -> None:
     ctypes.memmove(unique_id, rendezvous.make_unique_id(), ctypes.sizeof(unique_id.contents))
 
 
-def give_birth(newcomm: Any, comm: Comm, connect: Callable[[], None]) -> None:
+def give_birth(newcomm: Any, comm: Comm, connect: Callable[[], None], turn: Turn | None = None) -> None:
     """Hand out the handle at once, as NCCL does inside a group, and take it back if `connect` fails."""
 
     def job() -> None:
@@ -84,7 +84,7 @@ def give_birth(newcomm: Any, comm: Comm, connect: Callable[[], None]) -> None:
 
     newcomm[0] = comm.handle
     try:
-        group.bring_up([job])
+        group.bring_up(job, turn)
     except BaseException:
         newcomm[0] = None
         raise
@@ -153,10 +153,10 @@ def ncclCommSplit(comm: int | None, color: int, key: int, newcomm: Any, config: 
     split = birth.Split(find(comm), color, key)
     if split.comm is not None:
         configured(split.comm, config, find(comm))
-        give_birth(newcomm, split.comm, split.run)
+        give_birth(newcomm, split.comm, split.run, split.turn)
     else:
         newcomm[0] = None
-        group.bring_up([split.run])
+        group.bring_up(split.run, split.turn)
 
 
 # Life and end of a communicator

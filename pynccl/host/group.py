@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from .algorithms import check_messages_to_itself
-from .comm import Comm
+from .comm import Comm, Turn
 from .failure import HostFailure, invalid_usage
 from .operation import Operation
 from .stream import HostEvent, HostStream
@@ -21,6 +21,8 @@ from .stream import HostEvent, HostStream
 Run = tuple[Comm, int, Sequence[Operation]]
 # An operation and the stream it was issued on, None for the caller.
 Issued = tuple[Operation, HostStream | None]
+# A job that makes something, and its place in the order of the communicator that it uses.
+Birth = tuple[Callable[[], None], Turn | None]
 # A job that waits for other ranks without using the communicator, which other operations may use meanwhile.
 Wait = tuple[Comm, Callable[[], None], HostStream | None]
 # An event to record when what is issued next begins, and the stream of that.
@@ -30,7 +32,7 @@ Start = tuple[HostEvent, HostStream | None]
 @dataclass
 class _Group:
     depth: int = 0
-    births: list[Callable[[], None]] = field(default_factory=list)
+    births: list[Birth] = field(default_factory=list)
     operations: list[Issued] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
@@ -53,7 +55,7 @@ def end() -> None:
     group = _close("ncclGroupEnd")
     if group is None:
         return
-    together(group.births)
+    _bring_up(group.births)
     if group.operations:
         _launch(group.operations, group.starts)
     for comm, job, stream in group.waits:  # after all else: what the other ranks wait for may be in this group
@@ -68,7 +70,7 @@ def simulate_end() -> float:
     group = _close("ncclGroupSimulateEnd")
     if group is None:
         return 0.0
-    together(group.births)
+    _bring_up(group.births)
     by_comm = _by_comm(group.operations)
     busy: dict[int, float] = {}  # by link: communicators of one device queue on it together
     for comm, own in by_comm.items():
@@ -145,13 +147,22 @@ def _wait(comm: Comm, job: Callable[[], None], stream: HostStream | None) -> Non
         stream.submit(expected)
 
 
-def bring_up(births: Sequence[Callable[[], None]]) -> None:
-    """Run the jobs that create communicators together; inside a group, at its end."""
+def bring_up(birth: Callable[[], None], turn: Turn | None) -> None:
+    """Run a job that talks to other ranks to make something; inside a group at its end, with the others of its kind.
+
+    turn  what it needs of the communicator over which it talks"""
     group = _thread.group
     if group.depth:
-        group.births.extend(births)
+        group.births.append((birth, turn))
     else:
-        together(births)
+        _bring_up([(birth, turn)])
+
+
+def _bring_up(births: Sequence[Birth]) -> None:
+    for _, turn in births:
+        if turn is not None:
+            turn.take()
+    together([birth for birth, _ in births])
 
 
 def together(jobs: Sequence[Callable[[], None]]) -> None:

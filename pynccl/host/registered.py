@@ -10,7 +10,7 @@ import torch
 
 from ..abi import WINDOW_ALIGNMENT, DataType
 from . import algorithms, group
-from .comm import Comm, find
+from .comm import Comm, Turn, find
 from .failure import HostFailure, invalid_argument, invalid_usage
 from .operation import Operation
 from .registry import entry
@@ -79,27 +79,27 @@ def ncclCommWindowRegister(comm: int | None, buffer: int | None, size: int, wind
     own.check_usable()
     window[0] = None
     number = own.puts.add_window(buffer or 0, size)
-    ticket = own.ticket()
+    turn = Turn(own)
 
     def job() -> None:
         try:
-            _agree(own, ticket, number, buffer or 0, size, flags)
+            _agree(own, turn, number, buffer or 0, size, flags)
         except BaseException:
             own.puts.drop_window("ncclCommWindowRegister", number)
             window[0] = None
             raise
 
     window[0] = number
-    group.bring_up([job])
+    group.bring_up(job, turn)
 
 
-def _agree(own: Comm, ticket: int, number: int, address: int, size: int, flags: int) -> None:
+def _agree(own: Comm, turn: Turn, number: int, address: int, size: int, flags: int) -> None:
     """Tell the other ranks, hear from them, and raise the same error everywhere."""
     placed = size if address and size and address % WINDOW_ALIGNMENT == 0 else _MISPLACED
     mine = torch.tensor([number, placed, flags], dtype=torch.int64)
     table = torch.empty(own.size, 3, dtype=torch.int64)
     name, int64 = "ncclCommWindowRegister", int(DataType.INT64)
-    own.run(ticket, [Operation(name, algorithms.WINDOW, own, mine.data_ptr(), table.data_ptr(), 3, int64)])
+    turn.run(Operation(name, algorithms.WINDOW, own, mine.data_ptr(), table.data_ptr(), 3, int64))
     numbers, sizes, all_flags = table.T.tolist()
     for rank, (placed, given) in enumerate(zip(sizes, all_flags, strict=True)):
         if placed == _MISPLACED:
