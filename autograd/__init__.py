@@ -6,33 +6,70 @@ if __name__ == "autograd":
         "(the folder's own name would shadow the PyPI package autograd)"
     )
 
-from . import testing
+from . import operators, testing
+from .anchor import anchor
+from .asynchronous import Handle, start
+from .collective import Collective, key_of
+from .exchanges import AllToAll, HaloExchange, HaloReduce, Permute
+from .extremes import Extremum, Product
 from .functions import (
-    AllGather,
-    AllReduce,
-    Copy,
-    ReduceScatter,
-    Split,
+    PreMul,
     all_gather,
     all_reduce,
+    all_to_all,
+    broadcast,
     copy,
+    gather,
+    halo_exchange,
+    permute,
+    reduce,
     reduce_scatter,
+    scatter,
+    send_recv,
     split,
 )
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
+from .sums import AllGather, AllReduce, Copy, ReduceScatter, Split
 
 __all__ = [
     "AllGather",
     "AllReduce",
+    "AllToAll",
+    "AtRoot",
+    "Broadcast",
+    "Collective",
     "ColumnParallelLinear",
     "Copy",
+    "Extremum",
+    "Gather",
+    "HaloExchange",
+    "HaloReduce",
+    "Handle",
+    "Permute",
+    "PreMul",
+    "Product",
+    "Reduce",
     "ReduceScatter",
     "RowParallelLinear",
+    "Scatter",
     "Split",
     "all_gather",
     "all_reduce",
+    "all_to_all",
+    "anchor",
+    "broadcast",
     "copy",
+    "gather",
+    "halo_exchange",
+    "key_of",
+    "operators",
+    "permute",
+    "reduce",
     "reduce_scatter",
+    "scatter",
+    "send_recv",
     "split",
+    "start",
     "testing",
 ]

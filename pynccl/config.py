@@ -2,22 +2,21 @@
 
 A struct carries its own size and version, and a library rejects or ignores what it does not know. So it is stamped with
 what the loaded library was compiled with, and a field that is set but unknown to it is an error, never dropped.
+
+Named tuples, because `dataclasses` is an eighth of what the import of this package would take.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import abi
 from .errors import NcclVersionError
 from .library import Library
 
 
-@dataclass(frozen=True)
-class CommConfig:
+class CommConfig(NamedTuple):
     """Configuration of one communicator: ncclConfig_t. None leaves a field to NCCL.
 
     The names are NCCL's in Python spelling; units and defaults are those of its documentation ("ncclConfig_t").
@@ -54,8 +53,7 @@ class CommConfig:
         return struct
 
 
-@dataclass(frozen=True)
-class CollConfig:
+class CollConfig(NamedTuple):
     """Configuration of one collective call: ncclCollConfig_t (NCCL >= 2.31). None leaves a field to NCCL.
 
     launch_completion_event  a CUDA event (its handle, or an object with .handle), recorded when the kernel is resident
@@ -96,15 +94,14 @@ def _stamp(struct_type: type[Any], since: dict[str, abi.Version], library: Libra
 
 def _fill(struct: Any, config: Any, since: dict[str, abi.Version], library: Library) -> None:
     names = {_plain(name): name for name in since}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+    for field, value in zip(config._fields, config, strict=True):
         if value is None:
             continue
-        name = names[_plain(field.name)]
+        name = names[_plain(field)]
         if library.version < since[name]:
             needed, loaded = (".".join(map(str, v)) for v in (since[name], library.version))
             raise NcclVersionError(
-                f"{type(config).__name__}.{field.name} needs NCCL >= {needed}; loaded {loaded} from {library.path}; "
+                f"{type(config).__name__}.{field} needs NCCL >= {needed}; loaded {loaded} from {library.path}; "
                 "leave it None"
             )
         setattr(struct, name, _c_value(value))

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .abi import HEADER_VERSION, SIM_INFO_MAGIC, DataType, RedOp, Result, SimInfo, version_code
@@ -47,8 +48,11 @@ class Call(NamedTuple):
 
 def call_text(operation: str, inputs: tuple[int, ...]) -> str:
     """ "reduce(count=4, FLOAT32, SUM, root=0)": what the ranks must agree on, for messages."""
-    if operation in ("signal", "wait_signal"):
-        return f"{operation}{inputs}"
+    if operation == "signal":
+        return "signal(peer={}, signal={}, context={})".format(*inputs)
+    if operation == "wait_signal":
+        rows: Any = inputs[1]
+        return f"wait_signal({', '.join(f'{row.opCnt} of rank {row.peer}' for row in rows)})"
     buffers = 1 if operation in POINT_TO_POINT else 2
     count, dtype, *rest = inputs[buffers:]
     words = [f"count={count}", DataType(dtype).name]
@@ -158,5 +162,6 @@ def simulate() -> Iterator[Simulation]:
         return
     library = calls[0].comm.library
     info = SimInfo(ctypes.sizeof(SimInfo), SIM_INFO_MAGIC, version_code(min(library.version, HEADER_VERSION)), -1.0)
-    launch(calls, lambda: library.ncclGroupSimulateEnd(ctypes.byref(info)))
+    # Bound now: what an old library lacks has to be found out before its group is opened.
+    launch(calls, partial(library.ncclGroupSimulateEnd, ctypes.byref(info)))
     found.estimated_time = info.estimatedTime

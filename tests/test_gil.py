@@ -43,6 +43,10 @@ const char *ncclGetLastError(void *comm) { return ""; }
 int ncclCommCount(void *comm, int *out) { *out = 1; return 0; }
 int ncclCommCuDevice(void *comm, int *out) { *out = 0; return 0; }
 int ncclCommUserRank(void *comm, int *out) { *out = 0; return 0; }
+int ncclCommGetAsyncError(void *comm, int *out) { *out = 0; return 0; }
+int ncclCommFinalize(void *comm) { return 0; }
+int ncclCommDestroy(void *comm) { return 0; }
+int ncclCommAbort(void *comm) { return 0; }
 """
 
 
@@ -85,10 +89,12 @@ def answering() -> Iterator[Answering]:
 
 
 @pytest.fixture
-def comm(answering: Answering) -> Communicator:
+def comm(answering: Answering) -> Iterator[Communicator]:
     library = pynccl.load(compiled())
     library.is_host = True  # CPU tensors, no driver
-    return Communicator(1, library)
+    comm = Communicator(1, library)
+    yield comm
+    comm.destroy()
 
 
 def in_group(comm: Communicator, t: torch.Tensor) -> Callable[[], Any]:

@@ -1,0 +1,88 @@
+"""PYNCCL_CHECK=1 in the backward pass: do all ranks run the adjoint of the same call, and are cotangents equal?
+
+The engine decides the order of a backward pass, so ranks whose forward passes agree may still disagree there: one has
+an output unused, or a branch of its own. Each forward call on a communicator gets a number, the same on all ranks since
+forward calls are compared too (pynccl/check.py); before an adjoint, the ranks exchange number, operation and line.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pynccl import Communicator, NcclInvalidUsage
+from pynccl.check import exchange
+
+_OWN = ("pynccl", "pynccl_autograd", "torch", "contextlib", "functools")
+# Largest difference of "replicated" cotangents, beside the largest of them: rounding in another order on each rank.
+_SLACK = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Site(NamedTuple):
+    """A forward call."""
+
+    number: int  # of the forward calls on its communicator
+    operation: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.operation}, forward call no. {self.number}, of {self.line}"
+
+
+_calls: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
+
+def sign(comm: Communicator, operation: str) -> Site:
+    """Number this forward call."""
+    number = _calls[comm] = _calls.get(comm, 0) + 1
+    frame = sys._getframe(1)
+    while frame.f_back and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OWN:
+        frame = frame.f_back
+    return Site(number, operation, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+
+def compare(comm: Communicator, site: Site, replicated: Tensor | None) -> None:
+    """Raise NcclInvalidUsage on every rank unless all are at the adjoint of the same call.
+
+    replicated: the cotangent that has to be equal on all ranks, None under the other convention."""
+    if site.operation not in ("permute", "halo_exchange", "halo_reduce"):  # sends and receives: not all ranks need join
+        rows = exchange({comm: f"backward of {site.operation}, forward call no. {site.number}\0{site.line}"})[comm]
+        own = rows[comm.rank].partition("\0")
+        for rank, row in enumerate(rows):
+            other = row.partition("\0")
+            if other[0] != own[0]:
+                raise NcclInvalidUsage(
+                    f"the ranks of this communicator disagree in the backward pass (PYNCCL_CHECK=1):\n"
+                    f"  rank {comm.rank}: {own[0]}, made at {own[2]}\n"
+                    f"  rank {rank}: {other[0]}, made at {other[2]}\n"
+                    "  every rank must enter the backward of every call, in the same order; where an output is unused on "
+                    "some rank, pass it to ad.anchor(loss, *outputs)"
+                )
+    if replicated is not None and replicated.numel():
+        _compare_cotangents(comm, site, replicated.detach())
+
+
+def _compare_cotangents(comm: Communicator, site: Site, g: Tensor) -> None:
+    wire = (torch.view_as_real(g.resolve_conj()) if g.is_complex() else g).to(torch.float64).contiguous()
+    finite = wire.nan_to_num()
+    highest, lowest = (comm.all_reduce(finite, torch.empty_like(finite), op) for op in ("max", "min"))
+    scale = torch.maximum(highest.abs(), lowest.abs()).max()
+    spread = highest - lowest
+    real = g.dtype.to_real() if g.is_complex() else g.dtype
+    if bool((spread <= _SLACK.get(real, 5e-2) * scale).all()):
+        return
+    at = int(spread.argmax())
+    values = [float(v) for v in comm.all_gather(wire.flatten()[at : at + 1], wire.new_empty(comm.size))]
+    first = values[0]
+    other = max(range(comm.size), key=lambda rank: abs(values[rank] - first))
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), wire.shape))
+    raise NcclInvalidUsage(
+        f'{site}: grad="replicated", but the cotangents differ between ranks (PYNCCL_CHECK=1): at index {index} '
+        f"rank 0 has {first:.9g}, rank {other} has {values[other]:.9g}\n"
+        "  every rank must compute the same loss from this output; if the loss is the sum of the ranks' losses, pass "
+        'grad="sum"'
+    )

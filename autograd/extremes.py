@@ -1,0 +1,122 @@
+"""all_reduce with max, min and prod: the reductions that are not linear, with derivatives of any order.
+
+What they need of the forward pass (who attains the extremum, the product of the others) is computed when a derivative
+is asked for, by collectives that are differentiable themselves. Notation: see functions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pynccl import Communicator
+
+from . import backward_check, raw
+from .collective import Collective, run
+from .raw import Exchange
+from .sums import AllGather, AllReduce, Copy, Dtype
+
+# run(comm, function, x, *params): `collective.run`, or in a custom operator's backward the call of another operator.
+Run = Callable[..., Tensor]
+
+
+class Elementwise(Collective):
+    """A reduction whose derivative is multiplication by a factor that depends on x and y."""
+
+    @staticmethod
+    def factor(run: Run, comm: Communicator, x: Tensor, y: Tensor, *params: Any) -> Tensor:
+        """dy / dx_r."""
+        raise NotImplementedError
+
+    @classmethod
+    def cotangent(cls, run: Run, comm: Communicator, g: Tensor, x: Tensor, y: Tensor, *params: Any) -> Tensor:
+        """dx = G * conj(factor), with G = all_reduce(g) under "sum", g under "replicated"."""
+        *_, grad, reduce_dtype = params
+        if grad == "sum":
+            total = run(comm, AllReduce, g, "sum", "sum", reduce_dtype)
+        else:
+            total = run(comm, Copy, g, reduce_dtype)
+        return total * cls.factor(run, comm, x, y, *params).conj().resolve_conj()
+
+    @classmethod
+    def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        super().setup_context(ctx, inputs, output)
+        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
+
+    @classmethod
+    def backward(cls, ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        (g,) = cotangents
+        nothing = (None,) * (1 + len(ctx.params))
+        if g is None:
+            return None, *nothing
+        if ctx.site is not None:
+            backward_check.compare(ctx.comm, ctx.site, g if cls.is_replicated(ctx.params) else None)
+        return cls.cotangent(run, ctx.comm, g, *ctx.saved_tensors, *ctx.params), *nothing
+
+    @classmethod
+    def jvp(cls, ctx: Any, *tangents: Tensor | None) -> Tensor | None:
+        tangent = tangents[0]
+        if tangent is None:
+            return None
+        *_, grad, reduce_dtype = ctx.params
+        change = tangent * cls.factor(run, ctx.comm, *ctx.saved_tensors, *ctx.params)
+        return run(ctx.comm, AllReduce, change, "sum", grad, reduce_dtype)
+
+
+class Extremum(Elementwise):
+    """Largest or smallest over ranks, on every rank; the cotangent is shared among the ranks that attain it.
+
+    forward    x [..] -> y [..]     y_r = max_q x_q (min_q x_q)
+    backward   g [..] -> [..]       G * [x_r == y] / ties           "sum": G = all_reduce(g)    "replicated": G = g
+    """
+
+    name = "extremum"
+    schema = "str op, str grad, ScalarType? reduce_dtype"
+    grad_at = 1
+
+    @staticmethod
+    def exchange(x: Tensor, comm: Communicator, op: str, grad: str, reduce_dtype: Dtype) -> Exchange:
+        return raw.all_reduce(x, comm, op, reduce_dtype)
+
+    @staticmethod
+    def factor(run: Run, comm: Communicator, x: Tensor, y: Tensor, *params: Any) -> Tensor:
+        *_, reduce_dtype = params
+        with torch.no_grad():  # piecewise constant
+            own, best = (x, y) if reduce_dtype is None else (x.to(reduce_dtype).to(x.dtype), y)
+            attained = ((own == best) | (own.isnan() & best.isnan())).to(torch.float32)
+            ties = run(comm, AllReduce, attained, "sum", "sum", None)
+            return (attained / ties.clamp(min=1)).to(x.dtype)
+
+
+class Product(Elementwise):
+    """Product over ranks, on every rank. Exact with zeros, since nothing is divided: its derivatives gather all factors.
+
+    forward    x [..] -> y [..]     y_r = prod_q x_q
+    backward   g [..] -> [..]       G * conj(product of the others)     "sum": G = all_reduce(g)    "replicated": G = g
+
+    The derivatives hold N tensors like x; a complex product does in the forward pass too, as NCCL has none.
+    """
+
+    name = "product"
+    schema = "str grad, ScalarType? reduce_dtype"
+    grad_at = 0
+
+    @staticmethod
+    def exchange(x: Tensor, comm: Communicator, grad: str, reduce_dtype: Dtype) -> Exchange:
+        if not x.is_complex():
+            return raw.all_reduce(x, comm, "prod", reduce_dtype)
+        issue, finish = raw.all_gather(x.unsqueeze(0), comm, 0, None)
+        return Exchange(issue, lambda: finish().prod(0))
+
+    @staticmethod
+    def factor(run: Run, comm: Communicator, x: Tensor, y: Tensor, *params: Any) -> Tensor:
+        *_, reduce_dtype = params
+        factors = run(comm, AllGather, x.unsqueeze(0), 0, "sum", None, reduce_dtype)
+        if reduce_dtype is not None and not x.is_complex():
+            factors = factors.to(reduce_dtype)
+        before, own, after = factors.split([comm.rank, 1, comm.size - 1 - comm.rank])
+        return torch.cat([before, torch.ones_like(own), after]).prod(0).to(x.dtype)

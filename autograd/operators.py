@@ -1,0 +1,84 @@
+"""The collectives as custom operators, torch.ops.pynccl.*, for what traces: torch.compile, fake tensors, export.
+
+Each is made from a `Collective`: the kernel and the shapes from its exchange, the backward from its adjoint, the vmap
+rule from its batched parameters. A communicator is named by the string `key_of(comm)`. Forward mode is not for
+operators: torch raises. Under torch.compile no nodes are added (see functions.py), so requires_grad must be the same on
+all ranks; and a collective whose result is not used is dropped from the graph, on all ranks alike if they run the same
+program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pynccl import Communicator
+
+from .collective import Collective, communicator, key_of
+from .exchanges import AllToAll, HaloExchange, HaloReduce, Permute
+from .extremes import Extremum, Product, Elementwise
+from .rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
+from .sums import AllGather, AllReduce, Copy, ReduceScatter, Split
+
+FUNCTIONS: tuple[type[Collective], ...] = (
+    AllReduce,
+    Copy,
+    ReduceScatter,
+    AllGather,
+    Split,
+    Broadcast,
+    AtRoot,
+    Reduce,
+    Scatter,
+    Gather,
+    AllToAll,
+    Permute,
+    HaloExchange,
+    HaloReduce,
+    Extremum,
+    Product,
+)
+
+
+def run_operator(comm: Communicator, function: type[Collective], x: Tensor, *params: Any) -> Tensor:
+    """`collective.run`, by operators only: backward passes of operators may be traced too."""
+    return function.operator(x, key_of(comm), *params)
+
+
+def _register(function: type[Collective]) -> None:
+    def kernel(x: Tensor, comm: str, *params: Any) -> Tensor:
+        issue, finish = function.exchange(x, communicator(comm), *params)
+        issue(None)
+        return finish()
+
+    def fake(x: Tensor, comm: str, *params: Any) -> Tensor:
+        return function.exchange(x, communicator(comm), *params).finish()
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, key, *ctx.params = inputs
+        ctx.comm, ctx.shape = communicator(key), x.shape
+        if issubclass(function, Elementwise):
+            ctx.save_for_backward(x, output)
+
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if issubclass(function, Elementwise):
+            dx = function.cotangent(run_operator, ctx.comm, g, *ctx.saved_tensors, *ctx.params)
+        else:
+            adjoint, of, params = function.adjoint(g, ctx.comm, ctx.shape, *ctx.params)
+            dx = run_operator(ctx.comm, adjoint, of, *params)
+        return dx, None, *(None,) * len(ctx.params)
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, comm: str, *params: Any) -> tuple[Tensor, int]:
+        return function.operator(x.movedim(in_dims[0], 0), comm, *function.batched(*params)), 0
+
+    schema = f"(Tensor x, str comm, {function.schema}) -> Tensor"
+    made = torch.library.custom_op(f"pynccl::{function.name}", kernel, mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    made.register_autograd(backward, setup_context=setup_context)
+    made.register_vmap(vmap)
+
+
+for _function in FUNCTIONS:
+    _register(_function)

@@ -1,0 +1,173 @@
+"""NCCL's own memory on a GPU: views, registration, windows, torch's pool, one-sided writes; configuration; plans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pynccl
+from pynccl import CollConfig, CommConfig, Communicator
+
+COUNT = 1 << 16
+
+
+def needs(comm: Communicator, function: str) -> None:
+    """Skip where the loaded NCCL is older than `function`."""
+    if not comm.library.supports(function):
+        pytest.skip(f"{comm.library} has no {function}")
+
+
+def total(comm: Communicator) -> float:
+    return comm.size * (comm.size + 1) / 2
+
+
+def test_torch_views_memory_of_nccl_without_a_copy(comm: Communicator) -> None:
+    needs(comm, "ncclMemAlloc")
+    with pynccl.mem_alloc((4, COUNT), "float32", device=comm.device_index, library=comm.library) as memory:
+        x = torch.from_dlpack(memory)
+        assert (x.data_ptr(), tuple(x.shape), x.dtype) == (memory.pointer, (4, COUNT), torch.float32)
+        y = torch.as_tensor(memory, device=comm.device)
+        assert y.data_ptr() == memory.pointer
+        x.fill_(comm.rank + 1)
+        comm.all_reduce(x, x)
+        assert y.unique().tolist() == [total(comm)]
+        torch.cuda.synchronize()
+        del x, y
+
+
+def test_a_registered_buffer_is_reduced_in_place(comm: Communicator) -> None:
+    needs(comm, "ncclCommRegister")
+    with pynccl.mem_alloc(COUNT, "float32", device=comm.device_index, library=comm.library) as memory:
+        x = torch.from_dlpack(memory).fill_(comm.rank + 1)
+        with comm.register(memory) as registration:
+            assert registration.nbytes == 4 * COUNT
+            comm.all_reduce(x, x)
+            torch.cuda.synchronize()
+        assert x.unique().tolist() == [total(comm)]
+        del x
+
+
+def test_a_window_serves_symmetric_collectives(comm: Communicator) -> None:
+    needs(comm, "ncclCommWindowRegister")
+    with pynccl.mem_alloc(COUNT, "float32", device=comm.device_index, library=comm.library) as memory:
+        x = torch.from_dlpack(memory).fill_(comm.rank + 1)
+        try:
+            window = comm.window(memory)
+        except ValueError as declined:  # ranks that share a GPU, or GPUs that cannot reach each other
+            pytest.skip(str(declined))
+        with window:
+            comm.all_reduce(x, x)
+            torch.cuda.synchronize()
+        assert x.unique().tolist() == [total(comm)]
+        del x
+
+
+def test_a_put_arrives_in_the_window_of_the_peer_before_its_signal(comm: Communicator) -> None:
+    needs(comm, "ncclPutSignal")
+    if comm.size < 2:
+        pytest.skip("needs two ranks")
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    stream = pynccl.create_stream(comm.device, library=comm.library)
+    with pynccl.mem_alloc(COUNT, "float32", device=comm.device_index, library=comm.library) as memory:
+        x = torch.from_dlpack(memory).fill_(-1)
+        source = torch.full((COUNT,), float(comm.rank), device=comm.device)
+        torch.cuda.synchronize()
+        try:
+            window = comm.window(memory)
+        except ValueError as declined:
+            pytest.skip(str(declined))
+        with window:
+            comm.barrier()
+            comm.put_signal(source, right, window, stream=stream)
+            comm.wait_signal(left, stream=stream)
+            stream.synchronize()
+            assert x.unique().tolist() == [float(left)]
+            comm.barrier()
+        del x
+
+
+def test_tensors_of_the_pool_lie_in_memory_of_nccl(comm: Communicator) -> None:
+    needs(comm, "ncclMemAlloc")
+    pool = pynccl.mem_pool(comm.library)
+    with torch.cuda.use_mem_pool(pool):
+        x = torch.full((COUNT,), float(comm.rank + 1), device=comm.device)
+    with comm.register(x):
+        comm.all_reduce(x, x)
+        torch.cuda.synchronize()
+    assert x.unique().tolist() == [total(comm)]
+    del x
+
+
+def test_a_pool_that_nccl_cannot_serve_is_out_of_memory_and_not_a_crash(comm: Communicator) -> None:
+    needs(comm, "ncclMemAlloc")
+    pool = pynccl.mem_pool(comm.library)
+    with torch.cuda.use_mem_pool(pool), pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 45, dtype=torch.uint8, device=comm.device)
+    assert float(comm.all_reduce(torch.ones(1, device=comm.device))) == comm.size
+
+
+def test_a_configured_communicator_and_a_configured_call_work(comm: Communicator) -> None:
+    child = comm.split(0, comm.rank, CommConfig(max_ctas=4, min_ctas=1))
+    assert child is not None
+    x = torch.full((COUNT,), float(comm.rank + 1), device=comm.device)
+    child.all_reduce(x, x)
+    assert x.unique().tolist() == [total(comm)]
+    if comm.library.supports("ncclAllReduceConfig"):
+        y = torch.full((COUNT,), float(comm.rank + 1), device=comm.device)
+        child.all_reduce(y, y, config=CollConfig(max_ctas=2))
+        assert y.unique().tolist() == [total(comm)]
+    child.destroy()
+
+
+def test_a_nonblocking_communicator_settles_by_itself(comm: Communicator) -> None:
+    child = comm.split(0, comm.rank, CommConfig(blocking=False))
+    assert child is not None
+    x = torch.full((COUNT,), float(comm.rank + 1), device=comm.device)
+    child.all_reduce(x, x)
+    with pynccl.group():
+        child.send(x, (comm.rank + 1) % comm.size)
+        child.recv(x.clone(), (comm.rank - 1) % comm.size)
+    torch.cuda.synchronize()
+    assert x.unique().tolist() == [total(comm)]
+    child.destroy()
+
+
+def test_a_plan_is_launched_on_any_stream_and_captured_in_a_graph(comm: Communicator) -> None:
+    x = torch.full((COUNT,), float(comm.rank + 1), device=comm.device)
+    y = torch.zeros_like(x)
+    plan = comm.plan.all_reduce(x, y)
+    plan()
+    torch.cuda.synchronize()
+    assert y.unique().tolist() == [total(comm)]
+    side = torch.cuda.Stream()
+    y.zero_()
+    torch.cuda.synchronize()
+    plan(side)
+    side.synchronize()
+    assert y.unique().tolist() == [total(comm)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan(torch.cuda.current_stream())
+    y.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert y.unique().tolist() == [total(comm)]
+    graph.reset()
+
+
+def test_nccl_reports_its_memory_and_parameters(comm: Communicator) -> None:
+    needs(comm, "ncclCommMemStats")
+    stats = comm.mem_stats()
+    assert stats["total"] >= stats["persist"] > 0 and stats["suspended"] == 0
+    if comm.library.supports("ncclParamGetAllParameterKeys"):
+        assert pynccl.params(comm.library)
+
+
+def test_a_group_can_be_simulated(comm: Communicator) -> None:
+    needs(comm, "ncclGroupSimulateEnd")
+    x = torch.ones(COUNT, device=comm.device)
+    with pynccl.simulate() as estimate:
+        comm.all_reduce(x, x)
+    assert estimate.estimated_time >= 0
+    torch.cuda.synchronize()
+    assert x.unique().tolist() == [1.0]
