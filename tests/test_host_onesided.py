@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from ranks import Place, RankPool
 import pynccl
 from pynccl import abi, host
 from pynccl.abi import DataType, Result
+from pynccl.host.comm import find
 
 ROOT = Path(__file__).parent.parent
 INT32 = DataType.INT32
@@ -284,6 +287,24 @@ def test_from_python() -> None:
         comm.destroy()
     for memory in memories:
         memory.free()
+
+
+def test_ctrl_c_inside_a_c_function() -> None:
+    """Raised once, by the call that it interrupted, after C has returned; nothing is left for the next call."""
+    comms = pynccl.Communicator.init_all(2)
+
+    def interrupt() -> None:
+        while not find(comms[0].handle).puts.busy:
+            time.sleep(0.001)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        comms[0].wait_signal(1, stream=0)
+    with pytest.raises(pynccl.NcclInvalidArgument):
+        comms[0].library.check(comms[0].library.ncclMemFree(1), "ncclMemFree")
+    for comm in comms:
+        comm.abort()
 
 
 def test_ranks_that_join_by_id_have_windows_too() -> None:

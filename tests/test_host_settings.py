@@ -238,3 +238,11 @@ def test_the_event_happens_when_the_operation_begins(grouped: bool) -> None:
     assert data.tolist() == [[2.0] * 4] * 2
     for comm in comms:
         call("ncclCommDestroy", comm)
+
+
+def test_a_nonblocking_communicator_has_nothing_to_wait_for() -> None:
+    config = pynccl.CommConfig(blocking=False)
+    comm = pynccl.Communicator.init(1, pynccl.get_unique_id(), 0, config=config)
+    assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert comm.async_error() is Result.SUCCESS
+    comm.destroy()

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..abi import Result
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage
 from .memory import view
-from .transport import PUT_DATA_TAG, PUT_TAG
+from .transport import PUT_DATA_TAG, PUT_TAG, Transport
 
 if TYPE_CHECKING:
     from .comm import Comm
@@ -120,8 +120,8 @@ class Puts:
         item = torch.frombuffer(bytearray(head), dtype=torch.uint8), data.clone() if put.nbytes else None
         self._outgoing[put.peer].put(item)
 
-    def _send(self, peer: int) -> None:
-        transport, outgoing = self._comm.transport, self._outgoing[peer]
+    def _send(self, peer: int, transport: Transport) -> None:
+        outgoing = self._outgoing[peer]
         with contextlib.suppress(ReferenceError):  # the communicator is gone
             while not (self._closed and outgoing.empty()):
                 with contextlib.suppress(queue.Empty):
@@ -147,10 +147,9 @@ class Puts:
             for peer in fresh:
                 self._start(self._receive, peer)
 
-    def _receive(self, peer: int) -> None:
+    def _receive(self, peer: int, transport: Transport) -> None:
         head = torch.zeros(_HEAD.size, dtype=torch.uint8)
         with contextlib.suppress(ReferenceError):
-            transport = self._comm.transport
             try:
                 while not self._closed:
                     transport.carry(transport.recv, peer, head, PUT_TAG)
@@ -268,10 +267,11 @@ class Puts:
             self._windows.clear()
             self._change.notify_all()
 
-    def _start(self, work: Callable[[int], None], peer: int) -> None:
-        thread = threading.Thread(target=work, args=(peer,), name=f"pynccl-host-put-{peer}", daemon=True)
+    def _start(self, work: Callable[[int, Transport], None], peer: int) -> None:
+        transport = self._comm.transport
+        thread = threading.Thread(target=work, args=(peer, transport), name=f"pynccl-host-put-{peer}", daemon=True)
         _threads.add(thread)
-        self._comm.transport.helpers.append(thread)
+        transport.helpers.append(thread)
         thread.start()
 
 
