@@ -115,11 +115,8 @@ class Shrink:
         if comm.size == 1 or parent.place is None:
             comm.born = True
             return
-        place, timeout = (
-            parent.place.below(f"shrink/{self._name}/{parent.derived[self._name]}"),
-            seconds(INIT_TIMEOUT_VARIABLE, 600.0),
-        )
-        meet_and_connect(comm, place, timeout, "ncclCommShrink")
+        place = parent.place.below(f"shrink/{self._name}/{parent.derived[self._name]}")
+        meet_and_connect(comm, place, seconds(INIT_TIMEOUT_VARIABLE, 600.0), "ncclCommShrink")
 
 
 def meet_and_connect(comm: Comm, place: Place, timeout: float, name: str) -> None:
