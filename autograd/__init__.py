@@ -6,7 +6,7 @@ if __name__ == "autograd":
         "(the folder's own name would shadow the PyPI package autograd)"
     )
 
-from . import operators, testing
+from . import nn, operators, testing
 from .anchor import anchor
 from .asynchronous import Handle, start
 from .collective import Collective, key_of
@@ -63,6 +63,7 @@ __all__ = [
     "gather",
     "halo_exchange",
     "key_of",
+    "nn",
     "operators",
     "permute",
     "reduce",
