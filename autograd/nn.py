@@ -2,14 +2,14 @@
 
 A module for each function of functions.py, with its arguments and its errors, of the communicator it was made with. As
 TransformerEngine's operations of the same names: ReduceScatter sums over ranks and keeps slice `rank` of dimension 0,
-its backward pass is an all-gather; AllReduce(comm, grad="replicated") passes gradients through unchanged; where there is
-one rank, AllReduce, ReduceScatter, AllGather, Copy and Split return their input, not a copy of it as the functions do.
+its backward pass is an all-gather; AllReduce(comm, grad="replicated") passes gradients through unchanged; on one rank
+AllReduce, ReduceScatter, AllGather, Copy and Split return their input, not a copy of it as some functions do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -198,9 +198,9 @@ class Sequential(torch.nn.Sequential):
     AllGather(comm, grad="sum"), nn.Linear                     all_gather_matmul
 
     Each along dimension 0, with op="sum", no splits= and no reduce_dtype=. A pair is run one by one where a hook is on
-    either module, so that hooks fire as ever; where a module has another forward (a subclass, a parametrization, its own
-    torch.compile); on one rank; and where x has fewer than 2 dimensions. A bias before a sum over ranks counts once per
-    rank: leave it to a module behind, or to RowParallelLinear.
+    either module, so that hooks fire as ever; where a module has another forward (a subclass, a parametrization, a
+    torch.compile of its own); on one rank; and where x has fewer than 2 dimensions. A bias before a sum over ranks
+    counts once per rank: leave it to a module behind, or to RowParallelLinear.
     """
 
     def forward(self, x: Any) -> Any:
@@ -229,33 +229,45 @@ class Sequential(torch.nn.Sequential):
         return pairs
 
 
-def _linear_reduce_scatter(linear: torch.nn.Linear, scatter: Operation, x: Tensor) -> Tensor:
+def _linear_reduce_scatter(linear: Any, scatter: Any, x: Tensor) -> Tensor:
     return matmul_reduce_scatter(x, linear.weight, scatter.comm)
 
 
-def _linear_all_reduce(linear: torch.nn.Linear, reduce: Operation, x: Tensor) -> Tensor:
+def _linear_all_reduce(linear: Any, reduce: Any, x: Tensor) -> Tensor:
     return matmul_all_reduce(x, linear.weight, reduce.comm)
 
 
-def _all_gather_linear(gather: Operation, linear: torch.nn.Linear, x: Tensor) -> Tensor:
+def _all_gather_linear(gather: Any, linear: Any, x: Tensor) -> Tensor:
     return all_gather_matmul(x, linear.weight, gather.comm, linear.bias)
 
 
-def _fused(first: torch.nn.Module, second: torch.nn.Module) -> Callable[..., Tensor] | None:
+class _Pair(NamedTuple):
+    """Two types of modules, exactly: a subclass may have another forward."""
+
+    first: type[torch.nn.Module]
+    second: type[torch.nn.Module]
+    options: dict[str, object]  # of the collective
+    run: Callable[[Any, Any, Tensor], Tensor]
+
+
+_PAIRS = (
+    _Pair(torch.nn.Linear, ReduceScatter, {"dim": 0, "op": "sum"}, _linear_reduce_scatter),
+    _Pair(torch.nn.Linear, AllReduce, {"op": "sum", "grad": "replicated"}, _linear_all_reduce),
+    _Pair(AllGather, torch.nn.Linear, {"dim": 0, "grad": "sum"}, _all_gather_linear),
+)
+
+
+def _fused(first: torch.nn.Module, second: torch.nn.Module) -> Callable[[Any, Any, Tensor], Tensor] | None:
     """What runs the two as one; None: run them one by one."""
-    kinds = (type(first), type(second))  # exactly: a subclass may have another forward
-    if kinds == (torch.nn.Linear, ReduceScatter):
-        run, collective, expected = _linear_reduce_scatter, second, {"dim": 0, "op": "sum"}
-    elif kinds == (torch.nn.Linear, AllReduce):
-        run, collective, expected = _linear_all_reduce, second, {"op": "sum", "grad": "replicated"}
-    elif kinds == (AllGather, torch.nn.Linear):
-        run, collective, expected = _all_gather_linear, first, {"dim": 0, "grad": "sum"}
-    else:
-        return None
-    if collective.comm.size == 1 or (isinstance(first, torch.nn.Linear) and first.bias is not None):
-        return None
-    given = {name: value for name, value in collective.options.items() if value is not None}
-    return run if given == expected and _is_plain(first) and _is_plain(second) else None
+    for pair in _PAIRS:
+        if type(first) is pair.first and type(second) is pair.second and _is_plain(first) and _is_plain(second):
+            linear, collective = (second, first) if isinstance(first, Operation) else (first, second)
+            summed_bias = linear is first and linear.bias is not None
+            assert isinstance(collective, Operation)
+            given = {name: value for name, value in collective.options.items() if value is not None}
+            if given == pair.options and collective.comm.size > 1 and not summed_bias:
+                return pair.run
+    return None
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
