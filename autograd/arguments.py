@@ -76,8 +76,8 @@ def check_own(operation: str, x: Tensor, dim: int, splits: Sequence[int], comm: 
     """That x is as long along dim as this rank's split."""
     if x.shape[dim] != splits[comm.rank]:
         raise ValueError(
-            f"{operation}: dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} rows, but {name} {tuple(splits)} give "
-            f"rank {comm.rank} {splits[comm.rank]}"
+            f"{operation}: dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} rows, but {name} {tuple(splits)} "
+            f"give rank {comm.rank} {splits[comm.rank]}"
         )
 
 
@@ -105,8 +105,8 @@ def check_halo(x: Tensor, dim: int, halo: int | tuple[int, int]) -> tuple[int, i
     if left < 0 or right < 0 or interior < max(left, right):
         raise ValueError(
             f"halo_exchange: halo is {halo} and dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} rows, of which "
-            f"{interior} are the interior; the interior must be at least as wide as the halo, so that a halo comes from "
-            "one neighbour"
+            f"{interior} are the interior; the interior must be at least as wide as the halo, so that a halo comes "
+            "from one neighbour"
         )
     return left, right
 

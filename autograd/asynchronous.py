@@ -43,6 +43,9 @@ def start(operation: Callable[..., Tensor], *args: Any, **options: Any) -> Handl
             f"start: {operation!r} is no collective of pynccl_autograd; pass ad.all_reduce, ad.all_gather, ..."
         )
     comm, call = plan(*args, **options)
+    if torch.compiler.is_compiling():
+        function, x, params = call
+        return Handle(None, run(comm, function, x, *params))
     if issubclass(call.function, Elementwise):
         raise NotImplementedError(
             f"start: {operation.__name__} with max, min or prod cannot run asynchronously; call ad.{operation.__name__}"
@@ -67,7 +70,7 @@ class Handle:
 
 def _start(comm: Communicator, call: Call) -> Handle:
     function, x, params = call
-    if comm.size == 1 or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if comm.size == 1 or torch._C._len_torch_dispatch_stack():
         return Handle(None, run(comm, function, x, *params))
     flight = _Flight(comm, function, x.shape, params)
     return Handle(flight, Started.apply(reachable(x), flight))

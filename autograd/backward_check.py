@@ -59,8 +59,8 @@ def compare(comm: Communicator, site: Site, replicated: Tensor | None) -> None:
                     f"the ranks of this communicator disagree in the backward pass (PYNCCL_CHECK=1):\n"
                     f"  rank {comm.rank}: {own[0]}, made at {own[2]}\n"
                     f"  rank {rank}: {other[0]}, made at {other[2]}\n"
-                    "  every rank must enter the backward of every call, in the same order; where an output is unused on "
-                    "some rank, pass it to ad.anchor(loss, *outputs)"
+                    "  every rank must enter the backward of every call, in the same order; where an output is unused "
+                    "on some rank, pass it to ad.anchor(loss, *outputs)"
                 )
     if replicated is not None and replicated.numel():
         _compare_cotangents(comm, site, replicated.detach())

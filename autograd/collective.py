@@ -76,7 +76,9 @@ class Collective(Function):
         """Torch's apply, without its inspection of the signature, which takes longer than all the rest together."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(x, comm, *params)
-        return super(Function, cls).apply(torch._C._functorch.unwrap_if_dead(x), comm, *params)
+        return super(Function, cls).apply(  # type: ignore[misc]
+            torch._C._functorch.unwrap_if_dead(x), comm, *params
+        )
 
     @classmethod
     def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:
@@ -129,6 +131,10 @@ class Reached(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[None, None]:
         return None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
+        return tangent.view_as(tangent)
 
 
 _NEEDS_GRADIENT = torch.empty(0, requires_grad=True)

@@ -93,7 +93,7 @@ class Extremum(Elementwise):
 
 
 class Product(Elementwise):
-    """Product over ranks, on every rank. Exact with zeros, since nothing is divided: its derivatives gather all factors.
+    """Product over ranks, on every rank. Exact with zeros: its derivatives gather the factors and divide nothing.
 
     forward    x [..] -> y [..]     y_r = prod_q x_q
     backward   g [..] -> [..]       G * conj(product of the others)     "sum": G = all_reduce(g)    "replicated": G = g

@@ -108,7 +108,7 @@ def all_reduce(
 
 @_operation
 def copy(x: Tensor, comm: Communicator, *, reduce_dtype: Dtype = None) -> Any:
-    """y = x; gradients are summed over ranks.  For a replicated x that meets different work on each rank.  See `Copy`."""
+    """y = x; gradients are summed over ranks.  For a replicated x that meets other work on each rank.  See `Copy`."""
     return comm, Call(Copy, x, (reduce_dtype,))
 
 
@@ -159,7 +159,7 @@ def all_gather(
 
 @_operation
 def split(x: Tensor, comm: Communicator, dim: int = 0, *, splits: Sequence[int] | None = None) -> Any:
-    """y_r = x[slice r of `dim`] of a replicated x; gradients are gathered.  [.., N*s, ..] -> [.., s, ..].  See `Split`."""
+    """y_r = x[slice r of `dim`] of a replicated x; gradients gathered.  [.., N*s, ..] -> [.., s, ..].  See `Split`."""
     dim = check_dim("split", x, dim)
     splits = check_splits("split", splits, comm)
     if splits is None:
@@ -204,7 +204,7 @@ def scatter(x: Tensor, comm: Communicator, root: int, dim: int = 0, *, splits: S
 
 @_operation
 def gather(x: Tensor, comm: Communicator, root: int, dim: int = 0, *, splits: Sequence[int] | None = None) -> Any:
-    """root: concat_q x_q along `dim`, others: size 0 along it.  [.., s, ..] -> [.., N*s, ..]; 0-d -> [N].  See `Gather`."""
+    """root: concat_q x_q along `dim`, others: size 0 along it.  [.., s, ..] -> [.., N*s, ..].  See `Gather`."""
     check_rank("gather", comm, root)
     if x.dim() == 0:
         x = x.reshape(1)

@@ -1,10 +1,10 @@
 """The collectives as custom operators, torch.ops.pynccl.*, for what traces: torch.compile, fake tensors, export.
 
 Each is made from a `Collective`: the kernel and the shapes from its exchange, the backward from its adjoint, the vmap
-rule from its batched parameters. A communicator is named by the string `key_of(comm)`. Forward mode is not for
-operators: torch raises. Under torch.compile no nodes are added (see functions.py), so requires_grad must be the same on
-all ranks; and a collective whose result is not used is dropped from the graph, on all ranks alike if they run the same
-program.
+rule from its batched parameters. A communicator is named by the string `key_of(comm)`. Operators have no forward mode:
+they raise, where torch would drop the tangent. Under torch.compile no nodes are added (see functions.py), so
+requires_grad must be the same on all ranks; and a collective whose result is not used is dropped from the graph, on all
+ranks alike if they run the same program.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pynccl import Communicator
 
 from .collective import Collective, communicator, key_of
 from .exchanges import AllToAll, HaloExchange, HaloReduce, Permute
-from .extremes import Extremum, Product, Elementwise
+from .extremes import Elementwise, Extremum, Product
 from .rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
 from .sums import AllGather, AllReduce, Copy, ReduceScatter, Split
 
@@ -47,13 +48,24 @@ def run_operator(comm: Communicator, function: type[Collective], x: Tensor, *par
     return function.operator(x, key_of(comm), *params)
 
 
+def _refuse_tangents(function: type[Collective]) -> None:
+    """Raise within any forward-mode derivative: whether x has a tangent can no longer be seen down here."""
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        raise NotImplementedError(
+            f"torch.ops.pynccl.{function.name} has no forward mode, and so under torch.compile neither has "
+            "pynccl_autograd; call its functions outside torch.compile, where they have"
+        )
+
+
 def _register(function: type[Collective]) -> None:
     def kernel(x: Tensor, comm: str, *params: Any) -> Tensor:
+        _refuse_tangents(function)
         issue, finish = function.exchange(x, communicator(comm), *params)
         issue(None)
         return finish()
 
     def fake(x: Tensor, comm: str, *params: Any) -> Tensor:
+        _refuse_tangents(function)
         return function.exchange(x, communicator(comm), *params).finish()
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

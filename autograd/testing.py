@@ -1,8 +1,9 @@
-"""check_adjoint: the test that a distributed linear function and its backward are adjoint to each other.
+"""check_adjoint, check_gradients: tests of distributed functions, for yours too.
 
-For a linear F on the stacked inputs of all ranks, the backward F* is right if and only if <F x, y> = <x, F* y> for all
-x and y, with inner products over all ranks. Random x and y that differ by rank find a wrong factor, a wrong slice or a
-forgotten sum with certainty.
+check_adjoint: for a linear F on the stacked inputs of all ranks, the backward F* is right if and only if
+<F x, y> = <x, F* y> for all x and y, with inner products over all ranks. Random x and y that differ by rank find a
+wrong factor, a wrong slice or a forgotten sum with certainty. check_gradients (finite_differences.py) is for all
+functions.
 """
 
 from __future__ import annotations
@@ -14,8 +15,17 @@ from torch import Tensor
 
 from pynccl import Communicator
 
+from .finite_differences import GradientError, check_gradients
+
+__all__ = ["AdjointError", "GradientError", "check_adjoint", "check_gradients"]
+
 # Rounding error of an inner product of random data, with room: about sqrt(count) * eps in practice.
-TOLERANCE: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-5}
+TOLERANCE: dict[torch.dtype, float] = {
+    torch.float64: 1e-12,
+    torch.complex128: 1e-12,
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+}
 
 
 class AdjointError(AssertionError):
@@ -36,7 +46,7 @@ def check_adjoint(
     fn          linear in its argument; communicates over comm
     x           this rank's input: its shape, type and device are used, and its values
     replicated  the output is one logical value held by all ranks: the cotangent is equal on all and counted once
-    tolerance   None: 1e-12 in float64, 1e-5 in float32
+    tolerance   None: 1e-12 in double precision, 1e-5 in single
 
     Every rank must call it. Raises AdjointError on every rank alike.
     """
@@ -47,7 +57,8 @@ def check_adjoint(
     x = x.detach().clone().requires_grad_()
     fx = fn(x)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + (0 if replicated else comm.rank + 1))
-    y = torch.randn(fx.shape, generator=generator, dtype=torch.float64).to(fx)
+    drawn = torch.complex128 if fx.is_complex() else torch.float64
+    y = torch.randn(fx.shape, generator=generator, dtype=drawn).to(fx)
     (dx,) = torch.autograd.grad(fx, x, y)
     counted = 0.0 if replicated and comm.rank else 1.0
     sums = _sum_over_ranks(
@@ -76,7 +87,11 @@ def check_adjoint(
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    return float((a.detach().double().reshape(-1) * b.detach().double().reshape(-1)).sum())
+    """The real inner product."""
+    a, b = a.detach().reshape(-1), b.detach().reshape(-1)
+    if a.is_complex():
+        return float((a.to(torch.complex128) * b.to(torch.complex128).conj()).real.sum())
+    return float((a.double() * b.double()).sum())
 
 
 def _sum_over_ranks(values: list[float], like: Tensor, comm: Communicator) -> list[float]:

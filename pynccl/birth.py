@@ -6,10 +6,11 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .abi import UNIQUE_ID_BYTES, Config, UniqueId
+from .abi import UNIQUE_ID_BYTES, Config, Result, UniqueId
 from .config import CommConfig
+from .errors import NcclTimeout
 from .library import Library, load
-from .lifecycle import settle, within
+from .lifecycle import abort_handles, settle, within
 from .streams import current_device, device_ordinal, set_device
 
 
@@ -59,13 +60,27 @@ def make(
         return call(ctypes.byref(handle))
 
     code = within(timeout, run, library, what)
-    try:
-        code = settle(library, handle.value, code, timeout, what)
-    except TimeoutError:
-        library.ncclCommAbort(handle.value)  # unlike a blocking birth, a nonblocking one can be given up
-        raise
+    if code == Result.IN_PROGRESS:
+        code = _settle_birth(library, handle, on, timeout, what)
     library.check(code, what, on or None)
     return handle.value or 0
+
+
+def _settle_birth(library: Library, handle: Any, on: int, timeout: float | None, what: str) -> int:
+    """Wait for a nonblocking birth. Unlike a blocking one it can be given up, and what has failed has to be."""
+    code: int = Result.IN_PROGRESS
+    try:
+        if on:  # the child's handle is filled in when the parent is out of progress, and may stay null
+            code = settle(library, on, code, timeout, what)
+        if handle.value and code in (Result.SUCCESS, Result.IN_PROGRESS):
+            code = settle(library, handle.value, Result.IN_PROGRESS, timeout, what)
+    except NcclTimeout:
+        code = Result.TIMEOUT
+        raise
+    finally:
+        if code and handle.value:
+            abort_handles(library, [handle.value])
+    return code
 
 
 def init_all(library: Library, ordinals: list[int]) -> list[int]:

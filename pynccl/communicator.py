@@ -14,7 +14,7 @@ from .birth import get_unique_id
 from .buffers import CPU, device_name
 from .collectives import Collectives
 from .config import CommConfig
-from .errors import NcclInvalidUsage, NcclTimeout
+from .errors import NcclError, NcclInvalidUsage, NcclTimeout
 from .library import Library, gpu_count, load
 from .memory import Registration, Window
 from .onesided import OneSided
@@ -191,7 +191,9 @@ class Communicator(Collectives, OneSided):
         self.library.check(code, "ncclCommGetUniqueId", self._handle)
         return unique_id
 
-    def grow(self, nranks: int, unique_id: UniqueId | None = None, *, config: CommConfig | None = None) -> Communicator:
+    def grow(
+        self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: CommConfig | None = None
+    ) -> Communicator:
         """This communicator with new ranks, size..nranks-1, which call `join_grown` meanwhile (NCCL >= 2.29).
 
         unique_id  what grow_id() returned, on the rank that called it; None on the other members
@@ -199,9 +201,10 @@ class Communicator(Collectives, OneSided):
         if not isinstance(nranks, int) or nranks <= self.size:
             raise ValueError(f"grow: nranks is {nranks!r}, expected more than the {self.size} ranks that there are")
         struct = config.to_struct(self.library) if config else None
+        identity = None if unique_id is None else birth.as_unique_id(unique_id)
         with self.lock:
             handle = birth.grow(
-                self.library, self.handle, nranks, unique_id, -1, self._own_ordinal(), struct, self.timeout
+                self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout
             )
         return type(self)(handle, self.library, self.timeout)
 
@@ -266,6 +269,10 @@ class Communicator(Collectives, OneSided):
     def revoke(self) -> None:
         """Fail what is in flight on this rank and refuse new operations, so that all can shrink() (NCCL >= 2.28)."""
         self._status("ncclCommRevoke", 0)
+        self._finalized = True  # NCCL has nothing left to flush, and a finalize is invalid
+        # It comes to rest in its own time, and must not be shrunk, split or destroyed before. How what was in flight
+        # has ended is not our result.
+        lifecycle.settle(self.library, self.handle, Result.IN_PROGRESS, self.timeout, "ncclCommRevoke")
 
     def suspend(self) -> None:
         """Give NCCL's dynamic memory back until resume(); no operation may run in between (NCCL >= 2.29)."""
@@ -314,19 +321,15 @@ class Communicator(Collectives, OneSided):
 
     def finalize(self) -> None:
         """Flush what is in flight; afterwards only destroy() is left to do."""
-        what = f"ncclCommFinalize on rank {self.rank} of {self.size}"
         with self.lock:
-            handle = self.handle
-            code = lifecycle.within(self.timeout, lambda: self._finalize(handle), self.library, what)
-        code = lifecycle.settle(self.library, handle, code, self.timeout, what)
-        self.library.check(code, what, handle)
+            self._flush(self.handle)
         self._finalized = True
 
     def destroy(self) -> None:
         """Finish what is in flight and free the communicator. Twice is harmless; one that has failed is aborted.
 
-        Every rank should call it. Raises NcclTimeout after `timeout` seconds in which a peer did not let it finish, and
-        aborts the communicator then.
+        Every rank should call it. Raises NcclTimeout after `timeout` seconds in which a peer, or a call of another
+        thread, did not let it finish; a communicator that a peer holds up is aborted then.
         """
         if self._handle is None:
             return
@@ -335,12 +338,22 @@ class Communicator(Collectives, OneSided):
             self._end = "destroyed"
             return
         what = f"ncclCommDestroy on rank {self.rank} of {self.size}"
-        handle = self.surrender("destroyed")
+        if not self.lock.acquire(timeout=-1 if self.timeout is None else self.timeout):
+            raise NcclTimeout(f"{what}: a call of another thread has not returned for {self.timeout:g} s; abort() it")
         try:
-            lifecycle.within(self.timeout, lambda: self._free(handle), self.library, what)
-        except NcclTimeout as error:
-            self.library.ncclCommAbort(handle)
-            raise NcclTimeout(f"{error}\n  the communicator was aborted instead") from None
+            handle = self.surrender("destroyed")
+        finally:
+            self.lock.release()
+        if handle is None:  # another thread was faster
+            return
+        try:
+            if not self._finalized:
+                self._flush(handle)
+        except NcclError as error:
+            lifecycle.abort_handles(self.library, [handle])
+            raise type(error)(f"{error}\n  the communicator was aborted instead") from None
+        code = lifecycle.within(self.timeout, lambda: self.library.ncclCommDestroy(handle), self.library, what)
+        self.library.check(code, what)
 
     def abort(self) -> None:
         """Stop what is in flight, also from another thread, and free the communicator. Twice is harmless.
@@ -367,13 +380,14 @@ class Communicator(Collectives, OneSided):
             self.timeout = None  # the end of the process has a deadline of its own
             self.destroy()
 
-    def _free(self, handle: int | None) -> None:
-        if not self._finalized:
-            code = lifecycle.settle(self.library, handle, self._finalize(handle), self.timeout, "ncclCommFinalize")
-            self.library.check(code, "ncclCommFinalize", handle)
-        self.library.check(self.library.ncclCommDestroy(handle), "ncclCommDestroy")
+    def _flush(self, handle: int) -> None:
+        """ncclCommFinalize until it is done. The thread that a deadline leaves behind does nothing afterwards, since
+        the handle may be gone by then."""
+        what = f"ncclCommFinalize on rank {self.rank} of {self.size}"
+        code = lifecycle.within(self.timeout, lambda: self._finalize(handle), self.library, what)
+        self.library.check(lifecycle.settle(self.library, handle, code, self.timeout, what), what, handle)
 
-    def _finalize(self, handle: int | None) -> int:
+    def _finalize(self, handle: int) -> int:
         if not self.library.is_host and gpu_count():
             set_device(self.device_index)
         return int(self.library.ncclCommFinalize(handle))

@@ -10,10 +10,10 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .abi import HEADER_VERSION, SIM_INFO_MAGIC, DataType, RedOp, Result, SimInfo, version_code
-from .errors import NcclError
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -47,8 +47,11 @@ class Call(NamedTuple):
 
 def call_text(operation: str, inputs: tuple[int, ...]) -> str:
     """ "reduce(count=4, FLOAT32, SUM, root=0)": what the ranks must agree on, for messages."""
-    if operation in ("signal", "wait_signal"):
-        return f"{operation}{inputs}"
+    if operation == "signal":
+        return "signal(peer={}, signal={}, context={})".format(*inputs)
+    if operation == "wait_signal":
+        rows: Any = inputs[1]
+        return f"wait_signal({', '.join(f'{row.opCnt} of rank {row.peer}' for row in rows)})"
     buffers = 1 if operation in POINT_TO_POINT else 2
     count, dtype, *rest = inputs[buffers:]
     words = [f"count={count}", DataType(dtype).name]
@@ -117,16 +120,18 @@ def launch(calls: list[Call], end: Callable[[], int] | None = None) -> None:
 def _replay(calls: list[Call], end: Callable[[], int], comms: list[Communicator]) -> None:
     library = calls[0].comm.library
     library.check(library.ncclGroupStart(), "ncclGroupStart")
-    error: NcclError | None = None
-    for call in calls:
-        code = call.function(*call.args)
-        if code and code != Result.IN_PROGRESS:
-            error = library.error(code, call.text(), call.comm._handle)
-            break
-    # NCCL launches nothing of a group in which a call failed, but the group must be closed all the same.
+    code = 0
+    try:
+        for call in calls:
+            code = call.function(*call.args)
+            if code and code != Result.IN_PROGRESS:
+                raise library.error(code, call.text(), call.comm._handle)
+    except (
+        BaseException
+    ):  # Ctrl-C too: NCCL launches nothing of a group in which a call failed, but it must not stay open
+        end()
+        raise
     code = end()
-    if error is not None:
-        raise error
     if code:
         names = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
         settle_group(comms, code, f"group of {len(calls)} calls: {names}")
@@ -158,5 +163,6 @@ def simulate() -> Iterator[Simulation]:
         return
     library = calls[0].comm.library
     info = SimInfo(ctypes.sizeof(SimInfo), SIM_INFO_MAGIC, version_code(min(library.version, HEADER_VERSION)), -1.0)
-    launch(calls, lambda: library.ncclGroupSimulateEnd(ctypes.byref(info)))
+    # Bound now: what an old library lacks has to be found out before its group is opened.
+    launch(calls, partial(library.ncclGroupSimulateEnd, ctypes.byref(info)))
     found.estimated_time = info.estimatedTime

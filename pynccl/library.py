@@ -85,6 +85,8 @@ class Library:
 
     def error(self, code: int, call: str, comm: int | None = None) -> NcclError:
         """The exception for result `code` of `call`."""
+        if self.is_host and host_module().take_interrupt():  # Ctrl-C arrived inside the C function
+            raise KeyboardInterrupt
         return from_result(code, call, self.error_string(code), self.last_error(comm))
 
     def check(self, code: int, call: str, comm: int | None = None) -> None:

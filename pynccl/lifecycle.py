@@ -66,6 +66,8 @@ def settle(library: Library, handle: int | None, code: int, timeout: float | Non
     state = ctypes.c_int()
     while code == Result.IN_PROGRESS:
         code = library.ncclCommGetAsyncError(handle, ctypes.byref(state)) or state.value
+        if code != Result.IN_PROGRESS:
+            break
         if timeout is not None and time.monotonic() - started > timeout:
             detail = library.last_error(handle)
             raise NcclTimeout(
@@ -73,8 +75,7 @@ def settle(library: Library, handle: int | None, code: int, timeout: float | Non
                 + (f": {detail}" if detail else "")
                 + "\n  abort() it"
             )
-        if code == Result.IN_PROGRESS:
-            time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return code
 
 
@@ -90,15 +91,20 @@ def abort(comms: Iterable[Communicator], timeout: float = ABORT_SECONDS) -> None
         if handle is not None:
             by_library.setdefault(comm.library, []).append(handle)
     for library, handles in by_library.items():
-        try:
-            within(timeout, partial(_abort_all, library, handles), library, "ncclCommAbort")
-        except NcclTimeout:
-            warnings.warn(
-                f"the abort of {len(handles)} communicators has not returned after {timeout:g} s and goes on in the "
-                "background; a live CUDA graph that captured one of them holds it: destroy the graph first",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        abort_handles(library, handles, timeout)
+
+
+def abort_handles(library: Library, handles: list[int], timeout: float = ABORT_SECONDS) -> None:
+    """The same for handles that no Communicator has."""
+    try:
+        within(timeout, partial(_abort_all, library, handles), library, "ncclCommAbort")
+    except NcclTimeout:
+        warnings.warn(
+            f"the abort of {len(handles)} communicators has not returned after {timeout:g} s and goes on in the "
+            "background; a live CUDA graph that captured one of them holds it: destroy the graph first",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _abort_all(library: Library, handles: list[int]) -> None:
@@ -156,12 +162,15 @@ class _Job:
 
 
 class _Reaper:
-    """A thread that exists before the interpreter ends, since none can be started then (Python 3.12 and later)."""
+    """Threads that exist before the interpreter ends, since none can be started then (Python 3.12 and later).
+
+    Two, since one may be held up by the call that the other has to abort."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="pynccl reaper", daemon=True).start()
+        for _ in range(2):
+            threading.Thread(target=self._work, name="pynccl reaper", daemon=True).start()
 
     def _work(self) -> None:
         while True:
@@ -199,6 +208,7 @@ def _close(comms: list[Communicator], failed: bool) -> None:
 def _after_fork_in_child() -> None:
     """NCCL's threads, sockets and CUDA context did not come along."""
     for comm in list(_open):
+        comm.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that did not come along may have held it
         comm.surrender("inherited through a fork, where NCCL cannot work")
     _open.clear()
     _leaked.clear()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .abi import ITEMSIZE, DataType
-from .buffers import adapter, data_type
+from .buffers import CPU as CPU_MEMORY
+from .buffers import Adapter, Description, adapter, adapters, data_type
 from .dlpack import CPU, CUDA, export
 from .library import Library, load
 from .streams import device_ordinal, set_device
@@ -57,6 +60,11 @@ class Memory:
         if pointer:
             self.library.check(self.library.ncclMemFree(pointer), "ncclMemFree")
 
+    def describe(self) -> Description:
+        """What `buffers` wants to know of it."""
+        device = CPU_MEMORY if self.library.is_host else self._device
+        return self._live(), math.prod(self.shape), int(self.dtype), device
+
     def _live(self) -> int:
         if not self.pointer:
             raise ValueError(f"this memory (shape {self.shape}, {self.dtype.name}) was freed")
@@ -92,6 +100,21 @@ class Memory:
         return f"<pynccl.Memory {self.dtype.name} {self.shape} on {self.device}{'' if self.pointer else ', freed'}>"
 
 
+class _Own(Adapter):
+    """An adapter goes by type, while the interfaces that Memory has go by its device and data type."""
+
+    may_be_read_only = False
+
+    def describe(self, x: Memory) -> Description:
+        return x.describe()
+
+    def current_stream(self, x: Memory, device: int) -> int:
+        return 0 if device == CPU_MEMORY else super().current_stream(x, device)
+
+
+adapters[Memory] = _Own()
+
+
 def mem_alloc(
     shape: int | Sequence[int], dtype: Any = "uint8", *, device: Any = None, library: Library | None = None
 ) -> Memory:
@@ -101,11 +124,14 @@ def mem_alloc(
     dtype   as for buffers; "uint8" makes the shape a size in bytes
     device  None: the current GPU
 
-    Raises NcclError if there is not enough memory, ValueError for a negative size.
+    Raises NcclError if there is not enough memory, TypeError or ValueError for a bad shape.
     """
     library = library or load()
     kind = data_type(dtype)
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    try:
+        dims = (operator.index(shape),) if hasattr(shape, "__index__") else tuple(map(operator.index, shape))
+    except TypeError:
+        raise TypeError(f"mem_alloc: shape is {shape!r}, expected a whole number or a sequence of them") from None
     if any(dim < 0 for dim in dims):
         raise ValueError(f"mem_alloc: shape is {dims}, expected sizes >= 0")
     ordinal = 0
@@ -209,7 +235,7 @@ def allocator_callbacks(library: Library) -> tuple[Any, Any]:
         try:
             return _allocate(library, nbytes) or None
         except BaseException as error:  # nothing may cross into C
-            print(f"pynccl.mem_pool: {error}")
+            print(f"pynccl.mem_pool: {error}", file=sys.stderr)
             return None
 
     def free(pointer: int, nbytes: int, device: int, stream: int) -> None:

@@ -23,8 +23,10 @@ def op_code(op: Any) -> int:
         return _OPS[op]
     except (KeyError, TypeError):
         code = getattr(op, "code", None)
-        if isinstance(code, int):
+        if isinstance(code, int) and code >= 0:
             return code
+        if code is not None:
+            raise ValueError("op is a pre_mul_sum that was destroyed; make a new one") from None
         raise ValueError(
             f"unknown operator {op!r}; pass one of {', '.join(repr(o.name.lower()) for o in RedOp)}, a pynccl.RedOp, "
             "or comm.pre_mul_sum(scalar, dtype)"

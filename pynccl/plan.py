@@ -40,6 +40,7 @@ class Plan(Protocol):
 
     calls: tuple[Call, ...]
     prepared: tuple[Prepared, ...]  # the same calls
+    recv: Any  # what the call returns: the buffer that each launch fills; None for a group
 
     def __call__(self, stream: Any = None) -> None: ...
 
@@ -80,14 +81,14 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
         for comm in comms:
             comm.check_alive()
         first.library.check(start(), "ncclGroupStart")
-        for function, args in prepared:
-            if (code := function(*args)) and code != Result.IN_PROGRESS:
-                break
-        error = code and code != Result.IN_PROGRESS and first.library.error(code, repr(plan), first._handle)
-        code = end()  # after a failure too: the group must not stay open
-        if error:
-            raise error
-        if code:
+        try:
+            for function, args in prepared:
+                if (code := function(*args)) and code != Result.IN_PROGRESS:
+                    raise first.library.error(code, repr(plan), first._handle)
+        except BaseException:  # Ctrl-C too: the group must not stay open
+            end()
+            raise
+        if code := end():
             settle_group(comms, code, repr(plan))
 
     def plan(stream: Any = None) -> None:
@@ -107,7 +108,7 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
 
 def _finish(plan: Any, calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
     texts = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
-    plan.calls, plan.prepared = calls, prepared
+    plan.calls, plan.prepared, plan.recv = calls, prepared, None
     plan.__qualname__ = f"plan of {texts}" if len(calls) == 1 else f"group plan of {len(calls)}: {texts}"
     finished: Plan = plan
     return finished
@@ -140,10 +141,13 @@ class Planner:
 def _record(method: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     """Run the method in a group that is not launched, and keep the calls that it recorded."""
     with recording() as calls:
-        method(*args, **options)
+        recv = method(*args, **options)
     if len(calls) == 1:
-        return _plan_one(calls[0])
-    return _plan_group(tuple(calls), tuple(map(_prepare, calls)))  # where a library lacks the function
+        plan = _plan_one(calls[0])
+    else:  # where a library lacks the function
+        plan = _plan_group(tuple(calls), tuple(map(_prepare, calls)))
+    plan.recv = recv
+    return plan
 
 
 def _issue(calls: list[Call], stream: Any) -> None:

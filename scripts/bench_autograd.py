@@ -70,7 +70,7 @@ def check_reach(found: list[Way], stub: ctypes.CDLL) -> None:
 
 
 def results(times: dict[str, list[float]]) -> dict[str, Any]:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "way": name,
             "us": 1e6 * statistics.median(found),

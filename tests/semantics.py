@@ -173,7 +173,7 @@ OPERATIONS: dict[str, Operation] = {
         cannot={
             "any dim": NO_DIM,
             "uneven": NO_SPLITS,
-            "replicated": "the output differs by rank, or there is no need",
+            "replicated": "the input is the replicated value, and what is made of the output differs by rank",
         },
     ),
     "reduce_scatter": Operation(

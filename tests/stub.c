@@ -82,9 +82,10 @@ static comm_t make(int rank, int nranks, int device) {
   return made;
 }
 /* As NCCL does: a nonblocking parent has no child to show until it is out of IN_PROGRESS. */
-static int born(comm_t *out, comm_t made, int code) {
-  *out = code == IN_PROGRESS ? NULL : made;
-  if (code == IN_PROGRESS) late = out, late_value = made;
+static int born(comm_t parent, comm_t *out, comm_t made, int code) {
+  int waits = parent != NULL && code == IN_PROGRESS;
+  *out = waits ? NULL : made;
+  if (waits) late = out, late_value = made;
   return code;
 }
 
@@ -131,7 +132,7 @@ int ncclCommInitAll(comm_t *comms, int n, const int *devices) {
 int ncclCommSplit(comm_t comm, int color, int key, comm_t *out, config_t *config) {
   if (config) note_config("config", config);
   comm_t made = color >= 0 ? make(0, 1, comm->device) : NULL;
-  return born(out, made, note("ncclCommSplit", " color=%d key=%d", color, key));
+  return born(comm, out, made, note("ncclCommSplit", " color=%d key=%d", color, key));
 }
 #if VERSION >= 22700
 int ncclCommShrink(comm_t comm, int *exclude, int count, comm_t *out, config_t *config, int flags) {
@@ -139,8 +140,8 @@ int ncclCommShrink(comm_t comm, int *exclude, int count, comm_t *out, config_t *
   int before = 0;
   for (int i = 0; i < count; i++) before += exclude[i] < comm->rank;
   comm_t made = make(comm->rank - before, comm->nranks - count, comm->device);
-  return born(out, made, note("ncclCommShrink", " count=%d first=%d last=%d flags=%d", count, exclude[0],
-                              exclude[count - 1], flags));
+  return born(comm, out, made, note("ncclCommShrink", " count=%d first=%d last=%d flags=%d", count, exclude[0],
+                                    exclude[count - 1], flags));
 }
 #endif
 #if VERSION >= 22900
@@ -151,7 +152,7 @@ int ncclCommGetUniqueId(comm_t comm, unique_id_t *id) {
 int ncclCommGrow(comm_t comm, int nranks, const unique_id_t *id, int rank, comm_t *out, config_t *config) {
   if (config) note_config("config", config);
   comm_t made = make(comm ? comm->rank : rank, nranks, comm ? comm->device : 0);
-  return born(out, made, note("ncclCommGrow", " member=%d nranks=%d id=%d rank=%d", comm != NULL, nranks,
+  return born(comm, out, made, note("ncclCommGrow", " member=%d nranks=%d id=%d rank=%d", comm != NULL, nranks,
                               id ? id->internal[127] : -1, rank));
 }
 #endif
@@ -177,7 +178,11 @@ int ncclCommCount(comm_t comm, int *out) { *out = comm->nranks; return 0; }
 int ncclCommCuDevice(comm_t comm, int *out) { *out = comm->device; return 0; }
 int ncclCommUserRank(comm_t comm, int *out) { *out = comm->rank; return 0; }
 #if VERSION >= 22800
-int ncclCommRevoke(comm_t comm, int flags) { return note("ncclCommRevoke", " rank=%d flags=%d", comm->rank, flags); }
+/* As nccl.h says: it succeeds, and the communicator is in progress until it has come to rest. */
+int ncclCommRevoke(comm_t comm, int flags) {
+  int code = note("ncclCommRevoke", " rank=%d flags=%d", comm->rank, flags);
+  return code == IN_PROGRESS ? 0 : code;
+}
 #endif
 #if VERSION >= 22900
 int ncclCommSuspend(comm_t comm, int flags) { return note("ncclCommSuspend", " rank=%d flags=%d", comm->rank, flags); }

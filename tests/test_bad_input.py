@@ -294,3 +294,12 @@ def refused_on_rank_1(comm: Communicator) -> float:
 
 def test_other_ranks_see_nothing_of_a_bad_call(ranks: RankPool) -> None:
     assert ranks.run(4, refused_on_rank_1) == [10.0] * 4
+
+
+def test_an_operator_that_was_destroyed_is_refused() -> None:
+    comm = pynccl.Communicator.init_all(1, library=pynccl.load("host"))[0]
+    operator = comm.pre_mul_sum(2.0, "float32")
+    operator.destroy()
+    with pytest.raises(ValueError, match="pre_mul_sum that was destroyed; make a new one"):
+        comm.all_reduce(torch.ones(1), op=operator)
+    comm.destroy()

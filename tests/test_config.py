@@ -45,23 +45,60 @@ def test_a_field_that_the_library_lacks_is_refused() -> None:
     assert "ncclCommInitRankConfig" not in stub.names()
 
 
-def test_a_collective_config_needs_a_library_that_has_it() -> None:
+SEND, RECV, SMALL = (1 << 20, 8, "float32"), (1 << 30, 8, "float32"), (1 << 30, 2, "float32")
+COLLECTIVES: dict[str, tuple[str, tuple[object, ...], int]] = {  # C function, arguments, count that arrives
+    "all_reduce": ("ncclAllReduceConfig", (SEND, RECV), 8),
+    "broadcast": ("ncclBroadcastConfig", (SEND, RECV), 8),
+    "reduce": ("ncclReduceConfig", (SEND, RECV), 8),
+    "all_gather": ("ncclAllGatherConfig", ((1 << 20, 2, "float32"), RECV), 2),
+    "reduce_scatter": ("ncclReduceScatterConfig", (SEND, SMALL), 2),
+    "all_to_all": ("ncclAlltoAllConfig", (SEND, RECV), 2),
+    "gather": ("ncclGatherConfig", ((1 << 20, 2, "float32"), RECV), 2),
+    "scatter": ("ncclScatterConfig", (SEND, SMALL), 2),
+}
+
+
+@pytest.mark.parametrize("operation", COLLECTIVES)
+def test_a_collective_config_needs_a_library_that_has_it(operation: str) -> None:
     stub = Stub((2, 28, 9))
-    comm = stub.comm()
-    with pytest.raises(pynccl.NcclVersionError, match=r"CollConfig\.max_ctas needs NCCL >= 2\.31; loaded 2\.28\.9"):
-        comm.all_reduce((64, 8, "float32"), (64, 8, "float32"), stream=0, config=CollConfig(max_ctas=2))
+    with pytest.raises(pynccl.NcclVersionError) as caught:
+        call = getattr(stub.comm(), operation)
+        call(*COLLECTIVES[operation][1], stream=0, config=CollConfig(max_ctas=2))
+    message = f"CollConfig.max_ctas needs NCCL >= 2.31; loaded 2.28.9 from {stub.path}; leave it None"
+    assert str(caught.value) == message
     assert stub.names() == []
 
 
-def test_a_collective_config_reaches_the_call() -> None:
+@pytest.mark.parametrize("version", [(2, 31, 2), (2, 32, 3)])
+@pytest.mark.parametrize("operation", COLLECTIVES)
+def test_a_collective_config_reaches_every_collective(operation: str, version: abi.Version) -> None:
+    function, args, count = COLLECTIVES[operation]
+    stub = Stub(version)
+    comm = stub.comm(rank=0)
+    config = CollConfig(max_ctas=2, alg_selection="NVLS", user_profiler_tag=7)
+    getattr(comm, operation)(*args, stream=5, config=config)
+    plan = getattr(comm.plan, operation)(*args, stream=5, config=config)
+    with pynccl.group():
+        getattr(comm, operation)(*args, stream=5, config=config)
+    plan()
+    names = ["config", function]
+    assert stub.names() == [*names, "ncclGroupStart", *names, "ncclGroupEnd", *names]
+    for struct, call in ((stub.calls()[i], stub.calls()[i + 1]) for i in (0, 3, 6)):
+        assert (call.args["count"], call.args["stream"]) == (count, 5)
+        assert (struct.args["size"], struct.args["version"], struct.args["magic"]) == (
+            64 if version < (2, 32) else 72,
+            abi.version_code(version),
+            abi.CONFIG_MAGIC,
+        )
+        filled = abi.CollConfig.from_buffer_copy(bytes.fromhex(struct.hex).ljust(72, b"\0"))
+        assert (filled.maxCTAs, filled.minCTAs, filled.userProfilerTag) == (2, abi.UNDEF_INT, 7)
+
+
+def test_a_field_of_a_collective_that_the_library_lacks_is_refused() -> None:
     stub = Stub((2, 31, 2))
-    comm = stub.comm()
-    comm.all_reduce((64, 8, "float32"), (64, 8, "float32"), stream=5, config=CollConfig(max_ctas=2))
-    struct, call = stub.calls()
-    assert (struct.args["size"], struct.args["version"]) == (64, 23102)
-    assert call.name == "ncclAllReduceConfig"
-    assert (call.args["count"], call.args["stream"]) == (8, 5)
-    assert abi.CollConfig.from_buffer_copy(bytes.fromhex(struct.hex).ljust(72, b"\0")).maxCTAs == 2
+    with pytest.raises(pynccl.NcclVersionError, match=r"CollConfig\.launch_completion_event needs NCCL >= 2\.32"):
+        stub.comm().all_reduce(SEND, RECV, stream=0, config=CollConfig(launch_completion_event=64))
+    assert stub.names() == []
 
 
 def test_every_field_has_its_place_in_the_struct() -> None:

@@ -303,3 +303,13 @@ def test_plans_are_compared_across_ranks_when_asked_for() -> None:
             assert "test_plan.py:" in single
     finally:
         pool.close()
+
+
+def filled_by_the_plan(comm: Communicator) -> list[float]:
+    plan = comm.plan.all_reduce(torch.full((2,), float(comm.rank + 1)))
+    plan()
+    return plan.recv.tolist()
+
+
+def test_a_plan_that_allocates_says_where(ranks: RankPool) -> None:
+    assert ranks.run(2, filled_by_the_plan) == [[3.0, 3.0]] * 2

@@ -3,13 +3,23 @@
 `function(name)` gives ctypes function pointers with the signatures of `pynccl.abi.FUNCTIONS`; buffers are addresses
 of CPU memory, which the caller keeps alive until the operation has completed; streams are handles of `HostStream`, or
 0 for the calling thread. Environment: PYNCCL_HOST_TIMEOUT and PYNCCL_HOST_INIT_TIMEOUT (seconds, default 600),
-PYNCCL_HOST_LINK (see `link`), GLOO_SOCKET_IFNAME (interface, for ranks on several machines).
+PYNCCL_HOST_LINK (see `link`), PYNCCL_HOST_VERSION (see `version`; read when this package is imported),
+GLOO_SOCKET_IFNAME (interface, for ranks on several machines).
+
+Calls on a communicator with blocking=0 have completed when they return, so its asynchronous error is never
+ncclInProgress: a program written for nonblocking communicators works, and finds nothing to wait for.
 """
 
 from __future__ import annotations
 
+from . import elastic as _elastic  # noqa: F401 (these register the C functions)
+from . import entry as _entry  # noqa: F401
 from . import leaving as _leaving  # noqa: F401 (registers what happens at exit)
-from .entry import VERSION, function
+from . import onesided as _onesided  # noqa: F401
+from . import registered as _registered  # noqa: F401
+from . import settings as _settings  # noqa: F401
+from . import variants as _variants  # noqa: F401
+from .registry import VERSION, function, take_interrupt
 from .stream import HostEvent, HostStream
 
-__all__ = ["VERSION", "HostEvent", "HostStream", "function"]
+__all__ = ["VERSION", "HostEvent", "HostStream", "function", "take_interrupt"]

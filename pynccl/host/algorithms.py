@@ -60,6 +60,13 @@ def _scratch(op: Operation, rows: int, count: int) -> list[Tensor]:
     return [flat[count * i : count * (i + 1)] for i in range(rows)]
 
 
+def _own_rows(op: Operation, like: Tensor) -> list[Tensor]:
+    """One buffer per peer that belongs to the operation, since a small one is kept for the next time."""
+    rows = [torch.empty_like(like) for _ in op.comm.peers]
+    op.held += sum(row.nbytes for row in rows)
+    return rows
+
+
 def _in_rank_order(comm: Comm, mine: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
     """`others` are in the order of the ranks without this one."""
     return [*others[: comm.rank], mine, *others[comm.rank :]]
@@ -84,7 +91,7 @@ def _exchange(
 def all_reduce(op: Operation) -> Callable[[], None]:
     comm, own, out = op.comm, _sent(op), _received(op)
     if op.premul is None and comm.size > 1 and op.nbytes <= DIRECT_BYTES:
-        others = [torch.empty_like(own) for _ in comm.peers]
+        others = _own_rows(op, own)
         exchange = _exchange(op, [(p, own) for p in comm.peers], zip(comm.peers, others, strict=True))
         parts = _in_rank_order(comm, own, others)
 
@@ -104,7 +111,7 @@ def all_reduce(op: Operation) -> Callable[[], None]:
 def reduce_scatter(op: Operation) -> Callable[[], None]:
     comm, own, out = op.comm, _sent(op, op.comm.size), _received(op)
     if op.premul is None and comm.size > 1 and op.nbytes <= DIRECT_BYTES:
-        shards, others = _parts(own, comm.size), [torch.empty_like(out) for _ in comm.peers]
+        shards, others = _parts(own, comm.size), _own_rows(op, out)
         exchange = _exchange(op, [(p, shards[p]) for p in comm.peers], zip(comm.peers, others, strict=True))
         parts = _in_rank_order(comm, shards[comm.rank], others)
 
@@ -306,6 +313,8 @@ SCATTER = Kind(8, scatter, _rooted, send=Where.ON_ROOT, peer_is="root")
 SEND = Kind(9, _alone, _once, recv=Where.NOWHERE, peer_is="peer")
 RECV = Kind(10, _alone, _once, send=Where.NOWHERE, peer_is="peer")
 SPLIT = Kind(11, all_gather, lambda p, nbytes, is_root: (0, 0.0))
+WINDOW = Kind(12, all_gather, lambda p, nbytes, is_root: (0, 0.0))
+GROW = Kind(13, all_gather, lambda p, nbytes, is_root: (0, 0.0))
 
 MESSAGES = (SEND, RECV)
 

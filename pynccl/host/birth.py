@@ -9,7 +9,7 @@ import torch
 
 from ..abi import SPLIT_NOCOLOR, DataType, Result
 from . import algorithms
-from .comm import Comm, seconds
+from .comm import Comm, Turn, seconds
 from .failure import HostFailure, invalid_argument, invalid_usage
 from .operation import Operation
 from .rendezvous import Place, Rendezvous, place_of
@@ -31,21 +31,7 @@ def init_rank(comm: Comm, unique_id: bytes) -> None:
     if comm.size == 1:
         comm.born = True
         return
-    timeout = seconds(INIT_TIMEOUT_VARIABLE, 600.0)
-    me = threading.current_thread()
-    _waiting.add(me)
-    try:
-        place = place_of(unique_id)
-        with place.open(timeout) as store:
-            same_machine = Rendezvous(store, timeout).meet(comm.rank, comm.size)
-        comm.connect(place.below("ranks"), same_machine, timeout)
-    except RuntimeError as error:  # torch's DistError: the store went away
-        raise HostFailure(
-            Result.SYSTEM_ERROR,
-            f"ncclCommInitRank: rank {comm.rank} of {comm.size} lost the process that made the unique id: {error}",
-        ) from error
-    finally:
-        _waiting.discard(me)
+    meet_and_connect(comm, place_of(unique_id), seconds(INIT_TIMEOUT_VARIABLE, 600.0), "ncclCommInitRank")
 
 
 def give_up(timeout: float) -> None:
@@ -79,7 +65,7 @@ class Split:
         self._parent, self._color, self._key = parent, color, key
         # The new communicator's ranks are known after talking to the others; its handle is needed before, in a group.
         self.comm = None if color == SPLIT_NOCOLOR else Comm(0, 1, parent.device)
-        self._ticket = parent.ticket()
+        self.turn = Turn(parent)
 
     def run(self) -> None:
         """Talk to the parent's other ranks and connect the new communicator."""
@@ -88,7 +74,7 @@ class Split:
         everybody = torch.empty(parent.size, 2, dtype=torch.int64)
         int64 = int(DataType.INT64)
         call = Operation("ncclCommSplit", algorithms.SPLIT, parent, own.data_ptr(), everybody.data_ptr(), 2, int64)
-        parent.run(self._ticket, [call])
+        self.turn.run(call)
         if self.comm is None:
             return
         table = everybody.tolist()
@@ -100,3 +86,52 @@ class Split:
             return
         place = parent.place.below(f"split/{parent.rounds}/{self._color}")
         self.comm.connect(place, parent.same_machine, seconds(INIT_TIMEOUT_VARIABLE, 600.0))
+
+
+class Shrink:
+    """ncclCommShrink: the ranks that are not excluded form a communicator, in their order.
+
+    They meet through the store alone: an excluded rank may be dead, and the parent's connections with it.
+    """
+
+    def __init__(self, parent: Comm, excluded: Sequence[int]) -> None:
+        outside = [rank for rank in excluded if not 0 <= rank < parent.size]
+        if outside or not excluded or len(set(excluded)) < len(excluded):
+            raise invalid_argument(
+                f"ncclCommShrink: exclude list is {list(excluded)}; expected different ranks, 0 to {parent.size - 1}"
+            )
+        if parent.rank in excluded:
+            raise invalid_usage(f"ncclCommShrink: rank {parent.rank} excludes itself; excluded ranks do not call it")
+        self._parent = parent
+        self._name = ".".join(map(str, sorted(excluded)))
+        survivors = [rank for rank in range(parent.size) if rank not in excluded]
+        self.comm = Comm(survivors.index(parent.rank), len(survivors), parent.device)
+        self.comm.link = parent.link
+
+    def run(self) -> None:
+        """Meet the other survivors and connect with them."""
+        parent, comm = self._parent, self.comm
+        parent.derived[self._name] += 1
+        if comm.size == 1 or parent.place is None:
+            comm.born = True
+            return
+        place = parent.place.below(f"shrink/{self._name}/{parent.derived[self._name]}")
+        meet_and_connect(comm, place, seconds(INIT_TIMEOUT_VARIABLE, 600.0), "ncclCommShrink")
+
+
+def meet_and_connect(comm: Comm, place: Place, timeout: float, name: str) -> None:
+    """Wait for the other ranks of `comm` at `place`, saying for whom, and connect with them."""
+    me = threading.current_thread()
+    _waiting.add(me)
+    try:
+        with place.open(timeout) as store:
+            same_machine = Rendezvous(store, timeout, name).meet(comm.rank, comm.size)
+        comm.connect(place.below("ranks"), same_machine, timeout)
+    except RuntimeError as error:  # torch's DistError: the store went away
+        raise HostFailure(
+            Result.SYSTEM_ERROR,
+            f"{name}: rank {comm.rank} of {comm.size} cannot reach the store, which lives in the process that made the "
+            f"unique id, and has to as long as communicators are made of its ranks: {error}",
+        ) from error
+    finally:
+        _waiting.discard(me)

@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,6 +19,7 @@ from .failure import HostFailure, TransportFailure, invalid_argument, invalid_us
 from .link import link_of, sleep_until
 from .memory import Scratch
 from .operation import Kind, Operation
+from .puts import Puts
 from .reduction import PreMulSum
 from .rendezvous import Place
 from .transport import Transport, collective_call, collective_tag, message_tag
@@ -58,6 +60,22 @@ def seconds(variable: str, default: float) -> float:
     return value
 
 
+class Turn:
+    """A place in the order of a communicator's operations, for a job that a group may keep for its end.
+
+    Taken when the job is launched: a group that launches nothing must not leave a place that everybody waits for.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self._ticket = comm, -1
+
+    def take(self) -> None:
+        self._ticket = self._comm.ticket()
+
+    def run(self, operation: Operation) -> None:
+        self._comm.run(self._ticket, [operation])
+
+
 class Comm:
     """One rank's end of a communicator.
 
@@ -77,6 +95,11 @@ class Comm:
         self.failure: HostFailure | None = None
         self.born = False
         self.finalized = False
+        self.suspended = False
+        self.rma_signals = self.rma_contexts = 1
+        self.registrations: dict[int, tuple[int, int]] = {}
+        self.derived: Counter[str] = Counter()  # how often it shrank, by whom it excluded
+        self._puts: Puts | None = None
         self.activity = stall.Activity()
         self._transport: Transport | None = None
         self._rounds = 0
@@ -98,6 +121,14 @@ class Comm:
         if self._transport is None:
             raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialised)")
         return self._transport
+
+    @property
+    def puts(self) -> Puts:
+        """Its one-sided operations, from the first use on."""
+        with self._turn:
+            if self._puts is None:
+                self._puts = Puts(self)
+            return self._puts
 
     def connect(self, place: Place, same_machine: bool, timeout: float) -> None:
         """Connect to the peers, which all do the same now, and wait until they have: then the store may go away."""
@@ -142,6 +173,8 @@ class Comm:
             raise invalid_usage("the communicator is still being initialised; end the group that does so first")
         if self.finalized:
             raise invalid_usage("the communicator was finalized; it can only be destroyed")
+        if self.suspended:
+            raise invalid_usage("the communicator is suspended; call ncclCommResume first")
 
     def operation(
         self, name: str, kind: Kind, send: int, recv: int, count: int, dtype: int, op: int, peer: int
@@ -208,6 +241,12 @@ class Comm:
             exchange = partial(algorithms.point_to_point, self, messages)
             self._timed(messages, exchange, partial(algorithms.message_traffic, messages))
 
+    def traffic(self, ops: Sequence[Operation]) -> list[tuple[int, float]]:
+        """(steps, bytes on the wire) of what `_execute` runs one after the other."""
+        messages = [op for op in ops if op.kind in algorithms.MESSAGES]
+        rows = [op.traffic() for op in ops if op.kind not in algorithms.MESSAGES]
+        return [*rows, algorithms.message_traffic(messages)] if messages else rows
+
     def _timed(
         self, ops: Sequence[Operation], run: Callable[[], None], traffic: Callable[[], tuple[int, float]]
     ) -> None:
@@ -220,13 +259,33 @@ class Comm:
 
     @property
     def idle(self) -> bool:
-        return self._served == self._issued
+        return self._served == self._issued and not (self._puts is not None and self._puts.busy)
 
     def flush(self) -> None:
         """Wait until everything issued so far has run, or the communicator has failed."""
         last = self._issued
         with contextlib.suppress(HostFailure):
             self._await(lambda: self._served >= last)
+            if self._puts is not None:
+                self._puts.flush()
+
+    # Memory
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Bytes that a suspend gives back."""
+        return self.scratch.nbytes + sum(op.held for op in list(self._operations.values()))
+
+    @property
+    def static_bytes(self) -> int:
+        return self._transport.nbytes if self._transport is not None else 0
+
+    def suspend(self) -> None:
+        """Give back what is not needed until `suspended` is taken back."""
+        self.flush()
+        self.suspended = True
+        self._operations.clear()
+        self.scratch.release()
 
     # Failure and end
 
@@ -252,6 +311,8 @@ class Comm:
         transport = self._transport
         if first and transport is not None:
             transport.shut()
+        if self._puts is not None:
+            self._puts.wake()
         return self.failure or failure
 
     def forget(self) -> None:
@@ -262,6 +323,8 @@ class Comm:
         """Forget the handle; connections close once everything issued has run, and the peers have done the same."""
         self.forget()
         self.flush()
+        if self._puts is not None:
+            self._puts.close()
         if self._transport is not None and self.failure is None:
             farewell.part(self._transport)
         self.failure = self.failure or invalid_usage("the communicator was destroyed")
@@ -272,4 +335,6 @@ class Comm:
         """Forget the handle, close the connections now, wake an operation that is blocked in them."""
         self.forget()
         self.fail(invalid_usage("the communicator was aborted"))
+        if self._puts is not None:
+            self._puts.close()
         self._transport = None

@@ -1,86 +1,29 @@
-"""The C functions. Each is one Python function here, named like its C twin; `abi.FUNCTIONS` holds its signature.
+"""The C functions that every version has, each one Python function named like its C twin.
 
-To add one, write it: `@entry` makes it reachable by `function(name)`. It returns nothing for success and raises
-HostFailure for a result code; no exception gets out into C.
+`abi.FUNCTIONS` holds their signatures, `registry` makes them C functions. What came later has rooms of its own, by
+topic: `variants`, `elastic`, `registered`, `onesided`, `settings`.
 """
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import threading
-import traceback
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from ..abi import (
-    CONFIG_MAGIC,
-    CONFIG_SINCE,
-    FUNCTIONS,
-    ITEMSIZE,
-    Config,
-    RedOp,
-    Result,
-    ScalarResidence,
-    Version,
-    struct_size,
-    version_code,
-)
-from . import algorithms, birth, group, rendezvous
-from .comm import Comm, find
+from ..abi import ITEMSIZE, RedOp, Result, ScalarResidence, version_code
+from . import algorithms, birth, group, rendezvous, structs
+from .comm import Comm, Turn, find
 from .failure import REASONS, HostFailure, invalid_argument, last_error
 from .operation import Kind
 from .reduction import PreMulSum
+from .registry import VERSION, entry, plain_entry
+from .stream import HostEvent
 from .stream import find as find_stream
-
-VERSION: Version = (2, 32, 3)
-
-_entries: dict[str, Callable[..., Any]] = {}
-_pointers: dict[str, Any] = {}  # kept for ever: C may hold the address
-_pointers_lock = threading.Lock()
-
-
-def function(name: str) -> Any:
-    """The C function pointer `name`, or None if the host library does not have it."""
-    if name not in _entries:
-        return None
-    with _pointers_lock:
-        if name not in _pointers:
-            row = FUNCTIONS[name]
-            _pointers[name] = ctypes.CFUNCTYPE(row.restype, *row.argtypes)(_entries[name])
-        return _pointers[name]
-
-
-def entry(implementation: Callable[..., None]) -> Callable[..., int]:
-    """Register a C function that returns ncclResult_t."""
-
-    @wraps(implementation)
-    def guarded(*arguments: Any) -> int:
-        try:
-            implementation(*arguments)
-            return int(Result.SUCCESS)
-        except HostFailure as failure:
-            return _refused(failure)
-        except KeyboardInterrupt:
-            _thread.interrupt_main()  # raised again in the main thread once C has returned
-            return _refused(HostFailure(Result.SYSTEM_ERROR, f"{implementation.__name__}: interrupted"))
-        except MemoryError as error:
-            return _refused(HostFailure(Result.SYSTEM_ERROR, f"{implementation.__name__}: out of memory: {error}"))
-        except BaseException:
-            return _refused(HostFailure(Result.INTERNAL_ERROR, traceback.format_exc()))
-
-    _entries[implementation.__name__] = guarded
-    return guarded
-
-
-def _refused(failure: HostFailure) -> int:
-    group.refuse(failure)
-    last_error.text = failure.text
-    return int(failure.code)
-
+from .structs import check_config
 
 # Library
 
@@ -94,6 +37,7 @@ _reasons = {code: ctypes.create_string_buffer(text.encode()) for code, text in R
 _unknown = ctypes.create_string_buffer(b"unknown result code")
 
 
+@plain_entry
 def ncclGetErrorString(code: int) -> int:
     return ctypes.addressof(_reasons.get(code, _unknown))
 
@@ -108,6 +52,7 @@ class _LastErrorBuffer(threading.local):
 _buffer = _LastErrorBuffer()
 
 
+@plain_entry
 def ncclGetLastError(comm: int | None) -> int:
     try:
         failure = find(comm).failure if comm else None
@@ -118,10 +63,6 @@ def ncclGetLastError(comm: int | None) -> int:
     return ctypes.addressof(_buffer.chars)
 
 
-for _text_function in (ncclGetErrorString, ncclGetLastError):
-    _entries[_text_function.__name__] = _text_function
-
-
 # Birth of a communicator
 
 
@@ -130,7 +71,7 @@ def ncclGetUniqueId(unique_id: Any) -> None:
     ctypes.memmove(unique_id, rendezvous.make_unique_id(), ctypes.sizeof(unique_id.contents))
 
 
-def _give_birth(newcomm: Any, comm: Comm, connect: Callable[[], None]) -> None:
+def give_birth(newcomm: Any, comm: Comm, connect: Callable[[], None], turn: Turn | None = None) -> None:
     """Hand out the handle at once, as NCCL does inside a group, and take it back if `connect` fails."""
 
     def job() -> None:
@@ -143,37 +84,51 @@ def _give_birth(newcomm: Any, comm: Comm, connect: Callable[[], None]) -> None:
 
     newcomm[0] = comm.handle
     try:
-        group.bring_up([job])
+        group.bring_up(job, turn)
     except BaseException:
         newcomm[0] = None
         raise
 
 
-def _check_config(config: Any) -> None:
-    """`config` may be that of an older header, which knows a prefix of the struct."""
-    if not config:
-        return
-    smallest, largest = struct_size(Config, CONFIG_SINCE, (2, 18)), ctypes.sizeof(Config)
-    given = config.contents
-    if given.magic != CONFIG_MAGIC or not smallest <= given.size <= largest:
-        raise invalid_argument(
-            f"config has magic {given.magic:#x} and size {given.size}; expected {CONFIG_MAGIC:#x} and {smallest} to "
-            f"{largest}: initialise it as NCCL_CONFIG_INITIALIZER does"
-        )
+def join(newcomm: Any, nranks: int, raw: bytes, rank: int, config: Any) -> None:
+    """A communicator of all ranks that hold the same unique id."""
+    birth.check_rank(rank, nranks)
+    comm = configured(Comm(rank, nranks, device=0), config)
+    give_birth(newcomm, comm, partial(birth.init_rank, comm, raw))
+
+
+def configured(comm: Comm, config: Any, parent: Comm | None = None) -> Comm:
+    """`comm` with what a checked ncclConfig_t*, else its parent's, says of the numbers of its signals."""
+    if parent is not None:
+        comm.rma_contexts, comm.rma_signals = parent.rma_contexts, parent.rma_signals
+    if config:
+        comm.rma_contexts = structs.field(config.contents, "numRmaCtx", 0) or comm.rma_contexts
+        comm.rma_signals = structs.field(config.contents, "numRmaSig", 0) or comm.rma_signals
+    return comm
 
 
 @entry
 def ncclCommInitRank(newcomm: Any, nranks: int, unique_id: Any, rank: int) -> None:
-    birth.check_rank(rank, nranks)
     raw = ctypes.string_at(ctypes.addressof(unique_id), ctypes.sizeof(unique_id))
-    comm = Comm(rank, nranks, device=0)
-    _give_birth(newcomm, comm, partial(birth.init_rank, comm, raw))
+    join(newcomm, nranks, raw, rank, None)
 
 
 @entry
 def ncclCommInitRankConfig(newcomm: Any, nranks: int, unique_id: Any, rank: int, config: Any) -> None:
-    _check_config(config)
-    ncclCommInitRank.__wrapped__(newcomm, nranks, unique_id, rank)  # type: ignore[attr-defined]
+    check_config(config)
+    raw = ctypes.string_at(ctypes.addressof(unique_id), ctypes.sizeof(unique_id))
+    join(newcomm, nranks, raw, rank, config)
+
+
+@entry
+def ncclCommInitRankScalable(newcomm: Any, nranks: int, rank: int, count: int, ids: Any, config: Any) -> None:
+    """One store serves as many ranks as there are: the first id is taken, which all ranks agree on."""
+    if not 1 <= count <= max(nranks, 1) or not ids:
+        raise invalid_argument(
+            f"ncclCommInitRankScalable: {count} ids at {'an address' if ids else 'NULL'}; expected 1 to {nranks} of "
+            "them, for so many ranks"
+        )
+    ncclCommInitRankConfig.__wrapped__(newcomm, nranks, ids[0], rank, config)  # type: ignore[attr-defined]
 
 
 @entry
@@ -194,13 +149,14 @@ def ncclCommInitAll(comms: Any, ndev: int, devlist: Any) -> None:
 
 @entry
 def ncclCommSplit(comm: int | None, color: int, key: int, newcomm: Any, config: Any) -> None:
-    _check_config(config)
+    check_config(config)
     split = birth.Split(find(comm), color, key)
     if split.comm is not None:
-        _give_birth(newcomm, split.comm, split.run)
+        configured(split.comm, config, find(comm))
+        give_birth(newcomm, split.comm, split.run, split.turn)
     else:
         newcomm[0] = None
-        group.bring_up([split.run])
+        group.bring_up(split.run, split.turn)
 
 
 # Life and end of a communicator
@@ -273,69 +229,73 @@ def ncclRedOpDestroy(op: int, comm: int | None) -> None:
 # Communication
 
 
-def _issue(
+def issue(
     name: str, kind: Kind, send: int | None, recv: int | None, count: int, dtype: int,
-    comm: int | None, stream: int | None, op: int = 0, peer: int = 0,
+    comm: int | None, stream: int | None, op: int = 0, peer: int = 0, started: HostEvent | None = None,
 ) -> None:  # fmt: skip
+    """Check the call and run or queue it; `started` is recorded when it begins."""
     own = find(comm)
     own.check_usable()
     operation = own.operation(name, kind, send or 0, recv or 0, count, dtype, op, peer)
-    group.issue(operation, find_stream(stream))
+    queue = find_stream(stream)
+    if started is not None:
+        group.announce_start(started, queue)
+    group.issue(operation, queue)
 
 
 @entry
 def ncclReduce(send, recv, count, dtype, op, root, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclReduce", algorithms.REDUCE, send, recv, count, dtype, comm, stream, op=op, peer=root)
+    issue("ncclReduce", algorithms.REDUCE, send, recv, count, dtype, comm, stream, op=op, peer=root)
 
 
 @entry
 def ncclBcast(buffer, count, dtype, root, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclBroadcast", algorithms.BROADCAST, buffer, buffer, count, dtype, comm, stream, peer=root)
+    issue("ncclBroadcast", algorithms.BROADCAST, buffer, buffer, count, dtype, comm, stream, peer=root)
 
 
 @entry
 def ncclBroadcast(send, recv, count, dtype, root, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclBroadcast", algorithms.BROADCAST, send, recv, count, dtype, comm, stream, peer=root)
+    issue("ncclBroadcast", algorithms.BROADCAST, send, recv, count, dtype, comm, stream, peer=root)
 
 
 @entry
 def ncclAllReduce(send, recv, count, dtype, op, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclAllReduce", algorithms.ALL_REDUCE, send, recv, count, dtype, comm, stream, op=op)
+    issue("ncclAllReduce", algorithms.ALL_REDUCE, send, recv, count, dtype, comm, stream, op=op)
 
 
 @entry
 def ncclReduceScatter(send, recv, count, dtype, op, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclReduceScatter", algorithms.REDUCE_SCATTER, send, recv, count, dtype, comm, stream, op=op)
+    issue("ncclReduceScatter", algorithms.REDUCE_SCATTER, send, recv, count, dtype, comm, stream, op=op)
 
 
 @entry
 def ncclAllGather(send, recv, count, dtype, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclAllGather", algorithms.ALL_GATHER, send, recv, count, dtype, comm, stream)
+    issue("ncclAllGather", algorithms.ALL_GATHER, send, recv, count, dtype, comm, stream)
 
 
 @entry
 def ncclAlltoAll(send, recv, count, dtype, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclAlltoAll", algorithms.ALL_TO_ALL, send, recv, count, dtype, comm, stream)
+    issue("ncclAlltoAll", algorithms.ALL_TO_ALL, send, recv, count, dtype, comm, stream)
 
 
 @entry
 def ncclGather(send, recv, count, dtype, root, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclGather", algorithms.GATHER, send, recv, count, dtype, comm, stream, peer=root)
+    issue("ncclGather", algorithms.GATHER, send, recv, count, dtype, comm, stream, peer=root)
 
 
 @entry
 def ncclScatter(send, recv, count, dtype, root, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclScatter", algorithms.SCATTER, send, recv, count, dtype, comm, stream, peer=root)
+    issue("ncclScatter", algorithms.SCATTER, send, recv, count, dtype, comm, stream, peer=root)
 
 
 @entry
 def ncclSend(send, count, dtype, peer, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclSend", algorithms.SEND, send, None, count, dtype, comm, stream, peer=peer)
+    issue("ncclSend", algorithms.SEND, send, None, count, dtype, comm, stream, peer=peer)
 
 
 @entry
 def ncclRecv(recv, count, dtype, peer, comm, stream) -> None:  # type: ignore[no-untyped-def]
-    _issue("ncclRecv", algorithms.RECV, None, recv, count, dtype, comm, stream, peer=peer)
+    issue("ncclRecv", algorithms.RECV, None, recv, count, dtype, comm, stream, peer=peer)
 
 
 # Groups
@@ -349,3 +309,12 @@ def ncclGroupStart() -> None:
 @entry
 def ncclGroupEnd() -> None:
     group.end()
+
+
+@entry
+def ncclGroupSimulateEnd(info: Any) -> None:
+    if info:
+        structs.check(info.contents)
+    seconds = group.simulate_end()
+    if info:
+        info.contents.estimatedTime = seconds * 1e6  # NCCL's unit is a microsecond

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from .algorithms import check_messages_to_itself
-from .comm import Comm
+from .comm import Comm, Turn
 from .failure import HostFailure, invalid_usage
 from .operation import Operation
 from .stream import HostEvent, HostStream
@@ -21,13 +21,21 @@ from .stream import HostEvent, HostStream
 Run = tuple[Comm, int, Sequence[Operation]]
 # An operation and the stream it was issued on, None for the caller.
 Issued = tuple[Operation, HostStream | None]
+# A job that makes something, and its place in the order of the communicator that it uses.
+Birth = tuple[Callable[[], None], Turn | None]
+# A job that waits for other ranks without using the communicator, which other operations may use meanwhile.
+Wait = tuple[Comm, Callable[[], None], HostStream | None]
+# An event to record when what is issued next begins, and the stream of that.
+Start = tuple[HostEvent, HostStream | None]
 
 
 @dataclass
 class _Group:
     depth: int = 0
-    births: list[Callable[[], None]] = field(default_factory=list)
+    births: list[Birth] = field(default_factory=list)
     operations: list[Issued] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
     failure: HostFailure | None = None
 
 
@@ -44,18 +52,55 @@ def start() -> None:
 
 
 def end() -> None:
+    group = _close("ncclGroupEnd")
+    if group is None:
+        return
+    _bring_up(group.births)
+    if group.operations:
+        _launch(group.operations, group.starts)
+    for comm, job, stream in group.waits:  # after all else: what the other ranks wait for may be in this group
+        _wait(comm, job, stream)
+
+
+def simulate_end() -> float:
+    """Close the group like `end`, but run no operation: the seconds that they would take on the modelled link.
+
+    Without PYNCCL_HOST_LINK there is no model and the answer is 0. Communicators that the group makes are made.
+    """
+    group = _close("ncclGroupSimulateEnd")
+    if group is None:
+        return 0.0
+    _bring_up(group.births)
+    by_comm = _by_comm(group.operations)
+    busy: dict[int, float] = {}  # by link: communicators of one device queue on it together
+    for comm, own in by_comm.items():
+        if comm.link is not None:
+            seconds = sum(comm.link.seconds(*traffic) for traffic in comm.traffic(own))
+            busy[id(comm.link)] = busy.get(id(comm.link), 0.0) + seconds
+    return max(busy.values(), default=0.0)
+
+
+def _close(name: str) -> _Group | None:
+    """The group of this thread if this end is its outermost one."""
     group = _thread.group
     if group.depth == 0:
-        raise invalid_usage("ncclGroupEnd: no group was started in this thread")
+        raise invalid_usage(f"{name}: no group was started in this thread")
     group.depth -= 1
     if group.depth:
-        return
+        return None
     _thread.group = _Group()
     if group.failure is not None:
-        raise HostFailure(group.failure.code, f"ncclGroupEnd: nothing was launched; {group.failure.text}")
-    together(group.births)
-    if group.operations:
-        _launch(group.operations)
+        raise HostFailure(group.failure.code, f"{name}: nothing was launched; {group.failure.text}")
+    return group
+
+
+def announce_start(event: HostEvent, stream: HostStream | None) -> None:
+    """Record `event` when the operation that is issued next begins."""
+    group = _thread.group
+    if group.depth:
+        group.starts.append((event, stream))
+    else:
+        event.record(stream)
 
 
 def refuse(failure: HostFailure) -> None:
@@ -71,7 +116,7 @@ def issue(operation: Operation, stream: HostStream | None) -> None:
     if group.depth:
         group.operations.append((operation, stream))
     elif stream is not None:
-        _launch([(operation, stream)])
+        _launch([(operation, stream)], ())
     else:
         comm = operation.comm
         if operation.peer == comm.rank:
@@ -79,13 +124,45 @@ def issue(operation: Operation, stream: HostStream | None) -> None:
         comm.run(comm.ticket(), [operation])
 
 
-def bring_up(births: Sequence[Callable[[], None]]) -> None:
-    """Run the jobs that create communicators together; inside a group, at its end."""
+def issue_wait(comm: Comm, job: Callable[[], None], stream: HostStream | None) -> None:
+    """Run or queue a job that waits for what other ranks do; inside a group keep it for the end."""
     group = _thread.group
     if group.depth:
-        group.births.extend(births)
+        group.waits.append((comm, job, stream))
     else:
-        together(births)
+        _wait(comm, job, stream)
+
+
+def _wait(comm: Comm, job: Callable[[], None], stream: HostStream | None) -> None:
+    comm.check_usable()
+    comm.puts.expect()
+
+    def expected() -> None:
+        with comm.puts.expected():
+            job()
+
+    if stream is None:
+        expected()
+    else:
+        stream.submit(expected)
+
+
+def bring_up(birth: Callable[[], None], turn: Turn | None) -> None:
+    """Run a job that talks to other ranks to make something; inside a group at its end, with the others of its kind.
+
+    turn  what it needs of the communicator over which it talks"""
+    group = _thread.group
+    if group.depth:
+        group.births.append((birth, turn))
+    else:
+        _bring_up([(birth, turn)])
+
+
+def _bring_up(births: Sequence[Birth]) -> None:
+    for _, turn in births:
+        if turn is not None:
+            turn.take()
+    together([birth for birth, _ in births])
 
 
 def together(jobs: Sequence[Callable[[], None]]) -> None:
@@ -109,15 +186,24 @@ def together(jobs: Sequence[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-def _launch(issued: Sequence[Issued]) -> None:
+def _by_comm(issued: Sequence[Issued]) -> dict[Comm, list[Operation]]:
+    """The operations of each communicator, checked as a whole."""
     by_comm: dict[Comm, list[Operation]] = {}
-    used: dict[Comm, dict[HostStream | None, None]] = {}
-    for operation, stream in issued:
+    for operation, _ in issued:
         by_comm.setdefault(operation.comm, []).append(operation)
-        used.setdefault(operation.comm, {})[stream] = None
     for comm, own in by_comm.items():
         comm.check_usable()
         check_messages_to_itself(own)
+    return by_comm
+
+
+def _launch(issued: Sequence[Issued], starts: Sequence[Start]) -> None:
+    by_comm = _by_comm(issued)
+    used: dict[Comm, dict[HostStream | None, None]] = {}
+    for operation, stream in issued:
+        used.setdefault(operation.comm, {})[stream] = None
+    for event, stream in starts:
+        event.record(stream)
     runs: dict[HostStream | None, list[Run]] = {}
     joins: list[tuple[HostStream, HostStream | None]] = []
     for comm, own in by_comm.items():

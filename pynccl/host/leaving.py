@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 
-from . import birth, comm, farewell, stall, stream
+from . import birth, comm, farewell, puts, stall, stream
 from .failure import exiting, invalid_usage
 
 _JOIN_SECONDS = 2.0
@@ -31,3 +31,4 @@ def _leave() -> None:
         if communicator.idle:
             communicator.destroy()
     farewell.finish(_FAREWELL_SECONDS)
+    puts.give_up(_JOIN_SECONDS)

@@ -43,11 +43,15 @@ class Link:
     _free_at: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def seconds(self, steps: int, nbytes: float) -> float:
+        """What one operation takes on the link alone."""
+        return steps * self.latency + nbytes * self.seconds_per_byte
+
     def reserve(self, steps: int, nbytes: float) -> float:
         """Queue one operation; returns the time (of time.perf_counter) at which it may complete."""
         with self._lock:
             start = max(time.perf_counter(), self._free_at)
-            self._free_at = start + steps * self.latency + nbytes * self.seconds_per_byte
+            self._free_at = start + self.seconds(steps, nbytes)
             return self._free_at
 
 

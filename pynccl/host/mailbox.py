@@ -37,6 +37,10 @@ class Mailbox:
         self._posted = [group.recv(slot, peer, _MAIL_TAG) for slot in self._slots]
         self._next = 0
 
+    @property
+    def nbytes(self) -> int:
+        return self._out.nbytes + sum(slot[0].nbytes for slot in self._slots)
+
     def send(self, tag: int, address: int, nbytes: int) -> Any:
         """Post `nbytes` from `address`; the one before must have completed."""
         _HEAD.pack_into(self._out_bytes, 0, tag, nbytes)

@@ -67,3 +67,10 @@ class Scratch:
                 return fresh
             self._kept = fresh
         return self._kept[:nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        return self._kept.nbytes
+
+    def release(self) -> None:
+        self._kept = torch.empty(0, dtype=torch.uint8)

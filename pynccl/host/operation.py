@@ -59,6 +59,7 @@ class Operation:
     dtype: int
     op: int = 0
     peer: int = 0
+    held: int = 0  # bytes of its own, in which the peers' contributions arrive
 
     @property
     def nbytes(self) -> int:

@@ -100,6 +100,7 @@ class Place:
             client = idle.pop()
             client.set_timeout(limit)
         except IndexError:
+            _reachable([self._store[0]], self._store[1])  # else torch tries for the whole time-out
             client = dist.TCPStore(*self._store, is_master=False, timeout=limit)
         yield dist.PrefixStore(self._prefix, client)
         idle.append(client)  # not after an error: it may be in the middle of an answer
@@ -121,8 +122,9 @@ def place_of(unique_id: bytes) -> Place:
 class Rendezvous:
     """The ranks of one communicator find out who is there."""
 
-    def __init__(self, store: dist.Store, timeout: float) -> None:
+    def __init__(self, store: dist.Store, timeout: float, name: str = "ncclCommInitRank") -> None:
         self._store = store
+        self._name = name  # of the C function, for messages
         self._deadline = time.monotonic() + timeout
         self._timeout = timeout
 
@@ -135,7 +137,7 @@ class Rendezvous:
         self._announce(rank, size)
         missing, pause = list(range(size)), 0.001
         while missing := [r for r in missing if not self._store.check([f"hello/{r}"])]:
-            last_error.text = f"ncclCommInitRank: rank {rank} of {size} still waits for ranks {missing}"
+            last_error.text = f"{self._name}: rank {rank} of {size} still waits for ranks {missing}"
             self._raise_contradiction()
             if time.monotonic() > self._deadline:
                 raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {self._timeout:g} s")
@@ -143,7 +145,7 @@ class Rendezvous:
                 raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} as the process exits")
             pause = min(2 * pause, 0.02)
         self._raise_contradiction()
-        last_error.text = f"ncclCommInitRank: rank {rank} of {size} connects to its peers"
+        last_error.text = f"{self._name}: rank {rank} of {size} connects to its peers"
         return len(set(self._store.multi_get([f"hello/{r}" for r in range(size)]))) == 1
 
     def _announce(self, rank: int, size: int) -> None:
@@ -159,7 +161,7 @@ class Rendezvous:
 
     def _raise_contradiction(self) -> None:
         if self._store.check(["contradiction"]):
-            raise invalid_usage(f"ncclCommInitRank: {self._store.get('contradiction').decode()}")
+            raise invalid_usage(f"{self._name}: {self._store.get('contradiction').decode()}")
 
 
 def _reachable(addresses: list[str], port: int) -> str:
@@ -174,5 +176,5 @@ def _reachable(addresses: list[str], port: int) -> str:
     raise HostFailure(
         Result.SYSTEM_ERROR,
         f"cannot reach the process that made the unique id, port {port} ({'; '.join(reasons)}); "
-        "it has to live until all ranks have been initialised",
+        "it has to live as long as communicators are made of its ranks",
     )

@@ -23,6 +23,8 @@ Job = Callable[[], object]
 
 _handles = itertools.count(0x57AE0010, 0x10)
 _streams: weakref.WeakValueDictionary[int, HostStream] = weakref.WeakValueDictionary()
+_event_handles = itertools.count(0xE7E70010, 0x10)
+_events: weakref.WeakValueDictionary[int, HostEvent] = weakref.WeakValueDictionary()
 
 
 def as_error(failure: BaseException) -> BaseException:
@@ -101,6 +103,15 @@ class HostEvent:
 
     def __init__(self) -> None:
         self._completion: _Completion | None = None
+        self._handle = 0
+
+    @property
+    def handle(self) -> int:
+        """What C functions call this event. Made when it is first asked for: most events never cross into C."""
+        if not self._handle:
+            self._handle = next(_event_handles)
+            _events[self._handle] = self
+        return self._handle
 
     def record(self, stream: HostStream | int | None = None) -> HostEvent:
         """Mark the work that is queued on `stream` now. On the caller (0 or None) it completes at once."""
@@ -211,6 +222,14 @@ def find(stream: HostStream | int | None) -> HostStream | None:
     found = _streams.get(stream)
     if found is None:
         raise invalid_argument(f"stream is {stream:#x}, which is no HostStream or was closed; 0 stands for the caller")
+    return found
+
+
+def find_event(handle: int) -> HostEvent:
+    """The event of a handle. Unknown ones raise HostFailure(ncclInvalidArgument)."""
+    found = _events.get(handle)
+    if found is None:
+        raise invalid_argument(f"event is {handle:#x}, which is the handle of no HostEvent that lives")
     return found
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +29,11 @@ from .mailbox import FAREWELL, Mailbox
 _COLLECTIVE = 1 << 30
 _ABORT_TAG = (1 << 31) - 1
 _NEVER_TAG = (1 << 31) - 3
+PUT_TAG = (1 << 31) - 4
+PUT_DATA_TAG = (1 << 31) - 5
 _SHUT = timedelta(milliseconds=1)
+_EVER = timedelta(days=3650)
+_JOIN_SECONDS = 2.0
 
 # torch's type stubs leave out what this file is about: send, recv and the options.
 _Gloo: Any = dist.ProcessGroupGloo
@@ -80,6 +85,7 @@ class Transport:
         self._peers = [peer for peer in range(size) if peer != rank]
         self.limit(timeout)
         self._spare = torch.empty(1, dtype=torch.uint8)
+        self.helpers: list[threading.Thread] = []  # threads that are inside `carry`; they end once this is closed
         self._boxes = {peer: Mailbox(self._group, peer) for peer in range(size) if peer != rank}
 
     def limit(self, timeout: float) -> None:
@@ -105,6 +111,21 @@ class Transport:
                 work.wait(limit)
         except RuntimeError as error:
             raise _failure(peer, error) from error
+
+    def carry(self, post: Callable[[int, Tensor, int], Pending], peer: int, data: Tensor, tag: int) -> None:
+        """`send` or `recv` of one message, from a thread of its own and however long it takes.
+
+        A time-out would close all connections."""
+        _, work = post(peer, data, tag)
+        try:
+            work.wait(_EVER)
+        except RuntimeError as error:
+            raise _failure(peer, error) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that waits for messages."""
+        return sum(box.nbytes for box in self._boxes.values())
 
     def exchange(
         self, sends: Sequence[tuple[int, list[Tensor]]], recvs: Sequence[tuple[int, list[Tensor]]], tag: int
@@ -153,6 +174,10 @@ class Transport:
                 box.receive(FAREWELL, nothing.data_ptr(), 0, limit)
             for work in sent:
                 work.wait(limit)
+        if self.helpers:
+            self.shut()  # the peers have sent all they will: wake who still waits for more
+            for helper in self.helpers:
+                helper.join(_JOIN_SECONDS)
         self._boxes.clear()
         self._group = None  # closes, in this thread: the interpreter must not exit in the middle of it
 

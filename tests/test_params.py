@@ -1,0 +1,52 @@
+"""NCCL's parameters as a dictionary, and the encryption of its sockets."""
+
+from __future__ import annotations
+
+import pytest
+from libraries import Stub
+
+import pynccl
+
+
+def test_parameters_are_a_dictionary_of_strings() -> None:
+    stub = Stub()
+    assert pynccl.params(stub.library) == {"NCCL_ALGO": "", "NCCL_NTHREADS": "512"}
+    assert pynccl.param("NCCL_NTHREADS", stub.library) == "512"
+
+
+def test_an_unknown_parameter_is_named() -> None:
+    with pytest.raises(pynccl.NcclInvalidArgument, match=r"ncclParamGetParameter\('NCCL_ALGOO'\) failed"):
+        pynccl.param("NCCL_ALGOO", Stub().library)
+
+
+def test_an_old_library_has_none() -> None:
+    library = Stub((2, 29, 7)).library
+    with pytest.raises(
+        pynccl.NcclVersionError, match=r"ncclParamGetAllParameterKeys needs NCCL >= 2\.30; loaded 2\.29"
+    ):
+        pynccl.params(library)
+    with pytest.raises(pynccl.NcclVersionError, match=r"ncclParamGetParameter needs NCCL >= 2\.30"):
+        pynccl.param("NCCL_ALGO", library)
+
+
+def test_a_key_turns_encryption_on_and_none_turns_it_off() -> None:
+    stub = Stub()
+    pynccl.set_encryption("secret", stub.library)
+    pynccl.set_encryption(None, stub.library)
+    on, off = stub.calls()
+    stamp = {"size": 32, "version": 23203, "magic": 0xCAFEBEEF}
+    assert (on.name, on.args) == ("ncclSetEncryption", {**stamp, "mode": 1, "length": 6, "first": ord("s")})
+    assert off.args == {**stamp, "mode": 0, "length": -1, "first": 0}
+
+
+def test_an_old_library_cannot_encrypt_and_says_so() -> None:
+    with pytest.raises(pynccl.NcclVersionError, match=r"ncclSetEncryption needs NCCL >= 2\.32; loaded 2\.31\.2"):
+        pynccl.set_encryption("secret", Stub((2, 31, 2)).library)
+
+
+def test_a_refused_key_is_an_error_that_does_not_tell_it() -> None:
+    stub = Stub()
+    stub.fail("ncclSetEncryption", 5)
+    with pytest.raises(pynccl.NcclInvalidUsage, match=r"ncclSetEncryption\(PSK\) failed") as caught:
+        pynccl.set_encryption("secret", stub.library)
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,150 @@
+"""check_adjoint and check_gradients on functions that are right, and on wrong ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankError, RankPool, each_size
+from semantics import OPERATIONS, Case, tensors
+from torch import Tensor
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+NONLINEAR = ("all_reduce max", "all_reduce min", "all_reduce prod")
+
+
+def gradients_of_all_operations(comm: Communicator) -> dict[str, float]:
+    """First and second order by finite differences, under both conventions where there are two."""
+    errors = {}
+    for name, operation in OPERATIONS.items():
+        if operation.input_is_one:
+            continue  # its gradient is that of one input held by all ranks, not of one rank's
+        conventions = ("sum",) if "replicated" in operation.cannot else ("sum", "replicated")
+        for convention in conventions:
+            case = Case(comm.size, grad=convention)
+            fn = partial(operation.call, comm=comm, case=case)
+            x = tensors(operation, case, 1)[comm.rank]
+            replicated = convention == "replicated"
+            errors[f"{name}, {convention}"] = ad.testing.check_gradients(fn, x, comm, samples=2, replicated=replicated)
+    return errors
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_finite_differences_across_ranks_agree_for_every_operation(ranks: RankPool, n: int) -> None:
+    for errors in ranks.run(n, gradients_of_all_operations):
+        assert len(errors) > len(OPERATIONS) - 3
+        assert max(errors.values()) <= 1, errors
+
+
+def squared(fn: Any, x: Tensor) -> Tensor:
+    return fn(x) ** 2
+
+
+def second_derivatives_of_extremes(comm: Communicator) -> list[float]:
+    """With ties, and with zeros in the product: two on one element, one on another."""
+    case = Case(comm.size)
+    errors = []
+    for name in NONLINEAR:
+        fn = partial(OPERATIONS[name].call, comm=comm, case=case)
+        x = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
+        if name.endswith("prod"):
+            x[0] = 0.0 if comm.rank < 2 else 1.5
+            x[1] = 0.0 if comm.rank == 0 else 2.0
+        errors.append(ad.testing.check_gradients(partial(squared, fn), x, comm, samples=None))
+    z = torch.randn(3, dtype=torch.complex128, generator=torch.Generator().manual_seed(comm.rank))
+    errors.append(ad.testing.check_gradients(lambda t: ad.all_reduce(t, comm, "prod", grad="sum"), z, comm))
+    return errors
+
+
+@each_size
+def test_max_min_and_prod_have_second_derivatives_also_at_zeros(ranks: RankPool, n: int) -> None:
+    for errors in ranks.run(n, second_derivatives_of_extremes):
+        assert len(errors) == 4 and max(errors) <= 1
+
+
+def several_inputs(comm: Communicator) -> float:
+    """A function of a user: a row-parallel matmul of inputs whose sizes differ by rank, and a complex one."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    x = torch.randn(2, comm.rank + 1, dtype=torch.float64, generator=generator)
+    w = torch.randn(comm.rank + 1, 3, dtype=torch.float64, generator=generator)
+    z = torch.randn(3, dtype=torch.complex128, generator=generator)
+
+    def fn(x: Tensor, w: Tensor, z: Tensor) -> Tensor:
+        return ad.all_reduce((x @ w).sin() * z, comm, grad="sum")
+
+    return ad.testing.check_gradients(fn, (x, w, z), comm)
+
+
+def test_users_functions_of_several_inputs(ranks: RankPool) -> None:
+    assert max(ranks.run(3, several_inputs)) <= 1
+
+
+class WrongOnRankOne(torch.autograd.Function):
+    """The sum over ranks; backwards one element on rank 1 is 1 % off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return comm.all_reduce(x.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        dx = ctx.comm.all_reduce(g.contiguous())
+        if ctx.comm.rank == 1:
+            dx[1, 2] *= 1.01
+        return dx, None
+
+
+class DetachedBackward(torch.autograd.Function):
+    """Squares, summed over ranks; the gradient is right, and its own derivative is forgotten."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        ctx.save_for_backward(x)
+        return comm.all_reduce((x**2).contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return ad.all_reduce(g, ctx.comm, grad="sum") * 2 * x.detach(), None
+
+
+def wrong_gradient(comm: Communicator, kind: str) -> None:
+    x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
+    if kind == "element":
+        ad.testing.check_gradients(lambda t: WrongOnRankOne.apply(t, comm), x, comm, second_order=False, samples=None)
+    elif kind == "second":
+        ad.testing.check_gradients(lambda t: DetachedBackward.apply(t, comm), x, comm)
+    elif kind == "convention":
+        ad.testing.check_gradients(lambda t: ad.all_reduce(t, comm, grad="replicated"), x, comm)
+    else:
+        ad.testing.check_gradients(lambda t: t, x.float(), comm)
+
+
+def test_an_error_names_rank_index_and_both_values(ranks: RankPool) -> None:
+    outcomes = ranks.outcomes(3, wrong_gradient, "element")
+    assert all(isinstance(outcome.error, ad.testing.GradientError) for outcome in outcomes)
+    text = str(outcomes[1].error)
+    assert "wrong gradient: rank 1, the input, index (1, 2)" in text
+    assert "the backward pass gives" in text and "finite differences" in text and "1.01" in text
+    assert "rank 1, the input, flat index 5" in str(outcomes[0].error)
+
+
+@pytest.mark.parametrize(("kind", "text"), [("second", "wrong second derivative"), ("convention", "ratio of")])
+def test_wrong_second_derivatives_and_conventions_are_found_on_every_rank(
+    ranks: RankPool, kind: str, text: str
+) -> None:
+    outcomes = ranks.outcomes(2, wrong_gradient, kind)
+    assert all(isinstance(outcome.error, ad.testing.GradientError) for outcome in outcomes)
+    assert text in str(outcomes[0].error)
+
+
+def test_single_precision_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(2, wrong_gradient, "float32")
+    assert isinstance(caught.value.__cause__, ValueError) and "need float64" in str(caught.value.__cause__)
