@@ -6,7 +6,7 @@ if __name__ == "autograd":
         "(the folder's own name would shadow the PyPI package autograd)"
     )
 
-from . import operators, testing
+from . import nn, operators, partition, testing
 from .anchor import anchor
 from .asynchronous import Handle, start
 from .collective import Collective, key_of
@@ -29,15 +29,18 @@ from .functions import (
     split,
 )
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .partition import AllSumReduce, CartesianPartition, Partition, Repartition, SumReduce, zero_volume_tensor
 from .rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
 from .sums import AllGather, AllReduce, Copy, ReduceScatter, Split
 
 __all__ = [
     "AllGather",
     "AllReduce",
+    "AllSumReduce",
     "AllToAll",
     "AtRoot",
     "Broadcast",
+    "CartesianPartition",
     "Collective",
     "ColumnParallelLinear",
     "Copy",
@@ -46,14 +49,17 @@ __all__ = [
     "HaloExchange",
     "HaloReduce",
     "Handle",
+    "Partition",
     "Permute",
     "PreMul",
     "Product",
     "Reduce",
     "ReduceScatter",
+    "Repartition",
     "RowParallelLinear",
     "Scatter",
     "Split",
+    "SumReduce",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -63,7 +69,9 @@ __all__ = [
     "gather",
     "halo_exchange",
     "key_of",
+    "nn",
     "operators",
+    "partition",
     "permute",
     "reduce",
     "reduce_scatter",
@@ -72,4 +80,5 @@ __all__ = [
     "split",
     "start",
     "testing",
+    "zero_volume_tensor",
 ]

@@ -1,0 +1,282 @@
+"""The differentiable collectives as modules, and a Sequential that runs a linear layer with its collective as one.
+
+A module for each function of functions.py, with its arguments and its errors, of the communicator it was made with. As
+TransformerEngine's operations of the same names: ReduceScatter sums over ranks and keeps slice `rank` of dimension 0,
+its backward pass is an all-gather; AllReduce(comm, grad="replicated") passes gradients through unchanged; on one rank
+AllReduce, ReduceScatter, AllGather, Copy and Split return their input, not a copy of it as some functions do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+
+from pynccl import Communicator
+
+from . import functions
+from .arguments import Grad, check_edges, check_grad, check_op, check_rank
+from .functions import Dtype, Op, PreMul
+from .linear import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+
+Splits = Sequence[int] | None
+
+
+class Operation(torch.nn.Module):
+    """A function of functions.py with its communicator and its other arguments."""
+
+    function: ClassVar[Any]
+    passes_alone: ClassVar[bool] = False  # on one rank the output is the input
+
+    def __init__(self, comm: Communicator, **options: Any) -> None:
+        super().__init__()
+        self.comm = comm
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.passes_alone and self.comm.size == 1:
+            _, call = self.function.plan(x, self.comm, **self.options)  # whose checks hold on one rank as on many
+            alone: Tensor = call.x
+            return alone
+        y: Tensor = self.function(x, self.comm, **self.options)
+        return y
+
+    def extra_repr(self) -> str:
+        given = [f"{name}={value!r}" for name, value in self.options.items() if value is not None]
+        return ", ".join([f"rank {self.comm.rank} of {self.comm.size}", *given])
+
+
+class AllReduce(Operation):
+    """y = sum_q x_q on every rank (op: see `all_reduce`).  grad="replicated": gradients pass through unchanged."""
+
+    function = staticmethod(functions.all_reduce)
+    passes_alone = True
+
+    def __init__(self, comm: Communicator, op: str | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None) -> None:
+        check_grad("nn.AllReduce", grad)
+        if not isinstance(op, PreMul):
+            check_op("nn.AllReduce", op, ("sum", "avg", "max", "min", "prod"))
+        super().__init__(comm, op=op, grad=grad, reduce_dtype=reduce_dtype)
+
+
+class Copy(Operation):
+    """y = x; gradients are summed over ranks."""
+
+    function = staticmethod(functions.copy)
+    passes_alone = True
+
+    def __init__(self, comm: Communicator, *, reduce_dtype: Dtype = None) -> None:
+        super().__init__(comm, reduce_dtype=reduce_dtype)
+
+
+class ReduceScatter(Operation):
+    """y_r = (sum_q x_q)[slice r of `dim`]; gradients are all-gathered.
+
+    ValueError if `dim` is not divisible by the number of ranks, unless splits= gives the sizes."""
+
+    function = staticmethod(functions.reduce_scatter)
+    passes_alone = True
+
+    def __init__(
+        self, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None
+    ) -> None:
+        check_op("nn.ReduceScatter", op)
+        super().__init__(comm, dim=dim, op=op, splits=splits, reduce_dtype=reduce_dtype)
+
+
+class AllGather(Operation):
+    """y = concat_q x_q along `dim` on every rank; gradients are reduce-scattered (grad="replicated": cut)."""
+
+    function = staticmethod(functions.all_gather)
+    passes_alone = True
+
+    def __init__(
+        self, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
+    ) -> None:
+        check_grad("nn.AllGather", grad)
+        super().__init__(comm, dim=dim, grad=grad, splits=splits, reduce_dtype=reduce_dtype)
+
+
+class Split(Operation):
+    """y_r = x[slice r of `dim`] of a replicated x; gradients are gathered."""
+
+    function = staticmethod(functions.split)
+    passes_alone = True
+
+    def __init__(self, comm: Communicator, dim: int = 0, *, splits: Splits = None) -> None:
+        super().__init__(comm, dim=dim, splits=splits)
+
+
+class Broadcast(Operation):
+    """y_r = x_root on every rank; x on the others gives shape and type."""
+
+    function = staticmethod(functions.broadcast)
+
+    def __init__(self, comm: Communicator, root: int, *, grad: Grad, reduce_dtype: Dtype = None) -> None:
+        check_grad("nn.Broadcast", grad)
+        check_rank("nn.Broadcast", comm, root)
+        super().__init__(comm, root=root, grad=grad, reduce_dtype=reduce_dtype)
+
+
+class Reduce(Operation):
+    """root: sum_q x_q, others: zeros."""
+
+    function = staticmethod(functions.reduce)
+
+    def __init__(self, comm: Communicator, root: int, op: Op = "sum", *, reduce_dtype: Dtype = None) -> None:
+        check_op("nn.Reduce", op)
+        check_rank("nn.Reduce", comm, root)
+        super().__init__(comm, root=root, op=op, reduce_dtype=reduce_dtype)
+
+
+class Scatter(Operation):
+    """y_r = x_root[slice r of `dim`]."""
+
+    function = staticmethod(functions.scatter)
+
+    def __init__(self, comm: Communicator, root: int, dim: int = 0, *, splits: Splits = None) -> None:
+        check_rank("nn.Scatter", comm, root)
+        super().__init__(comm, root=root, dim=dim, splits=splits)
+
+
+class Gather(Operation):
+    """root: concat_q x_q along `dim`, others: size 0 along it."""
+
+    function = staticmethod(functions.gather)
+
+    def __init__(self, comm: Communicator, root: int, dim: int = 0, *, splits: Splits = None) -> None:
+        check_rank("nn.Gather", comm, root)
+        super().__init__(comm, root=root, dim=dim, splits=splits)
+
+
+class AllToAll(Operation):
+    """Part q of x along `split_dim` goes to rank q; what arrives is concatenated along `concat_dim`."""
+
+    function = staticmethod(functions.all_to_all)
+
+    def __init__(
+        self,
+        comm: Communicator,
+        split_dim: int = 0,
+        concat_dim: int = 0,
+        *,
+        send_splits: Splits = None,
+        recv_splits: Splits = None,
+    ) -> None:
+        sizes = {"send_splits": send_splits, "recv_splits": recv_splits}
+        super().__init__(comm, split_dim=split_dim, concat_dim=concat_dim, **sizes)
+
+
+class Permute(Operation):
+    """y_r = sum of x_q over the edges (q, r), zeros without one."""
+
+    function = staticmethod(functions.permute)
+
+    def __init__(self, comm: Communicator, edges: Iterable[tuple[int, int]]) -> None:
+        edges = tuple(edges)
+        check_edges(comm, edges)
+        super().__init__(comm, edges=edges)
+
+
+class HaloExchange(Operation):
+    """Ranks in a line: the neighbours' borders overwrite the halos of x along `dim`."""
+
+    function = staticmethod(functions.halo_exchange)
+
+    def __init__(self, comm: Communicator, dim: int, halo: int | tuple[int, int]) -> None:
+        super().__init__(comm, dim=dim, halo=halo)
+
+
+class Sequential(torch.nn.Sequential):
+    """torch.nn.Sequential that runs these neighbours as one, with the result of running them one by one:
+
+    nn.Linear (no bias), ReduceScatter(comm)                   matmul_reduce_scatter
+    nn.Linear (no bias), AllReduce(comm, grad="replicated")    matmul_all_reduce
+    AllGather(comm, grad="sum"), nn.Linear                     all_gather_matmul
+
+    Each along dimension 0, with op="sum", no splits= and no reduce_dtype=. A pair is run one by one where a hook is on
+    either module, so that hooks fire as ever; where a module has another forward (a subclass, a parametrization, a
+    torch.compile of its own); on one rank; and where x has fewer than 2 dimensions. A bias before a sum over ranks
+    counts once per rank: leave it to a module behind, or to RowParallelLinear.
+    """
+
+    def forward(self, x: Any) -> Any:
+        modules = list(self)
+        at = 0
+        while at < len(modules):
+            run = _fused(modules[at], modules[at + 1]) if at + 1 < len(modules) else None
+            if run is not None and x.dim() >= 2:
+                x = run(modules[at], modules[at + 1], x)
+                at += 2
+            else:
+                x = modules[at](x)
+                at += 1
+        return x
+
+    def fused_pairs(self) -> list[tuple[int, int]]:
+        """The indices of the modules that would be run as one now: hooks come and go."""
+        modules = list(self)
+        pairs: list[tuple[int, int]] = []
+        at = 0
+        while at + 1 < len(modules):
+            found = _fused(modules[at], modules[at + 1]) is not None
+            if found:
+                pairs.append((at, at + 1))
+            at += 1 + found
+        return pairs
+
+
+def _linear_reduce_scatter(linear: Any, scatter: Any, x: Tensor) -> Tensor:
+    return matmul_reduce_scatter(x, linear.weight, scatter.comm)
+
+
+def _linear_all_reduce(linear: Any, reduce: Any, x: Tensor) -> Tensor:
+    return matmul_all_reduce(x, linear.weight, reduce.comm)
+
+
+def _all_gather_linear(gather: Any, linear: Any, x: Tensor) -> Tensor:
+    return all_gather_matmul(x, linear.weight, gather.comm, linear.bias)
+
+
+class _Pair(NamedTuple):
+    """Two types of modules, exactly: a subclass may have another forward."""
+
+    first: type[torch.nn.Module]
+    second: type[torch.nn.Module]
+    options: dict[str, object]  # of the collective
+    run: Callable[[Any, Any, Tensor], Tensor]
+
+
+_PAIRS = (
+    _Pair(torch.nn.Linear, ReduceScatter, {"dim": 0, "op": "sum"}, _linear_reduce_scatter),
+    _Pair(torch.nn.Linear, AllReduce, {"op": "sum", "grad": "replicated"}, _linear_all_reduce),
+    _Pair(AllGather, torch.nn.Linear, {"dim": 0, "grad": "sum"}, _all_gather_linear),
+)
+
+
+def _fused(first: torch.nn.Module, second: torch.nn.Module) -> Callable[[Any, Any, Tensor], Tensor] | None:
+    """What runs the two as one; None: run them one by one."""
+    for pair in _PAIRS:
+        if type(first) is pair.first and type(second) is pair.second and _is_plain(first) and _is_plain(second):
+            linear, collective = (second, first) if isinstance(first, Operation) else (first, second)
+            summed_bias = linear is first and linear.bias is not None
+            assert isinstance(collective, Operation)
+            given = {name: value for name, value in collective.options.items() if value is not None}
+            if given == pair.options and collective.comm.size > 1 and not summed_bias:
+                return pair.run
+    return None
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Calling it is running its class's forward, and nothing else."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    own_forward = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    return not (any(hooks) or own_forward or torch_module._has_any_global_hook())
