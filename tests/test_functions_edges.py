@@ -199,7 +199,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "gather": (lambda x, c: ad.gather(x, c, 0, splits=[1, 1]), "give rank"),
     "one split": (lambda x, c: ad.all_to_all(x, c, send_splits=[3, 3]), "both are needed"),
     "edge": (lambda x, c: ad.permute(x, c, [(0, 5)]), "the target of edge (0, 5) is 5"),
-    "no edge": (lambda x, c: ad.permute(x, c, [3]), "edge 3 is none, expected a pair"),
+    "no edge": (lambda x, c: ad.permute(x, c, [3]), "edge 3 is none, expected a pair"),  # type: ignore[list-item]
     "peer": (lambda x, c: ad.send_recv(x, c, target=9), "target is 9"),
     "halo": (lambda x, c: ad.halo_exchange(x, c, 0, 3), "of which 0 are the interior"),
     "halo, sign": (lambda x, c: ad.halo_exchange(x, c, 0, (-1, 1)), "halo is (-1, 1)"),
