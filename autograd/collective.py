@@ -90,23 +90,19 @@ class Collective(Function):
     def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, ctx.comm, *params = inputs
         ctx.shape, ctx.params = x.shape, params
-        ctx.set_materialize_grads(False)
         ctx.site = backward_check.sign(ctx.comm, cls.name) if ctx.comm.checking else None
 
     @classmethod
-    def backward(cls, ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        (g,) = cotangents
-        if g is None:
-            return (None,) * (2 + len(ctx.params))
+    def backward(cls, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (g,) = cotangents  # zeros where there is none: the peers wait for this rank all the same
         if ctx.site is not None:
             backward_check.compare(ctx.comm, ctx.site, g if cls.is_replicated(ctx.params) else None)
         function, x, params = cls.adjoint(g, ctx.comm, ctx.shape, *ctx.params)
         return run(ctx.comm, function, x, *params), None, *(None,) * len(ctx.params)
 
     @classmethod
-    def jvp(cls, ctx: Any, *tangents: Tensor | None) -> Tensor | None:
-        tangent = tangents[0]
-        return None if tangent is None else run(ctx.comm, cls, tangent, *ctx.params)
+    def jvp(cls, ctx: Any, tangent: Tensor, *others: None) -> Tensor:
+        return run(ctx.comm, cls, tangent, *ctx.params)
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[Any, ...], x: Tensor, comm: Communicator, *params: Any) -> tuple[Any, int]:

@@ -48,20 +48,15 @@ class Elementwise(Collective):
         ctx.save_for_forward(inputs[0], output)
 
     @classmethod
-    def backward(cls, ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(cls, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = cotangents
-        nothing = (None,) * (1 + len(ctx.params))
-        if g is None:
-            return None, *nothing
         if ctx.site is not None:
             backward_check.compare(ctx.comm, ctx.site, g if cls.is_replicated(ctx.params) else None)
-        return cls.cotangent(run, ctx.comm, g, *ctx.saved_tensors, *ctx.params), *nothing
+        dx = cls.cotangent(run, ctx.comm, g, *ctx.saved_tensors, *ctx.params)
+        return dx, None, *(None,) * len(ctx.params)
 
     @classmethod
-    def jvp(cls, ctx: Any, *tangents: Tensor | None) -> Tensor | None:
-        tangent = tangents[0]
-        if tangent is None:
-            return None
+    def jvp(cls, ctx: Any, tangent: Tensor, *others: None) -> Tensor:
         *_, grad, reduce_dtype = ctx.params
         change = tangent * cls.factor(run, ctx.comm, *ctx.saved_tensors, *ctx.params)
         return run(ctx.comm, AllReduce, change, "sum", grad, reduce_dtype)

@@ -40,6 +40,34 @@ def test_a_rank_whose_input_needs_no_gradient_serves_those_whose_does(ranks: Ran
     assert ranks.run(n, only_one_rank_needs_a_gradient) == [list(OPERATIONS)] * n
 
 
+class NoGradient(torch.autograd.Function):
+    """The identity, whose backward gives nothing, as a user's Function may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> None:
+        return None
+
+
+def a_cotangent_that_is_missing(comm: Communicator) -> list[list[float]]:
+    """Rank 1's output meets a Function without a gradient: its part is zero, and the others do not wait for ever."""
+    found = []
+    for op in ("sum", "max"):
+        x = torch.ones(2, requires_grad=True)
+        y = ad.all_reduce(x, comm, op, grad="sum")
+        (NoGradient.apply(y) if comm.rank == 1 else y).sum().backward()
+        found.append(x.grad.tolist())
+    return found
+
+
+def test_a_missing_cotangent_counts_as_zero(ranks: RankPool) -> None:
+    for found in ranks.run(3, a_cotangent_that_is_missing):
+        assert found == [[2.0] * 2, pytest.approx([2 / 3] * 2)]
+
+
 def nothing_where_no_derivatives_are_recorded(comm: Communicator) -> None:
     x = torch.ones(comm.size, 2)
     with torch.no_grad():
