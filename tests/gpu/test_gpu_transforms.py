@@ -1,0 +1,44 @@
+"""Differentiable collectives on a GPU under torch.compile, with and without CUDA graphs, and as started handles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+
+def values(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    """(this rank's input, the sum of all ranks' inputs), integer-valued."""
+    each = [torch.arange(1.0, 13.0, device=comm.device).view(4, 3) * (rank + 1) for rank in range(comm.size)]
+    return each[comm.rank], torch.stack(each).sum(0)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_step_equals_the_eager_one(comm: Communicator, mode: str) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (ad.all_reduce(2 * x, comm, grad="sum") ** 2).sum()
+
+    compiled = torch.compile(step, fullgraph=True, mode=mode)
+    own, total = values(comm)
+    for _ in range(4):  # with CUDA graphs: warm-up, capture, replay
+        x = own.clone().requires_grad_()
+        loss = compiled(x)
+        loss.backward()
+        assert float(loss) == float((4 * total**2).sum())
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, comm.size * 8 * total)
+        del loss
+
+
+def test_a_started_collective_and_its_adjoint_arrive(comm: Communicator) -> None:
+    own, total = values(comm)
+    x = own.clone().requires_grad_()
+    handle = ad.start(ad.all_reduce, x, comm, grad="sum")
+    busy = torch.ones(1024, 1024, device=comm.device) @ torch.ones(1024, 1024, device=comm.device)
+    y = handle.wait()
+    assert torch.equal(y.detach(), total)
+    (y * 3).sum().backward()
+    assert x.grad is not None and x.grad.unique().tolist() == [3.0 * comm.size]
+    assert float(busy[0, 0]) == 1024
