@@ -115,3 +115,15 @@ class Ranks:
 
 def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def number(name: str, comm: int) -> int:
+    """What a property such as ncclCommCount says of comm."""
+    out = ctypes.c_int(-1)
+    call(name, comm, ctypes.byref(out))
+    return out.value
+
+
+def row(rank: int, count: int) -> Tensor:
+    """Values that tell ranks and places apart."""
+    return torch.arange(count, dtype=torch.int32) + 1000 * rank

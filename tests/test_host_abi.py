@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from host_calls import CallFailed, Ranks, address, call, in_threads, init_all, init_rank, split, unique_id
+from host_calls import CallFailed, Ranks, address, call, in_threads, init_all, init_rank, number, row, split, unique_id
 from torch import Tensor
 
 from pynccl import abi, host
@@ -30,16 +30,6 @@ def pair() -> Iterator[Ranks]:
     yield ranks
     for comm in ranks.comms:
         host.function("ncclCommAbort")(comm)
-
-
-def number(name: str, comm: int) -> int:
-    out = ctypes.c_int(-1)
-    call(name, comm, ctypes.byref(out))
-    return out.value
-
-
-def row(rank: int, count: int) -> Tensor:
-    return torch.arange(count, dtype=torch.int32) + 1000 * rank
 
 
 # Library

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_calls import CallFailed, Ranks, call, in_threads, init_rank, unique_id
+from host_calls import CallFailed, Ranks, call, in_threads, init_rank, number, unique_id
 from ranks import Place, RankPool
 
 import pynccl
@@ -29,12 +29,6 @@ def trio() -> Iterator[Ranks]:
     yield ranks
     for comm in ranks.comms:
         host.function("ncclCommAbort")(comm)
-
-
-def number(name: str, comm: int) -> int:
-    out = ctypes.c_int(-1)
-    call(name, comm, ctypes.byref(out))
-    return out.value
 
 
 def shrink(comm: int, excluded: list[int], flags: int = 0) -> int:

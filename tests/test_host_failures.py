@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_calls import CallFailed, Ranks, address, call, in_threads, last_error, unique_id
+from host_calls import CallFailed, Ranks, address, call, in_threads, last_error, number, row, unique_id
 from torch import Tensor
 
 from pynccl import host
@@ -31,16 +31,6 @@ def pair() -> Iterator[Ranks]:
     yield ranks
     for comm in ranks.comms:
         host.function("ncclCommAbort")(comm)
-
-
-def number(name: str, comm: int) -> int:
-    out = ctypes.c_int(-1)
-    call(name, comm, ctypes.byref(out))
-    return out.value
-
-
-def row(rank: int, count: int) -> Tensor:
-    return torch.arange(count, dtype=torch.int32) + 1000 * rank
 
 
 @pytest.mark.parametrize(
