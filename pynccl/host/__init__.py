@@ -1,10 +1,10 @@
-"""libnccl's own C ABI on CPU memory, carried by torch's gloo, for machines without a GPU.
+"""libnccl's own C ABI on CPU memory, for machines without a GPU: sockets between processes, torch for the arithmetic.
 
 `function(name)` gives ctypes function pointers with the signatures of `pynccl.abi.FUNCTIONS`; buffers are addresses
 of CPU memory, which the caller keeps alive until the operation has completed; streams are handles of `HostStream`, or
 0 for the calling thread. Environment: PYNCCL_HOST_TIMEOUT and PYNCCL_HOST_INIT_TIMEOUT (seconds, default 600),
 PYNCCL_HOST_LINK (see `link`), PYNCCL_HOST_VERSION (see `version`; read when this package is imported),
-GLOO_SOCKET_IFNAME (interface, for ranks on several machines).
+NCCL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME (the interface, for ranks on several machines; see `interfaces`).
 
 Calls on a communicator with blocking=0 have completed when they return, so its asynchronous error is never
 ncclInProgress: a program written for nonblocking communicators works, and finds nothing to wait for.
@@ -20,6 +20,6 @@ from . import registered as _registered  # noqa: F401
 from . import settings as _settings  # noqa: F401
 from . import variants as _variants  # noqa: F401
 from .registry import VERSION, function, take_interrupt
-from .stream import HostEvent, HostStream
+from .stream import CallerStream, HostEvent, HostStream
 
-__all__ = ["VERSION", "HostEvent", "HostStream", "function", "take_interrupt"]
+__all__ = ["VERSION", "CallerStream", "HostEvent", "HostStream", "function", "take_interrupt"]

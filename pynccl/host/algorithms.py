@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .connection import Label, Transfer
 from .failure import invalid_usage
-from .mailbox import PAYLOAD_BYTES
-from .memory import view
+from .memory import bytes_of, view
 from .operation import Kind, Operation, Where
 from .reduction import PreMulSum, combine, wire_type
-from .transport import Pending
 
 if TYPE_CHECKING:
     from .comm import Comm
 
 # Below this many bytes all_reduce sends everything to everybody: half the rounds, for (p-1)/2 times the bytes.
 DIRECT_BYTES = 64 << 10
+_ANSWERS = 1 << 31  # in a tag: the message before was received
 # Large reductions go in pieces, so that adding one piece overlaps with the transfer of the next. In an all_reduce,
 # gathering overlaps as well; without it pieces are larger, since each wakes threads (measured with 2 ranks on 2 cores).
 PIECE_BYTES = 4 << 20
@@ -83,11 +83,12 @@ def _exchange(
         return lambda: None
     outgoing = [(peer, data) for peer, data in sends if data.numel()]
     incoming = [(peer, data) for peer, data in recvs if data.numel()]
-    if all(data.nbytes <= PAYLOAD_BYTES for _, data in outgoing + incoming):
-        return lambda: comm.transport.mail(outgoing, incoming, comm.tag(op))
-    # The lists of one tensor are what gloo takes.
-    boxed_out, boxed_in = ([(peer, [data]) for peer, data in way] for way in (outgoing, incoming))
-    return lambda: comm.transport.exchange(boxed_out, boxed_in, comm.tag(op))
+    bytes_out, bytes_in = ([(peer, bytes_of(data)) for peer, data in way] for way in (outgoing, incoming))
+
+    def exchange(tensors: object = (outgoing, incoming)) -> None:  # which own the memory
+        comm.transport.exchange(bytes_out, bytes_in, comm.label(op))
+
+    return exchange
 
 
 def all_reduce(op: Operation) -> Callable[[], None]:
@@ -142,21 +143,21 @@ def _reduce_shards(op: Operation, shards: list[Tensor], out: Tensor, everything:
     incoming = [_parts(other, pieces) for other in _landing(op, shards[comm.rank], out)]
     results = _parts(out, pieces)
     targets = [_parts(shard, pieces) for shard in everything]
-    tag, gather_tag = comm.tag(op), comm.tag(op)
-    sends: list[Pending] = []
-    arrivals: list[list[Pending]] = []
+    label, gather_label = comm.label(op), comm.label(op)
+    sends: list[Transfer] = []
+    arrivals: list[list[Transfer]] = []
     for k in range(pieces):
-        sends += [transport.send(p, cut[p][k], tag) for p in peers if cut[p][k].numel()]
+        sends += [transport.send(p, cut[p][k], label) for p in peers if cut[p][k].numel()]
         rows = zip(peers, incoming, strict=True)
-        arrivals.append([transport.recv(p, row[k], tag) for p, row in rows if row[k].numel()])
-    gathers: list[Pending] = []
+        arrivals.append([transport.recv(p, row[k], label) for p, row in rows if row[k].numel()])
+    gathers: list[Transfer] = []
     for k in range(pieces):
         transport.wait(arrivals[k])
         parts = _in_rank_order(comm, cut[comm.rank][k], [row[k] for row in incoming])
         combine(parts, results[k], op.dtype, op.op)
         if targets:
-            sends += [transport.send(p, results[k], gather_tag) for p in peers if results[k].numel()]
-            gathers += [transport.recv(p, targets[p][k], gather_tag) for p in peers if targets[p][k].numel()]
+            sends += [transport.send(p, results[k], gather_label) for p in peers if results[k].numel()]
+            gathers += [transport.recv(p, targets[p][k], gather_label) for p in peers if targets[p][k].numel()]
     transport.wait(gathers)
     transport.wait(sends)
 
@@ -265,20 +266,34 @@ def check_messages_to_itself(ops: Sequence[Operation]) -> None:
 
 
 def point_to_point(comm: Comm, ops: Sequence[Operation]) -> None:
-    """All sends and receives at once. Those of this rank to itself are copies, matched in their order."""
-    works = []
-    for op in (op for op in ops if op.kind is SEND and op.peer != comm.rank):
-        tag = comm.message_tag(op.peer, op.nbytes, sending=True)
-        if op.count:
-            works.append(comm.transport.send(op.peer, _bytes(op.send, op), tag))
-    for op in (op for op in ops if op.kind is RECV and op.peer != comm.rank):
-        tag = comm.message_tag(op.peer, op.nbytes, sending=False)
-        if op.count:
-            works.append(comm.transport.recv(op.peer, _bytes(op.recv, op), tag))
+    """All sends and receives at once. Those of this rank to itself are copies, matched in their order.
+
+    A send is over when it has been received, as the receiver tells: so a send that nobody receives, or of another size
+    than is expected, is an error of both ranks whatever its size."""
+    sends, recvs = (_to_others(comm, ops, kind) for kind in (SEND, RECV))
+    transport = comm.transport
+    sent = [transport.send(op.peer, _bytes(op.send, op), label) for op, label in sends]
+    received = [transport.recv(op.peer, _bytes(op.recv, op), label, _answer(label)) for op, label in recvs]
+    answers = [transport.recv(op.peer, _NOTHING, _answer(label)) for op, label in sends]
     for source, target in zip(_to_itself(ops, SEND), _to_itself(ops, RECV), strict=True):
         _copy(_bytes(target.recv, target), _bytes(source.send, source))
-    if works:
-        comm.transport.wait(works)
+    transport.wait([*received, *answers, *sent])
+    transport.wait([transfer.answer for transfer in received if transfer.answer is not None])
+
+
+_NOTHING = memoryview(b"")
+
+
+def _answer(label: Label) -> Label:
+    return label._replace(tag=label.tag ^ _ANSWERS)
+
+
+def _to_others(comm: Comm, ops: Sequence[Operation], kind: Kind) -> list[tuple[Operation, Label]]:
+    """The messages that travel, each with its label. Empty ones are counted and do not travel."""
+    labelled = [
+        (op, comm.message_label(op, sending=kind is SEND)) for op in ops if op.kind is kind and op.peer != comm.rank
+    ]
+    return [(op, label) for op, label in labelled if op.count]
 
 
 def _bytes(address: int, op: Operation) -> Tensor:

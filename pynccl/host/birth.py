@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import struct
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
 
-from ..abi import SPLIT_NOCOLOR, DataType, Result
+from ..abi import SPLIT_NOCOLOR, DataType
 from . import algorithms
 from .comm import Comm, Turn, seconds
-from .failure import HostFailure, invalid_argument, invalid_usage
+from .connect import ENDPOINT_BYTES, Listener, pairs_in_process, read_endpoint
+from .failure import HostFailure, invalid_argument, invalid_usage, last_error
+from .interfaces import on_one_machine
 from .operation import Operation
 from .rendezvous import Place, Rendezvous, place_of
+from .store import Store
 
 _waiting: set[threading.Thread] = set()
 
@@ -31,7 +36,8 @@ def init_rank(comm: Comm, unique_id: bytes) -> None:
     if comm.size == 1:
         comm.born = True
         return
-    meet_and_connect(comm, place_of(unique_id), seconds(INIT_TIMEOUT_VARIABLE, 600.0), "ncclCommInitRank")
+    timeout = seconds(INIT_TIMEOUT_VARIABLE, 600.0)
+    meet_and_connect(comm, place_of(unique_id, timeout), timeout, "ncclCommInitRank")
 
 
 def give_up(timeout: float) -> None:
@@ -40,12 +46,15 @@ def give_up(timeout: float) -> None:
         thread.join(timeout)
 
 
-def init_local(comm: Comm, place: Place) -> None:
-    """Connect `comm` with those of the other devices of this process."""
-    if comm.size == 1:
-        comm.born = True
-    else:
-        comm.connect(place, True, seconds(INIT_TIMEOUT_VARIABLE, 600.0))
+def init_local(comms: Sequence[Comm]) -> None:
+    """Connect the communicators of all devices of this process."""
+    place = Place(Store(), "all")
+    for comm, channels in zip(comms, pairs_in_process(len(comms)), strict=True):
+        if comm.size == 1:
+            comm.born = True
+        else:
+            comm.place = place
+            comm.join(channels)
 
 
 def check_devices(devices: Sequence[int]) -> None:
@@ -69,23 +78,46 @@ class Split:
 
     def run(self) -> None:
         """Talk to the parent's other ranks and connect the new communicator."""
+        try:
+            listener = Listener(self._parent.local)
+        except BaseException as error:  # the others count on this rank's part
+            why = f"it could not listen for its peers in a split: {error}"
+            self._parent.fail(invalid_usage(f"ncclCommSplit: {error}"), self._parent.because(why))
+            raise
+        try:
+            self._connect(listener)
+        except HostFailure as failure:  # whose fault it was is worth telling, should this rank abort the parent now
+            self._parent.trouble = failure.text
+            raise
+        finally:
+            listener.close()
+
+    def _connect(self, listener: Listener) -> None:
         parent = self._parent
-        own = torch.tensor([self._color, self._key], dtype=torch.int64)
-        everybody = torch.empty(parent.size, 2, dtype=torch.int64)
-        int64 = int(DataType.INT64)
-        call = Operation("ncclCommSplit", algorithms.SPLIT, parent, own.data_ptr(), everybody.data_ptr(), 2, int64)
-        self.turn.run(call)
+        endpoint = listener.endpoint.encode().ljust(ENDPOINT_BYTES)
+        row = struct.pack("<qq", self._color, self._key) + endpoint
+        own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        everybody = torch.empty(parent.size, len(row), dtype=torch.uint8)
+        uint8 = int(DataType.UINT8)
+        self.turn.run(
+            Operation("ncclCommSplit", algorithms.SPLIT, parent, own.data_ptr(), everybody.data_ptr(), len(row), uint8)
+        )
         if self.comm is None:
             return
-        table = everybody.tolist()
-        members = sorted((key, rank) for rank, (color, key) in enumerate(table) if color == self._color)
-        self.comm.set_rank(members.index((self._key, parent.rank)), len(members))
-        self.comm.link = parent.link
-        if self.comm.size == 1 or parent.place is None:
+        rows = [bytes(line) for line in everybody.tolist()]
+        table = [struct.unpack_from("<qq", line) for line in rows]
+        ordered = sorted((key, rank) for rank, (color, key) in enumerate(table) if color == self._color)
+        members = [rank for _, rank in ordered]
+        self.comm.set_rank(members.index(parent.rank), len(members))
+        self.comm.link, self.comm.local = parent.link, parent.local
+        if parent.place is not None:
+            self.comm.place = parent.place.below(f"split/{parent.rounds}/{self._color}")
+        if self.comm.size == 1:
             self.comm.born = True
             return
-        place = parent.place.below(f"split/{parent.rounds}/{self._color}")
-        self.comm.connect(place, parent.same_machine, seconds(INIT_TIMEOUT_VARIABLE, 600.0))
+        endpoints = [rows[rank][16:].decode().rstrip() for rank in members]
+        timeout = min(seconds(INIT_TIMEOUT_VARIABLE, 600.0), parent.timeout)  # all of them were there a moment ago
+        self.comm.connect(listener, endpoints, timeout, "ncclCommSplit", parent, members)
 
 
 class Shrink:
@@ -123,15 +155,16 @@ def meet_and_connect(comm: Comm, place: Place, timeout: float, name: str) -> Non
     """Wait for the other ranks of `comm` at `place`, saying for whom, and connect with them."""
     me = threading.current_thread()
     _waiting.add(me)
+    started = time.monotonic()
+    listener = Listener(on_one_machine() or place.in_process)
     try:
         with place.open(timeout) as store:
-            same_machine = Rendezvous(store, timeout, name).meet(comm.rank, comm.size)
-        comm.connect(place.below("ranks"), same_machine, timeout)
-    except RuntimeError as error:  # torch's DistError: the store went away
-        raise HostFailure(
-            Result.SYSTEM_ERROR,
-            f"{name}: rank {comm.rank} of {comm.size} cannot reach the store, which lives in the process that made the "
-            f"unique id, and has to as long as communicators are made of its ranks: {error}",
-        ) from error
+            endpoints = Rendezvous(store, timeout, name).meet(comm.rank, comm.size, listener.endpoint)
+        comm.place = place
+        comm.local = len({read_endpoint(text).machine for text in endpoints}) == 1
+        left = max(timeout - (time.monotonic() - started), 0.0)
+        comm.connect(listener, endpoints, left, name)
+        last_error.text = ""  # whom it waited for
     finally:
         _waiting.discard(me)
+        listener.close()

@@ -8,23 +8,27 @@ import os
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-
-import torch
+from typing import Any
 
 from ..abi import RedOp, Result
-from . import algorithms, farewell, stall
-from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error
+from . import algorithms, stall
+from .connect import Channels, Connecting, Listener
+from .connection import STATUS, Label, collective_tag, message_tag
+from .failure import HostFailure, Mismatch, TransportFailure, invalid_argument, invalid_usage, last_error
 from .link import link_of, sleep_until
 from .memory import Scratch
 from .operation import Kind, Operation
 from .puts import Puts
 from .reduction import PreMulSum
 from .rendezvous import Place
-from .transport import Transport, collective_call, collective_tag, message_tag
+from .transport import Transport
 
 TIMEOUT_VARIABLE = "PYNCCL_HOST_TIMEOUT"
+
+# What a rank that fails tells its peers: {"verdict": text} or {"culprit": rank, "why": text}.
+Reason = dict[str, Any]
 
 # Small operations keep scratch of their own size.
 _KEPT_OPERATIONS = 512
@@ -48,6 +52,13 @@ def living() -> list[Comm]:
     return list(_communicators.values())
 
 
+def abandon() -> None:
+    """In a forked child: leave the connections to the parent, whose they are."""
+    for comm in living():
+        comm.abandon()
+    _communicators.clear()
+
+
 def seconds(variable: str, default: float) -> float:
     """A number of seconds from the environment."""
     text = os.environ.get(variable, "")
@@ -58,6 +69,11 @@ def seconds(variable: str, default: float) -> float:
     if value <= 0:
         raise invalid_argument(f"{variable}={text!r}: expected a number of seconds above 0")
     return value
+
+
+def _why(text: str) -> str:
+    """The reason in "lost rank 2: its process has ended", for those whom this rank tells."""
+    return text.partition(": ")[2] or text
 
 
 class Turn:
@@ -91,8 +107,9 @@ class Comm:
         self.scratch = Scratch()
         self.premul: dict[int, PreMulSum] = {}
         self.place: Place | None = None
-        self.same_machine = True
+        self.local = True  # all ranks are on this machine
         self.failure: HostFailure | None = None
+        self.trouble = ""  # of a split, which is no failure of its parent
         self.born = False
         self.finalized = False
         self.suspended = False
@@ -130,39 +147,52 @@ class Comm:
                 self._puts = Puts(self)
             return self._puts
 
-    def connect(self, place: Place, same_machine: bool, timeout: float) -> None:
-        """Connect to the peers, which all do the same now, and wait until they have: then the store may go away."""
-        with place.open(timeout) as store:
-            transport = Transport(store, self.rank, self.size, same_machine, timeout)
-        hello = torch.zeros(1, dtype=torch.uint8)
-        answers = [(peer, [torch.empty_like(hello)]) for peer in self.peers]
-        try:
-            transport.exchange([(peer, [hello]) for peer in self.peers], answers, collective_call(self.size, 0))
-        except TransportFailure as failure:
-            raise HostFailure(Result.SYSTEM_ERROR, f"rank {self.rank} of {self.size}: {failure}") from failure
-        transport.limit(self.timeout)
-        self.place, self.same_machine = place, same_machine
-        self._transport, self.born = transport, True
-        stall.watch(self)
+    def connect(
+        self,
+        listener: Listener,
+        endpoints: Sequence[str],
+        timeout: float,
+        name: str,
+        parent: Comm | None = None,
+        members: Sequence[int] = (),
+    ) -> None:
+        """Connect to the peers, which all do the same now.
 
-    # Tags
+        endpoints  where each rank listens, this one at `listener`
+        name       of the C function, for messages
+        members    the ranks in `parent`, whose failures end this too
+        """
+        names = [f"rank {rank}" for rank in members or range(self.size)]
+        what = f"{name} on {names[self.rank]}" + (f" of {parent.size}" if parent else f" of {self.size}")
+        check = (lambda: None) if parent is None else partial(parent.look, what)
+        self.join(Connecting(listener, self.rank, endpoints, what, names, check).run(timeout))
 
-    def tag(self, op: Operation) -> int:
-        """Tag of the next round of exchanges of the collective `op`; every rank calls it once per round."""
+    def join(self, channels: Mapping[int, Channels]) -> None:
+        """Begin to use connections to all peers."""
+        transport = Transport(self.rank, channels, self._on_status, self.timeout)
+        with self._turn:
+            self._transport, self.born = transport, True
+        if self.failure is not None:  # aborted meanwhile
+            self._shut(self.failure)
+
+    # Labels
+
+    def label(self, op: Operation) -> Label:
+        """Label of the next round of exchanges of the collective `op`; every rank calls it once per round."""
         self._rounds += 1
         if self.activity.round == 0:
             self.activity.round = self._rounds
-        return collective_tag(self._rounds, op.call)
+        return Label(collective_tag(self._rounds, op.call), self._rounds, op.text)
 
     @property
     def rounds(self) -> int:
         return self._rounds
 
-    def message_tag(self, peer: int, nbytes: int, sending: bool) -> int:
-        counters = self._sent if sending else self._received
+    def message_label(self, op: Operation, sending: bool) -> Label:
+        counters, peer = self._sent if sending else self._received, op.peer
         counters[peer] += 1
-        self.activity.messages.append((sending, peer, counters[peer], nbytes))
-        return message_tag(counters[peer], nbytes)
+        self.activity.messages.append((sending, peer, counters[peer], op.nbytes))
+        return Label(message_tag(counters[peer], op.nbytes), counters[peer], op.text)
 
     # Order
 
@@ -205,8 +235,11 @@ class Comm:
             self._execute(ops)
         except HostFailure as failure:
             raise self.fail(failure) from failure.__cause__
-        except TransportFailure as failure:
-            raise self.fail(self._explain(failure)) from failure
+        except (TransportFailure, Mismatch) as failure:
+            raise self.fail(self._explain(failure), self._reason(failure)) from failure
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
         except BaseException as error:
             lines = traceback.format_exception_only(type(error), error)
             self.fail(HostFailure(Result.INTERNAL_ERROR, f"{ops[0].describe()}: {lines[-1].strip()}"))
@@ -253,7 +286,6 @@ class Comm:
         done_at = self.link.reserve(*traffic()) if self.link else 0.0
         self.activity.begin(ops)
         run()
-        self.activity.end()
         if done_at:
             sleep_until(done_at)
 
@@ -289,31 +321,90 @@ class Comm:
 
     # Failure and end
 
-    def _explain(self, failure: TransportFailure) -> HostFailure:
+    def _on_status(self, awaited: Sequence[int]) -> None:
+        """Compare what this rank does with what the peers that wait have told; tell them, if this one has waited for
+        `awaited` for a while."""
+        mine = self.activity.status()
+        if awaited:
+            what = f"{self.activity.describe()} on rank {self.rank} of {self.size}"
+            last_error.text = f"{what} still waits for ranks {list(awaited)}"
+            if not self.activity.told:
+                self.activity.told = True
+                self.transport.tell(STATUS, mine)
+        for peer, theirs in self.transport.statuses().items():
+            if text := stall.disagreement(self.rank, mine, peer, theirs):
+                raise TransportFailure("", verdict=text)
+
+    def _explain(self, failure: TransportFailure | Mismatch) -> HostFailure:
         """The result code for a broken exchange, in a message that names the operation."""
-        if self.failure is not None:  # it broke because of an abort, or because `stall` shut it
+        if self.failure is not None:  # it broke because of an abort
             return self.failure
-        if (verdict := stall.verdict(self)) is not None:
+        if verdict := self._verdict(failure):
             return invalid_usage(verdict)
+        assert isinstance(failure, TransportFailure)
         text = f"{self.activity.describe()} on rank {self.rank} of {self.size}: {failure}"
         if failure.timed_out:
-            text += f" ({TIMEOUT_VARIABLE} is {self.timeout:g} s){stall.where_peers_are(self)}"
-        return HostFailure(Result.REMOTE_ERROR, text)
+            text += f" ({TIMEOUT_VARIABLE} is {self.timeout:g} s)"
+        return HostFailure(Result.REMOTE_ERROR, text + failure.detail)
 
-    def fail(self, failure: HostFailure) -> HostFailure:
-        """Make the first failure stick, wake everybody who waits here, and let the peers know by closing."""
+    def _verdict(self, failure: TransportFailure | Mismatch) -> str:
+        """How the calls of the ranks disagree, if that is what has failed."""
+        if isinstance(failure, TransportFailure):
+            return failure.verdict
+        if failure.messages is not None:
+            sent, expected, number = failure.messages
+            return stall.other_sizes(failure.peer, self.rank, sent, expected, number)
+        return stall.other_calls(self.rank, self.activity.describe(), failure.peer, failure.theirs)
+
+    def _reason(self, failure: TransportFailure | Mismatch) -> Reason:
+        """What the peers are told."""
+        if verdict := self._verdict(failure):
+            return {"verdict": verdict}
+        assert isinstance(failure, TransportFailure)
+        return {"culprit": failure.culprit, "why": _why(str(failure))}
+
+    def look(self, what: str) -> None:
+        """Fail, and raise HostFailure, if a peer has failed or is gone."""
+        transport = self._transport
+        if self.failure is None and transport is not None:
+            try:
+                transport.look()
+            except TransportFailure as failure:
+                verdict = failure.verdict
+                text = f"{what}: {failure}"
+                found = invalid_usage(verdict) if verdict else HostFailure(Result.REMOTE_ERROR, text)
+                self.fail(found, self._reason(failure))
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, failure: HostFailure, reason: Reason | None = None) -> HostFailure:
+        """Make the first failure stick, wake everybody who waits here, and tell the peers the reason by closing."""
         with self._turn:
             first = self.failure is None
             if first:
                 self.failure = failure
                 last_error.text = failure.text
             self._turn.notify_all()
-        transport = self._transport
-        if first and transport is not None:
-            transport.shut()
+        if first:
+            self._shut(failure, reason)
         if self._puts is not None:
             self._puts.wake()
         return self.failure or failure
+
+    def _shut(self, failure: HostFailure, reason: Reason | None = None) -> None:
+        transport = self._transport
+        if transport is not None:
+            told = reason or {"culprit": self.rank, "why": f"it failed: {failure.text}"}
+            transport.shut(told, TransportFailure(failure.text))
+
+    def interrupt(self) -> None:
+        """Ctrl-C ended an operation: nothing more can be done here, as the others are told."""
+        text = f"{self.activity.describe()} on rank {self.rank} of {self.size} was interrupted"
+        self.fail(HostFailure(Result.SYSTEM_ERROR, text), self.because("it was interrupted (Ctrl-C)"))
+
+    def because(self, why: str) -> Reason:
+        """What the peers are told of an end that this rank wanted."""
+        return {"culprit": self.rank, "why": why}
 
     def forget(self) -> None:
         """Invalidate the handle."""
@@ -326,15 +417,24 @@ class Comm:
         if self._puts is not None:
             self._puts.close()
         if self._transport is not None and self.failure is None:
-            farewell.part(self._transport)
+            self._transport.part()
         self.failure = self.failure or invalid_usage("the communicator was destroyed")
         self._transport = None
         self._operations.clear()
 
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._turn = threading.Condition()
+        self.failure = invalid_usage("the communicator was inherited through a fork, where it cannot work")
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = None
+
     def abort(self) -> None:
         """Forget the handle, close the connections now, wake an operation that is blocked in them."""
         self.forget()
-        self.fail(invalid_usage("the communicator was aborted"))
+        why = "it aborted the communicator" + (f", after {self.trouble}" if self.trouble else "")
+        self.fail(invalid_usage("the communicator was aborted"), self.because(why))
         if self._puts is not None:
             self._puts.close()
         self._transport = None

@@ -32,7 +32,8 @@ def ncclCommShrink(comm: int | None, excluded: Any, count: int, newcomm: Any, co
     shrink = birth.Shrink(parent, [excluded[i] for i in range(count)] if excluded else [])
     configured(shrink.comm, config, parent)
     if flags & _SHRINK_ABORT and not parent.idle:
-        parent.fail(invalid_usage("ncclCommShrink stopped the communicator's operations (NCCL_SHRINK_ABORT)"))
+        stopped = "ncclCommShrink stopped the communicator's operations (NCCL_SHRINK_ABORT)"
+        parent.fail(invalid_usage(stopped), parent.because("it shrank the communicator with NCCL_SHRINK_ABORT"))
     give_birth(newcomm, shrink.comm, shrink.run)
 
 
@@ -84,7 +85,8 @@ def ncclCommRevoke(comm: int | None, flags: int) -> None:
     own = find(comm)
     if flags:
         raise invalid_argument(f"ncclCommRevoke: revokeFlags is {flags:#x}; expected 0 (NCCL_REVOKE_DEFAULT)")
-    own.fail(invalid_usage("the communicator was revoked; shrink, destroy or abort it"))
+    revoked = "the communicator was revoked; shrink, destroy or abort it"
+    own.fail(invalid_usage(revoked), own.because("it revoked the communicator"))
 
 
 @entry

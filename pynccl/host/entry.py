@@ -6,13 +6,12 @@ topic: `variants`, `elastic`, `registered`, `onesided`, `settings`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 from ..abi import ITEMSIZE, RedOp, Result, ScalarResidence, version_code
 from . import algorithms, birth, group, rendezvous, structs
@@ -135,10 +134,9 @@ def ncclCommInitRankScalable(newcomm: Any, nranks: int, rank: int, count: int, i
 def ncclCommInitAll(comms: Any, ndev: int, devlist: Any) -> None:
     devices = [devlist[i] for i in range(ndev)] if devlist else list(range(ndev))
     birth.check_devices(devices)
-    place = rendezvous.Place(dist.HashStore(), "all")
     made = [Comm(rank, ndev, device) for rank, device in enumerate(devices)]
     try:
-        group.together([partial(birth.init_local, comm, place) for comm in made])
+        birth.init_local(made)
     except BaseException:
         for comm in made:
             comm.forget()
@@ -184,8 +182,10 @@ def ncclCommAbort(comm: int | None) -> None:
 
 @entry
 def ncclCommGetAsyncError(comm: int | None, code: Any) -> None:
-    failure = find(comm).failure
-    code[0] = int(Result.SUCCESS if failure is None else failure.code)
+    own = find(comm)
+    with contextlib.suppress(HostFailure):
+        own.look("ncclCommGetAsyncError")
+    code[0] = int(Result.SUCCESS if own.failure is None else own.failure.code)
 
 
 @entry

@@ -17,11 +17,30 @@ class HostFailure(Exception):
 
 
 class TransportFailure(Exception):
-    """An exchange with the peers broke; the communicator turns it into a HostFailure that names the operation."""
+    """An exchange with the peers broke; the communicator turns it into a HostFailure that names the operation.
 
-    def __init__(self, text: str, timed_out: bool = False) -> None:
-        super().__init__(text)
-        self.timed_out = timed_out
+    culprit  the rank because of which; None where none is to blame
+    detail   what else is known, for the end of the message
+    verdict  how the calls of the ranks disagree: that is then the whole message
+    """
+
+    def __init__(
+        self, text: str, *, timed_out: bool = False, culprit: int | None = None, detail: str = "", verdict: str = ""
+    ) -> None:
+        super().__init__(text or verdict)
+        self.timed_out, self.culprit, self.detail, self.verdict = timed_out, culprit, detail, verdict
+
+
+class Mismatch(Exception):
+    """A message belongs to another call than the one that waits for it.
+
+    theirs    the peer's call, as text
+    messages  (bytes sent, bytes expected, number between the two) where both calls are of point-to-point messages
+    """
+
+    def __init__(self, peer: int, theirs: str, messages: tuple[int, int, int] | None) -> None:
+        super().__init__(theirs)
+        self.peer, self.theirs, self.messages = peer, theirs, messages
 
 
 # What ncclGetErrorString says.

@@ -165,8 +165,10 @@ def _bring_up(births: Sequence[Birth]) -> None:
     together([birth for birth, _ in births])
 
 
-def together(jobs: Sequence[Callable[[], None]]) -> None:
-    """Run jobs that may wait for each other, each in a thread; raises the first one's error."""
+def together(jobs: Sequence[Callable[[], None]], give_up: Callable[[], None] = lambda: None) -> None:
+    """Run jobs that may wait for each other, each in a thread; raises the first one's error.
+
+    give_up  ends those in other threads when Ctrl-C ends the one in this: they are not waited for then"""
     errors: list[BaseException] = []
 
     def guarded(job: Callable[[], None]) -> None:
@@ -178,10 +180,18 @@ def together(jobs: Sequence[Callable[[], None]]) -> None:
     others = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs[1:]]
     for thread in others:
         thread.start()
-    if jobs:
-        guarded(jobs[0])
-    for thread in others:
-        thread.join()
+    try:
+        if jobs:
+            jobs[0]()
+        for thread in others:
+            thread.join()
+    except KeyboardInterrupt:
+        give_up()
+        raise
+    except BaseException as error:
+        errors.insert(0, error)
+        for thread in others:
+            thread.join()
     if errors:
         raise errors[0]
 
@@ -218,9 +228,14 @@ def _launch(issued: Sequence[Issued], starts: Sequence[Start]) -> None:
     for stream, own_runs in runs.items():
         assert stream is not None
         stream.submit(partial(_run_all, own_runs))
-    together([partial(comm.run, ticket, own) for comm, ticket, own in in_caller])
+    together([partial(comm.run, ticket, own) for comm, ticket, own in in_caller], partial(_interrupt, list(by_comm)))
     for first, other in joins:
         first.record().wait(other)
+
+
+def _interrupt(comms: Sequence[Comm]) -> None:
+    for comm in comms:
+        comm.interrupt()
 
 
 def _run_all(runs: Sequence[Run]) -> None:

@@ -1,6 +1,6 @@
-"""The end of the process: nothing of the host library may keep the interpreter from exiting, or crash it.
+"""The end of the process, and forks: nothing of the host library may keep the interpreter from exiting, or crash it.
 
-A thread that is inside gloo or a store while the interpreter is torn down is killed in the middle of C++ code, which is
+A thread that is inside torch while the interpreter is torn down is killed in the middle of C++ code, which is
 std::terminate. So queued work is dropped, and what is under way is woken by closing its connections: as with a GPU, a
 process that exits without synchronizing loses the work it has queued.
 """
@@ -8,12 +8,13 @@ process that exits without synchronizing loses the work it has queued.
 from __future__ import annotations
 
 import atexit
+import os
 
-from . import birth, comm, farewell, puts, stall, stream
+from . import birth, comm, puts, rendezvous, stream
 from .failure import exiting, invalid_usage
 
 _JOIN_SECONDS = 2.0
-_FAREWELL_SECONDS = 0.5
+_PARTING_SECONDS = 0.5
 
 
 @atexit.register
@@ -22,13 +23,23 @@ def _leave() -> None:
     workers = stream.drop_queued_work()
     for communicator in comm.living():
         if not communicator.idle:
-            communicator.fail(invalid_usage("the process exits with this operation under way"))
+            reason = communicator.because("its process exits with an operation under way")
+            communicator.fail(invalid_usage("the process exits with this operation under way"), reason)
     for worker in workers:
         worker.join(_JOIN_SECONDS)
-    stall.stop(_JOIN_SECONDS)
     birth.give_up(_JOIN_SECONDS)
     for communicator in comm.living():
         if communicator.idle:
             communicator.destroy()
-    farewell.finish(_FAREWELL_SECONDS)
-    puts.give_up(_JOIN_SECONDS)
+    puts.give_up(_PARTING_SECONDS, _JOIN_SECONDS)
+    rendezvous.close()
+
+
+def _after_fork_in_child() -> None:
+    """Connections, threads and the store belong to the parent: close the copies of what it goes on using."""
+    comm.abandon()
+    rendezvous.close()
+    stream.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +49,18 @@ def view(address: int, count: int, dtype: int) -> Tensor:
     nbytes = count * ITEMSIZE[dtype]
     if nbytes > 2**63 - 1:
         raise invalid_argument(f"{count} elements of {ITEMSIZE[dtype]} bytes are more than an address space holds")
-    return torch.frombuffer(_memory_at(address, nbytes, _WRITABLE), dtype=STORAGE[dtype])
+    with normal_tensors():
+        return torch.frombuffer(_memory_at(address, nbytes, _WRITABLE), dtype=STORAGE[dtype])
+
+
+def normal_tensors() -> Any:
+    """A context in which tensors may be kept: those made in inference mode could not be written to after it."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def bytes_of(data: Tensor) -> memoryview:
+    """The memory of a contiguous tensor. Like `view`, it holds no reference."""
+    return _memory_at(data.data_ptr(), data.nbytes, _WRITABLE) if data.nbytes else memoryview(b"")
 
 
 class Scratch:
@@ -62,7 +75,8 @@ class Scratch:
     def take(self, nbytes: int) -> Tensor:
         """`nbytes` bytes; the previous ones are given up."""
         if self._kept.numel() < nbytes:
-            fresh = torch.empty(nbytes, dtype=torch.uint8)
+            with normal_tensors():
+                fresh = torch.empty(nbytes, dtype=torch.uint8)
             if nbytes > _KEEP_BYTES:
                 return fresh
             self._kept = fresh

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..abi import ITEMSIZE, DataType, RedOp
+from .connection import collective_call, header_text
 from .failure import invalid_argument
 from .reduction import PreMulSum
-from .transport import collective_call
 
 if TYPE_CHECKING:
     from .comm import Comm
@@ -59,6 +59,8 @@ class Operation:
     dtype: int
     op: int = 0
     peer: int = 0
+    # Bound when the operation is called, since its number may come to mean another one.
+    premul: PreMulSum | None = field(default=None, init=False)
     held: int = 0  # bytes of its own, in which the peers' contributions arrive
 
     @property
@@ -69,15 +71,16 @@ class Operation:
     def run(self) -> Callable[[], None]:
         return self.kind.prepare(self)
 
-    @property
-    def premul(self) -> PreMulSum | None:
-        return self.comm.premul.get(self.op) if self.kind.reduces and self.op > RedOp.AVG else None
-
     @cached_property
     def call(self) -> int:
         """Part of the tag of a collective: equal on two ranks if their calls fit together."""
         op = min(self.op, int(RedOp.AVG) + 1)  # each rank numbers its own pre-multiplied sums
         return collective_call(self.count, ((self.kind.number * 16 + self.dtype) * 8 + op) * 65536 + self.peer)
+
+    @cached_property
+    def text(self) -> bytes:
+        """`describe`, for the headers of messages."""
+        return header_text(self.describe())
 
     def traffic(self) -> tuple[int, float]:
         if self.comm.size == 1:
@@ -112,7 +115,7 @@ class Operation:
     def _check_operator(self) -> None:
         if 0 <= self.op <= RedOp.AVG:
             return
-        premul = self.comm.premul.get(self.op)
+        premul = self.premul = self.comm.premul.get(self.op)
         if premul is None:
             raise invalid_argument(
                 f"{self.name}: op is {self.op}; expected 0 to {int(RedOp.AVG)}, or one that "

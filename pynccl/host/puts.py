@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..abi import Result
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage
-from .memory import view
-from .transport import PUT_DATA_TAG, PUT_TAG, Transport
+from .memory import bytes_of, view
+from .transport import Transport
 
 if TYPE_CHECKING:
     from .comm import Comm
@@ -34,7 +34,7 @@ _HEAD = struct.Struct("<QQQqq")  # window, offset, bytes, signal, context
 _FIRST_WINDOW = 0x317D0010
 _SLICE_SECONDS = 0.2
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_threads: weakref.WeakKeyDictionary[threading.Thread, Transport] = weakref.WeakKeyDictionary()
 
 # A signal of a rank: peer, its number, its context.
 Signal = tuple[int, int, int]
@@ -73,7 +73,7 @@ class Puts:
         self._registered = 0
         self._arrived: Counter[Signal] = Counter()
         self._lost: dict[int, str] = {}
-        self._outgoing: dict[int, queue.SimpleQueue[tuple[Tensor, Tensor | None]]] = {}
+        self._outgoing: dict[int, queue.SimpleQueue[tuple[bytes, Tensor | None]]] = {}
         self._listening: set[int] = set()
         self._unsent = self._waits = 0
         self._closed = False
@@ -117,8 +117,7 @@ class Puts:
                 self._start(self._send, put.peer)
             self._unsent += 1
         head = _HEAD.pack(put.window, put.offset, put.nbytes, put.signal, put.context)
-        item = torch.frombuffer(bytearray(head), dtype=torch.uint8), data.clone() if put.nbytes else None
-        self._outgoing[put.peer].put(item)
+        self._outgoing[put.peer].put((head, data.clone() if put.nbytes else None))
 
     def _send(self, peer: int, transport: Transport) -> None:
         outgoing = self._outgoing[peer]
@@ -127,9 +126,9 @@ class Puts:
                 with contextlib.suppress(queue.Empty):
                     head, data = outgoing.get(timeout=_SLICE_SECONDS)
                     try:
-                        transport.carry(transport.send, peer, head, PUT_TAG)
+                        transport.rma_send(peer, head)
                         if data is not None:
-                            transport.carry(transport.send, peer, data, PUT_DATA_TAG)
+                            transport.rma_send(peer, bytes_of(data))
                     except TransportFailure as failure:
                         self._lose(peer, failure)
                         return
@@ -148,15 +147,14 @@ class Puts:
                 self._start(self._receive, peer)
 
     def _receive(self, peer: int, transport: Transport) -> None:
-        head = torch.zeros(_HEAD.size, dtype=torch.uint8)
+        head = bytearray(_HEAD.size)
         with contextlib.suppress(ReferenceError):
             try:
-                while not self._closed:
-                    transport.carry(transport.recv, peer, head, PUT_TAG)
-                    window, offset, nbytes, signal, context = _HEAD.unpack(bytes(head.tolist()))
+                while True:  # until the peer closes: closing before would cut off what it has not read yet
+                    transport.rma_recv(peer, memoryview(head))
+                    window, offset, nbytes, signal, context = _HEAD.unpack(head)
                     data = torch.empty(nbytes, dtype=torch.uint8)
-                    if nbytes:
-                        transport.carry(transport.recv, peer, data, PUT_DATA_TAG)
+                    transport.rma_recv(peer, bytes_of(data))
                     self._deliver(Put(peer, 0, nbytes, window, offset, signal, context), data)
             except TransportFailure as failure:
                 self._lose(peer, failure)
@@ -244,13 +242,10 @@ class Puts:
         return bool(self._unsent or self._waits)
 
     def flush(self) -> None:
-        """Wait until queued waits have run, and puts have arrived where somebody listens.
-
-        Ranks that have registered a window all listen. Signals without one reach a peer when it waits for them; if it
-        never does, nobody misses them."""
+        """Wait until queued waits have run, and puts are on their way."""
 
         def done() -> bool:
-            unsent = self._unsent if self._registered and not self._lost else 0
+            unsent = 0 if self._lost else self._unsent
             return not (unsent or self._waits) or self._comm.failure is not None
 
         with self._change:
@@ -270,12 +265,16 @@ class Puts:
     def _start(self, work: Callable[[int, Transport], None], peer: int) -> None:
         transport = self._comm.transport
         thread = threading.Thread(target=work, args=(peer, transport), name=f"pynccl-host-put-{peer}", daemon=True)
-        _threads.add(thread)
-        transport.helpers.append(thread)
+        _threads[thread] = transport
         thread.start()
 
 
-def give_up(timeout: float) -> None:
-    """At exit, after the connections were closed: wait for the threads to notice."""
+def give_up(parting: float, timeout: float) -> None:
+    """At exit, after the communicators were destroyed: wait `parting` seconds in all for the peers to do the same,
+    since closing before would cut off what they have not read yet; then end the threads."""
+    deadline = time.monotonic() + parting
     for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for thread, transport in list(_threads.items()):
+        transport.wake_helpers()
         thread.join(timeout)

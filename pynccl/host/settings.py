@@ -151,7 +151,7 @@ def ncclSetEncryption(config: Any) -> None:
     structs.check(given)
     if given.mode == EncryptionMode.PSK:
         raise invalid_usage(
-            "ncclSetEncryption: gloo's connections are plain text, the host library cannot encrypt; run it on machines "
+            "ncclSetEncryption: its connections are plain text, the host library cannot encrypt; run it on machines "
             "and networks that you trust, or set NCCL_ENCRYPTION_NONE"
         )
     if given.mode != EncryptionMode.NONE:

@@ -16,7 +16,8 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ..errors import from_result
+from ..errors import NcclInvalidUsage, from_result
+from ..sharing import Shared
 from .failure import REASONS, HostFailure, exiting, invalid_argument
 
 Job = Callable[[], object]
@@ -53,6 +54,16 @@ class _Error:
             error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+class _Keep:
+    """A job that does nothing, and so keeps what it holds until all jobs before it are done."""
+
+    def __init__(self, kept: object) -> None:
+        self._kept = kept
+
+    def __call__(self) -> None:
+        pass
 
 
 class _Inner:
@@ -98,7 +109,7 @@ class _Completion:
             self.error.raise_once()
 
 
-class HostEvent:
+class HostEvent(Shared):
     """A point in a stream. Never recorded, it counts as completed, as in CUDA; recorded again, it forgets the first."""
 
     def __init__(self) -> None:
@@ -146,12 +157,14 @@ class HostEvent:
 
     def elapsed_time(self, end: HostEvent) -> float:
         """Milliseconds from this event to `end`; both have to be recorded and completed."""
+        if not isinstance(end, HostEvent):
+            raise TypeError(f"elapsed_time: end is a {type(end).__name__}, expected another event of the host library")
         if self._completion is None or end._completion is None or not (self.query() and end.query()):
             raise ValueError("elapsed_time: both events have to be recorded and completed; call synchronize() first")
         return (end._completion.moment - self._completion.moment) * 1e3
 
 
-class HostStream:
+class HostStream(Shared):
     """An in-order queue of work, run by a daemon thread. `priority` is accepted and does nothing."""
 
     def __init__(self, priority: int = 0) -> None:
@@ -175,7 +188,7 @@ class HostStream:
     def _put(self, job: Job) -> None:
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"{self!r} is closed")
+                raise NcclInvalidUsage(f"{self!r} is closed; make another with pynccl.create_stream()")
             self._queued += 1
             self._inner.jobs.put(job)
 
@@ -185,11 +198,17 @@ class HostStream:
 
     def record(self, event: HostEvent | None = None) -> HostEvent:
         """Record `event`, or a new one, after all that is queued now."""
-        return (event if event is not None else HostEvent()).record(self)
+        return _recordable(event).record(self)
 
-    def wait(self, other: HostEvent | HostStream) -> None:
+    def wait(self, other: HostEvent | HostStream | CallerStream) -> None:
         """Make later work wait for an event, or for all that is queued on another stream now."""
-        (other.record() if isinstance(other, HostStream) else other).wait(self)
+        _awaited(other).wait(self)
+
+    def hold(self, keep: object) -> None:
+        """Keep an object until all that is queued now has run: the worker drops it when it comes to it."""
+        with self._lock:
+            self._queued += 1
+            self._inner.jobs.put(_Keep(keep))  # also of a closed stream: what is queued is run, and goes, in order
 
     def synchronize(self) -> None:
         """Block until all that is queued now has run; raise the first error of that work, once."""
@@ -215,10 +234,63 @@ class HostStream:
             self._inner.jobs.put(None)
 
 
-def find(stream: HostStream | int | None) -> HostStream | None:
+class CallerStream(Shared):
+    """The caller, whom the handle 0 stands for, with the verbs of a stream. His work is done when he asks."""
+
+    handle = 0
+    query = staticmethod(lambda: True)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, 0
+
+    def record(self, event: HostEvent | None = None) -> HostEvent:
+        return _recordable(event).record(None)
+
+    def wait(self, other: HostEvent | HostStream | CallerStream) -> None:
+        """Block until an event has happened, or until all that is queued on a stream now has run."""
+        _awaited(other).wait(None)
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _recordable(event: HostEvent | None) -> HostEvent:
+    """The event to record, a new one for None."""
+    if event is None:
+        return HostEvent()
+    if not isinstance(event, HostEvent):
+        raise TypeError(
+            f"record: event is a {type(event).__name__}, expected one of pynccl.create_event() with the host library, "
+            "or None for a new one"
+        )
+    return event
+
+
+def _awaited(other: HostEvent | HostStream | CallerStream) -> HostEvent:
+    """The event to wait for: of a stream, that of all that is queued on it now."""
+    if isinstance(other, HostEvent):
+        return other
+    if not isinstance(other, (HostStream, CallerStream)):
+        raise TypeError(
+            f"wait: event is a {type(other).__name__}, expected an event or a stream of the host library, such as "
+            "pynccl.create_event() and pynccl.create_stream() make"
+        )
+    return other.record()
+
+
+def made_here(handle: int) -> HostStream | None:
+    """The stream of a handle, if it is one."""
+    return _streams.get(handle)
+
+
+def find(stream: HostStream | CallerStream | int | None) -> HostStream | None:
     """The stream of a handle; None for the caller. Unknown handles raise HostFailure(ncclInvalidArgument)."""
-    if not stream or isinstance(stream, HostStream):
-        return stream or None
+    if not stream or isinstance(stream, CallerStream):
+        return None
+    if isinstance(stream, HostStream):
+        return stream
+    if not isinstance(stream, int):
+        raise TypeError(f"stream is a {type(stream).__name__}, expected one of pynccl.create_stream(), or its handle")
     found = _streams.get(stream)
     if found is None:
         raise invalid_argument(f"stream is {stream:#x}, which is no HostStream or was closed; 0 stands for the caller")
@@ -240,3 +312,11 @@ def drop_queued_work() -> list[threading.Thread]:
         stream._inner.jobs.put(None)
         workers.append(stream._worker)
     return workers
+
+
+def abandon() -> None:
+    """In a forked child, where no worker came along: streams of the parent are closed."""
+    for stream in list(_streams.values()):
+        stream._lock = threading.Lock()
+        stream._closed = True
+    _streams.clear()

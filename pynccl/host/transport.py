@@ -1,213 +1,350 @@
-"""Bytes between ranks: tagged messages over torch's ProcessGroupGloo.
+"""Bytes between ranks: messages in order over a connection per peer, and how a wait for them ends.
 
-Why point-to-point messages and not gloo's collectives: they measure 2 to 10 times faster here, and they carry a tag.
-What gloo does when a message and the posted receive differ in size (torch 2.13): a longer message throws in gloo's own
-thread, which is std::terminate of the process; a shorter one completes and leaves the rest of the buffer as it was.
-Therefore the size (and, for collectives, the call) is hashed into the tag: calls that disagree never meet, they wait,
-and `stall` finds out and says which two calls disagree.
+Why not gloo's ProcessGroup: it has no wait that can be left. When a peer dies in the middle of a large message, gloo
+forgets whoever waits for it (Pair::signalException passes over what is half sent or half received), so a survivor would
+stand in it until its time-out; Ctrl-C is not heard; and a time-out closes every connection. Here the thread that waits
+moves the bytes itself, and looks up for signals, failures and its deadline.
+
+Both ends of a connection post their messages in the same order. Each carries a header that says which call it belongs
+to, so calls that disagree are found out by the first of them that meet, before any data is taken for another's.
+Beside the data runs a control connection, on which ranks say how they end ("goodbye", "fail") and, once they have
+waited for a while, what they wait for ("status"): so the one rank that is gone is named by all, and not who noticed it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
+import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..abi import Result
-from .failure import HostFailure, TransportFailure
-from .mailbox import FAREWELL, Mailbox
+from .connect import Channels
+from .connection import FAIL, GOODBYE, HEAD, HEAD_BYTES, Connection, Label, Transfer, is_collective
+from .failure import Mismatch, TransportFailure, invalid_argument
+from .memory import bytes_of
 
-# A tag is a 31-bit number: [1 bit collective][20 bits hash of what is sent][10 bits sequence number].
-# Operations in flight between two ranks differ in the sequence number, so a hash collision cannot mix them up.
-_COLLECTIVE = 1 << 30
-_ABORT_TAG = (1 << 31) - 1
-_NEVER_TAG = (1 << 31) - 3
-PUT_TAG = (1 << 31) - 4
-PUT_DATA_TAG = (1 << 31) - 5
-_SHUT = timedelta(milliseconds=1)
-_EVER = timedelta(days=3650)
-_JOIN_SECONDS = 2.0
-
-# torch's type stubs leave out what this file is about: send, recv and the options.
-_Gloo: Any = dist.ProcessGroupGloo
-
-# A posted message and the peer at its other end.
-Pending = tuple[int, dist.Work]
-
-
-def message_tag(sequence: int, nbytes: int) -> int:
-    """Tag of the `sequence`-th message from one rank to another."""
-    return _hash20(nbytes, 0) << 10 | (sequence & 0x3FF)
-
-
-def collective_call(count: int, arguments: int) -> int:
-    """The part of a collective's tag that is the same in each of its rounds; `arguments` are all but the count."""
-    return _COLLECTIVE | _hash20(count, arguments) << 10
-
-
-def collective_tag(sequence: int, call: int) -> int:
-    """Tag of the `sequence`-th round of exchanges."""
-    return call | (sequence & 0x3FF)
-
-
-def _hash20(a: int, b: int) -> int:
-    # Fibonacci hashing: neighbouring sizes get different values, unlike with a checksum.
-    return ((a * 0x9E3779B97F4A7C15 + b * 0xC2B2AE3D27D4EB4F) & (2**64 - 1)) >> 44
+_TICK_SECONDS = 0.2
+_STALL_SECONDS = 0.5
+_GRACE_SECONDS = 0.4  # for what a peer sent before its end to complete the operation all the same
+_EXPLAIN_SECONDS = 0.4
+_NOTHING = memoryview(b"")
 
 
 class Transport:
     """The connections of one communicator. `send` and `recv` post, `wait` completes; one thread at a time."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, same_machine: bool, timeout: float) -> None:
-        """Connect to all peers over `store`; blocks until all of them do the same.
-
-        Args:
-            same_machine: use 127.0.0.1, which works whatever the host name resolves to.
-            timeout: seconds for connecting and for every later wait.
-        """
-        options = _Gloo._Options()
-        options._devices = [_device(same_machine)]
-        options._threads = 1
-        options._timeout = timedelta(seconds=timeout)
-        try:
-            self._group: Any = _Gloo(store, rank, size, options)
-        except Exception as error:
-            raise HostFailure(
-                Result.SYSTEM_ERROR, f"rank {rank} of {size} could not connect to its peers: {_gist(error)}"
-            ) from error
-        self._peers = [peer for peer in range(size) if peer != rank]
-        self.limit(timeout)
-        self._spare = torch.empty(1, dtype=torch.uint8)
-        self.helpers: list[threading.Thread] = []  # threads that are inside `carry`; they end once this is closed
-        self._boxes = {peer: Mailbox(self._group, peer) for peer in range(size) if peer != rank}
-
-    def limit(self, timeout: float) -> None:
-        """Seconds for every wait from now on."""
-        self._limit = timedelta(seconds=timeout)
-
-    def send(self, peer: int, data: Tensor, tag: int) -> Pending:
-        try:
-            return peer, self._group.send([data], peer, tag)
-        except RuntimeError as error:
-            raise _failure(peer, error) from error
-
-    def recv(self, peer: int, data: Tensor, tag: int) -> Pending:
-        try:
-            return peer, self._group.recv([data], peer, tag)
-        except RuntimeError as error:
-            raise _failure(peer, error) from error
-
-    def wait(self, works: Iterable[Pending]) -> None:
-        limit, peer = self._limit, -1
-        try:
-            for peer, work in works:  # noqa: B007 (named in the failure)
-                work.wait(limit)
-        except RuntimeError as error:
-            raise _failure(peer, error) from error
-
-    def carry(self, post: Callable[[int, Tensor, int], Pending], peer: int, data: Tensor, tag: int) -> None:
-        """`send` or `recv` of one message, from a thread of its own and however long it takes.
-
-        A time-out would close all connections."""
-        _, work = post(peer, data, tag)
-        try:
-            work.wait(_EVER)
-        except RuntimeError as error:
-            raise _failure(peer, error) from error
+    def __init__(
+        self, rank: int, channels: Mapping[int, Channels], on_status: Callable[[Sequence[int]], None], timeout: float
+    ) -> None:
+        """on_status: called with the ranks that are waited for once that lasts for a while, with none of them when a
+        peer says that it has waited; raises where the calls of the ranks disagree. timeout: seconds for every wait."""
+        self._rank = rank
+        self._connections = {peer: Connection(peer, ends) for peer, ends in sorted(channels.items())}
+        self._on_status = on_status
+        self._limit = timeout
+        self._broken: TransportFailure | None = None
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._by_fd: dict[int, tuple[Connection, bool]] = {}
+        self._control_lock = threading.RLock()
+        for connection in self._connections.values():
+            edges = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+            for sock, is_data in ((connection.data, True), (connection.control, False)):
+                sock.setblocking(False)
+                self._by_fd[sock.fileno()] = connection, is_data
+                self._epoll.register(sock.fileno(), edges if is_data else edges & ~select.EPOLLOUT)
+            connection.rma.setblocking(True)
 
     @property
     def nbytes(self) -> int:
-        """Memory that waits for messages."""
-        return sum(box.nbytes for box in self._boxes.values())
+        """Memory of its own: the kernel's buffers of its connections, as they are at first."""
+        sockets = (sock for connection in self._connections.values() for sock in (connection.data, connection.control))
+        return sum(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for sock in sockets)
+
+    # Data
+
+    def send(self, peer: int, data: Tensor | memoryview, label: Label) -> Transfer:
+        connection = self._connections[peer]
+        content = data if isinstance(data, memoryview) else bytes_of(data)
+        transfer = Transfer(connection, label, content)
+        head = HEAD.pack(label.tag, len(content), label.number) + label.text
+        transfer.parts = [head, content] if content else [head]
+        connection.sends.append(transfer)
+        if len(connection.sends) == 1:
+            self._push(connection)
+        return transfer
+
+    def recv(self, peer: int, data: Tensor | memoryview, label: Label, answer: Label | None = None) -> Transfer:
+        """answer: what to send back, without data, once the message is here."""
+        connection = self._connections[peer]
+        content = data if isinstance(data, memoryview) else bytes_of(data)
+        transfer = Transfer(connection, label, content)
+        transfer.then = answer
+        transfer.head = bytearray(HEAD_BYTES)
+        # The two ends of a message differ in their texts, "send" and "recv"; those of a collective in nothing.
+        transfer.expected = HEAD.pack(label.tag, len(content), label.number)
+        if is_collective(label.tag):
+            transfer.expected += label.text
+        transfer.parts = [transfer.head, content] if content else [transfer.head]
+        connection.recvs.append(transfer)
+        return transfer
 
     def exchange(
-        self, sends: Sequence[tuple[int, list[Tensor]]], recvs: Sequence[tuple[int, list[Tensor]]], tag: int
+        self, sends: Sequence[tuple[int, memoryview]], recvs: Sequence[tuple[int, memoryview]], label: Label
     ) -> None:
-        """Send to and receive from several peers at once; each pair is a peer and a list of one tensor.
+        """Send to and receive from several peers at once."""
+        transfers = [self.send(peer, data, label) for peer, data in sends]
+        transfers += [self.recv(peer, data, label) for peer, data in recvs]
+        self.wait(transfers)
 
-        The lists are as gloo wants them, and this is one loop over few names, for the sake of small messages.
-        """
-        limit, group, peer = self._limit, self._group, -1
+    def _push(self, connection: Connection) -> None:
+        """Send what the connection takes now."""
+        sends = connection.sends
         try:
-            sent = [(peer, group.send(data, peer, tag)) for peer, data in sends]
-            received = [(peer, group.recv(data, peer, tag)) for peer, data in recvs]
-            for peer, work in received:  # noqa: B007 (named in the failure)
-                work.wait(limit)
-            for peer, work in sent:  # noqa: B007
-                work.wait(limit)
-        except RuntimeError as error:
-            raise _failure(peer, error) from error
+            while sends:
+                first = sends[0]
+                if not first.advance(connection.data.sendmsg(first.parts)):
+                    continue
+                sends.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise self._broken_off(connection, error) from None
 
-    def mail(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int) -> None:
-        """Like `exchange`, for messages of a collective that are at most `mailbox.PAYLOAD_BYTES` long."""
-        limit, boxes, peer = self._limit, self._boxes, -1
+    def _pull(self, connection: Connection) -> None:
+        """Receive what has come for what was posted."""
+        recvs = connection.recvs
         try:
-            sent = [(peer, boxes[peer].send(tag, data.data_ptr(), data.nbytes)) for peer, data in sends]
-            for peer, data in recvs:
-                if not boxes[peer].receive(tag, data.data_ptr(), data.nbytes, limit):
-                    self._wait_for_verdict(peer)
-            for peer, work in sent:  # noqa: B007 (named in the failure)
-                work.wait(limit)
-        except RuntimeError as error:
-            raise _failure(peer, error) from error
+            while recvs:
+                first = recvs[0]
+                if len(first.parts) == 1:
+                    moved = connection.data.recv_into(first.parts[0])
+                else:
+                    moved = connection.data.recvmsg_into(first.parts)[0]
+                if not moved:
+                    raise self._loss(connection)
+                begun, finished = first.got < HEAD_BYTES, first.advance(moved)
+                if begun and first.got >= HEAD_BYTES and not first.head.startswith(first.expected):
+                    raise self._mismatch(connection, first)
+                if finished:
+                    recvs.popleft()
+                    if first.then is not None:
+                        first.answer = self.send(connection.peer, _NOTHING, first.then)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise self._broken_off(connection, error) from None
 
-    def _wait_for_verdict(self, peer: int) -> None:
-        """Calls disagree: wait as if the message never came, until `stall` closes the connections and says why."""
-        self._group.recv([self._spare], peer, _NEVER_TAG).wait(self._limit)
+    def wait(self, transfers: Iterable[Transfer]) -> None:
+        """Until all of them are done. Raises TransportFailure, also for the failure of a peer that has no part in them:
+        whoever has one may wait for it."""
+        pending = [transfer for transfer in transfers if not transfer.done]
+        for connection in {transfer.connection for transfer in pending}:
+            self._pull(connection)
+        started = next_tick = 0.0
+        stalled = False
+        while pending := [transfer for transfer in pending if not transfer.done]:
+            if self._broken is not None:
+                raise self._broken
+            for fd, _ in self._epoll.poll(_TICK_SECONDS):
+                self._serve(fd)
+            now = time.monotonic()
+            if not started:
+                started, next_tick = now, now + _TICK_SECONDS
+            elif now >= next_tick:
+                next_tick = now + _TICK_SECONDS
+                self._check_peers(_GRACE_SECONDS)
+                if now - started > self._limit:
+                    raise self._timed_out(pending)
+                if not stalled and now - started > _STALL_SECONDS:
+                    stalled = True
+                    self._on_status(sorted({transfer.connection.peer for transfer in pending}))
 
-    def part(self, timeout: float) -> None:
-        """Exchange farewells, so that no connection closes while the peer may still read from it, then close.
+    def _serve(self, fd: int) -> None:
+        if fd == self._wake:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(fd)
+            return
+        connection, is_data = self._by_fd[fd]
+        if is_data:
+            if connection.sends:
+                self._push(connection)
+            self._pull(connection)
+            return
+        with self._control_lock:
+            before = connection.status
+            connection.hear()
+        if connection.status is not before:
+            self._on_status(())
 
-        Closing a socket to which the peer still writes makes its kernel drop what it has not read yet.
-        """
-        limit, nothing = timedelta(seconds=timeout), torch.empty(1, dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):  # a peer that is gone, or does not part for so long
-            sent = [box.send(FAREWELL, nothing.data_ptr(), 0) for box in self._boxes.values()]
-            for box in self._boxes.values():
-                box.receive(FAREWELL, nothing.data_ptr(), 0, limit)
-            for work in sent:
-                work.wait(limit)
-        if self.helpers:
-            self.shut()  # the peers have sent all they will: wake who still waits for more
-            for helper in self.helpers:
-                helper.join(_JOIN_SECONDS)
-        self._boxes.clear()
-        self._group = None  # closes, in this thread: the interpreter must not exit in the middle of it
+    # What peers say of themselves
 
-    def shut(self) -> None:
-        """Close all connections at once, from any thread; whoever waits on them, here or there, gets an error.
+    def tell(self, kind: str, message: Any) -> None:
+        """Tell all peers. From any thread."""
+        with self._control_lock:
+            for connection in self._connections.values():
+                connection.tell([kind, message])
 
-        gloo closes every connection of a group when one wait on it times out, which is the one way to wake
-        a thread that is blocked in another wait.
-        """
-        for peer in self._peers:
+    def statuses(self) -> dict[int, Mapping[str, Any]]:
+        """What the peers that have waited for a while wait for."""
+        return {c.peer: c.status for c in self._connections.values() if c.status is not None}
+
+    def look(self) -> None:
+        """Raise TransportFailure if a peer has failed or is gone. From any thread."""
+        with self._control_lock:
+            for connection in self._connections.values():
+                connection.hear()
+        self._check_peers(0.0)
+
+    def _check_peers(self, grace: float) -> None:
+        now = time.monotonic()
+        for connection in self._connections.values():
+            if connection.outbox:
+                with self._control_lock:
+                    connection.flush_control()
+            if connection.lost and now - connection.ended_at >= grace:
+                raise self._explained()
+
+    def _broken_off(self, connection: Connection, error: OSError) -> Exception:
+        if error.errno == errno.EFAULT:
+            return invalid_argument(
+                "a buffer of the call is no memory of this process (any more): keep it until its stream has passed the "
+                "operation"
+            )
+        return self._loss(connection)
+
+    def _loss(self, connection: Connection) -> TransportFailure:
+        """Why the data connection to a peer is closed: what it, or another one, says of it."""
+        deadline = time.monotonic() + _EXPLAIN_SECONDS
+        while True:
+            with self._control_lock:
+                for other in self._connections.values():
+                    other.hear()
+            if self._broken is not None:
+                return self._broken
+            if connection.ended_at or connection.failure is not None or time.monotonic() > deadline:
+                break
+            select.select([connection.control], [], [], 0.02)
+        if connection.left:
+            text = f"lost rank {connection.peer}: it has destroyed the communicator, or left the program, before this"
+            return TransportFailure(text, culprit=connection.peer)
+        if not connection.lost:
+            connection.end("it closed the connection")
+        return self._explained()
+
+    def _explained(self) -> TransportFailure:
+        """The failure that explains the others: first who is gone without a word, then what the others say."""
+        lost = [connection for connection in self._connections.values() if connection.lost]
+        said = [connection for connection in lost if connection.failure is not None]
+        for connection in said:
+            if connection.failure and connection.failure.get("verdict"):
+                return TransportFailure("", verdict=str(connection.failure["verdict"]))
+        for connection in lost:
+            if connection.failure is None:
+                return TransportFailure(f"lost rank {connection.peer}: {connection.why}", culprit=connection.peer)
+        first = min(said, key=lambda connection: connection.ended_at)
+        failure = first.failure or {}
+        culprit, why = failure.get("culprit"), str(failure.get("why", ""))
+        if culprit is None or culprit == first.peer:
+            return TransportFailure(f"lost rank {first.peer}: {why}", culprit=first.peer)
+        if culprit == self._rank:
+            return TransportFailure(f"rank {first.peer} gave up on this rank: {why}", culprit=first.peer)
+        return TransportFailure(f"lost rank {culprit}: {why} (says rank {first.peer})", culprit=culprit)
+
+    def _timed_out(self, pending: Sequence[Transfer]) -> TransportFailure:
+        awaited = {transfer.connection.peer: transfer.connection for transfer in pending}
+        silent = [peer for peer, connection in awaited.items() if connection.status is None]
+        others = [f"; rank {peer} last waited in {status['call']}" for peer, status in self.statuses().items()]
+        culprits = silent or list(awaited)
+        who = f"rank {culprits[0]}" if len(culprits) == 1 else f"ranks {culprits}"
+        silence = f"; nothing is known of ranks {silent}" if silent else ""
+        text = f"no answer of {who} within the time-out, frozen or late"
+        return TransportFailure(text, timed_out=True, culprit=culprits[0], detail="".join(others) + silence)
+
+    def _mismatch(self, connection: Connection, transfer: Transfer) -> Mismatch:
+        tag, nbytes, number = HEAD.unpack_from(transfer.head)
+        own_tag, own_nbytes, own_number = HEAD.unpack_from(transfer.expected)
+        text = bytes(transfer.head[HEAD.size :]).rstrip(b"\0").decode(errors="replace")
+        messages = not is_collective(tag) and not is_collective(own_tag) and number == own_number
+        return Mismatch(connection.peer, text, (nbytes, own_nbytes, number) if messages else None)
+
+    # One-sided: blocking, by threads of their own, however long it takes
+
+    def rma_send(self, peer: int, data: bytes | memoryview) -> None:
+        try:
+            self._connections[peer].rma.sendall(data)
+        except OSError as error:
+            raise TransportFailure(f"connection to rank {peer}: {error.strerror or 'closed'}", culprit=peer) from error
+
+    def rma_recv(self, peer: int, data: memoryview) -> None:
+        sock, got = self._connections[peer].rma, 0
+        while got < len(data):
             try:
-                self._group.recv([self._spare], peer, _ABORT_TAG).wait(_SHUT)
-            except RuntimeError as error:
-                if _failure(peer, error).timed_out:
-                    return  # that was asked for; a connection that is closed already fails at once, and closes no other
+                moved = sock.recv_into(data[got:])
+            except OSError as error:
+                moved, why = 0, error.strerror
+            else:
+                why = "closed by peer"
+            if not moved:
+                raise TransportFailure(f"connection to rank {peer}: {why or 'closed'}", culprit=peer)
+            got += moved
 
+    # End
 
-def _device(same_machine: bool) -> object:
-    if same_machine:
-        return _Gloo.create_device(hostname="127.0.0.1")
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    return _Gloo.create_device(interface=interface) if interface else _Gloo.create_default_device()
+    def part(self) -> None:
+        """Say goodbye and close; what was sent still arrives. Nobody may be waiting here."""
+        with self._control_lock:
+            for connection in self._connections.values():
+                connection.tell([GOODBYE, None])
+                connection.hear()  # closing over what was not read would cut off what was not received
+                for sock in (connection.data, connection.control, connection.rma):
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_WR)
+            self._epoll.close()
+            for connection in self._connections.values():
+                connection.data.close()
+                connection.control.close()
+        # The rma connections are closed by the threads that read them, when the peer has parted too: see puts.
 
+    def shut(self, failure: Mapping[str, Any], broken: TransportFailure) -> None:
+        """Close all connections at once, from any thread, telling the peers why; wake who waits here."""
+        self._broken = self._broken or broken
+        with self._control_lock:
+            for connection in self._connections.values():
+                connection.tell([FAIL, dict(failure)])
+                for sock, how in (
+                    (connection.control, socket.SHUT_WR),
+                    (connection.data, socket.SHUT_RDWR),
+                    (connection.rma, socket.SHUT_RDWR),
+                ):
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(how)
+        with contextlib.suppress(OSError, ValueError):
+            os.eventfd_write(self._wake, 1)
 
-def _failure(peer: int, error: RuntimeError) -> TransportFailure:
-    text = _gist(error)
-    return TransportFailure(f"connection to rank {peer}: {text}", timed_out=text.startswith("Timed out"))
+    def wake_helpers(self) -> None:
+        """Wake the threads that read the rma connections: nothing more is wanted."""
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.rma.shutdown(socket.SHUT_RDWR)
 
+    def close(self) -> None:
+        """Close this process's ends without a word: once nobody uses them any more, or in a forked child, since the
+        parent goes on using its own."""
+        self._epoll.close()
+        for connection in self._connections.values():
+            for sock in (connection.data, connection.control, connection.rma):
+                sock.close()
 
-def _gist(error: Exception) -> str:
-    """First sentence of gloo's message, without the path of its source file."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". This is typically")[0]
-    return line.partition("] ")[2] if line.startswith("[") else line
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self._wake)
+            self.close()

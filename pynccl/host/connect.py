@@ -1,0 +1,310 @@
+"""The connections between the ranks of one communicator: who listens where, who dials whom, and who may come in.
+
+Every rank listens for as long as this takes, tells the others where (an endpoint), dials the ranks below it and accepts
+those above. A connection begins with a greeting that holds the listener's token, which only the ranks know; whatever
+else connects is closed. A rank that dials goes on only when it was accepted, and dials again if it was lost in a crowd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..abi import Result
+from .failure import HostFailure, exiting
+from .interfaces import VARIABLES, machine_mark, own_addresses
+from .store import STRANGER_SECONDS, STRANGERS, accepted, listen
+
+ENDPOINT_BYTES = 496  # of an endpoint that travels in a table
+
+_GREETING = struct.Struct("<8s16sII")  # magic, token of the listener, rank of the caller, channel
+_MAGIC = b"PYNCCLc2"
+_WELCOME = b"\x06"
+_DIAL_SECONDS = 2.0
+_TICK_SECONDS = 0.2
+_RETRY_SECONDS = 0.05
+_LOOK_SECONDS = 1.0
+_MOST_ADDRESSES = 4
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+class Channels(NamedTuple):
+    """The three connections to a peer."""
+
+    data: socket.socket  # collectives, sends and receives
+    control: socket.socket  # what ranks tell each other about themselves
+    rma: socket.socket  # one-sided writes
+
+
+_CHANNELS = range(len(Channels._fields))
+
+Key = tuple[int, int]  # peer, channel
+
+
+class Endpoint(NamedTuple):
+    """Where a rank listens."""
+
+    machine: str
+    hosts: list[str]
+    port: int
+    token: str
+
+
+class Listener:
+    """Where this rank waits for those above it; open until all have come."""
+
+    def __init__(self, local: bool) -> None:
+        """local: all ranks are on this machine."""
+        _raise_files_limit()
+        self.sock = listen(local)
+        self.token = secrets.token_bytes(16)
+        self._hosts = [] if local else own_addresses()[:_MOST_ADDRESSES]
+
+    @property
+    def endpoint(self) -> str:
+        """An `Endpoint` as text of at most ENDPOINT_BYTES."""
+        mine = Endpoint(machine_mark(), self._hosts, self.sock.getsockname()[1], self.token.hex())
+        return json.dumps(mine)
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def _raise_files_limit() -> None:
+    """As NCCL does: communicators of many ranks take more descriptors than the soft limit allows on most systems."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def read_endpoint(text: str) -> Endpoint:
+    return Endpoint(*json.loads(text))
+
+
+def pairs_in_process(size: int) -> list[dict[int, Channels]]:
+    """For each rank, its connections to the others, where all are in this process."""
+    made: list[dict[int, Channels]] = [{} for _ in range(size)]
+    for low in range(size):
+        for high in range(low + 1, size):
+            ends = [socket.socketpair() for _ in _CHANNELS]
+            made[low][high] = Channels(*(mine for mine, _ in ends))
+            made[high][low] = Channels(*(theirs for _, theirs in ends))
+    return made
+
+
+class Connecting:
+    """One rank's part in connecting all of them."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        rank: int,
+        endpoints: Sequence[str],
+        what: str,
+        names: Sequence[str],
+        check: Callable[[], None],
+    ) -> None:
+        """names: of the ranks, for messages. check: raises HostFailure where the ranks need not be waited for."""
+        self._listener, self._rank, self._what, self._names, self._check = listener, rank, what, names, check
+        self._endpoints = [read_endpoint(text) for text in endpoints]
+        self._made: dict[Key, socket.socket] = {}
+        self._awaited = {(peer, c) for peer in range(rank + 1, len(endpoints)) for c in _CHANNELS}
+        self._to_dial = [(peer, c) for peer in range(rank) for c in _CHANNELS]
+        self._dialled: dict[socket.socket, Key] = {}
+        self._strangers: dict[socket.socket, tuple[float, bytearray]] = {}
+        self._dial_at = 0.0
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, timeout: float) -> dict[int, Channels]:
+        """Peer -> connections. Raises HostFailure(ncclRemoteError) for a rank that is gone, and at the deadline."""
+        deadline = time.monotonic() + timeout
+        self._selector.register(self._listener.sock, selectors.EVENT_READ)
+        try:
+            while self._awaited or self._to_dial or self._dialled:
+                self._dial(deadline)
+                for key, _ in self._selector.select(_TICK_SECONDS if not self._to_dial else _RETRY_SECONDS):
+                    self._handle(key.fileobj)  # type: ignore[arg-type]
+                self._drop_strangers(STRANGERS, STRANGER_SECONDS)
+                self._look_for_the_dead()
+                self._give_up(deadline, timeout)
+        except BaseException:
+            for sock in [*self._made.values(), *self._dialled]:
+                sock.close()
+            raise
+        finally:
+            self._drop_strangers(0, 0.0)
+            self._selector.close()
+            self._listener.close()
+        for sock in self._made.values():
+            self._settle(sock)
+        peers = [peer for peer in range(len(self._endpoints)) if peer != self._rank]
+        return {peer: Channels(*(self._made[peer, c] for c in _CHANNELS)) for peer in peers}
+
+    def _dial(self, deadline: float) -> None:
+        if not self._to_dial or time.monotonic() < self._dial_at:
+            return
+        keys, self._to_dial = self._to_dial, []
+        for peer, channel in keys:
+            sock = self._connect(peer, deadline)
+            try:
+                sock.sendall(_GREETING.pack(_MAGIC, bytes.fromhex(self._endpoints[peer].token), self._rank, channel))
+            except OSError:
+                self._dial_again(sock, (peer, channel))
+                continue
+            sock.setblocking(False)
+            self._dialled[sock] = peer, channel
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def _dial_again(self, sock: socket.socket, key: Key) -> None:
+        """It was lost among strangers, or the peer's process is gone, which the next attempt finds out."""
+        sock.close()
+        self._to_dial.append(key)
+        self._dial_at = time.monotonic() + _RETRY_SECONDS
+
+    def _hosts(self, peer: int) -> list[str]:
+        target = self._endpoints[peer]
+        return ["127.0.0.1"] if target.machine == machine_mark() else target.hosts
+
+    def _connect(self, peer: int, deadline: float) -> socket.socket:
+        target = self._endpoints[peer]
+        while True:
+            reasons, silent = [], False
+            for host in self._hosts(peer):
+                try:
+                    left = max(min(_DIAL_SECONDS, deadline - time.monotonic()), 0.001)
+                    sock = socket.create_connection((host, target.port), timeout=left)
+                except OSError as error:
+                    reasons.append(f"{host}: {error}")
+                    silent |= isinstance(error, TimeoutError)  # a crowd at its door, or an address not to be had here
+                else:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    return sock
+            self._check()
+            if not silent or time.monotonic() > deadline or exiting.is_set():
+                break
+        why = "; ".join(reasons) or f"it has no address; set {VARIABLES[0]} there"
+        raise HostFailure(
+            Result.REMOTE_ERROR,
+            f"{self._what}: {self._names[peer]} cannot be reached at port {target.port} ({why}): its process has "
+            f"ended, or the network is not open between the machines; {VARIABLES[0]} names the interface to use",
+        )
+
+    def _handle(self, sock: socket.socket) -> None:
+        if sock is self._listener.sock:
+            for stranger in accepted(sock, lambda: self._drop_strangers(0, 0.0)):
+                self._strangers[stranger] = time.monotonic(), bytearray()
+                self._selector.register(stranger, selectors.EVENT_READ)
+                self._drop_strangers(STRANGERS, STRANGER_SECONDS)
+        elif sock in self._dialled:
+            key = self._dialled.pop(sock)
+            self._selector.unregister(sock)
+            if self._received(sock, len(_WELCOME)) == _WELCOME:
+                self._made[key] = sock
+            else:
+                self._dial_again(sock, key)
+        elif sock in self._strangers:
+            self._hear(sock)
+
+    @staticmethod
+    def _received(sock: socket.socket, most: int) -> bytes | None:
+        """What has come; None if nothing has, b"" at the end."""
+        try:
+            return sock.recv(most)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def _hear(self, sock: socket.socket) -> bool:
+        """Read a stranger's greeting; False if it is not complete."""
+        _, greeting = self._strangers[sock]
+        data = self._received(sock, _GREETING.size - len(greeting))
+        if data is None:
+            return False
+        greeting += data
+        if data and len(greeting) < _GREETING.size:
+            return False
+        del self._strangers[sock]
+        self._selector.unregister(sock)
+        if data:
+            magic, token, rank, channel = _GREETING.unpack(greeting)
+            expected = rank > self._rank and rank < len(self._endpoints) and channel in _CHANNELS
+            if magic == _MAGIC and token == self._listener.token and expected:
+                self._welcome(sock, (rank, channel))
+                return True
+        sock.close()
+        return True
+
+    def _welcome(self, sock: socket.socket, key: Key) -> None:
+        try:
+            sock.send(_WELCOME)
+        except OSError:
+            sock.close()
+            return
+        if (earlier := self._made.pop(key, None)) is not None:
+            earlier.close()
+        self._made[key] = sock
+        self._awaited.discard(key)
+
+    def _drop_strangers(self, most: int, seconds: float) -> None:
+        now, surplus = time.monotonic(), len(self._strangers) - most
+        for i, (sock, (since, _)) in enumerate(list(self._strangers.items())):  # in the order in which they came
+            due = i < surplus or now - since > seconds
+            if due and not self._hear(sock):  # its greeting may have come meanwhile
+                del self._strangers[sock]
+                self._selector.unregister(sock)
+                sock.close()
+
+    def _look_for_the_dead(self) -> None:
+        """A rank that has not dialled yet still listens; if nobody does at its port, its process has ended."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        for peer in sorted({peer for peer, _ in self._awaited}):
+            if self._refuses(peer):
+                for key, _ in self._selector.select(0):  # it may have dialled just before
+                    self._handle(key.fileobj)  # type: ignore[arg-type]
+                self._drop_strangers(0, STRANGER_SECONDS)
+                if any(awaited == peer for awaited, _ in self._awaited):
+                    why = "nobody listens at its port any more: its process has ended"
+                    raise HostFailure(Result.REMOTE_ERROR, f"{self._what}: lost {self._names[peer]}: {why}")
+
+    def _refuses(self, peer: int) -> bool:
+        """Whether nobody listens where the peer did. Silence may mean a network that is slow."""
+        for host in self._hosts(peer):
+            try:
+                socket.create_connection((host, self._endpoints[peer].port), timeout=_DIAL_SECONDS).close()
+            except ConnectionRefusedError:
+                continue
+            except OSError:
+                return False
+            return False
+        return True
+
+    def _give_up(self, deadline: float, timeout: float) -> None:
+        self._check()
+        missing = {peer for peer, _ in [*self._awaited, *self._to_dial, *self._dialled.values()]}
+        late = time.monotonic() > deadline
+        if missing and (late or exiting.is_set()):
+            who = ", ".join(self._names[peer] for peer in sorted(missing))
+            why = f"within {timeout:g} s, frozen or late" if late else "before the process exits"
+            raise HostFailure(Result.REMOTE_ERROR, f"{self._what}: {who} did not connect {why}")
+
+    @staticmethod
+    def _settle(sock: socket.socket) -> None:
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):  # closed again already, which the first wait finds out
+            if not sock.getpeername()[0].endswith("127.0.0.1"):  # a machine that loses power says nothing
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, seconds in _KEEPALIVE.items():
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)

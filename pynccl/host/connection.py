@@ -1,0 +1,156 @@
+"""A connection to one peer: the messages that are under way on it, and what the peer says of itself.
+
+A message is a header and its data. The header says which call the message belongs to: a tag to compare by, and the call
+as text, for the error that names both calls where they differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .connect import Channels
+from .store import frame, take_frames
+
+HEAD_BYTES = 128
+HEAD = struct.Struct("<QQQ")  # tag, bytes, number of the round or message; then the call as text
+TEXT_BYTES = HEAD_BYTES - HEAD.size
+
+# A tag is [1 bit collective][20 bits hash of what is sent][10 bits sequence number].
+_COLLECTIVE = 1 << 30
+
+GOODBYE, FAIL, STATUS = "goodbye", "fail", "status"
+
+
+class Label(NamedTuple):
+    """What the header of a message says of the call that it belongs to."""
+
+    tag: int
+    number: int
+    text: bytes  # TEXT_BYTES
+
+
+def message_tag(sequence: int, nbytes: int) -> int:
+    """Tag of the `sequence`-th message from one rank to another."""
+    return _hash20(nbytes, 0) << 10 | (sequence & 0x3FF)
+
+
+def collective_call(count: int, arguments: int) -> int:
+    """The part of a collective's tag that is the same in each of its rounds; `arguments` are all but the count."""
+    return _COLLECTIVE | _hash20(count, arguments) << 10
+
+
+def collective_tag(sequence: int, call: int) -> int:
+    """Tag of the `sequence`-th round of exchanges."""
+    return call | (sequence & 0x3FF)
+
+
+def is_collective(tag: int) -> bool:
+    return bool(tag & _COLLECTIVE)
+
+
+def header_text(text: str) -> bytes:
+    return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+
+
+def _hash20(a: int, b: int) -> int:
+    # Fibonacci hashing: neighbouring sizes get different values, unlike with a checksum.
+    return ((a * 0x9E3779B97F4A7C15 + b * 0xC2B2AE3D27D4EB4F) & (2**64 - 1)) >> 44
+
+
+class Transfer:
+    """One message that is sent or received."""
+
+    __slots__ = ("answer", "connection", "done", "expected", "got", "head", "nbytes", "parts", "then")
+
+    def __init__(self, connection: Connection, label: Label, data: memoryview) -> None:
+        self.connection = connection
+        self.nbytes = len(data)
+        self.done = False
+        self.then: Label | None = None  # of the answer that a received message gets
+        self.answer: Transfer | None = None
+        self.got = 0  # bytes that have been moved, header included
+        self.expected = b""
+        self.head = bytearray()
+        self.parts: list[Any] = []
+
+    def advance(self, moved: int) -> bool:
+        """So many bytes more; whether that was all."""
+        self.got += moved
+        if self.got == HEAD_BYTES + self.nbytes:
+            self.done = True
+            self.parts = []
+            return True
+        while self.parts and moved >= len(self.parts[0]):
+            moved -= len(self.parts.pop(0))
+        if moved:
+            self.parts[0] = memoryview(self.parts[0])[moved:]
+        return False
+
+
+class Connection:
+    """What there is to know about one peer."""
+
+    def __init__(self, peer: int, channels: Channels) -> None:
+        self.peer = peer
+        self.data, self.control, self.rma = channels
+        self.sends: deque[Transfer] = deque()
+        self.recvs: deque[Transfer] = deque()
+        self.inbox = bytearray()
+        self.outbox = bytearray()
+        self.left = False  # it said goodbye
+        self.failure: Mapping[str, Any] | None = None  # what it said when it failed
+        self.status: Mapping[str, Any] | None = None  # what it has been waiting for
+        self.ended_at = 0.0  # when the control connection ended, or it failed
+        self.why = ""
+
+    @property
+    def lost(self) -> bool:
+        """Gone, and not in order."""
+        return self.ended_at > 0.0 and not self.left
+
+    def tell(self, message: Any) -> None:
+        """Say something on the control connection, which never blocks."""
+        self.outbox += frame(message)
+        self.flush_control()
+
+    def flush_control(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone, which reading finds out; or its buffer is full
+            while self.outbox:
+                del self.outbox[: self.control.send(self.outbox)]
+
+    def hear(self) -> None:
+        """Read what the peer says of itself."""
+        if self.ended_at and self.failure is None:
+            return
+        try:
+            while data := self.control.recv(1 << 16):
+                self.inbox += data
+            self.end("its process has ended (connection closed)")
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.end(f"its process has ended, or the network is down ({error.strerror})")
+        try:
+            for kind, message in take_frames(self.inbox):
+                self._take(kind, message)
+        except (ValueError, TypeError) as error:
+            self.end(f"it sends what no rank sends ({error})")
+
+    def end(self, why: str) -> None:
+        """Nothing more is to be heard of it."""
+        if not self.ended_at:
+            self.ended_at, self.why = time.monotonic(), why
+
+    def _take(self, kind: str, message: Any) -> None:
+        if kind == GOODBYE:
+            self.left = True
+        elif kind == FAIL and self.failure is None:
+            self.failure = message
+            self.ended_at = time.monotonic()
+        elif kind == STATUS:
+            self.status = message
