@@ -25,14 +25,16 @@ from .errors import (
     NcclUnhandledCudaError,
     NcclVersionError,
 )
-from .group import Simulation, group, simulate
+from .group import group
 from .library import Library, load
 from .lifecycle import abort
-from .memory import Memory, Registration, Window, mem_alloc, mem_pool
+from .memory import Memory, Registration, Window, mem_alloc
+from .mempool import mem_pool
 from .operators import PreMulSum
 from .params import param, params, set_encryption
 from .plan import Plan
-from .streams import Event, Stream, create_event, create_stream
+from .simulation import Simulation, simulate
+from .streams import Event, Stream, create_event, create_stream, current_stream
 
 __version__ = "0.1.0"
 
@@ -67,6 +69,7 @@ __all__ = [
     "abort",
     "create_event",
     "create_stream",
+    "current_stream",
     "from_file",
     "from_store",
     "get_unique_id",

@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .abi import UNIQUE_ID_BYTES, Config, Result, UniqueId
-from .config import CommConfig
+from .config import CommConfig, struct_of
+from .devices import current_device, device_ordinal, on_device
 from .errors import NcclTimeout
-from .library import Library, load
-from .lifecycle import abort_handles, settle, within
-from .streams import current_device, device_ordinal, set_device
+from .integers import INT_MAX, integer
+from .library import Library, chosen
+from .lifecycle import abort_handle, settle, within
 
 
 def get_unique_id(library: Library | None = None) -> UniqueId:
     """A new id, to be given to all ranks of one communicator. `bytes(id)` travels; `Communicator.init` takes both."""
-    library = library or load()
+    library = chosen(library)
     unique_id = UniqueId()
     library.check(library.ncclGetUniqueId(ctypes.byref(unique_id)), "ncclGetUniqueId")
     return unique_id
@@ -32,7 +33,7 @@ def join(
     timeout: float | None,
 ) -> int:
     """ncclCommInitRank and its variants: with a config, with several ids."""
-    struct = config.to_struct(library) if config else None
+    struct = struct_of(config, CommConfig, library)
 
     def call(handle: Any) -> int:
         if len(ids) > 1:
@@ -50,14 +51,13 @@ def make(
 ) -> int:
     """The handle that `call(pointer to ncclComm_t)` fills in: 0 if it leaves NULL.
 
-    ordinal  CUDA device to make current first, in the thread of the call; `on` is the parent communicator.
+    ordinal  CUDA device that is current during the call, in its thread; `on` is the parent communicator.
     """
     handle = ctypes.c_void_p()
 
     def run() -> int:
-        if ordinal is not None:
-            set_device(ordinal)
-        return call(ctypes.byref(handle))
+        with on_device(ordinal):
+            return call(ctypes.byref(handle))
 
     code = within(timeout, run, library, what)
     if code == Result.IN_PROGRESS:
@@ -79,17 +79,49 @@ def _settle_birth(library: Library, handle: Any, on: int, timeout: float | None,
         raise
     finally:
         if code and handle.value:
-            abort_handles(library, [handle.value])
+            abort_handle(library, handle.value)
     return code
+
+
+def twins(library: Library, comms: Sequence[Any], configs: Sequence[CommConfig], timeout: float | None) -> list[int]:
+    """For each communicator the handle of a new one of the same ranks, made with its config.
+
+    One group, since they may be several ranks of this process, each of which waits for the others."""
+    handles = [ctypes.c_void_p() for _ in comms]
+    structs = [struct_of(config, CommConfig, library) for config in configs]
+    what = f"ncclCommSplit of {len(comms)} communicators"
+
+    def run() -> int:
+        library.check(library.ncclGroupStart(), "ncclGroupStart")
+        codes = []
+        try:
+            for comm, handle, struct in zip(comms, handles, structs, strict=True):
+                with on_device(None if library.is_host else comm.device_index):
+                    codes.append(library.ncclCommSplit(comm.handle, 0, comm.rank, ctypes.byref(handle), struct))
+        finally:
+            end = int(library.ncclGroupEnd())
+        codes.append(end)
+        return next((code for code in codes if code not in (Result.SUCCESS, Result.IN_PROGRESS)), max(codes))
+
+    code = within(timeout, run, library, what)
+    try:
+        for comm in comms if code == Result.IN_PROGRESS else comms[:1]:
+            library.check(settle(library, comm.handle, code, timeout, what), what, comm.handle)
+    except BaseException:
+        for handle in handles:
+            if handle.value:
+                abort_handle(library, handle.value)
+        raise
+    return [handle.value or 0 for handle in handles]
 
 
 def init_all(library: Library, ordinals: list[int]) -> list[int]:
     """ncclCommInitAll: one communicator per device, all in this process."""
-    if not library.is_host:
-        set_device(ordinals[0])
     n = len(ordinals)
     handles = (ctypes.c_void_p * n)()
-    library.check(library.ncclCommInitAll(handles, n, (ctypes.c_int * n)(*ordinals)), f"ncclCommInitAll({n})")
+    with on_device(None if library.is_host else ordinals[0]):
+        code = library.ncclCommInitAll(handles, n, (ctypes.c_int * n)(*ordinals))
+    library.check(code, f"ncclCommInitAll({n})")
     return [handle or 0 for handle in handles]
 
 
@@ -125,16 +157,16 @@ def as_unique_id(unique_id: Any) -> UniqueId:
     )
 
 
-def check_rank(rank: Any, nranks: Any) -> None:
-    """Raise ValueError unless 0 <= rank < nranks."""
-    if not isinstance(nranks, int) or nranks < 1:
-        raise ValueError(f"nranks is {nranks!r}, expected a number of ranks >= 1")
-    if not isinstance(rank, int) or not 0 <= rank < nranks:
-        raise ValueError(f"rank is {rank!r}, expected 0..{nranks - 1} for {nranks} ranks")
+def check_rank(rank: Any, nranks: Any) -> tuple[int, int]:
+    """Both as ints; ValueError unless 0 <= rank < nranks."""
+    nranks = integer(nranks, "nranks", 1, INT_MAX, f"a number of ranks >= 1, up to {INT_MAX}")
+    return integer(rank, "rank", 0, nranks - 1, f"0..{nranks - 1} for {nranks} ranks"), nranks
 
 
 def choose_device(library: Library, device: Any) -> int | None:
-    """CUDA ordinal for a new communicator; None with the host library, which has nothing to choose."""
+    """CUDA ordinal for a new communicator; None with the host library, which has nothing to choose.
+
+    The caller's current device stays what it is, as with ncclCommInitAll and with torch's process groups."""
     if library.is_host:
         if device is not None and not isinstance(device, int) and not str(device).startswith("cpu"):
             raise ValueError(
@@ -145,5 +177,5 @@ def choose_device(library: Library, device: Any) -> int | None:
     if device is not None and str(device).startswith("cpu"):
         raise ValueError(f"device is {device!r}, but {library.path} works on GPUs; set PYNCCL_LIBRARY=host for the CPU")
     ordinal = current_device() if device is None else device_ordinal(device)
-    set_device(ordinal)  # here too: an error about the device should not wait for the thread of the birth
-    return ordinal
+    with on_device(ordinal):  # an error about the device should not wait for the thread of the birth
+        return ordinal

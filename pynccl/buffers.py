@@ -13,6 +13,9 @@ from typing import Any
 
 from . import dlpack
 from .abi import ITEMSIZE, DataType
+from .integers import SIZE_MAX, integer
+from .kinds import attribute, shown
+from .tensors import check_not_in_graph, negated, stands_for_another, why_no_memory
 
 # (address, number of elements, DataType as int, CUDA ordinal). A plain tuple: this is built on every call.
 Description = tuple[int, int, int, int]
@@ -46,8 +49,10 @@ _BY_TYPESTR: dict[str, DataType] = {
     "f4": DataType.FLOAT32,
     "f8": DataType.FLOAT64,
 }
+_MET: dict[tuple[type, Any], DataType] = {}  # data types that were asked for before
+_TYPESTR_ORDERS = ("|", "=", "<" if sys.byteorder == "little" else ">")
 _INSTEAD: dict[str, str] = {
-    "complex": "view it as real (torch.view_as_real(x), or x.view('f4'))",
+    "complex": "view it as real (torch.view_as_real(x), or torch.view_as_real(x.resolve_conj()); x.view('f4'))",
     "bool": "view it as uint8 (x.view(torch.uint8))",
     "16": "convert it to int32",
 }
@@ -59,11 +64,23 @@ def data_type(dtype: Any) -> DataType:
     Raises TypeError, with what to do instead, for a type that NCCL does not have."""
     if isinstance(dtype, DataType):
         return dtype
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-    found = _BY_NAME.get(name)
+    try:
+        return _MET[type(dtype), dtype]  # by type too: 7 is equal to FLOAT32, and no data type
+    except (KeyError, TypeError):
+        pass
+    if attribute(dtype, "isnative", True) is False:
+        raise TypeError(
+            f"{dtype!r} is not in the byte order of this machine, in which NCCL reads memory; convert it: "
+            "x.astype(x.dtype.newbyteorder('='))"
+        )
+    text = shown(dtype, str) or "''"
+    name = attribute(dtype, "name") or attribute(dtype, "__name__") or text.removeprefix("torch.")
+    found = _BY_NAME.get(name) if isinstance(name, str) else None
     if found is None:
-        remedy = next((text for part, text in _INSTEAD.items() if part in name), "convert it")
-        raise TypeError(f"{dtype} has no NCCL data type; NCCL knows {', '.join(sorted(_BY_NAME))}: {remedy}")
+        remedy = next((way for part, way in _INSTEAD.items() if part in str(name)), "convert it")
+        raise TypeError(f"{text} has no NCCL data type; NCCL knows {', '.join(sorted(_BY_NAME))}: {remedy}")
+    if type(dtype).__module__.partition(".")[0] in ("numpy", "torch", "builtins"):  # whose equality is to be trusted
+        _MET[type(dtype), dtype] = found
     return found
 
 
@@ -82,8 +99,6 @@ tensor_types: set[type] = set()  # torch's own, once one was met: not subclasses
 class Adapter:
     """What the binding needs to know about one kind of object."""
 
-    may_be_read_only = True
-
     def describe(self, x: Any) -> Description:
         raise NotImplementedError
 
@@ -101,44 +116,72 @@ class Adapter:
     def check_writable(self, x: Any) -> None:
         """Raise if `x` cannot be received into."""
 
+    def received(self, x: Any) -> None:
+        """`x` was or will be written by C, and nobody else notices."""
+
 
 def _no_cuda(device: int) -> int:
     raise TypeError(f"this torch was built without CUDA, so there is no current stream on cuda:{device}: pass stream=")
 
 
 class _Torch(Adapter):
-    may_be_read_only = False
-
     def __init__(self) -> None:
         self.raw_stream: Callable[[int], int] = _no_cuda  # cudaStream_t of torch's current stream on a device
         self.strided: Any = None
         self.empty_like: Callable[[Any], Any]
+        self.count_change: Callable[[tuple[Any, ...]], object] = tuple  # counts the version of each tensor of a tuple
 
     def meet(self, kind: type) -> None:
         """Learn of a tensor type; torch is loaded by then."""
         torch = sys.modules["torch"]
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
         self.strided, self.empty_like = torch.strided, torch.empty_like
+        self.count_change = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
         if kind in (torch.Tensor, torch.nn.Parameter):
             tensor_types.add(kind)
 
     def describe(self, x: Any) -> Description:
         if x.layout is not self.strided:
-            raise TypeError(f"{x.layout} tensor on {x.device} owns no dense memory; pass a dense tensor")
+            raise TypeError(why_no_memory(x))
         if not x.is_contiguous():
             raise ValueError(
                 f"tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous; pass x.contiguous()"
             )
-        pointer, count = x.data_ptr(), x.numel()
+        count = x.numel()
+        if (x._base is not None or count <= 1) and x.is_neg():
+            raise ValueError(negated(x))
+        try:
+            pointer = x.data_ptr()
+        except RuntimeError:  # torch's own words for a tensor without storage
+            raise TypeError(why_no_memory(x)) from None
         if not pointer and count:
-            raise TypeError(f"{x.layout} tensor on {x.device} owns no dense memory; pass a dense tensor")
+            raise TypeError(why_no_memory(x))
         return pointer, count, torch_types[x.dtype], x.get_device()
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        if x.is_nested:
+            raise TypeError("a nested tensor has no shape to allocate a result of; pass recv=")
+        return tuple(x.shape)
 
     def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
         return self.empty_like(x) if shape is None else x.new_empty(shape)  # twice as fast where it serves
 
     def current_stream(self, x: Any, device: int) -> int:
         return int(self.raw_stream(device)) if device >= 0 else 0
+
+    def check_writable(self, x: Any) -> None:
+        if x.requires_grad:
+            check_not_in_graph(x)
+
+    def received(self, x: Any) -> None:
+        self.count_change((x,))
+
+
+class _Foreign(Adapter):
+    """Tensors whose memory, if they have any, is not what they mean."""
+
+    def describe(self, x: Any) -> Description:
+        raise TypeError(why_no_memory(x))
 
 
 class _Numpy(Adapter):
@@ -160,18 +203,29 @@ class _Numpy(Adapter):
             raise ValueError(f"array of shape {x.shape} is read-only; pass a writable copy as recv")
 
 
+class _Masked(Adapter):
+    """`numpy.ma`, whose memory also holds what is masked."""
+
+    def describe(self, x: Any) -> Description:
+        raise TypeError(f"a numpy {type(x).__name__} has elements that do not count; pass x.filled(value), or x.data")
+
+
 class _CudaArray(Adapter):
     """`__cuda_array_interface__`, version 3: CuPy, Numba, pynccl's own memory."""
 
     def describe(self, x: Any) -> Description:
         interface = x.__cuda_array_interface__
-        shape, typestr = interface["shape"], interface["typestr"]
-        dtype = _BY_TYPESTR.get(typestr.lstrip("<|="))
+        pointer, shape, typestr = _parts(interface)
+        dtype = _BY_TYPESTR.get(typestr[1:]) if typestr[:1] in _TYPESTR_ORDERS else None
         if dtype is None:
-            raise TypeError(f"__cuda_array_interface__ typestr {typestr!r} has no NCCL data type; view it as another")
+            swapped = typestr[:1] not in _TYPESTR_ORDERS
+            what = "is not in this machine's byte order; convert it" if swapped else "has no NCCL data type; view it as"
+            raise TypeError(f"__cuda_array_interface__ typestr {typestr!r} {what}{'' if swapped else ' another'}")
+        if interface.get("mask") is not None:
+            raise TypeError("__cuda_array_interface__ has a mask: elements that do not count; pass an array without")
         _check_strides(shape, interface.get("strides"), ITEMSIZE[dtype])
         device = getattr(getattr(x, "device", None), "id", ANY_DEVICE)
-        return interface["data"][0] or 0, math.prod(shape), int(dtype), device
+        return pointer, math.prod(shape), int(dtype), device
 
     def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
         if type(x).__module__.partition(".")[0] != "cupy":
@@ -180,7 +234,7 @@ class _CudaArray(Adapter):
 
     def current_stream(self, x: Any, device: int) -> int:
         if type(x).__module__.partition(".")[0] == "cupy":
-            return int(sys.modules["cupy"].cuda.get_current_stream(device if device >= 0 else None).ptr)
+            return int(sys.modules["cupy"].cuda.get_current_stream(max(device, -1)).ptr)  # -1: of its current GPU
         stream = x.__cuda_array_interface__.get("stream")
         return int(stream) if stream else super().current_stream(x, device)
 
@@ -189,9 +243,29 @@ class _CudaArray(Adapter):
             raise ValueError("__cuda_array_interface__ says read-only; pass a writable buffer as recv")
 
 
+def _parts(interface: Any) -> tuple[int, tuple[int, ...], str]:
+    """(pointer, shape, typestr) of a `__cuda_array_interface__`, which anybody may have written."""
+    given = interface if isinstance(interface, dict) else {}
+    shape, typestr, data = given.get("shape"), given.get("typestr"), given.get("data")
+    try:
+        if isinstance(typestr, str) and isinstance(shape, (tuple, list)) and isinstance(data, (tuple, list)):
+            sizes = tuple(integer(size, "size", 0, SIZE_MAX) for size in shape)
+            pointer, _ = data
+            return integer(pointer or 0, "pointer", 0, SIZE_MAX), sizes, typestr
+    except ValueError:
+        pass
+    raise TypeError(
+        f"__cuda_array_interface__ has shape {shown(shape)}, typestr {shown(typestr)} and data {shown(data)}, expected "
+        "a tuple of sizes >= 0, a string such as '<f4', and (pointer, read-only)"
+    )
+
+
 class _Dlpack(Adapter):
     def describe(self, x: Any) -> Description:
-        on_gpu = x.__dlpack_device__()[0] == dlpack.CUDA
+        place = x.__dlpack_device__()
+        if not isinstance(place, tuple) or len(place) != 2:
+            raise TypeError(f"__dlpack_device__() returned {shown(place)}, expected (device type, device id)")
+        on_gpu = place[0] == dlpack.CUDA
         found = dlpack.read(x.__dlpack__(**({"stream": -1} if on_gpu else {})))  # -1: no synchronisation, we order
         _check_strides(found.shape, found.strides, found.dtype.itemsize)
         device = {dlpack.CPU: CPU, dlpack.CUDA: found.device_id}.get(found.device_type, ANY_DEVICE)
@@ -208,9 +282,16 @@ class _Raw(Adapter):
     """`(pointer, count, dtype)`."""
 
     def describe(self, x: Any) -> Description:
-        if len(x) != 3 or not isinstance(x[0], int) or not isinstance(x[1], int) or x[0] < 0 or x[1] < 0:
-            raise TypeError(f"a raw buffer is (pointer, count in elements, dtype); got {x!r}")
-        return x[0], x[1], int(data_type(x[2])), ANY_DEVICE
+        if len(x) == 3 and type(x[0]) is int and type(x[1]) is int and x[0] >= 0 and x[1] >= 0:
+            dtype = data_type(x[2])
+            if x[0] + x[1] * ITEMSIZE[dtype] <= SIZE_MAX:
+                return x[0], x[1], int(dtype), ANY_DEVICE
+        if len(x) != 3 or any(isinstance(n, bool) or not hasattr(type(n), "__index__") or n < 0 for n in x[:2]):
+            raise TypeError(f"a raw buffer is (pointer, count in elements, dtype); got {shown(x)}")
+        dtype = data_type(x[2])
+        pointer = integer(x[0], "pointer", 0, SIZE_MAX)
+        count = integer(x[1], "count", 0, (SIZE_MAX - pointer) // ITEMSIZE[dtype])
+        return pointer, count, int(dtype), ANY_DEVICE
 
     def shape(self, x: Any) -> tuple[int, ...]:
         return (x[1],)
@@ -235,16 +316,17 @@ def _choose(x: Any) -> Adapter:
     roots = {base.__module__.partition(".")[0]: base.__name__ for base in type(x).__mro__}
     if roots.get("torch") in ("Tensor", "TensorBase", "Parameter", "_TensorBase"):
         TORCH.meet(type(x))
-        return TORCH
+        return _Foreign() if stands_for_another(type(x)) else TORCH
     if roots.get("numpy") == "ndarray":
-        return _Numpy()
-    if hasattr(x, "__cuda_array_interface__"):
+        return _Masked() if hasattr(x, "mask") and hasattr(x, "filled") else _Numpy()
+    if attribute(x, "__cuda_array_interface__") is not None:
         return _CudaArray()
-    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+    if attribute(x, "__dlpack__") is not None and attribute(x, "__dlpack_device__") is not None:
         return _Dlpack()
     raise TypeError(
         f"a {type(x).__module__}.{type(x).__name__} is no buffer; pass a torch tensor, a NumPy or CuPy array, "
         "an object with __cuda_array_interface__ or __dlpack__, or (pointer, count, dtype)"
+        + ("; for several buffers, one call each in a `with pynccl.group():`" if isinstance(x, list) else "")
     )
 
 
@@ -257,6 +339,8 @@ def _check_strides(shape: tuple[int, ...], strides: tuple[int, ...] | None, item
     """Raise unless byte `strides` are those of a C-contiguous array (None means that they are)."""
     if strides is None or 0 in shape:
         return
+    if len(strides) != len(shape):
+        raise ValueError(f"buffer of shape {shape} has byte strides {strides}, expected one for each dimension")
     expected = itemsize
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != expected:

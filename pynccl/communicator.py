@@ -1,9 +1,8 @@
-"""Communicator: birth, properties, split, shrink and grow, end."""
+"""Communicator: birth, properties, split, shrink and grow."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,22 +12,28 @@ from .abi import SPLIT_NOCOLOR, DataType, MemStat, RedOp, Result, UniqueId
 from .birth import get_unique_id
 from .buffers import CPU, device_name
 from .collectives import Collectives
-from .config import CommConfig
-from .errors import NcclError, NcclInvalidUsage, NcclTimeout
-from .library import Library, gpu_count, load
+from .config import CommConfig, struct_of
+from .devices import device_ordinal
+from .errors import NcclInvalidUsage
+from .finalize import Finalize
+from .integers import INT_MAX, INT_MIN, integer
+from .kinds import listed, seconds
+from .library import Library, chosen, gpu_count
 from .memory import Registration, Window
 from .onesided import OneSided
 from .operators import PreMulSum
 from .plan import Planner
 from .scratch import Scratch
-from .streams import device_ordinal, set_device
+from .sharing import Shared
+from .uneven import Uneven
 
+_MOST_DEVICES = 1 << 16
 DEFAULT_TIMEOUT = 60.0  # seconds that a birth or an end waits for the other ranks
 
 __all__ = ["DEFAULT_TIMEOUT", "Communicator", "get_unique_id"]
 
 
-class Communicator(Collectives, OneSided):
+class Communicator(Collectives, Uneven, OneSided, Finalize, Shared):
     """One rank's handle on a clique of ranks.
 
     rank     this rank, 0..size-1
@@ -38,13 +43,21 @@ class Communicator(Collectives, OneSided):
     timeout  seconds that a split, an end, a nonblocking call may take; None: for ever
 
     A context manager: destroyed on a clean exit, aborted on an exception. What is still open when the process ends is
-    closed then. Methods that move data: `Collectives`, `OneSided`.
+    closed then. Methods that move data: `Collectives`, `Uneven`, `OneSided`; those that end it: `Finalize`. copy() and
+    deepcopy() give the same one, so that a module that holds it can be copied; it cannot be pickled.
     """
 
-    def __init__(self, handle: int, library: Library, timeout: float | None = DEFAULT_TIMEOUT) -> None:
-        """Take over an ncclComm_t (its integer value) that was made by `library`."""
+    def __init__(
+        self,
+        handle: int,
+        library: Library,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        config: CommConfig | None = None,
+    ) -> None:
+        """Take over an ncclComm_t (its integer value) that was made by `library`, with `config` if that is known."""
         self._handle: int | None = handle
         self.library = library
+        self._config = config
         self.lock = threading.RLock()
         self.timeout = timeout
         self.rank = self._property("ncclCommUserRank")
@@ -56,6 +69,7 @@ class Communicator(Collectives, OneSided):
         self._end = ""
         self._finalized = False
         self._scratch: Scratch | None = None
+        self._unused_operators: list[int] = []  # nobody holds them any more: see operators.Made
         self._site = check.call_site()
         self._prepare_launches()
         lifecycle.opened(self)
@@ -77,18 +91,21 @@ class Communicator(Collectives, OneSided):
 
         unique_id  from get_unique_id() on one rank; or a list of ids made on several ranks, equal everywhere, which
                    speeds up the birth of large communicators (NCCL >= 2.23)
-        device     ordinal or name of this rank's GPU; None: the current one. The host library has the CPU only.
+        device     ordinal or name of this rank's GPU; None or "cuda": the current one. The host library has the CPU
+                   only. The thread's current GPU stays what it is: pass device=comm.device to what makes tensors, or
+                   call torch.cuda.set_device(comm.device).
         timeout    seconds to wait for the other ranks; None: for ever.
 
         Raises ValueError for bad arguments, NcclTimeout if a rank never comes, NcclSystemError without a driver.
         """
-        birth.check_rank(rank, nranks)
+        rank, nranks = birth.check_rank(rank, nranks)
+        timeout = seconds(timeout)
         ids = [birth.as_unique_id(one) for one in (unique_id if isinstance(unique_id, (list, tuple)) else [unique_id])]
         if not 1 <= len(ids) <= nranks:
             raise ValueError(f"unique_id is a list of {len(ids)} ids, expected 1 to {nranks} for {nranks} ranks")
-        library = library or load()
+        library = chosen(library)
         ordinal = birth.choose_device(library, device)
-        return cls(birth.join(library, nranks, ids, rank, ordinal, config, timeout), library, timeout)
+        return cls(birth.join(library, nranks, ids, rank, ordinal, config, timeout), library, timeout, config)
 
     @classmethod
     def init_all(
@@ -101,10 +118,13 @@ class Communicator(Collectives, OneSided):
 
         Calls to several of them from one thread belong in one `pynccl.group`.
         """
-        library = library or load()
+        library = chosen(library)
         if devices is None:
             devices = 1 if library.is_host else gpu_count()
-        ordinals = list(range(devices)) if isinstance(devices, int) else [device_ordinal(d) for d in devices]
+        if isinstance(devices, Sequence) and not isinstance(devices, (str, bytes, bytearray)):
+            ordinals = [device_ordinal(device, "devices: device") for device in devices]
+        else:
+            ordinals = list(range(integer(devices, "devices", 0, _MOST_DEVICES, "a number of devices, or a list")))
         if not ordinals:
             raise ValueError(f"devices is {devices!r}, expected at least one")
         return [cls(handle, library) for handle in birth.init_all(library, ordinals)]
@@ -121,12 +141,13 @@ class Communicator(Collectives, OneSided):
         library: Library | None = None,
     ) -> Communicator:
         """Enter, as new rank `rank`, a communicator that its members `grow` to `nranks` (NCCL >= 2.29)."""
-        birth.check_rank(rank, nranks)
-        library = library or load()
+        rank, nranks = birth.check_rank(rank, nranks)
+        timeout = seconds(timeout)
+        library = chosen(library)
         ordinal = birth.choose_device(library, device)
-        struct = config.to_struct(library) if config else None
+        struct = struct_of(config, CommConfig, library)
         identity = birth.as_unique_id(unique_id)
-        return cls(birth.grow(library, 0, nranks, identity, rank, ordinal, struct, timeout), library, timeout)
+        return cls(birth.grow(library, 0, nranks, identity, rank, ordinal, struct, timeout), library, timeout, config)
 
     @classmethod
     def from_env(cls, **options: Any) -> Communicator:
@@ -156,13 +177,16 @@ class Communicator(Collectives, OneSided):
 
         Every rank must call it. color=None (or NCCL_SPLIT_NOCOLOR, -1): this rank is in none and gets None.
         """
-        number = SPLIT_NOCOLOR if color is None else color
-        if not isinstance(number, int) or number < SPLIT_NOCOLOR:
-            raise ValueError(f"split: color is {color!r}, expected an integer >= 0, or None for no communicator")
-        struct = config.to_struct(self.library) if config else None
+        colors = f"an integer >= 0, up to {INT_MAX}, or None for no communicator"
+        number = SPLIT_NOCOLOR if color is None else integer(color, "split: color", SPLIT_NOCOLOR, INT_MAX, colors)
+        key = integer(key, "split: key", INT_MIN, INT_MAX)
+        if self.checking:
+            check.compare_texts({self: "split()"})
+        struct = struct_of(config, CommConfig, self.library, "split")
         return self._derive(
             lambda new: self.library.ncclCommSplit(self.handle, number, key, new, struct),
             f"ncclCommSplit(color={number}, key={key}) on rank {self.rank} of {self.size}",
+            config,
         )
 
     def shrink(self, exclude: Sequence[int], *, abort: bool = False, config: CommConfig | None = None) -> Communicator:
@@ -170,16 +194,16 @@ class Communicator(Collectives, OneSided):
 
         abort  first stop what is in flight here: for when an excluded rank has failed
         """
-        ranks = list(exclude)
-        for rank in ranks:
-            self._check_rank("shrink", "exclude", rank)
+        given = listed(exclude, "shrink: exclude", "the ranks to leave out, a list of them")
+        ranks = [self._rank("shrink", "exclude", rank) for rank in given]
         if not ranks or self.rank in ranks or len(set(ranks)) != len(ranks):
             raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
-        struct = config.to_struct(self.library) if config else None
+        struct = struct_of(config, CommConfig, self.library, "shrink")
         array = (ctypes.c_int * len(ranks))(*ranks)
         made = self._derive(
             lambda new: self.library.ncclCommShrink(self.handle, array, len(ranks), new, struct, int(abort)),
             f"ncclCommShrink(exclude={ranks}) on rank {self.rank} of {self.size}",
+            config,
         )
         assert made is not None  # only a split leaves ranks without
         return made
@@ -187,8 +211,8 @@ class Communicator(Collectives, OneSided):
     def grow_id(self) -> UniqueId:
         """The id for one `grow` of this communicator: give it to the new ranks, and to grow() on this rank."""
         unique_id = UniqueId()
-        code = self.library.ncclCommGetUniqueId(self.handle, ctypes.byref(unique_id))
-        self.library.check(code, "ncclCommGetUniqueId", self._handle)
+        with self.lock:
+            self._status("ncclCommGetUniqueId", ctypes.byref(unique_id))
         return unique_id
 
     def grow(
@@ -198,21 +222,21 @@ class Communicator(Collectives, OneSided):
 
         unique_id  what grow_id() returned, on the rank that called it; None on the other members
         """
-        if not isinstance(nranks, int) or nranks <= self.size:
-            raise ValueError(f"grow: nranks is {nranks!r}, expected more than the {self.size} ranks that there are")
-        struct = config.to_struct(self.library) if config else None
+        more = f"more than the {self.size} ranks that there are, up to {INT_MAX}"
+        nranks = integer(nranks, "grow: nranks", self.size + 1, INT_MAX, more)
+        struct = struct_of(config, CommConfig, self.library, "grow")
         identity = None if unique_id is None else birth.as_unique_id(unique_id)
         with self.lock:
             handle = birth.grow(
                 self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout
             )
-        return type(self)(handle, self.library, self.timeout)
+        return type(self)(handle, self.library, self.timeout, config or self._config)
 
-    def _derive(self, call: Callable[[Any], int], what: str) -> Communicator | None:
+    def _derive(self, call: Callable[[Any], int], what: str, config: CommConfig | None) -> Communicator | None:
         self.check_alive()
         with self.lock:
             handle = birth.make(self.library, call, what, self._own_ordinal(), self.timeout, self.handle)
-        return type(self)(handle, self.library, self.timeout) if handle else None
+        return type(self)(handle, self.library, self.timeout, config or self._config) if handle else None
 
     def _own_ordinal(self) -> int | None:
         return None if self.library.is_host else self.device_index
@@ -276,11 +300,13 @@ class Communicator(Collectives, OneSided):
 
     def suspend(self) -> None:
         """Give NCCL's dynamic memory back until resume(); no operation may run in between (NCCL >= 2.29)."""
-        self._status("ncclCommSuspend", 1)
+        with self.lock:
+            self._status("ncclCommSuspend", 1)
 
     def resume(self) -> None:
         """End a suspend()."""
-        self._status("ncclCommResume")
+        with self.lock:
+            self._status("ncclCommResume")
 
     def register(self, buf: Any) -> Registration:
         """Register a buffer with this communicator for zero-copy (NCCL >= 2.19). A context manager; close() ends it."""
@@ -302,109 +328,24 @@ class Communicator(Collectives, OneSided):
         return PreMulSum(self, scalar, dtype)
 
     def barrier(self) -> None:
-        """Block the caller until every rank has called it."""
+        """Block the caller until every rank has called it. Refused in the capture of a CUDA graph."""
         self.check_alive()
-        scratch = self.scratch(4)
-        args = (scratch.address, scratch.address, 1, int(DataType.INT32), int(RedOp.SUM))
-        with self.lock:
-            code = self.library.ncclAllReduce(*args, self.handle, scratch.stream)
-        self._check_result(code, "barrier")
-        scratch.wait()
+        check.refuse_capture(self.library, "barrier()", "Call it before the capture or after it")
+        if self.checking:
+            check.compare_texts({self: "barrier()"})
+        with self.lock:  # to the end: a comparison of another thread goes through the same memory
+            self.check_alive()
+            scratch = self.scratch(4)
+            args = (scratch.address, scratch.address, 1, int(DataType.INT32), int(RedOp.SUM))
+            self._check_result(self.library.ncclAllReduce(*args, self.handle, scratch.stream), "barrier")
+            scratch.wait()
+            self.check_alive()  # an abort ends the wait too, and is no meeting of the ranks
 
     def scratch(self, nbytes: int) -> Scratch:
-        """At least `nbytes` bytes for the communicator's own operations."""
+        """At least `nbytes` bytes for the communicator's own operations; for the holder of its lock."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = Scratch(nbytes, self._ordinal, self.library)
         return self._scratch
-
-    # End
-
-    def finalize(self) -> None:
-        """Flush what is in flight; afterwards only destroy() is left to do."""
-        with self.lock:
-            self._flush(self.handle)
-        self._finalized = True
-
-    def destroy(self) -> None:
-        """Finish what is in flight and free the communicator. Twice is harmless; one that has failed is aborted.
-
-        Every rank should call it. Raises NcclTimeout after `timeout` seconds in which a peer, or a call of another
-        thread, did not let it finish; a communicator that a peer holds up is aborted then.
-        """
-        if self._handle is None:
-            return
-        if self.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
-            self.abort()
-            self._end = "destroyed"
-            return
-        what = f"ncclCommDestroy on rank {self.rank} of {self.size}"
-        if not self.lock.acquire(timeout=-1 if self.timeout is None else self.timeout):
-            raise NcclTimeout(f"{what}: a call of another thread has not returned for {self.timeout:g} s; abort() it")
-        try:
-            handle = self.surrender("destroyed")
-        finally:
-            self.lock.release()
-        if handle is None:  # another thread was faster
-            return
-        try:
-            if not self._finalized:
-                self._flush(handle)
-        except NcclError as error:
-            lifecycle.abort_handles(self.library, [handle])
-            raise type(error)(f"{error}\n  the communicator was aborted instead") from None
-        code = lifecycle.within(self.timeout, lambda: self.library.ncclCommDestroy(handle), self.library, what)
-        self.library.check(code, what)
-
-    def abort(self) -> None:
-        """Stop what is in flight, also from another thread, and free the communicator. Twice is harmless.
-
-        For several communicators of one process, `pynccl.abort(comms)`, which also says what happens to CUDA graphs."""
-        lifecycle.abort([self])
-
-    def surrender(self, end: str) -> int | None:
-        """Give up the handle; None if it is gone already. Takes no lock: abort() has to free a thread that holds it."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._end = end
-            self._c_handle = None  # NULL, which every library refuses
-            self._scratch = None
-        return handle
-
-    def end_at_exit(self, failed: bool) -> None:
-        """Close what the program left open; `failed` if it ends by an exception."""
-        if failed:
-            handle = self.surrender("aborted at exit")
-            if handle is not None:
-                self.library.ncclCommAbort(handle)
-        else:
-            self.timeout = None  # the end of the process has a deadline of its own
-            self.destroy()
-
-    def _flush(self, handle: int) -> None:
-        """ncclCommFinalize until it is done. The thread that a deadline leaves behind does nothing afterwards, since
-        the handle may be gone by then."""
-        what = f"ncclCommFinalize on rank {self.rank} of {self.size}"
-        code = lifecycle.within(self.timeout, lambda: self._finalize(handle), self.library, what)
-        self.library.check(lifecycle.settle(self.library, handle, code, self.timeout, what), what, handle)
-
-    def _finalize(self, handle: int) -> int:
-        if not self.library.is_host and gpu_count():
-            set_device(self.device_index)
-        return int(self.library.ncclCommFinalize(handle))
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(self, kind: object, *exc: object) -> None:
-        if kind is None:
-            self.destroy()
-        else:
-            self.abort()
-
-    def __del__(self) -> None:
-        handle = getattr(self, "_handle", None)
-        if handle is not None and hasattr(self, "_site") and not sys.is_finalizing():
-            lifecycle.collected(self.library, handle, repr(self), self._site)
 
     def __repr__(self) -> str:
         state = "" if self.alive else f", {self._end}"

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from . import abi
 from .errors import NcclVersionError
+from .integers import INT_MAX, INT_MIN, integer
+from .kinds import attribute, instance, text
 from .library import Library
 
 
@@ -78,6 +80,15 @@ class CollConfig(NamedTuple):
         return struct
 
 
+def struct_of(config: Any, kind: type[CommConfig] | type[CollConfig], library: Library, operation: str = "") -> Any:
+    """The struct of `config` for `library`; None for None, TypeError for what is no `kind`."""
+    if config is None:
+        return None
+    name = f"{operation}: config" if operation else "config"
+    instance(config, kind, name, f"a pynccl.{kind.__name__}, or None")
+    return config.to_struct(library)
+
+
 def _stamp(struct_type: type[Any], since: dict[str, abi.Version], library: Library) -> Any:
     """An all-undefined struct of the size and version that `library` knows."""
     struct = struct_type()
@@ -93,7 +104,7 @@ def _stamp(struct_type: type[Any], since: dict[str, abi.Version], library: Libra
 
 
 def _fill(struct: Any, config: Any, since: dict[str, abi.Version], library: Library) -> None:
-    names = {_plain(name): name for name in since}
+    names, types = {_plain(name): name for name in since}, dict(struct._fields_)
     for field, value in zip(config._fields, config, strict=True):
         if value is None:
             continue
@@ -104,7 +115,7 @@ def _fill(struct: Any, config: Any, since: dict[str, abi.Version], library: Libr
                 f"{type(config).__name__}.{field} needs NCCL >= {needed}; loaded {loaded} from {library.path}; "
                 "leave it None"
             )
-        setattr(struct, name, _c_value(value))
+        setattr(struct, name, _c_value(f"{type(config).__name__}.{field}", value, types[name]))
 
 
 def _plain(name: str) -> str:
@@ -112,7 +123,14 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _c_value(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode()
-    return int(getattr(value, "handle", value))
+def _c_value(what: str, value: Any, kind: Any) -> Any:
+    """`value` for a field of that C type, which would cut off an integer that does not fit."""
+    if kind is ctypes.c_char_p:
+        return text(value, what)
+    number = attribute(value, "handle", value)
+    if isinstance(number, bool):  # a switch of NCCL is an int
+        return int(number)
+    signed, bits = kind is ctypes.c_int, 8 * ctypes.sizeof(kind)
+    # The smallest int is NCCL's word for "not set".
+    low, high = (INT_MIN + 1, INT_MAX) if signed else (0, (1 << bits) - 1)
+    return integer(number, what, low, high)

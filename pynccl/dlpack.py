@@ -67,7 +67,11 @@ def read(capsule: Any) -> Read:
     Raises TypeError for an element type that NCCL does not have."""
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    tensor = ctypes.cast(get(capsule, b"dltensor"), ctypes.POINTER(DLTensor)).contents
+    try:
+        address = get(capsule, b"dltensor")
+    except ValueError:  # of CPython: no capsule, or one of another name
+        raise TypeError("__dlpack__() returned no DLPack capsule that is still unused; pass a new export") from None
+    tensor = ctypes.cast(address, ctypes.POINTER(DLTensor)).contents
     dtype = _TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
         raise TypeError(

@@ -6,6 +6,8 @@ found before anything reaches NCCL are `ValueError` / `TypeError` as in the rest
 
 from __future__ import annotations
 
+import os
+
 from .abi import Result
 
 
@@ -79,13 +81,19 @@ _REMEDY: dict[int, str] = {
     Result.SYSTEM_ERROR: "run with NCCL_DEBUG=INFO to see which system call failed; check sockets, /dev/shm, ulimits",
     Result.INTERNAL_ERROR: "run with NCCL_DEBUG=INFO; if it repeats, report it with that log",
     Result.INVALID_ARGUMENT: "one of the arguments above is out of range for this communicator",
-    Result.INVALID_USAGE: "the calls of the ranks disagree, or the communicator is not usable any more; "
-    "run with PYNCCL_CHECK=1 to compare the calls of all ranks",
+    Result.INVALID_USAGE: "the calls of the ranks disagree, or the communicator is not usable any more; ",
     Result.REMOTE_ERROR: "a peer died or became unreachable: look for the first error in the other ranks' logs, "
     "then abort() this communicator",
     Result.IN_PROGRESS: "the communicator is nonblocking: poll async_error() until it leaves IN_PROGRESS",
     Result.TIMEOUT: "look for the rank that is late or gone in the other ranks' logs",
 }
+
+
+_CHECK_IS_OFF = "run with PYNCCL_CHECK=1 to compare the calls of all ranks"
+_CHECK_IS_ON = (
+    "PYNCCL_CHECK=1 has compared the collective calls of the communicators that were made since it was set, so look at "
+    "what it does not compare: sends and receives, shrink, grow, windows"
+)
 
 
 def from_result(code: int, call: str, reason: str, detail: str = "") -> NcclError:
@@ -97,6 +105,8 @@ def from_result(code: int, call: str, reason: str, detail: str = "") -> NcclErro
         lines.append(f"  last error: {detail}")
     if code in _REMEDY:
         lines.append(f"  {_REMEDY[code]}")
+    if code == Result.INVALID_USAGE:
+        lines[-1] += _CHECK_IS_ON if os.environ.get("PYNCCL_CHECK", "0") not in ("", "0") else _CHECK_IS_OFF
     error = cls("\n".join(lines))
     error.code = Result(code) if code in _BY_CODE else None
     return error

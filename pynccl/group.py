@@ -7,20 +7,19 @@ group open, and everything is validated before anything is launched. Buffers sta
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .abi import HEADER_VERSION, SIM_INFO_MAGIC, DataType, RedOp, Result, SimInfo, version_code
+from .abi import DataType, RedOp, Result
+from .buffers import adapter
+from .library import to_pointer
+from .operators import free_unused
+from .records import Record, owner_of, recorder, records
+from .streams import Handle, hold
 
 if TYPE_CHECKING:
     from .communicator import Communicator
-
-# A Python integer as a finished C value, which a function without argtypes takes as it is. For addresses, handles and
-# sizes, which are as wide: ctypes converts to c_void_p three times as fast as to c_size_t.
-to_pointer = ctypes.c_void_p.from_param
 
 POINT_TO_POINT = ("send", "recv", "put_signal")
 UNCOMPARED = (*POINT_TO_POINT, "signal", "wait_signal")  # calls that not every rank of a communicator makes
@@ -35,14 +34,16 @@ class Call(NamedTuple):
     inputs: tuple[int, ...]  # buffers, count, data type, then operator, root or peer
     stream: int
     config: tuple[Any, ...] = ()
-    keep: Any = None  # buffers that must live until the launch
+    keep: Any = None  # what must live until the launch, and until its stream has passed: buffers, an operator
+    recv: Any = None  # what it writes to
+    compared: str = ""  # what the ranks must agree on, where it is an operation that this call is a part of
 
     @property
     def args(self) -> tuple[Any, ...]:
         return (*self.inputs, self.comm._c_handle, to_pointer(self.stream), *self.config)
 
     def text(self) -> str:
-        return call_text(self.operation, self.inputs)
+        return self.compared or call_text(self.operation, self.inputs)
 
 
 def call_text(operation: str, inputs: tuple[int, ...]) -> str:
@@ -63,46 +64,68 @@ def call_text(operation: str, inputs: tuple[int, ...]) -> str:
     return f"{operation}({', '.join(words)})"
 
 
-class _State(threading.local):
-    calls: list[Call] | None = None  # None: no group is open in this thread
-
-
-state = _State()
-open_groups: list[None] = []  # one entry per open group of any thread: empty means that no thread need look at `state`
-
-
 @contextlib.contextmanager
 def group() -> Iterator[None]:
     """Fuse the calls in the block into one launch; needed where several sends and receives must progress together.
 
     Calls inside validate their arguments and return their `recv` at once; the contents are defined only after the
     block (and, on a stream, in that stream's order). An exception in the block launches nothing. A group inside a
-    group joins the outer one. Groups are per thread and may span communicators.
+    group joins the outer one, unless it is left by an exception, which drops its calls alone. Groups are per thread
+    and may span communicators.
+
+    In a generator or a coroutine the group takes the calls of that one and of what it calls. While it is suspended in
+    the block, others are launched as if there were no group: those of its consumer, and those of other asyncio tasks.
     """
-    if state.calls is not None:
+    outer = recorder()
+    with recording_in(Record(*owner_of(sys._getframe(1)))) as record:
         yield
-        return
-    with recording() as calls:
-        yield
-    launch(calls)
+    _close(record, outer)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Call]]:
-    """Record the calls of this thread in the list, instead of launching them or adding them to a group around."""
-    outer, state.calls = state.calls, []
-    open_groups.append(None)
+def fused() -> Iterator[None]:
+    """`group` for the operations of this package, which are neither left nor suspended while it is open."""
+    outer = recorder()
+    with recording() as record:
+        yield
+    _close(record, outer)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Record]:
+    """Record the calls of this thread, instead of launching them or adding them to a group around."""
+    with recording_in(Record(*owner_of(sys._getframe(1), may_be_suspended=False))) as record:
+        yield record
+
+
+@contextlib.contextmanager
+def recording_in(record: Record) -> Iterator[Record]:
+    """The same in this record, which knows whose calls are meant."""
+    records.append(record)
     try:
-        yield state.calls
+        yield record
     finally:
-        state.calls = outer
-        open_groups.pop()
+        record.open = False
+        if record in records:  # not so in a forked child
+            records.remove(record)
 
 
-def launch(calls: list[Call], end: Callable[[], int] | None = None) -> None:
-    """Issue `calls` as one NCCL group. Raises the first error, after the group has been closed.
+def _close(record: Record, outer: Record | None) -> None:
+    """A block has ended well: its calls join those of the group around it, if that has not ended before."""
+    if outer is not None and outer.open:
+        outer.calls += record.calls
+        return
+    calls, record.calls = record.calls, []
+    launch(calls)
+    comms = {id(call.comm): call.comm for call in calls}
+    calls.clear()  # the last hold on operators that were destroyed meanwhile
+    for comm in comms.values():
+        if comm._unused_operators:
+            free_unused(comm)
 
-    end  what closes the group; None: ncclGroupEnd"""
+
+def launch(calls: list[Call]) -> None:
+    """Issue `calls` as one NCCL group. Raises the first error, after the group has been closed."""
     if not calls:
         return
     comms = {id(call.comm): call.comm for call in calls}
@@ -111,13 +134,20 @@ def launch(calls: list[Call], end: Callable[[], int] | None = None) -> None:
 
         compare(calls)
     with contextlib.ExitStack() as locks:
-        for key in sorted(comms):  # one order in all threads, so that two groups cannot wait for each other
-            locks.enter_context(comms[key].lock)
-            comms[key].check_alive()
-        _replay(calls, end or calls[0].comm.library.ncclGroupEnd, list(comms.values()))
+        lock(locks, comms.values())
+        replay(calls, calls[0].comm.library.ncclGroupEnd, list(comms.values()))
+    after_launch(calls)
 
 
-def _replay(calls: list[Call], end: Callable[[], int], comms: list[Communicator]) -> None:
+def lock(locks: contextlib.ExitStack, comms: Iterable[Communicator]) -> None:
+    """Take the locks of all of them, which are alive, until the end of the stack."""
+    for comm in sorted(comms, key=id):  # one order in all threads, so that two groups cannot wait for each other
+        locks.enter_context(comm.lock)
+        comm.check_alive()
+
+
+def replay(calls: list[Call], end: Callable[[], int], comms: list[Communicator]) -> None:
+    """The calls, all of them of `comms`, as one group that `end` closes. The caller holds the locks."""
     library = calls[0].comm.library
     library.check(library.ncclGroupStart(), "ncclGroupStart")
     code = 0
@@ -143,26 +173,10 @@ def settle_group(comms: list[Communicator], code: int, what: str) -> None:
         comm._check_result(code, what)
 
 
-class Simulation:
-    """What `simulate` found out."""
-
-    estimated_time: float = 0.0  # by NCCL's cost model, in its unit: microseconds
-
-
-@contextlib.contextmanager
-def simulate() -> Iterator[Simulation]:
-    """Like `group`, but nothing is launched: NCCL estimates the time that the calls would take (NCCL >= 2.22).
-
-    with pynccl.simulate() as estimate: comm.all_reduce(x, x)
-    print(estimate.estimated_time)
-    """
-    found = Simulation()
-    with recording() as calls:
-        yield found
-    if not calls:
-        return
-    library = calls[0].comm.library
-    info = SimInfo(ctypes.sizeof(SimInfo), SIM_INFO_MAGIC, version_code(min(library.version, HEADER_VERSION)), -1.0)
-    # Bound now: what an old library lacks has to be found out before its group is opened.
-    launch(calls, partial(library.ncclGroupSimulateEnd, ctypes.byref(info)))
-    found.estimated_time = info.estimatedTime
+def after_launch(calls: Sequence[Call]) -> None:
+    """Tell autograd what is written to, and the streams what they must keep."""
+    for written in {id(call.recv): call.recv for call in calls if call.recv is not None}.values():
+        adapter(written).received(written)
+    for call in calls:
+        if call.stream or type(call.stream) is Handle:
+            hold(call.stream, call.comm.library, call.keep)

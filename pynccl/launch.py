@@ -11,23 +11,21 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from .abi import ITEMSIZE, DataType
-from .buffers import ANY_DEVICE, CPU, Adapter, adapter, adapters, device_name
+from .buffers import ANY_DEVICE, CPU, TORCH, Adapter, adapter, adapters, device_name, tensor_types
 from .check import compare
-from .group import Call, call_text, open_groups, state, to_pointer
+from .config import CollConfig, struct_of
+from .group import Call, after_launch, call_text
+from .integers import integer
+from .kinds import seconds
+from .library import to_pointer, without_argtypes
 from .lifecycle import settle
-from .streams import stream_handle
+from .operators import PreMulSum
+from .records import recorder, records
+from .repeats import REPEATED, Again
+from .streams import Handle, hold, stream_handle
 
 if TYPE_CHECKING:
-    from .config import CollConfig
     from .library import Library
-
-
-def without_argtypes(function: Any, wide: int = 0) -> Any:
-    """The same C function without the conversions by argtypes, which are most of the cost of a call by ctypes.
-
-    Its first `wide` arguments may be integers of any size. Of the others, integers are passed as C ints (data type,
-    operator, rank), and addresses must be finished values."""
-    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * wide)(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
 class Functions(dict[str, Any]):
@@ -54,19 +52,29 @@ class Launcher:
     size: int
     library: Library
     lock: threading.RLock
-    timeout: float | None
+    _timeout: float | None
     _handle: int | None
     _ordinal: int  # CUDA ordinal of the device; buffers.CPU with the host library
     _check: bool  # PYNCCL_CHECK=1
-    _detours: list[None]  # empty: launched at once. Not so while a group is open, and never with PYNCCL_CHECK=1
+    _detours: list[Any]  # empty: launched at once. Not so while a group is open, and never with PYNCCL_CHECK=1
 
     def _prepare_launches(self) -> None:
-        """What the fastest path needs ready: see `Collectives.all_reduce`."""
-        self._detours = [None] if self._check else open_groups
+        """What the fastest path needs ready: see repeats.py."""
+        self._detours = [None] if self._check else records
         self._functions = Functions(self.library)
         self._acquire, self._release = self.lock.acquire, self.lock.release
-        self._all_reduce = without_argtypes(self.library.ncclAllReduce)
         self._c_handle: Any = to_pointer(self._handle)
+        self._alive: list[None] = [None]
+        self._again = {name: Again(self, name) for name in REPEATED}  # type: ignore[arg-type]
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that a split, an end, a nonblocking call may take; None: for ever."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float | None) -> None:
+        self._timeout = seconds(timeout, zero=True)
 
     @property
     def handle(self) -> int:
@@ -115,8 +123,10 @@ class Launcher:
         if device != self._ordinal:
             self._check_device(operation, "send", device)
         if recv is send and grow == shrink and blocks == 1:
-            if kind.may_be_read_only:
+            try:
                 kind.check_writable(send)
+            except ValueError as error:
+                raise ValueError(f"{operation}: recv: {error}") from None
             return source, source, count, dtype, recv, at
         parts = shrink * blocks
         if parts > 1 and count % parts:
@@ -134,8 +144,7 @@ class Launcher:
         kind = adapters.get(type(recv)) or adapter(recv, operation, "recv")
         try:
             target, found, recv_dtype, device = kind.describe(recv)
-            if kind.may_be_read_only:
-                kind.check_writable(recv)
+            kind.check_writable(recv)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{operation}: recv: {error}") from None
         if device != self._ordinal:
@@ -156,12 +165,21 @@ class Launcher:
         function: str,
         args: tuple[int, ...],
         stream: int,
-        keep: Any,
+        send: Any,
+        recv: Any,
         config: CollConfig | None = None,
+        op: Any = None,
+        compared: str = "",
+        again: Again | None = None,
+        root: int | None = None,
     ) -> None:
-        """Launch one C call now, or record it if a group is open in this thread."""
+        """Launch one C call now, or record it if a group is open around the caller.
+
+        send, recv  the buffers; recv is what C writes to
+        compared    what the ranks must agree on, where it is an operation that this call is a part of
+        again       where the call is noted, with its root or peer, to be faster when it is made once more"""
         if config is not None or self._detours:
-            self._issue_with_care(operation, function, args, stream, keep, config)
+            self._issue_with_care(operation, function, args, stream, send, recv, config, op, compared)
             return
         call = self._functions[function]
         self._acquire()
@@ -173,20 +191,40 @@ class Launcher:
             self._release()
         if code:
             self._fail(code, operation, args)
+        if recv is not None:
+            if type(recv) in tensor_types:
+                TORCH.count_change((recv,))
+            else:
+                adapter(recv).received(recv)
+        if stream or type(stream) is Handle:
+            hold(stream, self.library, (send, recv, op.scalar if type(op) is PreMulSum else None))
+        if again is not None:
+            again.learn(call, args, (self._c_handle, to_pointer(stream)), stream, send, recv, op, root)
 
     def _issue_with_care(
-        self, operation: str, function: str, args: tuple[int, ...], stream: int, keep: Any, config: CollConfig | None
+        self,
+        operation: str,
+        function: str,
+        args: tuple[int, ...],
+        stream: int,
+        send: Any,
+        recv: Any,
+        config: CollConfig | None,
+        op: Any,
+        compared: str,
     ) -> None:
         """The same with a configuration, in a group, or compared across ranks first."""
         tail: tuple[Any, ...] = ()
+        struct = None
         if config is not None:
-            struct = config.to_struct(self.library)
+            struct = struct_of(config, CollConfig, self.library, operation)
             function += "Config"
             tail = (ctypes.byref(struct),)
-            keep = (keep, struct)
-        call = Call(self, operation, self._functions[function], args, stream, tail, keep)  # type: ignore[arg-type]
-        if state.calls is not None:
-            state.calls.append(call)
+        keep = (send, recv, op.made if type(op) is PreMulSum else None, struct)
+        call = Call(self, operation, self._functions[function], args, stream, tail, keep, recv, compared)  # type: ignore[arg-type]
+        record = recorder()
+        if record is not None:
+            record.calls.append(call)
             return
         if self._check:
             compare([call])
@@ -195,6 +233,29 @@ class Launcher:
             code = call.function(*call.args)
         if code:
             self._fail(code, operation, args)
+        after_launch([call])
+
+    def _p2p(
+        self,
+        function: str,
+        pointer: int,
+        count: int,
+        dtype: int,
+        peer: int,
+        stream: int,
+        buf: Any,
+        config: CollConfig | None = None,
+        compared: str = "",
+        again: Again | None = None,
+        root: int | None = None,
+    ) -> None:
+        """One ncclSend or ncclRecv of `buf`, or of a part of it."""
+        if config is not None:
+            raise ValueError("config= needs NCCL >= 2.31; this library carries the operation by sends and receives")
+        send, recv = (buf, None) if function == "ncclSend" else (None, buf)
+        inputs = (pointer, count, dtype, peer)
+        operation = compared.partition("(")[0] or function[4:].lower()
+        self._issue(operation, function, inputs, stream, send, recv, compared=compared, again=again, root=peer)
 
     def _fail(self, code: int, operation: str, inputs: tuple[Any, ...]) -> None:
         """Raise for the result of a C call with these inputs; wait for a nonblocking communicator."""
@@ -212,7 +273,10 @@ class Launcher:
     def _allocate(self, operation: str, kind: Adapter, send: Any, grow: int, shrink: int) -> Any:
         if grow == shrink:
             return kind.empty(send)
-        shape = kind.shape(send) or (1,)
+        try:
+            shape = kind.shape(send) or (1,)
+        except TypeError as error:
+            raise TypeError(f"{operation}: send: {error}") from None
         if shape[0] % shrink:
             raise ValueError(
                 f"{operation}: dimension 0 has {shape[0]} rows, not divisible by {shrink} ranks; pad it or pass recv="
@@ -231,15 +295,17 @@ class Launcher:
             raise ValueError(f"{operation}: send and recv overlap, {target - source} bytes apart; {where}")
 
     def _check_writable(self, operation: str, x: Any) -> None:
-        kind = adapter(x)
         try:
-            kind.check_writable(x)
+            adapter(x).check_writable(x)
         except ValueError as error:
-            raise ValueError(f"{operation}: {error}") from None
+            raise ValueError(f"{operation}: recv: {error}") from None
 
-    def _check_rank(self, operation: str, role: str, rank: int) -> None:
-        if type(rank) is not int or not 0 <= rank < self.size:
-            raise ValueError(f"{operation}: {role} is {rank!r}, expected a rank in 0..{self.size - 1}")
+    def _rank(self, operation: str, role: str, rank: Any) -> int:
+        """`rank` as an int; ValueError unless it is one of this communicator."""
+        if type(rank) is int and 0 <= rank < self.size:
+            return rank
+        last = self.size - 1
+        return integer(rank, f"{operation}: {role}", 0, last, f"a rank in 0..{last}")
 
     def _check_device(self, operation: str, role: str, device: int) -> None:
         if device == ANY_DEVICE:

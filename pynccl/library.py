@@ -7,6 +7,7 @@ knows which one it has, except through `Library.is_host`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -14,14 +15,30 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import abi
+from . import abi, soname
 from .errors import NcclError, NcclLibraryNotFound, NcclVersionError, from_result
+from .kinds import instance
+from .sharing import Shared
 
 SONAME = "libnccl.so.2"
+_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
 _ROWS = {**abi.FUNCTIONS, **abi.DEVICE_FUNCTIONS}
 
 
-class Library:
+# A Python integer as a finished C value, which a function without argtypes takes as it is. For addresses, handles and
+# sizes, which are as wide: ctypes converts to c_void_p three times as fast as to c_size_t.
+to_pointer = ctypes.c_void_p.from_param
+
+
+def without_argtypes(function: Any, wide: int = 0) -> Any:
+    """The same C function without the conversions by argtypes, which are most of the cost of a call by ctypes.
+
+    Its first `wide` arguments may be integers of any size. Of the others, integers are passed as C ints (data type,
+    operator, rank), and addresses must be finished values."""
+    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * wide)(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+class Library(Shared):
     """One loaded libnccl: its C functions are attributes, bound on first use.
 
     path     file it was loaded from, or "host"
@@ -98,14 +115,28 @@ class Library:
         return f"<pynccl.Library {_dotted(self.version)} {self.path} ({self.origin})>"
 
 
-def load(spec: str | None = None) -> Library:
+def chosen(library: Library | None) -> Library:
+    """The library that was passed, or else what load() gives; TypeError for what is none."""
+    if library is None:
+        return load()
+    instance(library, Library, "library", "a pynccl.Library, such as pynccl.load('host') returns, or None")
+    return library
+
+
+def load(spec: str | os.PathLike[str] | None = None) -> Library:
     """The library for `spec`, else for PYNCCL_LIBRARY, else the best one of this machine. Loaded once per spec.
 
     spec  "host"; "nccl" to insist on a real libnccl; or the path of a library with NCCL's ABI.
           None: PYNCCL_LIBRARY, and without it "nccl" where there is a GPU, "host" where there is none.
 
+    It does not matter whether torch is imported before or after: it keeps its own libnccl beside any other that is
+    named here, and "nccl" is torch's own where torch has one.
+
     Raises NcclLibraryNotFound with every place that was tried.
     """
+    if spec is not None:
+        instance(spec, (str, os.PathLike), "spec", "'host', 'nccl', or the path of a libnccl.so.2, a string; or None")
+        spec = os.fspath(spec)
     return _load(spec or os.environ.get("PYNCCL_LIBRARY") or ("nccl" if gpu_count() else "host"))
 
 
@@ -116,11 +147,40 @@ def _load(spec: str) -> Library:
     if spec == "nccl":
         return _load_nccl()
     try:
-        return _from_cdll(ctypes.CDLL(spec, mode=os.RTLD_NOW | os.RTLD_LOCAL), spec, "PYNCCL_LIBRARY")
-    except OSError as error:
+        _reserve_name(spec)
+        return _from_cdll(_open(spec), spec, "PYNCCL_LIBRARY")
+    except (OSError, ValueError) as error:  # ValueError: a NUL, half a surrogate pair
+        named = spec if spec.isprintable() else repr(spec)
         raise NcclLibraryNotFound(
-            f"PYNCCL_LIBRARY={spec}: {error}; give the path of a libnccl.so.2, 'nccl' to search for one, or 'host'"
+            f"PYNCCL_LIBRARY={named}: {error}; give the path of a libnccl.so.2, 'nccl' to search for one, or 'host'"
         ) from error
+
+
+def _reserve_name(spec: str) -> None:
+    """Open torch's own libnccl before one of the same SONAME, which torch would otherwise be given; see soname.py."""
+    needed = soname.needed_by_torch()
+    if needed is None or soname.name_of(spec) not in (needed.name, ""):
+        return
+    if not holder(needed.name):
+        with contextlib.suppress(OSError):  # torch will say so itself, if it is ever imported
+            _open(torchs_own(needed))
+
+
+def holder(name: str) -> str:
+    """The library of the process that whoever needs `name` will get, whatever is opened from now on; "" if none."""
+    try:
+        return _file_of(_open(name, _NOLOAD)) or name
+    except OSError:
+        return ""
+
+
+def torchs_own(needed: soname.Needed) -> str:
+    """The libnccl that torch will get: by its search path, else what it looks for on sys.path, else the system's."""
+    return needed.path or next(iter(wheel_paths()), needed.name)
+
+
+def _open(path: str, mode: int = 0) -> ctypes.CDLL:
+    return ctypes.CDLL(path, mode=mode | os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 def _load_host() -> Library:
@@ -135,12 +195,12 @@ def host_module() -> Any:
 
 
 def _load_nccl() -> Library:
-    """A copy already in the process (torch's, so that both share it) -> the wheel -> conda, toolkit -> the system's."""
+    """A copy already in the process -> torch's, so that both share it -> the wheel -> conda, toolkit -> the system."""
     tried = []
     for origin, locate, mode in _candidates():
         try:
             path = locate()
-            cdll = ctypes.CDLL(path, mode=mode | os.RTLD_NOW | os.RTLD_LOCAL)
+            cdll = _open(path, mode)
         except (OSError, ImportError, RuntimeError) as error:
             tried.append(f"  {origin}: {error}")
         else:
@@ -159,9 +219,10 @@ def _load_nccl() -> Library:
 
 def _candidates() -> list[tuple[str, Callable[[], str], int]]:
     """(origin, where it is, extra dlopen flags) in the order of the search."""
-    rows: list[tuple[str, Callable[[], str], int]] = [
-        ("already in the process", lambda: SONAME, getattr(os, "RTLD_NOLOAD", 0))
-    ]
+    rows: list[tuple[str, Callable[[], str], int]] = [("already in the process", lambda: SONAME, _NOLOAD)]
+    needed = soname.needed_by_torch()
+    if needed and needed.name == SONAME:
+        rows.append(("torch's own", functools.partial(torchs_own, needed), 0))
     rows += [("wheel", functools.partial(str, path), 0) for path in wheel_paths()]
     rows += [("cuda.pathfinder", _pathfinder, 0), ("system", lambda: SONAME, 0)]
     return rows
@@ -193,22 +254,27 @@ def _from_cdll(cdll: ctypes.CDLL, path: str, origin: str) -> Library:
         function.restype, function.argtypes = row.restype, list(row.argtypes)
         return function
 
-    return Library(_mapped_path(path), origin, resolve)
+    return Library(path if os.path.isabs(path) else _file_of(cdll) or path, origin, resolve)
 
 
-def _mapped_path(path: str) -> str:
-    """The file behind a bare soname, as the kernel has it mapped."""
-    if os.path.isabs(path):
-        return path
+class _DlInfo(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _file_of(cdll: ctypes.CDLL) -> str:
+    """The file that was loaded, as the dynamic loader knows it; "" if it does not say."""
+    info = _DlInfo()
     try:
-        with open("/proc/self/maps") as maps:
-            for line in maps:
-                mapped = line.rstrip("\n").partition("/")[2]
-                if os.path.basename(mapped).startswith(path.split(".so")[0] + ".so"):
-                    return "/" + mapped
-    except OSError:
-        pass
-    return path
+        address = ctypes.cast(cdll.ncclGetVersion, ctypes.c_void_p)
+        ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
+    except AttributeError:  # no libnccl, which its user will say
+        return ""
+    return os.path.realpath(os.fsdecode(info.file)) if info.file else ""
 
 
 def gpu_count() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import queue
 import sys
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .abi import Result
 from .errors import NcclError, NcclTimeout
+from .kinds import attribute, listed, seconds, shown
 from .library import Library
 
 if TYPE_CHECKING:
@@ -31,11 +33,39 @@ T = TypeVar("T")
 
 EXIT_SECONDS = 10.0  # for closing all communicators at the end of the process
 ABORT_SECONDS = 30.0
+LEFT_BEHIND_SECONDS = 2.0  # for all calls that outlived their deadlines, at the end of the process
 _POLL_SECONDS = 0.001
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_leaked: list[tuple[Library, int]] = []  # handles of communicators that were collected before they were closed
+_leaked: list[tuple[Library, Remains]] = []  # of communicators that were collected before they were closed
+_left_behind: list[_Job] = []  # calls whose deadline has passed
 _reaper: _Reaper | None = None
+
+
+class Remains:
+    """What a communicator leaves when it is given up.
+
+    handle  to be destroyed or aborted
+    memory  of its own operations, which NCCL may be using until then; None where there is none
+
+    To free pinned memory waits for the GPU in some versions of cuda.core (0.5, 0.6: for the legacy default stream). So
+    it is kept until the C call that ends the communicator has returned, and is dropped where that has its deadline.
+    """
+
+    def __init__(self, handle: int, memory: Any = None) -> None:
+        self.handle, self.memory = handle, memory
+
+    def drop(self) -> None:
+        """Let go of the memory: the communicator has been ended."""
+        self.memory = None
+
+    def leak(self) -> None:
+        """Never free the memory: it is of a CUDA context that this process, a forked child, does not have."""
+        _leak(self.memory)
+
+
+def _leak(held: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 def within(timeout: float | None, call: Callable[[], T], library: Library, what: str) -> T:
@@ -50,6 +80,8 @@ def within(timeout: float | None, call: Callable[[], T], library: Library, what:
     started = time.monotonic()
     if job.done.wait(timeout):
         return job.result()
+    _left_behind[:] = [one for one in _left_behind if not one.done.is_set()]
+    _left_behind.append(job)
     detail = library.last_error()
     raise NcclTimeout(
         f"{what} did not return within {time.monotonic() - started:.0f} s (timeout={timeout:g})"
@@ -85,36 +117,88 @@ def abort(comms: Iterable[Communicator], timeout: float = ABORT_SECONDS) -> None
     Runs beside the calling thread: a CUDA graph that captured a communicator keeps NCCL busy until it is destroyed. If
     the abort has not returned after `timeout` seconds, a RuntimeWarning says so and it goes on in the background.
     """
-    by_library: dict[Library, list[int]] = {}
-    for comm in comms:
-        handle = comm.surrender("aborted")
-        if handle is not None:
-            by_library.setdefault(comm.library, []).append(handle)
-    for library, handles in by_library.items():
-        abort_handles(library, handles, timeout)
+    limit = seconds(timeout)
+    by_library: dict[Library, list[Remains]] = {}
+    for comm in _communicators(comms):
+        remains = comm.surrender("aborted")
+        if remains is not None:
+            by_library.setdefault(comm.library, []).append(remains)
+    for library, all_remains in by_library.items():
+        abort_remains(library, all_remains, limit)
 
 
-def abort_handles(library: Library, handles: list[int], timeout: float = ABORT_SECONDS) -> None:
-    """The same for handles that no Communicator has."""
+def _communicators(comms: Iterable[Communicator]) -> list[Communicator]:
+    """All of them, before the first one is aborted; TypeError if one is none."""
+    given = listed(comms, "abort: comms", "communicators, a list of them; pass [comm], or call comm.abort()")
+    for comm in given:
+        if not callable(attribute(comm, "surrender")):
+            raise TypeError(f"abort: comms holds {shown(comm)}, expected a list of communicators, and nothing else")
+    return given
+
+
+def abort_handle(library: Library, handle: int) -> None:
+    """The same for a handle that no Communicator has."""
+    abort_remains(library, [Remains(handle)])
+
+
+def abort_remains(library: Library, ended: list[Remains], timeout: float | None = ABORT_SECONDS) -> None:
+    """The same for communicators of one library that were given up already."""
     try:
-        within(timeout, partial(_abort_all, library, handles), library, "ncclCommAbort")
+        within(timeout, partial(_abort_all, library, ended), library, "ncclCommAbort")
     except NcclTimeout:
         warnings.warn(
-            f"the abort of {len(handles)} communicators has not returned after {timeout:g} s and goes on in the "
-            "background; a live CUDA graph that captured one of them holds it: destroy the graph first",
+            f"the abort of {len(ended)} communicators has not returned after {timeout:g} s and goes on in the "
+            f"background; a live CUDA graph that captured one of them holds it: destroy the graph first{graph_hint()}",
             RuntimeWarning,
             stacklevel=4,
         )
 
 
-def _abort_all(library: Library, handles: list[int]) -> None:
-    if len(handles) == 1:
-        library.check(library.ncclCommAbort(handles[0]), "ncclCommAbort")
-        return
-    library.check(library.ncclGroupStart(), "ncclGroupStart")
-    codes = [library.ncclCommAbort(handle) for handle in handles]
-    end = library.ncclGroupEnd()
-    library.check(max(codes) or end, "ncclCommAbort")
+def _abort_all(library: Library, ended: list[Remains]) -> None:
+    try:
+        if len(ended) == 1:
+            library.check(library.ncclCommAbort(ended[0].handle), "ncclCommAbort")
+            return
+        library.check(library.ncclGroupStart(), "ncclGroupStart")
+        codes = [library.ncclCommAbort(remains.handle) for remains in ended]
+        end = library.ncclGroupEnd()
+        library.check(max(codes) or end, "ncclCommAbort")
+    finally:
+        for remains in ended:
+            remains.drop()
+
+
+def destroy(library: Library, remains: Remains, timeout: float | None, what: str) -> None:
+    """ncclCommDestroy; the deadline and the error are those of `what`."""
+
+    def run() -> int:
+        code = int(library.ncclCommDestroy(remains.handle))
+        remains.drop()
+        return code
+
+    try:
+        library.check(within(timeout, run, library, what), what)
+    except NcclTimeout as error:
+        raise NcclTimeout(f"{error}{graph_hint()}") from None
+
+
+def graph_hint() -> str:
+    """What to do about the CUDA graphs that are alive, for the message about an end that does not come; else "".
+
+    NCCL's destroy and abort wait for every graph that captured the communicator, and only the program knows which did.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():  # to look through a large heap takes up to a second
+        return ""
+    kind = getattr(torch.cuda, "CUDAGraph", None)
+    # By type(), since isinstance() asks objects that answer for others, such as weak proxies, which run code.
+    alive = sum(issubclass(type(x), kind) for x in gc.get_objects()) if isinstance(kind, type) else 0
+    if not alive:
+        return ""
+    return (
+        f"\n  torch.cuda.CUDAGraph objects alive: {alive}. NCCL waits for those that captured the communicator: "
+        'reset() them first; those of torch.compile(mode="reduce-overhead") live until torch._dynamo.reset()'
+    )
 
 
 # The registry
@@ -130,10 +214,10 @@ def opened(comm: Communicator) -> None:
     _started_reaper()
 
 
-def collected(library: Library, handle: int, description: str, site: str) -> None:
+def collected(library: Library, remains: Remains, description: str, site: str) -> None:
     """A communicator was garbage collected while open. Its handle is aborted at exit, never here: the collector runs in
     any thread at any moment, also inside another NCCL call."""
-    _leaked.append((library, handle))
+    _leaked.append((library, remains))
     warnings.warn(
         f"{description}, made at {site}, was never closed: call destroy(), or use it in a with statement",
         ResourceWarning,
@@ -192,26 +276,45 @@ def _close_everything() -> None:
     job = _Job(lambda: _close(comms, failed))
     _started_reaper().jobs.put(job)
     if not job.done.wait(EXIT_SECONDS):
-        print(f"pynccl: {len(comms)} open communicators did not close within {EXIT_SECONDS:g} s", file=sys.stderr)
+        late = f"{len(comms)} open communicators did not close within {EXIT_SECONDS:g} s{graph_hint()}"
+        print(f"pynccl: {late}", file=sys.stderr)
 
 
 def _close(comms: list[Communicator], failed: bool) -> None:
-    for library, handle in _leaked:
-        library.ncclCommAbort(handle)
+    ended: list[Remains | None] = []  # whose memory goes when no communicator is left that could keep the GPU busy
+    for library, remains in _leaked:
+        library.ncclCommAbort(remains.handle)
+        ended.append(remains)
+    _leaked.clear()
     for comm in comms:
         try:
-            comm.end_at_exit(failed)
+            ended.append(comm.end_at_exit(failed))
         except NcclError as error:
             print(f"pynccl: closing {comm} at exit: {error}", file=sys.stderr)
 
 
+@atexit.register  # before any library is loaded, so after what the libraries do at exit, which ends these calls
+def _await_left_behind() -> None:
+    """A thread that comes back from C while the interpreter is torn down can crash the process."""
+    deadline = time.monotonic() + LEFT_BEHIND_SECONDS
+    for job in _left_behind:
+        job.done.wait(max(0.0, deadline - time.monotonic()))
+
+
 def _after_fork_in_child() -> None:
     """NCCL's threads, sockets and CUDA context did not come along."""
+    ended = [remains for _, remains in _leaked]
     for comm in list(_open):
         comm.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that did not come along may have held it
-        comm.surrender("inherited through a fork, where NCCL cannot work")
+        remains = comm.surrender("inherited through a fork, where NCCL cannot work")
+        if remains is not None:
+            ended.append(remains)
+    for remains in ended:
+        remains.leak()
+    _leak(_left_behind.copy())  # what they hold, too
     _open.clear()
     _leaked.clear()
+    _left_behind.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

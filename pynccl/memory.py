@@ -1,7 +1,7 @@
 """Memory that NCCL can use without copies: allocation, registration, windows.
 
-`mem_alloc` gives memory that every zero-copy path of NCCL accepts; torch, CuPy and NumPy view it without a copy, and
-`mem_pool` lets torch's own tensors live in it.
+`mem_alloc` gives memory that every zero-copy path of NCCL accepts; torch, CuPy and NumPy view it without a copy. For
+torch's own tensors in it see mempool.py.
 """
 
 from __future__ import annotations
@@ -9,22 +9,25 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .abi import ITEMSIZE, DataType
 from .buffers import CPU as CPU_MEMORY
 from .buffers import Adapter, Description, adapter, adapters, data_type
+from .devices import core_device, on_device
 from .dlpack import CPU, CUDA, export
-from .library import Library, load
-from .streams import device_ordinal, set_device
+from .integers import INT_MAX, integer
+from .kinds import attribute, listed, shown
+from .library import Library, chosen
+from .sharing import Shared
 
 if TYPE_CHECKING:
     from .communicator import Communicator
 
 COLL_SYMMETRIC = 0x01  # NCCL_WIN_COLL_SYMMETRIC
 STRICT_ORDERING = 0x02  # NCCL_WIN_STRICT_ORDERING
+_MOST_BYTES = (1 << 63) - 1
 
 _TYPESTR = {
     DataType.INT8: "|i1",
@@ -67,7 +70,9 @@ class Memory:
 
     def _live(self) -> int:
         if not self.pointer:
-            raise ValueError(f"this memory (shape {self.shape}, {self.dtype.name}) was freed")
+            raise ValueError(
+                f"this memory (shape {self.shape}, {self.dtype.name}) was freed; make another with pynccl.mem_alloc"
+            )
         return self.pointer
 
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
@@ -90,6 +95,15 @@ class Memory:
     def __array_interface__(self) -> dict[str, Any]:
         return self._interface(self.library.is_host, "__array_interface__")
 
+    def __copy__(self) -> NoReturn:
+        raise TypeError("a pynccl.Memory has one owner, who frees it; make another with mem_alloc and copy into it")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__copy__()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a pynccl.Memory cannot be pickled: save a copy, as torch.from_dlpack(memory).clone() is")
+
     def __enter__(self) -> Memory:
         return self
 
@@ -102,8 +116,6 @@ class Memory:
 
 class _Own(Adapter):
     """An adapter goes by type, while the interfaces that Memory has go by its device and data type."""
-
-    may_be_read_only = False
 
     def describe(self, x: Memory) -> Description:
         return x.describe()
@@ -122,26 +134,27 @@ def mem_alloc(
 
     shape   of the array; a number n is (n,)
     dtype   as for buffers; "uint8" makes the shape a size in bytes
-    device  None: the current GPU
+    device  "cuda:1" or 1; None or "cuda": the current GPU, which stays the current one whatever is named here
 
     Raises NcclError if there is not enough memory, TypeError or ValueError for a bad shape.
     """
-    library = library or load()
+    library = chosen(library)
     kind = data_type(dtype)
     try:
-        dims = (operator.index(shape),) if hasattr(shape, "__index__") else tuple(map(operator.index, shape))
-    except TypeError:
-        raise TypeError(f"mem_alloc: shape is {shape!r}, expected a whole number or a sequence of them") from None
-    if any(dim < 0 for dim in dims):
-        raise ValueError(f"mem_alloc: shape is {dims}, expected sizes >= 0")
-    ordinal = 0
-    if not library.is_host:
-        from .streams import current_device
-
-        ordinal = current_device() if device is None else device_ordinal(device)
-        set_device(ordinal)
+        given: Any = shape
+        single = attribute(given, "__index__") is not None and not attribute(given, "ndim")
+        dims = (operator.index(given),) if single else tuple(map(operator.index, listed(given, "shape", "a sequence")))
+    except Exception:  # also what an object of the user's raises
+        raise TypeError(f"mem_alloc: shape is {shown(shape)}, expected a whole number or a sequence of them") from None
+    if any(dim < 0 for dim in dims) or isinstance(shape, bool) or math.prod(dims) * ITEMSIZE[kind] > _MOST_BYTES:
+        raise ValueError(f"mem_alloc: shape is {shown(shape)}, expected sizes >= 0, of at most 2**63-1 bytes together")
+    if isinstance(shape, (set, frozenset)):
+        raise TypeError(f"mem_alloc: shape is {shown(shape)}, expected a sequence, which has an order")
+    ordinal = None if library.is_host else int(core_device(device).device_id)
     nbytes = math.prod(dims) * ITEMSIZE[kind]
-    return Memory(_allocate(library, max(nbytes, 1)), dims, kind, ordinal, library)
+    with on_device(ordinal):  # which is where NCCL allocates
+        pointer = _allocate(library, max(nbytes, 1))
+    return Memory(pointer, dims, kind, ordinal or 0, library)
 
 
 def _allocate(library: Library, nbytes: int) -> int:
@@ -150,14 +163,23 @@ def _allocate(library: Library, nbytes: int) -> int:
     return pointer.value or 0
 
 
-class Registration:
+def _described(operation: str, buf: Any) -> Description:
+    kind = adapter(buf, operation, "buf")
+    try:
+        return kind.describe(buf)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{operation}: buf: {error}") from None
+
+
+class Registration(Shared):
     """A buffer registered with a communicator (ncclCommRegister), until close() or the end of a with block."""
 
     def __init__(self, comm: Communicator, buf: Any) -> None:
-        pointer, count, dtype, _ = adapter(buf).describe(buf)
+        pointer, count, dtype, _ = _described("register", buf)
         handle = ctypes.c_void_p()
         nbytes = count * ITEMSIZE[dtype]
-        code = comm.library.ncclCommRegister(comm.handle, pointer, nbytes, ctypes.byref(handle))
+        with comm.lock, comm.on_own_device():
+            code = comm.library.ncclCommRegister(comm.handle, pointer, nbytes, ctypes.byref(handle))
         comm._check_result(code, f"ncclCommRegister({nbytes} bytes)")
         self.comm, self.buf, self.nbytes = comm, buf, nbytes
         self._handle = handle.value
@@ -166,9 +188,10 @@ class Registration:
         """Deregister. Twice is harmless, and so is a communicator that has ended: that freed it."""
         handle, self._handle = self._handle, None
         if handle is not None and self.comm.alive:
-            self.comm.library.check(
-                self.comm.library.ncclCommDeregister(self.comm.handle, handle), "ncclCommDeregister", self.comm.handle
-            )
+            # NCCL itself leaves it current where the buffer is registered once more
+            with self.comm.lock, self.comm.on_own_device():
+                code = self.comm.library.ncclCommDeregister(self.comm.handle, handle)
+            self.comm._check_result(code, "ncclCommDeregister")
 
     def __enter__(self) -> Registration:
         return self
@@ -177,20 +200,19 @@ class Registration:
         self.close()
 
 
-class Window:
+class Window(Shared):
     """A memory window (ncclCommWindowRegister): the same call on every rank, on buffers of the same size.
 
     handle  ncclWindow_t as an integer     nbytes  of the buffer here     buf  the buffer
     """
 
     def __init__(self, comm: Communicator, buf: Any, flags: int | None = None) -> None:
-        pointer, count, dtype, _ = adapter(buf).describe(buf)
+        pointer, count, dtype, _ = _described("window", buf)
         self.comm, self.buf, self.nbytes = comm, buf, count * ITEMSIZE[dtype]
+        kind = COLL_SYMMETRIC if flags is None else integer(flags, "window: flags", 0, INT_MAX)
         handle = ctypes.c_void_p()
-        with comm.lock:
-            code = comm.library.ncclCommWindowRegister(
-                comm.handle, pointer, self.nbytes, ctypes.byref(handle), COLL_SYMMETRIC if flags is None else flags
-            )
+        with comm.lock, comm.on_own_device():
+            code = comm.library.ncclCommWindowRegister(comm.handle, pointer, self.nbytes, ctypes.byref(handle), kind)
         comm._check_result(code, f"ncclCommWindowRegister({self.nbytes} bytes)")
         if not handle.value:
             raise ValueError(
@@ -202,7 +224,7 @@ class Window:
     @property
     def handle(self) -> int:
         if self._handle is None:
-            raise ValueError(f"this window of {self.nbytes} bytes was closed")
+            raise ValueError(f"this window of {self.nbytes} bytes was closed; make another with comm.window(buf)")
         return self._handle
 
     def user_pointer(self) -> int:
@@ -216,7 +238,8 @@ class Window:
         """Deregister, on every rank. Twice is harmless."""
         handle, self._handle = self._handle, None
         if handle is not None and self.comm.alive:
-            code = self.comm.library.ncclCommWindowDeregister(self.comm.handle, handle)
+            with self.comm.lock, self.comm.on_own_device():
+                code = self.comm.library.ncclCommWindowDeregister(self.comm.handle, handle)
             self.comm._check_result(code, "ncclCommWindowDeregister")
 
     def __enter__(self) -> Window:
@@ -224,44 +247,3 @@ class Window:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def allocator_callbacks(library: Library) -> tuple[Any, Any]:
-    """(alloc, free) as C function pointers with the signatures of torch's pluggable CUDA allocator.
-
-    alloc returns NULL when NCCL has no memory or anything else fails, which torch reports as out of memory."""
-
-    def alloc(nbytes: int, device: int, stream: int) -> int | None:
-        try:
-            return _allocate(library, nbytes) or None
-        except BaseException as error:  # nothing may cross into C
-            print(f"pynccl.mem_pool: {error}", file=sys.stderr)
-            return None
-
-    def free(pointer: int, nbytes: int, device: int, stream: int) -> None:
-        library.ncclMemFree(pointer)
-
-    alloc_type: Callable[..., Any] = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-    free_type: Callable[..., Any] = ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p
-    )
-    return alloc_type(alloc), free_type(free)
-
-
-_pools: list[Any] = []  # the callbacks of pools live as long as the process: torch may free late
-
-
-def mem_pool(library: Library | None = None) -> Any:
-    """A torch.cuda.MemPool whose memory is ncclMemAlloc's: `with torch.cuda.use_mem_pool(pool): x = torch.empty(...)`.
-
-    Needs no compiler. Raises RuntimeError with the host library, whose tensors are ordinary CPU tensors."""
-    import torch
-
-    library = library or load()
-    if library.is_host:
-        raise RuntimeError("mem_pool: the host library has no GPU memory; allocate CPU tensors as usual")
-    alloc, free = allocator_callbacks(library)
-    addresses = [ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in (alloc, free)]
-    allocator = torch._C._cuda_customAllocator(*addresses)
-    _pools.append((alloc, free, allocator))
-    return torch.cuda.MemPool(allocator)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .abi import ITEMSIZE, WaitSignalDesc
+from .integers import INT_MAX, SIZE_MAX, integer
 from .launch import Launcher
 from .streams import stream_handle
 
@@ -35,34 +36,48 @@ class OneSided(Launcher):
 
         offset  in bytes, from the start of the peer's window
         """
-        self._check_rank("put_signal", "peer", peer)
+        peer = self._rank("put_signal", "peer", peer)
         pointer, count, dtype, at = self._one("put_signal", "buf", buf, stream)
         nbytes = count * ITEMSIZE[dtype]
+        offset = integer(offset, "put_signal: offset", -SIZE_MAX, SIZE_MAX)
         if offset < 0 or offset + nbytes > window.nbytes:
             raise ValueError(
                 f"put_signal: {nbytes} bytes at offset {offset} do not fit into the window of {window.nbytes} bytes"
             )
+        signal, context = _numbers("put_signal", signal, context)
         inputs = (pointer, count, dtype, peer, window.handle, offset, signal, context, 0)
-        self._issue("put_signal", "ncclPutSignal", inputs, at, (buf, window))
+        self._issue("put_signal", "ncclPutSignal", inputs, at, (buf, window), None)
 
     def signal(self, peer: int, *, signal: int = 0, context: int = 0, stream: Any) -> None:
         """Raise rank peer's signal by one."""
-        self._check_rank("signal", "peer", peer)
+        peer = self._rank("signal", "peer", peer)
+        signal, context = _numbers("signal", signal, context)
         self.check_alive()
-        self._issue("signal", "ncclSignal", (peer, signal, context, 0), stream_handle(stream), None)
+        self._issue("signal", "ncclSignal", (peer, signal, context, 0), stream_handle(stream), None, None)
 
     def wait_signal(self, counts: Mapping[int, int] | int, *, signal: int = 0, context: int = 0, stream: Any) -> None:
         """Hold the stream until ranks have raised this rank's signal so many times.
 
         counts  {peer: number of signals to wait for}, or a peer, for one signal of it
         """
-        wanted = {counts: 1} if isinstance(counts, int) else dict(counts)
-        if not wanted:
+        given = list(counts.items()) if isinstance(counts, Mapping) else [(counts, 1)]
+        if not given:
             raise ValueError("wait_signal: counts is empty, expected {peer: number of signals}")
-        for peer, count in wanted.items():
-            self._check_rank("wait_signal", "peer", peer)
-            if count < 1:
-                raise ValueError(f"wait_signal: {count} signals of rank {peer}, expected 1 or more")
+        wanted = {}
+        for peer, count in given:
+            peer = self._rank("wait_signal", "peer", peer)
+            try:
+                wanted[peer] = integer(count, "count", 1, INT_MAX)
+            except ValueError:
+                raise ValueError(
+                    f"wait_signal: {count!r} signals of rank {peer}, expected 1 or more, up to {INT_MAX}"
+                ) from None
+        signal, context = _numbers("wait_signal", signal, context)
         self.check_alive()
         rows = (WaitSignalDesc * len(wanted))(*(WaitSignalDesc(n, peer, signal, context) for peer, n in wanted.items()))
-        self._issue("wait_signal", "ncclWaitSignal", (len(wanted), rows), stream_handle(stream), rows)  # type: ignore[arg-type]
+        inputs: Any = (len(wanted), rows)
+        self._issue("wait_signal", "ncclWaitSignal", inputs, stream_handle(stream), rows, None)
+
+
+def _numbers(operation: str, signal: Any, context: Any) -> tuple[int, int]:
+    return integer(signal, f"{operation}: signal"), integer(context, f"{operation}: context")

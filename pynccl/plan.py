@@ -17,11 +17,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .abi import Result
+from .buffers import TORCH, tensor_types
 from .collectives import Collectives
-from .group import Call, launch, recording, settle_group, state
-from .launch import without_argtypes
+from .group import Call, launch, recording, settle_group
+from .kinds import attribute, listed, shown
+from .library import without_argtypes
 from .onesided import OneSided
-from .streams import stream_handle
+from .operators import free_unused
+from .records import recorder
+from .sharing import Shared
+from .streams import Handle, hold, stream_handle
+from .uneven import Uneven
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -52,6 +58,7 @@ def _plan_one(call: Call) -> Plan:
     comm, prepared = call.comm, _prepare(call)
     function, args = prepared
     acquire, release, detours = comm.lock.acquire, comm.lock.release, comm._detours
+    count_change, written, held = TORCH.count_change, _written((call,)), _held((call,))
 
     def plan(stream: Any = None) -> None:
         if stream is not None or detours:
@@ -66,6 +73,10 @@ def _plan_one(call: Call) -> Plan:
             release()
         if code:
             comm._fail(code, call.operation, call.inputs)
+        if written:
+            count_change(written)
+        if held:
+            _hold(held)
 
     return _finish(plan, (call,), (prepared,))
 
@@ -76,6 +87,7 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
     first = comms[0]
     start, end = first.library.ncclGroupStart, first.library.ncclGroupEnd
     detours = next((comm._detours for comm in comms if comm.checking), first._detours)
+    count_change, written, held = TORCH.count_change, _written(calls), _held(calls)
 
     def launch_all() -> None:
         for comm in comms:
@@ -90,6 +102,10 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
             raise
         if code := end():
             settle_group(comms, code, repr(plan))
+        if written:
+            count_change(written)
+        if held:
+            _hold(held)
 
     def plan(stream: Any = None) -> None:
         if stream is not None or detours:
@@ -114,7 +130,22 @@ def _finish(plan: Any, calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) 
     return finished
 
 
-class Planner:
+def _written(calls: Iterable[Call]) -> tuple[Any, ...]:
+    """The torch tensors that a launch of these calls writes to: one count of versions for all of them."""
+    return tuple({id(x): x for call in calls if type(x := call.recv) in tensor_types}.values())
+
+
+def _held(calls: Iterable[Call]) -> list[Call]:
+    """Those whose stream has to keep something."""
+    return [call for call in calls if call.stream or type(call.stream) is Handle]
+
+
+def _hold(calls: list[Call]) -> None:
+    for call in calls:
+        hold(call.stream, call.comm.library, call.keep)
+
+
+class Planner(Shared):
     """`comm.plan`: each operation of the communicator under its own name, returning a Plan instead of launching."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -122,16 +153,16 @@ class Planner:
 
     def __getattr__(self, operation: str) -> Callable[..., Plan]:
         # By name, since to record a call means to make it: a destroy() would be the end of the communicator.
-        if operation.startswith("_") or not (operation in vars(Collectives) or operation in vars(OneSided)):
+        if operation.startswith("_") or not any(operation in vars(kind) for kind in (Collectives, Uneven, OneSided)):
             raise AttributeError(f"{operation!r} is no operation of a communicator that can be prepared")
         return partial(_record, getattr(self._comm, operation))
 
     def group(self, plans: Iterable[Plan]) -> Plan:
         """The given plans as one NCCL group; they may belong to several communicators."""
-        plans = tuple(plans)
+        plans = tuple(listed(plans, "plan.group: plans", "a list of what comm.plan.all_reduce(...) returns"))
         for plan in plans:
-            if not hasattr(plan, "prepared"):
-                raise TypeError(f"plan.group: {plan!r} is no plan; pass what comm.plan.all_reduce(...) returns")
+            if attribute(plan, "prepared") is None:
+                raise TypeError(f"plan.group: {shown(plan)} is no plan; pass what comm.plan.all_reduce(...) returns")
         if not plans:
             raise ValueError("plan.group: no plans were passed; expected at least one")
         calls = tuple(call for plan in plans for call in plan.calls)
@@ -140,8 +171,11 @@ class Planner:
 
 def _record(method: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     """Run the method in a group that is not launched, and keep the calls that it recorded."""
-    with recording() as calls:
+    with recording() as record:
         recv = method(*args, **options)
+    calls = record.calls
+    for comm in {id(call.comm): call.comm for call in calls}.values():
+        free_unused(comm)  # of plans that have gone
     if len(calls) == 1:
         plan = _plan_one(calls[0])
     else:  # where a library lacks the function
@@ -155,8 +189,9 @@ def _issue(calls: list[Call], stream: Any) -> None:
     if stream is not None:
         handle = stream_handle(stream)
         calls = [call._replace(stream=handle) for call in calls]
-    if state.calls is not None:
-        state.calls.extend(calls)
+    record = recorder()
+    if record is not None:
+        record.calls += calls
     else:
         launch(calls)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import sys
 from typing import Any
 
+from .devices import cuda_core, on_device
 from .library import Library
 from .streams import create_stream
 
@@ -14,16 +17,22 @@ class Scratch:
 
     def __init__(self, nbytes: int, ordinal: int, library: Library) -> None:
         self.nbytes = nbytes
+        self._ordinal = ordinal
         if library.is_host:
             self._stream: Any = None
             self._memory: Any = ctypes.create_string_buffer(nbytes)
             self.address = ctypes.addressof(self._memory)
             return
-        from cuda.core import LegacyPinnedMemoryResource
-
-        self._stream = create_stream(ordinal, library=library)
-        self._memory = LegacyPinnedMemoryResource().allocate(nbytes)
+        with on_device(ordinal):  # whose context the pinned memory belongs to
+            self._stream = create_stream(ordinal, library=library)
+            self._memory = cuda_core().LegacyPinnedMemoryResource().allocate(nbytes)
         self.address = int(self._memory.handle)
+
+    def __del__(self) -> None:
+        # The driver frees pinned memory only where a context is current, and this may be a thread without one.
+        if getattr(self, "_stream", None) and not sys.is_finalizing():
+            with contextlib.suppress(Exception), on_device(self._ordinal):
+                self._memory = None
 
     @property
     def stream(self) -> int:

@@ -11,13 +11,15 @@ import os
 import platform
 import pwd
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
 from .. import __version__, abi
-from ..library import Library, gpu_count, gpu_problem, load
+from ..devices import cuda_core, cuda_driver
+from ..library import Library, gpu_count, gpu_problem, holder, load, torchs_own
+from ..soname import needed_by_torch
 from .wheels import LibraryFile, Wheel, identify, installed_wheels
 
 DISTRIBUTIONS = ("torch", "cuda-python", "cuda-bindings", "cuda-core", "cuda-pathfinder", "numpy")
@@ -43,16 +45,21 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Torch:
-    """torch, and the libnccl that it brings. A build for CPUs has neither `cuda` nor `hip`, and no NCCL."""
+    """torch, and the libnccl that it brings. A build for CPUs has neither `cuda` nor `hip`, and no NCCL.
+
+    own    the libnccl that its libraries lead to
+    given  the one that it gets: another, if that was loaded before by whatever
+    files  those of the process once torch is imported, before pynccl loads one
+    """
 
     version: str | None
     cuda: str | None = None
     hip: str | None = None
     built_with_nccl: str | None = None
-    files: list[LibraryFile] = field(
-        default_factory=list
-    )  # of the process once torch is imported, before pynccl loads one
+    files: list[LibraryFile] = field(default_factory=list)
     error: str | None = None
+    own: LibraryFile | None = None
+    given: LibraryFile | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class Findings:
     mapped: list[LibraryFile]
     driver: Driver
     settings: list[Setting]
+    cuda_core: str | None  # why the installed cuda-core cannot be imported
 
 
 def examine() -> Findings:
@@ -104,6 +112,7 @@ def examine() -> Findings:
         mapped=mapped_copies(chosen.path),
         driver=driver_and_gpus(),
         settings=settings(with_files=not chosen.is_host),
+        cuda_core=cuda_core_error(),
     )
 
 
@@ -122,10 +131,11 @@ def torch_and_its_copy() -> Torch | None:
     """Imports torch, if it is installed: what a broken one says is a finding, too."""
     if importlib.util.find_spec("torch") is None:
         return None
+    own, given = _torchs_libnccl()
     try:
         import torch
     except Exception as error:
-        return Torch(None, error=f"{type(error).__name__}: {error}")
+        return Torch(None, error=f"{type(error).__name__}: {error}", own=own, given=given())
     version: Any = getattr(torch, "version", None)
     try:
         built_with: str | None = _dotted(torch.cuda.nccl.version())
@@ -137,7 +147,17 @@ def torch_and_its_copy() -> Torch | None:
         getattr(version, "hip", None),
         built_with,
         mapped_copies(),
+        own=own,
+        given=given(),
     )
+
+
+def _torchs_libnccl() -> tuple[LibraryFile | None, Callable[[], LibraryFile | None]]:
+    """The one that torch's libraries lead to, and a function for the one that holds its name once they are loaded."""
+    needed = needed_by_torch()
+    if needed is None:
+        return None, lambda: None
+    return identify(torchs_own(needed)), lambda: identify(path) if (path := holder(needed.name)) else None
 
 
 def chosen_library() -> Chosen:
@@ -174,7 +194,7 @@ def mapped_copies(loaded: str | None = None) -> list[LibraryFile]:
     """The libncclls that are mapped into this process: by their names, and `loaded` whatever its name is."""
     loaded = os.path.realpath(loaded) if loaded else None
     try:
-        with open("/proc/self/maps") as maps:
+        with open("/proc/self/maps", errors="surrogateescape") as maps:
             paths = dict.fromkeys("/" + line.rstrip("\n").partition("/")[2] for line in maps if "/" in line)
     except OSError:
         return []
@@ -220,6 +240,18 @@ def _by_driver_api() -> tuple[str | None, str, list[Gpu]]:
         name = checked(driver.cuDeviceGetName(96, gpu)).split(b"\0")[0].decode()
         gpus.append(Gpu(name, checked(driver.cuDeviceTotalMem(gpu))))
     return None, _cuda_version(checked(driver.cuDriverGetVersion())), gpus
+
+
+def cuda_core_error() -> str | None:
+    """What importing cuda.core and the driver API says, where cuda-core is installed. Neither makes a context."""
+    if versions()["cuda-core"] is None:
+        return None
+    try:
+        cuda_core()
+        cuda_driver()
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def settings(with_files: bool) -> list[Setting]:

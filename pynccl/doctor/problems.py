@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 
 from .findings import Findings
-from .wheels import pip, wheel_problems
+from .wheels import FILE_IN_WHEEL, pip, wheel_problems
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,16 @@ class Problem:
 def problems(found: Findings) -> list[Problem]:
     """What is wrong, each with the command or the change that mends it; wheels first, since they explain the rest."""
     wheels = [Problem(*problem, is_command=True) for problem in wheel_problems(found.wheels, _wheel_of_torch())]
-    judges = (_torch_problem, _library_problem, _driver_problem, _cuda_problem, _age_problem, _copies_problem)
+    judges = (
+        _order_problem,
+        _torch_problem,
+        _library_problem,
+        _driver_problem,
+        _cuda_problem,
+        _age_problem,
+        _copies_problem,
+        _core_problem,
+    )
     rest = [judge(found, bool(wheels)) for judge in judges]
     return [*wheels, *(problem for problem in rest if problem)]
 
@@ -39,12 +49,44 @@ def _wheel_of_torch() -> str | None:
     return next((name.group() for name in names if name), None)
 
 
+def _order_problem(found: Findings, _: bool) -> Problem | None:
+    """Whoever needs a library by its name gets the one that is there already, as torch does."""
+    if found.torch is None or found.torch.own is None or found.torch.given is None:
+        return None
+    own, given = found.torch.own, found.torch.given
+    if not own.version or not given.version or _numbers(given.version) >= _numbers(own.version):
+        return None
+    text = f"torch has its own libnccl, {own}, but is given an older one of that name, which was loaded first: {given}"
+    return Problem("nccl-before-torch", text, _remedy(given.path))
+
+
+def _remedy(path: str) -> str:
+    """Against the library at `path` being the one that torch gets."""
+    if entry := _entry("LD_PRELOAD", path):
+        return f"take {entry} out of LD_PRELOAD"
+    if entry := _entry("LD_LIBRARY_PATH", os.path.dirname(path)):
+        return f"take {entry} out of LD_LIBRARY_PATH"
+    if entry := next((entry for entry in sys.path if os.path.join(entry, FILE_IN_WHEEL) == path), None):
+        return f"take {entry} off sys.path (see PYTHONPATH): torch loads what it finds there in nvidia/nccl/lib"
+    return "import torch, or call pynccl.load(), before whatever loads it (here a .pth file, or sitecustomize.py)"
+
+
+def _entry(variable: str, path: str) -> str | None:
+    """The entry of a variable of the dynamic loader that leads to `path`. LD_PRELOAD is cut at spaces, too."""
+    entries = filter(None, re.split("[: ]" if variable == "LD_PRELOAD" else "[:;]", os.environ.get(variable, "")))
+    return next((entry for entry in entries if os.path.realpath(entry) == os.path.realpath(path)), None)
+
+
 def _torch_problem(found: Findings, wheel_is_broken: bool) -> Problem | None:
     if found.torch is None or found.torch.error is None:
         return None
     text = f"torch is installed but cannot be imported: {found.torch.error}"
     if wheel_is_broken:
         return Problem("torch-broken", text, "mend the wheel named above, then look again")
+    if _order_problem(found, wheel_is_broken):
+        return Problem("torch-broken", text, "mend what is named above, then look again")
+    if (own := found.torch.own) and _entry("LD_LIBRARY_PATH", os.path.dirname(own.path)):
+        return Problem("torch-broken", f"{text}. Its libnccl is {own}", _remedy(own.path))
     return Problem("torch-broken", text, f"{pip('install')} --force-reinstall torch", is_command=True)
 
 
@@ -94,7 +136,7 @@ def _cuda_problem(found: Findings, _: bool) -> Problem | None:
 
 def _age_problem(found: Findings, _: bool) -> Problem | None:
     """torch calls what was there when it was built; an older libnccl may lack it."""
-    if found.torch is None or found.torch.built_with_nccl is None:
+    if found.torch is None or found.torch.built_with_nccl is None or _order_problem(found, False):
         return None
     built_with = found.torch.built_with_nccl
     old = [file for file in found.torch.files if file.version and _numbers(file.version) < _numbers(built_with)]
@@ -115,6 +157,13 @@ def _copies_problem(found: Findings, _: bool) -> Problem | None:
     else:
         fix = "see LD_PRELOAD, LD_LIBRARY_PATH and what this process imports; keep one copy, uninstall the others"
     return Problem("several-copies", text, fix)
+
+
+def _core_problem(found: Findings, _: bool) -> Problem | None:
+    if found.cuda_core is None:
+        return None
+    text, fix = found.cuda_core.split("\n  ", 1)
+    return Problem("cuda-core-broken", text, fix)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -97,12 +97,22 @@ def _torch(torch: Torch | None) -> list[str]:
     if torch is None:
         return ["not installed"]
     if torch.error is not None:
-        return [f"cannot be imported: {torch.error}"]
+        return [f"cannot be imported: {torch.error}", *_own(torch)]
     if torch.built_with_nccl is None:
         return [f"{torch.version}, without NCCL" + ("" if torch.cuda or torch.hip else " (a build for CPUs)")]
     made_for = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}"
     loaded = [f"loaded {file}" for file in torch.files] or ["no libnccl file loaded: it is linked into torch"]
-    return [f"{torch.version} for {made_for}, built with NCCL {torch.built_with_nccl}", *loaded]
+    return [f"{torch.version} for {made_for}, built with NCCL {torch.built_with_nccl}", *loaded, *_own(torch)]
+
+
+def _own(torch: Torch) -> list[str]:
+    """Its own libnccl, where that is not simply the one that was loaded."""
+    if torch.own is None or (torch.given == torch.own and not torch.error):
+        return []
+    return [
+        f"its own is {torch.own}",
+        *([f"but it is given {torch.given}"] if torch.given not in (None, torch.own) else []),
+    ]
 
 
 def _state(state: str) -> str:
