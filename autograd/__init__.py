@@ -9,6 +9,7 @@ if __name__ == "autograd":
 from . import nn, operators, partition, testing
 from .anchor import anchor
 from .asynchronous import Handle, start
+from .coalesced import Coalesced
 from .collective import Collective, key_of
 from .exchanges import AllToAll, HaloExchange, HaloReduce, Permute
 from .extremes import Extremum, Product
@@ -41,6 +42,7 @@ __all__ = [
     "AtRoot",
     "Broadcast",
     "CartesianPartition",
+    "Coalesced",
     "Collective",
     "ColumnParallelLinear",
     "Copy",

@@ -19,12 +19,24 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from pynccl import Communicator
 
-from . import backward_check
+from . import backward_check, levels
+from .inputs import check_comm
 from .raw import Exchange
+from .recompute import keep, saved_tensors_hooks_on_top
+from .tracing import handles_tangents, has_no_values, is_functionalized, sees_operators
+
+# Bound once: they are asked at every call.
+_transforming, _has_storage = torch._C._are_functorch_transforms_active, torch._C._has_storage
+_hooks, _dispatching, _grad_enabled = (
+    saved_tensors_hooks_on_top,
+    torch._C._len_torch_dispatch_stack,
+    torch.is_grad_enabled,
+)
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 
 
 class Call(NamedTuple):
@@ -50,7 +62,14 @@ class Collective(Function):
                 y: Tensor = getattr(torch.ops.pynccl, name)(x, key, *params)
                 return y
 
-            cls.operator = staticmethod(operator)  # so, and not by the name, it can be traced by torch.compile
+            pull_back = cls.pull_back.__func__  # type: ignore[attr-defined]
+
+            def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+                return pull_back(cls, ctx, g)
+
+            # So, and not by the name, it can be traced by torch.compile, and the other by compiled autograd.
+            cls.operator = staticmethod(operator)
+            cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     @staticmethod
     def exchange(x: Tensor, comm: Communicator, *params: Any) -> Exchange:
@@ -74,27 +93,36 @@ class Collective(Function):
     @classmethod
     def apply(cls, x: Tensor, comm: Communicator, *params: Any) -> Any:
         """Torch's apply, without its inspection of the signature, which takes longer than all the rest together."""
-        if torch._C._are_functorch_transforms_active():
+        if _transforming():
             return super().apply(x, comm, *params)
-        return super(Function, cls).apply(  # type: ignore[misc]
-            torch._C._functorch.unwrap_if_dead(x), comm, *params
-        )
+        return super(Function, cls).apply(_unwrap_if_dead(x), comm, *params)  # type: ignore[misc]
 
     @classmethod
     def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:
+        # beneath transforms: see sees_operators
+        if _dispatching() or x.is_meta or (type(x) is not Tensor and has_no_values(x)):
+            with handles_tangents():
+                return cls.operator(x, key_of(comm), *params)
+        if not _has_storage(x):
+            return levels.in_memory(
+                x, lambda t, batched: cls.forward(t, comm, *(cls.batched(*params) if batched else params))
+            )
         issue, finish = cls.exchange(x, comm, *params)
         issue(None)
         return finish()
 
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.comm, *params = inputs
-        ctx.shape, ctx.params = x.shape, params
-        ctx.site = backward_check.sign(ctx.comm, cls.name) if ctx.comm.checking else None
+        x, comm, *params = inputs
+        ctx.comm, ctx.shape, ctx.params = comm, x.shape, params
+        ctx.kept = None if _hooks(False) is None else keep()
+        ctx.site = backward_check.sign(comm, cls.name) if comm.checking else None
 
     @classmethod
-    def backward(cls, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = cotangents  # zeros where there is none: the peers wait for this rank all the same
+    def pull_back(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """`backward`; g is zeros where there is none, since the peers wait for this rank all the same."""
+        if ctx.kept is not None:
+            ctx.kept()
         if ctx.site is not None:
             backward_check.compare(ctx.comm, ctx.site, g if cls.is_replicated(ctx.params) else None)
         function, x, params = cls.adjoint(g, ctx.comm, ctx.shape, *ctx.params)
@@ -143,10 +171,17 @@ def run(comm: Communicator, function: type[Collective], x: Tensor, *params: Any)
     if comm.size == 1:
         return function.alone(x, *params)
     if torch.compiler.is_compiling():
+        levels.check_compiled()
         return function.operator(x, key_of(comm), *params)
-    if not x.requires_grad:
+    if forward_ad._current_level >= 0 or _transforming():
+        if is_functionalized():
+            return function.operator(x, key_of(comm), *params)
+        if levels.active():
+            x = levels.lift(x)
+    if not x.requires_grad and _grad_enabled():
         x = reachable(x)
-    if torch._C._len_torch_dispatch_stack():  # fake tensors, tracing, selective checkpointing: they see operators
+    # What is seldom so is asked without a call: every collective comes this way, forwards and backwards.
+    if (_dispatching() or x.is_meta or type(x) is not Tensor) and sees_operators(x):
         return function.operator(x, key_of(comm), *params)
     y: Tensor = function.apply(x, comm, *params)
     return y
@@ -156,7 +191,7 @@ def reachable(x: Tensor) -> Tensor:
     """x with a node, where derivatives are recorded and x could have one."""
     if x.requires_grad or not torch.is_grad_enabled() or not (x.is_floating_point() or x.is_complex()):
         return x
-    if torch._C._are_functorch_transforms_active():  # nodes of torch.func belong to its levels
+    if _transforming():  # nodes of torch.func belong to its levels
         return x
     reached: Tensor = Reached.apply(x, _NEEDS_GRADIENT)
     return reached
@@ -171,6 +206,7 @@ _numbers = count(1)
 @torch.compiler.assume_constant_result
 def key_of(comm: Communicator) -> str:
     """The string that stands for comm in the operators of this process."""
+    check_comm("key_of", comm)
     key = _keys.get(comm)
     if key is None:
         key = _keys[comm] = f"{next(_numbers)}:{comm.rank}/{comm.size}"

@@ -77,24 +77,28 @@ class Permute(Collective):
 class HaloExchange(Collective):
     """Ranks in a line; the neighbours' borders overwrite the halos of x along `dim`. The outer halos are left alone.
 
+    borders  widths that the left neighbour and the right one need of this rank; None: right and left, as everywhere
+
     forward    x [.., left + interior + right, ..] -> y, same shape     halo of y_r = border of the neighbour's interior
     backward   g, same shape -> same shape                              halo_reduce(g)
     """
 
     name = "halo_exchange"
-    schema = "int dim, int left, int right"
+    schema = "int dim, int left, int right, int[]? borders=None"
 
     @staticmethod
-    def exchange(x: Tensor, comm: Communicator, dim: int, left: int, right: int) -> Exchange:
-        return raw.halo_exchange(x, comm, dim, left, right)
+    def exchange(x: Tensor, comm: Communicator, dim: int, left: int, right: int, borders: Splits = None) -> Exchange:
+        return raw.halo_exchange(x, comm, dim, left, right, borders)
 
     @staticmethod
-    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, dim: int, left: int, right: int) -> Call:
-        return Call(HaloReduce, g, (dim, left, right))
+    def adjoint(
+        g: Tensor, comm: Communicator, shape: torch.Size, dim: int, left: int, right: int, borders: Splits = None
+    ) -> Call:
+        return Call(HaloReduce, g, (dim, left, right, borders))
 
     @staticmethod
-    def batched(dim: int, left: int, right: int) -> tuple[int, int, int]:
-        return dim + 1, left, right
+    def batched(dim: int, left: int, right: int, borders: Splits = None) -> tuple[int, int, int, Splits]:
+        return dim + 1, left, right, borders
 
 
 class HaloReduce(Collective):
@@ -105,16 +109,18 @@ class HaloReduce(Collective):
     """
 
     name = "halo_reduce"
-    schema = "int dim, int left, int right"
+    schema = "int dim, int left, int right, int[]? borders=None"
 
     @staticmethod
-    def exchange(x: Tensor, comm: Communicator, dim: int, left: int, right: int) -> Exchange:
-        return raw.halo_reduce(x, comm, dim, left, right)
+    def exchange(x: Tensor, comm: Communicator, dim: int, left: int, right: int, borders: Splits = None) -> Exchange:
+        return raw.halo_reduce(x, comm, dim, left, right, borders)
 
     @staticmethod
-    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, dim: int, left: int, right: int) -> Call:
-        return Call(HaloExchange, g, (dim, left, right))
+    def adjoint(
+        g: Tensor, comm: Communicator, shape: torch.Size, dim: int, left: int, right: int, borders: Splits = None
+    ) -> Call:
+        return Call(HaloExchange, g, (dim, left, right, borders))
 
     @staticmethod
-    def batched(dim: int, left: int, right: int) -> tuple[int, int, int]:
-        return dim + 1, left, right
+    def batched(dim: int, left: int, right: int, borders: Splits = None) -> tuple[int, int, int, Splits]:
+        return dim + 1, left, right, borders

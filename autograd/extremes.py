@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from . import backward_check, raw
+from . import backward_check, levels, raw
 from .collective import Collective, run
 from .raw import Exchange
 from .sums import AllGather, AllReduce, Copy, Dtype
@@ -48,18 +48,22 @@ class Elementwise(Collective):
         ctx.save_for_forward(inputs[0], output)
 
     @classmethod
-    def backward(cls, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = cotangents
+    def pull_back(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, y = ctx.saved_tensors  # before anything is communicated: a checkpointed region may be computed anew here
         if ctx.site is not None:
             backward_check.compare(ctx.comm, ctx.site, g if cls.is_replicated(ctx.params) else None)
-        dx = cls.cotangent(run, ctx.comm, g, *ctx.saved_tensors, *ctx.params)
+        dx = cls.cotangent(run, ctx.comm, g, x, y, *ctx.params)
         return dx, None, *(None,) * len(ctx.params)
 
     @classmethod
     def jvp(cls, ctx: Any, tangent: Tensor, *others: None) -> Tensor:
         *_, grad, reduce_dtype = ctx.params
-        change = tangent * cls.factor(run, ctx.comm, *ctx.saved_tensors, *ctx.params)
-        return run(ctx.comm, AllReduce, change, "sum", grad, reduce_dtype)
+
+        def change(tangent: Tensor, x: Tensor, y: Tensor) -> Tensor:
+            own = tangent * cls.factor(run, ctx.comm, x, y, *ctx.params)
+            return run(ctx.comm, AllReduce, own, "sum", grad, reduce_dtype)
+
+        return levels.beneath(change, tangent, *ctx.saved_tensors)
 
 
 class Extremum(Elementwise):
@@ -82,7 +86,9 @@ class Extremum(Elementwise):
         *_, reduce_dtype = params
         with torch.no_grad():  # piecewise constant
             own, best = (x, y) if reduce_dtype is None else (x.to(reduce_dtype).to(x.dtype), y)
-            attained = ((own == best) | (own.isnan() & best.isnan())).to(torch.float32)
+            # As exact as x, and never so narrow that ties could not be counted.
+            count = torch.float64 if x.dtype is torch.float64 else torch.float32
+            attained = ((own == best) | (own.isnan() & best.isnan())).to(count)
             ties = run(comm, AllReduce, attained, "sum", "sum", None)
             return (attained / ties.clamp(min=1)).to(x.dtype)
 

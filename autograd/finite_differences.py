@@ -79,7 +79,7 @@ def check_gradients(
         return _inner(fn(*xs), w) * counted
 
     def gradients(create_graph: bool = False) -> list[Tensor]:
-        return list(torch.autograd.grad(fn(*xs), xs, w, create_graph=create_graph, materialize_grads=True))
+        return gradients_of(fn(*xs), xs, w, create_graph)
 
     check = _Check(comm, samples, step, rtol, atol, seed)
     leaves = [_Leaf(name, x, dx) for name, x, dx in zip(names, xs, gradients(), strict=True)]
@@ -91,13 +91,22 @@ def check_gradients(
             return sum((_inner(dx, v) for dx, v in zip(gradients(True), vs, strict=True)), w.real.new_zeros(()))
 
         of = slope_along_v()
-        seconds = torch.autograd.grad(of, [*xs, w], materialize_grads=True)
+        seconds = gradients_of(of, [*xs, w])
         leaves = [
             _Leaf(name, x, ddx) for name, x, ddx in zip([*names, "the cotangent"], [*xs, w], seconds, strict=True)
         ]
         leaves[-1] = leaves[-1]._replace(shared=replicated)
         worst = max(worst, check.run("second derivative", slope_along_v, leaves))
     return worst
+
+
+def gradients_of(
+    y: Tensor, inputs: Sequence[Tensor], cotangent: Tensor | None = None, create_graph: bool = False
+) -> list[Tensor]:
+    """torch.autograd.grad, and zeros where y does not depend on an input: the other ranks go on, too."""
+    if not y.requires_grad:
+        return [torch.zeros_like(x) for x in inputs]
+    return list(torch.autograd.grad(y, inputs, cotangent, create_graph=create_graph, materialize_grads=True))
 
 
 class _Check(NamedTuple):

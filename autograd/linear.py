@@ -14,23 +14,56 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pynccl import Communicator
+from pynccl.integers import INT_MAX
+from pynccl.kinds import shown
 
-from .functions import all_gather, all_reduce, copy, reduce_scatter
+from .arguments import as_int
+from .collective import run
+from .functions import all_gather, all_reduce, reduce_scatter
+from .inputs import check_call, check_comm
+from .sums import Entered
 
 
 def all_gather_matmul(x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None) -> Tensor:
     """all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in] -> [s, .., out];  dx is reduce-scattered."""
+    check_input("all_gather_matmul", x, w, comm)
     return F.linear(all_gather(x, comm, 0, grad="sum"), w, bias)
 
 
 def matmul_reduce_scatter(x: Tensor, w: Tensor, comm: Communicator) -> Tensor:
     """reduce_scatter(x @ w.T, dim 0).   x [s, .., in/N], w [out, in/N] -> [s/N, .., out];  dy is all-gathered."""
+    check_input("matmul_reduce_scatter", x, w, comm)
     return reduce_scatter(F.linear(x, w), comm, 0)
 
 
 def matmul_all_reduce(x: Tensor, w: Tensor, comm: Communicator) -> Tensor:
     """all_reduce(x @ w.T).   x [s, .., in/N], w [out, in/N] -> [s, .., out];  dy must be equal on all ranks."""
+    check_input("matmul_all_reduce", x, w, comm)
     return all_reduce(F.linear(x, w), comm, grad="replicated")
+
+
+def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator) -> None:
+    """That x can travel over comm and be multiplied with w, of which torch would say so in words of its own."""
+    check_call(operation, x, comm)
+    if torch.compiler.is_compiling():
+        return
+    if not x.dim() or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{operation}: x has shape {tuple(x.shape)}, expected [.., {w.shape[1]}], as many features as the weight "
+            f"{tuple(w.shape)} takes on this rank"
+        )
+    if x.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"{operation}: x is {x.dtype}, the weight {w.dtype}; pass x.to({w.dtype}), or use torch.autocast"
+        )
+    if x.device != w.device:
+        raise ValueError(f"{operation}: x is on {x.device}, the weight on {w.device}; move one of them")
+
+
+def entered(x: Tensor, comm: Communicator) -> Tensor:
+    """copy(x) in the memory of x, which must not be changed."""
+    check_call("copy", x, comm)
+    return run(comm, Entered, x, None)
 
 
 class _ParallelLinear(nn.Module):
@@ -51,6 +84,15 @@ class _ParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_comm(type(self).__name__, comm)
+        in_features = self._features("in_features", in_features)
+        out_features = self._features("out_features", out_features)
+        weighs = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+        if dtype is not None and not weighs:
+            raise TypeError(
+                f"{type(self).__name__}: dtype is {shown(dtype)}, expected a floating-point or complex type, such as "
+                "torch.float32"
+            )
         name, size = ("out_features", out_features) if self.dim == 0 else ("in_features", in_features)
         if size % comm.size:
             raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks")
@@ -58,10 +100,20 @@ class _ParallelLinear(nn.Module):
         self.comm, self.sequence_parallel = comm, sequence_parallel
         shape = [out_features, in_features]
         shape[self.dim] //= comm.size
-        device = comm.device if device is None else device
+        if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
+            device = comm.device
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(self._bias_size(), device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
+
+    def _features(self, name: str, value: Any) -> int:
+        features = as_int(value)
+        if features is None or not 0 <= features <= INT_MAX:
+            raise ValueError(
+                f"{type(self).__name__}: {name} is {shown(value)}, expected a number of features, an integer >= 0, up "
+                f"to {INT_MAX}"
+            )
+        return int(features)
 
     def _bias_size(self) -> int:
         return self.out_features
@@ -125,7 +177,8 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence_parallel:
             return all_gather_matmul(x, self.weight, self.comm, self.bias)
-        return F.linear(copy(x, self.comm), self.weight, self.bias)
+        check_input(type(self).__name__, x, self.weight, self.comm)
+        return F.linear(entered(x, self.comm), self.weight, self.bias)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -144,6 +197,6 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             y = matmul_all_reduce(x, self.weight, self.comm)
-            return y if self.bias is None else y + self.bias
+            return y if self.bias is None else y + self.bias.to(y.dtype)  # which autocast has chosen
         y = matmul_reduce_scatter(x, self.weight, self.comm)
-        return y if self.bias is None else y + copy(self.bias, self.comm)
+        return y if self.bias is None else y + entered(self.bias, self.comm).to(y.dtype)

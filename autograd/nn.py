@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from pynccl import Communicator
+from pynccl.kinds import attribute
 
 from . import functions
-from .arguments import Grad, check_edges, check_grad, check_op, check_rank
+from .arguments import Grad, Halo, check_edges, check_grad, check_op, check_rank
 from .functions import Dtype, Op, PreMul
+from .inputs import check_comm
 from .linear import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 Splits = Sequence[int] | None
@@ -32,16 +34,21 @@ class Operation(torch.nn.Module):
     passes_alone: ClassVar[bool] = False  # on one rank the output is the input
 
     def __init__(self, comm: Communicator, **options: Any) -> None:
+        check_comm(f"nn.{type(self).__name__}", comm)
         super().__init__()
         self.comm = comm
-        self.options = options
+        self.options = {name: _frozen(value) if name in _SIZES else value for name, value in options.items()}
+
+    def arguments(self) -> dict[str, Any]:
+        """What the function gets besides x and the communicator."""
+        return self.options
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.passes_alone and self.comm.size == 1:
-            _, call = self.function.plan(x, self.comm, **self.options)  # whose checks hold on one rank as on many
+        if self.passes_alone and self.comm.size == 1 and isinstance(x, Tensor):
+            _, call = self.function.plan(x, self.comm, **self.arguments())  # whose checks hold on one rank as on many
             alone: Tensor = call.x
             return alone
-        y: Tensor = self.function(x, self.comm, **self.options)
+        y: Tensor = self.function(x, self.comm, **self.arguments())
         return y
 
     def extra_repr(self) -> str:
@@ -49,17 +56,41 @@ class Operation(torch.nn.Module):
         return ", ".join([f"rank {self.comm.rank} of {self.comm.size}", *given])
 
 
+_PREMUL = "PreMul(scale)"  # stands for PreMul of what the module's `scale` is when it is called
+_SIZES = ("splits", "send_splits", "recv_splits", "halo")
+
+
+def _frozen(sizes: Any) -> Any:
+    """Lists and tensors of sizes as tuples of the module's own: what the caller does with his does not matter then."""
+    sizes = sizes.tolist() if attribute(sizes, "tolist") is not None else sizes
+    return tuple(_frozen(size) for size in sizes) if isinstance(sizes, list | tuple) else sizes
+
+
 class AllReduce(Operation):
-    """y = sum_q x_q on every rank (op: see `all_reduce`).  grad="replicated": gradients pass through unchanged."""
+    """y = sum_q x_q on every rank (op: see `all_reduce`).  grad="replicated": gradients pass through unchanged.
+
+    The scale of PreMul(scale) is the module's, by the name `scale`: a parameter if it is an nn.Parameter, a buffer if
+    it is another tensor. So it is among its parameters and in its state_dict, and moves with it.
+    """
 
     function = staticmethod(functions.all_reduce)
     passes_alone = True
+    scale: Tensor
 
     def __init__(self, comm: Communicator, op: str | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None) -> None:
         check_grad("nn.AllReduce", grad)
         if not isinstance(op, PreMul):
             check_op("nn.AllReduce", op, ("sum", "avg", "max", "min", "prod"))
         super().__init__(comm, op=op, grad=grad, reduce_dtype=reduce_dtype)
+        if isinstance(op, PreMul) and isinstance(op.scale, Tensor):
+            self.options["op"] = _PREMUL
+            if isinstance(op.scale, torch.nn.Parameter):
+                self.scale = op.scale
+            else:
+                self.register_buffer("scale", op.scale)
+
+    def arguments(self) -> dict[str, Any]:
+        return {**self.options, "op": PreMul(self.scale)} if self.options["op"] == _PREMUL else self.options
 
 
 class Copy(Operation):
@@ -176,9 +207,7 @@ class Permute(Operation):
     function = staticmethod(functions.permute)
 
     def __init__(self, comm: Communicator, edges: Iterable[tuple[int, int]]) -> None:
-        edges = tuple(edges)
-        check_edges(comm, edges)
-        super().__init__(comm, edges=edges)
+        super().__init__(comm, edges=check_edges(comm, edges))
 
 
 class HaloExchange(Operation):
@@ -186,7 +215,7 @@ class HaloExchange(Operation):
 
     function = staticmethod(functions.halo_exchange)
 
-    def __init__(self, comm: Communicator, dim: int, halo: int | tuple[int, int]) -> None:
+    def __init__(self, comm: Communicator, dim: int, halo: Halo) -> None:
         super().__init__(comm, dim=dim, halo=halo)
 
 
@@ -199,8 +228,9 @@ class Sequential(torch.nn.Sequential):
 
     Each along dimension 0, with op="sum", no splits= and no reduce_dtype=. A pair is run one by one where a hook is on
     either module, so that hooks fire as ever; where a module has another forward (a subclass, a parametrization, a
-    torch.compile of its own); on one rank; and where x has fewer than 2 dimensions. A bias before a sum over ranks
-    counts once per rank: leave it to a module behind, or to RowParallelLinear.
+    torch.compile of its own, a library that replaces nn.Linear's); on one rank; and where x has fewer than 2
+    dimensions. A bias before a sum over ranks counts once per rank: leave it to a module behind, or to
+    RowParallelLinear.
     """
 
     def forward(self, x: Any) -> Any:
@@ -270,6 +300,9 @@ def _fused(first: torch.nn.Module, second: torch.nn.Module) -> Callable[[Any, An
     return None
 
 
+_FORWARDS = (torch.nn.Linear.forward, Operation.forward)  # libraries replace the first for all layers at once
+
+
 def _is_plain(module: torch.nn.Module) -> bool:
     """Calling it is running its class's forward, and nothing else."""
     hooks = (
@@ -279,4 +312,5 @@ def _is_plain(module: torch.nn.Module) -> bool:
         module._backward_pre_hooks,
     )
     own_forward = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    own_forward = own_forward or type(module).forward not in _FORWARDS
     return not (any(hooks) or own_forward or torch_module._has_any_global_hook())

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 
 from pynccl import Communicator
@@ -20,8 +21,10 @@ from pynccl import Communicator
 from .collective import Collective, communicator, key_of
 from .exchanges import AllToAll, HaloExchange, HaloReduce, Permute
 from .extremes import Elementwise, Extremum, Product
+from .recompute import keep
 from .rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
 from .sums import AllGather, AllReduce, Copy, ReduceScatter, Split
+from .tracing import tangents_are_handled
 
 FUNCTIONS: tuple[type[Collective], ...] = (
     AllReduce,
@@ -50,7 +53,7 @@ def run_operator(comm: Communicator, function: type[Collective], x: Tensor, *par
 
 def _refuse_tangents(function: type[Collective]) -> None:
     """Raise within any forward-mode derivative: whether x has a tangent can no longer be seen down here."""
-    if getattr(forward_ad, "_current_level", -1) >= 0:
+    if getattr(forward_ad, "_current_level", -1) >= 0 and not tangents_are_handled():
         raise NotImplementedError(
             f"torch.ops.pynccl.{function.name} has no forward mode, and so under torch.compile neither has "
             "pynccl_autograd; call its functions outside torch.compile, where they have"
@@ -71,10 +74,13 @@ def _register(function: type[Collective]) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, key, *ctx.params = inputs
         ctx.comm, ctx.shape = communicator(key), x.shape
+        ctx.kept = None if detect_fake_mode() else keep()
         if issubclass(function, Elementwise):
             ctx.save_for_backward(x, output)
 
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.kept is not None:
+            ctx.kept()
         if issubclass(function, Elementwise):
             dx = function.cotangent(run_operator, ctx.comm, g, *ctx.saved_tensors, *ctx.params)
         else:

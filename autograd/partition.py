@@ -18,9 +18,27 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
+from pynccl.kinds import listed, shown
 
+from .arguments import as_int
+from .collective import reachable
 from .functions import all_reduce
-from .transfer import Block, Region, cuts, describe, shape_of, transfer, whole, within
+from .inputs import check_call, check_comm
+from .transfer import (
+    Block,
+    Cuts,
+    Region,
+    assembled,
+    cuts,
+    describe,
+    shape_of,
+    shaped,
+    slices,
+    summed,
+    transfer,
+    whole,
+    within,
+)
 
 
 def zero_volume_tensor(dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
@@ -39,10 +57,11 @@ class Partition:
     """
 
     def __init__(self, comm: Communicator, ranks: Iterable[int]) -> None:
-        self._set(comm, tuple(ranks), None)
+        check_comm(type(self).__name__, comm)
+        self._set(comm, _whole(type(self).__name__, "ranks", ranks), None)
 
     def _set(self, comm: Communicator, ranks: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
-        valid = all(isinstance(rank, int) and 0 <= rank < comm.size for rank in ranks)
+        valid = all(0 <= rank < comm.size for rank in ranks)
         if not ranks or not valid or len(set(ranks)) != len(ranks):
             raise ValueError(
                 f"{type(self).__name__}: ranks is {ranks}, expected one or more of 0..{comm.size - 1}, each once"
@@ -100,9 +119,10 @@ class Partition:
 
     def check_axes(self, what: str, axes: int | Iterable[int]) -> tuple[int, ...]:
         """`axes` as numbers >= 0, in order."""
-        given = (axes,) if isinstance(axes, int) else tuple(axes)
+        single = as_int(axes)
+        given = _whole(what, "axes", axes) if single is None else (int(single),)
         n = len(self.shape)
-        if not all(isinstance(axis, int) and -n <= axis < n for axis in given):
+        if not all(-n <= axis < n for axis in given):
             raise ValueError(f"{what}: axes is {given}, expected axes of the partition's shape {self.shape}")
         return tuple(sorted({axis % n for axis in given}))
 
@@ -125,15 +145,16 @@ class CartesianPartition(Partition):
     """
 
     def __init__(self, comm: Communicator, shape: Sequence[int], ranks: Iterable[int] | None = None) -> None:
-        sizes = tuple(shape)
+        check_comm("CartesianPartition", comm)
+        sizes = _whole("CartesianPartition", "shape", shape)
         count = math.prod(sizes)
-        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        if not sizes or min(sizes) <= 0:
             raise ValueError(f"CartesianPartition: shape is {sizes}, expected ranks per axis, each >= 1")
-        members = tuple(range(count) if ranks is None else ranks)
+        members = _whole("CartesianPartition", "ranks", range(min(count, comm.size + 1)) if ranks is None else ranks)
         if len(members) != count or count > comm.size:
             raise ValueError(
                 f"CartesianPartition: shape {sizes} is of {count} ranks, given {len(members)} of a communicator of "
-                f"{comm.size}"
+                f"{comm.size}; expected as many ranks as the shape has places"
             )
         self._set(comm, members, sizes)
 
@@ -149,18 +170,20 @@ class AllSumReduce(torch.nn.Module):
     """
 
     def __init__(self, partition: Partition, axes_reduce: int | Iterable[int]) -> None:
+        check_partition("AllSumReduce", partition, "partition")
         super().__init__()
         self.partition = partition
         self.axes_reduce = partition.check_axes("AllSumReduce", axes_reduce)
         self.comm = partition.axes_comm(self.axes_reduce) if self.axes_reduce else None
 
     def forward(self, x: Tensor) -> Tensor:
+        check_call("AllSumReduce", x, self.partition.comm)
         if not self.partition.active and x.numel():
             raise ValueError(
                 f"AllSumReduce: rank {self.partition.comm.rank} is not in {self.partition}, but passes a tensor "
                 f"{tuple(x.shape)}; expected one of volume zero"
             )
-        return x.clone() if self.comm is None else all_reduce(x, self.comm, grad="sum")
+        return reachable(x).clone() if self.comm is None else all_reduce(x, self.comm, grad="sum")
 
     def extra_repr(self) -> str:
         return f"{self.partition}, axes_reduce={self.axes_reduce}"
@@ -173,6 +196,8 @@ class _Between(torch.nn.Module):
     by an all-gather that the CPU waits for."""
 
     def __init__(self, P_x: Partition, P_y: Partition) -> None:
+        for name, partition in (("P_x", P_x), ("P_y", P_y)):
+            check_partition(type(self).__name__, partition, name)
         super().__init__()
         if P_x.comm is not P_y.comm:
             raise ValueError(f"{type(self).__name__}: {P_x} and {P_y} are over different communicators, expected one")
@@ -202,17 +227,18 @@ class Broadcast(_Between):
 
     def forward(self, x: Tensor) -> Tensor:
         shapes, x = self._shapes(x)
-        rank, position = self.comm.rank, self.P_x.position
+        position = self.P_x.position
         sends = [
             Block(target, whole(shapes[origin]))
             for target, origin in zip(self.P_y.ranks, self._origins, strict=True)
             if origin == position
         ]
-        if not self.P_y.active:
-            return transfer(x, self.comm, sends, [], None)
-        origin = self._origins[self.P_y.ranks.index(rank)]
-        recv = Block(self.P_x.ranks[origin], whole(shapes[origin]))
-        return transfer(x, self.comm, sends, [recv], shapes[origin])
+        recvs = []
+        if self.P_y.position is not None:
+            origin = self._origins[self.P_y.position]
+            recvs.append(Block(self.P_x.ranks[origin], whole(shapes[origin])))
+        received, pieces = transfer(x, self.comm, sends, recvs)
+        return shaped(received, pieces[0].shape) if pieces else received
 
 
 class SumReduce(_Between):
@@ -242,73 +268,126 @@ class SumReduce(_Between):
                 sends.append(Block(self.P_y.ranks[goal], whole(shapes[position])))
             if goal == self.P_y.position:
                 recvs.append(Block(self.P_x.ranks[position], whole(shapes[position])))
-        own = shapes[self._goals.index(self.P_y.position)] if self.P_y.position is not None else None
-        return transfer(x, self.comm, sends, recvs, own)
+        received, pieces = transfer(x, self.comm, sends, recvs)
+        if len(pieces) == 1:
+            return shaped(received, pieces[0].shape)
+        return summed(pieces) if pieces else received
 
 
 class Repartition(_Between):
-    """A tensor that is cut evenly over P_x, cut evenly over P_y.
+    """A tensor that is cut over P_x, cut over P_y.
 
     forward    x [block on P_x] -> y [block on P_y]
-    backward   Repartition(P_y, P_x)
+    backward   Repartition(P_y, P_x), with the cuts of x
 
-    The partitions have as many axes as the tensor has dimensions. Where a dimension is not divisible, the first blocks
-    are larger by one. A rank that is not in P_y gets a tensor of volume zero.
+    The partitions have as many axes as the tensor has dimensions. x may be cut anywhere, as long as the blocks tile the
+    tensor: those with the same coordinate along an axis have the same size along it, which may be 0. y is cut evenly,
+    the first blocks larger by one where a dimension is not divisible, unless `sizes` says otherwise. A rank that is not
+    in P_y gets a tensor of volume zero.
+
+    sizes  for each axis, the size of the block at each coordinate of P_y along it, or None: cut evenly; the same on
+           every rank. E.g. [(16, 13, 13, 13), None]
     """
 
-    def __init__(self, P_x: Partition, P_y: Partition) -> None:
+    def __init__(self, P_x: Partition, P_y: Partition, sizes: Sequence[Sequence[int] | None] | None = None) -> None:
         super().__init__(P_x, P_y)
         if len(P_x.shape) != len(P_y.shape):
             raise ValueError(f"Repartition: from {P_x.shape} to {P_y.shape}, expected the same number of axes")
+        given = [None] * len(P_y.shape) if sizes is None else listed(sizes, "Repartition: sizes", "one list per axis")
+        self.sizes = [None if axis is None else _whole("Repartition", "sizes", axis) for axis in given]
+        valid = len(self.sizes) == len(P_y.shape) and all(
+            axis is None or (len(axis) == n and min(axis, default=0) >= 0)
+            for axis, n in zip(self.sizes, P_y.shape, strict=True)
+        )
+        if not valid:
+            raise ValueError(
+                f"Repartition: sizes is {sizes}, expected None, or as many sizes >= 0 as ranks, for each axis of "
+                f"P_y.shape {P_y.shape}"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         shapes, x = self._shapes(x)
-        total = self._global_shape(shapes)
-        sends = self._common(self.P_x, self.P_y, total)
-        recvs = self._common(self.P_y, self.P_x, total)
-        at = self.P_y.position
-        return transfer(x, self.comm, sends, recvs, None if at is None else shape_of(self._region(self.P_y, at, total)))
+        x_cuts = self._cuts_of(shapes)
+        y_cuts = self._cuts_to([cuts_of_axis[-1].stop for cuts_of_axis in x_cuts])
+        sends = self._common(self.P_x, x_cuts, self.P_y, y_cuts)
+        recvs = self._common(self.P_y, y_cuts, self.P_x, x_cuts)
+        received, pieces = transfer(x, self.comm, sends, recvs)
+        if self.P_y.position is None:
+            return received
+        return assembled(received, recvs, pieces, shape_of(_region(self.P_y, self.P_y.position, y_cuts)))
 
-    def _common(self, own: Partition, others: Partition, total: Sequence[int]) -> list[Block]:
+    def extra_repr(self) -> str:
+        given = any(axis is not None for axis in self.sizes)
+        return super().extra_repr() + (f", sizes={self.sizes}" if given else "")
+
+    @staticmethod
+    def _common(own: Partition, own_cuts: Cuts, others: Partition, other_cuts: Cuts) -> list[Block]:
         """The parts of this rank's block on `own` that are in the blocks on `others`; none if inactive on `own`."""
         if own.position is None:
             return []
-        region = self._region(own, own.position, total)
+        region = _region(own, own.position, own_cuts)
         return [
-            Block(rank, within(region, self._region(others, position, total)))
+            Block(rank, within(region, _region(others, position, other_cuts)))
             for position, rank in enumerate(others.ranks)
         ]
 
-    @staticmethod
-    def _region(partition: Partition, position: int, total: Sequence[int]) -> Region:
-        """The part of the global tensor that belongs to a position."""
-        at = partition.coordinates_of(position)
-        return tuple(cuts(size, n)[i] for size, n, i in zip(total, partition.shape, at, strict=True))
-
-    def _global_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """From the blocks on the edges of the grid; every other one must fit."""
-        grid = self.P_x.shape
-        for rank, shape in zip(self.P_x.ranks, shapes, strict=True):
-            if len(shape) != len(grid):
-                raise ValueError(
-                    f"Repartition: rank {rank} has a tensor {shape} on a partition {grid}; expected as many dimensions "
-                    "as the partition has axes"
-                )
-        total = [0] * len(grid)
+    def _cuts_of(self, shapes: Sequence[tuple[int, ...]]) -> Cuts:
+        """How x is cut, from its blocks, which must agree on it."""
+        grid, ranks = self.P_x.shape, self.P_x.ranks
+        first: list[dict[int, int]] = [{} for _ in grid]  # of each axis and coordinate, the first position there
         for position, shape in enumerate(shapes):
             at = self.P_x.coordinates_of(position)
-            for axis, size in enumerate(shape):
-                if not any(at[:axis] + at[axis + 1 :]):
-                    total[axis] += size
-        for position, shape in enumerate(shapes):
-            expected = shape_of(self._region(self.P_x, position, total))
-            if shape != expected:
+            if len(shape) != len(grid):
                 raise ValueError(
-                    f"Repartition: rank {self.P_x.ranks[position]}, at {self.P_x.coordinates_of(position)} of {grid}, "
-                    f"has a block {shape}; expected {expected} of a tensor {tuple(total)} that is cut evenly, "
-                    "the first blocks larger by one where it does not divide"
+                    f"Repartition: rank {ranks[position]} has a tensor {shape} on a partition {grid}; expected as many "
+                    "dimensions as the partition has axes"
                 )
-        return tuple(total)
+            for axis, size in enumerate(shape):
+                other = first[axis].setdefault(at[axis], position)
+                if shapes[other][axis] != size:
+                    raise ValueError(
+                        f"Repartition: rank {ranks[position]}, at {at} of {grid}, has a block {shape}, but rank "
+                        f"{ranks[other]}, at {self.P_x.coordinates_of(other)}, has a block {shapes[other]}; expected "
+                        f"one size along axis {axis}, in which both have the coordinate {at[axis]}"
+                    )
+        return [
+            slices([shapes[positions[i]][axis] for i in range(len(positions))]) for axis, positions in enumerate(first)
+        ]
+
+    def _cuts_to(self, total: Sequence[int]) -> Cuts:
+        """How y is cut."""
+        for axis, (size, sizes) in enumerate(zip(total, self.sizes, strict=True)):
+            if sizes is not None and sum(sizes) != size:
+                raise ValueError(
+                    f"Repartition: the tensor is of shape {tuple(total)}, but the sizes {sizes} along axis {axis} add "
+                    f"up to {sum(sizes)}"
+                )
+        return [
+            cuts(size, n) if sizes is None else slices(sizes)
+            for size, n, sizes in zip(total, self.P_y.shape, self.sizes, strict=True)
+        ]
+
+
+def check_partition(operation: str, partition: object, name: str) -> None:
+    if not isinstance(partition, Partition):
+        raise TypeError(
+            f"{operation}: {name} is {shown(partition)}, expected a Partition, of ad.CartesianPartition(comm, shape)"
+        )
+
+
+def _whole(operation: str, name: str, values: Any) -> tuple[int, ...]:
+    """`values` as ints; an error unless they are some."""
+    given = listed(values, f"{operation}: {name}", "a sequence of integers")
+    found = tuple(as_int(value) for value in given)
+    if None in found:
+        raise ValueError(f"{operation}: {name} is {shown(given)}, expected a sequence of integers")
+    return tuple(map(int, found))
+
+
+def _region(partition: Partition, position: int, cuts_by_axis: Cuts) -> Region:
+    """The part of the global tensor that belongs to a position."""
+    at = partition.coordinates_of(position)
+    return tuple(axis[i] for axis, i in zip(cuts_by_axis, at, strict=True))
 
 
 def _broadcast_origins(what: str, small: Partition, large: Partition) -> list[int]:

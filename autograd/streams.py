@@ -2,6 +2,10 @@
 
 The one place in this package that knows CUDA from the host library. On a GPU the caller's stream is torch's current
 one, and waiting is queued there; with the host library the caller is this thread, which works at once and so blocks.
+
+The caller may have another current stream when he waits than when he started. Memory that was made on the first goes
+back to it when it is dropped, and is used anew there: so the first one waits too, and the allocator is told of the
+second.
 """
 
 from __future__ import annotations
@@ -10,55 +14,126 @@ import weakref
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
+from pynccl.streams import Handle
 
 
 class SideStream(Protocol):
     """Where collectives run beside the caller's work."""
 
-    handle: Any  # for `stream=`
+    def handle(self, keeper: Keeper) -> Any:
+        """For `stream=`; the keeper is given what is issued there, and keeps it until `join` or `leave`."""
 
-    def follow(self) -> None:
-        """Work launched here from now on starts after what the caller has launched so far."""
+    def follow(self) -> Any:
+        """Work launched here from now on starts after what the caller has launched so far. Returns his stream."""
 
     def mark(self) -> Any:
         """The end of what was launched here so far: an event for `join`."""
 
-    def join(self, event: Any) -> None:
-        """What the caller launches from now on starts after the event. Raises what went wrong before it."""
+    def join(self, event: Any) -> Any:
+        """What the caller launches from now on starts after the event. Raises what went wrong before it. Returns the
+        caller's stream."""
+
+    def leave(self, event: Any, home: Any) -> None:
+        """The same for the stream `home`, whoever the caller is."""
+
+    def give_back(self, home: Any, here: Any, result: Tensor | None) -> None:
+        """The buffers of the stream `home` are free after what was launched on `here` so far, and the result, which may
+        be one of them, is used on `here`."""
+
+    def share(self, made: Tensor, on: Any) -> None:
+        """The caller may use what was made on the stream `on`, and drop it."""
+
+
+class Keeper(Protocol):
+    """Who keeps the buffers of a collective under way."""
+
+    def hold(self, keep: Any) -> None: ...
 
 
 class _HostSide:
     def __init__(self, comm: Communicator) -> None:
-        self.handle: Any = pynccl.create_stream(library=comm.library)
+        self._stream = pynccl.create_stream(library=comm.library)  # which keeps the buffers itself
+
+    def handle(self, keeper: Keeper) -> Any:
+        return self._stream
 
     def follow(self) -> None:
         """The caller's work is done when it returns."""
 
     def mark(self) -> Any:
-        return self.handle.record()
+        return self._stream.record()
 
     def join(self, event: Any) -> None:
         event.synchronize()
 
+    def leave(self, event: Any, home: None) -> None:
+        event.synchronize()
+
+    def give_back(self, home: None, here: None, result: Tensor | None) -> None:
+        """Whoever has waited has waited for all."""
+
+    def share(self, made: Tensor, on: None) -> None:
+        """The same."""
+
 
 class _CudaSide:
+    """Buffers belong, with torch's allocator, to the stream that was current when they were made: at start(). The
+    allocator need not be told of the side stream, since they are kept until that one has waited for it."""
+
     def __init__(self, comm: Communicator) -> None:
         self.device = torch.device(comm.device)
         # Of the highest priority: a collective must be resident before a large matmul fills the GPU.
         self.owner = pynccl.create_stream(comm.device, priority=-1, library=comm.library)
-        self.handle: Any = torch.cuda.ExternalStream(self.owner.handle, device=self.device)
+        self._number = self.owner.handle
+        self._torch: Any = torch.cuda.ExternalStream(self._number, device=self.device)
 
-    def follow(self) -> None:
-        self.handle.wait_stream(torch.cuda.current_stream(self.device))
+    def handle(self, keeper: Keeper) -> Any:
+        handle = Handle(self._number)
+        handle.owner = keeper
+        return handle
+
+    def follow(self) -> Any:
+        home = torch.cuda.current_stream(self.device)
+        self._torch.wait_stream(home)
+        return home
 
     def mark(self) -> Any:
-        return self.handle.record_event()
+        return self._torch.record_event()
 
-    def join(self, event: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+    def join(self, event: Any) -> Any:
+        here = torch.cuda.current_stream(self.device)
+        here.wait_event(event)
+        return here
+
+    def leave(self, event: Any, home: Any) -> None:
+        home.wait_event(event)
+
+    def give_back(self, home: Any, here: Any, result: Tensor | None) -> None:
+        if here != home:
+            home.wait_stream(here)
+            if result is not None:
+                result.record_stream(here)
+
+    def share(self, made: Tensor, on: Any) -> None:
+        share(made, on)
+
+
+def made_on(x: Tensor) -> Any:
+    """The stream on which the caller makes something of x now; None for what is done when it is made."""
+    return torch.cuda.current_stream(x.device) if x.is_cuda else None
+
+
+def share(made: Tensor, on: Any) -> None:
+    """The caller's stream waits for what was made on the stream `on`, and torch's allocator for the caller's stream:
+    both only where that is another stream."""
+    here = torch.cuda.current_stream(on.device)
+    if here != on:
+        here.wait_stream(on)
+        made.record_stream(here)
 
 
 _sides: weakref.WeakKeyDictionary[Communicator, SideStream] = weakref.WeakKeyDictionary()

@@ -40,13 +40,13 @@ class AllReduce(Collective):
     def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, op: str, grad: str, reduce_dtype: Dtype) -> Call:
         if grad == "sum":
             return Call(AllReduce, g, (op, "sum", reduce_dtype))
-        return Call(Copy, mean(g, op, comm), (reduce_dtype,))
+        return Call(Entered, mean(g, op, comm), (reduce_dtype,))
 
 
 class Copy(Collective):
     """A replicated tensor enters a region in which the ranks' work differs.
 
-    forward    x [..] -> y [..]     y_r = x
+    forward    x [..] -> y [..]     y_r = x, in memory of its own
     backward   g [..] -> [..]       all_reduce(g)
     """
 
@@ -57,13 +57,19 @@ class Copy(Collective):
     def exchange(x: Tensor, comm: Communicator, reduce_dtype: Dtype) -> Exchange:
         return raw.copy(x)
 
-    @classmethod
-    def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:
-        return x.view_as(x)  # an operator must not return its input; a Function may
-
     @staticmethod
     def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, reduce_dtype: Dtype) -> Call:
         return Call(AllReduce, g, ("sum", "replicated", reduce_dtype))
+
+
+class Entered(Copy):
+    """Copy without the copy, for what this package reads only: the output shares the memory of x.
+
+    As an operator it is Copy, since an operator must not return its input."""
+
+    @classmethod
+    def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:
+        return x.view_as(x)
 
     @staticmethod
     def alone(x: Tensor, *params: Any) -> Tensor:

@@ -8,6 +8,7 @@ functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from .finite_differences import GradientError, check_gradients
+from .finite_differences import GradientError, check_gradients, gradients_of
+from .inputs import check_seed, check_tolerance, check_values
 
 __all__ = ["AdjointError", "GradientError", "check_adjoint", "check_gradients"]
 
@@ -46,20 +48,20 @@ def check_adjoint(
     fn          linear in its argument; communicates over comm
     x           this rank's input: its shape, type and device are used, and its values
     replicated  the output is one logical value held by all ranks: the cotangent is equal on all and counted once
-    tolerance   None: 1e-12 in double precision, 1e-5 in single
+    tolerance   None: 1e-12 in double precision, 1e-5 in single, the largest of those of the ranks' inputs
 
-    Every rank must call it. Raises AdjointError on every rank alike.
+    Every rank must call it. Raises AdjointError on every rank alike. A rank that takes no part may have an input of
+    size 0, of any type, and an output without a gradient function.
     """
-    if tolerance is None:
-        tolerance = TOLERANCE.get(x.dtype, 0.0)
-        if not tolerance:
-            raise ValueError(f"check_adjoint: no default tolerance for {x.dtype}; pass tolerance=, or a float64 input")
+    check_values("check_adjoint", x, comm)
+    seed = check_seed("check_adjoint", seed)
+    tolerance = _tolerance(x, comm, check_tolerance("check_adjoint", tolerance))
     x = x.detach().clone().requires_grad_()
     fx = fn(x)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + (0 if replicated else comm.rank + 1))
     drawn = torch.complex128 if fx.is_complex() else torch.float64
     y = torch.randn(fx.shape, generator=generator, dtype=drawn).to(fx)
-    (dx,) = torch.autograd.grad(fx, x, y)
+    dx = gradients_of(fx, [x], y)[0]
     counted = 0.0 if replicated and comm.rank else 1.0
     sums = _sum_over_ranks(
         [
@@ -84,6 +86,20 @@ def check_adjoint(
             f"1/{comm.size} points to the wrong convention of gradient."
         )
     return error
+
+
+def _tolerance(x: Tensor, comm: Communicator, given: float | None) -> float:
+    """The same on all ranks: an input without elements says nothing about precision."""
+    own = given if given is not None else TOLERANCE.get(x.dtype, math.inf) if x.numel() else 0.0
+    largest = torch.tensor([own], dtype=torch.float64, device=comm.device)
+    comm.all_reduce(largest, largest, "max")
+    tolerance = float(largest)
+    if given is None and math.isinf(tolerance):
+        raise ValueError(
+            f"check_adjoint: no default tolerance for the type of some rank's input, which is {x.dtype} on rank "
+            f"{comm.rank}; pass tolerance=, or a float64 input"
+        )
+    return tolerance
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

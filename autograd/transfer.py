@@ -6,7 +6,7 @@ Everything here is a composition of slices and one all_to_all, so all derivative
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,24 +14,36 @@ from torch import Tensor
 
 from pynccl import Communicator
 
+from .agreement import gathered
+from .arguments import is_tracing
 from .functions import all_to_all
+from .inputs import lost_its_memory
+from .wire import SAME_BITS
 
 Region = tuple[slice, ...]  # with start and stop
+Cuts = list[list[slice]]  # of each dimension
 
 MAX_DIMS = 16
-_DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
+# The types that tensors between partitions may have: those of which torch can make, copy and join tensors, and NCCL
+# knows them or their bytes. Ranks tell each other the position, so new names go to the end.
+_NAMES = (
+    *(
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "complex64",
+        "complex128",
+        "int64",
+        "int32",
+        "int8",
+        "uint8",
+        "bool",
+    ),
+    *("int16", "uint16", "uint32", "uint64", "complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
+DTYPES = tuple(getattr(torch, name, None) for name in _NAMES)
 
 
 class Block(NamedTuple):
@@ -48,8 +60,12 @@ def whole(shape: Sequence[int]) -> Region:
 def cuts(size: int, parts: int) -> list[slice]:
     """`size` rows as `parts` neighbouring slices, the first size % parts of them larger by one."""
     small, larger = divmod(size, parts)
-    starts = [i * small + min(i, larger) for i in range(parts + 1)]
-    return [slice(start, stop) for start, stop in pairwise(starts)]
+    return slices([small + (i < larger) for i in range(parts)])
+
+
+def slices(sizes: Sequence[int]) -> list[slice]:
+    """Neighbouring slices of these sizes, from 0 on."""
+    return [slice(start, stop) for start, stop in pairwise([0, *accumulate(sizes)])]
 
 
 def within(own: Region, other: Region) -> Region:
@@ -66,48 +82,76 @@ def shape_of(region: Region) -> tuple[int, ...]:
 
 
 def transfer(
-    x: Tensor, comm: Communicator, sends: Sequence[Block], recvs: Sequence[Block], shape: Sequence[int] | None
-) -> Tensor:
-    """A tensor of `shape` to which each received block is added in its region; 0 elsewhere.
+    x: Tensor, comm: Communicator, sends: Sequence[Block], recvs: Sequence[Block]
+) -> tuple[Tensor, list[Tensor]]:
+    """All that this rank receives in one line, and as pieces: views of it, one for each of `recvs`, in its shape.
 
     sends  regions of x; one rank may be named once at most, here and in recvs
-    shape  None: nothing is received; the result has volume zero
 
-    Every rank of comm must call it, so that every rank has a node of the all-to-all.
+    Every rank of comm must call it, so that every rank has a node of the all-to-all; a result that is not made of the
+    pieces has to be made of the line.
     """
-    parts = {block.rank: x[block.region].reshape(-1) for block in sends}
+    # As columns: torch.cat gives an empty tensor of one dimension a gradient that has no derivatives of its own, and
+    # then this rank would be missing in the second backward pass.
+    parts = {block.rank: x[block.region].reshape(-1, 1) for block in sends}
     send_splits = [parts[rank].numel() if rank in parts else 0 for rank in range(comm.size)]
     counts = {block.rank: torch.Size(shape_of(block.region)).numel() for block in recvs}
     recv_splits = [counts.get(rank, 0) for rank in range(comm.size)]
     # x itself is part of it although nothing of it is sent: so the gradient of x is defined, as zeros
-    flat = torch.cat([x.reshape(-1)[:0], *(parts[rank] for rank in sorted(parts))])
+    flat = torch.cat([x.reshape(-1, 1)[:0], *(parts[rank] for rank in sorted(parts))]).view(-1)
     received = all_to_all(flat, comm, send_splits=send_splits, recv_splits=recv_splits)
-    pieces = received.split(recv_splits)
-    if shape is None:
-        return received
-    if len(recvs) == 1 and recvs[0].region == whole(shape):
-        return pieces[recvs[0].rank].reshape(tuple(shape))
-    y = received.new_zeros(tuple(shape))
-    for block in recvs:
-        y[block.region].add_(pieces[block.rank].view(shape_of(block.region)))
+    lines = received.split(recv_splits)
+    return received, [lines[block.rank].view(shape_of(block.region)) for block in recvs]
+
+
+def shaped(received: Tensor, shape: Sequence[int]) -> Tensor:
+    """All that was received, in this shape: not as a view, so that it may be changed in place."""
+    y: Tensor = torch.ops.aten._unsafe_view.default(received, tuple(shape))
     return y
 
 
+def summed(pieces: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors of one shape, in the way of wire.added: a tensor of its own."""
+    first, *others = pieces
+    if same := SAME_BITS.get(first.dtype):
+        return summed([piece.view(same) for piece in pieces]).view(first.dtype).clone()
+    wide = torch.float32 if first.is_floating_point() and first.itemsize == 1 else first.dtype
+    y = first.to(wide)
+    for piece in others:
+        y = y + piece.to(wide)
+    return y.to(first.dtype)
+
+
+def assembled(received: Tensor, recvs: Sequence[Block], pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The tensor of `shape` that the pieces fill without overlap, bit for bit: a tensor of its own."""
+    if any(block.region == whole(shape) for block in recvs):
+        return shaped(received, shape)
+    y = received.new_zeros(tuple(shape))
+    for block, piece in zip(recvs, pieces, strict=True):
+        y[block.region].copy_(piece)
+    return y
+
+
+@torch.compiler.disable(reason="the ranks tell each other the shapes of their tensors, which the CPU waits for")
 def describe(what: str, x: Tensor, comm: Communicator, ranks: Sequence[int]) -> tuple[list[tuple[int, ...]], Tensor]:
     """The shapes of the tensors of `ranks`, on every rank of comm; and x, which there may be empty, in their type.
 
     Errors are raised on every rank alike: one that raised before the all-gather would let the others wait."""
-    known = x.dtype in _DTYPES and x.dim() <= MAX_DIMS
-    row = [_DTYPES.index(x.dtype), x.dim(), *x.shape, *[0] * (MAX_DIMS - x.dim())] if known else [-1] * (2 + MAX_DIMS)
-    own = torch.tensor(row, device=comm.device)
-    table = own.new_empty(comm.size, len(row))
-    comm.all_gather(own, table)
-    rows = table.tolist()
+    if is_tracing():
+        raise NotImplementedError(
+            f"{what}: the ranks tell each other the shapes of their tensors, which cannot be traced with fake tensors; "
+            "call it outside of the tracing (torch.compile without fullgraph=True runs it between its graphs)"
+        )
+    known = isinstance(x, Tensor) and x.layout is torch.strided and x.dtype in DTYPES and not x.is_nested
+    known = known and x.dim() <= MAX_DIMS and not lost_its_memory(x)
+    row = [DTYPES.index(x.dtype), x.dim(), *x.shape, *[0] * (MAX_DIMS - x.dim())] if known else [-1] * (2 + MAX_DIMS)
+    rows = gathered(comm, row)
     if any(row[0] < 0 for row in rows):
         wrong = [rank for rank, row in enumerate(rows) if row[0] < 0]
         raise TypeError(
-            f"{what}: the tensors of ranks {wrong} have a type or a number of dimensions that is not known here; "
-            f"expected one of {_DTYPES}, with up to {MAX_DIMS} dimensions"
+            f"{what}: what ranks {wrong} pass is no tensor, or has a type or a number of dimensions that is not known "
+            f"here, or its storage was freed; expected dense tensors of {', '.join(_NAMES)}, with up to {MAX_DIMS} "
+            "dimensions"
         )
     shapes = [tuple(row[2 : 2 + row[1]]) for row in rows]
     for rank, shape in enumerate(shapes):
@@ -116,8 +160,8 @@ def describe(what: str, x: Tensor, comm: Communicator, ranks: Sequence[int]) -> 
                 f"{what}: rank {rank} is not in the partition of ranks {tuple(ranks)}, but passes a tensor {shape}; "
                 "expected one of volume zero"
             )
-    dtypes = {rank: _DTYPES[rows[rank][0]] for rank in ranks}
+    dtypes = {rank: DTYPES[rows[rank][0]] for rank in ranks}
     if len(set(dtypes.values())) > 1:
         raise TypeError(f"{what}: tensors have types {dtypes} (by rank), expected one type")
-    x = x if comm.rank in ranks else x.to(device=own.device, dtype=dtypes[ranks[0]])
+    x = x if comm.rank in ranks else x.to(device=comm.device, dtype=dtypes[ranks[0]])
     return [shapes[rank] for rank in ranks], x
