@@ -1,12 +1,15 @@
 """What a call costs before NCCL starts to work, for each way there is to make it.
 
-    python scripts/bench_overhead.py [--rounds N] [--calls N] [--json]
+    python scripts/bench_overhead.py [--gpu] [--rounds N] [--calls N] [--json]
 
 A stub library is compiled whose functions return 0, so that what is measured is the binding alone. All ways are
 measured in one run: rounds A B C ... A B C ... with the garbage collector off, medians over the rounds, and ratios as
 the median of the ratios within a round, so that a machine that slows down slows down both sides. Every way is first
 seen to reach the stub. The tensors are in CPU memory; on a GPU torch's look-up of the current stream comes on top. The
 other bindings are measured where they can be imported. Needs a C compiler and torch.
+
+--gpu measures on a GPU and the real libnccl instead, on the ranks of a launch, beside torch.distributed's nccl backend;
+bench_overhead_gpu.py says how. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import importlib.util
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -32,7 +34,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pynccl
-from pynccl import abi
+from pynccl import abi, soname
 from pynccl.buffers import data_type
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,10 +43,21 @@ LOOP = 1000  # calls that the loop in C makes at once
 ELEMENTS = 1024
 
 BARE, CHECKED, PLAN, GROUP_PLAN = "bare ctypes", "comm.all_reduce(t, t)", "plan()", f"group plan of {GROUP}"
+RAW_PLAN = "plan() of raw buffers"
+ONE_TENSOR = ["comm.broadcast(t, t)", "comm.send(t, 1)", "comm.recv(t, 1)"]
+TWO_TENSORS = [
+    *("comm.all_reduce(t, u)", "comm.broadcast(t, u)", "comm.reduce(t, u)", "comm.all_gather(t, w)"),
+    *("comm.reduce_scatter(w, t)", "comm.all_to_all(t, u)", "comm.gather(t, w)", "comm.scatter(w, t)"),
+]
 NCCL4PY = "nccl4py Communicator.allreduce"
 
 # (way, beside which way, ratio at most)
-BOUNDS = [(CHECKED, BARE, 2.0), (CHECKED, NCCL4PY, 0.2), (PLAN, BARE, 0.65), (GROUP_PLAN, BARE, 0.6)]
+BOUNDS = [
+    *[(CHECKED, BARE, 2.0), (CHECKED, NCCL4PY, 0.2)],
+    *[(RAW_PLAN, BARE, 0.65), (PLAN, BARE, 0.65), (GROUP_PLAN, BARE, 0.6)],
+    *((way, BARE, 2.1) for way in ONE_TENSOR),
+    *((way, BARE, 2.7) for way in TWO_TENSORS),
+]
 IMPORT_BOUND = 60.0  # milliseconds
 
 STUB = r"""
@@ -64,6 +77,16 @@ int stub_loop(long n, const void *send, void *recv, size_t count, int type, int 
     if (call(send, recv, count, type, op, comm, stream)) return 1;
   return 0;
 }
+#define MOVES(name, ...) int name(__VA_ARGS__) { calls++; return 0; }
+MOVES(ncclBroadcast, const void *send, void *recv, size_t count, int type, int root, void *comm, void *stream)
+MOVES(ncclReduce, const void *send, void *recv, size_t count, int type, int op, int root, void *comm, void *stream)
+MOVES(ncclAllGather, const void *send, void *recv, size_t count, int type, void *comm, void *stream)
+MOVES(ncclReduceScatter, const void *send, void *recv, size_t count, int type, int op, void *comm, void *stream)
+MOVES(ncclAlltoAll, const void *send, void *recv, size_t count, int type, void *comm, void *stream)
+MOVES(ncclGather, const void *send, void *recv, size_t count, int type, int root, void *comm, void *stream)
+MOVES(ncclScatter, const void *send, void *recv, size_t count, int type, int root, void *comm, void *stream)
+MOVES(ncclSend, const void *send, size_t count, int type, int peer, void *comm, void *stream)
+MOVES(ncclRecv, void *recv, size_t count, int type, int peer, void *comm, void *stream)
 int ncclGetVersion(int *version) { *version = VERSION; return 0; }
 const char *ncclGetErrorString(int code) { return "no error"; }
 const char *ncclGetLastError(void *comm) { return ""; }
@@ -105,6 +128,17 @@ def compile_stub(folder: Path) -> Path:
     return target
 
 
+def first_of_its_name(path: Path) -> ctypes.CDLL:
+    """The stub, opened where other bindings find it by its name: before torch brings a libnccl.so.2 of its own.
+
+    A torch for CUDA then finds in its own what the stub lacks, or it would not import."""
+    stub = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    needed = soname.needed_by_torch()
+    if needed and needed.path:
+        ctypes.CDLL(needed.path, mode=ctypes.RTLD_GLOBAL)
+    return stub
+
+
 def communicator(path: Path) -> pynccl.Communicator:
     """Rank 0 of 2 on the stub, for tensors in CPU memory."""
     library = pynccl.load(str(path))
@@ -113,24 +147,26 @@ def communicator(path: Path) -> pynccl.Communicator:
     return pynccl.Communicator.init(2, bytes(abi.UNIQUE_ID_BYTES), 0, library=library)
 
 
-def own_ways(comm: pynccl.Communicator, stub: ctypes.CDLL, t: Any, u: Any) -> list[Way]:
-    """C, ctypes and this binding."""
+def own_ways(comm: pynccl.Communicator, stub: ctypes.CDLL, t: Any, u: Any, w: Any) -> list[Way]:
+    """C, ctypes and this binding. w is as large as t and u together."""
     raw = (t.data_ptr(), t.data_ptr(), t.numel(), int(data_type(t.dtype)), int(pynccl.RedOp.SUM), comm.handle, None)
     function, loop = comm.library.ncclAllReduce, stub.stub_loop
     loop.argtypes = [ctypes.c_long, *function.argtypes]
     names = {f"a{i}": value for i, value in enumerate(raw)}
     given = ", ".join(names)
     plan = comm.plan.all_reduce(t, t)
+    buffer = (t.data_ptr(), t.numel(), t.dtype)
+    raw_plan = comm.plan.all_reduce(buffer, buffer, stream=0)
     many = comm.plan.group([plan] * GROUP)
     in_group = "with group():\n    for _ in numbers:\n        comm.all_reduce(t, t)"
-    tensors = {"comm": comm, "t": t, "u": u}
+    tensors = {"comm": comm, "t": t, "u": u, "w": w}
     return [
         Way("loop in C", f"loop({LOOP}, {given})", {**names, "loop": loop}, calls=LOOP),
         Way(BARE, f"function({given})", {**names, "function": function}),
+        Way(RAW_PLAN, "plan()", {"plan": raw_plan}),
         Way(PLAN, "plan()", {"plan": plan}),
         Way(GROUP_PLAN, "plan()", {"plan": many}, calls=GROUP),
-        Way(CHECKED, "comm.all_reduce(t, t)", tensors),
-        Way("comm.all_reduce(t, u)", "comm.all_reduce(t, u)", tensors),
+        *(Way(call, call, tensors) for call in (CHECKED, *ONE_TENSOR, *TWO_TENSORS)),
         Way("comm.all_reduce(t)", "comm.all_reduce(t)", tensors),
         Way(
             f"with group(): {GROUP} x all_reduce(t, t)",
@@ -196,23 +232,29 @@ def measure(ways: list[Way], rounds: int, calls: int) -> dict[str, list[float]]:
 
 
 def import_times(rounds: int) -> dict[str, float]:
-    """Milliseconds that an import adds to the start of an interpreter: medians of new processes in turn.
+    """Milliseconds that an import takes in a new interpreter: medians over processes in turn.
 
-    Processor time, which is what it takes on an idle machine, and nearly so on a busy one."""
+    Processor time, which is what it takes on an idle machine, and nearly so on a busy one; each process measures its own
+    import alone. Compiled once beforehand, as pip leaves what it installs."""
     modules = ["pynccl", *(["nccl.core"] if importlib.util.find_spec("nccl") else [])]
-    statements = {"": "pass", **{module: f"import {module}" for module in modules}}
-    times: dict[str, list[float]] = {name: [] for name in statements}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for _ in range(rounds):
-        for name, statement in statements.items():
-            command = [sys.executable, "-c", statement]
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run(command, env=environment, cwd=ROOT, check=True)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-            times[name].append(1e3 * seconds)
-    bare = statistics.median(times.pop(""))
-    return {name: statistics.median(found) - bare for name, found in times.items()}
+    times: dict[str, list[float]] = {module: [] for module in modules}
+    with tempfile.TemporaryDirectory(prefix="bench-overhead-") as folder:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": folder}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        for module in modules:
+            import_time(module, environment)
+        for _ in range(rounds):
+            for module in modules:
+                times[module].append(import_time(module, environment))
+    return {module: 1e3 * statistics.median(found) for module, found in times.items()}
+
+
+def import_time(module: str, environment: dict[str, str]) -> float:
+    """Seconds of processor time of one import, in a process of its own."""
+    code = f"import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout)
 
 
 def results(times: dict[str, list[float]], reached: dict[str, int], imports: dict[str, float]) -> dict[str, Any]:
@@ -247,22 +289,39 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def main_gpu(options: argparse.Namespace) -> None:
+    """Rank 0 prints the table, and below it the line RESULT that gpu_check looks for; or the JSON alone."""
+    problem = pynccl.library.gpu_problem()
+    if problem and os.environ.get("PYNCCL_LIBRARY") != "host":
+        sys.exit(f"bench_overhead.py --gpu: {problem}; PYNCCL_LIBRARY=host rehearses it on the CPU")
+    import bench_overhead_gpu
+
+    found = bench_overhead_gpu.run(options.rounds, options.calls)
+    if os.environ.get("RANK", "0") == "0":
+        table = f"{bench_overhead_gpu.table(found)}\nRESULT {json.dumps(found)}"
+        print(json.dumps(found, indent=2) if options.json else table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=101, help="rounds over all ways (default 101)")
     parser.add_argument("--calls", type=int, default=1000, help="calls of each way in a round (default 1000)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--gpu", action="store_true", help="on a GPU and the real libnccl instead of the stub")
     options = parser.parse_args()
     if options.rounds < 1 or options.calls < 1:
         parser.error(f"--rounds is {options.rounds} and --calls is {options.calls}; both must be at least 1")
+    if options.gpu:
+        main_gpu(options)
+        return
     with tempfile.TemporaryDirectory(prefix="bench-overhead-") as folder:
         path = compile_stub(Path(folder))
-        stub = ctypes.CDLL(str(path))  # before torch, which may bring a libnccl.so.2 of its own
+        stub = first_of_its_name(path)
         import torch
 
-        t, u = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+        t, u, w = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), torch.zeros(2 * ELEMENTS)
         comm = communicator(path)
-        ways = [*own_ways(comm, stub, t, u), *nccl4py_ways(comm, t), *torch_ways(t)]
+        ways = [*own_ways(comm, stub, t, u, w), *nccl4py_ways(comm, t), *torch_ways(t)]
         reached = check_reach(ways, stub)
         times = measure(ways, options.rounds, options.calls)
         comm.destroy()

@@ -116,7 +116,7 @@ def main() -> int:
         return 1
     page = table(cells)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(page)
+    options.out.write_text(page, encoding="utf-8")
     print(f"{options.out}: {len(cells)} cells, {sum(cell.status == 'passed' for cell in cells)} pass")
     return 0
 

@@ -15,9 +15,12 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out with PYTHONSAFEPATH
 from train_data import SHIPPED, Batch, Windows, split_text
 from train_model import ModelConfig, Transformer, save_checkpoint
 from train_options import read_options
