@@ -37,6 +37,8 @@ SIZES = (2, 3, 4)
 each_size = pytest.mark.parametrize("n", SIZES)
 
 HOST: Mapping[str, str | None] = {"PYNCCL_LIBRARY": "host"}
+# torchrun on this machine alone. Left to itself it looks for the address of the hostname, which need not have one.
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 GRACE_SECONDS = 3.0  # what the others get to finish in once a rank has failed: mostly they wait for it in a collective
 INIT_SECONDS = 30.0
 _PRELOAD = ["torch", "torch.distributed", "pytest"]  # not the project: a fault in it would end the fork server

@@ -129,15 +129,24 @@ LEFT, RIGHT = 1, 2
 INTERIOR = 3
 
 
+def widths(case: Case) -> list[tuple[int, int]]:
+    """(left, right) of every rank's halos."""
+    return [(r, (r + 1) % 2) if case.uneven else (LEFT, RIGHT) for r in range(case.n)]
+
+
 def halos(xs: Sequence[Tensor], case: Case) -> Outputs:
     def rows(x: Tensor, start: int, count: int) -> Tensor:
         return x.narrow(case.dim, start, count)
 
     ys = []
     for r, x in enumerate(xs):
-        low = rows(x, 0, LEFT) if r == 0 else rows(xs[r - 1], INTERIOR, LEFT)
-        high = rows(x, LEFT + INTERIOR, RIGHT) if r == case.n - 1 else rows(xs[r + 1], LEFT, RIGHT)
-        ys.append(torch.cat([low, rows(x, LEFT, INTERIOR), high], case.dim))
+        left, right = widths(case)[r]
+        low, high = rows(x, 0, left), rows(x, left + INTERIOR, right)
+        if r > 0:
+            low = rows(xs[r - 1], widths(case)[r - 1][0] + INTERIOR - left, left)
+        if r < case.n - 1:
+            high = rows(xs[r + 1], widths(case)[r + 1][0], right)
+        ys.append(torch.cat([low, rows(x, left, INTERIOR), high], case.dim))
     return ys
 
 
@@ -243,11 +252,10 @@ OPERATIONS: dict[str, Operation] = {
         },
     ),
     "halo_exchange": Operation(
-        lambda x, comm, case: ad.halo_exchange(x, comm, case.dim, (LEFT, RIGHT)),
+        lambda x, comm, case: ad.halo_exchange(x, comm, case.dim, widths(case) if case.uneven else (LEFT, RIGHT)),
         halos,
-        lambda r, case: case.shape(LEFT + INTERIOR + RIGHT),
+        lambda r, case: case.shape(INTERIOR + sum(widths(case)[r])),
         cannot={
-            "uneven": "interiors may differ by rank as they are; there are no splits to give",
             "replicated": NO_CONVENTIONS,
             "reduce_dtype": "one addition per border, in the tensor's own type",
         },

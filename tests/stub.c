@@ -9,15 +9,15 @@
 #include <string.h>
 #include <unistd.h>
 
-typedef struct { int rank, nranks, device; } *comm_t;
+typedef struct { int rank, nranks, device, spoilt; } *comm_t;
 typedef struct { char internal[128]; } unique_id_t;
 typedef void *stream_t;
 typedef struct { size_t size; unsigned int magic, version; char rest[]; } config_t;
 
-enum { INVALID_ARGUMENT = 4, IN_PROGRESS = 7 };
+enum { INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, IN_PROGRESS = 7 };
 
 /* What a test has asked a function to do. One function per kind of rule. */
-enum { FAIL, SLEEP_MS, POLLS, FINAL, NULLED, KINDS };
+enum { FAIL, SLEEP_MS, POLLS, FINAL, NULLED, WHOLE, KINDS };
 static struct { char name[64]; int value; } rules[KINDS];
 static char record[1 << 18];
 static size_t used;
@@ -89,6 +89,23 @@ static int born(comm_t parent, comm_t *out, comm_t made, int code) {
   return code;
 }
 
+/* The calls of an open group, of which a simulation spoils the communicators, as in NCCL: it keeps their work lists. */
+static __thread comm_t members[64];
+static __thread int grouped, count, collectives;
+static int enter(comm_t comm, int collective) {
+  if (comm->spoilt) return note("spoilt", ""), INTERNAL_ERROR;
+  if (!grouped || comm->nranks == 1) return 0; /* of a single rank, NCCL runs it at once */
+  if (count < 64) members[count++] = comm;
+  collectives += collective;
+  return 0;
+}
+static int closed(int simulated) {
+  int estimated = simulated && collectives; /* NCCL has no estimate for sends and receives */
+  for (int i = 0; i < count; i++) members[i]->spoilt |= simulated;
+  grouped = count = collectives = 0;
+  return estimated;
+}
+
 /* Library */
 
 int ncclGetVersion(int *version) { *version = VERSION; return 0; }
@@ -131,7 +148,8 @@ int ncclCommInitAll(comm_t *comms, int n, const int *devices) {
 }
 int ncclCommSplit(comm_t comm, int color, int key, comm_t *out, config_t *config) {
   if (config) note_config("config", config);
-  comm_t made = color >= 0 ? make(0, 1, comm->device) : NULL;
+  int whole = rule(WHOLE, "ncclCommSplit"); /* as if all ranks came with the same color */
+  comm_t made = color >= 0 ? make(whole ? comm->rank : 0, whole ? comm->nranks : 1, comm->device) : NULL;
   return born(comm, out, made, note("ncclCommSplit", " color=%d key=%d", color, key));
 }
 #if VERSION >= 22700
@@ -191,6 +209,12 @@ int ncclCommMemStats(comm_t comm, int stat, uint64_t *value) {
   *value = (1ull << 40) + stat;
   return note("ncclCommMemStats", " rank=%d stat=%d", comm->rank, stat);
 }
+#endif
+
+/* The device's side, of which torch needs some */
+
+#if VERSION >= 22800
+int ncclDevCommDestroy(comm_t comm, const void *devcomm) { return note("ncclDevCommDestroy", " rank=%d", comm->rank); }
 #endif
 
 /* Memory */
@@ -254,6 +278,8 @@ int ncclRedOpDestroy(int op, comm_t comm) { return note("ncclRedOpDestroy", " op
 #define PLAIN(NAME, EXTRA, FORMAT, VALUES)                                              \
   int NAME(BUFFERS, OPEN EXTRA PLACE) {                                                 \
     if (comm == NULL) return INVALID_ARGUMENT;                                          \
+    int code = enter(comm, 1);                                                          \
+    if (code) return code;                                                              \
     return note(#NAME, MOVED FORMAT WHERE, MOVED_ARGS, OPEN VALUES WHERE_ARGS);         \
   }
 #if VERSION >= 23100
@@ -283,9 +309,11 @@ COLLECTIVE(ncclScatter, (int root,), " root=%d", (root,))
 #define PEER " buffer=%zu count=%zu dtype=%d peer=%d"
 #define PEER_ARGS (size_t)buffer, count, dtype, peer
 int ncclSend(const void *buffer, size_t count, int dtype, int peer, PLACE) {
+  enter(comm, 0);
   return note("ncclSend", PEER WHERE, PEER_ARGS, WHERE_ARGS);
 }
 int ncclRecv(void *buffer, size_t count, int dtype, int peer, PLACE) {
+  enter(comm, 0);
   return note("ncclRecv", PEER WHERE, PEER_ARGS, WHERE_ARGS);
 }
 #if VERSION >= 22900
@@ -307,12 +335,12 @@ int ncclWaitSignal(int rows, wait_t *row, PLACE) {
 
 /* Groups */
 
-int ncclGroupStart(void) { return note("ncclGroupStart", ""); }
-int ncclGroupEnd(void) { return note("ncclGroupEnd", ""); }
+int ncclGroupStart(void) { return grouped = 1, note("ncclGroupStart", ""); }
+int ncclGroupEnd(void) { return closed(0), note("ncclGroupEnd", ""); }
 #if VERSION >= 22200
 typedef struct { size_t size; unsigned int magic, version; float estimatedTime; } sim_info_t;
 int ncclGroupSimulateEnd(sim_info_t *info) {
-  info->estimatedTime = 12.5f;
+  if (closed(1)) info->estimatedTime = 12.5f;
   return note("ncclGroupSimulateEnd", " size=%zu version=%u magic=%u", info->size, info->version, info->magic);
 }
 #endif

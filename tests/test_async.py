@@ -9,6 +9,7 @@ import torch
 from ranks import RankPool, each_size
 from semantics import OPERATIONS, Case, tensors
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import pynccl_autograd as ad
 from pynccl import Communicator
@@ -163,11 +164,6 @@ def unsupported(comm: Communicator) -> list[str]:
     for error, call in (
         (NotImplementedError, lambda: ad.start(ad.all_reduce, x, comm, "max", grad="sum")),
         (TypeError, lambda: ad.start(torch.sum, x)),
-        (
-            RuntimeError,
-            lambda: torch.func.jvp(lambda t: ad.start(ad.all_reduce, t, comm, grad="sum").wait(), (x,), (x,)),
-        ),
-        (RuntimeError, lambda: torch.func.grad(lambda t: ad.start(ad.copy, t, comm).wait().sum())(x)),
     ):
         with pytest.raises(error) as caught:
             call()
@@ -177,10 +173,32 @@ def unsupported(comm: Communicator) -> list[str]:
 
 
 def test_what_cannot_run_asynchronously_raises(ranks: RankPool) -> None:
-    for extremum, no_collective, jvp, func in ranks.run(2, unsupported):
+    for extremum, no_collective in ranks.run(2, unsupported):
         assert "ad.all_reduce" in extremum and "max" in extremum
         assert "no collective of pynccl_autograd" in no_collective
-        assert "setup_context" in jvp and "setup_context" in func
+
+
+def within_levels(comm: Communicator) -> list[list[float]]:
+    x = torch.full((2,), comm.rank + 1.0)
+
+    def started(t: Tensor) -> Tensor:
+        return ad.start(ad.all_reduce, t * t, comm, grad="sum").wait()
+
+    with forward_ad.dual_level():
+        change = forward_ad.unpack_dual(started(forward_ad.make_dual(x, x))).tangent
+    return [
+        torch.func.jvp(started, (x,), (x,))[1].tolist(),
+        change.tolist(),
+        torch.func.grad(lambda t: started(t).sum())(x).tolist(),
+        torch.func.vmap(started)(x).tolist(),
+    ]
+
+
+def test_within_forward_mode_and_torch_func_it_is_done_at_once(ranks: RankPool) -> None:
+    for rank, (jvp, dual, grad, vmap) in enumerate(ranks.run(2, within_levels)):
+        assert jvp == dual == [2.0 * (1 + 4)] * 2
+        assert grad == [2.0 * 2 * (rank + 1)] * 2
+        assert vmap == [1.0 + 4] * 2
 
 
 def one_rank(comm: Communicator) -> None:

@@ -30,6 +30,21 @@ class Bad(NamedTuple):
     says: tuple[str, ...]
 
 
+class Hostile:
+    """Raises wherever it is asked for anything that it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} today")
+
+
+def array(**changes: Any) -> CudaArray:
+    """__cuda_array_interface__ of CPU memory, with these changes; ... leaves a key out."""
+    made = CudaArray()
+    given = {**made.__cuda_array_interface__, **changes}
+    made.__cuda_array_interface__ = {key: value for key, value in given.items() if value is not ...}
+    return made
+
+
 READ_ONLY = np.zeros(4)
 READ_ONLY.flags.writeable = False
 
@@ -162,6 +177,63 @@ BAD: dict[str, Bad] = {
         lambda comm: comm.all_to_all((4096, 8, F4), (4096, 8, F4), stream=0),
         ValueError,
         ("all_to_all: send and recv overlap", "send and recv must not overlap"),
+    ),
+    "config of another kind": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), config=pynccl.CommConfig()),
+        TypeError,
+        ("all_reduce: config is CommConfig(", "expected a pynccl.CollConfig, or None"),
+    ),
+    "config of a split": Bad(
+        lambda comm: comm.split(0, config=0),  # type: ignore[arg-type]
+        TypeError,
+        ("split: config is 0, expected a pynccl.CommConfig, or None",),
+    ),
+    "no ranks to leave out": Bad(
+        lambda comm: comm.shrink(3), TypeError, ("shrink: exclude is 3, expected the ranks to leave out",)
+    ),
+    "no counts": Bad(
+        lambda comm: comm.all_gather_v(torch.zeros(4), counts=4),
+        TypeError,
+        ("all_gather_v: counts is 4, expected 4 numbers of elements >= 0",),
+    ),
+    "operator equal to a number": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), op=1.0), ValueError, ("all_reduce: unknown operator 1.0",)
+    ),
+    "operator of NumPy": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), op=np.bool_(True)), ValueError, ("all_reduce: unknown operator",)
+    ),
+    "no plans": Bad(lambda comm: comm.plan.group(5), TypeError, ("plan.group: plans is 5, expected a list",)),
+    "no plan": Bad(lambda comm: comm.plan.group([5]), TypeError, ("plan.group: 5 is no plan; pass what",)),  # type: ignore[list-item]
+    "no signals": Bad(
+        lambda comm: comm.wait_signal([0], stream=0), ValueError, ("wait_signal: peer is [0], expected a rank in 0..3",)
+    ),
+    "timeout": Bad(
+        lambda comm: setattr(comm, "timeout", "soon"), ValueError, ("timeout is 'soon', expected a number of seconds",)
+    ),
+    "object that raises": Bad(
+        lambda comm: comm.all_reduce(Hostile()), TypeError, ("all_reduce: send: a ", "Hostile is no buffer; pass")
+    ),
+    "stream that raises": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), stream=Hostile()), TypeError, ("Hostile is no stream; pass",)
+    ),
+    "array without data": Bad(
+        lambda comm: comm.all_reduce(array(data=...), stream=0),
+        TypeError,
+        ("all_reduce: send: __cuda_array_interface__ has ", "data None, expected", "(pointer, read-only)"),
+    ),
+    "array without a shape": Bad(
+        lambda comm: comm.all_reduce(array(shape=...), stream=0), TypeError, ("has shape None", "expected a tuple")
+    ),
+    "array of a negative shape": Bad(
+        lambda comm: comm.all_reduce(array(shape=(-4,)), stream=0), TypeError, ("has shape (-4,)", "sizes >= 0")
+    ),
+    "array of other strides": Bad(
+        lambda comm: comm.all_reduce(array(strides=(4, 4, 4)), stream=0),
+        ValueError,
+        ("all_reduce: send: ", "has byte strides (4, 4, 4), expected one for each dimension"),
+    ),
+    "scalar beyond its type": Bad(
+        lambda comm: comm.pre_mul_sum(10**400, F4), ValueError, ("pre_mul_sum: scalar is 1000", "FLOAT32 does not hold")
     ),
     "color": Bad(lambda comm: comm.split(-2), ValueError, ("split: color is -2, expected an integer >= 0",)),
     "scalar without a type": Bad(

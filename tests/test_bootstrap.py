@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Place, RankPool
+from meetings import AT_ONCE, free_port, set_environment, total
+from ranks import TORCHRUN, Place, RankPool
 
 import pynccl
 from pynccl import Communicator
 from pynccl.bootstrap import from_process_group
 
 ROOT = Path(__file__).resolve().parent.parent
-AT_ONCE = 8.0  # seconds; the timeouts that must not have been waited for are 60
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +32,7 @@ def bare() -> Iterator[RankPool]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def set_environment(rank: int, size: int, port: int, **more: str) -> None:
-    names = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()} | more)
-
-
-def total(comm: Communicator) -> float:
-    with comm:
-        return comm.all_reduce(torch.tensor(float(comm.rank + 1))).item()
+    return free_port()
 
 
 def message_of(error: type[Exception], call: Callable[[], Any]) -> tuple[str, float]:
@@ -114,8 +101,7 @@ with open(f"{os.environ['REPORT']}/{comm.rank}", "w") as report:
 def test_torchrun_starts_a_job(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "REPORT": str(tmp_path), "PYNCCL_LIBRARY": "host"}
-    options = ["--standalone", "--nproc-per-node=2", str(tmp_path / "job.py")]
-    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    command = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(tmp_path / "job.py")]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     for rank in range(2):

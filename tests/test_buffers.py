@@ -239,3 +239,11 @@ def test_types_are_named_in_many_ways() -> None:
     for spelling in ("float8_e4m3fn", "float8_e4m3", torch.float8_e4m3fn, DataType.FLOAT8_E4M3):
         assert data_type(spelling) is DataType.FLOAT8_E4M3
     assert data_type(np.float32) is data_type("float32") is data_type(torch.float) is pynccl.DataType.FLOAT32
+
+
+def test_what_is_equal_to_a_data_type_is_none() -> None:
+    for known in (torch.float32, np.dtype("f4"), "float32", pynccl.DataType.FLOAT32):
+        assert data_type(known) is data_type(known) is pynccl.DataType.FLOAT32
+    for other in (7, 7.0, np.int64(7), np.dtype(">f4"), ["float32"]):
+        with pytest.raises(TypeError, match=r"no NCCL data type|byte order"):
+            data_type(other)

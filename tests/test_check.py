@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from libraries import Stub
 from ranks import RankPool, each_size
+from test_lifecycle import overlapping
 
 import pynccl
 from pynccl import Communicator
@@ -151,3 +153,140 @@ def is_checking(comm: Communicator, value: str | None) -> tuple[bool, bool]:
 @pytest.mark.parametrize(("value", "on"), [(None, False), ("0", False), ("", False), ("1", True)])
 def test_the_check_is_off_unless_asked_for(ranks: RankPool, value: str | None, on: bool) -> None:
     assert ranks.run(2, is_checking, value) == [(False, on)] * 2
+
+
+# On the stub, which gathers nothing: the rows of all ranks are empty, and so alike
+
+COMPARISON = ["ncclGroupStart", "ncclAllGather", "ncclGroupEnd"]
+POLL = "ncclCommGetAsyncError"
+
+
+@pytest.fixture
+def check_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYNCCL_CHECK", "1")
+
+
+@pytest.mark.usefixtures("check_is_on")
+def test_a_nonblocking_communicator_is_waited_for() -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    stub.fail("ncclAllGather", 7)
+    stub.progress("ncclGroupEnd", polls=3)
+    comm.all_reduce(torch.ones(4))
+    assert stub.names() == [*COMPARISON, *[POLL] * 3, "ncclAllReduce"]
+
+
+@pytest.mark.usefixtures("check_is_on")
+def test_a_comparison_has_the_deadline_of_the_communicator_and_its_errors() -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    comm.timeout = 0.05
+    stub.progress("ncclGroupEnd", polls=1 << 30)
+    with pytest.raises(pynccl.NcclTimeout, match=r"all_gather of PYNCCL_CHECK is still in progress after 0\.05"):
+        comm.barrier()
+    stub.progress("ncclGroupEnd", polls=1, final=6)
+    with pytest.raises(pynccl.NcclRemoteError, match=r"^all_gather of PYNCCL_CHECK failed"):
+        comm.barrier()
+    assert "ncclAllReduce" not in stub.names()
+
+
+@pytest.mark.usefixtures("check_is_on")
+def test_a_comparison_takes_its_turn_on_the_communicators() -> None:
+    stub = Stub()
+    one, other = stub.comm(cpu=True), stub.comm(cpu=True)
+    x = torch.zeros(4)
+    stub.linger("ncclAllGather", 0.001)
+
+    def both(first: Communicator, second: Communicator) -> None:
+        with pynccl.group():
+            first.all_reduce(x, x)
+            second.all_reduce(x, x)
+
+    # No split here: what it makes is born in the thread of the call, where it asks for its rank.
+    bodies = [lambda: one.all_reduce(x, x), one.barrier, lambda: both(one, other), lambda: both(other, one)]
+    assert overlapping(stub, bodies) == 0
+
+
+@pytest.mark.parametrize("checking", [False, True])
+def test_a_wait_that_an_abort_ends_is_no_meeting_of_the_ranks(monkeypatch: pytest.MonkeyPatch, checking: bool) -> None:
+    monkeypatch.setenv("PYNCCL_CHECK", str(int(checking)))
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    monkeypatch.setattr("pynccl.scratch.Scratch.wait", lambda self: comm.abort())
+    with pytest.raises(pynccl.NcclInvalidUsage, match="was aborted; make a new one"):
+        comm.barrier()
+    assert stub.names()[-1] == "ncclCommAbort" and ("ncclAllReduce" in stub.names()) != checking
+
+
+# In the capture of a CUDA graph
+
+X, Y = (1 << 20, 12, "float32"), (1 << 30, 12, "float32")
+CAPTURED = 0xCAFE  # the stream that is captured
+
+
+def captures(monkeypatch: pytest.MonkeyPatch, answers: dict[int, tuple[int, int]]) -> None:
+    """Let the driver answer so of these streams: (result, capture status)."""
+    from cuda.bindings import driver
+
+    monkeypatch.setattr("pynccl.check.gpu_count", lambda: 1)
+    monkeypatch.setattr(driver, "cuStreamIsCapturing", lambda stream: answers.get(int(stream), (0, 0)))
+
+
+@pytest.mark.usefixtures("check_is_on")
+def test_a_comparison_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Stub()
+    comm = stub.comm()
+    captures(monkeypatch, {CAPTURED: (0, 1)})
+    plan = comm.plan.all_reduce(X, Y, stream=0)
+    said = (
+        r"^all_reduce\(count=12, FLOAT32, SUM\) with PYNCCL_CHECK=1 in the capture of a CUDA graph: it waits .*nothing "
+        "was done. Compare the calls outside the capture"
+    )
+
+    def grouped() -> None:
+        with pynccl.group():
+            comm.send(X, 0, stream=0)
+            comm.all_reduce(X, Y, stream=CAPTURED)
+
+    for call in (lambda: comm.all_reduce(X, Y, stream=CAPTURED), lambda: plan(CAPTURED), grouped):
+        with pytest.raises(pynccl.NcclInvalidUsage, match=said):
+            call()
+    assert stub.names() == []
+    comm.send(X, 0, stream=CAPTURED)  # which is not compared
+    assert stub.names() == ["ncclSend"]
+
+
+TORCHS: dict[str, tuple[dict[int, tuple[int, int]], bool]] = {
+    "torch's current stream": ({}, True),
+    "a stream that blocks the default one": ({0: (906, 0)}, False),
+    "the default stream of the thread": ({0: (0, 1)}, False),
+}
+
+
+@pytest.mark.parametrize("capture", TORCHS)
+@pytest.mark.parametrize("checking", [False, True])
+def test_a_barrier_and_a_split_in_a_capture_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capture: str, checking: bool
+) -> None:
+    monkeypatch.setenv("PYNCCL_CHECK", str(int(checking)))
+    stub = Stub()
+    comm = stub.comm()
+    answers, torchs = TORCHS[capture]
+    captures(monkeypatch, answers)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: torchs)
+    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^barrier\(\) in the capture .*before the capture or after it"):
+        comm.barrier()
+    if checking:
+        with pytest.raises(pynccl.NcclInvalidUsage, match=r"^split\(\) with PYNCCL_CHECK=1 in the capture"):
+            comm.split(0)
+    assert stub.names() == [] and comm._scratch is None
+
+
+def test_what_is_not_captured_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures(monkeypatch, {CAPTURED: (201, 1)})  # of a context that is not there
+    assert not pynccl.check.captured(CAPTURED) and not pynccl.check.captured(0)
+    comm = Stub().comm(cpu=True)
+    captures(monkeypatch, {0: (0, 1)})
+    comm.barrier()  # the host library knows no captures
+    assert comm._scratch is not None

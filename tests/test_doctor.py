@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from libraries import compile_c, real_path
+from libraries import compile_c, real_path, torch_with_cuda
+from stub_driver import broken_pair
 
 import pynccl
 from pynccl.abi import FUNCTIONS, version_code
@@ -58,6 +59,8 @@ def stub(version: str, cuda: str) -> bytes:
     """The bytes of a libnccl that has little more than its version."""
     code = version_code(tuple(map(int, version.split("."))))
     source = SOURCE % {"version": version, "cuda": cuda, "code": code}
+    if code >= version_code((2, 28)):  # as what torch needs of it
+        source += "int ncclDevCommDestroy(void) { return 0; }"
     options = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{SONAME}"]
     return compile_c(source, f"libdoctor{code}cuda{cuda}.so", options).read_bytes()
 
@@ -125,7 +128,8 @@ def test_the_host_library_is_no_problem() -> None:
 
 def test_json_has_the_same_with_stable_keys() -> None:
     found = findings()
-    assert list(found) == ["ok", "versions", "library", "torch", "wheels", "mapped", "driver", "settings", "problems"]
+    keys = ["versions", "library", "torch", "wheels", "mapped", "driver", "settings", "cuda_core"]
+    assert list(found) == ["ok", *keys, "problems"]
     library = found["library"]
     assert (library["asked"], library["path"], library["is_host"], library["error"]) == (None, "host", True, None)
     assert library["because"] == found["driver"]["problem"] != ""
@@ -280,6 +284,15 @@ def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
     assert "mend torch" in problem(found, "library-unusable")["fix"]
 
 
+def test_a_cuda_core_that_cannot_be_imported_is_a_problem(tmp_path: Path) -> None:
+    place(tmp_path / "torch" / "__init__.py", b"raise ImportError('none')")
+    found = findings(broken_pair(tmp_path))
+    broken = problem(found, "cuda-core-broken")
+    assert broken["text"].startswith("cuda-core 1.0.0 with cuda-bindings 13.0.3 cannot be imported: cuda.bindings.")
+    assert found["cuda_core"].startswith(broken["text"]) and not broken["is_command"]
+    assert broken["fix"] == "pip install 'cuda-core>=1.0.1' (1.0.0 alone needs cuda-bindings >= 13.1.1, or 12)"
+
+
 TORCH = """
 import ctypes, types
 ctypes.CDLL({path!r})
@@ -299,6 +312,49 @@ def test_torchs_own_copy_is_shared_and_compared(tmp_path: Path, version: str, pr
     assert (found["library"]["path"], found["library"]["origin"]) == (str(path), "already in the process")
     assert [code for code in codes(found) if code != "no-driver"] == problems
     assert not problems or problem(found, problems[0])["fix"] == f"{PIP} install 'nvidia-nccl-cu13>=2.28.9'"
+
+
+@pytest.mark.parametrize("how", ["LD_PRELOAD", "LD_LIBRARY_PATH", "an import", "sys.path"])
+def test_an_older_libnccl_that_torch_is_given_is_named(tmp_path: Path, how: str) -> None:
+    torch_with_cuda(tmp_path, runpath=how == "LD_LIBRARY_PATH", own=False)
+    own = install(tmp_path, "nvidia-nccl-cu13", "2.29.7", stub("2.29.7", "13.0"))
+    old = place(tmp_path / "old" / "nvidia" / "nccl" / "lib" / SONAME, stub("2.21.5", "12.4"))
+    environment = {"LD_PRELOAD": str(old), "LD_LIBRARY_PATH": f"/nothing:{old.parent}/"}
+    given = {how: environment[how]} if how in environment else {}
+    if how == "LD_PRELOAD" and " " in str(old):
+        pytest.skip("LD_PRELOAD cannot name a file with a space in its path")
+    code = f"import ctypes; ctypes.CDLL({str(old)!r})" if how in ("an import", "sys.path") else ""
+    if how == "sys.path":  # as torch loads the first such file there
+        code += f"; import sys; sys.path.insert(0, {str(tmp_path / 'old')!r})"
+    found = findings(tmp_path, code, PYNCCL_LIBRARY="nccl", **given)
+    assert "undefined symbol: ncclDevCommDestroy" in found["torch"]["error"]
+    broken = problem(found, "torch-broken")
+    if how == "LD_LIBRARY_PATH":
+        assert "nccl-before-torch" not in codes(found)
+        assert broken["text"].endswith(f". Its libnccl is NCCL 2.21.5 for CUDA 12.4 in {old}")
+        assert broken["fix"] == f"take {old.parent}/ out of LD_LIBRARY_PATH"
+        return
+    assert (found["torch"]["own"]["path"], found["torch"]["given"]["path"]) == (str(own), str(old))
+    before = problem(found, "nccl-before-torch")
+    assert before["text"] == (
+        f"torch has its own libnccl, NCCL 2.29.7 for CUDA 13.0 in {own}, but is given an older one of that name, "
+        f"which was loaded first: NCCL 2.21.5 for CUDA 12.4 in {old}"
+    )
+    fixes = {"LD_PRELOAD": f"take {old} out of LD_PRELOAD", "sys.path": f"take {tmp_path / 'old'} off sys.path"}
+    assert fixes.get(how, "sitecustomize.py") in before["fix"]
+    assert broken["fix"] == "mend what is named above, then look again"
+
+
+def test_an_older_library_beside_torchs_own_is_no_problem_of_torchs(tmp_path: Path) -> None:
+    torch_with_cuda(tmp_path, own=False)
+    own = install(tmp_path, "nvidia-nccl-cu13", "2.29.7", stub("2.29.7", "13.0"))
+    old = place(tmp_path / "old" / SONAME, stub("2.21.5", "12.4"))
+    code = f"import pynccl; pynccl.load({str(old)!r})"  # before torch
+    found = findings(tmp_path, code, PYNCCL_LIBRARY=str(old))
+    assert found["library"]["version"] == "2.21.5"
+    assert (found["torch"]["error"], found["torch"]["given"]) == (None, found["torch"]["own"])
+    assert found["torch"]["own"]["path"] == str(own)
+    assert sorted(codes(found)) == ["no-driver", "several-copies"]
 
 
 def test_variables_of_nccls_own_files_are_in_force_too(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from ranks import RankPool, each_size
+from ranks import TORCHRUN, RankPool, each_size
 from torch import Tensor
 
 import pynccl_autograd as ad
@@ -24,14 +24,7 @@ SECONDS = 100.0  # of patience, on a busy machine
 
 def launch(script: str) -> str:
     """What it prints, launched by torchrun on two ranks."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(SCRIPTS / script),
-    ]
+    command = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(SCRIPTS / script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -197,7 +197,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "op of reduce_scatter": (lambda x, c: ad.reduce_scatter(x, c, 0, "prod"), "op is 'prod'"),
     "scatter": (lambda x, c: ad.scatter(x[:3], c, 0), "has 3 rows, not divisible by 2"),
     "gather": (lambda x, c: ad.gather(x, c, 0, splits=[1, 1]), "give rank"),
-    "one split": (lambda x, c: ad.all_to_all(x, c, send_splits=[3, 3]), "both are needed"),
+    "one split": (
+        lambda x, c: ad.all_to_all(x, c, send_splits=[3, 4]),
+        "has 6 rows, but send_splits (3, 4) add up to 7",
+    ),
     "edge": (lambda x, c: ad.permute(x, c, [(0, 5)]), "the target of edge (0, 5) is 5"),
     "no edge": (lambda x, c: ad.permute(x, c, [3]), "edge 3 is none, expected a pair"),  # type: ignore[list-item]
     "peer": (lambda x, c: ad.send_recv(x, c, target=9), "target is 9"),

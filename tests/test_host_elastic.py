@@ -172,7 +172,7 @@ def lose_the_store(place: Place, path: str) -> str:
 def test_a_shrink_without_the_process_of_the_id_says_so(processes: RankPool, tmp_path: Path) -> None:
     outcomes = processes.outcomes(3, lose_the_store, str(tmp_path / "id"))
     for outcome in outcomes[1:]:
-        assert "ncclCommShrink: SYSTEM_ERROR" in outcome.value, outcome.report
+        assert "ncclCommShrink: REMOTE_ERROR" in outcome.value, outcome.report
         assert "the process that made the" in outcome.value
 
 

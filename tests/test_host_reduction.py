@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from host_calls import TORCH_TYPES, CallFailed, Ranks, address, call
 from torch import Tensor
 
+from pynccl import host
 from pynccl.abi import DataType, RedOp, Result, ScalarResidence
 
 NARROW = (DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT8_E4M3, DataType.FLOAT8_E5M2)
@@ -183,6 +185,31 @@ def test_premultiplied_sum(group: Ranks, dtype: DataType, residence: ScalarResid
 
     for data in group.run(body):
         assert same_bits(data, expected.to(kind))
+
+
+@pytest.mark.parametrize("count", [4, 100_000])
+def test_a_premultiplied_sum_is_bound_when_it_is_called(group: Ranks, count: int) -> None:
+    """Its number may be gone, or mean another one, when a stream comes to the operation."""
+
+    def body(rank: int, comm: int) -> Tensor:
+        stream, gate = host.HostStream(), threading.Event()
+        scalars, op, again = [torch.full((1,), 2.0), torch.full((1,), 100.0)], ctypes.c_int(), ctypes.c_int()
+        data = torch.ones(count)
+        call("ncclRedOpCreatePreMulSum", ctypes.byref(op), address(scalars[0]), DataType.FLOAT32, 0, comm)
+        stream.submit(lambda: gate.wait(10))
+        call("ncclAllReduce", address(data), address(data), count, DataType.FLOAT32, op.value, comm, stream.handle)
+        call("ncclRedOpDestroy", op.value, comm)
+        if rank:  # on one of them the number is gone, on the others it has another meaning
+            call("ncclRedOpCreatePreMulSum", ctypes.byref(again), address(scalars[1]), DataType.FLOAT32, 0, comm)
+            assert again.value == op.value
+        gate.set()
+        stream.synchronize()
+        if rank:
+            call("ncclRedOpDestroy", again.value, comm)
+        return data
+
+    for data in group.run(body):
+        assert data.eq(2.0 * group.size).all()
 
 
 def test_a_premultiplied_sum_belongs_to_its_data_type(group: Ranks) -> None:

@@ -89,7 +89,7 @@ def test_what_there_is_nothing_to_reset_of() -> None:
 
 def test_encryption() -> None:
     pynccl.set_encryption(None)
-    with pytest.raises(pynccl.NcclInvalidUsage, match="gloo's connections are plain text"):
+    with pytest.raises(pynccl.NcclInvalidUsage, match="its connections are plain text"):
         pynccl.set_encryption("secret")
     config = abi.EncryptionConfig(ctypes.sizeof(abi.EncryptionConfig), abi.CONFIG_MAGIC, 23203, 7, None)
     with pytest.raises(CallFailed, match="mode is 7; expected 0"):
@@ -112,20 +112,32 @@ def test_a_simulated_group_takes_the_time_of_the_link_and_runs_nothing(monkeypat
     monkeypatch.setenv("PYNCCL_HOST_LINK", "latency=1ms,bandwidth=1MB/s")
     comms = pynccl.Communicator.init_all(2)
     data = torch.ones(1000)
-    one = simulated(lambda: comms[0].all_reduce(data, torch.empty(1000)))
+    # Every rank simulates, as all of them have to; each device has a link of its own.
+    one = simulated(lambda: [comm.all_reduce(data, torch.empty(1000)) for comm in comms])
     assert one == pytest.approx(2 * 1000 + 4000)  # microseconds: two steps, and 2(p-1)/p of 4000 bytes
     both = simulated(lambda: [comm.all_reduce(data, torch.empty(1000)) for comm in comms for _ in range(2)])
-    assert both == pytest.approx(2 * one)  # each device has a link of its own
+    assert both == pytest.approx(2 * one)
 
     def swapping() -> None:
-        comms[0].send(data, 1)
-        comms[0].recv(torch.empty(1000), 1)
+        for comm in comms:
+            comm.send(data, 1 - comm.rank)
+            comm.recv(torch.empty(1000), 1 - comm.rank)
 
     swap = simulated(swapping)
     assert swap == pytest.approx(1000 + 4000)
-    with pynccl.group():  # had rank 0 run anything, the ranks would now be out of step
+    assert data.tolist() == [1.0] * 1000
+    with pynccl.group():
         results = [comm.all_reduce(data[:10]) for comm in comms]
     assert results[0].tolist() == [2.0] * 10
+    # One rank alone may ask the library itself: had it run anything, the ranks would now be out of step.
+    info = abi.SimInfo(ctypes.sizeof(abi.SimInfo), abi.SIM_INFO_MAGIC, 23203, -1.0)
+    call("ncclGroupStart")
+    call("ncclAllReduce", data.data_ptr(), data.data_ptr(), 1000, 7, SUM, comms[0].handle, None)
+    call("ncclGroupSimulateEnd", ctypes.byref(info))
+    assert info.estimatedTime == pytest.approx(one)
+    with pynccl.group():
+        results = [comm.all_reduce(data[:10]) for comm in comms]
+    assert results[1].tolist() == [2.0] * 10
     for comm in comms:
         comm.destroy()
 

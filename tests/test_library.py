@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from libraries import Stub, compiled
+from libraries import Stub, compiled, torch_with_cuda
 
 import pynccl
-from pynccl.abi import HEADER_VERSION
+from pynccl.abi import HEADER_VERSION, Version, version_code
 
 ROOT = Path(__file__).resolve().parent.parent
 SONAME = "libnccl.so.2"
@@ -91,11 +91,11 @@ def test_a_file_that_is_no_nccl_is_not_taken_for_one() -> None:
         pynccl.load("libc.so.6")
 
 
-def wheel(folder: Path) -> str:
+def wheel(folder: Path, version: Version = (2, 27, 7)) -> str:
     """A stub laid out under `folder` as the nvidia-nccl wheels lay out theirs."""
     path = folder / "nvidia" / "nccl" / "lib" / SONAME
     path.parent.mkdir(parents=True)
-    path.write_bytes(Path(compiled((2, 27, 7), SONAME)).read_bytes())
+    path.write_bytes(Path(compiled(version, SONAME)).read_bytes())
     return str(path)
 
 
@@ -104,7 +104,8 @@ REPORT = "import pynccl; found = pynccl.load('nccl'); print(found.path, found.ve
 
 def test_the_wheel_first_on_the_path_is_found(tmp_path: Path) -> None:
     path = wheel(tmp_path)
-    assert python(REPORT, PYTHONPATH=str(tmp_path)) == f"{path} (2, 27, 7) wheel"
+    said = python(REPORT, "-S", PYTHONPATH=str(tmp_path))  # -S: no site-packages, so no torch whose own would go first
+    assert said == f"{path} (2, 27, 7) wheel"
 
 
 def test_a_copy_already_in_the_process_is_shared(tmp_path: Path) -> None:
@@ -112,6 +113,97 @@ def test_a_copy_already_in_the_process_is_shared(tmp_path: Path) -> None:
     wheel(tmp_path / "other")
     code = f"import ctypes; ctypes.CDLL({path!r})\n{REPORT}"
     assert python(code, PYTHONPATH=str(tmp_path / "other")) == f"{path} (2, 27, 7) already in the process"
+
+
+# torch needs a libnccl.so.2 by that name, and so gets whichever has it first.
+
+OLD = (2, 21, 5)
+BEFORE_TORCH = """
+import pynccl
+library = pynccl.load({spec!r})
+import torch
+"""
+AFTER_TORCH = """
+import pynccl, torch
+library = pynccl.load({spec!r})
+"""
+BOTH = """
+print(torch.cdll.version(), library.version, library.path, library.origin, sep="; ")
+"""
+both_orders = pytest.mark.parametrize("order", [BEFORE_TORCH, AFTER_TORCH], ids=["pynccl first", "torch first"])
+
+
+@both_orders
+@pytest.mark.parametrize("runpath", [False, True], ids=["RPATH", "RUNPATH"])
+def test_torch_keeps_its_own_libnccl_beside_an_older_one(tmp_path: Path, order: str, runpath: bool) -> None:
+    torch_with_cuda(tmp_path, HEADER_VERSION, runpath=runpath)
+    old = compiled(OLD, SONAME)
+    said = python(order.format(spec=old) + BOTH, PYTHONPATH=str(tmp_path))
+    assert said == f"{version_code(HEADER_VERSION)}; {OLD}; {old}; PYNCCL_LIBRARY"
+
+
+@both_orders
+def test_a_search_ends_at_torchs_own_libnccl(tmp_path: Path, order: str) -> None:
+    own = torch_with_cuda(tmp_path / "torchs")
+    wheel(tmp_path / "first")
+    paths = os.pathsep.join([str(tmp_path / "first"), str(tmp_path / "torchs")])
+    said = python(order.format(spec="nccl") + BOTH, PYTHONPATH=paths)
+    origin = "torch's own" if order == BEFORE_TORCH else "already in the process"
+    assert said == f"{version_code(HEADER_VERSION)}; {HEADER_VERSION}; {own}; {origin}"
+
+
+@both_orders
+def test_a_bare_name_is_torchs_own_libnccl_too(tmp_path: Path, order: str) -> None:
+    own = torch_with_cuda(tmp_path)
+    wheel(tmp_path / "other")
+    folder = str(tmp_path / "other" / "nvidia" / "nccl" / "lib")
+    said = python(order.format(spec=SONAME) + BOTH, PYTHONPATH=str(tmp_path), LD_LIBRARY_PATH=folder)
+    assert said == f"{version_code(HEADER_VERSION)}; {HEADER_VERSION}; {own}; PYNCCL_LIBRARY"
+
+
+@both_orders
+@pytest.mark.parametrize("runpath", [False, True], ids=["RPATH", "RUNPATH"])
+def test_what_torch_gets_is_found_as_the_loader_finds_it(tmp_path: Path, order: str, runpath: bool) -> None:
+    """LD_LIBRARY_PATH comes after an RPATH and before a RUNPATH, and counts as it was when the process started."""
+    own = torch_with_cuda(tmp_path / "torchs", runpath=runpath)
+    other = wheel(tmp_path / "other", (2, 29, 7))
+    expected = (other, (2, 29, 7)) if runpath else (own, HEADER_VERSION)
+    late = f"import os; os.environ['LD_LIBRARY_PATH'] = {os.path.dirname(wheel(tmp_path / 'late', OLD))!r}"
+    folders = os.pathsep.join(["", str(tmp_path / "nothing"), os.path.dirname(other)])
+    code = late + order.format(spec="nccl") + BOTH
+    said = python(code, PYTHONPATH=str(tmp_path / "torchs"), LD_LIBRARY_PATH=folders).split("; ")
+    assert said[:3] == [str(version_code(expected[1])), str(expected[1]), str(expected[0])]
+
+
+@both_orders
+def test_without_torchs_own_libnccl_the_one_named_is_torchs_too(tmp_path: Path, order: str) -> None:
+    torch_with_cuda(tmp_path, own=False)
+    path = compiled(HEADER_VERSION, SONAME)
+    folder = tmp_path / "named"
+    folder.mkdir()
+    (folder / SONAME).symlink_to(path)
+    code = order.format(spec=str(folder / SONAME)) + BOTH
+    said = python(code, "-S", PYTHONPATH=str(tmp_path), LD_LIBRARY_PATH=str(folder))
+    assert said == f"{version_code(HEADER_VERSION)}; {HEADER_VERSION}; {folder / SONAME}; PYNCCL_LIBRARY"
+
+
+def test_a_torch_that_needs_no_libnccl_costs_nothing(tmp_path: Path) -> None:
+    own = torch_with_cuda(tmp_path)
+    library = tmp_path / "torch" / "lib" / "libtorch_cuda.so"
+    code = f"import pynccl; pynccl.load({compiled(OLD, SONAME)!r}); print(open('/proc/self/maps').read())"
+    assert str(own) in python(code, PYTHONPATH=str(tmp_path))
+    for content in (b"not a library", b"\x7fELF\2\1" + bytes(80), Path(compiled(OLD)).read_bytes()):
+        library.write_bytes(content)
+        assert str(own) not in python(code, PYTHONPATH=str(tmp_path))
+    library.unlink()  # a build for CPUs
+    assert str(own) not in python(code, PYTHONPATH=str(tmp_path))
+
+
+def test_of_several_copies_in_the_process_the_file_shown_is_that_of_the_one_in_use(tmp_path: Path) -> None:
+    copies = [wheel(tmp_path / name) for name in ("a", "b", "c")]
+    for first in copies:  # wherever it comes to lie in memory
+        code = f"import ctypes\nfor path in [{first!r}, *{copies}]: ctypes.CDLL(path)\n{REPORT}"
+        assert python(code, "-S") == f"{first} (2, 27, 7) already in the process"
 
 
 def test_none_found_lists_every_place_and_the_remedies() -> None:

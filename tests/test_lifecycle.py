@@ -175,6 +175,8 @@ def test_a_closed_communicator_is_collected_silently(tmp_path: Path) -> None:
 
 # Forks
 
+A_FORK_WITH_THREADS = ("-W", "ignore:This process:DeprecationWarning")  # which Python 3.12 says to whoever forks
+
 FORK = """
 comm = make()
 plan = comm.plan.all_reduce(X, Y, stream=0)
@@ -204,7 +206,7 @@ print("parent", stub.stub_record().decode().split()[0], flush=True)
 
 
 def test_a_forked_child_has_no_communicator_and_its_parent_goes_on(tmp_path: Path) -> None:
-    ended = process(tmp_path, FORK, "-W", "ignore::DeprecationWarning")  # of a fork with threads, Python 3.12
+    ended = process(tmp_path, FORK, *A_FORK_WITH_THREADS)
     said = "this communicator (rank 1 of 4 on cuda:0) was inherited through a fork, where NCCL cannot work; make a new "
     assert ended.out.count(said) == 5
     assert "parent ncclAllReduce" in ended.out
@@ -424,7 +426,7 @@ print(comm.all_reduce(x).tolist(), flush=True)
 """
 
 
-def job(folder: Path, source: str) -> list[tuple[int, str, str]]:
+def job(folder: Path, source: str, *options: str) -> list[tuple[int, str, str]]:
     """(exit code, standard output, standard error) of two ranks that nobody watches over."""
     (folder / "job.py").write_text(source)
     with socket.socket() as listener:
@@ -433,7 +435,7 @@ def job(folder: Path, source: str) -> list[tuple[int, str, str]]:
     common = {"PYTHONPATH": str(ROOT), "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "default::ResourceWarning", "job.py"],
+            [sys.executable, "-W", "default::ResourceWarning", *options, "job.py"],
             cwd=folder,
             env={**os.environ, **common, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -458,7 +460,7 @@ def test_a_rank_that_ends_by_an_exception_is_an_error_on_the_other(tmp_path: Pat
 
 
 def test_ranks_may_fork_and_need_not_destroy(tmp_path: Path) -> None:
-    for rank, (code, out, err) in enumerate(job(tmp_path, FORKS_AND_FORGETS)):
+    for rank, (code, out, err) in enumerate(job(tmp_path, FORKS_AND_FORGETS, *A_FORK_WITH_THREADS)):
         child, parent = out.splitlines()[0], out.splitlines()[-1]
         assert f"this communicator (rank {rank} of 2 on cpu) was inherited through a fork" in child
         assert parent == "[4.0, 4.0, 4.0, 4.0]"

@@ -110,3 +110,56 @@ def test_sizes_that_do_not_fit_are_named(ranks: RankPool) -> None:
         assert "in_features is 5, not divisible by 2 ranks" in row
         assert "(2, 4), expected (4, 4)" in shape
         assert "bias is None, the layer has one" in bias
+
+
+def autocast_as_nn_linear(comm: Communicator) -> list[tuple[str, torch.dtype]]:
+    """Types of outputs and gradients under autocast beside those of nn.Linear, of both layers in both modes."""
+    seen = []
+    for dtype in (torch.bfloat16, torch.float16):
+        for layer_type in (ad.ColumnParallelLinear, ad.RowParallelLinear):
+            for sequence_parallel in (False, True):
+                for bias in (False, True):
+                    layer = layer_type(
+                        2 * comm.size, 2 * comm.size, comm, bias=bias, sequence_parallel=sequence_parallel
+                    )
+                    plain = nn.Linear(2 * comm.size, 2 * comm.size, bias=bias)
+                    width = 2 if layer_type is ad.RowParallelLinear else 2 * comm.size
+                    found = []
+                    for module, size in ((plain, 2 * comm.size), (layer, width)):
+                        x = torch.ones(2 * comm.size, size, requires_grad=True)
+                        with torch.autocast("cpu", dtype=dtype):
+                            y = module(x)
+                            nested = module(y.detach()[:, :1].expand(-1, size))
+                        (y.float().sum() + nested.float().sum()).backward()
+                        grads = [x.grad.dtype, *(p.grad.dtype for p in module.parameters())]
+                        found.append([y.dtype, nested.dtype, *grads])
+                    assert found[0] == found[1], (layer_type, sequence_parallel, bias, found)
+                    seen.append((layer_type.__name__, y.dtype))
+    return seen
+
+
+def test_under_autocast_layers_have_the_types_of_nn_linear(ranks: RankPool) -> None:
+    for seen in ranks.run(2, autocast_as_nn_linear):
+        assert len(seen) == 16 and {dtype for _, dtype in seen} == {torch.bfloat16, torch.float16}
+
+
+def autocast_values(comm: Communicator) -> None:
+    """The bias is added in the type of the sum, its gradient summed over the ranks in its own."""
+    for sequence_parallel in (False, True):
+        row = ad.RowParallelLinear(4 * comm.size, 4, comm, sequence_parallel=sequence_parallel)
+        plain = nn.Linear(4 * comm.size, 4)
+        state = row.full_state()
+        plain.load_state_dict(state)
+        x = torch.randn(4 * comm.size, 4 * comm.size, generator=torch.Generator().manual_seed(2))
+        part = x.chunk(comm.size, 1)[comm.rank]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected, y = plain(x), row(part)
+            if sequence_parallel:
+                expected = expected.chunk(comm.size)[comm.rank]
+        torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
+        y.float().sum().backward()
+        assert row.bias.grad.tolist() == [4.0 * comm.size] * 4
+
+
+def test_under_autocast_the_row_layer_computes_as_nn_linear(ranks: RankPool) -> None:
+    ranks.run(2, autocast_values)

@@ -50,3 +50,7 @@ def test_a_refused_key_is_an_error_that_does_not_tell_it() -> None:
     with pytest.raises(pynccl.NcclInvalidUsage, match=r"ncclSetEncryption\(PSK\) failed") as caught:
         pynccl.set_encryption("secret", stub.library)
     assert "secret" not in str(caught.value)
+    for key in ("secret\0", "secret\ud800", b"secret"):
+        with pytest.raises(ValueError, match="set_encryption: psk is no string that C can take") as refused:
+            pynccl.set_encryption(key, stub.library)  # type: ignore[arg-type]
+        assert "secret" not in str(refused.value)

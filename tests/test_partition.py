@@ -273,6 +273,7 @@ def test_repartition_cuts_as_numpy_does_and_back(ranks: RankPool) -> None:
 
 def messages(comm: Communicator) -> list[str]:
     pair, line = ad.Partition(comm, [0, 1]), ad.Partition(comm, [0, 1, 2])
+    flat = ad.CartesianPartition(comm, (3, 1))
     calls: list[Callable[[], object]] = [
         lambda: ad.Partition(comm, [0, 0]),
         lambda: ad.Partition(comm, []),
@@ -282,7 +283,7 @@ def messages(comm: Communicator) -> list[str]:
         lambda: ad.Repartition(pair, ad.CartesianPartition(comm, (1, 2))),
         lambda: ad.SumReduce(pair, ad.Partition(comm, [2]))(torch.zeros(2)),
         lambda: ad.SumReduce(line, ad.Partition(comm, [2]))(torch.zeros(2 + comm.rank)),
-        lambda: ad.Repartition(line, pair)(torch.zeros(2 + comm.rank)),
+        lambda: ad.Repartition(flat, flat)(torch.zeros(2, 2 + comm.rank)),
         lambda: ad.Repartition(line, pair)(torch.zeros(2, 2)),
         lambda: ad.Repartition(line, pair)(torch.zeros(2, dtype=(torch.int64, torch.int8)[comm.rank % 2])),
     ]
@@ -304,7 +305,8 @@ def test_mistakes_are_named_on_every_rank_alike(ranks: RankPool) -> None:
         "expected the same number of axes",
         "rank 2 is not in the partition of ranks (0, 1), but passes a tensor (2,)",
         "rank 1 has a tensor (3,), rank 0 (2,)",
-        "has a block (2,); expected (3,) of a tensor (9,)",
+        "rank 1, at (1, 0) of (3, 1), has a block (2, 3), but rank 0, at (0, 0), has a block (2, 2); expected one size "
+        "along axis 1, in which both have the coordinate 0",
         "rank 0 has a tensor (2, 2) on a partition (3,)",
         "expected one type",
     ]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import TORCHRUN
 
 README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
@@ -25,7 +26,7 @@ def test_example_runs_under_torchrun_as_it_says(example: int, expected: str, tmp
     script = tmp_path / "example.py"
     script.write_text(EXAMPLES[example])
     assert len(EXAMPLES[example].strip().splitlines()) <= 12
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(script)]
     environment = {**os.environ, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, check=False)
     assert done.returncode == 0, done.stderr

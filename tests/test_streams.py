@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,10 @@ from ranks import RankPool, each_size
 from reference import expect, inputs, reduced
 
 import pynccl
-from pynccl import Communicator
+from pynccl import Communicator, streams
+from pynccl.devices import core_device, device_ordinal
 from pynccl.library import gpu_count
-from pynccl.streams import Stream, device_ordinal, set_device, stream_handle
+from pynccl.streams import CudaEvent, CudaStream, Stream, stream_handle
 
 
 class ByProtocol:
@@ -61,7 +63,7 @@ def test_devices_are_named_or_numbered() -> None:
 @pytest.mark.skipif(gpu_count() > 0, reason="this machine has a GPU")
 def test_without_a_driver_a_gpu_is_refused_with_the_remedy() -> None:
     with pytest.raises(pynccl.NcclSystemError) as caught:
-        set_device(0)
+        core_device(0)
     assert "driver" in str(caught.value) and "set PYNCCL_LIBRARY=host to run on the CPU" in str(caught.value)
 
 
@@ -167,3 +169,76 @@ def two_at_a_time(comm: Communicator) -> list[float]:
 @each_size
 def test_streams_of_two_communicators_are_independent(ranks: RankPool, n: int) -> None:
     assert ranks.run(n, two_at_a_time) == [[float(n), 2.0 * n]] * n
+
+
+def test_the_current_stream_of_the_host_library_is_the_caller() -> None:
+    current, side = pynccl.current_stream(), pynccl.create_stream()
+    assert isinstance(current, Stream) and current.handle == stream_handle(current) == 0
+    gate, order = threading.Event(), []
+    side.wait(current)  # nobody to wait for: side is free to go on
+    side.submit(gate.wait)  # type: ignore[attr-defined]
+    side.submit(lambda: order.append("side"))  # type: ignore[attr-defined]
+    assert current.query() and current.record().query() and order == []
+    side.wait(current)  # does not block the caller either
+    threading.Timer(0, gate.set).start()
+    current.wait(side)
+    order.append("caller")
+    assert order == ["side", "caller"]
+    event = side.record()
+    current.wait(event)
+    current.synchronize()
+    assert event.query()
+
+
+def both_ways(comm: Communicator) -> list[float]:
+    """What README and docs/streams.md tell users to write."""
+    side = pynccl.create_stream(comm.device)
+    x = torch.zeros(10_000)
+    for _ in range(20):
+        x.add_(1)
+        side.wait(pynccl.current_stream(comm.device))
+        comm.all_reduce(x, x, op="avg", stream=side)
+        pynccl.current_stream(comm.device).wait(side)
+    comm.all_reduce(x, x, "max", stream=pynccl.current_stream())
+    return x.unique().tolist()
+
+
+def test_side_and_current_stream_take_turns(ranks: RankPool) -> None:
+    assert ranks.run(2, both_ways) == [[20.0]] * 2
+
+
+class Core:
+    """cuda.core's stream, as far as CudaStream needs it."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle, self.waited = handle, list[Any]()
+
+    def wait(self, other: Any) -> None:
+        self.waited.append(other)
+
+    @classmethod
+    def from_handle(cls, handle: int) -> Core:
+        return cls(handle)
+
+
+def test_a_cuda_stream_waits_for_streams_and_events_of_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_cuda_core", lambda: SimpleNamespace(Stream=Core))
+    core, waits = Core(1), list[Any]()
+    stream, other, event = CudaStream(core), CudaStream(Core(2)), CudaEvent(SimpleNamespace())
+    stream.wait(other)
+    stream.wait(event)
+    assert core.waited == [other.core, event.core]
+    stream.wait(SimpleNamespace(cuda_stream=0x79))
+    stream.wait(ByProtocol())
+    assert [found.handle for found in core.waited[2:]] == [0x79, 0x77]
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: ("external", handle))
+    stream.wait(SimpleNamespace(cuda_event=5, wait=waits.append))
+    assert waits == [("external", 1)]
+
+
+def test_the_current_stream_of_a_gpu_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(device_id=1, set_current=lambda: None)
+    monkeypatch.setattr(streams, "_core_device", lambda device_or_none: device)
+    monkeypatch.setattr(streams, "_cuda_core", lambda: SimpleNamespace(Stream=Core))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 0x100 + ordinal, raising=False)
+    assert pynccl.current_stream("cuda:1", library=Stub().library).handle == 0x101

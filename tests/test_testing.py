@@ -150,3 +150,41 @@ def test_wrong_second_derivatives_and_conventions_are_found_on_every_rank(
 def test_single_precision_is_refused(ranks: RankPool) -> None:
     for text in ranks.run(2, wrong_gradient, "float32"):
         assert text.startswith("ValueError") and "need float64" in text
+
+
+def idle_ranks(comm: Communicator) -> list[float]:
+    """Ranks whose output is a constant, or whose input is empty and of another type."""
+    x = torch.randn(3, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
+
+    def own_or_constant(t: Tensor) -> Tensor:
+        return t * 2 if comm.rank else torch.zeros(2, dtype=torch.float64)
+
+    partition = ad.Partition(comm, [0])
+    inactive = x if partition.active else ad.zero_volume_tensor()  # float32, in which far less is asked for
+    found = [ad.testing.check_adjoint(own_or_constant, x, comm)]
+    found.append(ad.testing.check_adjoint(ad.AllSumReduce(partition, 0), inactive, comm))
+    found.append(ad.testing.check_gradients(own_or_constant, x, comm, samples=1))
+    with pytest.raises(ad.testing.AdjointError):  # 1e-9 off: too much in double precision, on every rank
+        ad.testing.check_adjoint(lambda t: Slightly.apply(t) if partition.active else t.clone(), inactive, comm)
+    with pytest.raises(ValueError, match="no default tolerance for the type of some rank's input"):
+        ad.testing.check_adjoint(lambda t: t.clone(), x.half() if comm.rank else x, comm)
+    comm.barrier()
+    partition.destroy()
+    return found
+
+
+class Slightly(torch.autograd.Function):
+    """The identity, whose gradient is a bit too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * (1 + 1e-9)
+
+
+def test_ranks_without_a_part_in_the_function_do_not_stop_the_others(ranks: RankPool) -> None:
+    for errors in ranks.run(2, idle_ranks):
+        assert len(errors) == 3 and max(errors[:2]) <= 1e-12 and errors[2] <= 1

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import TORCHRUN
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -32,7 +33,7 @@ class Run:
 
     def __init__(self, out: Path, *options: str) -> None:
         self.out = out
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        launch = [*TORCHRUN, "--nproc-per-node=2"]
         command = [sys.executable, *launch, str(SCRIPTS / "train.py"), *SMALL, "--out", str(out), *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         self.code, self.stdout, self.stderr = done.returncode, done.stdout, done.stderr
@@ -148,7 +149,7 @@ def test_a_difference_or_a_loss_that_is_no_number_fails_the_check() -> None:
 
 
 @pytest.fixture
-def endless(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def endless(tmp_path: Path, ctrl_c: None) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks, started without torchrun, that would train for hours and have made their first step."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

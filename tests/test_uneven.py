@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from libraries import Stub
-from ranks import RankPool, each_size
+from ranks import HOST, RankPool, each_size
 from reference import DTYPES, OPS, expect, inputs, reduced
 
 import pynccl
@@ -63,6 +63,85 @@ def test_gather_and_reduce_scatter_with_a_count_per_rank(
     ranks: RankPool, n: int, counts: list[int], dtype: str
 ) -> None:
     assert ranks.run(n, gather_and_scatter, counts[:n], dtype) == [None] * n
+
+
+def rooted(comm: Communicator, counts: list[int], dtype: str) -> None:
+    n, rank = comm.size, comm.rank
+    parts = [inputs(DTYPES[dtype], "sum", count, 1, seed=i)[0] for i, count in enumerate(counts)]
+    whole, like = torch.cat(parts), torch.empty(0, dtype=DTYPES[dtype])
+    for root in (0, n - 1):
+        own = torch.zeros_like(parts[rank])
+        assert comm.scatter_v(whole if rank == root else None, own, root, counts=counts) is own
+        expect(own, parts[rank], "scatter_v")
+        expect(comm.scatter_v(whole if rank == root else like, root=root, counts=counts), parts[rank], "allocated")
+        recv = torch.zeros_like(whole) if rank == root else None
+        assert comm.gather_v(parts[rank], recv, root, counts=counts) is recv
+        made = comm.gather_v(parts[rank], root=root, counts=counts)
+        for result in (recv, made) if rank == root else ():
+            assert result is not None
+            expect(result, whole, "gather_v")
+        assert rank == root or made is None
+    again = comm.plan.gather_v(parts[rank], torch.zeros_like(whole) if rank == 0 else None, counts=counts)
+    back = comm.plan.scatter_v(again.recv, torch.zeros_like(parts[rank]), counts=counts)
+    for _ in range(2):
+        again()
+        back()
+        expect(back.recv, parts[rank], "gathered and scattered by plans")
+
+
+@each_size
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("counts", [[5, 0, 17, 2], [0, 1, 0, 0], [0, 0, 0, 0], [4, 4, 4, 4]], ids=str)
+def test_scatter_and_gather_with_a_count_per_rank(ranks: RankPool, n: int, counts: list[int], dtype: str) -> None:
+    assert ranks.run(n, rooted, counts[:n], dtype) == [None] * n
+
+
+def rooted_in_a_group(comm: Communicator) -> None:
+    n, rank = comm.size, comm.rank
+    counts = list(range(n))
+    parts = [torch.full((count,), float(i)) for i, count in enumerate(counts)]
+    stream = pynccl.create_stream()
+    with pynccl.group():
+        gathered = comm.gather_v(parts[rank], root=n - 1, counts=counts, stream=stream)
+        scattered = comm.scatter_v(torch.cat(parts), root=0, counts=np.array(counts), stream=stream)
+    stream.synchronize()
+    expect(scattered, parts[rank], "scatter_v")
+    if rank == n - 1:
+        expect(gathered, torch.cat(parts), "gather_v")
+
+
+@each_size
+def test_scatter_and_gather_share_a_group_on_a_stream(ranks: RankPool, n: int) -> None:
+    assert ranks.run(n, rooted_in_a_group) == [None] * n
+
+
+def disagreeing_counts(comm: Communicator) -> list[str]:
+    """Every rank checks; the last one has counts of its own, of the same sum."""
+    good, own = [1] * comm.size, [1] * comm.size
+    if comm.rank == comm.size - 1:
+        own = [0, *([1] * (comm.size - 2)), 2]
+    recv = torch.zeros(comm.size)
+    comm.gather_v(torch.ones(1), recv if comm.rank == 0 else None, counts=good)
+    comm.scatter_v(recv, torch.zeros(1), counts=good)
+    found = []
+    for call in (
+        lambda: comm.gather_v(torch.ones(own[comm.rank]), recv if comm.rank == 0 else None, counts=own),
+        lambda: comm.scatter_v(recv, torch.ones(own[comm.rank]), counts=own),
+    ):
+        with pytest.raises(pynccl.NcclInvalidUsage, match="the ranks of this communicator disagree") as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_counts_are_compared_across_ranks_when_asked_for() -> None:
+    pool = RankPool({**HOST, "PYNCCL_CHECK": "1"})
+    try:
+        for gather, scatter in pool.run(2, disagreeing_counts):
+            assert "gather_v(counts=[1, 1], FLOAT32, root=0)" in gather
+            assert "scatter_v(counts=[0, 2], FLOAT32, root=0)" in scatter
+    finally:
+        pool.close()
 
 
 def nothing_at_all(comm: Communicator) -> list[tuple[int, ...]]:
@@ -171,6 +250,29 @@ BAD: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
         {"send_counts": [1, 0], "recv_counts": [0, -2]},
         r"recv_counts is \[0, -2\], expected 2",
     ),
+    "true": ("all_gather_v", (ONE,), {"counts": [True, 1]}, r"counts is \[True, 1\], expected 2 numbers"),
+    "more than memory": ("gather_v", (ONE,), {"counts": [1 << 61, 1]}, r"counts is \[2305.*, 1\], expected 2 numbers"),
+    "scatter root": ("scatter_v", (ONE,), {"root": 2, "counts": [1, 1]}, r"root is 2, expected a rank in 0\.\.1"),
+    "gather root": ("gather_v", (ONE,), {"root": True, "counts": [1, 1]}, r"root is True, expected a rank in 0\.\.1"),
+    "scatter of another sum": (
+        "scatter_v",
+        (ONE,),
+        {"root": 1, "counts": [1, 1]},
+        "send has 1 elements, the counts say 2",
+    ),
+    "scatter into another size": (
+        "scatter_v",
+        (None, ONE),
+        {"counts": [1, 2]},
+        "recv has 1 elements, the counts say 2",
+    ),
+    "gather of another size": ("gather_v", (ONE,), {"counts": [1, 2]}, "send has 1 elements, the counts say 2"),
+    "gather into another size": (
+        "gather_v",
+        (ONE, torch.zeros(5)),
+        {"root": 1, "counts": [2, 1]},
+        "recv has 5 elements, expected 3",
+    ),
     "send of another size": ("all_gather_v", (ONE,), {"counts": [1, 2]}, "send has 1 elements, the counts say 2"),
     "send of another sum": (
         "all_to_all_v",
@@ -223,6 +325,16 @@ def test_overlapping_buffers_are_refused() -> None:
     comm.all_gather_v((4096 + 16, 1, "float32"), (4096, 4, "float32"), counts=[3, 1], stream=0)  # touch, not overlap
     comm.all_gather_v((4096, 0, "float32"), (4096, 4, "float32"), counts=[4, 0], stream=0)  # nothing to overlap
     assert stub.names().count("ncclBroadcast") == 4
+
+
+def test_scatter_without_buffers_says_which_it_needs() -> None:
+    stub = Stub()
+    comm = stub.comm(nranks=2, rank=1, cpu=True)
+    with pytest.raises(TypeError, match=r"scatter_v: rank 1 passed no recv and no send like which to allocate it"):
+        comm.scatter_v(None, counts=[1, 1])
+    with pytest.raises(TypeError, match=r"scatter_v: rank 1 passed no send; pass send="):
+        comm.scatter_v(None, ONE, root=1, counts=[1, 1])
+    assert stub.names() == []
 
 
 def test_a_raw_pointer_needs_recv() -> None:

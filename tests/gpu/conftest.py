@@ -1,13 +1,16 @@
-"""The communicator of the GPU tests, joined once per run.
+"""The communicator of the GPU tests, joined once per run, and what becomes of it once a test has failed.
 
 Every rank is a process of its own that runs these tests in the same order: started by torchrun or by
 scripts/gpu_check.sh, which also lets ranks share a GPU. Plain `pytest tests/gpu` is one rank.
+
+A rank whose test has failed has left the others behind in the middle of it. From there on nothing may wait for them:
+with several ranks the tests that follow fail at once, and communicators are aborted at the end instead of destroyed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -15,27 +18,54 @@ import torch
 import pynccl
 from pynccl.library import gpu_count
 
+FAILED = pytest.StashKey[str]()  # the first test that failed on this rank
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.config.stash.setdefault(FAILED, item.nodeid)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    failed = item.config.stash.get(FAILED, "")
+    if failed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        pytest.fail(f"not run: {failed} failed on this rank, and the other ranks may be waiting in it", pytrace=False)
+
+
+def close(comm: pynccl.Communicator, config: pytest.Config) -> None:
+    """At its end: destroyed, which waits for the other ranks; aborted once a test has failed here."""
+    if FAILED in config.stash:
+        comm.abort()
+    else:
+        comm.destroy()
+
 
 @pytest.fixture(scope="session")
-def comm() -> Iterator[pynccl.Communicator]:
+def comm(pytestconfig: pytest.Config) -> Iterator[pynccl.Communicator]:
     """All ranks of the launch; more ranks than GPUs share them."""
     spec = os.environ.get("PYNCCL_LIBRARY", "host")  # ../conftest.py says host, for the tests beside these
     library = pynccl.load("nccl" if spec == "host" else spec)
     if "RANK" in os.environ:
-        device = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) % gpu_count()
+        local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        device = None if library.is_host else local % gpu_count()
         made = pynccl.init(device=device, library=library)
     else:
-        made = pynccl.Communicator.init(1, pynccl.get_unique_id(library), 0, device=0, library=library)
+        device = None if library.is_host else 0
+        made = pynccl.Communicator.init(1, pynccl.get_unique_id(library), 0, device=device, library=library)
     if not library.is_host:
         torch.cuda.set_device(made.device)
     yield made
-    made.destroy()
+    close(made, pytestconfig)
 
 
 @pytest.fixture
-def child(comm: pynccl.Communicator) -> Iterator[pynccl.Communicator]:
+def child(comm: pynccl.Communicator, pytestconfig: pytest.Config) -> Iterator[pynccl.Communicator]:
     """A communicator of the same ranks that the test may end."""
     made = comm.split(0, comm.rank)
     assert made is not None
     yield made
-    made.destroy()
+    close(made, pytestconfig)

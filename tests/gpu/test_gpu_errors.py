@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 import pynccl
 from pynccl import Communicator
+
+ABORT_SECONDS = 20.0  # pynccl gives up waiting after 30, with a warning
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +55,10 @@ def test_a_root_or_operator_that_does_not_exist_is_refused(comm: Communicator) -
 
 
 @pytest.mark.parametrize(("end", "word"), [("destroy", "destroyed"), ("abort", "aborted")])
-def test_an_ended_communicator_says_so(child: Communicator, end: str, word: str) -> None:
+def test_an_ended_communicator_says_so(comm: Communicator, child: Communicator, end: str, word: str) -> None:
     x = torch.ones(4, device=child.device)
     assert child.all_reduce(x).tolist() == [child.size] * 4
+    comm.barrier()  # what is here may still be on its way to a peer, which an abort would leave waiting
     getattr(child, end)()
     getattr(child, end)()
     assert not child.alive
@@ -68,9 +73,46 @@ def test_abort_frees_a_collective_that_waits_for_a_peer(comm: Communicator, chil
     x = torch.ones(1 << 20, device=comm.device)
     child.all_reduce(x)  # connects the ranks, which would itself wait for rank 0 below
     torch.cuda.synchronize()
-    comm.barrier()
+    comm.barrier()  # as above
     if child.rank != 0:
-        child.all_reduce(x)
+        with contextlib.suppress(pynccl.NcclError):  # of the call itself, where a peer has aborted already
+            child.all_reduce(x)
+    started = time.monotonic()
     child.abort()
+    assert time.monotonic() - started < ABORT_SECONDS
     comm.barrier()
     assert not child.alive
+
+
+def test_abort_after_a_barrier_waits_for_no_peer_either(comm: Communicator, child: Communicator) -> None:
+    """The memory of the barrier is freed with the communicator, which must not wait for what the abort is to stop."""
+    if comm.size == 1:
+        pytest.skip("one rank waits for nobody")
+    x = torch.ones(1 << 20, device=comm.device)
+    child.all_reduce(x)
+    child.barrier()
+    torch.cuda.synchronize()
+    comm.barrier()
+    if child.rank != 0:
+        with contextlib.suppress(pynccl.NcclError):
+            child.all_reduce(x)  # on the default stream, for which some versions of cuda.core wait
+    started = time.monotonic()
+    child.abort()
+    assert time.monotonic() - started < ABORT_SECONDS
+    comm.barrier()
+
+
+def test_a_barrier_in_the_capture_of_a_graph_is_refused(comm: Communicator) -> None:
+    x = torch.ones(4, device=comm.device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            with pytest.raises(pynccl.NcclInvalidUsage, match=r"barrier\(\) in the capture"):
+                comm.barrier()
+            x.add_(1)
+        graph.replay()  # the capture is valid
+        torch.cuda.synchronize()
+        assert x.tolist() == [2.0] * 4
+    finally:
+        graph.reset()
+    comm.barrier()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 import pynccl
+import pynccl_autograd as ad
 from pynccl import Communicator
 
 COUNT = 1 << 20
@@ -38,12 +41,12 @@ def test_the_current_stream_orders_a_collective_after_what_made_its_input(comm: 
 
 
 def test_a_torch_side_stream_is_used_where_it_is_current(comm: Communicator) -> None:
-    x = torch.zeros(COUNT, device=comm.device)
+    x, y = torch.zeros(COUNT, device=comm.device), torch.zeros(COUNT, device=comm.device)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         fill_late(x, comm.rank + 1)
-        y = comm.all_reduce(x)
+        comm.all_reduce(x, y)  # into y: the first allocation of a stream may take longer than the sleep
         done = side.record_event()
     assert not done.query()  # the call returned while the stream was still busy
     done.synchronize()
@@ -124,3 +127,172 @@ def test_numbers_of_a_raw_pointer_need_a_stream(comm: Communicator) -> None:
     comm.all_reduce(raw, raw, stream=torch.cuda.current_stream())
     torch.cuda.synchronize()
     assert x.unique().tolist() == [total(comm)]
+
+
+def reuse(x: torch.Tensor) -> None:
+    """Take the memory that the allocator has just got back, and write to it on the current stream."""
+    for _ in range(8):
+        torch.empty_like(x).fill_(-1.0)
+
+
+@pytest.mark.parametrize("kind", ["pynccl", "handle", "torch"])
+def test_buffers_may_be_dropped_while_a_side_stream_works_on_them(comm: Communicator, kind: str) -> None:
+    made = pynccl.create_stream(comm.device)
+    side = torch.cuda.Stream() if kind == "torch" else torch.cuda.ExternalStream(made.handle, device=comm.device)
+    stream = {"pynccl": made, "handle": made.handle, "torch": side}[kind]
+    results = []
+    for i in range(10):
+        x = torch.full((COUNT,), float(i), device=comm.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(BUSY_CYCLES // 20)
+        results.append(comm.all_reduce(x, stream=stream))
+        del x
+        reuse(results[-1])
+    side.synchronize()
+    assert [result.unique().tolist() for result in results] == [[float(i * comm.size)] for i in range(10)]
+
+
+def test_what_a_stream_of_pynccl_holds_does_not_grow(comm: Communicator) -> None:
+    stream = pynccl.create_stream(comm.device)
+    x = torch.zeros(64, device=comm.device)
+    stream.wait(pynccl.current_stream(comm.device))
+    most = 0
+    calls = 20_000 if comm.size == 1 else 400  # ranks that share a GPU take turns, which may be milliseconds each
+    for i in range(calls):
+        comm.all_reduce(x, x, stream=stream)
+        if i % (calls // 20) == 0:
+            stream.synchronize()
+        most = max(most, len(stream._held))  # type: ignore[attr-defined]
+    stream.synchronize()
+    comm.all_reduce(x, x, stream=stream)
+    assert most <= calls // 10 and len(stream._held) <= 2  # type: ignore[attr-defined]
+    stream.synchronize()
+
+
+def test_streams_wait_for_the_current_one_and_the_other_way_round(comm: Communicator) -> None:
+    side = pynccl.create_stream(comm.device)
+    x = torch.zeros(COUNT, device=comm.device)
+    torch.cuda.synchronize()
+    fill_late(x, comm.rank + 1)
+    side.wait(pynccl.current_stream(comm.device))
+    comm.all_reduce(x, x, stream=side)
+    pynccl.current_stream(comm.device).wait(side)
+    x *= 2
+    assert x.unique().tolist() == [total(comm, 2)]
+    with torch.cuda.stream(other := torch.cuda.Stream()):
+        fill_late(x, comm.rank + 1)
+        assert pynccl.current_stream(comm.device).handle == other.cuda_stream
+        side.wait(other.record_event())
+        comm.all_reduce(x, x, stream=side)
+    side.synchronize()
+    assert x.unique().tolist() == [total(comm)]
+
+
+def test_a_stream_of_pynccl_can_be_captured(comm: Communicator) -> None:
+    made = pynccl.create_stream(comm.device)
+    side = torch.cuda.ExternalStream(made.handle, device=comm.device)
+    x = torch.zeros(COUNT, device=comm.device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        comm.all_reduce(x, x, stream=made)
+    for _ in range(2):
+        x.fill_(comm.rank + 1)
+        graph.replay()
+        assert x.unique().tolist() == [total(comm)]
+    del graph
+
+
+def test_backward_notices_what_was_received_in_place(comm: Communicator) -> None:
+    w, x = torch.ones(4, device=comm.device, requires_grad=True), torch.ones(4, device=comm.device)
+    loss = (w * x).sum()
+    comm.all_reduce(x, x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("ranks", ["all", "one"])
+def test_a_started_collective_may_be_waited_for_under_other_streams(comm: Communicator, ranks: str) -> None:
+    """Its memory is that of the stream of start(), which must not use it anew before the others are done with it."""
+    group = comm if ranks == "all" else comm.split(comm.rank)
+    assert group is not None
+    second, third = torch.cuda.Stream(), torch.cuda.Stream()
+    results = []
+    for i in range(10):
+        x = torch.full((COUNT,), float(i), device=comm.device)
+        handle = ad.start(ad.all_reduce, x, group, grad="sum")
+        for side in (second, third):
+            with torch.cuda.stream(side):
+                y = handle.wait()
+                torch.cuda._sleep(BUSY_CYCLES // 40)
+                results.append((float(i * group.size), y + 0))
+        del x, y, handle
+        reuse(torch.empty(COUNT, device=comm.device))
+    torch.cuda.synchronize()
+    assert [result.unique().tolist() for _, result in results] == [[value] for value, _ in results]
+    if group is not comm:
+        group.destroy()
+
+
+def test_a_started_collective_may_be_dropped_under_another_stream(comm: Communicator) -> None:
+    kept = []
+    for i in range(10):
+        x = torch.full((COUNT,), float(i), device=comm.device)
+        handle = ad.start(ad.all_gather, x, comm, grad="sum")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            del handle
+        del x
+        kept.append(torch.full((COUNT,), -1.0, device=comm.device))  # takes what was given back
+        kept.append(torch.full((COUNT * comm.size,), -1.0, device=comm.device))
+    torch.cuda.synchronize()
+    assert {value for one in kept for value in one.unique().tolist()} == {-1.0}
+
+
+def test_the_current_gpu_stays_what_it_is(comm: Communicator) -> None:
+    """Whichever that is: the communicator's, or with several GPUs another one."""
+    before = torch.cuda.current_device()
+    other = (before + 1) % torch.cuda.device_count()
+    stream = pynccl.create_stream(other, library=comm.library)
+    event = pynccl.create_event(other, library=comm.library)
+    pynccl.current_stream(other, library=comm.library).wait(stream)
+    stream.record(event)
+    stream.wait(pynccl.current_stream(comm.device, library=comm.library))
+    comm.barrier()
+    pynccl.mem_alloc(16, device=other, library=comm.library).free()
+    stream.synchronize()
+    assert torch.cuda.current_device() == before and event.query() and stream.query()
+
+
+def test_streams_work_in_a_thread_that_has_used_no_gpu(comm: Communicator) -> None:
+    stream = pynccl.create_stream(comm.device, library=comm.library)
+    x = torch.full((COUNT,), comm.rank + 1.0, device=comm.device)
+    torch.cuda.synchronize()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            comm.all_reduce(x, x, stream=stream)
+            stream.record().synchronize()
+            stream.wait(pynccl.current_stream(comm.device, library=comm.library))
+            stream.synchronize()
+            assert stream.query()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and not errors
+    assert x.unique().tolist() == [total(comm)]
+
+
+def test_an_idle_stream_says_so_at_once(comm: Communicator) -> None:
+    stream = pynccl.create_stream(comm.device, library=comm.library)
+    stream.synchronize()
+    assert all(stream.query() for _ in range(1000))
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle, device=comm.device)):
+        torch.cuda._sleep(BUSY_CYCLES)
+    assert not stream.query()
+    stream.synchronize()
+    assert stream.query()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu.graphs import forget_graphs
 
 import pynccl_autograd as ad
 from pynccl import Communicator
@@ -20,16 +21,19 @@ def test_a_compiled_step_equals_the_eager_one(comm: Communicator, mode: str) -> 
     def step(x: torch.Tensor) -> torch.Tensor:
         return (ad.all_reduce(2 * x, comm, grad="sum") ** 2).sum()
 
-    compiled = torch.compile(step, fullgraph=True, mode=mode)
     own, total = values(comm)
-    for _ in range(4):  # with CUDA graphs: warm-up, capture, replay
-        x = own.clone().requires_grad_()
-        loss = compiled(x)
-        loss.backward()
-        assert float(loss) == float((4 * total**2).sum())
-        assert x.grad is not None
-        torch.testing.assert_close(x.grad, comm.size * 8 * total)
-        del loss
+    try:
+        compiled = torch.compile(step, fullgraph=True, mode=mode)
+        for _ in range(4):  # with CUDA graphs: warm-up, capture, replay
+            x = own.clone().requires_grad_()
+            loss = compiled(x)
+            loss.backward()
+            assert float(loss) == float((4 * total**2).sum())
+            assert x.grad is not None
+            torch.testing.assert_close(x.grad, comm.size * 8 * total)
+            del loss
+    finally:
+        forget_graphs()  # the communicator of the session cannot be destroyed before
 
 
 def test_a_started_collective_and_its_adjoint_arrive(comm: Communicator) -> None:

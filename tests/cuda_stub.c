@@ -1,0 +1,106 @@
+/* A CUDA driver of two GPUs that computes nothing, and is as strict about contexts as the real one may be: whatever needs
+   a current context fails without one (201), and an event is recorded on streams of its own context alone (400). It
+   answers cuda.core and cuda.bindings, which look everything up by cuGetProcAddress. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct { int device; } context_t;
+typedef struct { context_t *context; } thing_t; /* a stream or an event */
+
+enum { INVALID_VALUE = 1, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500 };
+
+static context_t primary[2] = {{0}, {1}};
+static __thread context_t *stack[16];
+static __thread int depth;
+static int query_code, status, queries, made_events, calls, pinned; /* what tests set and read */
+
+static context_t *current(void) { return depth ? stack[depth - 1] : NULL; }
+static context_t *of(thing_t *stream) { return (size_t)stream > 2 ? stream->context : current(); }
+#define NEEDS_CONTEXT calls++; if (!current()) return INVALID_CONTEXT
+
+void stub_query(int code) { query_code = code; }
+void stub_capture(int on) { status = on; }
+int stub_queries(void) { return queries; }
+int stub_events(void) { return made_events; }
+int stub_pinned(void) { return pinned; }
+
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal < 2 ? 0 : INVALID_DEVICE; }
+int cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "stub"); return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 1 << 30; return 0; }
+int cuDeviceGetAttribute(int *value, int which, int device) { *value = 1; return 0; }
+int cuDevicePrimaryCtxRetain(context_t **context, int device) { *context = &primary[device]; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
+int cuCtxGetCurrent(context_t **context) { *context = current(); return 0; }
+int cuCtxSetCurrent(context_t *context) {
+  if (!context) { if (depth) depth--; }
+  else { if (!depth) depth = 1; stack[depth - 1] = context; }
+  return 0;
+}
+int cuCtxPushCurrent_v2(context_t *context) { stack[depth++] = context; return 0; }
+int cuCtxPopCurrent_v2(context_t **context) { NEEDS_CONTEXT; *context = stack[--depth]; return 0; }
+int cuCtxGetDevice(int *device) { NEEDS_CONTEXT; *device = current()->device; return 0; }
+int cuCtxGetStreamPriorityRange(int *least, int *greatest) { NEEDS_CONTEXT; *least = 0; *greatest = -5; return 0; }
+int cuCtxSynchronize(void) { NEEDS_CONTEXT; return 0; }
+
+static int make(thing_t **thing) {
+  NEEDS_CONTEXT;
+  *thing = malloc(sizeof(thing_t));
+  (*thing)->context = current();
+  return 0;
+}
+int cuStreamCreateWithPriority(thing_t **stream, unsigned flags, int priority) { return make(stream); }
+int cuStreamCreate(thing_t **stream, unsigned flags) { return make(stream); }
+int cuStreamDestroy_v2(thing_t *stream) { return 0; }
+int cuStreamGetCtx(thing_t *stream, context_t **context) { *context = of(stream); return *context ? 0 : INVALID_CONTEXT; }
+int cuStreamGetDevice(thing_t *stream, int *device) {
+  if (!of(stream)) return INVALID_CONTEXT;
+  *device = of(stream)->device;
+  return 0;
+}
+int cuStreamQuery(thing_t *stream) { NEEDS_CONTEXT; queries++; return query_code; }
+int cuStreamSynchronize(thing_t *stream) { NEEDS_CONTEXT; return 0; }
+int cuStreamIsCapturing(thing_t *stream, int *found) { NEEDS_CONTEXT; *found = status; return 0; }
+int cuStreamWaitEvent(thing_t *stream, thing_t *event, unsigned flags) { NEEDS_CONTEXT; return event ? 0 : INVALID_HANDLE; }
+int cuEventCreate(thing_t **event, unsigned flags) { made_events++; return make(event); }
+int cuEventDestroy_v2(thing_t *event) { return 0; }
+int cuEventRecord(thing_t *event, thing_t *stream) {
+  NEEDS_CONTEXT;
+  return event->context == of(stream) ? 0 : INVALID_HANDLE;
+}
+int cuEventRecordWithFlags(thing_t *event, thing_t *stream, unsigned flags) { return cuEventRecord(event, stream); }
+int cuEventQuery(thing_t *event) { NEEDS_CONTEXT; return query_code; }
+int cuEventSynchronize(thing_t *event) { NEEDS_CONTEXT; return 0; }
+int cuEventElapsedTime(float *ms, thing_t *start, thing_t *end) { NEEDS_CONTEXT; *ms = 1; return 0; }
+int cuEventElapsedTime_v2(float *ms, thing_t *start, thing_t *end) { return cuEventElapsedTime(ms, start, end); }
+int cuMemAllocHost_v2(void **pointer, size_t size) { NEEDS_CONTEXT; pinned++; *pointer = calloc(1, size); return 0; }
+int cuMemHostAlloc(void **pointer, size_t size, unsigned flags) { return cuMemAllocHost_v2(pointer, size); }
+int cuMemFreeHost(void *pointer) { NEEDS_CONTEXT; pinned--; free(pointer); return 0; }
+int cuGetErrorName(int code, const char **name) { *name = "CUDA_ERROR_OF_THE_STUB"; return 0; }
+int cuGetErrorString(int code, const char **text) { *text = "an error of the stub"; return 0; }
+
+int cuGetProcAddress_v2(const char *symbol, void **function, int version, unsigned long flags, int *found) {
+  char name[128];
+  const char *endings[] = {"_v3", "_v2", ""};
+  for (int i = 0; i < 3; i++) {
+    snprintf(name, sizeof name, "%s%s", symbol, endings[i]);
+    if ((*function = dlsym(RTLD_DEFAULT, name))) break;
+  }
+  if (!*function) {
+    void *self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    for (int i = 0; i < 3 && self && !*function; i++) {
+      snprintf(name, sizeof name, "%s%s", symbol, endings[i]);
+      *function = dlsym(self, name);
+    }
+  }
+  if (found) *found = *function ? 0 : 1;
+  return *function ? 0 : NOT_FOUND;
+}
+int cuGetProcAddress(const char *symbol, void **function, int version, unsigned long flags) {
+  return cuGetProcAddress_v2(symbol, function, version, flags, NULL);
+}

@@ -1,0 +1,54 @@
+"""A gate in front of a TCP server, which a test shuts: connections stay open, and nothing comes through any more."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+
+class Gate:
+    """Listens at `port` of the loopback and passes on what it hears to a server, until it is shut.
+
+    shut_after: bytes towards the server after which the gate shuts by itself; None: never.
+    """
+
+    def __init__(self, server: int, shut_after: int | None = None) -> None:
+        self._server = server
+        self._left = shut_after
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self.port: int = self._listener.getsockname()[1]
+        self.was_shut = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def shut(self) -> None:
+        self.was_shut.set()
+
+    def close(self) -> None:
+        """End all connections."""
+        for one in [self._listener, *self._sockets]:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._server))
+                self._sockets += [client, server]
+                threading.Thread(target=self._pass_on, args=(client, server, True), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(server, client, False), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, counted: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if counted and self._left is not None:
+                    self._left -= len(data)
+                    if self._left < 0:
+                        self.shut()
+                if self.was_shut.is_set():
+                    return
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)

@@ -1,0 +1,302 @@
+"""What a rank does when calls are fuzzed: makes the calls of a seed, says what came of each. See calling.py."""
+
+from __future__ import annotations
+
+import linecache
+import random
+import re
+import time
+import warnings
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import pynccl
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+from .call_targets import BINDING
+from .call_targets_autograd import AUTOGRAD
+from .call_values import BUFFERS, SCALARS, Hostile, logical, numbers
+from .calling import BUFFER_KINDS, FINE, Arguments, Target, pool
+
+TARGETS = [*BINDING, *AUTOGRAD]
+GOOD = ("right", "clear")
+BAD = ("unclear", "accepted", "wrong", "differs", "slow", "broken", "crash", "hang")
+SLOW_SECONDS = 5.0
+
+
+class Record(NamedTuple):
+    """What came of one call on this rank."""
+
+    seed: int
+    text: str
+    outcome: str
+    message: str = ""
+    changed: tuple[str, ...] = ()  # "target.parameter" of what was exchanged
+
+
+class Environment:
+    """What values are made of, on this rank."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.alone = self._relative(comm.rank)
+        self.destroyed = self._relative(0)
+        self.destroyed.destroy()
+        self.aborted = self._relative(0)
+        self.aborted.abort()
+        other = self._relative(0)
+        self.other = other
+        self.foreign_operator = other.pre_mul_sum(2.0, "float32")
+        self.operator = comm.pre_mul_sum(2.0, "float32")
+        self.operator64 = comm.pre_mul_sum(2.0, "float64")
+        self.destroyed_operator = comm.pre_mul_sum(2.0, "float32")
+        self.destroyed_operator.destroy()
+        self.stream: Any = pynccl.create_stream()
+        closing: Any = pynccl.create_stream()
+        closing.close()
+        self.closed_stream = closing
+        self.event = self.stream.record()
+        self.memory = pynccl.mem_alloc(4, "float32")
+        self.freed_memory = pynccl.mem_alloc(4, "float32")
+        self.freed_memory.free()
+        self.window = comm.window(self.memory)
+        self.closed_window = comm.window(self.memory)
+        self.closed_window.close()
+        self.partition = ad.CartesianPartition(comm, (comm.size,))
+        self.kept: list[Any] = []
+
+    def _relative(self, color: int) -> Communicator:
+        made = self.comm.split(color)
+        assert made is not None
+        made.timeout = SLOW_SECONDS
+        return made
+
+    def raw(self, rank: int) -> tuple[int, int, str]:
+        self.kept = [*self.kept[-50:], numbers(rank)]
+        return self.kept[-1].data_ptr(), 4, "float32"
+
+    def fresh_memory(self, rank: int) -> Any:
+        memory = pynccl.mem_alloc(4, "float32")
+        torch.from_dlpack(memory).copy_(numbers(rank))
+        return memory
+
+
+def value(env: Environment, name: Any, rank: int) -> Any:
+    """The value of a name, as rank `rank` passes it; what is no name is itself."""
+    if not isinstance(name, str):
+        return list(name) if isinstance(name, list) else name
+    if name == "partner":
+        return env.size - 1 - rank
+    if name == "aborted comm":
+        return env.aborted
+    if name == "partition":
+        return env.partition
+    if name.startswith("buffer "):
+        return BUFFERS[name.removeprefix("buffer ")].make(env, rank)
+    return SCALARS[name](env, rank) if name in SCALARS else name
+
+
+class Plan(NamedTuple):
+    """The call of a seed: the target, and the name of each argument."""
+
+    target: Target
+    names: dict[str, Any]
+    changed: tuple[str, ...]
+
+
+def plan(seed: int) -> Plan:
+    """One or two arguments of a target exchanged; now and then none."""
+    rng = random.Random(seed)
+    target = rng.choice(TARGETS)
+    names = {
+        role: f"buffer {good}" if kind in BUFFER_KINDS and good in BUFFERS else good
+        for role, (kind, good) in target.good.items()
+    }
+    count = rng.choices([0, 1, 2], [1, 16, 4])[0]
+    roles = rng.sample(sorted(target.good), min(count, len(target.good)))
+    for role in roles:
+        kind = target.good[role][0]
+        if kind != "partner":
+            names[role] = rng.choice(pool(kind))
+    changed = tuple(role for role in roles if target.good[role][0] != "partner")
+    return Plan(target, names, changed)
+
+
+def text_of(one: Plan) -> str:
+    given = ", ".join(f"{role}={name}" for role, name in one.names.items())
+    return f"{one.target.name}({given})"
+
+
+def run(comm: Communicator, seeds: list[int]) -> list[Record]:
+    """Make the calls of the seeds; between them a good one, which must be right."""
+    warnings.simplefilter("ignore")
+    env = _environments.get(id(comm))
+    if env is None:
+        env = _environments[id(comm)] = Environment(comm)
+    comm.timeout = SLOW_SECONDS
+    found = []
+    for seed in seeds:
+        print(f"call {seed}: {text_of(plan(seed))}", flush=True)
+        start = time.monotonic()
+        record = make(env, seed)
+        if time.monotonic() - start > SLOW_SECONDS and record.outcome in GOOD:
+            record = record._replace(outcome="slow", message=f"took {time.monotonic() - start:.1f} s")
+        one = plan(seed)
+        found.append(record._replace(changed=tuple(f"{one.target.name}.{role}" for role in one.changed)))
+        check_usable(env, record)
+    return found
+
+
+_environments: dict[int, Environment] = {}
+
+
+def check_usable(env: Environment, last: Record) -> None:
+    """A good call after bad ones: nothing was launched, and no group is open."""
+    y = env.comm.all_reduce(torch.full((3,), env.rank + 1.0, dtype=torch.float64))
+    wanted = env.size * (env.size + 1) / 2
+    if y.tolist() != [wanted] * 3:
+        raise AssertionError(f"all_reduce gives {y.tolist()}, expected {wanted}, after {last}")
+
+
+def make(env: Environment, seed: int) -> Record:
+    one = plan(seed)
+    text = text_of(one)
+    target = one.target
+    try:
+        rows = [{role: value(env, name, r) for role, name in one.names.items()} for r in range(env.size)]
+        given = rows[env.rank]
+        before = [dict(row) for row in rows]
+    except Exception as error:
+        return Record(seed, text, "broken", f"the arguments could not be made: {error!r}")
+    expected = expectation(target, before, env)
+    try:
+        result = target.call(env, given)
+        settle(env, given)
+    except Exception as error:
+        return Record(seed, text, *judge(one, given, error))
+    if refused := must_refuse(one, given, env.size):
+        return Record(seed, text, "accepted", f"{refused}; returned {short(result)}")
+    return Record(seed, text, *compare(expected, result))
+
+
+def settle(env: Environment, given: Arguments) -> None:
+    stream = given.get("stream")
+    if stream is env.stream or (isinstance(stream, int) and stream == env.stream.handle):
+        env.stream.synchronize()
+
+
+def must_refuse(one: Plan, given: Arguments, ranks: int) -> str:
+    """Why this call should have raised; "" if it may succeed."""
+    for role in one.changed:
+        kind = one.target.good[role][0]
+        name = one.names[role]
+        if isinstance(name, str) and name.startswith("buffer "):
+            if BUFFERS[name.removeprefix("buffer ")].refused and kind != "tensor":
+                return f"{role} is {name}, which NCCL cannot take"
+        elif kind in BUFFER_KINDS:
+            tensor = isinstance(name, str) and name.startswith(("torch.tensor", "np.array", "memory"))
+            if not tensor and not (name == "None" and kind == "recv"):
+                return f"{role} is {name}, which is no buffer"
+        elif name in ("destroyed comm", "aborted comm") and kind in ("self", "ad comm"):
+            return f"{role} is a {name}"
+        elif kind == "ad comm" and name != "comm":
+            return f"{role} is {name}, which is no communicator"
+        elif kind in FINE and one.names[role] != one.target.good[role][1] and not FINE[kind](given[role], ranks):
+            return f"{role} is {name}, which is no {kind}"
+    return ""
+
+
+def expectation(target: Target, rows: list[Arguments], env: Environment) -> Tensor | None:
+    """What the call must give if it gives anything; None where that is not known."""
+    if target.right is None:
+        return None
+    try:
+        right: Tensor | None = target.right(rows, env.rank, env.size)
+    except Exception:
+        return None
+    return right
+
+
+def compare(expected: Tensor | None, result: Any) -> tuple[str, str]:
+    got = logical(result) if expected is not None else None
+    if expected is None or got is None:
+        return "right", ""
+    got = got.reshape(-1)
+    if got.shape == expected.shape and torch.allclose(got, expected.reshape(-1), rtol=0.1, atol=1e-3, equal_nan=True):
+        return "right", ""
+    return "wrong", f"gave {short(got.tolist())}, expected {short(expected.tolist())}"
+
+
+def short(x: Any) -> str:
+    if isinstance(x, Tensor):  # torch's repr reads memory that a tensor may not have
+        return f"tensor of {x.dtype} {x.layout}"
+    try:
+        text = repr(x)
+    except Exception as error:
+        text = f"<no repr: {error!r}>"
+    return text if len(text) < 200 else text[:200] + "..."
+
+
+# ------------------------------------------------------------------------------------------------------ judging errors
+
+REMEDY = re.compile(
+    r"expected|\bbut\b|got |\bpass\b|must|\bneeds?\b|make |\buse\b|convert|view it|move|\bset\b|pad it|call |leave it"
+    r"|give|install|run with|not divisible|is no |after|belongs|counts say",
+)
+KINDS = (TypeError, ValueError, NotImplementedError, pynccl.NcclError)
+
+
+def judge(one: Plan, given: Arguments, error: Exception) -> tuple[str, str]:
+    """Whether the error is for the user: of the right kind, raised on purpose, naming the argument and the remedy."""
+    message = f"{type(error).__name__}: {error}"
+    why = ""
+    if not isinstance(error, KINDS) or isinstance(error, (UnicodeError,)):
+        why = "is of another kind"
+    elif not on_purpose(error.__traceback__):
+        why = "comes from Python or torch, not from a check"
+    elif not names_it(one, given, str(error)):
+        why = "names neither the argument nor the operation"
+    elif not REMEDY.search(str(error)):
+        why = "says neither what was expected nor what to do"
+    if why:
+        return "unclear", f"{message}\n      ({why}; raised at {where(error.__traceback__)})"
+    return "clear", message
+
+
+def on_purpose(traceback: TracebackType | None) -> bool:
+    """Whether it was raised by a `raise` statement of this project."""
+    frame = last(traceback)
+    if frame is None:
+        return False
+    path = frame.tb_frame.f_code.co_filename
+    if not re.search(r"/(pynccl|autograd|pynccl_autograd)/", path) or "site-packages" in path:
+        return False
+    return linecache.getline(path, frame.tb_lineno).strip().startswith("raise")
+
+
+def last(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def where(traceback: TracebackType | None) -> str:
+    frame = last(traceback)
+    if frame is None:
+        return "nowhere"
+    path = frame.tb_frame.f_code.co_filename
+    line = linecache.getline(path, frame.tb_lineno).strip()
+    return f"{'/'.join(path.split('/')[-2:])}:{frame.tb_lineno}: {line[:100]}"
+
+
+def names_it(one: Plan, given: Arguments, message: str) -> bool:
+    """Whether the message has the name of an argument that was changed, its value, or the operation's name."""
+    words = [*one.target.name.split("."), *one.target.words, *one.target.good]
+    for role in one.changed:
+        words += [type(given[role]).__name__, short(given[role])[:40]]
+        words += [] if isinstance(given[role], (Tensor, Hostile)) else [str(given[role])[:40]]
+    return any(word and word in message for word in words)

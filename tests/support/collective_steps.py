@@ -1,0 +1,283 @@
+"""Steps that are collectives: functions of pynccl_autograd beside plain torch on all ranks' tensors.
+
+See programs.py; those in which every rank has its own to give are in exchange_steps.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import mul
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .programs import NEAR, Draw, Kind, Text, Unfit, Value
+
+Proposal = tuple[tuple[int, ...], dict[str, Any]]
+
+
+def same(y: Tensor, n: int, grad: str) -> Value:
+    """The same on all ranks: one value under "replicated", each rank's own under "sum"."""
+    return Value((y,) * n, grad == "replicated")
+
+
+def total(ys: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(ys)).sum(0)
+
+
+def options(given: dict[str, Any], *names: str) -> str:
+    """The keyword arguments that are given."""
+    found = [f"{name}={given[name]!r}" for name in names if given.get(name) is not None]
+    return ", ".join(found)
+
+
+def convention(draw: Draw) -> str:
+    return draw.rng.choice(["sum", "sum", "replicated"])
+
+
+def reduce_dtype(draw: Draw) -> torch.dtype | None:
+    wide = {torch.bfloat16: torch.float32, torch.float32: torch.float64, torch.float64: torch.float64}
+    return wide.get(draw.dtype) if draw.chance(0.3) else None
+
+
+def joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+class _Collective(Kind):
+    weight = 2.0
+
+
+class AllReduce(_Collective):
+    weight = 5.0
+    OPS = ("sum", "avg", "premul", "scaled", "max", "min", "prod")
+
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        ops = ["sum", "avg", "premul", "scaled"] if draw.exact else ["sum", "avg", "premul"]
+        ops += ["prod"] * draw.exact + ["max", "min"] * (draw.exact and not draw.dtype.is_complex)
+        op = draw.rng.choice(ops)
+        at = draw.own(lambda value: value.even)
+        value = draw.values[at]
+        inputs: tuple[int, ...] = (at,)
+        if op in ("max", "min"):
+            check_apart(value.ys, op)
+        if op == "scaled":
+            inputs = (at, draw.own(lambda other: other.shapes == value.shapes))
+        given: dict[str, Any] = {"op": op, "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
+        if op == "premul":
+            given["scales"] = [draw.number() for _ in range(draw.n)]
+        return inputs, given
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        ys = values[0].ys
+        match given["op"]:
+            case "sum":
+                y = total(ys)
+            case "avg":
+                y = total(ys) / n
+            case "premul":
+                y = total([x * scale for x, scale in zip(ys, given["scales"], strict=True)])
+            case "scaled":
+                y = total([x * scale for x, scale in zip(ys, values[1].ys, strict=True)])
+            case "max":
+                y = torch.stack(ys).amax(0)
+            case "min":
+                y = torch.stack(ys).amin(0)
+            case _:
+                y = reduce(mul, ys)
+        return same(y, n, given["grad"])
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        op = repr(given["op"])
+        if given["op"] == "premul":
+            op = f"ad.PreMul({given['scales']}[comm.rank])"
+        elif given["op"] == "scaled":
+            op = f"ad.PreMul({names[1]})"
+        rest = joined(op, options(given, "grad", "reduce_dtype"))
+        return Text("", "all_reduce", names[0], rest, given["op"] not in ("max", "min", "prod"))
+
+
+def check_apart(ys: Sequence[Tensor], op: str) -> None:
+    """Unfit where two values are so near that rounding may decide who attains the extremum."""
+    stacked = torch.stack(list(ys)).detach()
+    away = (stacked - (stacked.amax(0) if op == "max" else stacked.amin(0))).abs()
+    if bool(((away > 0) & (away < NEAR)).any()):
+        raise Unfit
+
+
+class Copy(_Collective):
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        return (draw.pick(lambda value: value.one),), {"reduce_dtype": reduce_dtype(draw)}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return Value(values[0].ys, False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text("", "copy", names[0], options(given, "reduce_dtype"), True)
+
+
+def _cut(draw: Draw, at: int) -> dict[str, Any]:
+    """dim= and splits= of something that all ranks hold whole."""
+    value = draw.values[at]
+    dim = draw.dim(value)
+    size = value.ys[0].shape[dim]
+    splits = draw.parts(size) if size % draw.n or draw.chance(0.3) else None
+    return {"dim": draw.either_sign(dim, value), "splits": splits}
+
+
+def slices(y: Tensor, given: dict[str, Any], n: int) -> list[Tensor]:
+    dim = given["dim"] % y.dim()
+    sizes = given["splits"] or [y.shape[dim] // n] * n
+    starts = [sum(sizes[:r]) for r in range(n)]
+    return [y.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+class ReduceScatter(_Collective):
+    weight = 3.0
+
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        at = draw.own(lambda value: value.even)
+        op = draw.rng.choice(["sum", "avg"])
+        return (at,), {**_cut(draw, at), "op": op, "reduce_dtype": reduce_dtype(draw)}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        y = total(values[0].ys) / (n if given["op"] == "avg" else 1)
+        return Value(tuple(slices(y, given, n)), False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text("", "reduce_scatter", names[0], options(given, "dim", "op", "splits", "reduce_dtype"), True)
+
+
+class Split(_Collective):
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        at = draw.pick(lambda value: value.one)
+        return (at,), _cut(draw, at)
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return Value(tuple(slices(values[0].ys[0], given, n)), False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text("", "split", names[0], options(given, "dim", "splits"), True)
+
+
+def joins(draw: Draw) -> tuple[int, dict[str, Any]]:
+    """A variable whose tensors can be concatenated over the ranks, with dim= and splits=."""
+
+    def fits(value: Value) -> bool:
+        return len({y.dim() for y in value.ys}) == 1
+
+    at = draw.own(fits)
+    value = draw.values[at]
+    if not value.ys[0].dim():
+        return at, {"dim": 0}
+    dims = [
+        dim
+        for dim in range(value.ys[0].dim())
+        if len({(*shape[:dim], *shape[dim + 1 :]) for shape in value.shapes}) == 1
+    ]
+    if not dims:
+        raise Unfit
+    dim = draw.rng.choice(dims)
+    sizes = [shape[dim] for shape in value.shapes]
+    splits = sizes if len(set(sizes)) > 1 or draw.chance(0.2) else None
+    return at, {"dim": draw.either_sign(dim, value), "splits": splits}
+
+
+def _joined_up(ys: Sequence[Tensor], given: dict[str, Any]) -> Tensor:
+    return torch.stack(list(ys)) if not ys[0].dim() else torch.cat(list(ys), given["dim"])
+
+
+class AllGather(_Collective):
+    weight = 3.0
+
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        at, given = joins(draw)
+        return (at,), {**given, "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return same(_joined_up(values[0].ys, given), n, given["grad"])
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text("", "all_gather", names[0], options(given, "dim", "grad", "splits", "reduce_dtype"), True)
+
+
+class Gather(_Collective):
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        at, given = joins(draw)
+        return (at,), {**given, "root": draw.rng.randrange(draw.n)}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        ys, dim = values[0].ys, given["dim"]
+        whole = _joined_up(ys, given)
+        others = [(y if y.dim() else y.reshape(1)).narrow(dim, 0, 0) for y in ys]
+        return Value(tuple(whole if r == given["root"] else others[r] for r in range(n)), False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text("", "gather", names[0], options(given, "root", "dim", "splits"), True)
+
+
+class Broadcast(_Collective):
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        at = draw.own(lambda value: value.even)
+        given = {"root": draw.rng.randrange(draw.n), "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
+        return (at,), given
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return same(values[0].ys[given["root"]], n, given["grad"])
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text("", "broadcast", names[0], options(given, "root", "grad", "reduce_dtype"), True)
+
+
+class Reduce(_Collective):
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        at = draw.own(lambda value: value.even)
+        given = {"root": draw.rng.randrange(draw.n), "op": draw.rng.choice(["sum", "avg"])}
+        return (at,), {**given, "reduce_dtype": reduce_dtype(draw)}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        y = total(values[0].ys) / (n if given["op"] == "avg" else 1)
+        return Value(tuple(y if r == given["root"] else torch.zeros_like(y) for r in range(n)), False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text("", "reduce", names[0], options(given, "root", "op", "reduce_dtype"), True)
+
+
+class Scatter(_Collective):
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        at = draw.own(lambda value: value.even)
+        return (at,), {**_cut(draw, at), "root": draw.rng.randrange(draw.n)}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return Value(tuple(slices(values[0].ys[given["root"]], given, n)), False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text("", "scatter", names[0], options(given, "root", "dim", "splits"), True)

@@ -1,0 +1,373 @@
+"""Runs random programs on ranks and compares with their simulation, for scripts/fuzz_autograd.py and its test."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from ranks import RankError, RankPool
+from torch import Tensor
+
+import pynccl_autograd as ad
+
+from . import collective_steps, exchange_steps, local_steps, partition_steps, rank_side
+from .programs import LOW, TOLERANCE, Leaf, Program, Value, draw, simulate
+from .rank_side import Found, Job
+from .writing import source
+
+_STEPS = (collective_steps, exchange_steps, local_steps, partition_steps)  # imported for the kinds that they register
+
+
+class Mode(NamedTuple):
+    """style: see writing.py; excluded: traits of steps that it has none of."""
+
+    style: str = "function"
+    excluded: frozenset[str] = frozenset({"inplace"})
+    batch: int = 8
+    exact: bool = False  # double precision only
+    weight: int = 3
+
+
+START_SECONDS = 300.0  # in which ranks start and load torch's compiler, on a busy machine too
+# What a rank saves for the backward pass decides when a checkpoint is run again: ranks that differ there hang.
+SAME_SAVED = frozenset({"inplace", "differs"})
+MODES: dict[str, Mode] = {
+    "plain": Mode(),
+    "in place": Mode(excluded=frozenset()),
+    "in place start": Mode("start", excluded=frozenset()),
+    "start": Mode("start"),
+    "module": Mode("module"),
+    **({"list": Mode("list"), "double list": Mode("list", exact=True)} if hasattr(ad.functions, "OfLists") else {}),
+    "checkpoint": Mode("checkpoint", excluded=SAME_SAVED),
+    "reentrant": Mode("reentrant", excluded=SAME_SAVED),
+    "double": Mode(exact=True),
+    "double start": Mode("start", exact=True),
+    "frozen": Mode(),
+    "frozen start": Mode("start"),
+    "forward": Mode(exact=True),
+    "forward some": Mode(exact=True),
+    "no_grad": Mode(excluded=frozenset()),
+    "no_grad start": Mode("start", excluded=frozenset()),
+    "vmap": Mode(excluded=frozenset({"partition", "inplace"}), exact=True),
+    "compile": Mode(excluded=frozenset({"partition", "layer", "inplace"}), batch=1, exact=True),
+    "compile start": Mode("start", excluded=frozenset({"partition", "layer", "inplace"}), batch=1, exact=True),
+}
+
+
+class Failure(NamedTuple):
+    mode: str
+    seed: int
+    n: int
+    what: str
+    text: str
+
+    def __str__(self) -> str:
+        again = f"--modes {self.mode!r} --ranks {self.n} --seed {self.seed} --programs 1"
+        return f"=== {self.mode}, {self.n} ranks, seed {self.seed}   (replay: {again})\n{self.text}\n--- {self.what}"
+
+
+class Trial(NamedTuple):
+    """A program, how it is run, and what it must give."""
+
+    program: Program
+    job: Job
+    expected: list[Found]  # by rank
+
+    def text(self) -> str:
+        leaves = "".join(
+            f"# v{i}: {'one value, ' if leaf.one else ''}shapes {[tuple(y.shape) for y in leaf.ys]}\n"
+            for i, leaf in enumerate(self.program.leaves)
+        )
+        used = [[w is not None for w in by_rank] for by_rank in self.job.weights]
+        frozen = f"# without gradient or tangent, by leaf and rank: {self.job.frozen}\n" if self.job.frozen else ""
+        head = f"# {self.program.dtype}, backward by {self.job.style!r}, outputs used by rank: {used}\n"
+        return head + leaves + frozen + self.job.source
+
+
+def trial(mode: str, seed: int, n: int) -> Trial:
+    """The program of this seed in this mode."""
+    how = MODES[mode]
+    rng = random.Random(seed * 31 + n)
+    dtype = rng.choice([torch.float64] * 4 + [torch.complex128]) if how.exact else None
+    program = draw(seed, n, excluded=how.excluded, dtype=dtype)
+    torch_rng = torch.Generator().manual_seed(seed)
+    base = mode.partition(" ")[0]
+    batch = 3 if base == "vmap" else 0
+    leaves = [_batched(leaf, batch, torch_rng) for leaf in program.leaves]
+    frozen = None
+    if base == "frozen" or mode == "forward some":
+        frozen = [[rng.random() < 0.5 for _ in range(n)] for _ in program.leaves]
+        if base == "forward":
+            frozen = [[row[0]] * n if leaf.one else row for row, leaf in zip(frozen, program.leaves, strict=True)]
+    job = Job(seed, source(program, how.style), base if mode != "forward some" else mode, leaves, [], [], frozen=frozen)
+    job = job._replace(style=rng.choice(["loss", "loss", "sum", "direct"]) if base != "double" else "loss")
+    return _expect(program, job, rng, torch_rng)
+
+
+def _batched(leaf: Leaf, batch: int, rng: torch.Generator) -> list[Tensor]:
+    if not batch:
+        return list(leaf.ys)
+    made = [torch.stack([y * (1 + 0.25 * i) for i in range(batch)]) for y in leaf.ys]
+    return made[:1] * len(made) if leaf.one else made
+
+
+def _like(y: Tensor, rng: torch.Generator) -> Tensor:
+    drawn = torch.randint(-8, 9, (2, *y.shape), generator=rng).double() / 4
+    return torch.complex(drawn[0], drawn[1]) if y.is_complex() else drawn[0]
+
+
+def _real(z: Tensor) -> Tensor:
+    return z.real if z.is_complex() else z
+
+
+def variables(program: Program, leaves: Sequence[Sequence[Tensor]]) -> list[Value]:
+    """The leaves, of all ranks, as variables of a simulation, in double precision; one tensor where they are one."""
+    made = []
+    for leaf, ys in zip(program.leaves, leaves, strict=True):
+        grown = [y.detach().clone().requires_grad_() for y in (ys[:1] if leaf.one else ys)]
+        made.append(Value(tuple(grown) * (program.n if leaf.one else 1), leaf.one))
+    return made
+
+
+def _distinct(value: Value) -> tuple[Tensor, ...]:
+    return value.ys[:1] if value.one else value.ys
+
+
+def _expect(program: Program, job: Job, rng: random.Random, torch_rng: torch.Generator) -> Trial:
+    if job.mode == "vmap":
+        return _expect_vmap(program, job)
+    leaves = variables(program, job.leaves)
+    values = simulate(program, leaves)
+    outputs = [values[i] for i in program.outputs]
+    seconds = [_draws(leaf, torch_rng) for leaf in leaves]
+    if job.mode in ("forward", "forward some"):
+        job = job._replace(seconds=seconds)
+        return Trial(program, _rounded(job, program.dtype), _expect_tangents(program, job, leaves, outputs))
+    weights: list[list[Tensor | None]] = []
+    for value in outputs:
+        ws: list[Tensor | None] = list(_draws(value, torch_rng))
+        if job.style == "sum":
+            ws = [torch.ones_like(w) for w in ws if w is not None]
+        if not value.one and job.mode != "compile" and rng.random() < 0.3:
+            ws = [w if rng.random() < 0.5 else None for w in ws]
+        weights.append(ws)
+    job = job._replace(weights=weights, seconds=seconds)
+    return Trial(program, _rounded(job, program.dtype), _expect_gradients(job, leaves, outputs))
+
+
+def _draws(value: Value, rng: torch.Generator) -> list[Tensor]:
+    if value.one:
+        return [_like(value.ys[0], rng)] * len(value.ys)
+    return [_like(y, rng) for y in value.ys]
+
+
+def _rounded(job: Job, dtype: torch.dtype) -> Job:
+    """What the ranks get: in the type of the program."""
+    return job._replace(
+        leaves=[[y.to(dtype) for y in ys] for ys in job.leaves],
+        weights=[[None if w is None else w.to(dtype) for w in ws] for ws in job.weights],
+    )
+
+
+def _loss(outputs: Sequence[Value], weights: Sequence[Sequence[Tensor | None]]) -> Tensor:
+    """The sum of the ranks' losses; what is made of one value counts once."""
+    loss = torch.zeros((), dtype=torch.float64)
+    for value, ws in zip(outputs, weights, strict=True):
+        for y, w in zip(_distinct(value), ws, strict=False):
+            if w is not None:
+                loss = loss + _real((w.conj() * y).sum())
+    return loss
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Value], again: bool = False) -> list[list[Tensor]]:
+    """By leaf and rank; zeros where there is none."""
+    flat = [y for leaf in leaves for y in _distinct(leaf)]
+    found: Sequence[Tensor | None] = [None] * len(flat)
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, flat, create_graph=again, allow_unused=True)
+    grads = iter([torch.zeros_like(y) if g is None else g for y, g in zip(flat, found, strict=True)])
+    made = []
+    for leaf in leaves:
+        own = [next(grads) for _ in _distinct(leaf)]
+        made.append(own * (len(leaf.ys) // len(own)))
+    return made
+
+
+def _expect_gradients(job: Job, leaves: list[Value], outputs: list[Value]) -> list[Found]:
+    loss = _loss(outputs, job.weights)
+    double = job.mode == "double"
+    grads = _gradients(loss, leaves, again=double)
+    second: list[list[Tensor]] = [[] for _ in leaves]
+    if double:
+        made = [Value(tuple(g), leaf.one) for g, leaf in zip(grads, leaves, strict=True)]
+        second = _gradients(_loss(made, job.seconds), leaves)
+    return [
+        Found(
+            [value.ys[r].detach() for value in outputs],
+            [None if job.frozen and job.frozen[i][r] else g[r].detach() for i, g in enumerate(grads)],
+            [g[r].detach() for g in second if g],
+        )
+        if job.mode != "no_grad"
+        else Found([value.ys[r].detach() for value in outputs], [], [])
+        for r in range(len(leaves[0].ys))
+    ]
+
+
+def _expect_tangents(program: Program, job: Job, leaves: list[Value], outputs: list[Value]) -> list[Found]:
+    """Forward mode of the simulation."""
+    flat = [y.detach() for leaf in leaves for y in _distinct(leaf)]
+    tangents = []
+    for i, leaf in enumerate(leaves):
+        for r, y in enumerate(_distinct(leaf)):
+            without = job.frozen is not None and job.frozen[i][r]
+            tangents.append(torch.zeros_like(y.detach()) if without else job.seconds[i][r])
+
+    def function(*ys: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(ys)
+        own = []
+        for leaf in leaves:
+            mine = tuple(next(rest) for _ in _distinct(leaf))
+            own.append(Value(mine * (program.n if leaf.one else 1), leaf.one))
+        values = simulate(program, own)
+        return tuple(y for i in program.outputs for y in values[i].ys)
+
+    found = torch.func.jvp(function, tuple(flat), tuple(tangents))[1]
+    n = program.n
+    return [
+        Found([value.ys[r].detach() for value in outputs], [found[i * n + r] for i in range(len(outputs))], [])
+        for r in range(n)
+    ]
+
+
+def _expect_vmap(program: Program, job: Job) -> Trial:
+    by_rank: list[list[list[Tensor]]] = [[[] for _ in program.outputs] for _ in range(program.n)]
+    for b in range(job.leaves[0][0].shape[0]):
+        values = simulate(program, variables(program, [[y[b] for y in ys] for ys in job.leaves]))
+        for r in range(program.n):
+            for j, i in enumerate(program.outputs):
+                by_rank[r][j].append(values[i].ys[r].detach())
+    return Trial(program, job, [Found([torch.stack(ys) for ys in own], [], []) for own in by_rank])
+
+
+# ---------------------------------------------------------------------------------------------------------- comparing
+
+
+class Summary:
+    """What was found out in one mode."""
+
+    def __init__(self) -> None:
+        self.programs = 0
+        self.comparisons = 0
+        self.failures: list[Failure] = []
+
+
+def fuzz(pool: RankPool, mode: str, seeds: Sequence[int], sizes: Sequence[int], *, timeout: float = 60.0) -> Summary:
+    """Run the programs of the seeds, each on one of the sizes. Where a batch fails, its programs are run one by one."""
+    summary = Summary()
+    pool.run(max(sizes), rank_side.warm_up, timeout=START_SECONDS)
+    waiting: dict[int, list[Trial]] = {n: [] for n in sizes}
+    for seed in seeds:
+        n = sizes[seed % len(sizes)]
+        waiting[n].append(trial(mode, seed, n))
+        if len(waiting[n]) == MODES[mode].batch:
+            _run(pool, mode, n, waiting.pop(n), summary, timeout)
+            waiting[n] = []
+    for n, trials in waiting.items():
+        _run(pool, mode, n, trials, summary, timeout)
+    return summary
+
+
+def _run(
+    pool: RankPool, mode: str, n: int, trials: list[Trial], summary: Summary, timeout: float, again: bool = True
+) -> None:
+    if not trials:
+        return
+    try:
+        found = pool.run(n, rank_side.run, [trial.job for trial in trials], timeout=timeout)
+    except RankError as error:
+        if len(trials) > 1:
+            for one in trials:
+                pool.run(
+                    n, rank_side.warm_up, timeout=START_SECONDS
+                )  # after a failure ranks start anew, which takes seconds
+                _run(pool, mode, n, [one], summary, timeout)
+            return
+        if again and not any(outcome.error for outcome in error.outcomes):  # on a busy machine, slow looks like hung
+            pool.run(n, rank_side.warm_up, timeout=START_SECONDS)
+            _run(pool, mode, n, trials, summary, 2 * timeout, again=False)
+            return
+        summary.programs += 1
+        summary.failures.append(Failure(mode, trials[0].job.seed, n, _shortened(error), trials[0].text()))
+        return
+    for i, one in enumerate(trials):
+        summary.programs += 1
+        wrong: list[str] = []
+        for r in range(n):
+            compared, differing = compare(one, r, found[r][i])
+            summary.comparisons += compared
+            wrong += differing
+        if wrong:
+            summary.failures.append(Failure(mode, one.job.seed, n, "\n".join(wrong[:12]), one.text()))
+
+
+def _shortened(error: RankError, lines: int = 10) -> str:
+    """Of each rank the end of its traceback; of one that hung where it stood, innermost first."""
+    said = []
+    for outcome in error.outcomes:
+        if not outcome.report:
+            continue
+        head, *rows = outcome.report.splitlines()
+        rows = [row for row in rows if row.strip()]
+        hung = [i for i, row in enumerate(rows) if row.startswith("Current thread")]
+        if hung:
+            stack = [row for row in rows[hung[0] :] if "/autograd/" in row or "<string>" in row or "/torch/" in row]
+            rows = stack[:lines]
+        said += [head, *rows[-lines:]]
+    return "\n".join(said)
+
+
+def compare(one: Trial, r: int, found: Found) -> tuple[int, list[str]]:
+    """(number of tensors compared, what differs on rank r)."""
+    expected = one.expected[r]
+    names = {
+        "outputs": [one.program.names[i] for i in one.program.outputs],
+        "first": [f"v{i}" for i in range(len(one.program.leaves))],
+        "second": [f"v{i}" for i in range(len(one.program.leaves))],
+    }
+    if one.job.mode.startswith("forward"):
+        names["first"] = names["outputs"]
+    what = {"outputs": "value of", "first": "derivative of", "second": "second derivative of"}
+    everything = [y for ys in expected for y in ys if y is not None and y.numel()]
+    scale = max([1.0, *(float(y.abs().max()) for y in everything)])
+    atol = LOW.get(one.program.dtype, TOLERANCE) * scale
+    wrong = []
+    count = 0
+    for field in Found._fields:
+        mine, theirs = getattr(found, field), getattr(expected, field)
+        if len(mine) != len(theirs):
+            wrong.append(f"rank {r}: {len(mine)} {field}, expected {len(theirs)}")
+            continue
+        for name, got, wanted in zip(names[field], mine, theirs, strict=False):  # no names of what is not there
+            count += 1
+            text = difference(got, wanted, one.program.dtype, atol)
+            if text:
+                wrong.append(f"rank {r}: {what[field]} {name}: {text}")
+    return count, wrong
+
+
+def difference(got: Tensor | None, wanted: Tensor | None, dtype: torch.dtype, atol: float) -> str:
+    """What is wrong; "" if nothing is. No derivative is as good as zeros."""
+    if wanted is None:
+        return "" if got is None else f"got {got}, expected none"
+    if got is None:
+        return "" if not wanted.numel() or not bool(wanted.any()) else f"got none, expected {wanted}"
+    if got.shape != wanted.shape:
+        return f"got shape {tuple(got.shape)}, expected {tuple(wanted.shape)}"
+    if got.dtype != dtype:
+        return f"got {got.dtype}, expected {dtype}"
+    wide = got.to(wanted.dtype)
+    if torch.allclose(wide, wanted, rtol=0.0, atol=atol):
+        return ""
+    return f"off by {float((wide - wanted).abs().max()):.3g}\n    got {got.tolist()}\n    expected {wanted.tolist()}"

@@ -1,0 +1,340 @@
+"""Steps that a rank does alone: between the collectives of a random program. See programs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .programs import Draw, Kind, Text, Unfit, Value
+
+
+def mapped(value: Value, function: Callable[[Tensor, int], Tensor]) -> Value:
+    """function(y, rank) of each rank's; of the one value, where it is one."""
+    if value.one:
+        return Value((function(value.ys[0], 0),) * len(value.ys), True)
+    return Value(tuple(function(y, r) for r, y in enumerate(value.ys)), False)
+
+
+class _Local(Kind):
+    local = True
+
+
+UNARY: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "sin": ("{0}.sin()", torch.sin),
+    "tanh": ("torch.tanh({0})", torch.tanh),
+    "square": ("{0} * {0}", lambda x: x**2),
+    "shared": ("{0} * {0}.cos()", lambda x: x * torch.cos(x)),
+}
+
+
+class Unary(_Local):
+    """A function that is not linear; of complex numbers only where it is bounded."""
+
+    weight = 2.0
+    linear = False
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        names = ["square"] if draw.dtype.is_complex else list(UNARY)
+        return (draw.pick(lambda value: True),), {"name": draw.rng.choice(names)}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return mapped(values[0], lambda y, r: UNARY[given["name"]][1](y))
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(UNARY[given["name"]][0].format(names[0]))
+
+
+class Branch(_Local):
+    """Another function on each rank."""
+
+    linear = False
+    traits = frozenset({"differs"})
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        names = ["square", "double"] if draw.dtype.is_complex else [*UNARY, "double"]
+        return (draw.own(),), {"names": [draw.rng.choice(names) for _ in range(draw.n)]}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        def one(y: Tensor, r: int) -> Tensor:
+            name = given["names"][r]
+            return y + y if name == "double" else UNARY[name][1](y)
+
+        return mapped(values[0], one)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        texts = [("{0} * 2" if name == "double" else UNARY[name][0]).format(names[0]) for name in given["names"]]
+        return Text(" ".join(f"({text}) if comm.rank == {r} else" for r, text in enumerate(texts)) + " None")
+
+
+class Scale(_Local):
+    """By a number; of own values by another on each rank."""
+
+    weight = 1.5
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        at = draw.pick(lambda value: True)
+        one = draw.number()
+        return (at,), {"by": [one if draw.values[at].one else draw.number() for _ in range(draw.n)]}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return mapped(values[0], lambda y, r: y * given["by"][r])
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]} * {given['by']}[comm.rank]")
+
+
+def _pair(draw: Draw, fits: Callable[[Value, Value], bool]) -> tuple[int, int]:
+    a = draw.pick(lambda value: True)
+    return a, draw.pick(lambda value: value.one == draw.values[a].one and fits(draw.values[a], value))
+
+
+def _zipped(values: Sequence[Value], function: Callable[..., Tensor]) -> Value:
+    first = values[0]
+    if first.one:
+        return Value((function(*(value.ys[0] for value in values)),) * len(first.ys), True)
+    return Value(tuple(function(*ys) for ys in zip(*(value.ys for value in values), strict=True)), False)
+
+
+class Add(_Local):
+    weight = 1.5
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        return _pair(draw, lambda a, b: a.shapes == b.shapes), {}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return _zipped(values, torch.add)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]} + {names[1]}")
+
+
+class Multiply(_Local):
+    weight = 1.5
+    linear = False
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        return _pair(draw, lambda a, b: a.shapes == b.shapes), {}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return _zipped(values, torch.mul)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]} * {names[1]}")
+
+
+class Gram(_Local):
+    """x @ x.T of matrices: a matmul whose output has another shape."""
+
+    linear = False
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        return (draw.pick(lambda value: all(y.dim() == 2 for y in value.ys)),), {}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return mapped(values[0], lambda y, r: torch.einsum("ij,kj->ik", y, y))
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]} @ {names[0]}.T")
+
+
+class Matmul(_Local):
+    """x @ w of two variables."""
+
+    linear = False
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        def fits(a: Value, b: Value) -> bool:
+            return all(x.dim() == y.dim() == 2 and x.shape[1] == y.shape[0] for x, y in zip(a.ys, b.ys, strict=True))
+
+        return _pair(draw, fits), {}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return _zipped(values, lambda x, y: torch.einsum("ij,jk->ik", x, y))
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]} @ {names[1]}")
+
+
+class Cat(_Local):
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        # Not of shape (0,): torch cuts those off from second derivatives, and such a rank would not enter them.
+        a = draw.pick(lambda value: (0,) not in value.shapes)
+        dim = draw.dim(draw.values[a])
+
+        def fits(value: Value) -> bool:
+            if (0,) in value.shapes:
+                return False
+            pairs = zip(draw.values[a].ys, value.ys, strict=True)
+            return value.one == draw.values[a].one and all(
+                x.dim() == y.dim() and all(p == q for d, (p, q) in enumerate(zip(x.shape, y.shape)) if d != dim)  # noqa: B905
+                for x, y in pairs
+            )
+
+        return (a, draw.pick(fits)), {"dim": dim}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return _zipped(values, lambda x, y: torch.cat([x, y], given["dim"]))
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"torch.cat([{names[0]}, {names[1]}], {given['dim']})")
+
+
+class Transpose(_Local):
+    """A view that is not contiguous."""
+
+    weight = 1.5
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        at = draw.pick(lambda value: all(y.dim() >= 2 for y in value.ys))
+        return (at,), {"dims": sorted(draw.rng.sample(range(min(y.dim() for y in draw.values[at].ys)), 2))}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return mapped(values[0], lambda y, r: y.movedim(given["dims"], given["dims"][::-1]))
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]}.transpose({given['dims'][0]}, {given['dims'][1]})")
+
+
+class Slice(_Local):
+    """Rows of a dimension; of own values others on each rank, none on some."""
+
+    weight = 1.2
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        at = draw.pick(lambda value: True)
+        value = draw.values[at]
+        dim = draw.dim(value)
+        uneven = not value.one and (not value.even or draw.chance(0.4))
+        rows = []
+        for y in value.ys:
+            start = draw.rng.randint(0, max(0, y.shape[dim] - 1))
+            rows.append((start, draw.rng.randint(min(start + (not uneven), y.shape[dim]), y.shape[dim])))
+        return (at,), {"dim": dim, "rows": rows if uneven else rows[:1] * draw.n}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        def one(y: Tensor, r: int) -> Tensor:
+            start, stop = given["rows"][r]
+            return y.index_select(given["dim"], torch.arange(start, stop))
+
+        return mapped(values[0], one)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        before = ":, " * given["dim"]
+        return Text(f"{names[0]}[{before}slice(*{given['rows']}[comm.rank])]")
+
+
+class Expand(_Local):
+    """A stride of 0."""
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        at = draw.pick(lambda value: all(y.dim() <= 2 for y in value.ys))
+        return (at,), {"times": draw.rng.choice([1, 2, 3, draw.n])}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return mapped(values[0], lambda y, r: torch.stack([y] * given["times"]))
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]}.expand({given['times']}, *{names[0]}.shape)")
+
+
+class Sum(_Local):
+    """Over a dimension, or all of them: a tensor of no dimensions."""
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        at = draw.pick(lambda value: True)
+        return (at,), {"dim": None if draw.chance(0.4) else draw.dim(draw.values[at])}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return mapped(values[0], lambda y, r: y.sum() if given["dim"] is None else y.sum(given["dim"]))
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]}.sum({'' if given['dim'] is None else given['dim']})")
+
+
+class Conjugate(_Local):
+    """The conj bit, or its imaginary part's neg bit, of complex numbers; without effect on others."""
+
+    weight = 0.5
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        if not draw.dtype.is_complex:
+            raise Unfit
+        return (draw.pick(lambda value: True),), {}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return mapped(values[0], lambda y, r: torch.conj_physical(y))
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]}.conj()")
+
+
+class InPlace(_Local):
+    """The output of a collective, changed in place."""
+
+    weight = 0.8
+    traits = frozenset({"inplace"})
+
+    @staticmethod
+    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+        def fits(i: int) -> bool:
+            step = draw.steps[i - len(draw.leaves)] if i >= len(draw.leaves) else None
+            if step is None or i in draw.used or Kind.known[step.kind].local:
+                return False
+            kept = step.given.get("op") in ("max", "min", "prod")  # saved for the backward pass: torch raises
+            return not kept and "partition" not in Kind.known[step.kind].traits
+
+        found = [i for i in range(len(draw.values)) if i not in draw.dead and fits(i)]
+        if not found:
+            raise Unfit
+        return (draw.rng.choice(found),), {"how": draw.rng.choice(["mul_(3.0)", "add_(0.5)", "neg_()"])}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        change = {"mul_(3.0)": lambda y, r: y * 3, "add_(0.5)": lambda y, r: y + 0.5, "neg_()": lambda y, r: -y}
+        return mapped(values[0], change[given["how"]])
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]}.{given['how']}")

@@ -1,0 +1,319 @@
+"""Steps that are modules: parallel linear layers, and movements between partitions. See programs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .collective_steps import Proposal, total
+from .programs import Draw, Kind, Text, Unfit, Value
+
+
+class _Linear(Kind):
+    """A parallel layer, or a Sequential of a linear one and a collective, of an input and a weight."""
+
+    linear = False
+    layer = ""
+    traits = frozenset({"layer"})
+
+    @classmethod
+    def weights(cls, draw: Draw, x: Value) -> int:
+        """An own variable that is a weight for this input."""
+        features = {y.shape[-1] for y in x.ys}
+        if len(features) != 1:
+            raise Unfit
+        return draw.own(lambda w: _matrix(w) and w.ys[0].dim() == 2 and w.ys[0].shape[1] in features)
+
+    @classmethod
+    def write(cls, names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"layer({cls.layer!r}, comm, {', '.join(names)}, bias={given.get('bias', False)})")
+
+
+def _matrix(value: Value) -> bool:
+    return value.even and value.ys[0].dim() >= 2 and bool(value.ys[0].numel())
+
+
+class ColumnParallel(_Linear):
+    """x whole on every rank, the rows of W cut."""
+
+    layer = "column"
+
+    @classmethod
+    def propose(cls, draw: Draw) -> Proposal:
+        x = draw.pick(lambda value: value.one and _matrix(value))
+        return (x, cls.weights(draw, draw.values[x])), {}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return Value(tuple(F.linear(x, w) for x, w in zip(values[0].ys, values[1].ys, strict=True)), False)
+
+
+class ColumnParallelSequence(_Linear):
+    layer = "column sequence"
+
+    @classmethod
+    def propose(cls, draw: Draw) -> Proposal:
+        x = draw.own(_matrix)
+        return (x, cls.weights(draw, draw.values[x])), {}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        x = torch.cat(list(values[0].ys))
+        return Value(tuple(F.linear(x, w) for w in values[1].ys), False)
+
+
+class GatherLinear(ColumnParallelSequence):
+    layer = "gather linear"
+
+
+class RowParallel(_Linear):
+    """x and the columns of W cut; the sum is one value."""
+
+    layer = "row"
+
+    @classmethod
+    def propose(cls, draw: Draw) -> Proposal:
+        x = draw.own(_matrix)
+        w = cls.weights(draw, draw.values[x])
+        out = draw.values[w].ys[0].shape[0]
+        if draw.chance(0.5):
+            return (x, w, draw.pick(lambda value: value.one and tuple(value.ys[0].shape) == (out,))), {"bias": True}
+        return (x, w), {}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        y = total([F.linear(x, w) for x, w in zip(values[0].ys, values[1].ys, strict=True)])
+        if given.get("bias"):
+            y = y + values[2].ys[0]
+        return Value((y,) * n, True)
+
+
+class LinearReduce(RowParallel):
+    layer = "linear reduce"
+
+    @classmethod
+    def propose(cls, draw: Draw) -> Proposal:
+        x = draw.own(_matrix)
+        return (x, cls.weights(draw, draw.values[x])), {}
+
+
+class RowParallelSequence(_Linear):
+    layer = "row sequence"
+
+    @classmethod
+    def propose(cls, draw: Draw) -> Proposal:
+        x = draw.own(lambda value: _matrix(value) and value.ys[0].shape[0] % draw.n == 0)
+        w = cls.weights(draw, draw.values[x])
+        out = draw.values[w].ys[0].shape[0]
+        if cls.layer == "row sequence" and draw.chance(0.5):
+            return (x, w, draw.pick(lambda value: value.one and tuple(value.ys[0].shape) == (out,))), {"bias": True}
+        return (x, w), {}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        parts = total([F.linear(x, w) for x, w in zip(values[0].ys, values[1].ys, strict=True)]).chunk(n)
+        return Value(tuple(part + values[2].ys[0] if given.get("bias") else part for part in parts), False)
+
+
+class LinearScatter(RowParallelSequence):
+    layer = "linear scatter"
+
+
+# ------------------------------------------------------------------------------------------------------- partitions
+
+GRIDS: dict[int, list[tuple[int, ...]]] = {1: [(1,), (1, 1)], 2: [(2,), (1, 2), (2, 1)], 3: [(3,), (1, 3), (3, 1)]}
+GRIDS[4] = [(4,), (2, 2), (1, 4), (4, 1)]
+
+
+def _grid(draw: Draw, dims: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, ranks) of a partition; some ranks may be in none."""
+    size = draw.n if draw.chance(0.6) else draw.rng.randint(1, draw.n)
+    found = [shape for shape in GRIDS[size] if dims is None or len(shape) == dims]
+    ranks = tuple(range(size)) if draw.chance(0.5) else tuple(draw.rng.sample(range(draw.n), size))
+    return draw.rng.choice(found), ranks
+
+
+def _coordinates(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    at: list[int] = []
+    for size in reversed(shape):
+        position, own = divmod(position, size)
+        at.insert(0, own)
+    return tuple(at)
+
+
+def _evenly(size: int, parts: int) -> list[tuple[int, int]]:
+    """(start, stop) of each part, the first ones larger by one."""
+    sizes = [size // parts + (i < size % parts) for i in range(parts)]
+    return [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(parts)]
+
+
+def _block(x: Tensor, shape: Sequence[int], position: int) -> Tensor:
+    for dim, (parts, i) in enumerate(zip(shape, _coordinates(position, shape), strict=True)):
+        start, stop = _evenly(x.shape[dim], parts)[i]
+        x = x.narrow(dim, start, stop - start)
+    return x
+
+
+class _Partitioned(Kind):
+    traits = frozenset({"partition"})
+    weight = 0.8
+
+
+class OnlyOn(_Partitioned):
+    """Zero volume on the ranks that are not in a partition."""
+
+    local = True
+
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        _, ranks = _grid(draw)
+        at = draw.own(lambda value: value.even and value.ys[0].dim() > 0)
+        return (at,), {"ranks": ranks}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        return Value(tuple(y if r in given["ranks"] else y.reshape(-1)[:0] for r, y in enumerate(values[0].ys)), False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(f"{names[0]} if comm.rank in {given['ranks']} else {names[0]}.flatten()[:0]")
+
+
+def _active(draw: Draw, ranks: Sequence[int]) -> int:
+    """A variable that is of one shape on `ranks`, and of volume zero on the others."""
+
+    def fits(value: Value) -> bool:
+        shapes = value.shapes
+        inactive = [r for r in range(draw.n) if r not in ranks]
+        return len({shapes[r] for r in ranks}) == 1 and not any(value.ys[r].numel() for r in inactive)
+
+    return draw.own(fits)
+
+
+class AllSumReduce(_Partitioned):
+    weight = 2.0
+
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        shape, ranks = _grid(draw)
+        axes = tuple(axis for axis in range(len(shape)) if draw.chance(0.6))
+        return (_active(draw, ranks),), {"shape": shape, "ranks": ranks, "axes": axes}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        ys, shape, ranks, axes = values[0].ys, given["shape"], given["ranks"], given["axes"]
+
+        def kept(r: int) -> tuple[int, ...]:
+            return tuple(0 if i in axes else at for i, at in enumerate(_coordinates(ranks.index(r), shape)))
+
+        def one(r: int) -> Tensor:
+            return total([ys[q] for q in ranks if kept(q) == kept(r)]) if r in ranks else ys[r] * 1
+
+        return Value(tuple(one(r) for r in range(n)), False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        grid = f"{given['shape']}, {given['ranks']}"
+        return Text(f"between('AllSumReduce', comm, {grid}, {given['axes']})({names[0]})")
+
+
+def _origins(small: Sequence[int], large: Sequence[int]) -> list[int]:
+    """For each position of the large grid, that of the small one which broadcasting takes it from."""
+    import numpy as np
+
+    positions = np.arange(int(np.prod(small))).reshape(small)
+    return [int(i) for i in np.broadcast_to(positions, large).reshape(-1)]
+
+
+def _two_grids(draw: Draw) -> dict[str, Any]:
+    import numpy as np
+
+    (small, small_ranks), (large, large_ranks) = _grid(draw), _grid(draw)
+    try:
+        if np.broadcast_shapes(small, large) != tuple(large):
+            raise Unfit
+    except ValueError:
+        raise Unfit from None
+    return {"small": small, "small_ranks": small_ranks, "large": large, "large_ranks": large_ranks}
+
+
+class BroadcastBetween(_Partitioned):
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        given = _two_grids(draw)
+        return (_active(draw, given["small_ranks"]),), given
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        ys = values[0].ys
+        origins = _origins(given["small"], given["large"])
+        made = [ys[0].new_zeros(0) for _ in range(n)]
+        for position, r in enumerate(given["large_ranks"]):
+            made[r] = ys[given["small_ranks"][origins[position]]]
+        return Value(tuple(made), False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        grids = f"{given['small']}, {given['small_ranks']}, {given['large']}, {given['large_ranks']}"
+        return Text(f"between('Broadcast', comm, {grids})({names[0]})")
+
+
+class SumReduceBetween(_Partitioned):
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        given = _two_grids(draw)
+        return (_active(draw, given["large_ranks"]),), given
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        ys = values[0].ys
+        goals = _origins(given["small"], given["large"])
+        made = [ys[0].new_zeros(0) for _ in range(n)]
+        for position, r in enumerate(given["small_ranks"]):
+            made[r] = total([ys[q] for q, goal in zip(given["large_ranks"], goals, strict=True) if goal == position])
+        return Value(tuple(made), False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        grids = f"{given['large']}, {given['large_ranks']}, {given['small']}, {given['small_ranks']}"
+        return Text(f"between('SumReduce', comm, {grids})({names[0]})")
+
+
+class Blocks(_Partitioned):
+    """Each rank's block of the tensor of one rank, moved to another partition."""
+
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        at = draw.own(lambda value: value.even and value.ys[0].dim() in (1, 2))
+        dims = draw.values[at].ys[0].dim()
+        (source, source_ranks), (goal, goal_ranks) = _grid(draw, dims), _grid(draw, dims)
+        return (at,), {"source": source, "source_ranks": source_ranks, "goal": goal, "goal_ranks": goal_ranks}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+        """The global tensor has block p of the rank at position p."""
+        ys, shape = values[0].ys, given["source"]
+        whole = torch.zeros_like(ys[0])
+        for position, r in enumerate(given["source_ranks"]):
+            mask = torch.zeros(ys[0].shape, dtype=torch.bool)
+            _block(mask, shape, position).fill_(True)
+            whole = whole + ys[r] * mask
+        made = [ys[0].new_zeros(0) for _ in range(n)]
+        for position, r in enumerate(given["goal_ranks"]):
+            made[r] = _block(whole, given["goal"], position)
+        return Value(tuple(made), False)
+
+    @staticmethod
+    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+        source = f"{given['source']}, {given['source_ranks']}"
+        module = f"between('Repartition', comm, {source}, {given['goal']}, {given['goal_ranks']})"
+        return Text(f"{module}(block({names[0]}, comm, {source}))")
+
+
+def block(x: Tensor, comm: Any, shape: Sequence[int], ranks: Sequence[int]) -> Tensor:
+    """This rank's block of x on a partition."""
+    return _block(x, shape, list(ranks).index(comm.rank)) if comm.rank in ranks else x.flatten()[:0]

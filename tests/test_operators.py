@@ -1,0 +1,175 @@
+"""A pre-multiplied sum means what it meant when it was used, and only where it was made."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from libraries import Stub
+from ranks import RankPool
+
+import pynccl
+from pynccl import Communicator
+
+DESTROY = "ncclRedOpDestroy"
+
+
+def last_op(stub: Stub) -> int:
+    return next(call.args["op"] for call in reversed(stub.calls()) if "op" in call.args and call.name != DESTROY)
+
+
+def test_an_operator_without_holders_is_freed_at_once_and_refused_from_then_on() -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    op = comm.pre_mul_sum(2.0, "float32")
+    comm.all_reduce(torch.zeros(2), op=op)
+    op.destroy()
+    op.destroy()
+    assert stub.names() == ["ncclRedOpCreatePreMulSum", "ncclAllReduce", DESTROY]
+    with pytest.raises(ValueError, match="op is a pre_mul_sum that was destroyed; make a new one"):
+        comm.all_reduce(torch.zeros(2), op=op)
+
+
+def test_a_group_keeps_an_operator_that_is_destroyed_in_it_until_it_was_launched() -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    op = comm.pre_mul_sum(2.0, "float32")
+    number = op.code
+    with pynccl.group():
+        comm.reduce(torch.zeros(2), op=op)
+        op.destroy()
+        with pytest.raises(ValueError, match="was destroyed"):
+            comm.reduce(torch.zeros(2), op=op)
+    names = ["ncclRedOpCreatePreMulSum", "ncclGroupStart", "ncclReduce", "ncclGroupEnd", DESTROY]
+    assert stub.names() == names
+    assert stub.calls()[2].args["op"] == number
+
+
+def test_a_group_that_launches_nothing_lets_the_operator_go() -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    op = comm.pre_mul_sum(2.0, "float32")
+    with pytest.raises(KeyError), pynccl.group():
+        comm.reduce(torch.zeros(2), op=op)
+        op.destroy()
+        raise KeyError
+    gc.collect()
+    comm.pre_mul_sum(3.0, "float32").destroy()
+    assert stub.names().count(DESTROY) == 2 and "ncclReduce" not in stub.names()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_plan_keeps_its_operator_until_it_goes(grouped: bool) -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    with comm.pre_mul_sum(2.0, "float32") as op:
+        number = op.code
+        plan = comm.plan.all_reduce(torch.zeros(2), op=op)
+        step = comm.plan.group([plan, plan]) if grouped else plan
+        del plan
+    for _ in range(2):
+        step()
+        assert last_op(stub) == number
+    assert DESTROY not in stub.names()
+    del step
+    gc.collect()
+    assert DESTROY not in stub.names()  # garbage collection never calls into NCCL
+    comm.pre_mul_sum(1.0, "float32")
+    assert stub.names().count(DESTROY) == 1
+
+
+def test_an_operator_that_is_dropped_while_recorded_works_and_is_freed_later() -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    with pynccl.group():
+        comm.all_reduce(torch.zeros(2), op=comm.pre_mul_sum(2.0, "float32"))
+        gc.collect()
+        assert DESTROY not in stub.names()
+    assert stub.names()[-2:] == ["ncclGroupEnd", DESTROY]
+
+
+def test_operators_do_not_outlive_their_communicator() -> None:
+    stub = Stub()
+    comm = stub.comm(cpu=True)
+    op = comm.pre_mul_sum(2.0, "float32")
+    plan = comm.plan.all_reduce(torch.zeros(2), op=op)
+    comm.destroy()
+    stub.clear()
+    del plan
+    op.destroy()
+    gc.collect()
+    assert stub.names() == []  # NCCL freed it with the communicator
+
+
+X, Y = torch.ones(4), torch.ones(2)
+USES: dict[str, Callable[[Communicator, Any], Any]] = {
+    "all_reduce": lambda comm, op: comm.all_reduce(X, op=op),
+    "all_reduce in place": lambda comm, op: comm.all_reduce(X, X, op),
+    "reduce": lambda comm, op: comm.reduce(X, op=op),
+    "reduce_scatter": lambda comm, op: comm.reduce_scatter(X, op=op),
+    "reduce_scatter_v": lambda comm, op: comm.reduce_scatter_v(X, op=op, counts=[2, 2]),
+    "plan": lambda comm, op: comm.plan.all_reduce(X, op=op),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_operator_of_another_communicator_is_refused_with_both_named(use: str) -> None:
+    stub = Stub()
+    ours, theirs = stub.comm(2, 0, cpu=True), stub.comm(2, 1, cpu=True)
+    op = theirs.pre_mul_sum(2.0, "float32")
+    ours.pre_mul_sum(3.0, "float32")  # of the same number, perhaps
+    stub.clear()
+    with pytest.raises(ValueError) as caught:
+        USES[use](ours, op)
+    said = str(caught.value)
+    assert said.startswith(use.split()[0].replace("plan", "all_reduce") + ": op was made by ")
+    assert repr(theirs) in said and repr(ours) in said and "pre_mul_sum" in said
+    assert stub.names() == []
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_operator_of_another_data_type_is_refused(use: str) -> None:
+    stub = Stub()
+    comm = stub.comm(2, 0, cpu=True)
+    op = comm.pre_mul_sum(2.0, "float64")
+    stub.clear()
+    with pytest.raises(ValueError, match="op was made for FLOAT64, the buffers are FLOAT32; make one"):
+        USES[use](comm, op)
+    assert stub.names() == []
+
+
+def test_a_scalar_of_another_data_type_than_was_named_is_refused() -> None:
+    comm = Stub().comm(cpu=True)
+    with pytest.raises(ValueError, match="pre_mul_sum: scalar is FLOAT32, dtype is FLOAT64"):
+        comm.pre_mul_sum(torch.tensor(2.0), "float64")
+    assert comm.pre_mul_sum(np.array(2.0, "f8"), "float64").dtype is pynccl.DataType.FLOAT64
+
+
+@pytest.mark.parametrize("op", [True, 2.5, None, object(), "SUM"], ids=repr)
+def test_what_is_no_operator_is_refused(op: Any) -> None:
+    comm = Stub().comm(cpu=True)
+    with pytest.raises(ValueError, match="all_reduce: unknown operator"):
+        comm.all_reduce(X, op=op)
+
+
+def each_keeps_its_factor(comm: Communicator) -> list[float]:
+    """Operators that are destroyed by the time their calls are launched, and whose numbers others have by then."""
+    xs = [torch.ones(2) for _ in range(3)]
+    twice, thrice = comm.pre_mul_sum(2.0, "float32"), comm.pre_mul_sum(3.0, "float32")
+    plan = comm.plan.all_reduce(xs[0], xs[0], twice)
+    with pynccl.group():
+        comm.all_reduce(xs[1], xs[1], thrice)
+        thrice.destroy()
+    twice.destroy()
+    with comm.pre_mul_sum(torch.tensor([7.0])) as other:  # takes the first number that is free
+        comm.all_reduce(xs[2], xs[2], other)
+        plan()
+    return [x[0].item() for x in xs]
+
+
+def test_each_call_has_the_factor_that_it_was_made_with(ranks: RankPool) -> None:
+    assert ranks.run(2, each_keeps_its_factor) == [[4.0, 6.0, 14.0]] * 2

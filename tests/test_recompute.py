@@ -1,0 +1,230 @@
+"""Checkpointed regions where ranks save different tensors: all compute their collectives anew at the same point."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import pynccl
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+Region = Callable[..., Any]
+Checkpoint = Callable[..., Any]  # (region, *args)
+Program = Callable[[Communicator, Checkpoint, Tensor, Tensor], Tensor]
+
+
+def total(x: Tensor, comm: Communicator) -> Tensor:
+    return ad.all_reduce(x, comm, grad="sum")
+
+
+def uneven(x: Tensor, comm: Communicator) -> Tensor:
+    """Rank 0 saves a tensor for it, the others nothing."""
+    return x.sin() if comm.rank == 0 else x * 0.5
+
+
+def frozen_parameter(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
+    def region(x: Tensor) -> Tensor:
+        return uneven(total(uneven(total(x * w, comm), comm) * w, comm), comm)
+
+    return checkpoint(region, checkpoint(region, x))
+
+
+def other_kinds(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
+    """Also those whose forward or whose backward communicates nothing, and those without a gradient."""
+
+    def region(x: Tensor) -> Tensor:
+        y = ad.copy(x * w, comm) + ad.split(x.repeat(comm.size), comm)
+        z = uneven(ad.all_gather(y, comm, grad="replicated"), comm)
+        z = uneven(ad.reduce_scatter(z, comm), comm) + ad.all_reduce(x, comm, "max", grad="sum")
+        with torch.no_grad():
+            scale = total(z.abs(), comm).clamp(min=1)
+        return uneven(z, comm) / scale
+
+    return checkpoint(region, x)
+
+
+def nested(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
+    """After the inner region only rank 0 saves something in the outer one."""
+
+    def inner(x: Tensor) -> Tensor:
+        return uneven(total(x * w, comm), comm)
+
+    def outer(x: Tensor) -> Tensor:
+        return uneven(checkpoint(inner, checkpoint(inner, x) * 2), comm)
+
+    return checkpoint(outer, x)
+
+
+def started_inside(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
+    def region(x: Tensor) -> Tensor:
+        handle = ad.start(ad.all_reduce, x * w, comm, grad="sum")
+        between = uneven(x, comm)
+        return uneven(handle.wait() + between + handle.wait(), comm)
+
+    return checkpoint(region, x)
+
+
+def started_before(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
+    """Waited for within two regions, of which each is computed anew with the same result."""
+    handle = ad.start(ad.all_reduce, x * w, comm, grad="sum")
+
+    def region(x: Tensor) -> Tensor:
+        z = total(uneven(x, comm), comm)
+        return uneven(z * handle.wait() if comm.rank == 0 else z + handle.wait(), comm)
+
+    return checkpoint(region, checkpoint(region, x))
+
+
+def waited_for_after(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
+    handles: list[ad.Handle] = []
+
+    def region(x: Tensor) -> Tensor:
+        handles.append(ad.start(ad.all_reduce, x * w, comm, grad="sum"))
+        return uneven(x * 2, comm)
+
+    y = checkpoint(region, x)
+    return uneven(handles[0].wait() + y, comm)
+
+
+def partitioned(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
+    layer = ad.AllSumReduce(ad.CartesianPartition(comm, (comm.size,)), (0,))
+
+    def region(x: Tensor) -> Tensor:
+        return uneven(layer(uneven(x * w, comm)), comm)
+
+    return checkpoint(region, x)
+
+
+PROGRAMS: dict[str, Program] = {
+    f.__name__: f
+    for f in (
+        frozen_parameter,
+        other_kinds,
+        nested,
+        started_inside,
+        started_before,
+        waited_for_after,
+        partitioned,
+    )
+}
+
+
+def plain(region: Region, *args: Any) -> Any:
+    return region(*args)
+
+
+def recomputed(region: Region, *args: Any) -> Any:
+    return torch_checkpoint(region, *args, use_reentrant=False)
+
+
+def selective(region: Region, *args: Any) -> Any:
+    def policy(ctx: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        keep = op is torch.ops.pynccl.all_reduce.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy)
+
+    return torch_checkpoint(region, *args, use_reentrant=False, context_fn=contexts)
+
+
+def hooked(region: Region, *args: Any) -> Any:
+    with save_on_cpu(), saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return region(*args)
+
+
+def gradients(comm: Communicator, name: str) -> list[list[Tensor]]:
+    found = []
+    for checkpoint in (plain, recomputed, selective, hooked):
+        x = torch.linspace(0.1, 0.4, 4, dtype=torch.float64).add(comm.rank).requires_grad_()
+        w = torch.full((4,), 0.5, dtype=torch.float64, requires_grad=comm.rank == 0)
+        y = PROGRAMS[name](comm, checkpoint, x, w)
+        if checkpoint is not selective:  # with which torch allows one backward pass only
+            (y**2).sum().backward(retain_graph=True)
+            x.grad = w.grad = None
+        (y**3).sum().backward()
+        found.append([y.detach(), *(leaf.grad for leaf in (x, w) if leaf.grad is not None)])
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_those_without_a_checkpoint(ranks: RankPool, name: str) -> None:
+    for rank, (expected, *ways) in enumerate(ranks.run(2, gradients, name)):
+        assert len(expected) == 3 - rank and len(ways) == 3
+        for found in ways:
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def penalty(comm: Communicator) -> list[Tensor]:
+    """A gradient penalty through a checkpointed and a started collective."""
+    found = []
+    for checkpoint in (plain, recomputed):
+        x = torch.linspace(0.1, 0.4, 4, dtype=torch.float64).add(comm.rank).requires_grad_()
+        w = torch.full((4,), 0.5, dtype=torch.float64, requires_grad=comm.rank == 0)
+        y = started_inside(comm, checkpoint, frozen_parameter(comm, checkpoint, x, w), w)
+        (dx,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        ((dx**2).sum() + y.sum()).backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    return found
+
+
+def test_a_gradient_penalty_through_checkpoints(ranks: RankPool) -> None:
+    for expected, found in ranks.run(2, penalty):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_names_of_torch_that_this_needs_exist() -> None:
+    from torch._C import _autograd
+
+    from pynccl_autograd import recompute
+
+    assert recompute.keep() is None
+    asked: list[str] = []
+
+    def hooks(name: str) -> saved_tensors_hooks:
+        return saved_tensors_hooks(lambda t: t, lambda t: (asked.append(name), t)[1])  # type: ignore[func-returns-value]
+
+    with hooks("outer"):
+        outer = _autograd._top_saved_tensors_default_hooks(False)
+        with hooks("inner"):
+            kept = recompute.keep()
+        assert _autograd._top_saved_tensors_default_hooks(False) == outer
+    assert kept is not None
+    kept()
+    assert asked == ["inner"]
+
+
+def reentrant(comm: Communicator, checking: bool) -> str | float:
+    """The input of the region needs a gradient on rank 0 only."""
+    if checking:
+        os.environ["PYNCCL_CHECK"] = "1"
+    own = comm.split(0)
+    assert own is not None
+    x = torch.ones(2, requires_grad=own.rank == 0 or not checking)
+    w = torch.ones(2, requires_grad=True)
+    with own:
+        try:
+            y = torch_checkpoint(lambda x: total(total(x, own) * w, own), x, use_reentrant=True)
+        except pynccl.NcclInvalidUsage as error:
+            return str(error)
+        y.sum().backward()
+    assert w.grad is not None
+    return float(w.grad.sum())
+
+
+def test_a_reentrant_checkpoint_whose_input_needs_no_gradient_on_a_rank_is_an_error(ranks: RankPool) -> None:
+    for message in ranks.run(2, reentrant, True):
+        assert "none on ranks [1]" in message and "use_reentrant=False" in message
+        assert "test_recompute.py:" in message
+    assert ranks.run(2, reentrant, False) == [8.0, 8.0]

@@ -1,0 +1,131 @@
+"""functionalize, linearize, make_fx and torch.export: they find the collectives, or are told what does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from semantics import OPERATIONS, Case, tensors
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+func = torch.func
+
+
+def collectives_of(graph: torch.fx.GraphModule) -> list[str]:
+    targets = [str(node.target) for node in graph.graph.nodes]
+    return [
+        target.removeprefix("pynccl.").removesuffix(".default") for target in targets if target.startswith("pynccl")
+    ]
+
+
+def traced(comm: Communicator, name: str) -> list[str]:
+    """The collectives that a trace of the operation and of its gradient has."""
+    operation, case = OPERATIONS[name], Case(comm.size)
+    x, other = (tensors(operation, case, seed)[comm.rank] for seed in (1, 2))
+
+    def f(t: Tensor) -> Tensor:
+        return operation.call(t * 2, comm, case)
+
+    def gradient(t: Tensor) -> Tensor:
+        dx: Tensor = func.grad(lambda u: (f(u) ** 3).sum())(t)
+        return dx
+
+    expected, batch = f(other), torch.stack([x, other])
+    same: list[tuple[str, Any]] = [
+        ("functionalize", lambda: func.functionalize(f)(other)),
+        ("functionalize of vmap", lambda: func.functionalize(func.vmap(f))(batch)[1]),
+        ("vmap of functionalize", lambda: func.vmap(func.functionalize(f))(batch)[1]),
+        ("make_fx of functionalize", lambda: make_fx(func.functionalize(f))(x)(other)),
+        ("make_fx, fake", lambda: make_fx(f, tracing_mode="fake")(x)(other)),
+        ("make_fx, symbolic", lambda: make_fx(f, tracing_mode="symbolic")(x)(other)),
+        ("export", lambda: torch.export.export(_Module(f), (x,)).module()(other)),
+    ]
+    for what, way in same:
+        assert torch.equal(way(), expected), what
+    y, tangent = func.linearize(f, x)
+    assert torch.equal(y, f(x))
+    torch.testing.assert_close(tangent(other), func.jvp(f, (x,), (other,))[1])
+    backward = make_fx(gradient)(x)
+    torch.testing.assert_close(backward(other), gradient(other))
+    return collectives_of(backward)
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, f: Any) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Any:
+        return self.f(x)
+
+
+TRACED = {
+    "all_reduce sum": ["all_reduce", "all_reduce"],
+    "all_reduce max": ["extremum", "all_reduce", "all_reduce"],
+    "copy": ["copy", "all_reduce"],
+    "reduce_scatter": ["reduce_scatter", "all_gather"],
+    "all_gather": ["all_gather", "reduce_scatter"],
+    "broadcast": ["broadcast", "reduce"],
+    "scatter": ["scatter", "gather"],
+    "all_to_all": ["all_to_all", "all_to_all"],
+    "permute": ["permute", "permute"],
+    "halo_exchange": ["halo_exchange", "halo_reduce"],
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_traces_hold_the_collectives_and_give_what_the_program_gives(ranks: RankPool, name: str) -> None:
+    for found in ranks.run(2, traced, name):
+        assert found == TRACED[name]
+
+
+def lists_and_starts(comm: Communicator) -> list[str]:
+    def f(t: Tensor) -> Tensor:
+        y, z = ad.all_gather([t, t * 2], comm, grad="sum")
+        return ad.start(ad.reduce_scatter, y * z, comm).wait()
+
+    def one_by_one(t: Tensor) -> Tensor:
+        gathered = ad.all_gather(t, comm, grad="sum")
+        return ad.reduce_scatter(gathered * gathered * 2, comm)
+
+    x = torch.randn(3, generator=torch.Generator().manual_seed(comm.rank), dtype=torch.float64)
+    graph = make_fx(f)(x)
+    assert torch.equal(graph(x + 1), f(x + 1))
+    _, tangent = func.linearize(f, x)
+    torch.testing.assert_close(tangent(x), func.jvp(one_by_one, (x,), (x,))[1])
+    return collectives_of(graph)
+
+
+def test_traces_hold_the_collectives_of_lists_and_of_start(ranks: RankPool) -> None:
+    assert ranks.run(2, lists_and_starts) == [["all_gather", "all_gather", "reduce_scatter"]] * 2
+
+
+def refused(comm: Communicator) -> list[str]:
+    def f(t: Tensor) -> Tensor:
+        return ad.all_reduce(t, comm, grad="sum").sum()
+
+    x, messages = torch.ones(3), []
+    ways: list[Any] = [
+        lambda: func.functionalize(func.grad(f))(x),
+        lambda: func.grad(func.functionalize(f))(x),
+        lambda: func.functionalize(lambda t: func.jvp(f, (t,), (t,))[1])(x),
+        lambda: torch.fx.symbolic_trace(f),
+    ]
+    for way in ways:
+        with pytest.raises((NotImplementedError, TypeError)) as caught:
+            way()
+        messages.append(str(caught.value))
+    comm.barrier()
+    return messages
+
+
+def test_what_cannot_be_traced_says_what_can(ranks: RankPool) -> None:
+    for *functionalized, symbolic in ranks.run(2, refused):
+        assert all("leave functionalize out: make_fx(torch.func.grad(f))" in text for text in functionalized)
+        assert "torch.fx.proxy.Proxy" in symbolic and "make_fx or torch.export" in symbolic

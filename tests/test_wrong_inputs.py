@@ -1,0 +1,268 @@
+"""Nonsense for every parameter of every function: an error that names the argument and what to pass, on all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import RankPool
+from torch import Tensor
+
+import pynccl
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+# What each function is called with where nothing is wrong; x is [4, 4] on 2 ranks.
+GOOD: dict[str, dict[str, Any]] = {
+    "all_reduce": {"op": "sum", "grad": "sum", "reduce_dtype": None},
+    "copy": {"reduce_dtype": None},
+    "reduce_scatter": {"dim": 0, "op": "sum", "splits": [1, 3], "reduce_dtype": None},
+    "all_gather": {"dim": 0, "grad": "sum", "splits": [4, 4], "reduce_dtype": None},
+    "split": {"dim": 0, "splits": [1, 3]},
+    "broadcast": {"root": 0, "grad": "sum", "reduce_dtype": None},
+    "reduce": {"root": 0, "op": "sum", "reduce_dtype": None},
+    "scatter": {"root": 0, "dim": 0, "splits": [1, 3]},
+    "gather": {"root": 0, "dim": 0, "splits": [4, 4]},
+    "all_to_all": {"split_dim": 0, "concat_dim": 0, "send_splits": [2, 2], "recv_splits": [2, 2]},
+    "permute": {"edges": [(0, 1), (1, 0)]},
+    "send_recv": {"target": None, "source": None},
+    "halo_exchange": {"dim": 0, "halo": (1, 1)},
+}
+NO_INTEGERS: list[Any] = ["0", 1.5, True, [0], torch.ones(2), object(), b"1", {}]
+NO_SIZES: list[Any] = [2, 2.5, "22", [1.5, 2.5], [None, None], {0: 2, 1: 2}, torch.ones(2), [True, True], [[1], [3]]]
+NONSENSE: dict[str, list[Any]] = {
+    "op": ["mean", None, 3, torch.ones(2), ["sum"], pynccl.RedOp, object()],
+    "grad": ["mean", None, 1, torch.ones(2), ["sum"]],
+    "reduce_dtype": ["float32", float, 32, np.float32, torch.float8_e4m3fnuz, torch.int32],
+    "dim": [*NO_INTEGERS, None, 2, -3],
+    "split_dim": [*NO_INTEGERS, None, 2],
+    "concat_dim": [*NO_INTEGERS, None, 2],
+    "root": [*NO_INTEGERS, None, 2, -1],
+    "target": [*NO_INTEGERS, 2, -1],
+    "source": [*NO_INTEGERS, 2, -1],
+    "splits": [*NO_SIZES, [4], [-1, 5]],
+    "send_splits": [*NO_SIZES, [4], [-1, 5]],
+    "recv_splits": [*NO_SIZES, [4], [-1, 5]],
+    "edges": [None, 3, "01", {0: 1}, [(0, 1, 2)], [3], [(0, 2)], [(0.5, 1)], [None]],
+    "halo": [None, "1", 1.5, (1,), (1, 2, 3), (1, "1"), True, -1, 3, {}],
+}
+
+
+def bad_tensors() -> dict[str, tuple[Any, str]]:
+    """By name: something that is no plain tensor, and what the message proposes."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    warnings.simplefilter("ignore")
+    x = torch.ones(4, 4)
+    return {
+        "array": (np.ones((4, 4)), "numpy.ndarray, expected a torch.Tensor; pass torch.from_numpy(x)"),
+        "number": (3.0, "torch.tensor(x)"),
+        "none": (None, "NoneType, expected a torch.Tensor"),
+        "string": ("x", "str, expected a torch.Tensor"),
+        "sparse": (x.to_sparse(), "pass x.to_dense()"),
+        "compressed": (x.to_sparse_csr(), "pass x.to_dense()"),
+        "strided nested": (torch.nested.nested_tensor([x, x]), "x.to_padded_tensor(0)"),
+        "jagged": (torch.nested.nested_tensor([x, x], layout=torch.jagged), "pass x.values()"),
+        "quantized": (torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "x.int_repr()"),
+        "async": (AsyncCollectiveTensor(x), "pass x.wait()"),
+        "subclass": (TwoTensor(x, x), "TwoTensor, which is no plain tensor"),
+    }
+
+
+def expect(call: Any, words: tuple[str, ...], what: str) -> None:
+    """That the call raises, before anything is launched, a message that has all the words."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        assert all(word in text for word in words), f"{what}: {text}"
+        remedies = ("expected", "pass ", "has shape", " add up to ", "must be")
+        assert any(remedy in text for remedy in remedies), f"{what}: {text}"
+    else:
+        raise AssertionError(f"{what}: no error")
+
+
+def nonsense(comm: Communicator) -> int:
+    x, bad_ones = torch.ones(4, 4), bad_tensors()
+    checked = 0
+    for name, options in GOOD.items():
+        function = getattr(ad, name)
+        for parameter, given in options.items():
+            for value in NONSENSE[parameter]:
+                changed = {**options, parameter: value}
+                word = "edge" if parameter == "edges" else parameter
+                expect(lambda: function(x, comm, **changed), (name, word), f"{name}({parameter}={value!r})")  # noqa: B023
+                checked += 1
+            assert given is None or function(x, comm, **options) is not None
+        for kind, (bad, remedy) in bad_ones.items():
+            expect(lambda: function(bad, comm, **options), (name, "x is a ", remedy), f"{name} of {kind}")  # noqa: B023
+            checked += 1
+        for bad, remedy in ((None, "pynccl.init()"), ("world", "expected a pynccl.Communicator"), (3, "pynccl.init()")):
+            expect(lambda: function(x, bad, **options), (name, "comm is", remedy), f"{name} on {bad}")  # noqa: B023
+            checked += 1
+    comm.barrier()
+    return checked
+
+
+def test_nonsense_for_any_parameter_is_named_with_a_remedy(ranks: RankPool) -> None:
+    assert min(ranks.run(2, nonsense)) > 300
+
+
+def layers(comm: Communicator) -> int:
+    """The parallel layers, their inputs, and the name of a communicator."""
+    checked = 0
+    for layer in (ad.ColumnParallelLinear, ad.RowParallelLinear):
+        made: Any = layer
+        for value in ("4", 4.0, None, -2, [4], True):
+            expect(lambda: made(value, 4, comm), (layer.__name__, "in_features is"), f"{value!r} in")  # noqa: B023
+            expect(lambda: made(4, value, comm), (layer.__name__, "out_features is"), f"{value!r} out")  # noqa: B023
+            checked += 2
+        expect(lambda: made(4, 4, None), (layer.__name__, "comm is None", "pynccl.init()"), "comm")  # noqa: B023
+        assert made(np.int64(4), np.int64(6), comm).weight.numel() == 12
+    key_of: Any = ad.key_of
+    expect(lambda: key_of(None), ("key_of", "comm is None"), "key_of")
+    column: Any = ad.ColumnParallelLinear(4, 4, comm)
+    expect(lambda: column([torch.ones(4)]), ("x is a list",), "a list")
+    expect(lambda: column(np.ones(4)), ("x is a numpy.ndarray",), "an array")
+    return checked
+
+
+def test_nonsense_for_layers_is_named(ranks: RankPool) -> None:
+    assert ranks.run(2, layers) == [24, 24]
+
+
+def kinds(comm: Communicator) -> int:
+    """Partitions, modules, anchor and the tests of adjoints: what is no partition, communicator, tensor or number."""
+    any_of: Any = ad
+    line = ad.CartesianPartition(comm, (comm.size,))
+    row = any_of.RowParallelLinear(4, 4, comm)
+    freed = torch.ones(4, 4)
+    freed.untyped_storage().resize_(0)
+    x, half, bad = torch.ones(4, 4), torch.ones(2, 4 // comm.size), object()
+    check = any_of.testing.check_adjoint
+    cases: list[tuple[Any, tuple[str, ...]]] = [
+        (lambda: any_of.Partition("x", [0]), ("Partition: comm is 'x'", "expected a pynccl.Communicator")),
+        (lambda: any_of.Partition(comm, 0), ("Partition: ranks is 0", "expected a sequence of integers")),
+        (lambda: any_of.Partition(comm, ["0"]), ("Partition: ranks is ['0']", "expected a sequence of integers")),
+        (lambda: any_of.CartesianPartition(None, (2,)), ("CartesianPartition: comm is None", "pynccl.init()")),
+        (lambda: any_of.CartesianPartition(comm, 2), ("CartesianPartition: shape is 2", "expected a sequence")),
+        (lambda: any_of.CartesianPartition(comm, (2,), 1.5), ("CartesianPartition: ranks is 1.5", "expected")),
+        (lambda: any_of.CartesianPartition(comm, (10**30,)), ("CartesianPartition: shape", "expected as many ranks")),
+        (lambda: any_of.AllSumReduce("x", 0), ("AllSumReduce: partition is 'x', expected a Partition",)),
+        (lambda: any_of.AllSumReduce(line, "x"), ("AllSumReduce: axes is 'x', expected a sequence of integers",)),
+        (lambda: any_of.AllSumReduce(line, 0)("x"), ("AllSumReduce: x is a str, expected a torch.Tensor",)),
+        (lambda: any_of.Repartition(line, 5), ("Repartition: P_y is 5, expected a Partition",)),
+        (lambda: any_of.SumReduce(5, line), ("SumReduce: P_x is 5, expected a Partition",)),
+        (lambda: any_of.Repartition(line, line, 5), ("Repartition: sizes is 5, expected",)),
+        (lambda: any_of.Repartition(line, line)(freed), ("Repartition: ", "its storage was freed; expected dense")),
+        (lambda: any_of.nn.AllReduce("x", grad="sum"), ("nn.AllReduce: comm is 'x', expected a pynccl.Communicator",)),
+        (lambda: any_of.nn.Permute(comm, 5), ("permute: edges is 5, expected pairs",)),
+        (lambda: any_of.anchor(3.0, x), ("anchor: loss is a float, expected a torch.Tensor",)),
+        (lambda: any_of.anchor(x, 5), ("anchor: an output is a int, expected a torch.Tensor",)),
+        (lambda: any_of.copy(freed, comm), ("copy: x is a tensor (4, 4) whose storage was freed", "pass it while")),
+        (lambda: row("x"), ("matmul_all_reduce: x is a str, expected a torch.Tensor",)),
+        (lambda: row(x[:, :3]), ("matmul_all_reduce: x has shape (4, 3), expected [.., 2]",)),
+        (lambda: row(half.double()), ("matmul_all_reduce: x is torch.float64, the weight torch.float32; pass x.to(",)),
+        (lambda: any_of.ColumnParallelLinear(4, 4, comm, dtype="f4"), ("dtype is 'f4', expected a floating-point",)),
+        (lambda: any_of.ColumnParallelLinear(4, 1 << 62, comm), ("out_features is 4611686018427387904, expected",)),
+        (lambda: check(torch.clone, x, "x"), ("check_adjoint: comm is 'x', expected a pynccl.Communicator",)),
+        (lambda: check(torch.clone, [x], comm), ("check_adjoint: x is a list, expected a torch.Tensor",)),
+        (lambda: check(torch.clone, x.int(), comm), ("check_adjoint: x is torch.int32", "pass x.to(torch.float64)")),
+        (lambda: check(torch.clone, x, comm, seed="1"), ("check_adjoint: seed is '1', expected an integer",)),
+        (lambda: check(torch.clone, x, comm, tolerance=[0]), ("check_adjoint: tolerance is [0], expected a number",)),
+        (lambda: any_of.start(bad, x, comm), ("start: <object", "is no collective of pynccl_autograd; pass")),
+    ]
+    for number, (call, words) in enumerate(cases):
+        expect(call, words, f"case {number}, {words[0]}")
+    comm.barrier()
+    return len(cases)
+
+
+def test_what_is_no_partition_communicator_tensor_or_number_is_named(ranks: RankPool) -> None:
+    assert ranks.run(2, kinds) == [30, 30]
+
+
+def groups(comm: Communicator) -> list[str]:
+    """A process group in place of a communicator; a DTensor; a communicator that has ended; a scale that is none."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    x = torch.ones(4, 4)
+    messages = []
+    dist.init_process_group("fake", store=FakeStore(), rank=comm.rank, world_size=comm.size)
+    try:
+        with pytest.raises(TypeError) as caught:
+            ad.all_reduce(x, dist.group.WORLD, grad="sum")  # type: ignore[arg-type]
+        messages.append(str(caught.value))
+        sharded = DTensor.from_local(x, init_device_mesh("cpu", (comm.size,)), [Shard(0)])
+        with pytest.raises(TypeError) as caught:
+            ad.all_gather(sharded, comm, grad="sum")
+        messages.append(str(caught.value))
+    finally:
+        dist.destroy_process_group()
+    ended = comm.split(0)
+    alone = comm.split(comm.rank)
+    for gone in (ended, alone):
+        assert gone is not None
+        gone.destroy()
+        for name, options in GOOD.items():
+            with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed; make a new one"):
+                getattr(ad, name)(x, gone, **({} if name == "permute" else options), **_edges(name))
+    for scale, kind in (("2", TypeError), (None, TypeError), ([2.0], TypeError), (torch.ones(3, 4, 4), ValueError)):
+        with pytest.raises(kind, match="the scale of PreMul"):
+            ad.all_reduce(x, comm, ad.PreMul(scale), grad="sum")
+    with comm.pre_mul_sum(2.0, torch.float32) as op, pytest.raises(ValueError, match=r"ad\.PreMul\(scale\)"):
+        ad.all_reduce(x, comm, op, grad="sum")  # type: ignore[arg-type]
+    return messages
+
+
+def _edges(name: str) -> dict[str, Any]:
+    return {"edges": [(0, 0)]} if name == "permute" else {}
+
+
+def test_groups_distributed_tensors_and_ended_communicators_are_named(ranks: RankPool) -> None:
+    for group, sharded in ranks.run(2, groups):
+        assert "pass pynccl.Communicator.from_process_group(group)" in group
+        assert "DTensor" in sharded and "x.to_local()" in sharded
+
+
+def other_integers(comm: Communicator) -> int:
+    """Integers, sizes and operators of other libraries; subclasses of tensors that have memory of their own."""
+    x = torch.arange(16.0).reshape(4, 4) + comm.rank
+    one, zero = np.int64(1), torch.tensor(0)
+
+    class Marked(Tensor):
+        pass
+
+    same: list[tuple[Tensor, Tensor]] = [
+        (ad.broadcast(x, comm, one, grad="sum"), ad.broadcast(x, comm, 1, grad="sum")),
+        (ad.reduce(x, comm, zero, pynccl.RedOp.SUM), ad.reduce(x, comm, 0)),
+        (ad.all_gather(x, comm, one, grad="sum"), ad.all_gather(x, comm, 1, grad="sum")),
+        (ad.split(x, comm, splits=torch.tensor([1, 3])), ad.split(x, comm, splits=[1, 3])),
+        (ad.reduce_scatter(x, comm, splits=np.array([3, 1])), ad.reduce_scatter(x, comm, splits=[3, 1])),
+        (ad.scatter(x, comm, 0, splits=range(1, 4, 2)), ad.scatter(x, comm, 0, splits=[1, 3])),
+        (ad.permute(x, comm, torch.tensor([[0, 1], [1, 0]])), ad.permute(x, comm, [(0, 1), (1, 0)])),
+        (ad.permute(x, comm, iter([(one, 0)])), ad.permute(x, comm, [(1, 0)])),
+        (ad.halo_exchange(x, comm, zero, one), ad.halo_exchange(x, comm, 0, 1)),
+        (ad.halo_exchange(x, comm, 0, [1, one]), ad.halo_exchange(x, comm, 0, (1, 1))),  # type: ignore[list-item]
+        (ad.all_reduce(x, comm, pynccl.RedOp.MAX, grad="sum"), ad.all_reduce(x, comm, "max", grad="sum")),
+        (ad.all_reduce(torch.nn.Parameter(x), comm, grad="sum"), ad.all_reduce(x, comm, grad="sum")),
+        (ad.all_reduce(x.as_subclass(Marked), comm, grad="sum"), ad.all_reduce(x, comm, grad="sum")),
+        (
+            ad.all_reduce(x.bfloat16(), comm, ad.PreMul(x), grad="sum"),
+            ad.all_reduce(x * x, comm, grad="sum").bfloat16(),
+        ),
+    ]
+    for found, expected in same:
+        torch.testing.assert_close(found.detach().as_subclass(Tensor), expected.detach(), rtol=1e-2, atol=0)
+    return len(same)
+
+
+def test_integers_and_sizes_of_other_libraries_are_taken(ranks: RankPool) -> None:
+    assert min(ranks.run(2, other_integers)) == 14
