@@ -22,8 +22,9 @@ help:
 
 setup: $(STAMP)
 
+# --local-addr: left to itself, torchrun looks for the address of the hostname, and a hostname need not have one.
 demo: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=$(N) \
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=$(N) \
 	    scripts/train.py --check $(if $(DEMO_STEPS),--steps $(DEMO_STEPS)) $(ARGS)
 
 test: $(STAMP)
