@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pynccl
 from pynccl import Communicator, NcclInvalidUsage
-from pynccl.check import call_site, exchange
+from pynccl.comm.consistency import call_site, exchange
 
 from .arguments import Splits, check_splits, check_total, is_tracing
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator, NcclInvalidUsage
-from pynccl.check import call_site, exchange
+from pynccl.comm.consistency import call_site, exchange
 
 from .recompute import reentrant
 

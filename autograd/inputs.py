@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.integers import integer
-from pynccl.kinds import shown
+from pynccl.bindings.integers import integer
+from pynccl.bindings.kinds import shown
 
 from .tracing import has_no_values, is_traced
 from .wire import CARRIED, REAL_OF, is_paired

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.integers import INT_MAX
-from pynccl.kinds import shown
+from pynccl.bindings.integers import INT_MAX
+from pynccl.bindings.kinds import shown
 
 from .arguments import as_int
 from .collective import run

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
-from pynccl.streams import Handle
+from pynccl.interop.streams import Handle
 
 
 class SideStream(Protocol):

@@ -7,12 +7,8 @@
 Importing this package imports neither torch nor CUDA.
 """
 
-from .abi import DataType, RedOp, Result, UniqueId
-from .bootstrap import from_env as init
-from .bootstrap import from_file, from_store
-from .communicator import Communicator, get_unique_id
-from .config import CollConfig, CommConfig
-from .errors import (
+from .bindings.abi import DataType, RedOp, Result, UniqueId
+from .bindings.errors import (
     NcclError,
     NcclInProgress,
     NcclInternalError,
@@ -25,16 +21,20 @@ from .errors import (
     NcclUnhandledCudaError,
     NcclVersionError,
 )
-from .group import group
-from .library import Library, load
-from .lifecycle import abort
-from .memory import Memory, Registration, Window, mem_alloc
-from .mempool import mem_pool
-from .operators import PreMulSum
-from .params import param, params, set_encryption
-from .plan import Plan
-from .simulation import Simulation, simulate
-from .streams import Event, Stream, create_event, create_stream, current_stream
+from .bindings.library import Library, load
+from .bindings.structs import CollConfig, CommConfig
+from .bootstrap import from_env as init
+from .bootstrap import from_file, from_store
+from .comm.communicator import Communicator, get_unique_id
+from .comm.groups import group
+from .comm.lifecycle import abort
+from .comm.memory import Memory, Registration, Window, mem_alloc
+from .comm.mempool import mem_pool
+from .comm.plan import Plan
+from .comm.redop import PreMulSum
+from .comm.simulation import Simulation, simulate
+from .interop.streams import Event, Stream, create_event, create_stream, current_stream
+from .nccl_params import param, params, set_encryption
 
 __version__ = "0.1.0"
 

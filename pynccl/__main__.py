@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from . import doctor
+from .tools import doctor
 
 COMMANDS = {"doctor": (doctor, "which libnccl is used here, what is wrong with it, and how to mend that")}
 

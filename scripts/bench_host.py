@@ -29,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from pynccl import abi, host
-from pynccl.abi import DataType, RedOp
+from pynccl import host
+from pynccl.bindings import abi
+from pynccl.bindings.abi import DataType, RedOp
 
 SIZES = (16, 1 << 10, 1 << 16, 1 << 20, 16 << 20)
 FLOAT32, SUM = int(DataType.FLOAT32), int(RedOp.SUM)

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pynccl
-from pynccl import abi, soname
-from pynccl.buffers import data_type
+from pynccl.bindings import abi, soname
+from pynccl.interop.buffers import data_type
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP = 32  # calls in a group
@@ -234,8 +234,8 @@ def measure(ways: list[Way], rounds: int, calls: int) -> dict[str, list[float]]:
 def import_times(rounds: int) -> dict[str, float]:
     """Milliseconds that an import takes in a new interpreter: medians over processes in turn.
 
-    Processor time, which is what it takes on an idle machine, and nearly so on a busy one; each process measures its own
-    import alone. Compiled once beforehand, as pip leaves what it installs."""
+    Processor time, which is what it takes on an idle machine, and nearly so on a busy one; each process measures its
+    own import alone. Compiled once beforehand, as pip leaves what it installs."""
     modules = ["pynccl", *(["nccl.core"] if importlib.util.find_spec("nccl") else [])]
     times: dict[str, list[float]] = {module: [] for module in modules}
     with tempfile.TemporaryDirectory(prefix="bench-overhead-") as folder:
@@ -291,7 +291,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main_gpu(options: argparse.Namespace) -> None:
     """Rank 0 prints the table, and below it the line RESULT that gpu_check looks for; or the JSON alone."""
-    problem = pynccl.library.gpu_problem()
+    problem = pynccl.bindings.library.gpu_problem()
     if problem and os.environ.get("PYNCCL_LIBRARY") != "host":
         sys.exit(f"bench_overhead.py --gpu: {problem}; PYNCCL_LIBRARY=host rehearses it on the CPU")
     import bench_overhead_gpu

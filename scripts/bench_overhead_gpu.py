@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import pynccl
-from pynccl.buffers import data_type
+from pynccl.interop.buffers import data_type
 
 TORCH, TORCH_ASYNC = "torch.distributed", "torch.distributed, async_op=True"
 PATIENCE = datetime.timedelta(seconds=30)

@@ -1,4 +1,4 @@
-"""Write tests/data/nccl_abi.json: what each NCCL release exports and how its nccl.h is laid out.
+"""Write tests/support/data/nccl_abi.json: what each NCCL release exports and how its nccl.h is laid out.
 
     python scripts/dump_nccl_abi.py                          # downloads VERSIONS by pip (3 GB), one at a time
     python scripts/dump_nccl_abi.py 2.21.5 some.whl folder   # a version to download, a wheel, an unpacked wheel
@@ -30,14 +30,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pynccl.abi import version_tuple
+from pynccl.bindings.abi import version_tuple
 
 # The last patch release of each minor one, 2.18 to 2.32.
 VERSIONS = (
     "2.18.3", "2.19.3", "2.20.5", "2.21.5", "2.22.3", "2.23.4", "2.24.3", "2.25.1",
     "2.26.5", "2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.31.2", "2.32.3",
 )  # fmt: skip
-OUT = Path(__file__).parent.parent / "tests" / "data" / "nccl_abi.json"
+OUT = Path(__file__).parent.parent / "tests" / "support" / "data" / "nccl_abi.json"
 
 # As much of CUDA's headers as nccl.h and nccl_device/host.h need, so that no CUDA toolkit has to be installed.
 CUDA_HEADERS = {

@@ -2,7 +2,7 @@
 
     python scripts/fuzz_autograd.py [--programs N] [--seed S] [--ranks 2,3,4] [--modes plain,start,...] [--timeout S]
 
-Each program is some local operations and collectives (tests/support/programs.py); values and derivatives must be those
+Each program is some local operations and collectives (tests/support/fuzz); values and derivatives must be those
 that torch finds for the same program written as plain operations on all ranks' tensors. A failure prints the program,
 and the options that replay it. A rank that hangs is a failure. Exit code 1 if there was one.
 """
@@ -17,12 +17,12 @@ from pathlib import Path
 
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 
 def main() -> int:
     import ranks  # type: ignore[import-not-found]
-    from support.fuzzing import MODES, fuzz  # type: ignore[import-not-found]
+    from fuzz.fuzzing import MODES, fuzz  # type: ignore[import-not-found]
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--programs", type=int, default=100, metavar="N", help="for each mode (default: 100)")

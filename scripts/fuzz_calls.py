@@ -19,13 +19,13 @@ from pathlib import Path
 
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 
 def main() -> int:
+    from fuzz.call_fuzzing import fuzz  # type: ignore[import-not-found]
+    from fuzz.call_ranks import BAD, GOOD, Record  # type: ignore[import-not-found]
     from ranks import RankPool  # type: ignore[import-not-found]
-    from support.call_fuzzing import fuzz  # type: ignore[import-not-found]
-    from support.call_ranks import BAD, GOOD, Record  # type: ignore[import-not-found]
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--calls", type=int, default=1000, metavar="N")

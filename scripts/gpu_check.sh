@@ -11,7 +11,7 @@
 # Results: gpu_check_CALL.json and gpu_check_CALL.log in $OUT (default out), at most 8 files in all; as a page:
 # scripts/gpu_check.sh --report $OUT/gpu_check_*.json. PYTHON (python3) must have torch for CUDA, libnccl, cuda-core and
 # pytest; this repository is installed into it, without dependencies. Exit code: 0 if nothing failed, also without a GPU,
-# where every step is skipped; scripts/gpu_check.py has the rest.
+# where every step is skipped; scripts/gpu/gpu_check.py has the rest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-exec "${PYTHON:-python3}" scripts/gpu_check.py "$@"
+exec "${PYTHON:-python3}" scripts/gpu/gpu_check.py "$@"

@@ -1,4 +1,4 @@
-"""Make docs/semantics.md: which derivative of which collective is tested, from a run of tests/test_semantics.py.
+"""Make docs/semantics.md from a run of test_semantics.py: which derivatives of which collective are tested.
 
     python scripts/semantics_table.py [--out docs/semantics.md] [--results results.xml]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = "tests/test_semantics.py"
+TESTS = "tests/autograd/test_semantics.py"
 
 # What the columns say, in their order.
 PROPERTIES = {
@@ -37,9 +37,9 @@ PROPERTIES = {
 HEAD = """\
 # What is differentiable, and how that is known
 
-Made by `make semantics` from the results of `tests/test_semantics.py`; do not edit. Each cell is a test on 2 to 4 ranks
-in double precision, with inputs and cotangents that differ by rank, against torch's own derivative of a reference that
-computes all ranks' outputs in one process. A number is a note: why there is no such thing.
+Made by `make semantics` from the results of `tests/autograd/test_semantics.py`; do not edit. Each cell is a test on 2
+to 4 ranks in double precision, with inputs and cotangents that differ by rank, against torch's own derivative of a
+reference that computes all ranks' outputs in one process. A number is a note: why there is no such thing.
 """
 
 

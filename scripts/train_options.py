@@ -10,7 +10,7 @@ from train_data import SHIPPED, read_text
 from train_model import ModelConfig
 from train_report import TOLERANCE
 
-from pynccl.library import gpu_count, gpu_problem
+from pynccl.bindings.library import gpu_count, gpu_problem
 
 
 def read_options() -> argparse.Namespace:

@@ -56,7 +56,7 @@ class CommMeter:
         def timed(*args: Any, stream: Any = None, **options: Any) -> Any:
             on = torch.cuda.current_stream()
             if stream is not None:
-                on = torch.cuda.ExternalStream(pynccl.streams.stream_handle(stream))
+                on = torch.cuda.ExternalStream(pynccl.interop.streams.stream_handle(stream))
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record(on)
             result = method(*args, stream=stream, **options)

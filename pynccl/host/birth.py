@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..abi import SPLIT_NOCOLOR, DataType
+from ..bindings.abi import SPLIT_NOCOLOR, DataType
 from . import algorithms
 from .comm import Comm, Turn, seconds
 from .connect import ENDPOINT_BYTES, Listener, pairs_in_process, read_endpoint

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..abi import RedOp, Result
+from ..bindings.abi import RedOp, Result
 from . import algorithms, stall
 from .connect import Channels, Connecting, Listener
 from .connection import STATUS, Label, collective_tag, message_tag

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..abi import Result
+from ..bindings.abi import Result
 from .failure import HostFailure, exiting
 from .interfaces import VARIABLES, machine_mark, own_addresses
 from .store import STRANGER_SECONDS, STRANGERS, accepted, listen

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..abi import UNIQUE_ID_BYTES, DataType, MemStat
+from ..bindings.abi import UNIQUE_ID_BYTES, DataType, MemStat
 from . import algorithms, birth, rendezvous
 from .comm import Comm, Turn, find
 from .entry import configured, give_birth, join

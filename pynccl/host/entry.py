@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..abi import ITEMSIZE, RedOp, Result, ScalarResidence, version_code
+from ..bindings.abi import ITEMSIZE, RedOp, Result, ScalarResidence, version_code
 from . import algorithms, birth, group, rendezvous, structs
 from .comm import Comm, Turn, find
 from .failure import REASONS, HostFailure, invalid_argument, last_error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..abi import Result
+from ..bindings.abi import Result
 
 
 class HostFailure(Exception):

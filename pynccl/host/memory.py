@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..abi import ITEMSIZE
+from ..bindings.abi import ITEMSIZE
 from .failure import invalid_argument
 
 # By number of ncclDataType_t. uint32 and uint64 travel and add as their signed twins, since torch has hardly any

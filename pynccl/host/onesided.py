@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..abi import DataType
+from ..bindings.abi import DataType
 from . import group
 from .comm import Comm, find
 from .failure import invalid_argument

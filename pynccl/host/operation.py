@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..abi import ITEMSIZE, DataType, RedOp
+from ..bindings.abi import ITEMSIZE, DataType, RedOp
 from .connection import collective_call, header_text
 from .failure import invalid_argument
 from .reduction import PreMulSum

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..abi import Result
+from ..bindings.abi import Result
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage
 from .memory import bytes_of, view
 from .transport import Transport

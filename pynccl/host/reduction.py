@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..abi import DataType, RedOp
+from ..bindings.abi import DataType, RedOp
 from .memory import STORAGE, view
 
 _NARROW = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}

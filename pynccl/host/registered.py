@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..abi import WINDOW_ALIGNMENT, DataType
+from ..bindings.abi import WINDOW_ALIGNMENT, DataType
 from . import algorithms, group
 from .comm import Comm, Turn, find
 from .failure import HostFailure, invalid_argument, invalid_usage

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from ..abi import FUNCTIONS, Result
+from ..bindings.abi import FUNCTIONS, Result
 from . import group
 from .failure import HostFailure, last_error
 from .version import posed_version

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from ..abi import UNIQUE_ID_BYTES, Result
+from ..bindings.abi import UNIQUE_ID_BYTES, Result
 from .failure import HostFailure, exiting, invalid_argument, invalid_usage, last_error
 from .interfaces import VARIABLES, machine_mark, on_one_machine, own_addresses
 from .store import GREETING, Server, Store, frame, take_frames

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..abi import EncryptionMode
+from ..bindings.abi import EncryptionMode
 from . import structs
 from .birth import INIT_TIMEOUT_VARIABLE
 from .comm import TIMEOUT_VARIABLE, seconds

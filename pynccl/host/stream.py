@@ -16,8 +16,8 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ..errors import NcclInvalidUsage, from_result
-from ..sharing import Shared
+from ..bindings.errors import NcclInvalidUsage, from_result
+from ..bindings.resource import Shared
 from .failure import REASONS, HostFailure, exiting, invalid_argument
 
 Job = Callable[[], object]

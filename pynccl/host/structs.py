@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from ..abi import (
+from ..bindings.abi import (
     COLL_CONFIG_SINCE,
     CONFIG_MAGIC,
     CONFIG_SINCE,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 
-from ..abi import HEADER_VERSION, MIN_VERSION, Version
-from ..errors import NcclVersionError
+from ..bindings.abi import HEADER_VERSION, MIN_VERSION, Version
+from ..bindings.errors import NcclVersionError
 
 VARIABLE = "PYNCCL_HOST_VERSION"
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import pynccl
-from pynccl.library import gpu_count
+from pynccl.bindings.library import gpu_count
 
 FAILED = pytest.StashKey[str]()  # the first test that failed on this rank
 

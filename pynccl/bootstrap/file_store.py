@@ -1,0 +1,113 @@
+"""A store in a file, for ranks that share a file system: lines appended under a lock that is polled for.
+
+torch's FileStore keeps the GIL while its constructor waits for a lock, for a folder, or for the rest of a file that is
+no store, so that neither a deadline nor Ctrl-C would be heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+
+from ..bindings.errors import NcclInvalidUsage, NcclSystemError, NcclTimeout
+from ..comm.deadline import Clock
+
+_MAGIC = b"pynccl: ranks meet here\n"
+_POLL_SECONDS = 0.002
+
+
+class FileStore:
+    """`set`, `get`, `add` and `check` as those of torch's stores. Raises NcclTimeout past the clock's deadline."""
+
+    def __init__(self, path: str, clock: Clock) -> None:
+        self.path = os.fspath(path)
+        self.clock = clock
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with self._locked() as file:
+            self._append(file, key, value)
+
+    def get(self, key: str) -> bytes:
+        with self._locked() as file:
+            return self._entries(file)[key]
+
+    def check(self, keys: list[str]) -> bool:
+        with self._locked() as file:
+            return self._entries(file).keys() >= set(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._locked() as file:
+            total = int(self._entries(file).get(key, b"0")) + amount
+            self._append(file, key, str(total))
+        return total
+
+    def leave(self, nranks: int) -> None:
+        """This rank needs the file no more; the last one removes it."""
+        with contextlib.suppress(OSError, NcclSystemError):
+            if self.add("left", 1) == nranks:
+                os.unlink(self.path)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The file, opened anew each time, so that over NFS it is seen as the last writer left it."""
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise NcclInvalidUsage(f"{self.path} is no file: pass the path of a file that does not exist yet")
+            self._lock(file)
+            yield file
+        finally:
+            os.close(file)
+
+    def _lock(self, file: int) -> None:
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if self.clock.left() <= 0:
+                    raise NcclTimeout(
+                        f"the lock of {self.path}, where the ranks meet, was not free within {self.clock.seconds()}: "
+                        "a process that holds it is stopped, or its machine is gone"
+                    ) from None
+                time.sleep(_POLL_SECONDS)
+            except OSError as error:
+                raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> NcclSystemError:
+        return NcclSystemError(
+            f"the ranks cannot meet in the file {self.path}: {error.strerror}\n"
+            "  pass a path in a folder that exists, that all ranks share, and that they may write to"
+        )
+
+    def _append(self, file: int, key: str, value: str | bytes) -> None:
+        text = value if isinstance(value, str) else value.decode("latin-1")
+        data = self._read(file)
+        head = b"" if data.endswith(b"\n") else b"\n" if data else _MAGIC  # after a writer that was killed
+        os.write(file, head + json.dumps([key, text]).encode() + b"\n")  # behind what _read has read
+
+    def _entries(self, file: int) -> dict[str, bytes]:
+        entries = {}
+        for line in self._read(file).splitlines()[1:]:
+            with contextlib.suppress(ValueError):  # of a writer that was killed
+                key, text = json.loads(line)
+                entries[key] = text.encode("latin-1")
+        return entries
+
+    def _read(self, file: int) -> bytes:
+        os.lseek(file, 0, os.SEEK_SET)
+        chunks = iter(lambda: os.read(file, 1 << 20), b"")
+        first = next(chunks, b"")
+        if first and not first.startswith(_MAGIC):
+            raise NcclInvalidUsage(
+                f"{self.path} is no meeting of ranks, but a file with something else in it: pass the path of a "
+                "file that does not exist yet"
+            )
+        return first + b"".join(chunks)

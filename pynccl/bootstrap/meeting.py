@@ -1,0 +1,186 @@
+"""All ranks meet at a store, where rank 0 hands out the id: who never came, came twice, or cannot go on is named.
+
+Keys: `rank/R` says who rank R is, `claims/R` counts them, `arrived/N` counts those that believe in N ranks, `id` is
+rank 0's, and `over` ends the meeting for all: that they met, or the error that all of them raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
+from ..comm.deadline import Abandoned, Clock, Wait
+
+_MET = "met"
+_ERRORS: dict[str, type[NcclError]] = {"usage": NcclInvalidUsage, "remote": NcclRemoteError}
+_LONGEST_PAUSE = 0.1
+_TELL_SECONDS = 2.0  # a rank that fails tells the others, but does not wait long for a store that is silent
+_HURRIED_SECONDS = 0.1
+_LINGER_SECONDS = 3.0
+_LINGER_POLL_SECONDS = 0.02
+
+
+class Manner(NamedTuple):
+    """How the ranks found the store, in the words of the errors that depend on it."""
+
+    again: str  # what a rank that came twice may mean, and what to do
+    size: str  # what says how many ranks there are
+    server: str  # what carries the store
+
+
+class Meeting:
+    """One rank's part in the meeting; `met` is called once all are there."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        nranks: int,
+        clock: Clock,
+        manner: Manner,
+        met: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.store = store
+        self.rank = rank
+        self.nranks = nranks
+        self.clock = clock
+        self.manner = manner
+        self.met = met
+        self._step = "coming in"  # what it waits for, should the store not answer
+
+    def attend(self, identity: bytes) -> bytes:
+        """Wait until all ranks are there; return the id. Raises for ranks that are missing, doubled or failed."""
+        wait = Wait(self.clock)
+        return wait.beside(lambda: self._attend(identity, wait), self._silent)
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others that this rank cannot go on."""
+        text = could_not_start(self.rank, error)
+        seconds = _HURRIED_SECONDS if isinstance(error, KeyboardInterrupt) else _TELL_SECONDS
+        wait = Wait(Clock(max(min(seconds, self.clock.left()), _HURRIED_SECONDS)))
+        with contextlib.suppress(Exception):  # the error itself is more important
+            wait.beside(lambda: self._end("remote", text), lambda: NcclTimeout("the store is silent"))
+
+    def linger(self) -> None:
+        """Let the others read why this failed, before the store goes with this process."""
+        end = time.monotonic() + _LINGER_SECONDS
+        with contextlib.suppress(RuntimeError):
+            if not self.store.check(["over"]):
+                return
+            while self.store.add("heard", 0) < self.nranks - 1 and time.monotonic() < end:
+                time.sleep(_LINGER_POLL_SECONDS)
+
+    # What follows runs in the thread beside.
+
+    def _attend(self, identity: bytes, wait: Wait) -> bytes:
+        try:
+            self._come_in(identity)
+            self._wait_for_all(wait)
+            self._step = "reading rank 0's id"
+            identity = self.store.get("id")
+            self.met()
+        except (NcclError, Abandoned):
+            raise
+        except RuntimeError as error:  # DistError and its relatives; FileStore raises the bare one
+            raise self._lost(error) from error
+        return identity
+
+    def _come_in(self, identity: bytes) -> None:
+        own = f"{self.nranks} {_whoami()}"
+        if self.store.add(f"claims/{self.rank}", 1) > 1:
+            self._refuse_double(own)
+        self.store.set(f"rank/{self.rank}", own)
+        if self.rank == 0:
+            self.store.set("id", identity)
+        if self.store.add(f"arrived/{self.nranks}", 1) == self.nranks:
+            self._end(_MET)
+
+    def _wait_for_all(self, wait: Wait) -> None:
+        # Two questions a turn, whatever the number of ranks. Not store.wait(), which would not see an error, and warns.
+        self._step = "waiting for the other ranks"
+        pause, compared = 0.001, False
+        while not self.store.check(["over"]):
+            if not compared and self.store.check(["rank/0"]):
+                self._compare_sizes()
+                compared = True
+            if self.clock.left() <= 0:
+                raise self._missing()
+            wait.pause(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._raise_if_failed()
+
+    def _compare_sizes(self) -> None:
+        size, who = _parse(self.store.get("rank/0"))
+        if size != self.nranks:
+            self._end(
+                "usage",
+                f"rank 0 ({who}) says there are {size} ranks, rank {self.rank} ({_whoami()}) says {self.nranks}: "
+                f"{self.manner.size} has to be the same on all ranks",
+            )
+
+    def _refuse_double(self, own: str) -> None:
+        key = f"rank/{self.rank}"
+        _, other = _parse(self.store.get(key)) if self.store.check([key]) else (0, "another process")
+        text = f"two processes say that they are rank {self.rank}: {other}, and {_parse(own.encode())[1]}; "
+        if not self.store.check(["over"]):  # else they have met without this one, which is not to disturb them
+            self._end("usage", text + self.manner.again)
+        raise NcclInvalidUsage(text + self.manner.again)
+
+    def _end(self, kind: str, text: str = "") -> None:
+        self.store.set("over", f"{kind}\n{text}")
+
+    def _raise_if_failed(self) -> None:
+        kind, _, text = self.store.get("over").decode(errors="replace").partition("\n")
+        if kind != _MET:
+            self.store.add("heard", 1)
+            raise _ERRORS.get(kind, NcclRemoteError)(text)
+
+    def _missing(self) -> NcclTimeout:
+        waited = f"rank {self.rank} of {self.nranks} waited {self.clock.seconds()}"
+        self._step = "asking which ranks are missing"
+        missing = [r for r in range(self.nranks) if not self.store.check([f"rank/{r}"])]
+        if not missing:
+            return NcclTimeout(f"{waited}: all ranks came, but one ended on the way in; look for its first error")
+        return NcclTimeout(
+            f"{waited}: ranks {missing} never came\n"
+            "  look for their first error; a longer timeout= helps if they are only slow"
+        )
+
+    # What the store does not do
+
+    def _silent(self) -> NcclTimeout:
+        return NcclTimeout(
+            f"rank {self.rank} of {self.nranks} waited {self.clock.seconds()}: the store at which the ranks meet does "
+            f"not answer, while {self._step}\n  {self.manner.server} is stopped, or out of reach"
+        )
+
+    def _lost(self, error: Exception) -> NcclRemoteError:
+        return NcclRemoteError(
+            f"rank {self.rank} of {self.nranks} lost the store at which the ranks meet, while {self._step}: "
+            f"{self.manner.server} has ended; look for its first error ({first_line(error)})"
+        )
+
+
+def could_not_start(rank: int, error: BaseException) -> str:
+    why = f"could not start: {type(error).__name__}: {error}"
+    return f"rank {rank} " + ("was interrupted (Ctrl-C)" if isinstance(error, KeyboardInterrupt) else why)
+
+
+def first_line(error: BaseException) -> str:
+    """Of an error of torch, which goes on with a trace of C++."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _whoami() -> str:
+    return f"process {os.getpid()} on {os.uname().nodename}, {os.path.basename(sys.argv[0] or 'python')}"
+
+
+def _parse(record: bytes) -> tuple[int, str]:
+    """(number of ranks, who) of what `_come_in` wrote."""
+    size, _, who = record.decode(errors="replace").partition(" ")
+    return int(size), who

@@ -1,0 +1,1 @@
+"""A communicator, from the ground up."""

@@ -1,0 +1,176 @@
+"""Collectives with a number of elements per rank, as groups of sends and receives, broadcasts or reduces.
+
+Buffers, streams and errors are those of `collectives`; send and recv must not overlap. A count may be 0. Everything is
+checked before anything is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from ..bindings.abi import ITEMSIZE, DataType
+from ..bindings.integers import integers
+from ..bindings.kinds import listed
+from ..interop.buffers import adapter
+from .argcheck import Launcher
+from .groups import fused
+from .redop import op_code
+
+_MOST = 1 << 60  # elements: no machine has as many bytes, and no offset in bytes reaches what C cuts off
+
+
+class Uneven(Launcher):
+    """The part of `Communicator` that moves a different number of elements for each rank."""
+
+    def all_to_all_v(
+        self,
+        send: Any,
+        recv: Any = None,
+        *,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        stream: Any = None,
+    ) -> Any:
+        """all_to_all with a number of elements per rank: the next send_counts[j] elements of send go to rank j, and
+        recv_counts[i] come from rank i, one after the other.  send [sum(send_counts)] -> recv [sum(recv_counts)]"""
+        operation = "all_to_all_v"
+        send_counts = self._counts(operation, "send_counts", send_counts)
+        recv_counts = self._counts(operation, "recv_counts", recv_counts)
+        source, target, dtype, recv, at = self._uneven(
+            operation, send, recv, sum(send_counts), sum(recv_counts), stream
+        )
+        starts = zip(accumulate(send_counts, initial=0), accumulate(recv_counts, initial=0), strict=True)
+        size = ITEMSIZE[dtype]
+        with fused():
+            for peer, (send_at, recv_at) in zip(range(self.size), starts, strict=False):
+                self._p2p("ncclSend", source + send_at * size, send_counts[peer], dtype, peer, at, send)
+                self._p2p("ncclRecv", target + recv_at * size, recv_counts[peer], dtype, peer, at, recv)
+        return recv
+
+    def all_gather_v(self, send: Any, recv: Any = None, *, counts: Sequence[int], stream: Any = None) -> Any:
+        """all_gather with a number of elements per rank: rank r gives counts[r].  [counts[rank]] -> [sum(counts)]
+
+        As a group of one broadcast per rank, so counts has to be equal on all ranks."""
+        operation = "all_gather_v"
+        counts = self._counts(operation, "counts", counts)
+        source, target, dtype, recv, at = self._uneven(operation, send, recv, counts[self.rank], sum(counts), stream)
+        starts = list(accumulate(counts, initial=0))
+        with fused():
+            for root, count in enumerate(counts):
+                part = target + starts[root] * ITEMSIZE[dtype]
+                inputs = (source if root == self.rank else part, part, count, dtype, root)
+                self._issue("broadcast", "ncclBroadcast", inputs, at, send, recv)
+        return recv
+
+    def reduce_scatter_v(
+        self, send: Any, recv: Any = None, op: Any = "sum", *, counts: Sequence[int], stream: Any = None
+    ) -> Any:
+        """reduce_scatter with a number of elements per rank: rank r gets counts[r].  [sum(counts)] -> [counts[rank]]
+
+        As a group of one reduce per rank, so counts has to be equal on all ranks."""
+        operation = "reduce_scatter_v"
+        counts = self._counts(operation, "counts", counts)
+        source, target, dtype, recv, at = self._uneven(operation, send, recv, sum(counts), counts[self.rank], stream)
+        starts = list(accumulate(counts, initial=0))
+        code = op_code(op, self, operation, dtype)
+        with fused():
+            for root, count in enumerate(counts):
+                part = source + starts[root] * ITEMSIZE[dtype]
+                inputs = (part, target if root == self.rank else 0, count, dtype, code, root)
+                self._issue("reduce", "ncclReduce", inputs, at, send, recv if root == self.rank else None, op=op)
+        return recv
+
+    def scatter_v(
+        self, send: Any, recv: Any = None, root: int = 0, *, counts: Sequence[int], stream: Any = None
+    ) -> Any:
+        """scatter with a number of elements per rank: rank r gets counts[r].  [sum(counts)] on root -> [counts[rank]]
+
+        counts has to be equal on all ranks. Other ranks than root need no send; with recv=None they pass any buffer of
+        root's type all the same, to say what to allocate."""
+        operation = "scatter_v"
+        root = self._rank(operation, "root", root)
+        counts = self._counts(operation, "counts", counts)
+        own = counts[self.rank]
+        source = 0
+        if self.rank == root:
+            self._check_given(operation, send, recv, "send")
+            source, target, dtype, recv, at = self._uneven(operation, send, recv, sum(counts), own, stream)
+        else:
+            if recv is None:
+                self._check_given(operation, send, recv, "recv")
+                recv = adapter(send, operation, "send").empty(send, (own,))
+            target, dtype, at = self._alone(operation, "recv", recv, own, stream)
+            self._check_writable(operation, recv)
+        text = f"scatter_v(counts={list(counts)}, {DataType(dtype).name}, root={root})"
+        starts = list(accumulate(counts, initial=0))
+        with fused():
+            for peer in range(self.size if self.rank == root else 0):
+                part = source + starts[peer] * ITEMSIZE[dtype]
+                self._p2p("ncclSend", part, counts[peer], dtype, peer, at, send)
+            self._p2p("ncclRecv", target, own, dtype, root, at, recv, compared=text)
+        return recv
+
+    def gather_v(self, send: Any, recv: Any = None, root: int = 0, *, counts: Sequence[int], stream: Any = None) -> Any:
+        """gather with a number of elements per rank: rank r gives counts[r].  [counts[rank]] -> [sum(counts)] on root
+
+        counts has to be equal on all ranks. Other ranks than root need no recv and get None."""
+        operation = "gather_v"
+        root = self._rank(operation, "root", root)
+        counts = self._counts(operation, "counts", counts)
+        own = counts[self.rank]
+        target = 0
+        if self.rank == root:
+            source, target, dtype, recv, at = self._uneven(operation, send, recv, own, sum(counts), stream)
+        else:
+            source, dtype, at = self._alone(operation, "send", send, own, stream)
+            recv = None
+        text = f"gather_v(counts={list(counts)}, {DataType(dtype).name}, root={root})"
+        starts = list(accumulate(counts, initial=0))
+        with fused():
+            self._p2p("ncclSend", source, own, dtype, root, at, send, compared=text)
+            for peer in range(self.size if self.rank == root else 0):
+                part = target + starts[peer] * ITEMSIZE[dtype]
+                self._p2p("ncclRecv", part, counts[peer], dtype, peer, at, recv)
+        return recv
+
+    def _counts(self, operation: str, role: str, counts: Sequence[int]) -> list[int]:
+        """`counts` as ints; ValueError unless they are one number of elements per rank."""
+        given = listed(counts, f"{operation}: {role}", f"{self.size} numbers of elements >= 0")
+        if len(given) != self.size:
+            raise ValueError(f"{operation}: {role} is {given}, expected {self.size} numbers of elements >= 0")
+        expected = f"{self.size} numbers of elements >= 0, below 2**63 bytes"
+        return integers(given, f"{operation}: {role}", expected, 0, _MOST)
+
+    def _uneven(
+        self, operation: str, send: Any, recv: Any, sent: int, received: int, stream: Any
+    ) -> tuple[int, int, int, Any, int]:
+        """(send pointer, recv pointer, data type, recv, stream handle) for so many elements, all checks made."""
+        source, count, dtype, at = self._one(operation, "send", send, stream)
+        if count != sent:
+            raise ValueError(f"{operation}: send has {count} elements, the counts say {sent}")
+        if recv is None:
+            recv = adapter(send).empty(send, (received,))
+        target = self._describe_recv(operation, recv, received, dtype, sent)
+        size = ITEMSIZE[dtype]
+        if sent and received and source < target + received * size and target < source + sent * size:
+            raise ValueError(
+                f"{operation}: send and recv overlap, {target - source} bytes apart; pass separate buffers"
+            )
+        return source, target, dtype, recv, at
+
+    def _alone(self, operation: str, role: str, x: Any, expected: int, stream: Any) -> tuple[int, int, int]:
+        """(pointer, data type, stream handle) of the only buffer of this rank, which has to hold so many elements."""
+        pointer, count, dtype, at = self._one(operation, role, x, stream)
+        if count != expected:
+            raise ValueError(f"{operation}: {role} has {count} elements, the counts say {expected}")
+        return pointer, dtype, at
+
+    def _check_given(self, operation: str, send: Any, recv: Any, missing: str) -> None:
+        if send is None:
+            raise TypeError(
+                f"{operation}: rank {self.rank} passed no {missing}"
+                + (" and no send like which to allocate it" if missing == "recv" else "")
+                + f"; pass {missing}="
+            )

@@ -1,0 +1,203 @@
+"""Prepared collectives: validate once, launch many times.
+
+    plan = comm.plan.all_reduce(send, recv)      # all the checks, buffers held
+    plan()                                       # one C call
+    step = comm.plan.group([plan_a, plan_b])     # one NCCL group
+    plan(stream)                                 # the same on another stream
+
+What makes a plan fast: its arguments are converted to C once (`from_param`), so a launch does no conversion at all, and
+they lie in a tuple, which ctypes takes as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..bindings.abi import Result
+from ..bindings.kinds import attribute, listed, shown
+from ..bindings.library import without_argtypes
+from ..bindings.resource import Shared
+from ..interop.buffers import TORCH, tensor_types
+from ..interop.streams import Handle, hold, stream_handle
+from .collectives import Collectives
+from .collectives_v import Uneven
+from .groups import Call, launch, recording, settle_group
+from .recording import recorder
+from .redop import free_unused
+from .rma import OneSided
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+
+Prepared = tuple[Callable[..., int], tuple[Any, ...]]  # C function without argtypes, its arguments as finished C values
+
+
+class Plan(Protocol):
+    """A prepared call, or group of calls. Holds its buffers: they must keep their memory for as long as it is used.
+
+    plan()        launch on the stream that was given or current when the plan was made
+    plan(stream)  launch on another one
+    Inside a `pynccl.group` it is recorded like any other call. NcclInvalidUsage once the communicator has ended.
+    """
+
+    calls: tuple[Call, ...]
+    prepared: tuple[Prepared, ...]  # the same calls
+    recv: Any  # what the call returns: the buffer that each launch fills; None for a group
+
+    def __call__(self, stream: Any = None) -> None: ...
+
+
+# Both are closures and not classes: a call of a Python object with __call__ costs a tenth of the C call more.
+
+
+def _plan_one(call: Call) -> Plan:
+    comm, prepared = call.comm, _prepare(call)
+    function, args = prepared
+    acquire, release, detours = comm.lock.acquire, comm.lock.release, comm._detours
+    count_change, written, held = TORCH.count_change, _written((call,)), _held((call,))
+
+    def plan(stream: Any = None) -> None:
+        if stream is not None or detours:
+            _issue([call], stream)
+            return
+        acquire()
+        try:
+            if comm._handle is None:
+                comm.check_alive()
+            code = function(*args)
+        finally:
+            release()
+        if code:
+            comm._fail(code, call.operation, call.inputs)
+        if written:
+            count_change(written)
+        if held:
+            _hold(held)
+
+    return _finish(plan, (call,), (prepared,))
+
+
+def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
+    unique = {id(call.comm): call.comm for call in calls}
+    comms = [unique[key] for key in sorted(unique)]  # the order in which `group.launch` takes locks
+    first = comms[0]
+    start, end = first.library.ncclGroupStart, first.library.ncclGroupEnd
+    detours = next((comm._detours for comm in comms if comm.checking), first._detours)
+    count_change, written, held = TORCH.count_change, _written(calls), _held(calls)
+
+    def launch_all() -> None:
+        for comm in comms:
+            comm.check_alive()
+        first.library.check(start(), "ncclGroupStart")
+        try:
+            for function, args in prepared:
+                if (code := function(*args)) and code != Result.IN_PROGRESS:
+                    raise first.library.error(code, repr(plan), first._handle)
+        except BaseException:  # Ctrl-C too: the group must not stay open
+            end()
+            raise
+        if code := end():
+            settle_group(comms, code, repr(plan))
+        if written:
+            count_change(written)
+        if held:
+            _hold(held)
+
+    def plan(stream: Any = None) -> None:
+        if stream is not None or detours:
+            _issue(list(calls), stream)
+        elif len(comms) == 1:
+            with first.lock:
+                launch_all()
+        else:
+            with contextlib.ExitStack() as locks:
+                for comm in comms:
+                    locks.enter_context(comm.lock)
+                launch_all()
+
+    return _finish(plan, calls, prepared)
+
+
+def _finish(plan: Any, calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
+    texts = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
+    plan.calls, plan.prepared, plan.recv = calls, prepared, None
+    plan.__qualname__ = f"plan of {texts}" if len(calls) == 1 else f"group plan of {len(calls)}: {texts}"
+    finished: Plan = plan
+    return finished
+
+
+def _written(calls: Iterable[Call]) -> tuple[Any, ...]:
+    """The torch tensors that a launch of these calls writes to: one count of versions for all of them."""
+    return tuple({id(x): x for call in calls if type(x := call.recv) in tensor_types}.values())
+
+
+def _held(calls: Iterable[Call]) -> list[Call]:
+    """Those whose stream has to keep something."""
+    return [call for call in calls if call.stream or type(call.stream) is Handle]
+
+
+def _hold(calls: list[Call]) -> None:
+    for call in calls:
+        hold(call.stream, call.comm.library, call.keep)
+
+
+class Planner(Shared):
+    """`comm.plan`: each operation of the communicator under its own name, returning a Plan instead of launching."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, operation: str) -> Callable[..., Plan]:
+        # By name, since to record a call means to make it: a destroy() would be the end of the communicator.
+        if operation.startswith("_") or not any(operation in vars(kind) for kind in (Collectives, Uneven, OneSided)):
+            raise AttributeError(f"{operation!r} is no operation of a communicator that can be prepared")
+        return partial(_record, getattr(self._comm, operation))
+
+    def group(self, plans: Iterable[Plan]) -> Plan:
+        """The given plans as one NCCL group; they may belong to several communicators."""
+        plans = tuple(listed(plans, "plan.group: plans", "a list of what comm.plan.all_reduce(...) returns"))
+        for plan in plans:
+            if attribute(plan, "prepared") is None:
+                raise TypeError(f"plan.group: {shown(plan)} is no plan; pass what comm.plan.all_reduce(...) returns")
+        if not plans:
+            raise ValueError("plan.group: no plans were passed; expected at least one")
+        calls = tuple(call for plan in plans for call in plan.calls)
+        return _plan_group(calls, tuple(prepared for plan in plans for prepared in plan.prepared))
+
+
+def _record(method: Callable[..., Any], *args: Any, **options: Any) -> Plan:
+    """Run the method in a group that is not launched, and keep the calls that it recorded."""
+    with recording() as record:
+        recv = method(*args, **options)
+    calls = record.calls
+    for comm in {id(call.comm): call.comm for call in calls}.values():
+        free_unused(comm)  # of plans that have gone
+    if len(calls) == 1:
+        plan = _plan_one(calls[0])
+    else:  # where a library lacks the function
+        plan = _plan_group(tuple(calls), tuple(map(_prepare, calls)))
+    plan.recv = recv
+    return plan
+
+
+def _issue(calls: list[Call], stream: Any) -> None:
+    """Launch by the general way: on another stream, into an open group, or compared across ranks first."""
+    if stream is not None:
+        handle = stream_handle(stream)
+        calls = [call._replace(stream=handle) for call in calls]
+    record = recorder()
+    if record is not None:
+        record.calls += calls
+    else:
+        launch(calls)
+
+
+def _prepare(call: Call) -> Prepared:
+    function: Any = call.function
+    types, args = function.argtypes, call.args
+    values = [ctype.from_param(value) for ctype, value in zip(types, args, strict=False)]
+    return without_argtypes(function), (*values, *args[len(types) :])

@@ -1,0 +1,348 @@
+"""Anything that owns device memory -> (pointer, count, data type, device).
+
+Torch tensors, NumPy and CuPy arrays, `__cuda_array_interface__`, DLPack, and `(pointer, count, dtype)`. Each kind of
+object has one `Adapter`, found by its type, so that describing a tensor costs a dictionary look-up and four attributes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..bindings.abi import ITEMSIZE, DataType
+from ..bindings.integers import SIZE_MAX, integer
+from ..bindings.kinds import attribute, shown
+from . import dlpack
+from .tensors import check_not_in_graph, negated, stands_for_another, why_no_memory
+
+# (address, number of elements, DataType as int, CUDA ordinal). A plain tuple: this is built on every call.
+Description = tuple[int, int, int, int]
+
+CPU = -1  # the "ordinal" of CPU memory, as torch.Tensor.get_device() has it
+ANY_DEVICE = -2  # a raw pointer: the caller answers for where it lies
+
+_BY_NAME: dict[str, DataType] = {
+    "int8": DataType.INT8,
+    "uint8": DataType.UINT8,
+    "int32": DataType.INT32,
+    "uint32": DataType.UINT32,
+    "int64": DataType.INT64,
+    "uint64": DataType.UINT64,
+    "float16": DataType.FLOAT16,
+    "float32": DataType.FLOAT32,
+    "float64": DataType.FLOAT64,
+    "bfloat16": DataType.BFLOAT16,
+    "float8_e4m3": DataType.FLOAT8_E4M3,
+    "float8_e4m3fn": DataType.FLOAT8_E4M3,
+    "float8_e5m2": DataType.FLOAT8_E5M2,
+}
+_BY_TYPESTR: dict[str, DataType] = {
+    "i1": DataType.INT8,
+    "u1": DataType.UINT8,
+    "i4": DataType.INT32,
+    "u4": DataType.UINT32,
+    "i8": DataType.INT64,
+    "u8": DataType.UINT64,
+    "f2": DataType.FLOAT16,
+    "f4": DataType.FLOAT32,
+    "f8": DataType.FLOAT64,
+}
+_MET: dict[tuple[type, Any], DataType] = {}  # data types that were asked for before
+_TYPESTR_ORDERS = ("|", "=", "<" if sys.byteorder == "little" else ">")
+_INSTEAD: dict[str, str] = {
+    "complex": "view it as real (torch.view_as_real(x), or torch.view_as_real(x.resolve_conj()); x.view('f4'))",
+    "bool": "view it as uint8 (x.view(torch.uint8))",
+    "16": "convert it to int32",
+}
+
+
+def data_type(dtype: Any) -> DataType:
+    """The `DataType` of a torch or NumPy dtype, a name such as "bfloat16", or a `DataType`.
+
+    Raises TypeError, with what to do instead, for a type that NCCL does not have."""
+    if isinstance(dtype, DataType):
+        return dtype
+    try:
+        return _MET[type(dtype), dtype]  # by type too: 7 is equal to FLOAT32, and no data type
+    except (KeyError, TypeError):
+        pass
+    if attribute(dtype, "isnative", True) is False:
+        raise TypeError(
+            f"{dtype!r} is not in the byte order of this machine, in which NCCL reads memory; convert it: "
+            "x.astype(x.dtype.newbyteorder('='))"
+        )
+    text = shown(dtype, str) or "''"
+    name = attribute(dtype, "name") or attribute(dtype, "__name__") or text.removeprefix("torch.")
+    found = _BY_NAME.get(name) if isinstance(name, str) else None
+    if found is None:
+        remedy = next((way for part, way in _INSTEAD.items() if part in str(name)), "convert it")
+        raise TypeError(f"{text} has no NCCL data type; NCCL knows {', '.join(sorted(_BY_NAME))}: {remedy}")
+    if type(dtype).__module__.partition(".")[0] in ("numpy", "torch", "builtins"):  # whose equality is to be trusted
+        _MET[type(dtype), dtype] = found
+    return found
+
+
+class _TorchTypes(dict[Any, int]):
+    """torch.dtype -> DataType, filled as dtypes are met: the torch of this process may know more or fewer."""
+
+    def __missing__(self, dtype: Any) -> int:
+        self[dtype] = int(data_type(dtype))
+        return self[dtype]
+
+
+torch_types = _TorchTypes()
+tensor_types: set[type] = set()  # torch's own, once one was met: not subclasses, which may be anything
+
+
+class Adapter:
+    """What the binding needs to know about one kind of object."""
+
+    def describe(self, x: Any) -> Description:
+        raise NotImplementedError
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        return tuple(x.shape)
+
+    def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
+        """Uninitialised memory of `shape` (None: that of `x`), otherwise like `x`."""
+        raise TypeError(f"cannot allocate the result like a {type(x).__name__}: pass recv=")
+
+    def current_stream(self, x: Any, device: int) -> int:
+        """Handle of the stream on which the library that owns `x` would launch its next kernel on `device`."""
+        raise TypeError(f"{type(x).__name__} has no current stream: pass stream= (a handle, 0 for the default stream)")
+
+    def check_writable(self, x: Any) -> None:
+        """Raise if `x` cannot be received into."""
+
+    def received(self, x: Any) -> None:
+        """`x` was or will be written by C, and nobody else notices."""
+
+
+def _no_cuda(device: int) -> int:
+    raise TypeError(f"this torch was built without CUDA, so there is no current stream on cuda:{device}: pass stream=")
+
+
+class _Torch(Adapter):
+    def __init__(self) -> None:
+        self.raw_stream: Callable[[int], int] = _no_cuda  # cudaStream_t of torch's current stream on a device
+        self.strided: Any = None
+        self.empty_like: Callable[[Any], Any]
+        self.count_change: Callable[[tuple[Any, ...]], object] = tuple  # counts the version of each tensor of a tuple
+
+    def meet(self, kind: type) -> None:
+        """Learn of a tensor type; torch is loaded by then."""
+        torch = sys.modules["torch"]
+        self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+        self.strided, self.empty_like = torch.strided, torch.empty_like
+        self.count_change = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            tensor_types.add(kind)
+
+    def describe(self, x: Any) -> Description:
+        if x.layout is not self.strided:
+            raise TypeError(why_no_memory(x))
+        if not x.is_contiguous():
+            raise ValueError(
+                f"tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous; pass x.contiguous()"
+            )
+        count = x.numel()
+        if (x._base is not None or count <= 1) and x.is_neg():
+            raise ValueError(negated(x))
+        try:
+            pointer = x.data_ptr()
+        except RuntimeError:  # torch's own words for a tensor without storage
+            raise TypeError(why_no_memory(x)) from None
+        if not pointer and count:
+            raise TypeError(why_no_memory(x))
+        return pointer, count, torch_types[x.dtype], x.get_device()
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        if x.is_nested:
+            raise TypeError("a nested tensor has no shape to allocate a result of; pass recv=")
+        return tuple(x.shape)
+
+    def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
+        return self.empty_like(x) if shape is None else x.new_empty(shape)  # twice as fast where it serves
+
+    def current_stream(self, x: Any, device: int) -> int:
+        return int(self.raw_stream(device)) if device >= 0 else 0
+
+    def check_writable(self, x: Any) -> None:
+        if x.requires_grad:
+            check_not_in_graph(x)
+
+    def received(self, x: Any) -> None:
+        self.count_change((x,))
+
+
+class _Foreign(Adapter):
+    """Tensors whose memory, if they have any, is not what they mean."""
+
+    def describe(self, x: Any) -> Description:
+        raise TypeError(why_no_memory(x))
+
+
+class _Numpy(Adapter):
+    def describe(self, x: Any) -> Description:
+        if not x.flags.c_contiguous:
+            raise ValueError(
+                f"array of shape {x.shape} and strides {x.strides} is not contiguous; pass numpy.ascontiguousarray(x)"
+            )
+        return x.ctypes.data, x.size, int(data_type(x.dtype)), CPU
+
+    def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
+        return sys.modules["numpy"].empty(x.shape if shape is None else shape, dtype=x.dtype)
+
+    def current_stream(self, x: Any, device: int) -> int:
+        return 0
+
+    def check_writable(self, x: Any) -> None:
+        if not x.flags.writeable:
+            raise ValueError(f"array of shape {x.shape} is read-only; pass a writable copy as recv")
+
+
+class _Masked(Adapter):
+    """`numpy.ma`, whose memory also holds what is masked."""
+
+    def describe(self, x: Any) -> Description:
+        raise TypeError(f"a numpy {type(x).__name__} has elements that do not count; pass x.filled(value), or x.data")
+
+
+class _CudaArray(Adapter):
+    """`__cuda_array_interface__`, version 3: CuPy, Numba, pynccl's own memory."""
+
+    def describe(self, x: Any) -> Description:
+        interface = x.__cuda_array_interface__
+        pointer, shape, typestr = _parts(interface)
+        dtype = _BY_TYPESTR.get(typestr[1:]) if typestr[:1] in _TYPESTR_ORDERS else None
+        if dtype is None:
+            swapped = typestr[:1] not in _TYPESTR_ORDERS
+            what = "is not in this machine's byte order; convert it" if swapped else "has no NCCL data type; view it as"
+            raise TypeError(f"__cuda_array_interface__ typestr {typestr!r} {what}{'' if swapped else ' another'}")
+        if interface.get("mask") is not None:
+            raise TypeError("__cuda_array_interface__ has a mask: elements that do not count; pass an array without")
+        _check_strides(shape, interface.get("strides"), ITEMSIZE[dtype])
+        device = getattr(getattr(x, "device", None), "id", ANY_DEVICE)
+        return pointer, math.prod(shape), int(dtype), device
+
+    def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
+        if type(x).__module__.partition(".")[0] != "cupy":
+            return super().empty(x, shape)
+        return sys.modules["cupy"].empty(x.shape if shape is None else shape, dtype=x.dtype)
+
+    def current_stream(self, x: Any, device: int) -> int:
+        if type(x).__module__.partition(".")[0] == "cupy":
+            return int(sys.modules["cupy"].cuda.get_current_stream(max(device, -1)).ptr)  # -1: of its current GPU
+        stream = x.__cuda_array_interface__.get("stream")
+        return int(stream) if stream else super().current_stream(x, device)
+
+    def check_writable(self, x: Any) -> None:
+        if x.__cuda_array_interface__["data"][1]:
+            raise ValueError("__cuda_array_interface__ says read-only; pass a writable buffer as recv")
+
+
+def _parts(interface: Any) -> tuple[int, tuple[int, ...], str]:
+    """(pointer, shape, typestr) of a `__cuda_array_interface__`, which anybody may have written."""
+    given = interface if isinstance(interface, dict) else {}
+    shape, typestr, data = given.get("shape"), given.get("typestr"), given.get("data")
+    try:
+        if isinstance(typestr, str) and isinstance(shape, (tuple, list)) and isinstance(data, (tuple, list)):
+            sizes = tuple(integer(size, "size", 0, SIZE_MAX) for size in shape)
+            pointer, _ = data
+            return integer(pointer or 0, "pointer", 0, SIZE_MAX), sizes, typestr
+    except ValueError:
+        pass
+    raise TypeError(
+        f"__cuda_array_interface__ has shape {shown(shape)}, typestr {shown(typestr)} and data {shown(data)}, expected "
+        "a tuple of sizes >= 0, a string such as '<f4', and (pointer, read-only)"
+    )
+
+
+class _Dlpack(Adapter):
+    def describe(self, x: Any) -> Description:
+        place = x.__dlpack_device__()
+        if not isinstance(place, tuple) or len(place) != 2:
+            raise TypeError(f"__dlpack_device__() returned {shown(place)}, expected (device type, device id)")
+        on_gpu = place[0] == dlpack.CUDA
+        found = dlpack.read(x.__dlpack__(**({"stream": -1} if on_gpu else {})))  # -1: no synchronisation, we order
+        _check_strides(found.shape, found.strides, found.dtype.itemsize)
+        device = {dlpack.CPU: CPU, dlpack.CUDA: found.device_id}.get(found.device_type, ANY_DEVICE)
+        return found.pointer, math.prod(found.shape), int(found.dtype), device
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        return (self.describe(x)[1],)
+
+    def current_stream(self, x: Any, device: int) -> int:
+        return 0 if device == CPU else super().current_stream(x, device)
+
+
+class _Raw(Adapter):
+    """`(pointer, count, dtype)`."""
+
+    def describe(self, x: Any) -> Description:
+        if len(x) == 3 and type(x[0]) is int and type(x[1]) is int and x[0] >= 0 and x[1] >= 0:
+            dtype = data_type(x[2])
+            if x[0] + x[1] * ITEMSIZE[dtype] <= SIZE_MAX:
+                return x[0], x[1], int(dtype), ANY_DEVICE
+        if len(x) != 3 or any(isinstance(n, bool) or not hasattr(type(n), "__index__") or n < 0 for n in x[:2]):
+            raise TypeError(f"a raw buffer is (pointer, count in elements, dtype); got {shown(x)}")
+        dtype = data_type(x[2])
+        pointer = integer(x[0], "pointer", 0, SIZE_MAX)
+        count = integer(x[1], "count", 0, (SIZE_MAX - pointer) // ITEMSIZE[dtype])
+        return pointer, count, int(dtype), ANY_DEVICE
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        return (x[1],)
+
+
+TORCH = _Torch()
+adapters: dict[type, Adapter] = {tuple: _Raw()}  # by type, filled as types are met
+
+
+def adapter(x: Any, operation: str = "", role: str = "") -> Adapter:
+    """The adapter for objects like `x`; TypeError that lists what is accepted."""
+    found = adapters.get(type(x))
+    if found is None:
+        try:
+            found = adapters[type(x)] = _choose(x)
+        except TypeError as error:
+            raise TypeError(f"{operation}: {role}: {error}" if operation else str(error)) from None
+    return found
+
+
+def _choose(x: Any) -> Adapter:
+    roots = {base.__module__.partition(".")[0]: base.__name__ for base in type(x).__mro__}
+    if roots.get("torch") in ("Tensor", "TensorBase", "Parameter", "_TensorBase"):
+        TORCH.meet(type(x))
+        return _Foreign() if stands_for_another(type(x)) else TORCH
+    if roots.get("numpy") == "ndarray":
+        return _Masked() if hasattr(x, "mask") and hasattr(x, "filled") else _Numpy()
+    if attribute(x, "__cuda_array_interface__") is not None:
+        return _CudaArray()
+    if attribute(x, "__dlpack__") is not None and attribute(x, "__dlpack_device__") is not None:
+        return _Dlpack()
+    raise TypeError(
+        f"a {type(x).__module__}.{type(x).__name__} is no buffer; pass a torch tensor, a NumPy or CuPy array, "
+        "an object with __cuda_array_interface__ or __dlpack__, or (pointer, count, dtype)"
+        + ("; for several buffers, one call each in a `with pynccl.group():`" if isinstance(x, list) else "")
+    )
+
+
+def device_name(ordinal: int) -> str:
+    """ "cpu", "cuda:1", for messages and for `Communicator.device`."""
+    return "cpu" if ordinal == CPU else f"cuda:{ordinal}"
+
+
+def _check_strides(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> None:
+    """Raise unless byte `strides` are those of a C-contiguous array (None means that they are)."""
+    if strides is None or 0 in shape:
+        return
+    if len(strides) != len(shape):
+        raise ValueError(f"buffer of shape {shape} has byte strides {strides}, expected one for each dimension")
+    expected = itemsize
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            raise ValueError(f"buffer of shape {shape} and byte strides {strides} is not contiguous; pass a copy")
+        expected *= size

@@ -1,0 +1,124 @@
+"""DLPack, both ways: read a capsule's tensor, export memory as a capsule. The structs are those of dlpack.h 0.8."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..bindings.abi import DataType
+
+CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
+
+# (type code, bits) of DLPack; 0 int, 1 uint, 2 float, 4 bfloat, 10 float8_e4m3fn, 12 float8_e5m2
+_TYPES: dict[tuple[int, int], DataType] = {
+    (0, 8): DataType.INT8,
+    (1, 8): DataType.UINT8,
+    (0, 32): DataType.INT32,
+    (1, 32): DataType.UINT32,
+    (0, 64): DataType.INT64,
+    (1, 64): DataType.UINT64,
+    (2, 16): DataType.FLOAT16,
+    (2, 32): DataType.FLOAT32,
+    (2, 64): DataType.FLOAT64,
+    (4, 16): DataType.BFLOAT16,
+    (10, 8): DataType.FLOAT8_E4M3,
+    (12, 8): DataType.FLOAT8_E5M2,
+}
+_CODES = {dtype: code for code, dtype in _TYPES.items()}
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class DLManagedTensor(ctypes.Structure):
+    _fields_ = [("tensor", DLTensor), ("manager", ctypes.c_void_p), ("deleter", _Deleter)]
+
+
+class Read(NamedTuple):
+    """What a capsule says of its tensor; `strides` in bytes, None for C order."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: DataType
+    device_type: int
+    device_id: int
+
+
+def read(capsule: Any) -> Read:
+    """Read a "dltensor" capsule without consuming it: it gives up its reference when it is collected.
+
+    Raises TypeError for an element type that NCCL does not have."""
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    try:
+        address = get(capsule, b"dltensor")
+    except ValueError:  # of CPython: no capsule, or one of another name
+        raise TypeError("__dlpack__() returned no DLPack capsule that is still unused; pass a new export") from None
+    tensor = ctypes.cast(address, ctypes.POINTER(DLTensor)).contents
+    dtype = _TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if dtype is None:
+        raise TypeError(
+            f"DLPack type (code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes) has no NCCL data type"
+        )
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = tuple(s * dtype.itemsize for s in tensor.strides[: tensor.ndim]) if tensor.strides else None
+    pointer = (tensor.data or 0) + tensor.byte_offset
+    return Read(pointer, shape, strides, dtype, tensor.device_type, tensor.device_id)
+
+
+# What exported tensors need until their consumer deletes them: struct, shape, owner of the memory.
+_exported: dict[int, Any] = {}
+
+
+@_Deleter
+def _delete(address: int) -> None:
+    _exported.pop(address, None)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _destroy_capsule(capsule: int) -> None:
+    """A capsule that nobody consumed deletes its tensor; a consumed one was renamed."""
+    valid = ctypes.pythonapi.PyCapsule_IsValid
+    valid.restype, valid.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]
+    if valid(capsule, b"dltensor"):
+        get = ctypes.PyDLL(None).PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
+        _delete(get(capsule, b"dltensor"))
+
+
+def export(pointer: int, shape: Sequence[int], dtype: DataType, device: tuple[int, int], keep: Any) -> Any:
+    """A "dltensor" capsule of C-ordered memory; `keep` stays alive until its consumer is done with it."""
+    dims = (ctypes.c_int64 * max(len(shape), 1))(*shape)
+    managed = DLManagedTensor()
+    managed.tensor.data = pointer
+    managed.tensor.device_type, managed.tensor.device_id = device
+    managed.tensor.ndim = len(shape)
+    managed.tensor.code, managed.tensor.bits = _CODES[dtype]
+    managed.tensor.lanes = 1
+    managed.tensor.shape = ctypes.cast(dims, ctypes.POINTER(ctypes.c_int64))
+    managed.deleter = _delete
+    address = ctypes.addressof(managed)
+    _exported[address] = (managed, dims, keep)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return new(address, _NAME, ctypes.cast(_destroy_capsule, ctypes.c_void_p))
+
+
+_NAME = ctypes.c_char_p(b"dltensor")  # PyCapsule_New keeps the pointer, so the string must stay

@@ -1,0 +1,334 @@
+"""Anything that is a CUDA stream -> its handle; create streams and events.
+
+`create_stream` gives the same four verbs on every library: record, wait, synchronize, query. With a GPU they are
+cuda.core's; with the host library a `HostStream` is an in-order queue run by a worker thread. Nothing here is imported
+from CUDA until a stream or a device is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, Protocol, runtime_checkable
+
+from ..bindings.errors import NcclInvalidUsage, NcclUnhandledCudaError
+from ..bindings.integers import INT_MAX, INT_MIN, SIZE_MAX, integer
+from ..bindings.kinds import attribute, instance, shown
+from ..bindings.library import Library, chosen, host_module
+from ..bindings.resource import Shared
+from .devices import core_device as _core_device
+from .devices import cuda_core as _cuda_core
+from .devices import cuda_driver, current_device, described, on_device
+from .keepalive import Held, capturing
+
+
+@runtime_checkable
+class Event(Protocol):
+    """A point in a stream's order."""
+
+    def synchronize(self) -> None:
+        """Block the caller until the work before this point is done."""
+
+    def query(self) -> bool:
+        """Whether the work before this point is done."""
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """An in-order queue of device work."""
+
+    @property
+    def handle(self) -> int:
+        """cudaStream_t as an integer (a `HostStream`'s number with the host library)."""
+
+    def record(self, event: Any = None) -> Any:
+        """Mark this point; returns the event."""
+
+    def wait(self, event: Any) -> None:
+        """Work issued from now on starts after `event` (or after all the work of another stream).
+
+        Streams are not ordered with each other otherwise, nor with the current one: see docs/streams.md."""
+
+    def synchronize(self) -> None:
+        """Block the caller until all the work is done."""
+
+    def query(self) -> bool:
+        """Whether all the work is done."""
+
+
+class Handle(int):
+    """cudaStream_t as an integer that holds the object it is of."""
+
+    owner: Any
+
+
+class CudaEvent(Shared):
+    """cuda.core's event with this module's verbs, in any thread, whichever GPU is current there.
+
+    device  ordinal of its GPU; None: the one that is current where it is used"""
+
+    def __init__(self, event: Any, device: int | None = None) -> None:
+        self.core, self.device = event, device
+
+    @property
+    def handle(self) -> int:
+        return int(self.core.handle)
+
+    def synchronize(self) -> None:
+        with on_device(self.device):
+            self.core.sync()
+
+    def query(self) -> bool:
+        with on_device(self.device):
+            return bool(self.core.is_done)
+
+    def elapsed_time(self, end: CudaEvent) -> float:
+        """Milliseconds from this event to `end`; both need create_event(timing=True)."""
+        with on_device(self.device):
+            return float(end.core - self.core)
+
+
+class CudaStream(Shared):
+    """cuda.core's stream with this module's verbs, in any thread, whichever GPU is current there.
+
+    device  ordinal of its GPU; None: the one that is current where it is used"""
+
+    def __init__(self, stream: Any, device: int | None = None) -> None:
+        self.core, self.device = stream, device
+        self._held = Held(stream, device)
+        self._closed = False
+
+    @property
+    def handle(self) -> int:
+        self._check_open()
+        return int(self.core.handle)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def record(self, event: CudaEvent | None = None) -> CudaEvent:
+        with self._open():
+            if event is None:
+                return CudaEvent(self.core.record(), self.device)
+            instance(event, CudaEvent, "record: event", "an event of pynccl.create_event(), or None for a new one")
+            self.core.record(event.core)
+            return event
+
+    def wait(self, event: Any) -> None:
+        """For an event or a stream: this module's, cuda.core's, torch's; for a stream of any other library, too."""
+        if isinstance(event, CudaStream):
+            event._check_open()
+        other = attribute(event, "core", event)
+        if attribute(other, "cuda_event") is not None:
+            with on_device(self.device):
+                other.wait(sys.modules["torch"].cuda.ExternalStream(self.handle))
+            return
+        if _is_cupy_event(event):
+            with self._open():
+                sys.modules["cupy"].cuda.ExternalStream(self.handle).wait_event(event)
+            return
+        device = attribute(event, "device")
+        if other is event and (number := _number_of(event)) is not None:
+            other = _cuda_core().Stream.from_handle(int(number))
+            device = _device_of(event, int(number), other, self.device)
+        elif other is event and attribute(event, "handle") is None:  # cuda.core's own have one
+            raise TypeError(f"wait: event is {shown(event)}, expected an event or a stream, of any CUDA library")
+        if isinstance(device, int) and device != self.device and not isinstance(event, CudaEvent):
+            with on_device(device):  # the event that stands for a stream has to be made on that stream's GPU
+                other = other.record()
+        with self._open():
+            self.core.wait(other)
+
+    def synchronize(self) -> None:
+        with self._open():
+            self.core.sync()
+
+    def query(self) -> bool:
+        driver = cuda_driver()
+        with self._open():
+            if capturing(self.core):
+                raise NcclInvalidUsage(
+                    f"query: the stream {self.handle:#x} is captured into a CUDA graph, which a question would break; "
+                    "ask before or after the capture"
+                )
+            (code,) = driver.cuStreamQuery(driver.CUstream(self.handle))
+        if code == driver.CUresult.CUDA_SUCCESS:
+            return True
+        if code == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        raise NcclUnhandledCudaError(
+            f"query: cuStreamQuery of the stream {self.handle:#x} on cuda:{self.device} failed: {described(code)}\n"
+            "  it tells of what went wrong before: run with CUDA_LAUNCH_BLOCKING=1 to see which launch it was"
+        )
+
+    def close(self) -> None:
+        """What was issued still runs. Twice is harmless."""
+        if self._closed:
+            return
+        with on_device(self.device):
+            self._held.seal()
+            _made.pop(self.handle, None)
+            self._closed = True
+            self.core.close()
+
+    def _open(self) -> on_device:
+        """For calls on the stream, whose GPU is current within; raises if it was closed."""
+        self._check_open()
+        return on_device(self.device)
+
+    def _check_open(self) -> None:
+        if self._closed:  # cuda.core says then that its handle is 0, which is the default stream
+            raise NcclInvalidUsage("this stream is closed; make another with pynccl.create_stream()")
+
+    def hold(self, keep: Any) -> None:
+        """Keep these objects until the work that was issued so far is done."""
+        self._held.add(keep)
+
+    def __del__(self) -> None:
+        held = getattr(self, "_held", None)
+        if held is not None:
+            held.outlive()
+
+
+def _device_of(stream: Any, handle: int, core: Any, waiting: int | None) -> Any:
+    """Ordinal of the GPU of another library's stream. The driver knows, except of the default streams, which each GPU
+    has one of: there torch says it (device_index) and CuPy (device_id, -1 for the current one)."""
+    if handle > _DEFAULT_STREAMS:
+        with on_device(waiting):  # any context will do to ask in
+            return attribute(attribute(core, "device"), "device_id")
+    named = attribute(stream, "device_index", attribute(stream, "device_id"))
+    return named if isinstance(named, int) and named >= 0 else current_device()
+
+
+_DEFAULT_STREAMS = 2  # 0 and cudaStreamLegacy, 1; cudaStreamPerThread, 2
+
+
+def create_stream(
+    device: int | str | None = None, *, priority: int | None = None, library: Library | None = None
+) -> Stream:
+    """A new stream on `device` ("cuda:1", 1; None: the current device; ignored by the host library).
+
+    priority  lower numbers run first, as in CUDA; None is the device's default, -1 the usual "high".
+
+    It is ordered with no other stream: `stream.wait(pynccl.current_stream(device))` before work on what the current
+    stream makes, and `pynccl.current_stream(device).wait(stream)` (or stream.synchronize()) before that one uses the
+    results. It holds the buffers of what pynccl issues on it until that has run, so they may be dropped at once.
+    """
+    library = chosen(library)
+    if priority is not None:
+        priority = integer(priority, "priority", INT_MIN, INT_MAX)
+    if library.is_host:
+        stream: Stream = host_module().HostStream(priority=priority or 0)
+        return stream
+    core_device = _core_device(device)
+    ordinal = int(core_device.device_id)
+    options = {} if priority is None else {"priority": priority}
+    with on_device(ordinal):
+        core_device.set_current()  # cuda.core wants to be told, whatever is current
+        made = CudaStream(core_device.create_stream(options=_cuda_core().StreamOptions(**options)), ordinal)
+    _made[made.handle] = made
+    return made
+
+
+def current_stream(device: int | str | None = None, *, library: Library | None = None) -> Stream:
+    """The stream on which `stream=None` launches for tensors on `device`: torch's current one, else CuPy's, else the
+    default stream. With the host library it is the caller, who is never ahead of himself.
+
+    For the order of other streams: `side.wait(pynccl.current_stream(comm.device))`, and the other way round."""
+    library = chosen(library)
+    if library.is_host:
+        caller: Stream = host_module().CallerStream()
+        return caller
+    ordinal = int(_core_device(device).device_id)
+    return CudaStream(_cuda_core().Stream.from_handle(_current_handle(ordinal)), ordinal)
+
+
+def _current_handle(ordinal: int) -> int:
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        return int(torch._C._cuda_getCurrentRawStream(ordinal))
+    return int(cupy.cuda.get_current_stream(ordinal).ptr) if cupy is not None else 0
+
+
+def create_event(device: int | str | None = None, *, timing: bool = False, library: Library | None = None) -> Any:
+    """A new event on `device`; `timing` lets `elapsed_time` be asked of it."""
+    library = chosen(library)
+    if library.is_host:
+        return host_module().HostEvent()
+    core_device = _core_device(device)
+    ordinal = int(core_device.device_id)
+    options = _cuda_core().EventOptions
+    # The field was called enable_timing before cuda.core 1.0.
+    field = "timing_enabled" if hasattr(options, "timing_enabled") else "enable_timing"
+    with on_device(ordinal):
+        core_device.set_current()
+        return CudaEvent(core_device.create_event(options=options(**({field: True} if timing else {}))), ordinal)
+
+
+def stream_handle(stream: Any) -> int:
+    """cudaStream_t of anything that is a stream, as an integer.
+
+    Accepts an integer handle, torch.cuda.Stream (`.cuda_stream`), CuPy's (`.ptr`), and whatever follows the
+    `__cuda_stream__` protocol: cuda.core's streams, `create_stream`'s, `HostStream`. TypeError for anything else,
+    ValueError for an integer that is no handle."""
+    if type(stream) is int and 0 <= stream <= SIZE_MAX:
+        return stream
+    if hasattr(type(stream), "__index__") and not isinstance(stream, bool):
+        return stream if type(stream) is Handle else integer(stream, "stream", 0, SIZE_MAX, "a handle, 0..2**64-1")
+    number = _number_of(stream)
+    if number is not None:
+        handle = Handle(integer(number, "stream", 0, SIZE_MAX, "a handle, 0..2**64-1"))
+        handle.owner = stream
+        return handle
+    raise TypeError(
+        f"a {type(stream).__module__}.{type(stream).__name__} is no stream; pass a handle (int), a torch.cuda.Stream, "
+        "a CuPy stream, an object with __cuda_stream__, or pynccl.create_stream()"
+    )
+
+
+def _is_cupy_event(x: Any) -> bool:
+    return type(x).__name__ == "Event" and type(x).__module__.partition(".")[0] == "cupy"
+
+
+def _number_of(stream: Any) -> Any:
+    protocol = attribute(stream, "__cuda_stream__")
+    if protocol is not None:
+        return (protocol() if callable(protocol) else protocol)[1]
+    if _is_cupy_event(stream):  # its handle is called ptr, too
+        return None
+    handles = (attribute(stream, name) for name in ("cuda_stream", "ptr"))
+    return next((handle for handle in handles if isinstance(handle, int)), None)
+
+
+_made: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()  # by create_stream
+
+
+def hold(stream: int, library: Library, keep: Any) -> None:
+    """Keep `keep` (nested tuples of buffers and whatever goes with them) until what was issued on `stream` has run.
+
+    Streams made by pynccl do it themselves, also where only their handle was passed; for torch's, torch's allocator is
+    told. Whoever passes the handle of another stream keeps the buffers: nobody here can know when it has been passed.
+    """
+    if type(stream) is Handle:
+        owner = stream.owner
+    elif not stream:
+        return
+    else:
+        owner = _host_stream(stream) if library.is_host else _made.get(stream)
+    if hasattr(owner, "hold"):
+        owner.hold(keep)
+    elif hasattr(owner, "cuda_stream") and hasattr(owner, "record_event"):
+        for x in _tensors(keep):
+            if x.is_cuda:
+                x.record_stream(owner)
+
+
+def _host_stream(handle: int) -> Any:
+    module = sys.modules.get(f"{__package__}.host.stream")
+    return module.made_here(handle) if module is not None else None
+
+
+def _tensors(keep: Any) -> list[Any]:
+    if isinstance(keep, tuple):
+        return [x for part in keep for x in _tensors(part)]
+    return [keep] if hasattr(keep, "record_stream") else []

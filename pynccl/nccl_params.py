@@ -1,0 +1,46 @@
+"""NCCL's runtime parameters (NCCL >= 2.30) and the encryption of its sockets (NCCL >= 2.32)."""
+
+from __future__ import annotations
+
+import ctypes
+
+from .bindings.abi import CONFIG_MAGIC, HEADER_VERSION, EncryptionConfig, EncryptionMode, version_code
+from .bindings.kinds import text
+from .bindings.library import Library, chosen
+
+
+def params(library: Library | None = None) -> dict[str, str]:
+    """All published parameters of the loaded library, with their values in force. NCCL_PARAM_DUMP_ALL=true adds the
+    unpublished ones."""
+    library = chosen(library)
+    table, length = ctypes.POINTER(ctypes.c_char_p)(), ctypes.c_int()
+    library.check(
+        library.ncclParamGetAllParameterKeys(ctypes.byref(table), ctypes.byref(length)), "ncclParamGetAllParameterKeys"
+    )
+    keys = [(table[i] or b"").decode() for i in range(length.value)]
+    return {key: param(key, library) for key in keys}
+
+
+def param(key: str, library: Library | None = None) -> str:
+    """The value of one parameter, as NCCL spells it. NcclInvalidArgument if there is none of that name."""
+    library = chosen(library)
+    name = text(key, "param: key", "the name of a parameter, a string such as 'NCCL_DEBUG',")
+    value, length = ctypes.c_char_p(), ctypes.c_int()
+    code = library.ncclParamGetParameter(name, ctypes.byref(value), ctypes.byref(length))
+    library.check(code, f"ncclParamGetParameter({key!r})")
+    return (value.value or b"").decode()
+
+
+def set_encryption(psk: str | None, library: Library | None = None) -> None:
+    """Encrypt NCCL's TCP sockets with a pre-shared key; None: plain text. Before any communicator, on all ranks."""
+    library = chosen(library)
+    version = version_code(min(library.version, HEADER_VERSION))
+    mode = EncryptionMode.NONE if psk is None else EncryptionMode.PSK
+    try:
+        key = None if psk is None else text(psk, "psk")
+    except ValueError:  # whose message would show the key
+        raise ValueError(
+            "set_encryption: psk is no string that C can take, expected one without NUL, or None"
+        ) from None
+    config = EncryptionConfig(ctypes.sizeof(EncryptionConfig), CONFIG_MAGIC, version, int(mode), key)
+    library.check(library.ncclSetEncryption(ctypes.byref(config)), f"ncclSetEncryption({mode.name})")

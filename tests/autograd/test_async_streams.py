@@ -1,0 +1,204 @@
+"""start and wait under different CUDA streams: the memory is used anew only after whoever works on it has passed.
+
+torch's streams stand in here, and write down who waits for whom; tests/gpu has the same on real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import pynccl
+from pynccl.interop.streams import hold
+from pynccl_autograd import asynchronous, streams
+from pynccl_autograd.asynchronous import Handle, _start
+from pynccl_autograd.raw import Exchange
+
+
+class FakeStream:
+    """torch.cuda.Stream, as far as it is used."""
+
+    log: list[str]
+    device = torch.device("cuda", 0)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.append(f"an event of {self.name}")
+        return f"the event of {self.name}"
+
+
+class Collective:
+    """The identity; its communication is noted."""
+
+    name = "identity"
+    is_linear_here = True
+    log: list[str]
+    fails = ""
+
+    @classmethod
+    def exchange(cls, x: torch.Tensor, comm: Any, *params: Any) -> Exchange:
+        def issue(stream: Any) -> None:
+            cls.log.append("issue")
+            hold(stream, comm.library, (x, params[0] if params else None))  # as every call of a communicator does
+            if cls.fails == "issue":
+                raise RuntimeError("issue")
+
+        def finish() -> torch.Tensor:
+            cls.log.append("finish")
+            if cls.fails == "finish":
+                raise RuntimeError("finish")
+            return x.clone()
+
+        return Exchange(issue, finish)
+
+
+class Comm:
+    """A communicator of two ranks on a GPU."""
+
+    library = SimpleNamespace(is_host=False)
+    device, size, checking = "cuda:0", 2, False
+
+
+class Current(threading.local):
+    """The current stream of each thread."""
+
+    stream: FakeStream | None = None
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+    current = Current()
+    default = FakeStream("default")
+
+    @contextlib.contextmanager
+    def under(name: str) -> Iterator[None]:
+        before, current.stream = current.stream, FakeStream(name)
+        yield
+        current.stream = before
+
+    monkeypatch.setattr(FakeStream, "log", log, raising=False)
+    monkeypatch.setattr(FakeStream, "__eq__", lambda self, other: self.name == other.name)
+    monkeypatch.setattr(Collective, "log", log, raising=False)
+    monkeypatch.setattr(Collective, "fails", "")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current.stream or default)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: FakeStream("side"))
+    monkeypatch.setattr(pynccl, "create_stream", lambda *_, **__: SimpleNamespace(handle=0x51DE))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, on: log.append(f"the allocator knows of {on.name}"))
+    monkeypatch.setattr(streams, "_sides", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(torch.cuda, "stream", under)
+    return log
+
+
+def started(*params: Any, comm: Any = None) -> Handle:
+    call = (Collective, torch.ones(3), params)
+    return _start(comm or Comm(), call)  # type: ignore[arg-type]
+
+
+START = ["side waits for {}", "issue", "an event of side"]
+
+
+def beginning(stream: str) -> list[str]:
+    return [line.format(stream) for line in START]
+
+
+def test_under_one_stream_it_costs_no_more_than_two_waits(log: list[str]) -> None:
+    handle = started()
+    handle.wait()
+    handle.wait()
+    assert log == [*beginning("default"), "default waits for the event of side", "finish"]
+
+
+def test_the_stream_of_start_waits_for_another_one_that_has_waited(log: list[str]) -> None:
+    handle = started()
+    with torch.cuda.stream("second"):  # type: ignore[arg-type]
+        handle.wait()
+    assert log == [
+        *beginning("default"),
+        "second waits for the event of side",
+        "finish",
+        "default waits for second",
+        "the allocator knows of second",
+    ]
+    log.clear()
+    with torch.cuda.stream("third"):  # type: ignore[arg-type]
+        handle.wait()
+    assert log == ["third waits for second", "the allocator knows of third"]
+
+
+@pytest.mark.parametrize("end", ["dropped", "collected in another thread"])
+def test_the_stream_of_start_waits_for_what_nobody_has_waited_for(log: list[str], end: str) -> None:
+    with torch.cuda.stream("first"):  # type: ignore[arg-type]
+        handle: Any = started()
+    if end == "dropped":
+        with torch.cuda.stream("second"):  # type: ignore[arg-type]
+            del handle
+    else:
+        cycle = [handle]
+        cycle.append(cycle)
+        del handle, cycle
+        thread = threading.Thread(target=gc.collect)
+        thread.start()
+        thread.join(30)
+    assert log == [*beginning("first"), "first waits for the event of side"]
+
+
+@pytest.mark.parametrize("where", ["issue", "finish"])
+def test_after_an_error_the_memory_is_safe_all_the_same(
+    log: list[str], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(Collective, "fails", where)
+    with pytest.raises(RuntimeError, match=where):
+        handle = started()
+        with torch.cuda.stream("second"):  # type: ignore[arg-type]
+            handle.wait()
+    gc.collect()
+    expected = {
+        "issue": ["default waits for the event of side"],
+        "finish": ["second waits for the event of side", "finish", "default waits for second"],
+    }
+    assert log == [*beginning("default"), *expected[where]]
+
+
+def test_what_was_issued_is_kept_until_it_has_landed(log: list[str]) -> None:
+    class Buffer:
+        pass
+
+    handle = started(buffer := Buffer())
+    reference = weakref.ref(buffer)
+    del buffer
+    flight = handle._flight
+    assert flight is not None and [keep[1] for keep in flight._buffers] == [reference()]
+    assert not any("allocator" in line for line in log)  # which nobody has to tell of the side stream
+    handle.wait()
+    assert not flight._buffers
+
+
+def test_what_was_done_at_once_is_waited_for_by_other_streams(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank: there is no side stream, but still a stream on which the result was made."""
+    alone = SimpleNamespace(size=1)
+    monkeypatch.setattr(asynchronous, "run", lambda comm, function, x, *params: x * 2)
+    assert torch.equal(started(comm=alone).wait(), torch.full((3,), 2.0)) and not log  # on the CPU
+    monkeypatch.setattr(asynchronous, "made_on", lambda x: FakeStream("first"))
+    handle = started(comm=alone)
+    with torch.cuda.stream("first"):  # type: ignore[arg-type]
+        handle.wait()
+    assert not log
+    with torch.cuda.stream("second"):  # type: ignore[arg-type]
+        handle.wait()
+    assert log == ["second waits for first", "the allocator knows of second"]

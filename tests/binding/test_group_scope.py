@@ -1,0 +1,343 @@
+"""A group takes the calls of its block: not of others while it is suspended, nor those of a block that raised."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from libraries import Stub
+
+import pynccl
+from pynccl import Communicator
+from pynccl.comm.recording import records
+
+START, END = "ncclGroupStart", "ncclGroupEnd"
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    yield Stub()
+    assert not records  # every group was closed
+
+
+def call(comm: Communicator, peer: int) -> None:
+    comm.send(torch.zeros(4), peer)
+
+
+def peers(stub: Stub) -> list[Any]:
+    """What was launched: the peers of sends, in a list of their own where they were a group."""
+    found: list[Any] = []
+    into = found
+    for one in stub.calls():
+        if one.name == START:
+            into = []
+        elif one.name == END:
+            found.append(into)
+            into = found
+        else:
+            into.append(one.args["peer"])
+    return found
+
+
+def two_sends(comm: Communicator) -> Iterator[None]:
+    with pynccl.group():
+        call(comm, 0)
+        yield
+        call(comm, 1)
+
+
+def test_a_suspended_generator_does_not_take_the_calls_of_its_consumer(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+    generator = two_sends(comm)
+    next(generator)
+    call(comm, 3)
+    x = torch.ones(2)
+    comm.all_reduce(x, x)
+    assert stub.names() == ["ncclSend", "ncclAllReduce"]
+    stub.clear()
+    assert list(generator) == []
+    assert peers(stub) == [[0, 1]]
+
+
+@pytest.mark.parametrize("end", ["close", "collect", "throw"])
+def test_a_suspended_generator_that_ends_early_launches_nothing(stub: Stub, end: str) -> None:
+    comm = stub.comm(cpu=True)
+    generator: Any = two_sends(comm)
+    next(generator)
+    if end == "close":
+        generator.close()
+    elif end == "throw":
+        with pytest.raises(KeyError):
+            generator.throw(KeyError())
+    del generator
+    gc.collect()
+    assert stub.names() == [] and not records
+    call(comm, 3)
+    assert peers(stub) == [3]
+
+
+def test_the_group_of_a_consumer_does_not_take_what_its_generator_groups(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+    generator = two_sends(comm)
+    next(generator)
+    with pynccl.group():
+        call(comm, 2)
+        assert list(generator) == []  # its group was opened outside, and is launched as it ends
+        assert peers(stub) == [[0, 1]]
+        call(comm, 3)
+    assert peers(stub) == [[0, 1], [2, 3]]
+
+
+def test_a_generator_that_runs_in_a_group_joins_it(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+    with pynccl.group():
+        for _ in two_sends(comm):
+            call(comm, 2)
+        assert stub.names() == []
+    assert peers(stub) == [[2, 0, 1]]
+
+
+def test_generators_may_end_in_any_order(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+    first, second = two_sends(comm), two_sends(comm)
+    next(first)
+    next(second)
+    assert list(first) == []
+    call(comm, 3)
+    assert list(second) == []
+    assert peers(stub) == [[0, 1], 3, [0, 1]]
+
+
+def test_a_group_that_is_closed_before_the_one_inside_keeps_to_its_own_calls(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+    outer, inner = pynccl.group(), pynccl.group()
+    outer.__enter__()
+    call(comm, 0)
+    inner.__enter__()
+    call(comm, 1)
+    outer.__exit__(None, None, None)
+    call(comm, 2)
+    inner.__exit__(None, None, None)
+    assert peers(stub) == [[0], [1, 2]]
+
+
+def test_a_generator_may_go_on_in_another_thread(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+    generator = two_sends(comm)
+    next(generator)
+    other = threading.Thread(target=lambda: list(generator))
+    other.start()
+    other.join()
+    assert peers(stub) == [[0, 1]]
+
+
+def test_a_block_that_raised_in_a_block_is_dropped_alone(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+    with pynccl.group():
+        call(comm, 0)
+        with contextlib.suppress(KeyError), pynccl.group():
+            call(comm, 1)
+            with pynccl.group():
+                call(comm, 1)
+            raise KeyError
+        with pytest.raises(ValueError), pynccl.group():
+            comm.all_to_all_v(torch.zeros(3), send_counts=[1] * 4, recv_counts=[0] * 4)
+        call(comm, 2)
+    assert peers(stub) == [[0, 2]]
+
+
+def test_a_plan_made_in_a_suspended_group_and_launched_outside_is_launched(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+
+    def generate() -> Iterator[Any]:
+        with pynccl.group():
+            plan = comm.plan.send(torch.zeros(4), 0)
+            plan()
+            yield plan
+
+    generator = generate()
+    plan = next(generator)
+    plan()
+    comm.plan.group([plan, comm.plan.send(torch.zeros(4), 1)])()
+    assert peers(stub) == [[0], [0, 1]]  # the general way of a plan is a group, also of one
+    assert list(generator) == []
+    assert peers(stub) == [[0], [0, 1], [0]]
+
+
+def test_a_simulation_takes_its_own_calls_alone(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+
+    def generate() -> Iterator[Any]:
+        with pynccl.simulate() as estimate:
+            call(comm, 0)
+            yield estimate
+
+    generator = generate()
+    next(generator)
+    call(comm, 3)
+    assert list(generator) == []
+    assert [name for name in stub.names() if name in ("ncclSend", "ncclGroupSimulateEnd")] == [
+        "ncclSend", "ncclSend", "ncclGroupSimulateEnd"
+    ]  # fmt: skip
+    assert [call.args["peer"] for call in stub.calls() if call.name == "ncclSend"] == [3, 0]
+    stub.clear()
+    with pynccl.group():
+        call(comm, 1)
+        with pytest.raises(KeyError), pynccl.simulate():
+            call(comm, 2)
+            raise KeyError
+    assert peers(stub) == [[1]]
+
+
+def test_a_context_manager_of_the_users_opens_a_group_for_its_block(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+
+    @contextlib.contextmanager
+    def both() -> Iterator[None]:
+        with pynccl.group():
+            call(comm, 0)
+            yield
+
+    class Held:
+        def __enter__(self) -> None:
+            self.group = pynccl.group()
+            self.group.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            self.group.__exit__(*error)
+
+    def opened(stack: contextlib.ExitStack) -> None:
+        stack.enter_context(pynccl.group())
+
+    with both():
+        call(comm, 1)
+    with Held():
+        call(comm, 2)
+    with contextlib.ExitStack() as stack:
+        opened(stack)
+        call(comm, 3)
+    assert peers(stub) == [[0, 1], [2], [3]]
+
+    def generate() -> Iterator[None]:
+        with both():
+            call(comm, 1)
+            yield
+
+    generator = generate()
+    next(generator)
+    stub.clear()
+    call(comm, 3)
+    assert list(generator) == []
+    assert peers(stub) == [3, [0, 1]]
+
+
+@pynccl.group()
+def decorated(comm: Communicator) -> None:
+    call(comm, 0)
+    call(comm, 1)
+
+
+def test_a_function_may_be_decorated_with_a_group(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+    decorated(comm)
+    decorated(comm)
+    assert peers(stub) == [[0, 1], [0, 1]]
+
+
+def test_tasks_have_groups_of_their_own(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+
+    async def one(first: int, there: asyncio.Event, turn: asyncio.Event) -> None:
+        with pynccl.group():
+            call(comm, first)
+            there.set()
+            await turn.wait()
+            await later(first + 1)
+
+    async def later(peer: int) -> None:
+        await asyncio.sleep(0)
+        call(comm, peer)
+
+    async def main() -> None:
+        events = [asyncio.Event() for _ in range(4)]
+        tasks = [asyncio.create_task(one(2 * i, events[2 * i], events[2 * i + 1])) for i in range(2)]
+        await events[0].wait()
+        await events[2].wait()
+        call(comm, 3)  # both are open
+        await asyncio.to_thread(call, comm, 2)
+        for event in (events[1], events[3]):
+            event.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    assert peers(stub) == [3, 2, [0, 1], [2, 3]]
+
+
+def test_a_task_that_is_started_in_a_group_is_not_in_it(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+
+    async def other() -> None:
+        call(comm, 3)
+
+    async def main() -> None:
+        with pynccl.group():
+            call(comm, 0)
+            await asyncio.create_task(other())
+            call(comm, 1)
+
+    asyncio.run(main())
+    assert peers(stub) == [3, [0, 1]]
+
+
+def test_a_cancelled_task_launches_nothing(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+
+    async def one(there: asyncio.Event) -> None:
+        with pynccl.group():
+            call(comm, 0)
+            there.set()
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        there = asyncio.Event()
+        task = asyncio.create_task(one(there))
+        await there.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        call(comm, 3)
+
+    asyncio.run(main())
+    assert peers(stub) == [3]
+
+
+def test_an_asynchronous_generator_and_context_manager_are_like_the_others(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+
+    async def generate() -> AsyncIterator[None]:
+        with pynccl.group():
+            call(comm, 0)
+            yield
+            call(comm, 1)
+
+    @contextlib.asynccontextmanager
+    async def grouped() -> AsyncIterator[None]:
+        with pynccl.group():
+            yield
+
+    async def main() -> None:
+        async for _ in generate():
+            call(comm, 3)
+        async with grouped():
+            call(comm, 2)
+            await asyncio.sleep(0)
+            call(comm, 2)
+
+    asyncio.run(main())
+    assert peers(stub) == [3, [0, 1], [2, 2]]

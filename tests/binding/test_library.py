@@ -1,0 +1,246 @@
+"""Which libnccl is found, what is said when none is, and functions that bind on first use or name what they need."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from libraries import Stub, compiled, torch_with_cuda
+
+import pynccl
+from pynccl.bindings.abi import HEADER_VERSION, Version, version_code
+
+ROOT = Path(__file__).resolve().parents[2]
+SONAME = "libnccl.so.2"
+
+
+def python(code: str, *options: str, **environment: str) -> str:
+    """What `code` prints in a new interpreter that finds pynccl and has no PYNCCL_LIBRARY of its own."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYNCCL_LIBRARY", "LD_LIBRARY_PATH")}
+    code = f"import sys; sys.path.append({str(ROOT)!r})\n{code}"
+    command = [sys.executable, *options, "-c", code]
+    done = subprocess.run(command, check=False, env={**kept, **environment}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_functions_bind_on_first_use() -> None:
+    stub = Stub((2, 28, 9))
+    library = pynccl.Library(stub.path, "stub", stub._resolve)
+    assert stub.bound.count("ncclGather") == 0
+    first = library.ncclGather
+    assert first is library.ncclGather
+    assert stub.bound.count("ncclGather") == 1
+
+
+def test_a_missing_function_names_both_versions_and_the_file() -> None:
+    stub = Stub((2, 21, 5))
+    assert not stub.library.supports("ncclAlltoAll")
+    with pytest.raises(pynccl.NcclVersionError) as caught:
+        stub.library.ncclCommShrink(None, None, 0, None, None, 0)
+    assert str(caught.value) == f"ncclCommShrink needs NCCL >= 2.27; loaded 2.21.5 from {stub.path}"
+    assert isinstance(caught.value, NotImplementedError)
+
+
+def test_a_name_that_nccl_does_not_have_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"nccl\.h has no function 'ncclAllRedcue'"):
+        Stub().library.ncclAllRedcue  # noqa: B018
+
+
+def test_a_library_before_2_18_is_refused() -> None:
+    with pytest.raises(pynccl.NcclVersionError, match=r"needs NCCL >= 2\.18; loaded 2\.17\.1 from .*libstub21701"):
+        pynccl.load(compiled((2, 17, 1)))
+
+
+def test_a_path_is_loaded_once_and_says_where_it_came_from() -> None:
+    path = compiled((2, 21, 5))
+    library = pynccl.load(path)
+    assert library is pynccl.load(path)
+    assert (library.path, library.origin, library.version, library.is_host) == (
+        path,
+        "PYNCCL_LIBRARY",
+        (2, 21, 5),
+        False,
+    )
+    assert repr(library) == f"<pynccl.Library 2.21.5 {path} (PYNCCL_LIBRARY)>"
+
+
+def test_the_environment_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = compiled(HEADER_VERSION)
+    monkeypatch.setenv("PYNCCL_LIBRARY", path)
+    assert pynccl.load().path == path
+    monkeypatch.setenv("PYNCCL_LIBRARY", "host")
+    assert pynccl.load().is_host
+
+
+def test_a_path_that_cannot_be_opened_says_what_may_be_given(tmp_path: Path) -> None:
+    missing = str(tmp_path / "libnccl.so.2")
+    with pytest.raises(pynccl.NcclLibraryNotFound) as caught:
+        pynccl.load(missing)
+    assert f"PYNCCL_LIBRARY={missing}" in str(caught.value)
+    assert "give the path of a libnccl.so.2, 'nccl' to search for one, or 'host'" in str(caught.value)
+    assert isinstance(caught.value, ImportError)
+
+
+def test_a_file_that_is_no_nccl_is_not_taken_for_one() -> None:
+    with pytest.raises(pynccl.NcclLibraryNotFound, match=r"libc\.so\.6 \(PYNCCL_LIBRARY\) has no ncclGetVersion"):
+        pynccl.load("libc.so.6")
+
+
+def wheel(folder: Path, version: Version = (2, 27, 7)) -> str:
+    """A stub laid out under `folder` as the nvidia-nccl wheels lay out theirs."""
+    path = folder / "nvidia" / "nccl" / "lib" / SONAME
+    path.parent.mkdir(parents=True)
+    path.write_bytes(Path(compiled(version, SONAME)).read_bytes())
+    return str(path)
+
+
+REPORT = "import pynccl; found = pynccl.load('nccl'); print(found.path, found.version, found.origin)"
+
+
+def test_the_wheel_first_on_the_path_is_found(tmp_path: Path) -> None:
+    path = wheel(tmp_path)
+    said = python(REPORT, "-S", PYTHONPATH=str(tmp_path))  # -S: no site-packages, so no torch whose own would go first
+    assert said == f"{path} (2, 27, 7) wheel"
+
+
+def test_a_copy_already_in_the_process_is_shared(tmp_path: Path) -> None:
+    path = wheel(tmp_path / "loaded")
+    wheel(tmp_path / "other")
+    code = f"import ctypes; ctypes.CDLL({path!r})\n{REPORT}"
+    assert python(code, PYTHONPATH=str(tmp_path / "other")) == f"{path} (2, 27, 7) already in the process"
+
+
+# torch needs a libnccl.so.2 by that name, and so gets whichever has it first.
+
+OLD = (2, 21, 5)
+BEFORE_TORCH = """
+import pynccl
+library = pynccl.load({spec!r})
+import torch
+"""
+AFTER_TORCH = """
+import pynccl, torch
+library = pynccl.load({spec!r})
+"""
+BOTH = """
+print(torch.cdll.version(), library.version, library.path, library.origin, sep="; ")
+"""
+both_orders = pytest.mark.parametrize("order", [BEFORE_TORCH, AFTER_TORCH], ids=["pynccl first", "torch first"])
+
+
+@both_orders
+@pytest.mark.parametrize("runpath", [False, True], ids=["RPATH", "RUNPATH"])
+def test_torch_keeps_its_own_libnccl_beside_an_older_one(tmp_path: Path, order: str, runpath: bool) -> None:
+    torch_with_cuda(tmp_path, HEADER_VERSION, runpath=runpath)
+    old = compiled(OLD, SONAME)
+    said = python(order.format(spec=old) + BOTH, PYTHONPATH=str(tmp_path))
+    assert said == f"{version_code(HEADER_VERSION)}; {OLD}; {old}; PYNCCL_LIBRARY"
+
+
+@both_orders
+def test_a_search_ends_at_torchs_own_libnccl(tmp_path: Path, order: str) -> None:
+    own = torch_with_cuda(tmp_path / "torchs")
+    wheel(tmp_path / "first")
+    paths = os.pathsep.join([str(tmp_path / "first"), str(tmp_path / "torchs")])
+    said = python(order.format(spec="nccl") + BOTH, PYTHONPATH=paths)
+    origin = "torch's own" if order == BEFORE_TORCH else "already in the process"
+    assert said == f"{version_code(HEADER_VERSION)}; {HEADER_VERSION}; {own}; {origin}"
+
+
+@both_orders
+def test_a_bare_name_is_torchs_own_libnccl_too(tmp_path: Path, order: str) -> None:
+    own = torch_with_cuda(tmp_path)
+    wheel(tmp_path / "other")
+    folder = str(tmp_path / "other" / "nvidia" / "nccl" / "lib")
+    said = python(order.format(spec=SONAME) + BOTH, PYTHONPATH=str(tmp_path), LD_LIBRARY_PATH=folder)
+    assert said == f"{version_code(HEADER_VERSION)}; {HEADER_VERSION}; {own}; PYNCCL_LIBRARY"
+
+
+@both_orders
+@pytest.mark.parametrize("runpath", [False, True], ids=["RPATH", "RUNPATH"])
+def test_what_torch_gets_is_found_as_the_loader_finds_it(tmp_path: Path, order: str, runpath: bool) -> None:
+    """LD_LIBRARY_PATH comes after an RPATH and before a RUNPATH, and counts as it was when the process started."""
+    own = torch_with_cuda(tmp_path / "torchs", runpath=runpath)
+    other = wheel(tmp_path / "other", (2, 29, 7))
+    expected = (other, (2, 29, 7)) if runpath else (own, HEADER_VERSION)
+    late = f"import os; os.environ['LD_LIBRARY_PATH'] = {os.path.dirname(wheel(tmp_path / 'late', OLD))!r}"
+    folders = os.pathsep.join(["", str(tmp_path / "nothing"), os.path.dirname(other)])
+    code = late + order.format(spec="nccl") + BOTH
+    said = python(code, PYTHONPATH=str(tmp_path / "torchs"), LD_LIBRARY_PATH=folders).split("; ")
+    assert said[:3] == [str(version_code(expected[1])), str(expected[1]), str(expected[0])]
+
+
+@both_orders
+def test_without_torchs_own_libnccl_the_one_named_is_torchs_too(tmp_path: Path, order: str) -> None:
+    torch_with_cuda(tmp_path, own=False)
+    path = compiled(HEADER_VERSION, SONAME)
+    folder = tmp_path / "named"
+    folder.mkdir()
+    (folder / SONAME).symlink_to(path)
+    code = order.format(spec=str(folder / SONAME)) + BOTH
+    said = python(code, "-S", PYTHONPATH=str(tmp_path), LD_LIBRARY_PATH=str(folder))
+    assert said == f"{version_code(HEADER_VERSION)}; {HEADER_VERSION}; {folder / SONAME}; PYNCCL_LIBRARY"
+
+
+def test_a_torch_that_needs_no_libnccl_costs_nothing(tmp_path: Path) -> None:
+    own = torch_with_cuda(tmp_path)
+    library = tmp_path / "torch" / "lib" / "libtorch_cuda.so"
+    code = f"import pynccl; pynccl.load({compiled(OLD, SONAME)!r}); print(open('/proc/self/maps').read())"
+    assert str(own) in python(code, PYTHONPATH=str(tmp_path))
+    for content in (b"not a library", b"\x7fELF\2\1" + bytes(80), Path(compiled(OLD)).read_bytes()):
+        library.write_bytes(content)
+        assert str(own) not in python(code, PYTHONPATH=str(tmp_path))
+    library.unlink()  # a build for CPUs
+    assert str(own) not in python(code, PYTHONPATH=str(tmp_path))
+
+
+def test_of_several_copies_in_the_process_the_file_shown_is_that_of_the_one_in_use(tmp_path: Path) -> None:
+    copies = [wheel(tmp_path / name) for name in ("a", "b", "c")]
+    for first in copies:  # wherever it comes to lie in memory
+        code = f"import ctypes\nfor path in [{first!r}, *{copies}]: ctypes.CDLL(path)\n{REPORT}"
+        assert python(code, "-S") == f"{first} (2, 27, 7) already in the process"
+
+
+def test_none_found_lists_every_place_and_the_remedies() -> None:
+    code = """
+import pynccl
+try:
+    print(pynccl.load("nccl").origin)
+except pynccl.NcclLibraryNotFound as error:
+    print(error)
+"""
+    said = python(code, "-S", PYTHONPATH="")  # -S: no site-packages, so no wheel
+    if said == "system":
+        pytest.skip("the system's loader finds a libnccl")
+    assert said.startswith(f"no {SONAME} found:")
+    for place in ("already in the process", "cuda.pathfinder", "system"):
+        assert f"  {place}: " in said
+    assert "pynccl-autograd[cu13]" in said and "PYNCCL_LIBRARY=host" in said
+
+
+def test_results_become_exceptions_with_nccls_own_words() -> None:
+    stub = Stub()
+    stub.library.check(0, "ncclBcast")
+    with pytest.raises(pynccl.NcclInvalidUsage) as caught:
+        stub.library.check(5, "ncclBcast", 1)
+    assert str(caught.value).startswith(
+        "ncclBcast failed: invalid usage (INVALID_USAGE)\n  last error: what the stub has"
+    )
+    assert stub.library.last_error() == ""
+
+
+def test_arguments_arrive_in_c_as_they_were_given() -> None:
+    stub = Stub()
+    handle = ctypes.c_void_p()
+    unique_id = pynccl.UniqueId.from_buffer_copy(bytes([11, *range(1, 127), 99]))
+    stub.library.ncclCommInitRank(ctypes.byref(handle), 7, unique_id, 3)
+    assert stub.calls()[0].args == {"nranks": 7, "rank": 3, "first": 11, "last": 99}
+    stub.clear()
+    stub.library.ncclReduce(2**63 + 8, 2**62, 2**40 + 1, 9, 4, 6, handle, 2**47)
+    expected = {"send": 2**63 + 8, "recv": 2**62, "count": 2**40 + 1, "dtype": 9, "op": 4, "root": 6, "comm": 3}
+    assert stub.calls()[0].args == {**expected, "stream": 2**47}

@@ -1,0 +1,398 @@
+"""The host library's C functions: births, copies, groups, wrong arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+import torch
+from host_calls import CallFailed, Ranks, address, call, in_threads, init_all, init_rank, number, row, split, unique_id
+from torch import Tensor
+
+from pynccl import host
+from pynccl.bindings import abi
+from pynccl.bindings.abi import DataType, RedOp, Result
+
+INT32, FLOAT32, SUM = DataType.INT32, DataType.FLOAT32, RedOp.SUM
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def group(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.destroy()
+
+
+@pytest.fixture
+def pair() -> Iterator[Ranks]:
+    """Two ranks that a test may break."""
+    ranks = Ranks(2)
+    yield ranks
+    for comm in ranks.comms:
+        host.function("ncclCommAbort")(comm)
+
+
+# Library
+
+
+def test_version_and_unknown_functions() -> None:
+    version = ctypes.c_int()
+    call("ncclGetVersion", ctypes.byref(version))
+    assert abi.version_tuple(version.value) == host.VERSION
+    assert host.function("ncclNoSuchThing") is None
+    assert host.function("ncclGetVersion") is host.function("ncclGetVersion")
+
+
+def test_error_strings() -> None:
+    text = host.function("ncclGetErrorString")
+    assert text(Result.SUCCESS) == b"no error"
+    assert b"remote process exited" in text(Result.REMOTE_ERROR)
+    assert text(99) == b"unknown result code"
+
+
+# Birth
+
+
+def test_ranks_find_each_other_by_unique_id() -> None:
+    identity = unique_id()
+    comms = in_threads(3, lambda rank: init_rank(3, identity, rank))
+    assert [number("ncclCommUserRank", comm) for comm in comms] == [0, 1, 2]
+    assert [number("ncclCommCount", comm) for comm in comms] == [3, 3, 3]
+    assert [number("ncclCommCuDevice", comm) for comm in comms] == [0, 0, 0]
+    for comm in comms:
+        call("ncclCommDestroy", comm)
+
+
+def test_several_ranks_of_one_thread_in_a_group() -> None:
+    identity, handles = unique_id(), [ctypes.c_void_p() for _ in range(3)]
+    call("ncclGroupStart")
+    for rank, handle in enumerate(handles):
+        call("ncclCommInitRank", ctypes.byref(handle), 3, identity, rank)
+    call("ncclGroupEnd")
+    data = [row(rank, 5) for rank in range(3)]
+    call("ncclGroupStart")
+    for handle, tensor in zip(handles, data, strict=True):
+        call("ncclAllReduce", address(tensor), address(tensor), 5, INT32, SUM, handle, None)
+    call("ncclGroupEnd")
+    assert all(tensor.equal(row(0, 5) * 3 + 3000) for tensor in data)
+    for handle in handles:
+        call("ncclCommDestroy", handle)
+
+
+def test_init_all_numbers_devices() -> None:
+    out = (ctypes.c_void_p * 2)()
+    call("ncclCommInitAll", out, 2, (ctypes.c_int * 2)(5, 3))
+    assert [number("ncclCommCuDevice", comm) for comm in out if comm] == [5, 3]
+    for comm in out:
+        call("ncclCommDestroy", comm)
+    with pytest.raises(CallFailed, match="different devices"):
+        call("ncclCommInitAll", out, 2, (ctypes.c_int * 2)(1, 1))
+
+
+def test_one_rank_needs_no_network() -> None:
+    comm = init_rank(1, unique_id(), 0)
+    data, out = row(0, 4), torch.zeros(4, dtype=torch.int32)
+    call("ncclAllReduce", address(data), address(out), 4, INT32, RedOp.AVG, comm, None)
+    assert out.equal(data)
+    call("ncclCommDestroy", comm)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2, 2), (2, -1), (0, 0), (-1, 0)])
+def test_ranks_out_of_range(size: int, rank: int) -> None:
+    with pytest.raises(CallFailed, match="expected") as refused:
+        init_rank(size, unique_id(), rank)
+    assert refused.value.code is Result.INVALID_ARGUMENT
+
+
+def test_a_unique_id_from_elsewhere() -> None:
+    garbage = abi.UniqueId.from_buffer_copy(bytes(range(128)))
+    with pytest.raises(CallFailed, match="not made by ncclGetUniqueId of the host library") as refused:
+        init_rank(2, garbage, 0)
+    assert refused.value.code is Result.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("claims", "text"),
+    [([(2, 0), (2, 0)], "claim to be rank 0 of 2"), ([(2, 0), (3, 1)], "there are [23] ranks, another rank says [23]")],
+    ids=["same rank", "different sizes"],
+)
+def test_ranks_that_contradict_each_other(claims: list[tuple[int, int]], text: str) -> None:
+    identity = unique_id()
+
+    def body(index: int) -> Result:
+        with pytest.raises(CallFailed, match=text) as refused:
+            init_rank(claims[index][0], identity, claims[index][1])
+        return refused.value.code
+
+    assert in_threads(2, body) == [Result.INVALID_USAGE] * 2
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYNCCL_HOST_INIT_TIMEOUT", "0.3")
+    with pytest.raises(CallFailed, match=r"rank 1 of 4 still waits for ranks \[0, 2, 3\] after 0.3 s"):
+        init_rank(4, unique_id(), 1)
+
+
+def test_config_is_checked() -> None:
+    out, config = ctypes.c_void_p(), abi.Config()
+    config.size, config.magic = ctypes.sizeof(abi.Config), abi.CONFIG_MAGIC
+    call("ncclCommInitRankConfig", ctypes.byref(out), 1, unique_id(), 0, ctypes.byref(config))
+    call("ncclCommDestroy", out)
+    config.magic = 1
+    with pytest.raises(CallFailed, match="magic 0x1"):
+        call("ncclCommInitRankConfig", ctypes.byref(out), 1, unique_id(), 0, ctypes.byref(config))
+
+
+def test_split_orders_by_key_then_rank(group: Ranks) -> None:
+    def body(rank: int, comm: int) -> tuple[int, int, int]:
+        child = split(comm, rank % 2, -rank if rank % 2 == 0 else 7)
+        assert child
+        place = number("ncclCommUserRank", child), number("ncclCommCount", child)
+        data = torch.tensor([rank], dtype=torch.int32)
+        call("ncclAllReduce", address(data), address(data), 1, INT32, SUM, child, None)
+        call("ncclCommDestroy", child)
+        return *place, int(data)
+
+    evens, odds = [range(start, group.size, 2) for start in (0, 1)]
+    for rank, (new_rank, size, total) in enumerate(group.run(body)):
+        mine = list(odds) if rank % 2 else list(reversed(evens))
+        assert (new_rank, size, total) == (mine.index(rank), len(mine), sum(mine))
+
+
+def test_split_without_color_gives_null(group: Ranks) -> None:
+    children = group.run(lambda rank, comm: split(comm, -1 if rank == 0 else 0, 0))
+    assert children[0] is None
+    assert number("ncclCommCount", children[1]) == group.size - 1
+    for child in children[1:]:
+        call("ncclCommDestroy", child)
+
+
+# Copies
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 100_003])
+def test_copies(group: Ranks, count: int) -> None:
+    size, root = group.size, group.size - 1
+    everything = torch.cat([row(rank, count) for rank in range(size)])
+
+    def body(rank: int, comm: int) -> None:
+        mine, whole, part = row(rank, count), torch.zeros_like(everything), torch.zeros(count, dtype=torch.int32)
+        call("ncclAllGather", address(mine), address(whole), count, INT32, comm, None)
+        assert whole.equal(everything)
+        target = address(whole.zero_()) if rank == root else None
+        call("ncclGather", address(mine), target, count, INT32, root, comm, None)
+        assert whole.equal(everything if rank == root else torch.zeros_like(whole) if target else everything)
+        call(
+            "ncclScatter", address(everything) if rank == root else None, address(part), count, INT32, root, comm, None
+        )
+        assert part.equal(mine)
+        call("ncclBroadcast", address(mine) if rank == root else None, address(part), count, INT32, root, comm, None)
+        assert part.equal(row(root, count))
+        part.copy_(mine)
+        call("ncclBcast", address(part), count, INT32, 0, comm, None)
+        assert part.equal(row(0, count))
+        blocks = torch.cat([row(10 * rank + to, count) for to in range(size)])
+        call("ncclAlltoAll", address(blocks), address(whole), count, INT32, comm, None)
+        assert whole.equal(torch.cat([row(10 * source + rank, count) for source in range(size)]))
+
+    group.run(body)
+
+
+def test_copies_in_place(group: Ranks) -> None:
+    count, size = 1003, group.size
+    everything = torch.cat([row(rank, count) for rank in range(size)])
+
+    def body(rank: int, comm: int) -> None:
+        whole = torch.zeros_like(everything)
+        own = whole.split(count)[rank]
+        own.copy_(row(rank, count))
+        call("ncclAllGather", address(own), address(whole), count, INT32, comm, None)
+        assert whole.equal(everything)
+        if rank != 0:
+            whole.zero_()
+            own.copy_(row(rank, count))
+        call("ncclGather", address(own), address(whole), count, INT32, 0, comm, None)
+        assert rank != 0 or whole.equal(everything)
+        call("ncclScatter", address(whole), address(own), count, INT32, 0, comm, None)
+        assert own.equal(row(rank, count))
+        blocks = torch.cat([row(10 * rank + to, count) for to in range(size)])
+        call("ncclAlltoAll", address(blocks), address(blocks), count, INT32, comm, None)
+        assert blocks.equal(torch.cat([row(10 * source + rank, count) for source in range(size)]))
+
+    group.run(body)
+
+
+def test_bytes_around_a_buffer_stay(group: Ranks) -> None:
+    def body(rank: int, comm: int) -> Tensor:
+        guarded = torch.full((11,), -1, dtype=torch.int32)
+        inner = guarded[3:8]
+        inner.copy_(row(rank, 5))
+        call("ncclAllReduce", address(inner), address(inner), 5, INT32, SUM, comm, None)
+        return guarded
+
+    for guarded in group.run(body):
+        assert guarded[:3].eq(-1).all()
+        assert guarded[8:].eq(-1).all()
+
+
+# Point to point and groups
+
+
+def test_ring_and_self_in_one_group(group: Ranks) -> None:
+    def body(rank: int, comm: int) -> None:
+        left, right = (rank - 1) % group.size, (rank + 1) % group.size
+        sends = [row(rank, 3), row(rank + 50, 70_000), row(rank + 90, 4)]
+        recvs = [torch.zeros_like(send) for send in sends]
+        call("ncclGroupStart")
+        call("ncclRecv", address(recvs[0]), 3, INT32, left, comm, None)
+        call("ncclSend", address(sends[0]), 3, INT32, right, comm, None)
+        call("ncclSend", address(sends[1]), 70_000, INT32, right, comm, None)
+        call("ncclRecv", address(recvs[1]), 70_000, INT32, left, comm, None)
+        call("ncclSend", address(sends[2]), 4, INT32, rank, comm, None)
+        call("ncclRecv", address(recvs[2]), 4, INT32, rank, comm, None)
+        call("ncclGroupEnd")
+        assert recvs[0].equal(row(left, 3))
+        assert recvs[1].equal(row(left + 50, 70_000))
+        assert recvs[2].equal(sends[2])
+
+    group.run(body)
+
+
+def test_messages_between_two_ranks_keep_their_order(group: Ranks) -> None:
+    def body(rank: int, comm: int) -> list[int]:
+        data = [torch.tensor([i if rank == 0 else -1]) for i in range(20)]
+        for tensor in data:
+            if rank == 0:
+                call("ncclSend", address(tensor), 1, DataType.INT64, 1, comm, None)
+            elif rank == 1:
+                call("ncclRecv", address(tensor), 1, DataType.INT64, 0, comm, None)
+        return [int(tensor) for tensor in data]
+
+    assert group.run(body)[1] == list(range(20))
+
+
+def test_collectives_and_messages_in_one_nested_group(group: Ranks) -> None:
+    def body(rank: int, comm: int) -> None:
+        total, gathered = row(rank, 3), torch.zeros(3 * group.size, dtype=torch.int32)
+        token = torch.tensor([rank], dtype=torch.int32)
+        call("ncclGroupStart")
+        call("ncclGroupStart")
+        call("ncclAllReduce", address(total), address(total), 3, INT32, SUM, comm, None)
+        call("ncclGroupEnd")
+        assert total.equal(row(rank, 3))  # nothing runs before the outermost end
+        if rank == 0:
+            call("ncclSend", address(token), 1, INT32, 1, comm, None)
+        if rank == 1:
+            call("ncclRecv", address(token), 1, INT32, 0, comm, None)
+        call("ncclAllGather", address(total), address(gathered), 3, INT32, comm, None)
+        call("ncclGroupEnd")
+        expected = row(0, 3) * group.size + 1000 * sum(range(group.size))
+        assert gathered.equal(expected.repeat(group.size))  # the second one saw the result of the first
+        assert int(token) == (0 if rank <= 1 else rank)
+
+    group.run(body)
+
+
+def test_communicators_of_one_thread_progress_together() -> None:
+    """Two communicators per process in one group, while the other process' share runs in another order."""
+    first, second = init_all(2), init_all(2)
+    data = [[row(rank, 200_000) for rank in range(2)] for _ in range(2)]
+
+    def body(rank: int) -> None:
+        comms = [(first[rank], data[0][rank]), (second[rank], data[1][rank])]
+        if rank == 0:
+            call("ncclGroupStart")
+        for comm, tensor in comms:
+            call("ncclAllReduce", address(tensor), address(tensor), 200_000, INT32, SUM, comm, None)
+        if rank == 0:
+            call("ncclGroupEnd")
+
+    in_threads(2, body)
+    expected = 2 * row(0, 200_000) + 1000
+    assert all(tensor.equal(expected) for tensors in data for tensor in tensors)
+    for comm in first + second:
+        call("ncclCommDestroy", comm)
+
+
+def test_a_wrong_call_keeps_its_group_from_launching(pair: Ranks) -> None:
+    comm, data = pair.comms[0], row(0, 4)
+    call("ncclGroupStart")
+    call("ncclAllReduce", address(data), address(data), 4, INT32, SUM, comm, None)
+    with pytest.raises(CallFailed, match="root is 9"):
+        call("ncclBcast", address(data), 4, INT32, 9, comm, None)
+    with pytest.raises(CallFailed, match=r"nothing was launched.*root is 9") as refused:
+        call("ncclGroupEnd")
+    assert refused.value.code is Result.INVALID_ARGUMENT
+    both = [row(rank, 4) for rank in range(2)]  # the communicator is still good
+    pair.run(lambda rank, c: call("ncclAllReduce", address(both[rank]), address(both[rank]), 4, INT32, SUM, c, None))
+    assert both[0].equal(2 * row(0, 4) + 1000)
+
+
+def test_group_end_without_start() -> None:
+    with pytest.raises(CallFailed, match="no group was started") as refused:
+        call("ncclGroupEnd")
+    assert refused.value.code is Result.INVALID_USAGE
+
+
+def test_a_send_to_itself_needs_its_receive(pair: Ranks) -> None:
+    data = row(0, 4)
+    with pytest.raises(CallFailed, match="in one group") as refused:
+        call("ncclSend", address(data), 4, INT32, 0, pair.comms[0], None)
+    assert refused.value.code is Result.INVALID_USAGE
+    assert number("ncclCommGetAsyncError", pair.comms[0]) == Result.SUCCESS
+
+
+# Wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("dtype", {3: 12}, "datatype is 12; expected 0 to 11"),
+        ("op", {4: 5}, "op is 5; expected 0 to 4"),
+        ("negative op", {4: -1}, "op is -1"),
+        ("sendbuff", {0: None}, "sendbuff is NULL; expected the address of 16 bytes"),
+        ("recvbuff", {1: None}, "recvbuff is NULL"),
+        ("comm", {5: None}, "comm is NULL"),
+        ("stream", {6: 12345}, "stream is 0x3039"),
+        ("count", {2: 2**62}, "are more than an address space holds"),
+    ],
+)
+def test_wrong_arguments(name: str, change: dict[int, object], text: str) -> None:
+    comm, data = init_rank(1, unique_id(), 0), row(0, 4)
+    arguments: list[object] = [address(data), address(data), 4, INT32, SUM, comm, None]
+    for index, value in change.items():
+        arguments[index] = value
+    with pytest.raises(CallFailed, match=text) as refused:
+        call("ncclAllReduce", *arguments)
+    assert refused.value.code is Result.INVALID_ARGUMENT
+    host.function("ncclCommAbort")(comm)
+
+
+def test_counts_beyond_32_bits_are_not_cut() -> None:
+    comm = init_rank(1, unique_id(), 0)
+    with pytest.raises(CallFailed, match=f"the address of {4 * (2**32 + 1)} bytes"):
+        call("ncclAllReduce", None, None, 2**32 + 1, FLOAT32, SUM, comm, None)
+    call("ncclCommDestroy", comm)
+
+
+def test_a_destroyed_communicator_is_refused() -> None:
+    comm, data = init_rank(1, unique_id(), 0), row(0, 4)
+    call("ncclCommDestroy", comm)
+    for name, arguments in [
+        ("ncclCommDestroy", (comm,)),
+        ("ncclCommCount", (comm, ctypes.byref(ctypes.c_int()))),
+        ("ncclAllReduce", (address(data), address(data), 4, INT32, SUM, comm, None)),
+    ]:
+        with pytest.raises(CallFailed, match="destroyed") as refused:
+            call(name, *arguments)
+        assert refused.value.code is Result.INVALID_ARGUMENT
+
+
+def test_a_finalized_communicator_can_only_be_destroyed(pair: Ranks) -> None:
+    data = row(0, 4)
+    call("ncclCommFinalize", pair.comms[0])
+    with pytest.raises(CallFailed, match="finalized"):
+        call("ncclAllReduce", address(data), address(data), 4, INT32, SUM, pair.comms[0], None)
+    call("ncclCommDestroy", pair.comms[0])

@@ -1,0 +1,136 @@
+"""Ranks on two machines, which network namespaces stand for: no default route, another interface, a cut cable."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pynccl.host import interfaces
+from pynccl.host.failure import HostFailure
+
+ROOT = Path(__file__).parents[2]
+NODES = (f"pynccl-{os.getpid()}-a", f"pynccl-{os.getpid()}-b")
+
+JOB = """
+    import os, pathlib, sys, time, torch, pynccl
+    rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+    if rank == 0:
+        (folder / "new").write_bytes(bytes(pynccl.get_unique_id()))
+        (folder / "new").rename(folder / "id")
+    while not (folder / "id").exists():
+        time.sleep(0.01)
+    comm = pynccl.Communicator.init(2, (folder / "id").read_bytes(), rank, timeout=30)
+    print(comm.all_reduce(torch.full((1 << 18,), rank + 1.0))[-1].item(), comm.split(0).size, flush=True)
+    if len(sys.argv) > 3:
+        try:
+            while True:
+                comm.all_reduce(torch.ones(1 << 20))
+        except pynccl.NcclRemoteError as error:
+            print("lost", f"rank {1 - rank}" in str(error), flush=True)
+            os._exit(0)
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with one cable between them, and no way out."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the program ip (package iproute2)")
+    try:
+        try:
+            for name in NODES:
+                ip("netns", "add", name)
+            ip("link", "add", "nccl0", "netns", NODES[0], "type", "veth", "peer", "name", "nccl0", "netns", NODES[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"cannot make network namespaces here: {error.stderr.decode().strip()}")
+        for i, name in enumerate(NODES):
+            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "nccl0")
+            for device in ("lo", "nccl0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield NODES
+    finally:
+        for name in NODES:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def start(nodes: tuple[str, str], folder: Path, *arguments: str, **environment: str) -> list[subprocess.Popen[str]]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYNCCL_LIBRARY": "host", **environment}
+    job = [sys.executable, "-c", textwrap.dedent(JOB)]
+    return [
+        subprocess.Popen(
+            ["ip", "netns", "exec", node, *job, str(rank), str(folder), *arguments],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, node in enumerate(nodes)
+    ]
+
+
+@pytest.mark.parametrize("variable", ["", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_two_nodes_without_a_default_route(nodes: tuple[str, str], tmp_path: Path, variable: str) -> None:
+    ranks = start(nodes, tmp_path, **({variable: "nccl0"} if variable else {}))
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["3.0 2\n"] * 2
+
+
+def test_a_node_that_cannot_be_reached_is_named(nodes: tuple[str, str], tmp_path: Path) -> None:
+    rank, other = start(nodes, tmp_path, NCCL_SOCKET_IFNAME="lo")  # an address that means the other machine itself
+    output = other.communicate(timeout=60)[0]
+    rank.kill()
+    rank.communicate()
+    assert "cannot reach the process that made the unique id" in output and "127.0.0.1" in output
+    assert "name one with NCCL_SOCKET_IFNAME" in output
+
+
+def test_a_cut_cable_ends_both_sides_within_the_timeout(nodes: tuple[str, str], tmp_path: Path) -> None:
+    ranks = start(nodes, tmp_path, "on", PYNCCL_HOST_TIMEOUT="3")
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == "3.0 2\n"
+        ip("-n", nodes[0], "link", "set", "nccl0", "down")
+        cut = time.monotonic()
+        assert [rank.communicate(timeout=30)[0] for rank in ranks] == ["lost True\n"] * 2
+        assert time.monotonic() - cut < 10
+    finally:
+        for rank in ranks:
+            rank.kill()
+        ip("-n", nodes[0], "link", "set", "nccl0", "up")
+
+
+@pytest.mark.parametrize(
+    ("text", "interface", "named"),
+    [
+        ("eth", "eth0", True),
+        ("eth0,ib", "ib1", True),
+        ("=eth", "eth0", False),
+        ("=eth0", "eth0", True),
+        ("^lo,docker", "docker0", False),
+        ("^lo,docker", "eth0", True),
+        ("^=eth0", "eth01", True),
+        ("eth1", "eth0", False),
+    ],
+)
+def test_the_variable_names_interfaces_as_nccls_does(text: str, interface: str, named: bool) -> None:
+    assert interfaces.is_named(text, interface) is named
+
+
+def test_a_variable_that_names_no_interface_says_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
+    with pytest.raises(
+        HostFailure, match=r"GLOO_SOCKET_IFNAME='nowhere7' names no interface.*lo \(127.0.0.1"
+    ) as refused:
+        interfaces.own_addresses()
+    assert refused.value.text.startswith("GLOO_SOCKET_IFNAME")

@@ -1,0 +1,320 @@
+"""One-sided operations of the host library: puts, signals, waits; on streams, in groups, and when something fails."""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host_calls import CallFailed, Ranks, call, in_threads, init_rank, unique_id
+from ranks import Place, RankPool
+
+import pynccl
+from pynccl import host
+from pynccl.bindings import abi
+from pynccl.bindings.abi import DataType, Result
+from pynccl.host.comm import find
+
+ROOT = Path(__file__).parents[2]
+INT32 = DataType.INT32
+NBYTES = 4096
+
+
+class Windowed(Ranks):
+    """Ranks with memory of 4096 bytes each, and one window on it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.pointers = [allocate(NBYTES) for _ in range(size)]
+        self.windows = self.run(lambda rank, comm: register(comm, self.pointers[rank], NBYTES))
+        self.memory = [values(pointer, NBYTES // 4) for pointer in self.pointers]
+
+    def put(self, rank: int, data: torch.Tensor, peer: int, offset: int = 0, *, stream: int = 0) -> None:
+        window = self.windows[rank]
+        args = (data.data_ptr(), data.numel(), INT32, peer, window, offset, 0, 0, 0, self.comms[rank], stream)
+        call("ncclPutSignal", *args)
+
+    def wait(self, rank: int, wanted: dict[int, int], *, stream: int = 0) -> None:
+        rows = (abi.WaitSignalDesc * len(wanted))(*(abi.WaitSignalDesc(n, peer, 0, 0) for peer, n in wanted.items()))
+        call("ncclWaitSignal", len(wanted), rows, self.comms[rank], stream)
+
+
+def allocate(nbytes: int) -> int:
+    out = ctypes.c_void_p()
+    call("ncclMemAlloc", ctypes.byref(out), nbytes)
+    return out.value or 0
+
+
+def register(comm: int, pointer: int, nbytes: int, flags: int = 1) -> int:
+    out = ctypes.c_void_p()
+    call("ncclCommWindowRegister", comm, pointer, nbytes, ctypes.byref(out), flags)
+    return out.value or 0
+
+
+def values(pointer: int, count: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_int32 * count).from_address(pointer), dtype=torch.int32)
+
+
+@pytest.fixture(params=[2, 3])
+def group(request: pytest.FixtureRequest) -> Iterator[Windowed]:
+    ranks = Windowed(request.param)
+    yield ranks
+    for comm in ranks.comms:
+        host.function("ncclCommAbort")(comm)
+    for pointer in ranks.pointers:
+        call("ncclMemFree", pointer)
+
+
+def test_all_put_first_and_wait_afterwards(group: Windowed) -> None:
+    """To everybody, itself included, many times: no put waits for its target."""
+    n, rounds = group.size, 20
+
+    def body(rank: int, comm: int) -> list[list[int]]:
+        for step in range(rounds):
+            for peer in range(n):
+                group.put(rank, torch.tensor([rank, peer, step], dtype=torch.int32), peer, 64 * rank)
+        group.wait(rank, dict.fromkeys(range(n), rounds))
+        return [group.memory[rank][16 * peer : 16 * peer + 3].tolist() for peer in range(n)]
+
+    assert group.run(body) == [[[peer, rank, rounds - 1] for peer in range(n)] for rank in range(n)]
+
+
+def test_puts_beside_collectives_on_one_communicator(group: Windowed) -> None:
+    def body(rank: int, comm: int) -> tuple[int, list[float]]:
+        following, total = (rank + 1) % group.size, torch.zeros(2000)
+        for step in range(10):
+            group.put(rank, torch.full((1000,), rank + step, dtype=torch.int32), following)
+            total = torch.full((2000,), float(rank))
+            call("ncclAllReduce", total.data_ptr(), total.data_ptr(), 2000, DataType.FLOAT32, 0, comm, None)
+            group.wait(rank, {(rank - 1) % group.size: 1})
+        return int(group.memory[rank][:1000].sum()), total.unique().tolist()
+
+    expected = float(sum(range(group.size)))
+    assert group.run(body) == [(1000 * ((r - 1) % group.size + 9), [expected]) for r in range(group.size)]
+
+
+def test_the_buffer_of_a_put_is_free_when_the_put_has_completed(group: Windowed) -> None:
+    data = torch.full((1000,), 5, dtype=torch.int32)
+    group.put(0, data, 1)
+    data.zero_()
+    group.wait(1, {0: 1})
+    assert group.memory[1][:1000].unique().tolist() == [5]
+
+
+def test_on_streams_and_in_a_group(group: Windowed) -> None:
+    """A wait holds its own stream up and no other: rank 0 waits for what it provokes by a put on another stream."""
+    waiting, putting, answering = host.HostStream(), host.HostStream(), host.HostStream()
+    group.wait(0, {1: 1}, stream=waiting.handle)
+    copied = torch.zeros(1, dtype=torch.int32)
+    waiting.submit(lambda: copied.copy_(group.memory[0][:1]))
+    assert not waiting.query()
+    seven, nine = (torch.tensor([value], dtype=torch.int32) for value in (7, 9))
+    group.put(0, seven, 1, stream=putting.handle)
+    call("ncclGroupStart")  # in the "wrong" order: the group lets everything progress
+    group.wait(1, {0: 1}, stream=answering.handle)
+    group.put(1, nine, 0, stream=answering.handle)
+    call("ncclGroupEnd")
+    for stream in (waiting, putting, answering):
+        stream.synchronize()
+    assert (copied.item(), group.memory[1][0].item()) == (9, 7)
+
+
+def test_signals_alone_are_counted_by_peer_number_and_context() -> None:
+    identity = unique_id()
+    config = pynccl.CommConfig(num_rma_sig=2, num_rma_ctx=3).to_struct(pynccl.load("host"))
+
+    def joined(rank: int) -> int:
+        out = ctypes.c_void_p()
+        call("ncclCommInitRankConfig", ctypes.byref(out), 2, identity, rank, ctypes.byref(config))
+        return out.value or 0
+
+    comms = in_threads(2, joined)
+    for index, context, times in ((1, 2, 3), (0, 2, 1), (1, 0, 1)):
+        for _ in range(times):
+            call("ncclSignal", 1, index, context, 0, comms[0], None)
+    rows = (abi.WaitSignalDesc * 3)(*(abi.WaitSignalDesc(*row) for row in ((3, 0, 1, 2), (1, 0, 0, 2), (1, 0, 1, 0))))
+    call("ncclWaitSignal", 3, rows, comms[1], None)
+    for arguments, text in (((2, 0), "sigIdx is 2; expected 0 to 1"), ((0, 3), "ctx is 3; expected 0 to 2")):
+        with pytest.raises(CallFailed, match=text) as refused:
+            call("ncclSignal", 1, *arguments, 0, comms[0], None)
+        assert refused.value.code is Result.INVALID_ARGUMENT
+    for comm in comms:
+        call("ncclCommDestroy", comm)
+
+
+def test_a_signal_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", "0.3")
+    group = Windowed(2)
+    group.put(0, torch.ones(1, dtype=torch.int32), 1)
+    group.wait(1, {0: 1})
+    with pytest.raises(CallFailed, match=r"missing signals: 1 of rank 0 \(sigIdx=0, ctx=0\), after 0.3 s") as refused:
+        group.wait(1, {0: 1})
+    assert refused.value.code is Result.REMOTE_ERROR
+    for comm in group.comms:
+        call("ncclCommAbort", comm)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"offset": NBYTES}, "4 bytes at offset 4096 do not fit into the window of rank 1, which has 4096"),
+        ({"window": 77}, "window is 0x4d, which this communicator does not have"),
+        ({"peer": 9}, "peer is 9; expected a rank"),
+        ({"signal": 1}, "sigIdx is 1; expected 0 to 0"),
+        ({"flags": 1}, "flags is 0x1; expected 0"),
+        ({"buffer": None}, "sendbuff is NULL"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Any], text: str) -> None:
+    group = Windowed(2)
+    data = torch.ones(1, dtype=torch.int32)
+    arguments = {"buffer": data.data_ptr(), "peer": 1, "window": group.windows[0], "offset": 0, "signal": 0, "flags": 0}
+    arguments |= change
+    a = arguments
+    with pytest.raises(CallFailed, match=text) as refused:
+        call(
+            "ncclPutSignal", a["buffer"], 1, INT32, a["peer"], a["window"], a["offset"], a["signal"], 0, a["flags"],
+            group.comms[0], None,
+        )  # fmt: skip
+    assert refused.value.code is Result.INVALID_ARGUMENT
+    group.destroy()
+
+
+def test_a_window_that_the_target_closed_is_named(group: Windowed) -> None:
+    call("ncclCommWindowDeregister", group.comms[1], group.windows[1])
+    group.put(0, torch.ones(1, dtype=torch.int32), 1)
+    with pytest.raises(CallFailed, match=r"rank 0 puts 4 bytes at offset 0 of window .*, which was deregistered here"):
+        group.wait(1, {0: 1})
+
+
+def test_windows_of_other_sizes_are_known(group: Windowed) -> None:
+    """The size of the target's part counts, not of one's own."""
+    windows = group.run(lambda rank, comm: register(comm, group.pointers[rank], 4 if rank else NBYTES))
+    assert len(set(windows)) == 1
+    assert windows != group.windows
+    group.windows = windows
+    with pytest.raises(CallFailed, match="window of rank 1, which has 4"):
+        group.put(0, torch.ones(2, dtype=torch.int32), 1)
+
+
+def test_finalize_waits_for_puts(group: Windowed) -> None:
+    """Half a megabyte at once to a peer that only waits once everybody has finalized."""
+    big = allocate(1 << 19)
+    parts = {1: (big, 1 << 19)}
+    group.windows = group.run(lambda rank, comm: register(comm, *parts.get(rank, (group.pointers[rank], NBYTES))))
+    group.put(0, torch.full((1 << 17,), 3, dtype=torch.int32), 1)
+    call("ncclCommFinalize", group.comms[0])
+    call("ncclCommDestroy", group.comms[0])
+    group.wait(1, {0: 1})
+    assert values(big, 1 << 17).unique().tolist() == [3]
+    for comm in group.comms[1:]:
+        call("ncclCommDestroy", comm)
+    call("ncclMemFree", big)
+
+
+def test_abort_wakes_a_wait(group: Windowed) -> None:
+    stream = host.HostStream()
+    group.wait(0, {1: 1}, stream=stream.handle)
+    call("ncclCommAbort", group.comms[0])
+    started = time.monotonic()
+    with pytest.raises(pynccl.NcclError, match="aborted"):
+        stream.synchronize()
+    assert time.monotonic() - started < 5
+
+
+def lose_peer(place: Place, identity: bytes) -> str:
+    comm = init_rank(2, abi.UniqueId.from_buffer_copy(identity), place.rank)
+    rows = (abi.WaitSignalDesc * 1)(abi.WaitSignalDesc(1, 1 - place.rank, 0, 0))
+    call("ncclSignal", 1 - place.rank, 0, 0, 0, comm, None)
+    call("ncclWaitSignal", 1, rows, comm, None)
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CallFailed) as lost:
+        call("ncclWaitSignal", 1, rows, comm, None)
+    return str(lost.value)
+
+
+def test_a_wait_for_a_dead_rank_fails() -> None:
+    pool = RankPool(communicators=False)
+    outcomes = pool.outcomes(2, lose_peer, bytes(unique_id()))
+    pool.close()
+    text = "REMOTE_ERROR: ncclWaitSignal on rank 0 of 2: missing signals: 1 of rank 1"
+    assert text in (outcomes[0].value or outcomes[0].report)
+
+
+UNFINISHED = """
+    from test_host_onesided import Windowed, host, torch
+    group, stream, data = Windowed(2), host.HostStream(), torch.ones(4, dtype=torch.int32)
+    group.put(0, data, 1)
+    group.wait(0, {1: 1}, stream=stream.handle)
+    print("leaving")
+"""
+
+
+def test_a_process_with_a_wait_under_way_exits() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
+    command = [sys.executable, "-c", textwrap.dedent(UNFINISHED)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
+
+
+def test_from_python() -> None:
+    comms = pynccl.Communicator.init_all(2)
+    memories = [pynccl.mem_alloc(4, "int32") for _ in comms]
+    windows = in_threads(2, lambda rank: comms[rank].window(memories[rank]))
+    with pynccl.group():
+        for comm, window in zip(comms, windows, strict=True):
+            comm.put_signal(torch.full((2,), comm.rank + 1, dtype=torch.int32), 1 - comm.rank, window, 8)
+    stream = host.HostStream()
+    for comm in comms:
+        comm.wait_signal(1 - comm.rank, stream=stream)
+    stream.synchronize()
+    assert [torch.from_dlpack(memory)[2:].tolist() for memory in memories] == [[2, 2], [1, 1]]
+    assert windows[0].user_pointer() == memories[0].pointer
+    for window in windows:
+        window.close()
+    for comm in comms:
+        comm.destroy()
+    for memory in memories:
+        memory.free()
+
+
+def test_ctrl_c_inside_a_c_function(ctrl_c: None) -> None:
+    """Raised once, by the call that it interrupted, after C has returned; nothing is left for the next call."""
+    comms = pynccl.Communicator.init_all(2)
+
+    def interrupt() -> None:
+        while not find(comms[0].handle).puts.busy:
+            time.sleep(0.001)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        comms[0].wait_signal(1, stream=0)
+    with pytest.raises(pynccl.NcclInvalidArgument):
+        comms[0].library.check(comms[0].library.ncclMemFree(1), "ncclMemFree")
+    for comm in comms:
+        comm.abort()
+
+
+def test_ranks_that_join_by_id_have_windows_too() -> None:
+    identity = unique_id()
+    comms = in_threads(2, lambda rank: init_rank(2, identity, rank))
+    pointers = [allocate(NBYTES) for _ in comms]
+    windows = in_threads(2, lambda rank: register(comms[rank], pointers[rank], NBYTES))
+    assert windows[0] == windows[1]
+    for comm in comms:
+        call("ncclCommDestroy", comm)
+    for pointer in pointers:
+        call("ncclMemFree", pointer)

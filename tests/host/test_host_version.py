@@ -1,0 +1,198 @@
+"""The host library posing as each supported release: what works there, what is gated, and with which words."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+
+import pynccl
+from pynccl.bindings import abi
+from pynccl.bindings.errors import NcclInvalidArgument, NcclVersionError
+from pynccl.bindings.structs import CollConfig, CommConfig
+from pynccl.host.version import posed_version
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from dump_nccl_abi import VERSIONS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=VERSIONS)
+def posed(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """run(function) -> what function(version) returns in a process whose host library poses as that version."""
+    pool = RankPool({"PYNCCL_LIBRARY": "host", "PYNCCL_HOST_VERSION": request.param}, communicators=False)
+    yield lambda function: pool.run(1, function, request.param)[0]
+    pool.close()
+
+
+def number(version: str) -> abi.Version:
+    return tuple(map(int, version.split(".")))
+
+
+def everything(_: object, version: str) -> None:
+    """One process per version is what costs, so all looks are taken in one."""
+    warnings.simplefilter("error")
+    library = pynccl.load()
+    assert library.version == number(version)
+    symbols(library, number(version))
+    for config_check in (stamped, too_new):
+        config_check(library, number(version))
+    comms = pynccl.Communicator.init_all(2)
+    collectives(comms)
+    later_calls(comms, number(version))
+    for comm in comms:
+        comm.destroy()
+
+
+def symbols(library: Any, version: abi.Version) -> None:
+    missing = {name for name, row in abi.FUNCTIONS.items() if row.since > version}
+    assert {name for name in abi.FUNCTIONS if not library.supports(name)} == missing
+    for name in missing:
+        needed = ".".join(map(str, abi.FUNCTIONS[name].since))
+        with pytest.raises(NcclVersionError) as refused:
+            getattr(library, name)
+        dotted = ".".join(map(str, version))
+        assert str(refused.value) == f"{name} needs NCCL >= {needed}; loaded {dotted} from host"
+
+
+def stamped(library: Any, version: abi.Version) -> None:
+    """A config is stamped for this version and accepted; a field that came later is named."""
+    identity = pynccl.get_unique_id()
+    fields = {"traffic_class": (2, 26), "comm_name": (2, 27), "max_p2p_peers": (2, 30), "nvls_host_mode": (2, 32)}
+    with pynccl.Communicator.init(1, identity, 0, config=CommConfig(blocking=True, min_ctas=1)) as comm:
+        assert comm.size == 1
+    for name, since in fields.items():
+        config = CommConfig(**{name: "x" if name == "comm_name" else 1})
+        if version >= since:
+            pynccl.Communicator.init(1, pynccl.get_unique_id(), 0, config=config).destroy()
+        else:
+            text = f"{name} needs NCCL >= {since[0]}.{since[1]}; loaded {'.'.join(map(str, version))} from host"
+            with pytest.raises(NcclVersionError, match=text):
+                pynccl.Communicator.init(1, identity, 0, config=config)
+
+
+def too_new(library: Any, version: abi.Version) -> None:
+    """The struct of a newer header, or a newer number in it, is refused as an old libnccl refuses it."""
+
+    def join(struct: abi.Config) -> None:
+        handle, identity = ctypes.c_void_p(), pynccl.get_unique_id()
+        code = library.ncclCommInitRankConfig(ctypes.byref(handle), 1, identity, 0, ctypes.byref(struct))
+        library.check(code, "ncclCommInitRankConfig")
+
+    struct = CommConfig().to_struct(library)
+    struct.size += 8
+    with pytest.raises(NcclInvalidArgument, match=f"size {struct.size}; NCCL {'.'.join(map(str, version))} expects"):
+        join(struct)
+    struct = CommConfig().to_struct(library)
+    struct.version = abi.version_code(version) + 100
+    with pytest.raises(NcclInvalidArgument, match=f"config has version {struct.version}; .* or less"):
+        join(struct)
+
+
+def collectives(comms: list[Any]) -> None:
+    """All eight, and send and recv; all_to_all, gather and scatter by sends and receives before 2.28."""
+    x = [torch.arange(4, dtype=torch.int32) + 10 * comm.rank for comm in comms]
+    results: dict[str, list[Any]] = {}
+    for name, arguments in (
+        ("all_reduce", ()),
+        ("broadcast", (None, 1)),
+        ("reduce", (None, "max", 0)),
+        ("all_gather", ()),
+        ("reduce_scatter", ()),
+        ("all_to_all", ()),
+        ("gather", (None, 1)),
+        ("scatter", (None, 0)),
+    ):
+        with pynccl.group():
+            results[name] = [getattr(comm, name)(data, *arguments) for comm, data in zip(comms, x, strict=True)]
+    got = torch.zeros(4, dtype=torch.int32)
+    with pynccl.group():
+        comms[0].send(x[0], 1)
+        comms[1].recv(got, 0)
+    a, b = list(range(4)), list(range(10, 14))
+    total = [10, 12, 14, 16]
+    lists = {name: [None if out is None else out.tolist() for out in outs] for name, outs in results.items()}
+    assert lists == {
+        "all_reduce": [total, total],
+        "broadcast": [b, b],
+        "reduce": [b, None],
+        "all_gather": [a + b, a + b],
+        "reduce_scatter": [total[:2], total[2:]],
+        "all_to_all": [[0, 1, 10, 11], [2, 3, 12, 13]],
+        "gather": [None, a + b],
+        "scatter": [a[:2], a[2:]],
+    }
+    assert got.tolist() == a
+
+
+def later_calls(comms: list[Any], version: abi.Version) -> None:
+    """What a user sees of functions that came later: the result, or one sentence."""
+    x = torch.ones(2)
+
+    def outcome(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except NcclVersionError as error:
+            return str(error)
+        return ""
+
+    def simulated() -> None:
+        with pynccl.simulate():
+            for comm in comms:
+                comm.all_reduce(x, torch.empty(2))
+
+    def configured() -> None:
+        with pynccl.group():
+            for comm in comms:
+                comm.all_reduce(x, torch.empty(2), config=CollConfig(min_ctas=1))
+
+    calls: list[tuple[str, abi.Version, Callable[[], Any]]] = [
+        ("ncclMemAlloc", (2, 19), lambda: pynccl.mem_alloc(8).free()),
+        ("ncclCommRegister", (2, 19), lambda: comms[0].register(x).close()),
+        ("ncclGroupSimulateEnd", (2, 22), simulated),
+        ("ncclParamGetAllParameterKeys", (2, 30), pynccl.params),
+        ("ncclCommMemStats", (2, 29), comms[0].mem_stats),
+    ]
+    for name, since, call in calls:
+        text = f"{name} needs NCCL >= {since[0]}.{since[1]}; loaded {'.'.join(map(str, version))} from host"
+        assert outcome(call) == ("" if version >= since else text)
+    assert bool(outcome(configured)) == (version < (2, 31))
+
+
+def test_every_release(posed: Callable[..., Any]) -> None:
+    posed(everything)
+
+
+@pytest.mark.parametrize("text", ["2.17.1", "2.33.0", "3", "2.21.5rc1", "latest"])
+def test_a_version_that_cannot_be_posed_as(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYNCCL_HOST_VERSION", text)
+    with pytest.raises(NcclVersionError) as refused:
+        posed_version()
+    assert f"PYNCCL_HOST_VERSION='{text}': expected the number of an NCCL release from 2.18 to 2.32.3" in str(
+        refused.value
+    )
+
+
+def test_a_wrong_version_is_said_when_the_library_is_loaded() -> None:
+    env = {**os.environ, "PYNCCL_LIBRARY": "host", "PYNCCL_HOST_VERSION": "2.99", "PYTHONPATH": str(ROOT)}
+    code = "import pynccl; pynccl.load()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "NcclVersionError: PYNCCL_HOST_VERSION='2.99': expected" in done.stderr
+
+
+def test_a_version_without_a_patch_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYNCCL_HOST_VERSION", "2.21")
+    assert posed_version() == (2, 21, 0)

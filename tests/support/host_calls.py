@@ -1,0 +1,130 @@
+"""Calls into the host library's C function pointers, and ranks that are threads, for the test_host_* files."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pynccl import host
+from pynccl.bindings import abi
+from pynccl.bindings.abi import DataType, Result
+
+JOIN_SECONDS = 60.0
+
+TORCH_TYPES: dict[DataType, torch.dtype] = {
+    DataType.INT8: torch.int8,
+    DataType.UINT8: torch.uint8,
+    DataType.INT32: torch.int32,
+    DataType.UINT32: torch.uint32,
+    DataType.INT64: torch.int64,
+    DataType.UINT64: torch.uint64,
+    DataType.FLOAT16: torch.float16,
+    DataType.FLOAT32: torch.float32,
+    DataType.FLOAT64: torch.float64,
+    DataType.BFLOAT16: torch.bfloat16,
+    DataType.FLOAT8_E4M3: torch.float8_e4m3fn,
+    DataType.FLOAT8_E5M2: torch.float8_e5m2,
+}
+
+
+class CallFailed(Exception):
+    """A C function returned something else than ncclSuccess."""
+
+    def __init__(self, name: str, code: Result, text: str) -> None:
+        super().__init__(f"{name}: {code.name}: {text}")
+        self.code = code
+        self.text = text
+
+
+def call(name: str, *arguments: Any) -> None:
+    code = host.function(name)(*arguments)
+    if code:
+        raise CallFailed(name, Result(code), last_error())
+
+
+def last_error(comm: int | None = None) -> str:
+    return host.function("ncclGetLastError")(comm).decode()
+
+
+def unique_id() -> abi.UniqueId:
+    out = abi.UniqueId()
+    call("ncclGetUniqueId", ctypes.byref(out))
+    return out
+
+
+def init_rank(size: int, identity: abi.UniqueId, rank: int) -> int:
+    out = ctypes.c_void_p()
+    call("ncclCommInitRank", ctypes.byref(out), size, identity, rank)
+    assert out.value
+    return out.value
+
+
+def init_all(size: int) -> list[int]:
+    out = (ctypes.c_void_p * size)()
+    call("ncclCommInitAll", out, size, None)
+    return [handle for handle in out if handle]
+
+
+def split(comm: int, color: int, key: int) -> int | None:
+    out = ctypes.c_void_p()
+    call("ncclCommSplit", comm, color, key, ctypes.byref(out), None)
+    return out.value
+
+
+def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
+    """body(rank) on `size` threads; their results in order. The first failure is raised."""
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_SECONDS)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
+
+
+class Ranks:
+    """`size` communicators, each used by a thread of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.comms = init_all(size)
+
+    def run(self, body: Callable[[int, int], Any]) -> list[Any]:
+        """body(rank, comm) on all ranks at once."""
+        return in_threads(self.size, lambda rank: body(rank, self.comms[rank]))
+
+    def destroy(self) -> None:
+        for comm in self.comms:
+            call("ncclCommDestroy", comm)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def number(name: str, comm: int) -> int:
+    """What a property such as ncclCommCount says of comm."""
+    out = ctypes.c_int(-1)
+    call(name, comm, ctypes.byref(out))
+    return out.value
+
+
+def row(rank: int, count: int) -> Tensor:
+    """Values that tell ranks and places apart."""
+    return torch.arange(count, dtype=torch.int32) + 1000 * rank

@@ -1,0 +1,112 @@
+"""scripts/bench_overhead.py runs, measures what it says, and every way it measures reaches the C function."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from libraries import torch_with_cuda
+
+from pynccl.bindings.abi import HEADER_VERSION, version_code
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import bench_overhead as bench  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    # As a user's shell might have it: neither may reach the benchmark.
+    environment = {**os.environ, "PYNCCL_CHECK": "1", "PYNCCL_LIBRARY": "host"}
+    command = [sys.executable, str(SCRIPTS / "bench_overhead.py"), "--rounds", "9", "--calls", "64", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = run("--json")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_every_way_of_this_binding_is_measured_and_reaches_the_c_function(found: dict[str, Any]) -> None:
+    reached = {row["way"]: row["stub_calls"] for row in found["calls"]}
+    expected = {
+        "loop in C": bench.LOOP,
+        "bare ctypes": 1,
+        bench.RAW_PLAN: 1,
+        "plan()": 1,
+        "group plan of 32": 32,
+        "comm.all_reduce(t, t)": 1,
+        **dict.fromkeys([*bench.ONE_TENSOR, *bench.TWO_TENSORS], 1),
+        "comm.all_reduce(t)": 1,
+        "with group(): 32 x all_reduce(t, t)": 32,
+    }
+    assert reached.items() >= expected.items()
+
+
+def test_times_are_per_call_and_ratios_to_bare_ctypes(found: dict[str, Any]) -> None:
+    rows = {row["way"]: row for row in found["calls"]}
+    assert rows["bare ctypes"]["ratio"] == 1
+    # A loop in C and a call by Python differ by a factor of about 40: enough to be sure of on any machine.
+    assert 0 < rows["loop in C"]["ns"] * 5 < rows["bare ctypes"]["ns"]
+    # Per call, and not per group of 32, which would be over ten times as much.
+    assert rows["group plan of 32"]["ratio"] < 5
+
+
+def test_every_bound_has_a_verdict_that_fits_the_numbers(found: dict[str, Any]) -> None:
+    bounds = {bound["what"]: bound for bound in found["bounds"]}
+    for what in (
+        f"{bench.CHECKED} / {bench.BARE}",
+        f"{bench.PLAN} / {bench.BARE}",
+        f"{bench.GROUP_PLAN} / {bench.BARE}",
+    ):
+        assert bounds[what]["pass"] is (bounds[what]["found"] <= bounds[what]["at_most"])
+    assert bounds["import pynccl, ms"]["found"] == found["imports_ms"]["pynccl"] > 0
+
+
+def test_the_table_shows_the_same() -> None:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    for name in (bench.BARE, bench.CHECKED, bench.PLAN, bench.GROUP_PLAN):
+        assert f"\n{name} " in done.stdout
+    assert len([line for line in done.stdout.splitlines() if line.startswith(("PASS ", "FAIL "))]) >= 4
+
+
+def test_a_way_that_does_not_reach_the_c_function_is_an_error(tmp_path: Path) -> None:
+    stub = ctypes.CDLL(str(bench.compile_stub(tmp_path)))
+    with pytest.raises(RuntimeError, match=r"idle: 0 calls reached the stub, expected 1"):
+        bench.check_reach([bench.Way("idle", "pass", {})], stub)
+
+
+def test_a_torch_for_cuda_imports_beside_the_stub(tmp_path: Path) -> None:
+    """Other bindings get the stub by its name all the same; torch gets from its own what the stub lacks."""
+    torch_with_cuda(tmp_path)
+    stub = bench.compile_stub(tmp_path)
+    code = f"""
+import ctypes, os, sys
+from pathlib import Path
+sys.path[:0] = {[str(SCRIPTS), str(tmp_path)]!r}
+import bench_overhead as bench
+bench.first_of_its_name(Path({str(stub)!r}))
+import torch
+print(torch.cdll.version(), ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).stub_calls())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{version_code(HEADER_VERSION)} 0\n"), done.stderr
+
+
+def test_a_number_of_rounds_below_one_is_refused() -> None:
+    done = run("--rounds", "0")
+    assert done.returncode == 2
+    assert "--rounds is 0" in done.stderr

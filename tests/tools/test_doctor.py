@@ -1,0 +1,438 @@
+"""What `python -m pynccl doctor` finds: the library in use, wheels that overwrote each other, copies, the driver.
+
+Most runs leave out site-packages (`python -S`), so that nothing but the faked installation is there to be found.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from libraries import compile_c, real_path, torch_with_cuda
+from stub_driver import broken_pair
+
+import pynccl
+from pynccl.bindings.abi import FUNCTIONS, version_code
+
+ROOT = Path(__file__).resolve().parents[2]
+SONAME = "libnccl.so.2"
+PIP = f"{shlex.quote(sys.executable)} -m pip"
+
+SOURCE = r"""
+const char text[] = "NCCL version %(version)s+cuda%(cuda)s";
+int ncclGetVersion(int *version) { *version = %(code)d; return 0; }
+const char *ncclGetErrorString(int code) { return text; }
+const char *ncclGetLastError(void *comm) { return ""; }
+"""
+
+CUDA = r"""
+int cuInit(unsigned flags) { return %(code)d; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+"""
+
+NVML = r"""
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) { *gpu = (void *)(index + 1L); return 0; }
+int nvmlDeviceGetName(void *gpu, char *name, unsigned size) { strcpy(name, "NVIDIA H200"); return 0; }
+int nvmlDeviceGetMemoryInfo_v2(void *gpu, struct { unsigned version; unsigned long long total, rest[3]; } *memory) {
+  memory->total = 141ULL << 30;
+  return 0;
+}
+int nvmlSystemGetDriverVersion(char *version, unsigned size) { strcpy(version, "550.54.15"); return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12040; return 0; }
+"""
+
+
+def stub(version: str, cuda: str) -> bytes:
+    """The bytes of a libnccl that has little more than its version."""
+    code = version_code(tuple(map(int, version.split("."))))
+    source = SOURCE % {"version": version, "cuda": cuda, "code": code}
+    if code >= version_code((2, 28)):  # as what torch needs of it
+        source += "int ncclDevCommDestroy(void) { return 0; }"
+    options = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{SONAME}"]
+    return compile_c(source, f"libdoctor{code}cuda{cuda}.so", options).read_bytes()
+
+
+def place(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def install(site: Path, name: str, version: str, content: bytes, installer: str = "pip") -> Path:
+    """As pip does it: the library, over any that is there, and a RECORD with its hash. Returns the library's path."""
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    record = f"nvidia/nccl/lib/{SONAME},sha256={digest},{len(content)}\n{info}/METADATA,,\n{info}/RECORD,,\n"
+    place(site / info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode())
+    place(site / info / "RECORD", record.encode())
+    place(site / info / "INSTALLER", f"{installer}\n".encode())
+    return place(site / "nvidia" / "nccl" / "lib" / SONAME, content)
+
+
+def doctor(
+    *options: str, site: Path | None = None, code: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The doctor in an interpreter of its own, in which `code` has run before. By default there are no GPUs."""
+    ours = ("PYNCCL_", "NCCL_", "PYTHONPATH", "LD_LIBRARY_PATH", "COLUMNS")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    paths = ([str(site)] if site else []) + [str(ROOT)]
+    given = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths), **environment}
+    program = f"{code}\nimport sys\nfrom pynccl.__main__ import main\nsys.exit(main(['doctor', *sys.argv[1:]]))"
+    command = [sys.executable, *(["-S"] if site else []), "-c", program, *options]
+    return subprocess.run(command, env={**kept, **given}, capture_output=True, text=True, timeout=100, check=False)
+
+
+def findings(site: Path | None = None, code: str = "", **environment: str) -> dict[str, Any]:
+    """What --json prints, and nothing beside it."""
+    done = doctor("--json", site=site, code=code, **environment)
+    assert not done.stderr, done.stderr
+    found = json.loads(done.stdout)
+    assert done.returncode == (1 if found["problems"] else 0)
+    assert found["ok"] is not bool(found["problems"])
+    return found
+
+
+def problem(found: dict[str, Any], code: str) -> dict[str, Any]:
+    """The one problem with this code."""
+    (match,) = (problem for problem in found["problems"] if problem["code"] == code)
+    return match
+
+
+def codes(found: dict[str, Any]) -> list[str]:
+    return [problem["code"] for problem in found["problems"]]
+
+
+def test_the_host_library_is_no_problem() -> None:
+    done = doctor(PYNCCL_LIBRARY="host")
+    version = ".".join(map(str, pynccl.load("host").version))
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert first == f"library     the host library, on CPU memory, with the interface of NCCL {version}"
+    assert lines[-1] == "No problems found."
+    assert "variables   PYNCCL_LIBRARY=host" in lines
+    assert max(map(len, lines)) <= 100
+
+
+def test_json_has_the_same_with_stable_keys() -> None:
+    found = findings()
+    keys = ["versions", "library", "torch", "wheels", "mapped", "driver", "settings", "cuda_core"]
+    assert list(found) == ["ok", *keys, "problems"]
+    library = found["library"]
+    assert (library["asked"], library["path"], library["is_host"], library["error"]) == (None, "host", True, None)
+    assert library["because"] == found["driver"]["problem"] != ""
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["torch"]["version"].startswith(found["versions"]["torch"])
+
+
+def test_wheels_that_overwrote_each_other_are_told_apart(tmp_path: Path) -> None:
+    install(tmp_path, "nvidia-nccl-cu12", "2.27.7", stub("2.27.7", "12.9"))
+    path = install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
+    found = findings(tmp_path, PYNCCL_LIBRARY="nccl")
+    assert [(wheel["name"], wheel["state"]) for wheel in found["wheels"]] == [
+        ("nvidia-nccl-cu12", "replaced"),
+        ("nvidia-nccl-cu13", "intact"),
+    ]
+    collision = problem(found, "wheel-collision")
+    assert collision["text"] == (
+        f"nvidia-nccl-cu12 2.27.7 and nvidia-nccl-cu13 2.28.9 are both installed and write the same file, {path}. "
+        "The file there is that of nvidia-nccl-cu13 2.28.9 (NCCL 2.28.9 for CUDA 13.0)"
+    )
+    assert collision["is_command"]
+    assert collision["fix"] == (
+        f"{PIP} uninstall -y nvidia-nccl-cu12 && {PIP} install --force-reinstall --no-deps nvidia-nccl-cu13==2.28.9"
+    )
+    library = found["library"]
+    assert (library["version"], library["cuda"], library["origin"]) == ("2.28.9", "13.0", "wheel")
+
+
+def test_of_two_wheels_the_one_that_torch_names_is_kept(tmp_path: Path) -> None:
+    install(tmp_path, "nvidia-nccl-cu12", "2.27.7", stub("2.27.7", "12.9"))
+    install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
+    requirement = "Requires-Dist: nvidia-nccl-cu12==2.27.7; platform_system == 'Linux'"
+    metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: 2.11\n{requirement}\n"
+    place(tmp_path / "torch-2.11.dist-info" / "METADATA", metadata.encode())
+    collision = problem(findings(tmp_path, PYNCCL_LIBRARY="nccl"), "wheel-collision")
+    assert collision["fix"].startswith(f"{PIP} uninstall -y nvidia-nccl-cu13 && ")
+    assert collision["fix"].endswith(" nvidia-nccl-cu12==2.27.7")
+
+
+def test_a_file_that_went_with_another_wheel_is_missed(tmp_path: Path) -> None:
+    path = install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
+    path.unlink()
+    found = findings(tmp_path, PYNCCL_LIBRARY="nccl")
+    assert [wheel["state"] for wheel in found["wheels"]] == ["missing"]
+    missing = problem(found, "wheel-file-missing")
+    assert str(path) in missing["text"] and "nvidia-nccl-cu13 2.28.9" in missing["text"]
+    assert missing["fix"] == f"{PIP} install --force-reinstall --no-deps nvidia-nccl-cu13==2.28.9"
+    if found["library"]["error"]:  # unless the system has a libnccl
+        assert problem(found, "library-unusable")["fix"] == "mend the wheel named above, then look again"
+
+
+def test_both_wheels_installed_and_the_file_gone(tmp_path: Path) -> None:
+    install(tmp_path, "nvidia-nccl-cu12", "2.27.7", b"either")
+    install(tmp_path, "nvidia-nccl-cu13", "2.28.9", b"other").unlink()
+    collision = problem(findings(tmp_path, PYNCCL_LIBRARY="nccl"), "wheel-collision")
+    assert collision["text"].endswith("The file is gone")
+
+
+def test_a_file_of_another_wheel_than_the_metadata_says(tmp_path: Path) -> None:
+    path = install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
+    path.write_bytes(stub("2.27.7", "12.9"))
+    found = findings(tmp_path, PYNCCL_LIBRARY="nccl", NCCL_DEBUG="WARN")
+    replaced = problem(found, "wheel-file-replaced")
+    assert replaced["text"] == (
+        f"{path} is not the file of nvidia-nccl-cu13 2.28.9: its hash differs, "
+        "and it says that it is NCCL 2.27.7 for CUDA 12.9"
+    )
+    assert replaced["fix"] == f"{PIP} install --force-reinstall --no-deps nvidia-nccl-cu13==2.28.9"
+
+
+def test_an_environment_made_by_uv_is_mended_by_uv(tmp_path: Path) -> None:
+    install(tmp_path, "nvidia-nccl-cu13", "2.28.9", b"", installer="uv").unlink()
+    fix = problem(findings(tmp_path, PYNCCL_LIBRARY="nccl"), "wheel-file-missing")["fix"]
+    python = shlex.quote(sys.executable)
+    assert fix == f"uv pip install --python {python} --reinstall --no-deps nvidia-nccl-cu13==2.28.9"
+
+
+def test_a_repair_is_printed_so_that_it_can_be_copied(tmp_path: Path) -> None:
+    install(tmp_path, "nvidia-nccl-cu12", "2.27.7", stub("2.27.7", "12.9"))
+    install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
+    done = doctor(site=tmp_path, PYNCCL_LIBRARY="nccl", COLUMNS="80")
+    assert done.returncode == 1
+    printed = done.stdout.partition("fix: ")[2].partition("\n\n")[0].replace("\\\n", "")  # as the shell joins lines
+    expected = (
+        f"{PIP} uninstall -y nvidia-nccl-cu12 && {PIP} install --force-reinstall --no-deps nvidia-nccl-cu13==2.28.9"
+    )
+    assert shlex.split(printed) == shlex.split(expected)
+    assert "nvidia-nccl-cu12 2.27.7, installed by pip: file REPLACED" in done.stdout
+
+
+def test_several_copies_in_the_process_are_counted_but_not_plugins(tmp_path: Path) -> None:
+    first = place(tmp_path / "first" / SONAME, stub("2.27.7", "12.9"))
+    second = place(tmp_path / "second" / SONAME, stub("2.28.9", "13.0"))
+    plugin = place(tmp_path / "libnccl-net.so", stub("2.27.7", "12.9"))
+    code = f"import ctypes\nfor path in {[str(first), str(second), str(plugin)]}: ctypes.CDLL(path)"
+    found = findings(tmp_path, code, PYNCCL_LIBRARY=str(first))
+    copies = {copy["path"]: (copy["version"], copy["cuda"]) for copy in found["mapped"]}
+    assert copies == {str(first): ("2.27.7", "12.9"), str(second): ("2.28.9", "13.0")}
+    several = problem(found, "several-copies")
+    assert several["text"].startswith("2 copies of libnccl are in this process")
+    assert "unset PYNCCL_LIBRARY" in several["fix"]
+
+
+def test_a_path_shows_what_that_library_lacks(tmp_path: Path) -> None:
+    path = place(tmp_path / "libmine.so", stub("2.21.5", "12.4"))
+    found = findings(tmp_path, PYNCCL_LIBRARY=str(path))
+    library = found["library"]
+    assert (library["path"], library["version"], library["cuda"]) == (str(path), "2.21.5", "12.4")
+    assert [copy["path"] for copy in found["mapped"]] == [str(path)]
+    missing = library["missing_functions"]
+    assert missing["2.27"] == ["ncclCommShrink", "ncclCommWindowRegister", "ncclCommWindowDeregister"]
+    present = {"ncclGetVersion", "ncclGetErrorString", "ncclGetLastError"}
+    assert {name for names in missing.values() for name in names} == set(FUNCTIONS) - present
+    assert library["known_functions"] == len(FUNCTIONS)
+
+
+def test_a_gpu_library_without_a_gpu_is_a_problem(tmp_path: Path) -> None:
+    install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
+    found = findings(tmp_path, PYNCCL_LIBRARY="nccl")
+    assert codes(found) == ["no-driver"]
+    assert found["driver"]["problem"] in problem(found, "no-driver")["text"]
+    assert "PYNCCL_LIBRARY" in problem(found, "no-driver")["fix"]
+
+
+@pytest.mark.parametrize("name", ["nothing/libnccl.so.2", "text.so", "libc.so.6"])
+def test_what_is_no_libnccl_is_refused_with_advice(tmp_path: Path, name: str) -> None:
+    place(tmp_path / "text.so", b"not a library")
+    path = name if name == "libc.so.6" else str(tmp_path / name)
+    found = findings(tmp_path, PYNCCL_LIBRARY=path)
+    assert found["library"]["path"] is None
+    unusable = problem(found, "library-unusable")
+    assert path in unusable["text"]
+    assert unusable["fix"] == "set PYNCCL_LIBRARY to the path of a libnccl.so.2, to nccl or to host, or unset it"
+
+
+def test_a_library_that_is_too_old_is_refused(tmp_path: Path) -> None:
+    path = place(tmp_path / SONAME, stub("2.17.1", "12.0"))
+    assert "needs NCCL >= 2.18" in problem(findings(tmp_path, PYNCCL_LIBRARY=str(path)), "library-unusable")["text"]
+
+
+def test_without_torch_the_host_library_asks_for_it(tmp_path: Path) -> None:
+    found = findings(tmp_path)
+    assert found["torch"] is None and found["versions"]["torch"] is None
+    assert problem(found, "library-unusable")["fix"] == f"{PIP} install torch"
+
+
+def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
+    place(tmp_path / "torch" / "__init__.py", b"raise ImportError('undefined symbol: ncclCommWindowRegister')")
+    found = findings(tmp_path)
+    assert found["torch"]["error"] == "ImportError: undefined symbol: ncclCommWindowRegister"
+    assert problem(found, "torch-broken")["fix"] == f"{PIP} install --force-reinstall torch"
+    assert "mend torch" in problem(found, "library-unusable")["fix"]
+
+
+def test_a_cuda_core_that_cannot_be_imported_is_a_problem(tmp_path: Path) -> None:
+    place(tmp_path / "torch" / "__init__.py", b"raise ImportError('none')")
+    found = findings(broken_pair(tmp_path))
+    broken = problem(found, "cuda-core-broken")
+    assert broken["text"].startswith("cuda-core 1.0.0 with cuda-bindings 13.0.3 cannot be imported: cuda.bindings.")
+    assert found["cuda_core"].startswith(broken["text"]) and not broken["is_command"]
+    assert broken["fix"] == "pip install 'cuda-core>=1.0.1' (1.0.0 alone needs cuda-bindings >= 13.1.1, or 12)"
+
+
+TORCH = """
+import ctypes, types
+ctypes.CDLL({path!r})
+__version__ = "2.11.0+cu130"
+version = types.SimpleNamespace(cuda="13.0", hip=None)
+cuda = types.SimpleNamespace(nccl=types.SimpleNamespace(version=lambda: (2, 28, 9)))
+"""
+
+
+@pytest.mark.parametrize(("version", "problems"), [("2.28.9", []), ("2.27.7", ["nccl-older-than-torch"])])
+def test_torchs_own_copy_is_shared_and_compared(tmp_path: Path, version: str, problems: list[str]) -> None:
+    path = install(tmp_path, "nvidia-nccl-cu13", version, stub(version, "13.0"))
+    place(tmp_path / "torch" / "__init__.py", TORCH.format(path=str(path)).encode())
+    found = findings(tmp_path, PYNCCL_LIBRARY="nccl")
+    assert [file["path"] for file in found["torch"]["files"]] == [str(path)]
+    assert found["torch"]["built_with_nccl"] == "2.28.9"
+    assert (found["library"]["path"], found["library"]["origin"]) == (str(path), "already in the process")
+    assert [code for code in codes(found) if code != "no-driver"] == problems
+    assert not problems or problem(found, problems[0])["fix"] == f"{PIP} install 'nvidia-nccl-cu13>=2.28.9'"
+
+
+@pytest.mark.parametrize("how", ["LD_PRELOAD", "LD_LIBRARY_PATH", "an import", "sys.path"])
+def test_an_older_libnccl_that_torch_is_given_is_named(tmp_path: Path, how: str) -> None:
+    torch_with_cuda(tmp_path, runpath=how == "LD_LIBRARY_PATH", own=False)
+    own = install(tmp_path, "nvidia-nccl-cu13", "2.29.7", stub("2.29.7", "13.0"))
+    old = place(tmp_path / "old" / "nvidia" / "nccl" / "lib" / SONAME, stub("2.21.5", "12.4"))
+    environment = {"LD_PRELOAD": str(old), "LD_LIBRARY_PATH": f"/nothing:{old.parent}/"}
+    given = {how: environment[how]} if how in environment else {}
+    if how == "LD_PRELOAD" and " " in str(old):
+        pytest.skip("LD_PRELOAD cannot name a file with a space in its path")
+    code = f"import ctypes; ctypes.CDLL({str(old)!r})" if how in ("an import", "sys.path") else ""
+    if how == "sys.path":  # as torch loads the first such file there
+        code += f"; import sys; sys.path.insert(0, {str(tmp_path / 'old')!r})"
+    found = findings(tmp_path, code, PYNCCL_LIBRARY="nccl", **given)
+    assert "undefined symbol: ncclDevCommDestroy" in found["torch"]["error"]
+    broken = problem(found, "torch-broken")
+    if how == "LD_LIBRARY_PATH":
+        assert "nccl-before-torch" not in codes(found)
+        assert broken["text"].endswith(f". Its libnccl is NCCL 2.21.5 for CUDA 12.4 in {old}")
+        assert broken["fix"] == f"take {old.parent}/ out of LD_LIBRARY_PATH"
+        return
+    assert (found["torch"]["own"]["path"], found["torch"]["given"]["path"]) == (str(own), str(old))
+    before = problem(found, "nccl-before-torch")
+    assert before["text"] == (
+        f"torch has its own libnccl, NCCL 2.29.7 for CUDA 13.0 in {own}, but is given an older one of that name, "
+        f"which was loaded first: NCCL 2.21.5 for CUDA 12.4 in {old}"
+    )
+    fixes = {"LD_PRELOAD": f"take {old} out of LD_PRELOAD", "sys.path": f"take {tmp_path / 'old'} off sys.path"}
+    assert fixes.get(how, "sitecustomize.py") in before["fix"]
+    assert broken["fix"] == "mend what is named above, then look again"
+
+
+def test_an_older_library_beside_torchs_own_is_no_problem_of_torchs(tmp_path: Path) -> None:
+    torch_with_cuda(tmp_path, own=False)
+    own = install(tmp_path, "nvidia-nccl-cu13", "2.29.7", stub("2.29.7", "13.0"))
+    old = place(tmp_path / "old" / SONAME, stub("2.21.5", "12.4"))
+    code = f"import pynccl; pynccl.load({str(old)!r})"  # before torch
+    found = findings(tmp_path, code, PYNCCL_LIBRARY=str(old))
+    assert found["library"]["version"] == "2.21.5"
+    assert (found["torch"]["error"], found["torch"]["given"]) == (None, found["torch"]["own"])
+    assert found["torch"]["own"]["path"] == str(own)
+    assert sorted(codes(found)) == ["no-driver", "several-copies"]
+
+
+def test_variables_of_nccls_own_files_are_in_force_too(tmp_path: Path) -> None:
+    path = place(tmp_path / SONAME, stub("2.28.9", "13.0"))
+    conf = place(tmp_path / "nccl.conf", b"# NCCL_NET=none\nNCCL_DEBUG=INFO\nNCCL_SOCKET_IFNAME=eth=1\n")
+    environment = {"PYNCCL_LIBRARY": str(path), "NCCL_DEBUG": "WARN", "NCCL_CONF_FILE": str(conf)}
+    settings = findings(tmp_path, **environment)["settings"]
+    found = {setting["name"]: (setting["value"], setting["source"]) for setting in settings}
+    expected = {name: (value, "environment") for name, value in environment.items()}
+    assert expected.items() <= found.items()
+    assert found["NCCL_SOCKET_IFNAME"] == ("eth=1", str(conf))
+    assert "# NCCL_NET" not in found and "NCCL_NET" not in found
+
+
+def driver(folder: Path, code: int) -> dict[str, Any]:
+    """Findings beside a stub driver of two GPUs, for CUDA 12.4, whose cuInit returns `code`."""
+    place(folder / "torch" / "__init__.py", b"__version__ = 'none of it'")  # the real one takes seconds to import
+    for name, source in (("libcuda.so.1", CUDA % {"code": code}), ("libnvidia-ml.so.1", NVML)):
+        built = compile_c(source, f"{name}.{code}", ["-shared", "-fPIC", "-w"])
+        place(folder / name, built.read_bytes())
+    library = place(folder / SONAME, stub("2.28.9", "13.0"))
+    start = f"import os, sys; del os.environ['CUDA_VISIBLE_DEVICES']; sys.path.insert(0, {str(folder)!r})"
+    return findings(code=start, PYNCCL_LIBRARY=str(library), LD_LIBRARY_PATH=str(folder))
+
+
+needs_nvml = pytest.mark.skipif(
+    not find_spec("cuda") or not find_spec("cuda.bindings") or not find_spec("cuda.bindings.nvml"),
+    reason="this cuda-python has no NVML",
+)
+
+
+@needs_nvml
+def test_gpus_and_a_driver_that_is_too_old(tmp_path: Path) -> None:
+    found = driver(tmp_path, 0)
+    gpu = {"name": "NVIDIA H200", "memory_bytes": 141 << 30}
+    expected = {"usable": 2, "problem": "", "version": "550.54.15", "cuda": "12.4", "gpus": [gpu, gpu]}
+    assert found["driver"] == expected
+    assert codes(found) == ["driver-too-old"]
+    assert "was built for CUDA 13.0, but the driver runs CUDA up to 12.4" in found["problems"][0]["text"]
+
+
+@needs_nvml
+def test_gpus_that_no_program_can_use_are_a_problem(tmp_path: Path) -> None:
+    unusable = problem(driver(tmp_path, 802), "gpu-unusable")
+    assert "error 802 from cuInit" in unusable["text"]
+    assert "nvidia-fabricmanager" in unusable["fix"]
+
+
+def test_the_installed_wheel_is_recognised() -> None:
+    path = real_path()
+    found = findings(PYNCCL_LIBRARY=path)
+    library = found["library"]
+    assert library["path"] == path and library["error"] is None
+    assert library["cuda"] in {"12.1", "12.2", "12.3", "12.4"} or float(library["cuda"]) >= 12.5
+    assert [(copy["path"], copy["version"]) for copy in found["mapped"]] == [
+        (os.path.realpath(path), library["version"])
+    ]
+    assert all(wheel["state"] == "intact" for wheel in found["wheels"] if wheel["file"]["path"] == path)
+
+
+def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pynccl", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_without_a_command_the_commands_are_listed() -> None:
+    done = command_line()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: python -m pynccl <command>") and "\n  doctor " in done.stderr
+    assert command_line("--help").stdout == done.stderr
+    unknown = command_line("docter")
+    assert unknown.returncode == 2 and "unknown command 'docter'" in unknown.stderr
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "pynccl", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")

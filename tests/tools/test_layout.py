@@ -1,0 +1,222 @@
+"""The shape of the project: which way imports run, where gloo and torch may be named, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# From the ground up: a module imports from its own room and from those below.
+ROOMS = ("bindings", "interop", "comm", "bootstrap", "nccl_params", "__init__", "tools", "__main__")
+# Communicator.from_env() and its siblings are doors to bootstrap, which builds communicators.
+UPWARD_WHEN_CALLED = {("comm", "bootstrap")}
+HOST_RESTS_ON = {"pynccl.bindings.abi", "pynccl.bindings.errors", "pynccl.bindings.resource"}
+IMPORT_SECONDS = 0.5
+
+
+class Import(NamedTuple):
+    target: str  # dotted and absolute, e.g. pynccl.errors
+    line: int
+    when_called: bool
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    """Import name of a file of the project; the folder autograd/ is pynccl_autograd."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return re.sub(r"^autograd\b", "pynccl_autograd", ".".join(parts))
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """All imports of a file save those for type checkers; `from . import x` counts as an import of x."""
+    package = module_of(path).rsplit(".", 1)[0]
+
+    def visit(node: ast.AST, when_called: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+                continue
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, child.lineno, when_called) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                for target in targets(child, package):
+                    yield Import(target, child.lineno, when_called)
+            else:
+                yield from visit(child, when_called or isinstance(child, (ast.FunctionDef, ast.Lambda)))
+
+    yield from visit(ast.parse(path.read_text()), False)
+
+
+def targets(node: ast.ImportFrom, package: str) -> list[str]:
+    """`from .a import f` is pynccl.a; `from . import a` is pynccl.a too, where there is such a module."""
+    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    base = ".".join([*above, *([node.module] if node.module else [])])
+    folder = ROOT / base.replace(".", "/").replace("pynccl_autograd", "autograd")
+    names = [alias.name for alias in node.names]
+    modules = [name for name in names if (folder / f"{name}.py").exists() or (folder / name).is_dir()]
+    return [f"{base}.{name}" for name in modules] or [base]
+
+
+def place(path: Path, found: Import) -> str:
+    return f"{path.relative_to(ROOT)}:{found.line} imports {found.target}"
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "pynccl").with_suffix("").parts
+    return parts[0]
+
+
+def test_imports_within_pynccl_run_downwards() -> None:
+    wrong = []
+    for path in python_files("pynccl"):
+        room = room_of(path)
+        if room == "host":
+            continue
+        for found in imports_of(path):
+            package, _, module = found.target.partition(".")
+            other = module.split(".")[0] or "__init__"
+            if package != "pynccl" or other == "host" or (found.when_called and (room, other) in UPWARD_WHEN_CALLED):
+                continue
+            if ROOMS.index(other) > ROOMS.index(room):
+                wrong.append(place(path, found))
+    assert not wrong
+
+
+def test_the_host_library_is_reached_from_library_alone() -> None:
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in python_files("pynccl", "autograd")
+        if "host" not in path.relative_to(ROOT).parts
+        for found in imports_of(path)
+        if found.target.startswith("pynccl.host")
+    }
+    assert users == {"pynccl/bindings/library.py"}
+
+
+def test_the_host_library_rests_on_the_abi_alone() -> None:
+    wrong = [
+        place(path, found)
+        for path in python_files("pynccl/host")
+        for found in imports_of(path)
+        if found.target.split(".")[0] in {"pynccl", "pynccl_autograd"}
+        and not found.target.startswith("pynccl.host")
+        and found.target not in HOST_RESTS_ON
+    ]
+    assert not wrong
+
+
+def test_pynccl_does_not_know_autograd() -> None:
+    wrong = [
+        place(path, found)
+        for path in python_files("pynccl")
+        for found in imports_of(path)
+        if found.target.split(".")[0] in {"pynccl_autograd", "autograd"}
+    ]
+    assert not wrong
+
+
+def test_nothing_installed_imports_scripts_or_tests() -> None:
+    outside = {"scripts", "tests", *(path.stem for path in python_files("scripts", "tests"))}
+    wrong = [
+        place(path, found)
+        for path in python_files("pynccl", "autograd")
+        for found in imports_of(path)
+        if found.target.split(".")[0] in outside
+    ]
+    assert not wrong
+
+
+def test_pynccl_loads_torch_and_cuda_only_when_called() -> None:
+    wrong = [
+        place(path, found)
+        for path in python_files("pynccl")
+        if "host" not in path.relative_to(ROOT).parts
+        for found in imports_of(path)
+        if not found.when_called and found.target.split(".")[0] in {"torch", "cuda", "numpy", "cupy", "mpi4py"}
+    ]
+    assert not wrong
+
+
+def test_gloo_is_named_in_the_host_library_alone() -> None:
+    wrong = [
+        path.relative_to(ROOT).as_posix()
+        for path in python_files("pynccl", "autograd")
+        if "host" not in path.relative_to(ROOT).parts and "gloo" in path.read_text().lower()
+    ]
+    assert not wrong
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_importing_pynccl_is_quick_and_brings_no_framework() -> None:
+    code = """
+import sys, time
+start = time.process_time()
+import pynccl
+print(time.process_time() - start)
+print(sorted({"torch", "cuda", "numpy"} & set(sys.modules)))
+"""
+    run = python(code)
+    assert run.returncode == 0, run.stderr
+    seconds, heavy = run.stdout.splitlines()
+    assert heavy == "[]"
+    # Processor time, since the machine may be busy; and loose: it catches a framework that came along, no slow line.
+    assert float(seconds) < IMPORT_SECONDS, f"import pynccl took {seconds} s"
+
+
+def test_no_file_has_what_a_later_python_will_refuse() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")  # of the compiler: invalid escapes, `is` with a literal
+        for path in python_files("pynccl", "autograd", "scripts", "tests"):
+            compile(path.read_text(), path, "exec")
+    assert [f"{one.filename}:{one.lineno}: {one.message}" for one in said] == []
+
+
+def test_a_step_of_training_gives_no_warning() -> None:
+    """Neither one that comes from the project's lines nor one of anything left open."""
+    own = (str(ROOT / "pynccl"), str(ROOT / "autograd"))
+    code = f"""
+import gc, warnings
+said = []
+warnings.showwarning = lambda text, kind, file, *_: said.append((kind.__name__, str(text), file))
+warnings.simplefilter("always")
+import pynccl, pynccl_autograd as ad, torch
+with pynccl.Communicator.init_all(1)[0] as comm:
+    layer = ad.ColumnParallelLinear(4, 4, comm, sequence_parallel=True, device=comm.device)
+    loss = ad.all_reduce(layer(torch.ones(2, 4)).sum(), comm, grad="replicated")
+    loss.backward()
+    stream = pynccl.create_stream(comm.device)
+    kept = comm.all_reduce(loss.detach(), stream=stream)
+    stream.synchronize()
+del stream, kept
+gc.collect()
+print([row for row in said if row[0] == "ResourceWarning" or row[2].startswith({own})])
+"""
+    run = python(code)
+    assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr
+
+
+def test_the_folder_name_is_no_import_name() -> None:
+    run = python("import autograd")
+    assert run.returncode != 0
+    assert "ImportError" in run.stderr and "import pynccl_autograd" in run.stderr
+
+
+@pytest.mark.parametrize("package", ["pynccl", "pynccl_autograd"])
+def test_packages_say_that_they_are_typed(package: str) -> None:
+    run = python(f"import importlib.resources as r; print((r.files({package!r}) / 'py.typed').is_file())")
+    assert run.stdout.strip() == "True", run.stderr
