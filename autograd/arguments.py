@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator, RedOp
-from pynccl.bindings.kinds import attribute, listed, shown
+from pynccl.bindings.values import attribute, listed, shown
 
 from .inputs import check_comm
 from .wire import is_addable

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pynccl import Communicator
-from pynccl.bindings.kinds import attribute, shown
+from pynccl.bindings.values import attribute, shown
 
 from . import backward_check, levels
 from .collective import Call, Collective, reachable, run

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.integers import integer
-from pynccl.bindings.kinds import shown
+from pynccl.bindings.values import integer, shown
 
 from .tracing import has_no_values, is_traced
 from .wire import CARRIED, REAL_OF, is_paired

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.integers import INT_MAX
-from pynccl.bindings.kinds import shown
+from pynccl.bindings.values import INT_MAX, shown
 
 from .arguments import as_int
 from .collective import run

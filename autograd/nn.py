@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from pynccl import Communicator
-from pynccl.bindings.kinds import attribute
+from pynccl.bindings.values import attribute
 
 from . import functions
 from .arguments import Grad, Halo, check_edges, check_grad, check_op, check_rank

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.kinds import listed, shown
+from pynccl.bindings.values import listed, shown
 
 from .arguments import as_int
 from .collective import reachable

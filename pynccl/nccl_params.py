@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
-from .bindings.abi import CONFIG_MAGIC, HEADER_VERSION, EncryptionConfig, EncryptionMode, version_code
-from .bindings.kinds import text
+from .bindings.abi import EncryptionConfig, EncryptionMode
 from .bindings.library import Library, chosen
+from .bindings.structs import stamped
+from .bindings.values import text
 
 
 def params(library: Library | None = None) -> dict[str, str]:
@@ -34,7 +35,6 @@ def param(key: str, library: Library | None = None) -> str:
 def set_encryption(psk: str | None, library: Library | None = None) -> None:
     """Encrypt NCCL's TCP sockets with a pre-shared key; None: plain text. Before any communicator, on all ranks."""
     library = chosen(library)
-    version = version_code(min(library.version, HEADER_VERSION))
     mode = EncryptionMode.NONE if psk is None else EncryptionMode.PSK
     try:
         key = None if psk is None else text(psk, "psk")
@@ -42,5 +42,6 @@ def set_encryption(psk: str | None, library: Library | None = None) -> None:
         raise ValueError(
             "set_encryption: psk is no string that C can take, expected one without NUL, or None"
         ) from None
-    config = EncryptionConfig(ctypes.sizeof(EncryptionConfig), CONFIG_MAGIC, version, int(mode), key)
+    config = stamped(EncryptionConfig, library)
+    config.mode, config.psk = int(mode), key
     library.check(library.ncclSetEncryption(ctypes.byref(config)), f"ncclSetEncryption({mode.name})")

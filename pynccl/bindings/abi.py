@@ -76,7 +76,32 @@ class DataType(IntEnum):
         return ITEMSIZE[self]
 
 
-ITEMSIZE: tuple[int, ...] = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
+class Element(NamedTuple):
+    """One data type in every notation in which memory comes."""
+
+    dtype: DataType
+    itemsize: int  # in bytes
+    name: str  # of torch's dtype, and of NumPy's where it has one
+    typestr: str  # of __array_interface__, without the byte order; "" where it has none
+    dlpack: tuple[int, int]  # type code and bits of dlpack.h
+    bits_as: str  # torch's dtype of the same bits that computes: torch has hardly any arithmetic for wide unsigned ones
+
+
+ELEMENTS: tuple[Element, ...] = (
+    Element(DataType.INT8, 1, "int8", "i1", (0, 8), "int8"),
+    Element(DataType.UINT8, 1, "uint8", "u1", (1, 8), "uint8"),
+    Element(DataType.INT32, 4, "int32", "i4", (0, 32), "int32"),
+    Element(DataType.UINT32, 4, "uint32", "u4", (1, 32), "int32"),
+    Element(DataType.INT64, 8, "int64", "i8", (0, 64), "int64"),
+    Element(DataType.UINT64, 8, "uint64", "u8", (1, 64), "int64"),
+    Element(DataType.FLOAT16, 2, "float16", "f2", (2, 16), "float16"),
+    Element(DataType.FLOAT32, 4, "float32", "f4", (2, 32), "float32"),
+    Element(DataType.FLOAT64, 8, "float64", "f8", (2, 64), "float64"),
+    Element(DataType.BFLOAT16, 2, "bfloat16", "", (4, 16), "bfloat16"),
+    Element(DataType.FLOAT8_E4M3, 1, "float8_e4m3fn", "", (10, 8), "float8_e4m3fn"),
+    Element(DataType.FLOAT8_E5M2, 1, "float8_e5m2", "", (12, 8), "float8_e5m2"),
+)
+ITEMSIZE: tuple[int, ...] = tuple(element.itemsize for element in ELEMENTS)
 
 
 class RedOp(IntEnum):

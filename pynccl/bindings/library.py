@@ -17,8 +17,8 @@ from typing import Any
 
 from . import abi, soname
 from .errors import NcclError, NcclLibraryNotFound, NcclVersionError, from_result
-from .kinds import instance
 from .resource import Shared
+from .values import instance
 
 SONAME = "libnccl.so.2"
 _NOLOAD = getattr(os, "RTLD_NOLOAD", 0)

@@ -1,10 +1,11 @@
-"""Handles of this process, which a copy shares and a pickle cannot carry."""
+"""What a Python object stands for in C: handles, which a copy shares, which a pickle cannot carry, which are closed."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn, TypeVar
 
 Self = TypeVar("Self", bound="Shared")
+Open = TypeVar("Open", bound="Resource")
 
 
 class Shared:
@@ -22,3 +23,16 @@ class Shared:
             "is connected with. Save module.state_dict() instead of the module, and make the communicator anew where "
             "it is loaded"
         )
+
+
+class Resource:
+    """What has to be given back: by close(), or at the end of a with statement. Twice is harmless."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self: Open) -> Open:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

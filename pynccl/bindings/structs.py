@@ -1,4 +1,4 @@
-"""CommConfig, CollConfig -> structs stamped for the library that is loaded.
+"""Structs stamped for the library that is loaded; CommConfig and CollConfig, from which two of them are filled in.
 
 A struct carries its own size and version, and a library rejects or ignores what it does not know. So it is stamped with
 what the loaded library was compiled with, and a field that is set but unknown to it is an error, never dropped.
@@ -9,13 +9,14 @@ Named tuples, because `dataclasses` is an eighth of what the import of this pack
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from . import abi
 from .errors import NcclVersionError
-from .integers import INT_MAX, INT_MIN, integer
-from .kinds import attribute, instance, text
 from .library import Library
+from .values import INT_MAX, INT_MIN, attribute, instance, integer, text
+
+Struct = TypeVar("Struct", bound=ctypes.Structure)
 
 
 class CommConfig(NamedTuple):
@@ -50,7 +51,7 @@ class CommConfig(NamedTuple):
 
     def to_struct(self, library: Library) -> abi.Config:
         """ncclConfig_t for `library`. NcclVersionError for a field that it is too old for."""
-        struct: abi.Config = _stamp(abi.Config, abi.CONFIG_SINCE, library)
+        struct = stamped(abi.Config, library, abi.CONFIG_SINCE)
         _fill(struct, self, abi.CONFIG_SINCE, library)
         return struct
 
@@ -73,7 +74,7 @@ class CollConfig(NamedTuple):
 
     def to_struct(self, library: Library) -> abi.CollConfig:
         """ncclCollConfig_t for `library`. NcclVersionError for a field that it is too old for."""
-        struct: abi.CollConfig = _stamp(abi.CollConfig, abi.COLL_CONFIG_SINCE, library)
+        struct = stamped(abi.CollConfig, library, abi.COLL_CONFIG_SINCE)
         struct.forceAlgSelection = 1
         struct.userProfilerTag = 0
         _fill(struct, self, abi.COLL_CONFIG_SINCE, library)
@@ -89,18 +90,22 @@ def struct_of(config: Any, kind: type[CommConfig] | type[CollConfig], library: L
     return config.to_struct(library)
 
 
-def _stamp(struct_type: type[Any], since: dict[str, abi.Version], library: Library) -> Any:
-    """An all-undefined struct of the size and version that `library` knows."""
-    struct = struct_type()
+def stamped(
+    kind: type[Struct], library: Library, since: dict[str, abi.Version] | None = None, magic: int = abi.CONFIG_MAGIC
+) -> Struct:
+    """A struct with the size, magic number and version that `library` expects; its integers are undefined.
+
+    since  where libraries know different prefixes of it: the release in which each field appeared"""
+    struct: Any = kind()
     # A newer library than our header accepts the header's struct and version; an older one wants its own.
     version = min(library.version, abi.HEADER_VERSION)
-    struct.size = abi.struct_size(struct_type, since, version)
-    struct.magic = abi.CONFIG_MAGIC
+    struct.size = abi.struct_size(kind, since or {}, version)
+    struct.magic = magic
     struct.version = abi.version_code(version)
-    for name, ctype in struct_type._fields_:
-        if name in since and ctype is ctypes.c_int:
+    for name, ctype, *_ in kind._fields_:
+        if name in (since or {}) and ctype is ctypes.c_int:
             setattr(struct, name, abi.UNDEF_INT)
-    return struct
+    return struct  # type: ignore[no-any-return]
 
 
 def _fill(struct: Any, config: Any, since: dict[str, abi.Version], library: Library) -> None:

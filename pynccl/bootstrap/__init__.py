@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout
-from ..bindings.integers import INT_MAX, integer
-from ..bindings.kinds import attribute, methods, shown
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
+from ..bindings.values import INT_MAX, attribute, integer, methods, shown
 from ..comm.communicator import DEFAULT_TIMEOUT, Communicator, get_unique_id
 from ..comm.deadline import Clock, Wait
 from ..comm.init import check_rank, choose_device

@@ -11,10 +11,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from ..bindings.abi import ITEMSIZE, DataType
-from ..bindings.integers import integer
-from ..bindings.kinds import seconds
 from ..bindings.library import to_pointer, without_argtypes
 from ..bindings.structs import CollConfig, struct_of
+from ..bindings.values import integer, seconds
 from ..interop.buffers import ANY_DEVICE, CPU, TORCH, Adapter, adapter, adapters, device_name, tensor_types
 from ..interop.streams import Handle, hold, stream_handle
 from .consistency import compare

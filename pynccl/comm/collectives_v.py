@@ -11,8 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..bindings.abi import ITEMSIZE, DataType
-from ..bindings.integers import integers
-from ..bindings.kinds import listed
+from ..bindings.values import integers, listed
 from ..interop.buffers import adapter
 from .argcheck import Launcher
 from .groups import fused

@@ -9,11 +9,10 @@ from typing import Any
 
 from ..bindings.abi import SPLIT_NOCOLOR, DataType, MemStat, RedOp, Result, UniqueId
 from ..bindings.errors import NcclInvalidUsage
-from ..bindings.integers import INT_MAX, INT_MIN, integer
-from ..bindings.kinds import listed, seconds
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.resource import Shared
 from ..bindings.structs import CommConfig, struct_of
+from ..bindings.values import INT_MAX, INT_MIN, integer, listed, seconds
 from ..interop.buffers import CPU, device_name
 from ..interop.devices import device_ordinal
 from . import consistency, init, lifecycle

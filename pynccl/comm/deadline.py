@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..bindings.kinds import seconds
+from ..bindings.values import seconds
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..bindings.abi import UNIQUE_ID_BYTES, Config, Result, UniqueId
 from ..bindings.errors import NcclTimeout
-from ..bindings.integers import INT_MAX, integer
 from ..bindings.library import Library, chosen
 from ..bindings.structs import CommConfig, struct_of
+from ..bindings.values import INT_MAX, integer
 from ..interop.devices import current_device, device_ordinal, on_device
 from .lifecycle import abort_handle, settle, within
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout
-from ..bindings.kinds import attribute, listed, seconds, shown
 from ..bindings.library import Library
+from ..bindings.values import attribute, listed, seconds, shown
 
 if TYPE_CHECKING:
     from .communicator import Communicator

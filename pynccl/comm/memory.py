@@ -12,11 +12,10 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..bindings.abi import ITEMSIZE, DataType
-from ..bindings.integers import INT_MAX, integer
-from ..bindings.kinds import attribute, listed, shown
+from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType
 from ..bindings.library import Library, chosen
-from ..bindings.resource import Shared
+from ..bindings.resource import Resource, Shared
+from ..bindings.values import INT_MAX, attribute, integer, listed, shown
 from ..interop.buffers import CPU as CPU_MEMORY
 from ..interop.buffers import Adapter, Description, adapter, adapters, data_type
 from ..interop.devices import core_device, on_device
@@ -29,26 +28,14 @@ COLL_SYMMETRIC = 0x01  # NCCL_WIN_COLL_SYMMETRIC
 STRICT_ORDERING = 0x02  # NCCL_WIN_STRICT_ORDERING
 _MOST_BYTES = (1 << 63) - 1
 
-_TYPESTR = {
-    DataType.INT8: "|i1",
-    DataType.UINT8: "|u1",
-    DataType.INT32: "<i4",
-    DataType.UINT32: "<u4",
-    DataType.INT64: "<i8",
-    DataType.UINT64: "<u8",
-    DataType.FLOAT16: "<f2",
-    DataType.FLOAT32: "<f4",
-    DataType.FLOAT64: "<f8",
-}
 
-
-class Memory:
+class Memory(Resource):
     """An array in memory of ncclMemAlloc, as `mem_alloc` returns it.
 
     pointer, nbytes, shape, dtype, device
     Views without a copy: torch.from_dlpack(m), cupy.from_dlpack(m), numpy.from_dlpack(m) (host library), or by
-    `__cuda_array_interface__` / `__array_interface__`; also a buffer for pynccl itself. free() it when no view is left,
-    or use it as a context manager.
+    `__cuda_array_interface__` / `__array_interface__`; also a buffer for pynccl itself. close() it when no view is
+    left, or use it as a context manager.
     """
 
     def __init__(self, pointer: int, shape: tuple[int, ...], dtype: DataType, device: int, library: Library) -> None:
@@ -57,11 +44,13 @@ class Memory:
         self._device = device
         self.device = "cpu" if library.is_host else f"cuda:{device}"
 
-    def free(self) -> None:
+    def close(self) -> None:
         """Give the memory back. Views of it must not be used any more. Twice is harmless."""
         pointer, self.pointer = self.pointer, 0
         if pointer:
             self.library.check(self.library.ncclMemFree(pointer), "ncclMemFree")
+
+    free = close  # as NCCL calls it
 
     def describe(self) -> Description:
         """What `buffers` wants to know of it."""
@@ -82,9 +71,10 @@ class Memory:
         return (CPU, 0) if self.library.is_host else (CUDA, self._device)
 
     def _interface(self, wanted: bool, name: str) -> dict[str, Any]:
-        typestr = _TYPESTR.get(self.dtype)
-        if not wanted or typestr is None:  # not there for this device or type, as hasattr() should find
+        element = ELEMENTS[self.dtype]
+        if not wanted or not element.typestr:  # not there for this device or type, as hasattr() should find
             raise AttributeError(name)
+        typestr = ("|" if element.itemsize == 1 else "<") + element.typestr
         return {"shape": self.shape, "typestr": typestr, "data": (self._live(), False), "version": 3, "strides": None}
 
     @property
@@ -103,12 +93,6 @@ class Memory:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a pynccl.Memory cannot be pickled: save a copy, as torch.from_dlpack(memory).clone() is")
-
-    def __enter__(self) -> Memory:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.free()
 
     def __repr__(self) -> str:
         return f"<pynccl.Memory {self.dtype.name} {self.shape} on {self.device}{'' if self.pointer else ', freed'}>"
@@ -171,7 +155,7 @@ def _described(operation: str, buf: Any) -> Description:
         raise type(error)(f"{operation}: buf: {error}") from None
 
 
-class Registration(Shared):
+class Registration(Resource, Shared):
     """A buffer registered with a communicator (ncclCommRegister), until close() or the end of a with block."""
 
     def __init__(self, comm: Communicator, buf: Any) -> None:
@@ -193,14 +177,8 @@ class Registration(Shared):
                 code = self.comm.library.ncclCommDeregister(self.comm.handle, handle)
             self.comm._check_result(code, "ncclCommDeregister")
 
-    def __enter__(self) -> Registration:
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class Window(Shared):
+class Window(Resource, Shared):
     """A memory window (ncclCommWindowRegister): the same call on every rank, on buffers of the same size.
 
     handle  ncclWindow_t as an integer     nbytes  of the buffer here     buf  the buffer
@@ -241,9 +219,3 @@ class Window(Shared):
             with self.comm.lock, self.comm.on_own_device():
                 code = self.comm.library.ncclCommWindowDeregister(self.comm.handle, handle)
             self.comm._check_result(code, "ncclCommWindowDeregister")
-
-    def __enter__(self) -> Window:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

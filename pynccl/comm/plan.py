@@ -17,9 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..bindings.abi import Result
-from ..bindings.kinds import attribute, listed, shown
 from ..bindings.library import without_argtypes
 from ..bindings.resource import Shared
+from ..bindings.values import attribute, listed, shown
 from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import Handle, hold, stream_handle
 from .collectives import Collectives

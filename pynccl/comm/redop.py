@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from ..bindings.abi import DataType, RedOp, ScalarResidence
-from ..bindings.kinds import shown
-from ..bindings.resource import Shared
+from ..bindings.abi import ELEMENTS, DataType, RedOp, ScalarResidence
+from ..bindings.resource import Resource, Shared
+from ..bindings.values import shown
 from ..interop.buffers import CPU, adapter, data_type, device_name
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def free_unused(comm: Communicator) -> None:
         comm._check_result(result, "ncclRedOpDestroy")
 
 
-class PreMulSum(Shared):
-    """An operator made by `Communicator.pre_mul_sum`; use it as `op=`, then destroy() it (or `with` it).
+class PreMulSum(Resource, Shared):
+    """An operator made by `Communicator.pre_mul_sum`; use it as `op=`, then close() it (or `with` it).
 
     comm, dtype  the communicator and the data type that it is for
     """
@@ -122,25 +122,20 @@ class PreMulSum(Shared):
             )
         return code
 
-    def destroy(self) -> None:
+    def close(self) -> None:
         """Refuse further calls, and free it. Calls that were already made with it are not affected: what a group has
         recorded, and plans, hold the operator, which is freed after the last of them has gone. Twice is harmless."""
         self._made = None
         free_unused(self.comm)
 
-    def __enter__(self) -> PreMulSum:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.destroy()
+    destroy = close  # as NCCL calls it
 
 
 def _host_scalar(scalar: float, dtype: DataType) -> Any:
     """One element of `dtype` in CPU memory. Torch rounds to the small floats; nothing in the standard library does."""
     import torch
 
-    names = {DataType.FLOAT8_E4M3: "float8_e4m3fn", DataType.FLOAT8_E5M2: "float8_e5m2"}
-    wanted = getattr(torch, names.get(dtype, dtype.name.lower()))
+    wanted = getattr(torch, ELEMENTS[dtype].name)
     try:
         held = torch.tensor([float(scalar) if wanted.is_floating_point else scalar]).to(wanted)
     except (ValueError, RuntimeError, OverflowError):  # of torch and Python, for an integer that is too large

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..bindings.abi import ITEMSIZE, WaitSignalDesc
-from ..bindings.integers import INT_MAX, SIZE_MAX, integer
+from ..bindings.values import INT_MAX, SIZE_MAX, integer
 from ..interop.streams import stream_handle
 from .argcheck import Launcher
 

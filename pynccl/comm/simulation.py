@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..bindings.abi import HEADER_VERSION, SIM_INFO_MAGIC, SimInfo, version_code
+from ..bindings.abi import SIM_INFO_MAGIC, UNDEF_FLOAT, SimInfo
 from ..bindings.errors import NcclInvalidUsage
-from ..bindings.structs import CommConfig
+from ..bindings.structs import CommConfig, stamped
 from . import consistency, init
 from .groups import UNCOMPARED, Call, lock, recording_in, replay
 from .recording import Record, owner_of
@@ -67,7 +67,8 @@ def _estimate(calls: list[Call]) -> float:
         return 0.0
     consistency.refuse_capture(library, "simulate()", "Simulate before the capture", {call.stream for call in calls})
     _compare(comms, calls)
-    info = SimInfo(ctypes.sizeof(SimInfo), SIM_INFO_MAGIC, version_code(min(library.version, HEADER_VERSION)), -1.0)
+    info = stamped(SimInfo, library, magic=SIM_INFO_MAGIC)
+    info.estimatedTime = UNDEF_FLOAT
     with contextlib.ExitStack() as made:
         children = {comm: made.enter_context(child) for comm, child in _children(comms).items()}
         again = [_on(children[call.comm], call, made) for call in calls if call.comm in children]

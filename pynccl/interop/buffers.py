@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..bindings.abi import ITEMSIZE, DataType
-from ..bindings.integers import SIZE_MAX, integer
-from ..bindings.kinds import attribute, shown
+from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType
+from ..bindings.values import SIZE_MAX, attribute, integer, shown
 from . import dlpack
 from .tensors import check_not_in_graph, negated, stands_for_another, why_no_memory
 
@@ -24,31 +23,10 @@ CPU = -1  # the "ordinal" of CPU memory, as torch.Tensor.get_device() has it
 ANY_DEVICE = -2  # a raw pointer: the caller answers for where it lies
 
 _BY_NAME: dict[str, DataType] = {
-    "int8": DataType.INT8,
-    "uint8": DataType.UINT8,
-    "int32": DataType.INT32,
-    "uint32": DataType.UINT32,
-    "int64": DataType.INT64,
-    "uint64": DataType.UINT64,
-    "float16": DataType.FLOAT16,
-    "float32": DataType.FLOAT32,
-    "float64": DataType.FLOAT64,
-    "bfloat16": DataType.BFLOAT16,
-    "float8_e4m3": DataType.FLOAT8_E4M3,
-    "float8_e4m3fn": DataType.FLOAT8_E4M3,
-    "float8_e5m2": DataType.FLOAT8_E5M2,
+    **{element.name: element.dtype for element in ELEMENTS},
+    "float8_e4m3": DataType.FLOAT8_E4M3,  # as NCCL and ml_dtypes name it
 }
-_BY_TYPESTR: dict[str, DataType] = {
-    "i1": DataType.INT8,
-    "u1": DataType.UINT8,
-    "i4": DataType.INT32,
-    "u4": DataType.UINT32,
-    "i8": DataType.INT64,
-    "u8": DataType.UINT64,
-    "f2": DataType.FLOAT16,
-    "f4": DataType.FLOAT32,
-    "f8": DataType.FLOAT64,
-}
+_BY_TYPESTR: dict[str, DataType] = {element.typestr: element.dtype for element in ELEMENTS if element.typestr}
 _MET: dict[tuple[type, Any], DataType] = {}  # data types that were asked for before
 _TYPESTR_ORDERS = ("|", "=", "<" if sys.byteorder == "little" else ">")
 _INSTEAD: dict[str, str] = {

@@ -12,9 +12,8 @@ from importlib import metadata
 from typing import Any
 
 from ..bindings.errors import NcclSystemError, NcclUnhandledCudaError
-from ..bindings.integers import INT_MAX, integer
-from ..bindings.kinds import shown
 from ..bindings.library import gpu_problem
+from ..bindings.values import INT_MAX, integer, shown
 
 
 def device_ordinal(device: Any, name: str = "device") -> int:

@@ -6,26 +6,11 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..bindings.abi import DataType
+from ..bindings.abi import ELEMENTS, DataType
 
 CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
 
-# (type code, bits) of DLPack; 0 int, 1 uint, 2 float, 4 bfloat, 10 float8_e4m3fn, 12 float8_e5m2
-_TYPES: dict[tuple[int, int], DataType] = {
-    (0, 8): DataType.INT8,
-    (1, 8): DataType.UINT8,
-    (0, 32): DataType.INT32,
-    (1, 32): DataType.UINT32,
-    (0, 64): DataType.INT64,
-    (1, 64): DataType.UINT64,
-    (2, 16): DataType.FLOAT16,
-    (2, 32): DataType.FLOAT32,
-    (2, 64): DataType.FLOAT64,
-    (4, 16): DataType.BFLOAT16,
-    (10, 8): DataType.FLOAT8_E4M3,
-    (12, 8): DataType.FLOAT8_E5M2,
-}
-_CODES = {dtype: code for code, dtype in _TYPES.items()}
+_TYPES: dict[tuple[int, int], DataType] = {element.dlpack: element.dtype for element in ELEMENTS}
 
 
 class DLTensor(ctypes.Structure):
@@ -110,7 +95,7 @@ def export(pointer: int, shape: Sequence[int], dtype: DataType, device: tuple[in
     managed.tensor.data = pointer
     managed.tensor.device_type, managed.tensor.device_id = device
     managed.tensor.ndim = len(shape)
-    managed.tensor.code, managed.tensor.bits = _CODES[dtype]
+    managed.tensor.code, managed.tensor.bits = ELEMENTS[dtype].dlpack
     managed.tensor.lanes = 1
     managed.tensor.shape = ctypes.cast(dims, ctypes.POINTER(ctypes.c_int64))
     managed.deleter = _delete

@@ -12,10 +12,9 @@ import weakref
 from typing import Any, Protocol, runtime_checkable
 
 from ..bindings.errors import NcclInvalidUsage, NcclUnhandledCudaError
-from ..bindings.integers import INT_MAX, INT_MIN, SIZE_MAX, integer
-from ..bindings.kinds import attribute, instance, shown
 from ..bindings.library import Library, chosen, host_module
 from ..bindings.resource import Shared
+from ..bindings.values import INT_MAX, INT_MIN, SIZE_MAX, attribute, instance, integer, shown
 from .devices import core_device as _core_device
 from .devices import cuda_core as _cuda_core
 from .devices import cuda_driver, current_device, described, on_device

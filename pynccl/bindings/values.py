@@ -1,4 +1,4 @@
-"""Checks of the kind of an argument, for wherever it is not looked at anyway: each says what was passed and expected.
+"""Plain arguments on their way to C: numbers, strings, sequences, seconds. A check says what was passed and expected.
 
 They stand in the general ways, and behind a look for None: a launch in a loop comes through none of them.
 """
@@ -6,8 +6,12 @@ They stand in the general ways, and behind a look for None: a launch in a loop c
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
+
+INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1  # int
+SIZE_MAX = (1 << 64) - 1  # size_t, and whatever is as wide: addresses, handles
 
 _LONGEST = 200
 _FOR_EVER = 1e9  # seconds: beyond what threading takes, and beyond everybody's patience
@@ -75,3 +79,28 @@ def text(value: Any, name: str, expected: str = "a string") -> bytes:
         except UnicodeEncodeError:  # half of a surrogate pair
             pass
     raise ValueError(f"{name} is {shown(value)}, expected {expected} without NUL, in characters that UTF-8 has")
+
+
+def integer(value: Any, name: str, low: int = 0, high: int = INT_MAX, expected: str = "") -> int:
+    """`value` as an int in low..high; ValueError that says `name is value, expected ...`.
+
+    Takes what Python takes for an index: int, NumPy's integers, a torch tensor of one. Not bool, since True as a rank
+    or a size is a slip, and no float, also 2.0.
+
+    expected  in the words of the caller; otherwise the range is given"""
+    try:
+        found = operator.index(value)
+    except Exception:  # also what an object of the user's raises
+        found = None
+    if found is None or isinstance(value, bool) or not low <= found <= high:
+        raise ValueError(f"{name} is {shown(value)}, expected {expected or f'an integer in {low}..{high}'}")
+    return found
+
+
+def integers(values: Any, name: str, expected: str, low: int = 0, high: int = INT_MAX) -> list[int]:
+    """`values` as ints in low..high; TypeError if there are no values, ValueError if one of them is none."""
+    given = listed(values, name, expected)
+    try:
+        return [integer(value, name, low, high) for value in given]
+    except ValueError:
+        raise ValueError(f"{name} is {shown(given)}, expected {expected}") from None

@@ -14,7 +14,7 @@ from test_buffers import describe
 
 import pynccl
 from pynccl import CollConfig, CommConfig, Communicator
-from pynccl.bindings.integers import integer
+from pynccl.bindings.values import integer
 
 X = torch.zeros(4)
 RAW = (4096, 4, "int8")
