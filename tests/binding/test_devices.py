@@ -223,14 +223,15 @@ assert not stub.calls()
 
 def test_cuda_is_the_current_gpu_and_in_a_launch_the_local_ranks() -> None:
     over_driver("""
-from pynccl import birth, bootstrap
+from pynccl import bootstrap
+from pynccl.comm import init
 make_current(1)
 for name in ("cuda", None):
     assert pynccl.create_stream(name, library=library).device == 1
     assert pynccl.current_stream(name, library=library).device == 1
     assert pynccl.create_event(name, library=library).device == 1
     assert pynccl.mem_alloc(4, device=name, library=library).device == "cuda:1"
-    assert birth.choose_device(library, name) == 1
+    assert init.choose_device(library, name) == 1
     assert bootstrap._default_device(library, name, 0) == 0
     assert bootstrap._prepare(library, name, 0, 1, None).device == 0
     assert bootstrap._default_device(library, name, None) == name
