@@ -1,6 +1,6 @@
 """What a call costs before NCCL starts to work, for each way there is to make it.
 
-    python scripts/bench_overhead.py [--gpu] [--rounds N] [--calls N] [--json]
+    python scripts/bench_overhead.py [--gpu] [--rounds N] [--calls N] [--json | --markdown]
 
 A stub library is compiled whose functions return 0, so that what is measured is the binding alone. All ways are
 measured in one run: rounds A B C ... A B C ... with the garbage collector off, medians over the rounds, and ratios as
@@ -244,6 +244,16 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def markdown(found: dict[str, Any]) -> str:
+    """The table of docs/overhead.md."""
+    bounds = {bound["what"].removesuffix(f" / {BARE}"): f"{bound['at_most']:g}" for bound in found["bounds"]}
+    lines = ["| way | ns per call | x bare ctypes | at most |", "|---|---:|---:|---:|"]
+    for row in sorted(found["calls"], key=lambda row: float(row["ratio"])):
+        way, ns, ratio = row["way"], row["ns"], row["ratio"]
+        lines.append(f"| {way} | {ns:.0f} | {ratio:.2f} | {bounds.get(way, '')} |")
+    return "\n".join(lines)
+
+
 def main_gpu(options: argparse.Namespace) -> None:
     """Rank 0 prints the table, and below it the line RESULT that gpu_check looks for; or the JSON alone."""
     problem = pynccl.bindings.library.gpu_problem()
@@ -263,6 +273,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=101, help="rounds over all ways (default 101)")
     parser.add_argument("--calls", type=int, default=1000, help="calls of each way in a round (default 1000)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/overhead.md")
     parser.add_argument("--gpu", action="store_true", help="on a GPU and the real libnccl instead of the stub")
     options = parser.parse_args()
     if options.rounds < 1 or options.calls < 1:
@@ -282,7 +293,8 @@ def main() -> None:
         times = measure(ways, options.rounds, options.calls)
         comm.destroy()
         found = results(times, reached, import_times(max(options.rounds // 5, 1)))
-    print(json.dumps(found, indent=2) if options.json else table(found))
+    show = markdown if options.markdown else table
+    print(json.dumps(found, indent=2) if options.json else show(found))
 
 
 if __name__ == "__main__":
