@@ -223,7 +223,7 @@ assert not stub.calls()
 
 def test_cuda_is_the_current_gpu_and_in_a_launch_the_local_ranks() -> None:
     over_driver("""
-from pynccl import bootstrap
+from pynccl.bootstrap import join
 from pynccl.comm import init
 make_current(1)
 for name in ("cuda", None):
@@ -232,18 +232,18 @@ for name in ("cuda", None):
     assert pynccl.create_event(name, library=library).device == 1
     assert pynccl.mem_alloc(4, device=name, library=library).device == "cuda:1"
     assert init.choose_device(library, name) == 1
-    assert bootstrap._default_device(library, name, 0) == 0
-    assert bootstrap._prepare(library, name, 0, 1, None).device == 0
-    assert bootstrap._default_device(library, name, None) == name
+    assert join.default_device(library, name, 0) == 0
+    assert join.prepare(library, name, 0, 1, None).device == 0
+    assert join.default_device(library, name, None) == name
 assert devices.device_ordinal("cuda") == 1
 stub.clear()
 pynccl.Communicator.init_all(["cuda"], library=library)
 make_current(None)
 assert devices.device_ordinal("cuda") == 0
-assert bootstrap._default_device(library, "cuda:0", 1) == "cuda:0" and bootstrap._default_device(library, 0, 1) == 0
+assert join.default_device(library, "cuda:0", 1) == "cuda:0" and join.default_device(library, 0, 1) == 0
 for call in (
     lambda: pynccl.create_stream("cpu", library=library),
-    lambda: bootstrap._default_device(library, "cuda", 2),
+    lambda: join.default_device(library, "cuda", 2),
 ):
     try:
         call()
