@@ -34,8 +34,8 @@ def from_store(
 ) -> Communicator:
     """The communicator of ranks 0..nranks-1 that share a torch.distributed store, which serves this one call.
 
-    timeout  seconds for the rendezvous and NCCL's init together, whatever the store's own timeout. A call that the store
-             does not return from is left behind in a thread.
+    timeout  seconds for the rendezvous and NCCL's init together, whatever the store's own timeout. What the store does
+             not return from is left behind in a thread.
 
     Raises as `from_env` does.
     """

@@ -159,7 +159,7 @@ def work():
     stream = made.pop()
     for _ in range(3):
         comm.all_reduce(raw, raw, stream=stream)
-    assert len(stream._held) == 1, len(stream._held)  # the last call's, behind which its event was recorded
+    assert len(stream._kept) == 1, len(stream._kept)  # the last call's, behind which its event was recorded
     driver.stub_query(600)
     comm.all_reduce(raw, raw, stream=stream)
     stream.close()
