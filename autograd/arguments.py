@@ -216,6 +216,16 @@ def check_splits(operation: str, splits: Splits, comm: Communicator, name: str =
     return sizes
 
 
+def check_cut(operation: str, x: Tensor, dim: int, splits: Splits, comm: Communicator) -> tuple[int, ...] | None:
+    """`splits` as a tuple, along which x can be cut; None: equally."""
+    sizes = check_splits(operation, splits, comm)
+    if sizes is None:
+        check_divisible(operation, x, dim, comm)
+    else:
+        check_total(operation, x, dim, sizes)
+    return sizes
+
+
 def check_total(operation: str, x: Tensor, dim: int, splits: Sequence[int], name: str = "splits") -> None:
     """That x is as long along dim as the splits together."""
     if x.shape[dim] != sum(splits):

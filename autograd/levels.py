@@ -82,9 +82,9 @@ def in_memory(x: Tensor, compute: Callable[[Tensor, bool], Tensor]) -> Tensor:
     if torch_internals.is_zero_tensor(x):
         return compute(torch.zeros(x.shape, dtype=x.dtype, device=x.device), False)
     level = torch_internals.old_vmap_level()
-    batched = torch_internals.old_vmap_unbatched(x, level) if level else x
+    batched = torch_internals.old_vmap_unbatched(x, level, 1, 0) if level else x
     if torch_internals.has_storage(batched):
-        return torch_internals.old_vmap_batched(compute(batched, True), level)
+        return torch_internals.old_vmap_batched(compute(batched, True), 0, level)
     raise NotImplementedError(
         f"pynccl_autograd: the tensor is a {type(x).__name__} without memory of its own; pass one that has memory, and "
         "where is_grads_batched is nested use torch.func.jacrev or vmap"

@@ -114,12 +114,15 @@ forward_mode: Callable[[bool], contextlib.AbstractContextManager[Any]] = _find(
     "torch.autograd.forward_ad._set_fwd_grad_enabled"
 )
 _forward_mode_is_on = _find("torch._C._is_fwd_grad_enabled", lambda: True)
-_find("torch.autograd.forward_ad._current_level")  # the two numbers that the next two functions read
+# The two numbers that the next two functions read. Without the first no level is seen, without the second those of
+# torch.func.jvp count as the user's.
+_find("torch.autograd.forward_ad._current_level")
 _find("torch._functorch.eager_transforms.JVP_NESTING")
+_eager = _find("torch._functorch.eager_transforms", object())
 
 
 def in_forward_mode() -> bool:
-    """Whether a level of forward mode is active, torch.func.jvp's included. Without the name none is."""
+    """Whether a level of forward mode is active, torch.func.jvp's included."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
@@ -135,7 +138,7 @@ transforms_active: Callable[[], bool] = _find("torch._C._are_functorch_transform
 # The kinds of levels: Grad, Jvp, Vmap, Functionalize.
 TransformType = _find("torch._C._functorch.TransformType")
 # All interpreters, and the innermost; each has key(), level() and lower(), and of vmap batch_size().
-_interpreters = _find("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
+levels: Callable[[], list[Any]] = _find("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
 innermost: Callable[[], Any] = _find("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter")
 # A context outside of all levels. Replaced by staying within.
 _outside = _find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", contextlib.nullcontext)
@@ -145,7 +148,6 @@ unwrapped: Callable[[], Any] = _find("torch._C._DisableFuncTorch", contextlib.nu
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _find("torch._C._functorch._wrap_for_grad")
 unwrap_for_grad: Callable[[Tensor, int], Tensor] = _find("torch._C._functorch._unwrap_for_grad")
 wrap_for_vmap: Callable[[Tensor, int, int], Tensor] = _find("torch._C._functorch._add_batch_dim")
-_eager = _find("torch._functorch.eager_transforms")
 # The functions within which torch.func.grad, vjp, jacrev and hessian call the user's, and their local variable with the
 # arguments that they differentiate by. Nothing else knows those; without them a rank whose input does not depend on
 # the arguments has no backward pass.
@@ -153,12 +155,6 @@ _DIFFERENTIATED = {
     getattr(inspect.unwrap(_find(f"torch._functorch.eager_transforms.{name}", print)), "__code__", None): variable
     for name, variable in (("grad_and_value_impl", "diff_args"), ("_vjp_with_argnums", "diff_primals"))
 }
-
-
-def levels() -> list[Any]:
-    """The interpreters of the levels of torch.func that are active."""
-    found: list[Any] = _interpreters()
-    return found
 
 
 def outside_levels() -> contextlib.AbstractContextManager[Any]:
@@ -184,7 +180,9 @@ def differentiated_by(numbers: set[int]) -> list[Tensor]:
 
 # The old vmap, by which torch.autograd.grad(is_grads_batched=True) calls backward passes; torch.func does not know it.
 _nest, _unnest = _find("torch._C._vmapmode_increment_nesting"), _find("torch._C._vmapmode_decrement_nesting")
-_batch, _unbatch = _find("torch._add_batch_dim"), _find("torch._remove_batch_dim")
+# A tensor of its level (x, dim, level) from one that has the batch dimension, and back: (x, level, size, dim).
+old_vmap_batched: Callable[[Tensor, int, int], Tensor] = _find("torch._add_batch_dim")
+old_vmap_unbatched: Callable[[Tensor, int, int, int], Tensor] = _find("torch._remove_batch_dim")
 
 
 def old_vmap_level() -> int:
@@ -192,18 +190,6 @@ def old_vmap_level() -> int:
     level: int = _nest() - 1
     _unnest()
     return level
-
-
-def old_vmap_unbatched(x: Tensor, level: int) -> Tensor:
-    """x with the batch dimension of that level in front."""
-    found: Tensor = _unbatch(x, level, 1, 0)
-    return found
-
-
-def old_vmap_batched(x: Tensor, level: int) -> Tensor:
-    """The opposite."""
-    found: Tensor = _batch(x, 0, level)
-    return found
 
 
 # Hooks of saved tensors, by which torch.utils.checkpoint works: a stack, each of (pack, unpack).

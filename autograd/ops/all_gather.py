@@ -16,15 +16,14 @@ from ..arguments import (
     Grad,
     Op,
     check_call,
+    check_cut,
     check_dim,
-    check_divisible,
     check_grad,
     check_op,
     check_own,
     check_reduce_dtype,
     check_reduction,
     check_splits,
-    check_total,
 )
 from ..collective import Call, Collective, mean, operation
 from ..wire import Dtype, Prepared, Splits, counts, local, own, recv_buffer, resized, to_wire
@@ -33,13 +32,7 @@ from .coalesced import operation_of_lists
 
 @operation_of_lists
 def all_gather(
-    x: Tensor,
-    comm: Communicator,
-    dim: int = 0,
-    *,
-    grad: Grad,
-    splits: Splits = None,
-    reduce_dtype: Dtype = None,
+    x: Tensor, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
 ) -> Any:
     """y = concat_q x_q along `dim` on every rank.  [.., s, ..] -> [.., N*s, ..]; a 0-d x gives [N].  See `AllGather`.
 
@@ -94,24 +87,14 @@ class AllGather(Collective):
 
 @operation_of_lists
 def reduce_scatter(
-    x: Tensor,
-    comm: Communicator,
-    dim: int = 0,
-    op: Op = "sum",
-    *,
-    splits: Splits = None,
-    reduce_dtype: Dtype = None,
+    x: Tensor, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None
 ) -> Any:
     """y_r = (sum_q x_q)[slice r of `dim`] ("avg": / N).  [.., N*s, ..] -> [.., s, ..].  See `ReduceScatter`."""
     check_call("reduce_scatter", x, comm)
     op = check_op("reduce_scatter", op)
     reduce_dtype = check_reduction("reduce_scatter", x, op, reduce_dtype)
     dim = check_dim("reduce_scatter", x, dim)
-    splits = check_splits("reduce_scatter", splits, comm)
-    if splits is None:
-        check_divisible("reduce_scatter", x, dim, comm)
-    else:
-        check_total("reduce_scatter", x, dim, splits)
+    splits = check_cut("reduce_scatter", x, dim, splits, comm)
     return comm, Call(ReduceScatter, x, (dim, op, splits, reduce_dtype))
 
 
@@ -153,11 +136,7 @@ def split(x: Tensor, comm: Communicator, dim: int = 0, *, splits: Splits = None)
     """y_r = x[slice r of `dim`] of a replicated x; gradients gathered.  [.., N*s, ..] -> [.., s, ..].  See `Split`."""
     check_call("split", x, comm)
     dim = check_dim("split", x, dim)
-    splits = check_splits("split", splits, comm)
-    if splits is None:
-        check_divisible("split", x, dim, comm)
-    else:
-        check_total("split", x, dim, splits)
+    splits = check_cut("split", x, dim, splits, comm)
     return comm, Call(Split, x, (dim, splits))
 
 

@@ -138,7 +138,7 @@ def test_levels_of_forward_mode_are_seen() -> None:
     def at(module: ModuleType) -> tuple[bool, bool]:
         return module.in_forward_mode(), module.in_dual_level()
 
-    lacking = without("torch._C._is_fwd_grad_enabled")
+    lacking = without("torch._C._is_fwd_grad_enabled", "torch._functorch.eager_transforms")
     assert at(torch_internals) == at(lacking) == (False, False)
     with forward_ad.dual_level():
         assert at(torch_internals) == at(lacking) == (True, True)
