@@ -7,32 +7,19 @@ if __name__ == "autograd":
     )
 
 from . import nn, operators, partition, testing
-from .anchor import anchor
-from .asynchronous import Handle, start
-from .coalesced import Coalesced
+from .checks import anchor
 from .collective import Collective, key_of
-from .exchanges import AllToAll, HaloExchange, HaloReduce, Permute
-from .extremes import Extremum, Product
-from .functions import (
-    PreMul,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    copy,
-    gather,
-    halo_exchange,
-    permute,
-    reduce,
-    reduce_scatter,
-    scatter,
-    send_recv,
-    split,
-)
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .layers import ColumnParallelLinear, RowParallelLinear
+from .ops.all_gather import AllGather, ReduceScatter, Split, all_gather, reduce_scatter, split
+from .ops.all_reduce import AllReduce, Copy, PreMul, all_reduce, copy
+from .ops.all_to_all import AllToAll, all_to_all
+from .ops.coalesced import Coalesced
+from .ops.extremes import Extremum, Product
+from .ops.halo import HaloExchange, HaloReduce, halo_exchange
+from .ops.permute import Permute, permute, send_recv
+from .ops.rooted import AtRoot, Broadcast, Gather, Reduce, Scatter, broadcast, gather, reduce, scatter
 from .partition import AllSumReduce, CartesianPartition, Partition, Repartition, SumReduce, zero_volume_tensor
-from .rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
-from .sums import AllGather, AllReduce, Copy, ReduceScatter, Split
+from .work import Work, start
 
 __all__ = [
     "AllGather",
@@ -50,7 +37,6 @@ __all__ = [
     "Gather",
     "HaloExchange",
     "HaloReduce",
-    "Handle",
     "Partition",
     "Permute",
     "PreMul",
@@ -62,6 +48,7 @@ __all__ = [
     "Scatter",
     "Split",
     "SumReduce",
+    "Work",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -1,6 +1,9 @@
 """Checks of the arguments of differentiable collectives, before anything is launched.
 
-What is wrong here is wrong in the same way on all ranks that run the same program, so all of them raise.
+What is wrong here is wrong in the same way on all ranks that run the same program, so all of them raise. A tensor that
+has no plain memory of its own on the communicator's device is refused by the name of its type, with what to pass
+instead. What only has a shape (meta and fake tensors) is let through: it communicates nothing. Checks that one
+collective alone needs stand in its file.
 """
 
 from __future__ import annotations
@@ -13,15 +16,125 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator, RedOp
-from pynccl.bindings.values import attribute, listed, shown
+from pynccl.bindings.values import attribute, shown
 
-from .inputs import check_comm
-from .wire import is_addable
+from .torch_internals import dispatch_modes, is_traced, is_zero_tensor, transforms_active
+from .wire import CARRIED, REAL_OF, Splits, is_paired
 
 Grad = Literal["sum", "replicated"]
-Splits = Sequence[int] | None
-Halo = int | tuple[int, int] | Sequence[tuple[int, int]]
+Op = Literal["sum", "avg"]
 SUM_OPS = ("sum", "avg")
+
+_PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter))
+_TAKE_LISTS = "ad.all_reduce, ad.all_gather and ad.reduce_scatter take lists, ad.start does not"
+# By the name of a type: what is to be passed instead. Names, since most of these need not be loaded.
+_INSTEAD = {
+    "DTensor": "x.to_local(), this rank's part",
+    "AsyncCollectiveTensor": "x.wait(), its result",
+    "NestedTensor": "x.values(), and give the lengths to all ranks as splits=",
+    "ndarray": "torch.from_numpy(x)",
+    "list": f"its tensors one by one; {_TAKE_LISTS}",
+    "tuple": f"its tensors one by one; {_TAKE_LISTS}",
+    "ProcessGroup": "pynccl.Communicator.from_process_group(group)",
+    "NoneType": "pynccl.init()",
+    "Proxy": "a tensor to torch.fx.experimental.proxy_tensor.make_fx or torch.export, which trace with tensors",
+}
+_NUMBERS = (bool, int, float, complex)
+
+
+def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
+    """That x is a tensor that can travel over comm, and comm a communicator that is alive."""
+    if type(x) not in _PLAIN:
+        check_tensor_type(operation, x)
+    if type(comm) is not Communicator:
+        check_comm(operation, comm)
+    if torch.compiler.is_compiling():
+        return
+    if not comm.alive:
+        comm.check_alive()
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        _refuse_layout(operation, x)
+    if lost_its_memory(x):
+        raise TypeError(
+            f"{operation}: x is a tensor {tuple(x.shape)} whose storage was freed (by resize_(0), as FSDP does); "
+            "pass it while it has its memory"
+        )
+    if x.get_device() != comm.ordinal and not x.is_meta and type(x) in _PLAIN:
+        raise ValueError(
+            f"{operation}: x is on {x.device}, the communicator on {comm.device}; pass x.to({comm.device!r}), or use a "
+            "communicator of x's device"
+        )
+
+
+def lost_its_memory(x: Tensor) -> bool:
+    """Whether x has elements, but memory no more: torch reads there all the same, which ends the process."""
+    try:
+        if type(x) not in _PLAIN or x.data_ptr() or not x.numel() or x.is_meta or is_zero_tensor(x):
+            return False
+        tracing = dispatch_modes() or transforms_active()
+        return not tracing and not x.untyped_storage().nbytes()
+    except RuntimeError:  # of what stands for a tensor within a transform
+        return False
+
+
+def check_tensor_type(operation: str, x: object) -> None:
+    """That x is a tensor that owns memory, or a fake one."""
+    kind: Any = type(x)
+    if not isinstance(x, Tensor):
+        instead = _INSTEAD.get(kind.__name__) or ("torch.tensor(x)" if isinstance(x, _NUMBERS) else "a tensor")
+        raise TypeError(f"{operation}: x is a {type_name(kind)}, expected a torch.Tensor; pass {instead}")
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or is_traced(x):
+        return
+    instead = _INSTEAD.get(kind.__name__, "the plain tensors that it is made of, one by one")
+    raise TypeError(
+        f"{operation}: x is a {type_name(kind)}, which is no plain tensor with memory of its own; pass {instead}"
+    )
+
+
+def check_comm(operation: str, comm: object) -> None:
+    if not isinstance(comm, Communicator):
+        known = next((_INSTEAD[base.__name__] for base in type(comm).__mro__ if base.__name__ in _INSTEAD), None)
+        raise TypeError(
+            f"{operation}: comm is {shown(comm)}, expected a pynccl.Communicator; pass "
+            + (known or "one, of pynccl.init()")
+        )
+
+
+def check_reduction(operation: str, x: Tensor, op: str, reduce_dtype: Any) -> torch.dtype | None:
+    """`reduce_dtype` as the type in which NCCL reduces x, None for the tensor's own; TypeError if NCCL has none."""
+    dtype = x.dtype
+    if reduce_dtype is None and dtype in CARRIED:  # nearly always
+        return None
+    if dtype is torch.bool:
+        if op in ("max", "min"):
+            return None
+        ways = ', or op="max" (logical or), op="min" (logical and)' if operation == "all_reduce" else ""
+        raise TypeError(f"{operation}: bool has no {op!r}; pass a number per element, x.to(torch.int32){ways}")
+    if reduce_dtype is not None:
+        return check_reduce_dtype(operation, x, reduce_dtype)
+    if dtype in CARRIED or is_paired(dtype):
+        return None
+    wide = "torch.float32" if dtype.is_floating_point else "torch.int32"
+    remedy = f"pass reduce_dtype={wide}" if dtype.itemsize <= 2 and not x.is_complex() else "convert x"
+    raise TypeError(f"{operation}: NCCL has no reduction of {dtype}, the type of x; {remedy}")
+
+
+def check_reduce_dtype(operation: str, x: Tensor, reduce_dtype: Any) -> torch.dtype | None:
+    """The type in which sums of tensors like x travel. Of complex x the type of its real part may be meant."""
+    if reduce_dtype is None:
+        return None
+    if not isinstance(reduce_dtype, torch.dtype):
+        raise TypeError(f"{operation}: reduce_dtype is {reduce_dtype!r}, expected a torch.dtype, e.g. torch.float32")
+    if x.is_complex():
+        reduce_dtype = REAL_OF.get(reduce_dtype, reduce_dtype)
+    exact = reduce_dtype.is_floating_point or not (x.is_floating_point() or x.is_complex())
+    if reduce_dtype not in CARRIED or not exact:
+        raise TypeError(
+            f"{operation}: reduce_dtype is {reduce_dtype} for x of {x.dtype}, expected "
+            + ("a floating-point type" if not exact else "a type that NCCL has")
+            + ", e.g. torch.float32"
+        )
+    return reduce_dtype
 
 
 def check_op(operation: str, op: Any, allowed: tuple[str, ...] = SUM_OPS) -> Any:
@@ -103,6 +216,16 @@ def check_splits(operation: str, splits: Splits, comm: Communicator, name: str =
     return sizes
 
 
+def check_cut(operation: str, x: Tensor, dim: int, splits: Splits, comm: Communicator) -> tuple[int, ...] | None:
+    """`splits` as a tuple, along which x can be cut; None: equally."""
+    sizes = check_splits(operation, splits, comm)
+    if sizes is None:
+        check_divisible(operation, x, dim, comm)
+    else:
+        check_total(operation, x, dim, sizes)
+    return sizes
+
+
 def check_total(operation: str, x: Tensor, dim: int, splits: Sequence[int], name: str = "splits") -> None:
     """That x is as long along dim as the splits together."""
     if x.shape[dim] != sum(splits):
@@ -121,106 +244,18 @@ def check_own(operation: str, x: Tensor, dim: int, splits: Sequence[int], comm: 
         )
 
 
-def check_exchange(
-    x: Tensor, comm: Communicator, split_dim: int, concat_dim: int, send_splits: Splits, recv_splits: Splits
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """(send_splits, recv_splits) of an all-to-all; along one dimension both are given, or none."""
-    sends = check_splits("all_to_all", send_splits, comm, "send_splits")
-    recvs = check_splits("all_to_all", recv_splits, comm, "recv_splits")
-    if sends is None:
-        check_divisible("all_to_all", x, split_dim, comm, "pass send_splits=")
-        if recvs is None:
-            return None, None
-        sends = (x.shape[split_dim] // comm.size,) * comm.size
-    check_total("all_to_all", x, split_dim, sends, "send_splits")
-    if split_dim != concat_dim:
-        recvs = (x.shape[concat_dim],) * comm.size if recvs is None else recvs
-        check_own("all_to_all", x, concat_dim, recvs, comm, "recv_splits")
-    return sends, recvs
+def _refuse_layout(operation: str, x: Tensor) -> None:
+    if x.is_nested:
+        kind, instead = "nested", "x.to_padded_tensor(0), or its parts by x.unbind()"
+    elif x.is_quantized:
+        kind, instead = f"quantized ({x.dtype})", "x.int_repr(), or x.dequantize()"
+    else:
+        kind, instead = f"sparse ({x.layout})", "x.to_dense()"
+    raise TypeError(f"{operation}: x is a {kind} tensor, expected a dense one; pass {instead}")
 
 
-def check_edges(comm: Communicator, edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The edges as pairs of ints."""
-    check_comm("permute", comm)
-    if isinstance(edges, (str, bytes, dict)) or not isinstance(edges, Iterable):
-        raise TypeError(f"permute: edges is {shown(edges)}, expected pairs (source, target)")
-    pairs = []
-    for edge in listed(edges, "permute: edges", "pairs (source, target)"):
-        try:
-            source, target = edge
-        except (TypeError, ValueError):
-            raise ValueError(f"permute: edge {shown(edge)} is none, expected a pair (source, target)") from None
-        pairs.append(
-            (
-                check_rank("permute", comm, source, f"the source of edge {edge}"),
-                check_rank("permute", comm, target, f"the target of edge {edge}"),
-            )
-        )
-    return tuple(pairs)
-
-
-def check_meetings(x: Tensor, edges: Iterable[tuple[int, int]]) -> None:
-    """That tensors like x can be added, where some rank is the target of more than one edge."""
-    targets = [target for _, target in edges]
-    if len(set(targets)) < len(targets) and not is_addable(x.dtype):
-        raise TypeError(
-            f"permute: {x.dtype} has no sum, and a rank is the target of several edges; pass x.to(torch.int32), or "
-            "several permutes of one edge per target"
-        )
-
-
-def check_halo(
-    x: Tensor, dim: int, halo: Halo, comm: Communicator
-) -> tuple[int, int] | tuple[int, int, tuple[int, int]]:
-    """This rank's (left, right), and where they may differ by rank, what the neighbours have next to it."""
-    halos, one = _halos(halo, comm)
-    left, right = halos[comm.rank]
-    to_left = halos[comm.rank - 1][1] if comm.rank else 0
-    to_right = halos[comm.rank + 1][0] if comm.rank + 1 < comm.size else 0
-    needed = max(left, right) if one else max(to_left, to_right)
-    interior = x.shape[dim] - left - right
-    if min(min(pair) for pair in halos) < 0 or interior < needed:
-        raise ValueError(
-            f"halo_exchange: halo is {halo} and dimension {dim} of {tuple(x.shape)} on rank {comm.rank} has "
-            f"{x.shape[dim]} rows, of which {interior} are the interior; expected widths >= 0, and an interior of at "
-            f"least {needed}, as wide as the halos next to it, so that a halo comes from one neighbour"
-        )
-    return (left, right) if one else (left, right, (to_left, to_right))
-
-
-def _halos(halo: Any, comm: Communicator) -> tuple[list[tuple[int, int]], bool]:
-    """(left, right) of every rank, and whether that was given once for all."""
-    given = halo.tolist() if attribute(halo, "tolist") is not None else halo
-    both = as_int(given)
-    one = (both, both) if both is not None else _pair(given)
-    if one is not None:
-        return [one] * comm.size, True
-    pairs = [_pair(pair) for pair in given] if isinstance(given, (list, tuple)) else [None]
-    if None in pairs:
-        raise TypeError(
-            f"halo_exchange: halo is {shown(halo)}, expected a width, or a pair (left, right) of them, or a list of "
-            "such pairs, one for each rank"
-        )
-    if len(pairs) != comm.size:
-        raise ValueError(f"halo_exchange: halo is {halo}, expected a pair (left, right) for each of {comm.size} ranks")
-    return [pair for pair in pairs if pair is not None], False
-
-
-def _pair(given: Any) -> tuple[int, int] | None:
-    sizes = tuple(map(as_int, given)) if isinstance(given, Iterable) else ()
-    if len(sizes) != 2 or sizes[0] is None or sizes[1] is None:
-        return None
-    return sizes[0], sizes[1]
-
-
-def is_tracing() -> bool:
-    """Whether tensors have no values now: torch.compile, fake tensors, make_fx."""
-    if torch.compiler.is_compiling():
-        return True
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))
+def type_name(kind: Any) -> str:
+    return str(kind.__name__) if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _any_of(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """What every differentiable collective shares: forward, backward, forward mode and vmap, from one description of it.
 
-A linear collective is a subclass of `Collective` with two halves: `exchange` moves the data, and `adjoint` names the
-collective that is its adjoint. All derivatives follow, of any order, since each adjoint is again such a collective:
+A linear collective is a subclass of `Collective` with two halves: `prepare` says how it travels, and `adjoint` names
+the collective that is its adjoint. All derivatives follow, of any order, since each adjoint is again such a collective:
 
     backward   run(adjoint, g)               forward mode   the same collective, of the tangent
     vmap       the same collective, with the batch dimension in front
@@ -12,31 +12,40 @@ operator of the same name (operators.py), which is made from the same two halves
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from pynccl import Communicator
 
-from . import backward_check, levels
-from .inputs import check_comm
-from .raw import Exchange
-from .recompute import keep, saved_tensors_hooks_on_top
-from .tracing import handles_tangents, has_no_values, is_functionalized, sees_operators
-
-# Bound once: they are asked at every call.
-_transforming, _has_storage = torch._C._are_functorch_transforms_active, torch._C._has_storage
-_hooks, _dispatching, _grad_enabled = (
-    saved_tensors_hooks_on_top,
-    torch._C._len_torch_dispatch_stack,
-    torch.is_grad_enabled,
+from . import levels
+from .arguments import check_comm
+from .checks import compare_backward, number_call
+from .recompute import save_token
+from .torch_internals import (
+    dispatch_modes,
+    has_no_values,
+    has_storage,
+    in_forward_mode,
+    saved_tensors_hooks,
+    transforms_active,
+    unwrap_if_dead,
 )
-_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+from .wire import Prepared
+
+P = ParamSpec("P")
+# run(comm, function, x, *params): `run`, or in a custom operator's backward the call of another operator.
+Run = Callable[..., Tensor]
+
+_grad_enabled = torch.is_grad_enabled  # bound once: it is asked at every call
 
 
 class Call(NamedTuple):
@@ -53,6 +62,9 @@ class Collective(Function):
     name: ClassVar[str]  # of the custom operator in the namespace pynccl
     schema: ClassVar[str]  # of its parameters, after the tensor and the communicator
     grad_at: ClassVar[int | None] = None  # index in params of the convention, for those that have two
+    dims_at: ClassVar[tuple[int, ...]] = ()  # indices in params of the tensor's dimensions
+    linear: ClassVar[bool] = True  # else its derivatives need x and y
+    communicates: ClassVar[bool] = True
     operator: ClassVar[Callable[..., Tensor]]  # (x, key of the communicator, *params): torch.ops.pynccl.<name>
 
     def __init_subclass__(cls) -> None:
@@ -72,7 +84,8 @@ class Collective(Function):
             cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     @staticmethod
-    def exchange(x: Tensor, comm: Communicator, *params: Any) -> Exchange:
+    def prepare(x: Tensor, comm: Communicator, *params: Any) -> Prepared:
+        """The collective of x, ready to be launched."""
         raise NotImplementedError
 
     @staticmethod
@@ -80,10 +93,10 @@ class Collective(Function):
         """The collective that takes the cotangent g to that of the input, whose shape is `shape`."""
         raise NotImplementedError
 
-    @staticmethod
-    def batched(*params: Any) -> tuple[Any, ...]:
+    @classmethod
+    def batched(cls, *params: Any) -> tuple[Any, ...]:
         """The parameters for a tensor with one more dimension in front."""
-        return params
+        return tuple(param + 1 if at in cls.dims_at else param for at, param in enumerate(params))
 
     @staticmethod
     def alone(x: Tensor, *params: Any) -> Tensor:
@@ -93,40 +106,48 @@ class Collective(Function):
     @classmethod
     def apply(cls, x: Tensor, comm: Communicator, *params: Any) -> Any:
         """Torch's apply, without its inspection of the signature, which takes longer than all the rest together."""
-        if _transforming():
+        if transforms_active():
             return super().apply(x, comm, *params)
-        return super(Function, cls).apply(_unwrap_if_dead(x), comm, *params)  # type: ignore[misc]
+        return super(Function, cls).apply(unwrap_if_dead(x), comm, *params)  # type: ignore[misc]
 
     @classmethod
     def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:
         # beneath transforms: see sees_operators
-        if _dispatching() or x.is_meta or (type(x) is not Tensor and has_no_values(x)):
+        if dispatch_modes() or x.is_meta or (type(x) is not Tensor and has_no_values(x)):
             with handles_tangents():
                 return cls.operator(x, key_of(comm), *params)
-        if not _has_storage(x):
+        if not has_storage(x):
             return levels.in_memory(
                 x, lambda t, batched: cls.forward(t, comm, *(cls.batched(*params) if batched else params))
             )
-        issue, finish = cls.exchange(x, comm, *params)
-        issue(None)
-        return finish()
+        launch, result = cls.prepare(x, comm, *params)
+        launch(None)
+        return result()
 
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, comm, *params = inputs
         ctx.comm, ctx.shape, ctx.params = comm, x.shape, params
-        ctx.kept = None if _hooks(False) is None else keep()
-        ctx.site = backward_check.sign(comm, cls.name) if comm.checking else None
+        ctx.ask_for_token = None if saved_tensors_hooks(False) is None else save_token()
+        ctx.call = number_call(comm, cls.name) if comm.checking else None
 
     @classmethod
     def pull_back(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """`backward`; g is zeros where there is none, since the peers wait for this rank all the same."""
-        if ctx.kept is not None:
-            ctx.kept()
-        if ctx.site is not None:
-            backward_check.compare(ctx.comm, ctx.site, g if cls.is_replicated(ctx.params) else None)
-        function, x, params = cls.adjoint(g, ctx.comm, ctx.shape, *ctx.params)
-        return run(ctx.comm, function, x, *params), None, *(None,) * len(ctx.params)
+        if ctx.ask_for_token is not None:  # before anything is communicated: a checkpoint may compute its region anew
+            ctx.ask_for_token()
+        if ctx.call is not None:
+            compare_backward(ctx.comm, ctx.call, g if cls.is_replicated(ctx.params) else None)
+        dx = cls.cotangent(run, ctx.comm, g, ctx.shape, (), ctx.params)
+        return dx, None, *(None,) * len(ctx.params)
+
+    @classmethod
+    def cotangent(
+        cls, run: Run, comm: Communicator, g: Tensor, shape: torch.Size, saved: tuple[Tensor, ...], params: Any
+    ) -> Tensor:
+        """That of the input, of the output's; `saved`: x and y, if this is not linear."""
+        function, x, params = cls.adjoint(g, comm, shape, *params)
+        return run(comm, function, x, *params)
 
     @classmethod
     def jvp(cls, ctx: Any, tangent: Tensor, *others: None) -> Tensor:
@@ -141,7 +162,7 @@ class Collective(Function):
         return cls.grad_at is not None and params[cls.grad_at] == "replicated"
 
 
-class Reached(Function):
+class RequireGrad(Function):
     """Gives x a node although x needs no gradient, so that what follows is entered by the backward pass.
 
     forward    x [..] -> x [..]
@@ -149,7 +170,7 @@ class Reached(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, needs_gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, requires_grad: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -161,7 +182,7 @@ class Reached(Function):
         return tangent.view_as(tangent)
 
 
-_NEEDS_GRADIENT = torch.empty(0, requires_grad=True)
+_REQUIRES_GRAD = torch.empty(0, requires_grad=True)
 
 
 def run(comm: Communicator, function: type[Collective], x: Tensor, *params: Any) -> Tensor:
@@ -173,28 +194,79 @@ def run(comm: Communicator, function: type[Collective], x: Tensor, *params: Any)
     if torch.compiler.is_compiling():
         levels.check_compiled()
         return function.operator(x, key_of(comm), *params)
-    if forward_ad._current_level >= 0 or _transforming():
-        if is_functionalized():
+    if in_forward_mode() or transforms_active():
+        if levels.is_functionalized():
             return function.operator(x, key_of(comm), *params)
         if levels.active():
             x = levels.lift(x)
     if not x.requires_grad and _grad_enabled():
-        x = reachable(x)
+        x = require_grad(x)
     # What is seldom so is asked without a call: every collective comes this way, forwards and backwards.
-    if (_dispatching() or x.is_meta or type(x) is not Tensor) and sees_operators(x):
+    if (dispatch_modes() or x.is_meta or type(x) is not Tensor) and sees_operators(x):
         return function.operator(x, key_of(comm), *params)
     y: Tensor = function.apply(x, comm, *params)
     return y
 
 
-def reachable(x: Tensor) -> Tensor:
+def require_grad(x: Tensor) -> Tensor:
     """x with a node, where derivatives are recorded and x could have one."""
     if x.requires_grad or not torch.is_grad_enabled() or not (x.is_floating_point() or x.is_complex()):
         return x
-    if _transforming():  # nodes of torch.func belong to its levels
+    if transforms_active():  # nodes of torch.func belong to its levels
         return x
-    reached: Tensor = Reached.apply(x, _NEEDS_GRADIENT)
-    return reached
+    y: Tensor = RequireGrad.apply(x, _REQUIRES_GRAD)
+    return y
+
+
+def sees_operators(x: Tensor) -> bool:
+    """Whether the collective of x is to be run as an operator.
+
+    Under dispatch modes (fake tensors, make_fx, export, selective checkpointing), which know operators only; and for
+    tensors without values, of which operators know the outputs' shapes. Within torch.func's transforms and forward mode
+    the Function is run all the same, which has rules for them; its forward, at the bottom of them, then calls the
+    operator."""
+    if not (dispatch_modes() or has_no_values(x)):
+        return False
+    return not (transforms_active() or in_forward_mode())
+
+
+def operation(plan: Callable[P, Any]) -> Callable[P, Tensor]:
+    """The function that runs what `plan` makes of its arguments, (comm, Call); `start` takes the plan instead."""
+
+    @functools.wraps(plan)
+    def run_now(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        comm, (function, x, params) = plan(*args, **kwargs)
+        return run(comm, function, x, *params)
+
+    run_now.plan = plan  # type: ignore[attr-defined]
+    run_now.__annotations__ = {**plan.__annotations__, "return": "Tensor"}
+    return run_now
+
+
+def mean(g: Tensor, op: str, comm: Communicator) -> Tensor:
+    """g / N for the operator "avg", else g."""
+    return g / comm.size if op == "avg" else g
+
+
+class _Tangents(threading.local):
+    handled = False
+
+
+_tangents = _Tangents()
+
+
+@contextlib.contextmanager
+def handles_tangents() -> Iterator[None]:
+    """Operators called in the block belong to a Function that has a forward mode: they need not refuse tangents."""
+    before, _tangents.handled = _tangents.handled, True
+    try:
+        yield
+    finally:
+        _tangents.handled = before
+
+
+def tangents_are_handled() -> bool:
+    return _tangents.handled
 
 
 # Operators take no communicators, but strings; neither table keeps a communicator alive.

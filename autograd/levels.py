@@ -4,53 +4,32 @@ A level is what torch.func's grad, jvp and vmap enter, and forward_ad.dual_level
 within the same levels, but one rank's input may depend on what is differentiated (have a tangent, a batch dimension)
 and another's not. The first would then communicate a tangent, enter a backward or send a batch, and the second not.
 `lift` gives an input all of it: a tangent of 0, a node that leads to the arguments of torch.func.grad, the batch
-dimension. All that this package uses of torch.func's inside is in this file.
+dimension.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
-from torch._C._functorch import TransformType
-from torch._functorch import eager_transforms
-from torch._functorch.pyfunctorch import (
-    retrieve_all_functorch_interpreters,
-    retrieve_current_functorch_interpreter,
-    temporarily_clear_interpreter_stack,
-)
 from torch.autograd import Function, forward_ad
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
-# The functions within which torch.func.grad, vjp, jacrev and hessian call the user's, and their local variable with the
-# arguments that they differentiate by. Nothing else knows those.
-_DIFFERENTIATED = {
-    inspect.unwrap(eager_transforms.grad_and_value_impl).__code__: "diff_args",
-    inspect.unwrap(eager_transforms._vjp_with_argnums).__code__: "diff_primals",
-}
+from . import torch_internals
+from .torch_internals import TransformType, forward_mode, in_dual_level, innermost, transforms_active
 
 
 def active() -> bool:
     """Whether any level is."""
-    return torch._C._are_functorch_transforms_active() or _is_dual_level()
-
-
-def _is_dual_level() -> bool:
-    """Whether a dual_level is active that is the user's: torch.func.jvp enters one too, beside its own level."""
-    return forward_ad._current_level >= 0 and not eager_transforms.JVP_NESTING and torch._C._is_fwd_grad_enabled()
+    return transforms_active() or in_dual_level()
 
 
 def lift(x: Tensor) -> Tensor:
     """x, which at every active level has a tangent, depends on what is differentiated, and has the batch dimension."""
     differentiable = x.is_floating_point() or x.is_complex()
-    levels = retrieve_all_functorch_interpreters()
-    arguments = _arguments({level.level() for level in levels if level.key() == TransformType.Grad})
+    of_grad = {level.level() for level in torch_internals.levels() if level.key() == TransformType.Grad}
+    arguments = torch_internals.differentiated_by(of_grad)
     zero = _zero(x, differentiable)
     lifted: Tensor = Lifted.apply(x, zero, *(arguments if differentiable else ()))
     return lifted
@@ -59,32 +38,40 @@ def lift(x: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result
 def check_compiled() -> None:
     """Raise where torch.compile traces torch.func.grad: operators know torch's own autograd only."""
-    if any(level.key() == TransformType.Grad for level in retrieve_all_functorch_interpreters()):
+    if any(level.key() == TransformType.Grad for level in torch_internals.levels()):
         raise NotImplementedError(
             "pynccl_autograd within torch.func.grad, vjp or jacrev within torch.compile; call torch.func outside of "
             "torch.compile, or torch.autograd.grad on the compiled function's result"
         )
 
 
+def is_functionalized() -> bool:
+    """Whether torch.func.functionalize is active, which knows operators only.
+
+    Beside a derivative it cannot be: torch's operators have no rule for both."""
+    kinds = [level.key() for level in torch_internals.levels()]
+    if TransformType.Functionalize not in kinds:
+        return False
+    if TransformType.Grad in kinds or TransformType.Jvp in kinds:
+        raise NotImplementedError(
+            "torch.func.functionalize together with torch.func.grad, vjp or jvp has no rule for collectives; leave "
+            "functionalize out: make_fx(torch.func.grad(f)) traces them without"
+        )
+    return True
+
+
 def beneath(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """function(*tensors) within a `jvp`, computed beneath its level: derivatives of that level's own would be dropped.
 
     torch switches forward mode off within the jvp of a Function, which is right for the level of that jvp only."""
-    if not torch._C._are_functorch_transforms_active():
+    if not transforms_active():
         return function(*tensors)
-    interpreter = retrieve_current_functorch_interpreter()
+    interpreter = innermost()
     level = interpreter.level()
-    inner = [_functorch._unwrap_for_grad(t, level) for t in tensors]
-    with _set_fwd_grad_enabled(True), interpreter.lower():
+    inner = [torch_internals.unwrap_for_grad(t, level) for t in tensors]
+    with forward_mode(True), interpreter.lower():
         result = function(*inner)
-    return _functorch._wrap_for_grad(result, level)
-
-
-def left() -> contextlib.AbstractContextManager[Any]:
-    """A context outside of all of torch.func's levels."""
-    if torch._C._are_functorch_transforms_active():
-        return temporarily_clear_interpreter_stack()
-    return contextlib.nullcontext()
+    return torch_internals.wrap_for_grad(result, level)
 
 
 def in_memory(x: Tensor, compute: Callable[[Tensor, bool], Tensor]) -> Tensor:
@@ -92,13 +79,12 @@ def in_memory(x: Tensor, compute: Callable[[Tensor, bool], Tensor]) -> Tensor:
 
     Such are torch's zeros, as tangents may be, and the cotangents of torch.autograd.grad(is_grads_batched=True), whose
     batches torch.func does not know."""
-    if x._is_zerotensor():
+    if torch_internals.is_zero_tensor(x):
         return compute(torch.zeros(x.shape, dtype=x.dtype, device=x.device), False)
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    batched = torch._remove_batch_dim(x, level, 1, 0) if level else x
-    if torch._C._has_storage(batched):
-        return torch._add_batch_dim(compute(batched, True), 0, level)
+    level = torch_internals.old_vmap_level()
+    batched = torch_internals.old_vmap_unbatched(x, level, 1, 0) if level else x
+    if torch_internals.has_storage(batched):
+        return torch_internals.old_vmap_batched(compute(batched, True), 0, level)
     raise NotImplementedError(
         f"pynccl_autograd: the tensor is a {type(x).__name__} without memory of its own; pass one that has memory, and "
         "where is_grads_batched is nested use torch.func.jacrev or vmap"
@@ -124,7 +110,7 @@ class Lifted(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = cotangents
-        return g, None, *(Nothing.apply(argument, g) for argument in ctx.saved_tensors)
+        return g, None, *(DependentZeros.apply(argument, g) for argument in ctx.saved_tensors)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
@@ -136,7 +122,7 @@ class Lifted(Function):
         return Lifted.apply(batched, *others), 0
 
 
-class Nothing(Function):
+class DependentZeros(Function):
     """Zeros that depend on tensors, and whose derivatives of any order do: where these are asked for, backward passes
     enter what made the tensors. Values are not looked at, so that no NaN comes of infinities.
 
@@ -157,47 +143,33 @@ class Nothing(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, ...]:
         (g,) = cotangents
         inputs = ctx.saved_tensors
-        return tuple(Nothing.apply(each, g, *inputs) for each in inputs)
+        return tuple(DependentZeros.apply(each, g, *inputs) for each in inputs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
         (like,) = ctx.saved_tensors
-        return beneath(Nothing.apply, like, *tangents)
+        return beneath(DependentZeros.apply, like, *tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int | None]:
-        return Nothing.apply(*tensors), in_dims[0]
+        return DependentZeros.apply(*tensors), in_dims[0]
 
 
 def _zero(x: Tensor, differentiable: bool) -> Tensor:
     """A number 0 that is batched at every level of vmap, and has a tangent of 0 at every level of jvp."""
-    if not torch._C._are_functorch_transforms_active():
+    if not transforms_active():
         zero = torch.zeros((), device=x.device)
-        return forward_ad.make_dual(zero, torch.zeros_like(zero)) if differentiable and _is_dual_level() else zero
-    interpreter: Any = retrieve_current_functorch_interpreter()
+        return forward_ad.make_dual(zero, torch.zeros_like(zero)) if differentiable and in_dual_level() else zero
+    interpreter = innermost()
     kind, level = interpreter.key(), interpreter.level()
-    with _set_fwd_grad_enabled(True), interpreter.lower():
+    with forward_mode(True), interpreter.lower():
         zero = _zero(x, differentiable)
         tangent = torch.zeros_like(zero)
         if kind == TransformType.Vmap:
             zero = zero.expand(interpreter.batch_size(), *zero.shape)
     if kind == TransformType.Vmap:
-        return _functorch._add_batch_dim(zero, 0, level)
+        return torch_internals.wrap_for_vmap(zero, 0, level)
     if kind == TransformType.Jvp and differentiable:
-        primal, change = (_functorch._wrap_for_grad(t, level) for t in (zero, tangent))
+        primal, change = (torch_internals.wrap_for_grad(t, level) for t in (zero, tangent))
         return forward_ad.make_dual(primal, change)
     return zero
-
-
-def _arguments(levels: set[int]) -> list[Tensor]:
-    """For each of these levels of torch.func.grad, an argument by which it differentiates."""
-    found: list[Tensor] = []
-    frame = sys._getframe(1) if levels else None
-    while frame is not None and levels:
-        name = _DIFFERENTIATED.get(frame.f_code)
-        if name is not None and frame.f_locals.get("level") in levels:
-            levels.discard(frame.f_locals["level"])
-            leaves = torch.utils._pytree.tree_leaves(frame.f_locals.get(name))
-            found += [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad][:1]
-        frame = frame.f_back
-    return found

@@ -1,6 +1,6 @@
 """The differentiable collectives as modules, and a Sequential that runs a linear layer with its collective as one.
 
-A module for each function of functions.py, with its arguments and its errors, of the communicator it was made with. As
+A module for each function of ops/, with its arguments and its errors, of the communicator it was made with. As
 TransformerEngine's operations of the same names: ReduceScatter sums over ranks and keeps slice `rank` of dimension 0,
 its backward pass is an all-gather; AllReduce(comm, grad="replicated") passes gradients through unchanged; on one rank
 AllReduce, ReduceScatter, AllGather, Copy and Split return their input, not a copy of it as some functions do.
@@ -8,27 +8,29 @@ AllReduce, ReduceScatter, AllGather, Copy and Split return their input, not a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as torch_module
 
 from pynccl import Communicator
 from pynccl.bindings.values import attribute
 
-from . import functions
-from .arguments import Grad, Halo, check_edges, check_grad, check_op, check_rank
-from .functions import Dtype, Op, PreMul
-from .inputs import check_comm
-from .linear import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-
-Splits = Sequence[int] | None
+from .arguments import Grad, Op, check_comm, check_grad, check_op, check_rank
+from .ops.all_gather import all_gather, reduce_scatter, split
+from .ops.all_reduce import PreMul, all_reduce, copy
+from .ops.all_to_all import all_to_all
+from .ops.halo import Halo, halo_exchange
+from .ops.permute import check_edges, permute
+from .ops.rooted import broadcast, gather, reduce, scatter
+from .overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from .torch_internals import is_hooked
+from .wire import Dtype, Splits
 
 
 class Operation(torch.nn.Module):
-    """A function of functions.py with its communicator and its other arguments."""
+    """A function of ops/ with its communicator and its other arguments."""
 
     function: ClassVar[Any]
     passes_alone: ClassVar[bool] = False  # on one rank the output is the input
@@ -73,7 +75,7 @@ class AllReduce(Operation):
     it is another tensor. So it is among its parameters and in its state_dict, and moves with it.
     """
 
-    function = staticmethod(functions.all_reduce)
+    function = staticmethod(all_reduce)
     passes_alone = True
     scale: Tensor
 
@@ -96,7 +98,7 @@ class AllReduce(Operation):
 class Copy(Operation):
     """y = x; gradients are summed over ranks."""
 
-    function = staticmethod(functions.copy)
+    function = staticmethod(copy)
     passes_alone = True
 
     def __init__(self, comm: Communicator, *, reduce_dtype: Dtype = None) -> None:
@@ -108,7 +110,7 @@ class ReduceScatter(Operation):
 
     ValueError if `dim` is not divisible by the number of ranks, unless splits= gives the sizes."""
 
-    function = staticmethod(functions.reduce_scatter)
+    function = staticmethod(reduce_scatter)
     passes_alone = True
 
     def __init__(
@@ -121,7 +123,7 @@ class ReduceScatter(Operation):
 class AllGather(Operation):
     """y = concat_q x_q along `dim` on every rank; gradients are reduce-scattered (grad="replicated": cut)."""
 
-    function = staticmethod(functions.all_gather)
+    function = staticmethod(all_gather)
     passes_alone = True
 
     def __init__(
@@ -134,7 +136,7 @@ class AllGather(Operation):
 class Split(Operation):
     """y_r = x[slice r of `dim`] of a replicated x; gradients are gathered."""
 
-    function = staticmethod(functions.split)
+    function = staticmethod(split)
     passes_alone = True
 
     def __init__(self, comm: Communicator, dim: int = 0, *, splits: Splits = None) -> None:
@@ -144,7 +146,7 @@ class Split(Operation):
 class Broadcast(Operation):
     """y_r = x_root on every rank; x on the others gives shape and type."""
 
-    function = staticmethod(functions.broadcast)
+    function = staticmethod(broadcast)
 
     def __init__(self, comm: Communicator, root: int, *, grad: Grad, reduce_dtype: Dtype = None) -> None:
         check_grad("nn.Broadcast", grad)
@@ -155,7 +157,7 @@ class Broadcast(Operation):
 class Reduce(Operation):
     """root: sum_q x_q, others: zeros."""
 
-    function = staticmethod(functions.reduce)
+    function = staticmethod(reduce)
 
     def __init__(self, comm: Communicator, root: int, op: Op = "sum", *, reduce_dtype: Dtype = None) -> None:
         check_op("nn.Reduce", op)
@@ -166,7 +168,7 @@ class Reduce(Operation):
 class Scatter(Operation):
     """y_r = x_root[slice r of `dim`]."""
 
-    function = staticmethod(functions.scatter)
+    function = staticmethod(scatter)
 
     def __init__(self, comm: Communicator, root: int, dim: int = 0, *, splits: Splits = None) -> None:
         check_rank("nn.Scatter", comm, root)
@@ -176,7 +178,7 @@ class Scatter(Operation):
 class Gather(Operation):
     """root: concat_q x_q along `dim`, others: size 0 along it."""
 
-    function = staticmethod(functions.gather)
+    function = staticmethod(gather)
 
     def __init__(self, comm: Communicator, root: int, dim: int = 0, *, splits: Splits = None) -> None:
         check_rank("nn.Gather", comm, root)
@@ -186,7 +188,7 @@ class Gather(Operation):
 class AllToAll(Operation):
     """Part q of x along `split_dim` goes to rank q; what arrives is concatenated along `concat_dim`."""
 
-    function = staticmethod(functions.all_to_all)
+    function = staticmethod(all_to_all)
 
     def __init__(
         self,
@@ -204,7 +206,7 @@ class AllToAll(Operation):
 class Permute(Operation):
     """y_r = sum of x_q over the edges (q, r), zeros without one."""
 
-    function = staticmethod(functions.permute)
+    function = staticmethod(permute)
 
     def __init__(self, comm: Communicator, edges: Iterable[tuple[int, int]]) -> None:
         super().__init__(comm, edges=check_edges(comm, edges))
@@ -213,7 +215,7 @@ class Permute(Operation):
 class HaloExchange(Operation):
     """Ranks in a line: the neighbours' borders overwrite the halos of x along `dim`."""
 
-    function = staticmethod(functions.halo_exchange)
+    function = staticmethod(halo_exchange)
 
     def __init__(self, comm: Communicator, dim: int, halo: Halo) -> None:
         super().__init__(comm, dim=dim, halo=halo)
@@ -237,7 +239,7 @@ class Sequential(torch.nn.Sequential):
         modules = list(self)
         at = 0
         while at < len(modules):
-            run = _fused(modules[at], modules[at + 1]) if at + 1 < len(modules) else None
+            run = _fused(modules, at)
             if run is not None and x.dim() >= 2:
                 x = run(modules[at], modules[at + 1], x)
                 at += 2
@@ -250,54 +252,42 @@ class Sequential(torch.nn.Sequential):
         """The indices of the modules that would be run as one now: hooks come and go."""
         modules = list(self)
         pairs: list[tuple[int, int]] = []
-        at = 0
-        while at + 1 < len(modules):
-            found = _fused(modules[at], modules[at + 1]) is not None
-            if found:
+        for at in range(len(modules)):
+            if not (pairs and pairs[-1][1] == at) and _fused(modules, at) is not None:
                 pairs.append((at, at + 1))
-            at += 1 + found
         return pairs
 
 
-def _linear_reduce_scatter(linear: Any, scatter: Any, x: Tensor) -> Tensor:
-    return matmul_reduce_scatter(x, linear.weight, scatter.comm)
+# Two neighbours, by their exact types, as a subclass may have another forward: what the options of the collective must
+# be, and what runs the two as one.
+_FUSED: dict[tuple[type, type], tuple[dict[str, object], Callable[[Any, Any, Tensor], Tensor]]] = {
+    (torch.nn.Linear, ReduceScatter): (
+        {"dim": 0, "op": "sum"},
+        lambda linear, scatter, x: matmul_reduce_scatter(x, linear.weight, scatter.comm),
+    ),
+    (torch.nn.Linear, AllReduce): (
+        {"op": "sum", "grad": "replicated"},
+        lambda linear, reduce, x: matmul_all_reduce(x, linear.weight, reduce.comm),
+    ),
+    (AllGather, torch.nn.Linear): (
+        {"dim": 0, "grad": "sum"},
+        lambda gather, linear, x: all_gather_matmul(x, linear.weight, gather.comm, linear.bias),
+    ),
+}
 
 
-def _linear_all_reduce(linear: Any, reduce: Any, x: Tensor) -> Tensor:
-    return matmul_all_reduce(x, linear.weight, reduce.comm)
-
-
-def _all_gather_linear(gather: Any, linear: Any, x: Tensor) -> Tensor:
-    return all_gather_matmul(x, linear.weight, gather.comm, linear.bias)
-
-
-class _Pair(NamedTuple):
-    """Two types of modules, exactly: a subclass may have another forward."""
-
-    first: type[torch.nn.Module]
-    second: type[torch.nn.Module]
-    options: dict[str, object]  # of the collective
-    run: Callable[[Any, Any, Tensor], Tensor]
-
-
-_PAIRS = (
-    _Pair(torch.nn.Linear, ReduceScatter, {"dim": 0, "op": "sum"}, _linear_reduce_scatter),
-    _Pair(torch.nn.Linear, AllReduce, {"op": "sum", "grad": "replicated"}, _linear_all_reduce),
-    _Pair(AllGather, torch.nn.Linear, {"dim": 0, "grad": "sum"}, _all_gather_linear),
-)
-
-
-def _fused(first: torch.nn.Module, second: torch.nn.Module) -> Callable[[Any, Any, Tensor], Tensor] | None:
-    """What runs the two as one; None: run them one by one."""
-    for pair in _PAIRS:
-        if type(first) is pair.first and type(second) is pair.second and _is_plain(first) and _is_plain(second):
-            linear, collective = (second, first) if isinstance(first, Operation) else (first, second)
-            summed_bias = linear is first and linear.bias is not None
-            assert isinstance(collective, Operation)
-            given = {name: value for name, value in collective.options.items() if value is not None}
-            if given == pair.options and collective.comm.size > 1 and not summed_bias:
-                return pair.run
-    return None
+def _fused(modules: list[Any], at: int) -> Callable[[Any, Any, Tensor], Tensor] | None:
+    """What runs the module at `at` and the next one as one; None: run them one by one."""
+    if at + 1 == len(modules):
+        return None
+    first, second = modules[at : at + 2]
+    options, function = _FUSED.get((type(first), type(second)), ({}, None))
+    if function is None or not (_is_plain(first) and _is_plain(second)):
+        return None
+    collective = first if isinstance(first, Operation) else second
+    summed_bias = collective is second and first.bias is not None
+    given = {name: value for name, value in collective.options.items() if value is not None}
+    return function if given == options and collective.comm.size > 1 and not summed_bias else None
 
 
 _FORWARDS = (torch.nn.Linear.forward, Operation.forward)  # libraries replace the first for all layers at once
@@ -305,12 +295,5 @@ _FORWARDS = (torch.nn.Linear.forward, Operation.forward)  # libraries replace th
 
 def _is_plain(module: torch.nn.Module) -> bool:
     """Calling it is running its class's forward, and nothing else."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    own_forward = "forward" in module.__dict__ or module._compiled_call_impl is not None
-    own_forward = own_forward or type(module).forward not in _FORWARDS
-    return not (any(hooks) or own_forward or torch_module._has_any_global_hook())
+    own_forward = "forward" in module.__dict__ or type(module).forward not in _FORWARDS
+    return not (own_forward or is_hooked(module))

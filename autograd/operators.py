@@ -1,8 +1,8 @@
 """The collectives as custom operators, torch.ops.pynccl.*, for what traces: torch.compile, fake tensors, export.
 
-Each is made from a `Collective`: the kernel and the shapes from its exchange, the backward from its adjoint, the vmap
-rule from its batched parameters. A communicator is named by the string `key_of(comm)`. Operators have no forward mode:
-they raise, where torch would drop the tangent. Under torch.compile no nodes are added (see functions.py), so
+Each is made from a `Collective`: the kernel and the shapes from `prepare`, the backward from its adjoint, the vmap rule
+from its batched parameters. A communicator is named by the string `key_of(comm)`. Operators have no forward mode:
+they raise, where torch would drop the tangent. Under torch.compile no nodes are added (see ops/__init__.py), so
 requires_grad must be the same on all ranks; and a collective whose result is not used is dropped from the graph, on all
 ranks alike if they run the same program.
 """
@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
-from torch.autograd import forward_ad
 
 from pynccl import Communicator
 
-from .collective import Collective, communicator, key_of
-from .exchanges import AllToAll, HaloExchange, HaloReduce, Permute
-from .extremes import Elementwise, Extremum, Product
-from .recompute import keep
-from .rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
-from .sums import AllGather, AllReduce, Copy, ReduceScatter, Split
-from .tracing import tangents_are_handled
+from .collective import Collective, communicator, key_of, tangents_are_handled
+from .ops.all_gather import AllGather, ReduceScatter, Split
+from .ops.all_reduce import AllReduce, Copy
+from .ops.all_to_all import AllToAll
+from .ops.extremes import Extremum, Product
+from .ops.halo import HaloExchange, HaloReduce
+from .ops.permute import Permute
+from .ops.rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
+from .recompute import save_token
+from .torch_internals import detect_fake_mode, in_forward_mode
 
 FUNCTIONS: tuple[type[Collective], ...] = (
     AllReduce,
@@ -53,7 +54,7 @@ def run_operator(comm: Communicator, function: type[Collective], x: Tensor, *par
 
 def _refuse_tangents(function: type[Collective]) -> None:
     """Raise within any forward-mode derivative: whether x has a tangent can no longer be seen down here."""
-    if getattr(forward_ad, "_current_level", -1) >= 0 and not tangents_are_handled():
+    if in_forward_mode() and not tangents_are_handled():
         raise NotImplementedError(
             f"torch.ops.pynccl.{function.name} has no forward mode, and so under torch.compile neither has "
             "pynccl_autograd; call its functions outside torch.compile, where they have"
@@ -63,29 +64,25 @@ def _refuse_tangents(function: type[Collective]) -> None:
 def _register(function: type[Collective]) -> None:
     def kernel(x: Tensor, comm: str, *params: Any) -> Tensor:
         _refuse_tangents(function)
-        issue, finish = function.exchange(x, communicator(comm), *params)
-        issue(None)
-        return finish()
+        launch, result = function.prepare(x, communicator(comm), *params)
+        launch(None)
+        return result()
 
     def fake(x: Tensor, comm: str, *params: Any) -> Tensor:
         _refuse_tangents(function)
-        return function.exchange(x, communicator(comm), *params).finish()
+        return function.prepare(x, communicator(comm), *params).result()
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, key, *ctx.params = inputs
         ctx.comm, ctx.shape = communicator(key), x.shape
-        ctx.kept = None if detect_fake_mode() else keep()
-        if issubclass(function, Elementwise):
+        ctx.ask_for_token = None if detect_fake_mode() else save_token()
+        if not function.linear:
             ctx.save_for_backward(x, output)
 
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.kept is not None:
-            ctx.kept()
-        if issubclass(function, Elementwise):
-            dx = function.cotangent(run_operator, ctx.comm, g, *ctx.saved_tensors, *ctx.params)
-        else:
-            adjoint, of, params = function.adjoint(g, ctx.comm, ctx.shape, *ctx.params)
-            dx = run_operator(ctx.comm, adjoint, of, *params)
+        if ctx.ask_for_token is not None:
+            ctx.ask_for_token()
+        dx = function.cotangent(run_operator, ctx.comm, g, ctx.shape, ctx.saved_tensors, ctx.params)
         return dx, None, *(None,) * len(ctx.params)
 
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, comm: str, *params: Any) -> tuple[Tensor, int]:

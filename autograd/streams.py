@@ -25,22 +25,22 @@ class SideStream(Protocol):
     """Where collectives run beside the caller's work."""
 
     def handle(self, keeper: Keeper) -> Any:
-        """For `stream=`; the keeper is given what is issued there, and keeps it until `join` or `leave`."""
+        """For `stream=`; the keeper is given what is enqueued there, and keeps it until `wait` or `wait_on`."""
 
-    def follow(self) -> Any:
+    def wait_for_caller(self) -> Any:
         """Work launched here from now on starts after what the caller has launched so far. Returns his stream."""
 
-    def mark(self) -> Any:
-        """The end of what was launched here so far: an event for `join`."""
+    def record(self) -> Any:
+        """The end of what was launched here so far: an event for `wait`."""
 
-    def join(self, event: Any) -> Any:
+    def wait(self, event: Any) -> Any:
         """What the caller launches from now on starts after the event. Raises what went wrong before it. Returns the
         caller's stream."""
 
-    def leave(self, event: Any, home: Any) -> None:
+    def wait_on(self, home: Any, event: Any) -> None:
         """The same for the stream `home`, whoever the caller is."""
 
-    def give_back(self, home: Any, here: Any, result: Tensor | None) -> None:
+    def release(self, home: Any, here: Any, result: Tensor | None) -> None:
         """The buffers of the stream `home` are free after what was launched on `here` so far, and the result, which may
         be one of them, is used on `here`."""
 
@@ -61,19 +61,19 @@ class _HostSide:
     def handle(self, keeper: Keeper) -> Any:
         return self._stream
 
-    def follow(self) -> None:
+    def wait_for_caller(self) -> None:
         """The caller's work is done when it returns."""
 
-    def mark(self) -> Any:
+    def record(self) -> Any:
         return self._stream.record()
 
-    def join(self, event: Any) -> None:
+    def wait(self, event: Any) -> None:
         event.synchronize()
 
-    def leave(self, event: Any, home: None) -> None:
+    def wait_on(self, home: None, event: Any) -> None:
         event.synchronize()
 
-    def give_back(self, home: None, here: None, result: Tensor | None) -> None:
+    def release(self, home: None, here: None, result: Tensor | None) -> None:
         """Whoever has waited has waited for all."""
 
     def share(self, made: Tensor, on: None) -> None:
@@ -96,23 +96,23 @@ class _CudaSide:
         handle.owner = keeper
         return handle
 
-    def follow(self) -> Any:
+    def wait_for_caller(self) -> Any:
         home = torch.cuda.current_stream(self.device)
         self._torch.wait_stream(home)
         return home
 
-    def mark(self) -> Any:
+    def record(self) -> Any:
         return self._torch.record_event()
 
-    def join(self, event: Any) -> Any:
+    def wait(self, event: Any) -> Any:
         here = torch.cuda.current_stream(self.device)
         here.wait_event(event)
         return here
 
-    def leave(self, event: Any, home: Any) -> None:
+    def wait_on(self, home: Any, event: Any) -> None:
         home.wait_event(event)
 
-    def give_back(self, home: Any, here: Any, result: Tensor | None) -> None:
+    def release(self, home: Any, here: Any, result: Tensor | None) -> None:
         if here != home:
             home.wait_stream(here)
             if result is not None:

@@ -5,15 +5,24 @@ as bytes, which serves all that only copies. Sums, too, may travel in a type of 
 
 What arrives is received into the result itself, where its rows lie as they arrive. A result is never a view of another
 tensor, not even of one that nobody else has: autograd forbids to change such an output of a custom Function in place.
+
+`Prepared` is what each collective makes of these: contiguous buffers, to be launched on any stream, and the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from pynccl import Communicator
+
+from .torch_internals import is_zero_tensor
+
+Splits = Sequence[int] | None
+Dtype = torch.dtype | None
 
 CARRIED = frozenset(
     getattr(torch, name)
@@ -29,11 +38,31 @@ SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64:
 _ADDED = {torch.int16, torch.uint16, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
 
-class Landing(NamedTuple):
-    """Memory to receive into, contiguous; `finish` makes the result of it once all has arrived."""
+class Prepared(NamedTuple):
+    """A collective, ready: launch(stream) enqueues it (None: on the current stream); result() then makes the output.
+
+    The two hold references to all buffers, so whoever launches on a side stream keeps this until the current stream has
+    waited for it. result() alone gives a tensor of the right shape and strides, which is what tracing needs.
+    """
+
+    launch: Callable[[Any], object]
+    result: Callable[[], Tensor]
+
+
+class RecvBuffer(NamedTuple):
+    """Memory to receive into, contiguous; `result` makes the output of it once all has arrived."""
 
     recv: Tensor
-    finish: Callable[[], Tensor]
+    result: Callable[[], Tensor]
+
+
+def nothing(stream: Any) -> None:
+    """The `launch` of what needs no communication."""
+
+
+def local(result: Callable[[], Tensor]) -> Prepared:
+    """What needs no communication."""
+    return Prepared(nothing, result)
 
 
 def units(dtype: torch.dtype) -> int:
@@ -52,10 +81,10 @@ def is_addable(dtype: torch.dtype) -> bool:
     return dtype is not torch.bool and (dtype in CARRIED or dtype.is_complex or dtype in _ADDED)
 
 
-def to_wire(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def to_wire(x: Tensor, dtype: Dtype = None) -> Tensor:
     """Contiguous memory of a type that NCCL has: the tensor's own, or `dtype`. The shape is that of x only if both
     have one type."""
-    if x.is_neg() or x._is_zerotensor():
+    if x.is_neg() or is_zero_tensor(x):
         x = real_memory(x)
     if x.dtype in CARRIED:
         return x.contiguous() if dtype is None or dtype is x.dtype else x.to(dtype).contiguous()
@@ -66,10 +95,10 @@ def to_wire(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def real_memory(x: Tensor) -> Tensor:
     """x with memory that holds its values: no lazy minus sign, no zeros that take no memory."""
-    return x.new_zeros(x.shape) if x._is_zerotensor() else x.resolve_neg()
+    return x.new_zeros(x.shape) if is_zero_tensor(x) else x.resolve_neg()
 
 
-def landing(like: Tensor, shape: Sequence[int], dim: int = 0, dtype: torch.dtype | None = None) -> Landing:
+def recv_buffer(like: Tensor, shape: Sequence[int], dim: int = 0, dtype: Dtype = None) -> RecvBuffer:
     """For a result of `shape` in the type of `like`, whose slices along `dim` arrive one after the other.
 
     dtype  in which it arrives, if not its own"""
@@ -77,14 +106,14 @@ def landing(like: Tensor, shape: Sequence[int], dim: int = 0, dtype: torch.dtype
         return _converting(like, shape, dim, dtype)
     out = like.new_empty(tuple(shape))
     if leads(shape, dim):
-        return Landing(_bits(out), lambda: out)
+        return RecvBuffer(_bits(out), lambda: out)
     front = like.new_empty((shape[dim], *shape[:dim], *shape[dim + 1 :]))
 
-    def finish() -> Tensor:
+    def result() -> Tensor:
         out.movedim(dim, 0).copy_(front)
         return out
 
-    return Landing(_bits(front), finish)
+    return RecvBuffer(_bits(front), result)
 
 
 def leads(shape: Sequence[int], dim: int) -> bool:
@@ -92,18 +121,26 @@ def leads(shape: Sequence[int], dim: int) -> bool:
     return all(type(size) is int and size == 1 for size in shape[:dim])  # what is symbolic is not asked
 
 
-def _converting(like: Tensor, shape: Sequence[int], dim: int, dtype: torch.dtype) -> Landing:
+def recv_buffer_like(x: Tensor, send: Tensor, dtype: Dtype = None) -> tuple[Tensor, Callable[[], Tensor]]:
+    """`recv_buffer` for a result of the shape of x; the shortest way where nothing is to be converted."""
+    if send.dtype is x.dtype:  # then send has its shape too
+        recv = torch.empty_like(send)
+        return recv, lambda: recv
+    return recv_buffer(x, x.shape, dtype=dtype)
+
+
+def _converting(like: Tensor, shape: Sequence[int], dim: int, dtype: torch.dtype) -> RecvBuffer:
     paired = like.is_complex()
     front = (shape[dim], *shape[:dim], *shape[dim + 1 :]) if shape else ()
     recv = like.new_empty((*front, 2) if paired else front, dtype=dtype)
 
-    def finish() -> Tensor:
+    def result() -> Tensor:
         out = like.new_empty(tuple(shape))
         values = torch.view_as_real(out) if paired else out
         (values.movedim(dim, 0) if shape else values).copy_(recv)
         return out
 
-    return Landing(recv, finish)
+    return RecvBuffer(recv, result)
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -118,10 +155,6 @@ def _bits(x: Tensor) -> Tensor:
 def own(x: Tensor) -> Tensor:
     """A contiguous copy."""
     return real_memory(x).clone(memory_format=torch.contiguous_format)
-
-
-def zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
-    return like.new_zeros(tuple(shape))
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:
@@ -139,3 +172,26 @@ def added(parts: Sequence[Tensor]) -> Tensor:
     for part in others:
         total = total + part.to(wide)
     return total.to(dtype)
+
+
+def resized(x: Tensor, dim: int, rows: int) -> tuple[int, ...]:
+    """The shape of x with so many rows along `dim`."""
+    return (*x.shape[:dim], rows, *x.shape[dim + 1 :])
+
+
+def counts(x: Tensor, dim: int, rows: Sequence[int], per_element: int | None = None) -> list[int]:
+    """Elements of the wire in so many rows of x along `dim`."""
+    width = torch.Size([*x.shape[:dim], *x.shape[dim + 1 :]]).numel()
+    width *= units(x.dtype) if per_element is None else per_element
+    return [size * width for size in rows]
+
+
+def send_to(comm: Communicator, part: Tensor, peer: int, stream: Any) -> None:
+    """Send what is not empty; so does `recv_from`."""
+    if part.numel():
+        comm.send(part, peer, stream=stream)
+
+
+def recv_from(comm: Communicator, part: Tensor, peer: int, stream: Any) -> None:
+    if part.numel():
+        comm.recv(part, peer, stream=stream)

@@ -74,20 +74,20 @@ class Recorded(torch.autograd.Function):
 
 def order_of_backward(comm: Communicator) -> list[str]:
     """What runs while the adjoint is under way: the work between start and wait, backwards."""
-    from pynccl_autograd import asynchronous
+    from pynccl_autograd import work
 
     log: list[str] = []
-    launch, land = asynchronous._Flight.launch, asynchronous._Flight.land
+    launch, result = work._Pending.launch, work._Pending.result
 
-    def logged_launch(flight: Any, x: Tensor) -> None:
-        log.append(f"launch {flight.function.name}")
-        launch(flight, x)
+    def logged_launch(pending: Any, x: Tensor) -> None:
+        log.append(f"launch {pending.function.name}")
+        launch(pending, x)
 
-    def logged_land(flight: Any) -> Tensor:
-        log.append(f"land {flight.function.name}")
-        return land(flight)
+    def logged_result(pending: Any) -> Tensor:
+        log.append(f"result {pending.function.name}")
+        return result(pending)
 
-    asynchronous._Flight.launch, asynchronous._Flight.land = logged_launch, logged_land  # type: ignore
+    work._Pending.launch, work._Pending.result = logged_launch, logged_result  # type: ignore
     try:
         x = torch.randn(2, 3, requires_grad=True)
         handle = ad.start(ad.all_gather, x, comm, grad="sum")
@@ -95,7 +95,7 @@ def order_of_backward(comm: Communicator) -> list[str]:
         y = handle.wait()
         (y.sum() + between.sum()).backward()
     finally:
-        asynchronous._Flight.launch, asynchronous._Flight.land = launch, land  # type: ignore
+        work._Pending.launch, work._Pending.result = launch, result  # type: ignore
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, comm.size + 2.0))
     return log
 
@@ -106,10 +106,10 @@ def test_the_adjoint_starts_before_the_backward_of_the_work_between_and_is_waite
         == [
             [
                 "launch all_gather",
-                "land all_gather",
+                "result all_gather",
                 "launch reduce_scatter",
                 "between",
-                "land reduce_scatter",
+                "result reduce_scatter",
             ]
         ]
         * 2

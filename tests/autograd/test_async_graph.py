@@ -15,21 +15,21 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 
 
-def plainly(handle: ad.Handle) -> Tensor:
+def plainly(handle: ad.Work) -> Tensor:
     return handle.wait()
 
 
-def under_no_grad(handle: ad.Handle) -> Tensor:
+def under_no_grad(handle: ad.Work) -> Tensor:
     with torch.no_grad():
         return handle.wait()
 
 
-def under_inference_mode(handle: ad.Handle) -> Tensor:
+def under_inference_mode(handle: ad.Work) -> Tensor:
     with torch.inference_mode():
         return handle.wait()
 
 
-def in_a_thread(handle: ad.Handle) -> Tensor:
+def in_a_thread(handle: ad.Work) -> Tensor:
     found: list[Tensor] = []
 
     def wait() -> None:
@@ -45,8 +45,8 @@ def in_a_thread(handle: ad.Handle) -> Tensor:
     return found[0]
 
 
-def in_a_checkpoint(reentrant: bool) -> Callable[[ad.Handle], Tensor]:
-    def wait(handle: ad.Handle) -> Tensor:
+def in_a_checkpoint(reentrant: bool) -> Callable[[ad.Work], Tensor]:
+    def wait(handle: ad.Work) -> Tensor:
         x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         y: Tensor = checkpoint(lambda x: handle.wait().sin() + x, x, use_reentrant=reentrant)
         assert y.requires_grad
@@ -55,13 +55,13 @@ def in_a_checkpoint(reentrant: bool) -> Callable[[ad.Handle], Tensor]:
     return wait
 
 
-def within_torch_func(handle: ad.Handle) -> Tensor:
+def within_torch_func(handle: ad.Work) -> Tensor:
     g = torch.func.grad(lambda t: (handle.wait() * t).sum())(torch.ones(3, dtype=torch.float64))
     assert torch.equal(g, handle.wait())
     return handle.wait()
 
 
-def within_a_hook(handle: ad.Handle) -> Tensor:
+def within_a_hook(handle: ad.Work) -> Tensor:
     """In the backward pass of something else, where no graph is recorded."""
     x = torch.ones(1, requires_grad=True)
     found: list[Tensor] = []
@@ -70,7 +70,7 @@ def within_a_hook(handle: ad.Handle) -> Tensor:
     return found[0]
 
 
-WAITS: dict[str, Callable[[ad.Handle], Tensor]] = {
+WAITS: dict[str, Callable[[ad.Work], Tensor]] = {
     "plain": plainly,
     "no_grad": under_no_grad,
     "inference_mode": under_inference_mode,

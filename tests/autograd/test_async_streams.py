@@ -17,9 +17,9 @@ import torch
 
 import pynccl
 from pynccl.interop.streams import hold
-from pynccl_autograd import asynchronous, streams
-from pynccl_autograd.asynchronous import Handle, _start
-from pynccl_autograd.raw import Exchange
+from pynccl_autograd import streams, work
+from pynccl_autograd.wire import Prepared
+from pynccl_autograd.work import Work, _start
 
 
 class FakeStream:
@@ -46,25 +46,24 @@ class Collective:
     """The identity; its communication is noted."""
 
     name = "identity"
-    is_linear_here = True
     log: list[str]
     fails = ""
 
     @classmethod
-    def exchange(cls, x: torch.Tensor, comm: Any, *params: Any) -> Exchange:
-        def issue(stream: Any) -> None:
-            cls.log.append("issue")
+    def prepare(cls, x: torch.Tensor, comm: Any, *params: Any) -> Prepared:
+        def launch(stream: Any) -> None:
+            cls.log.append("launch")
             hold(stream, comm.library, (x, params[0] if params else None))  # as every call of a communicator does
-            if cls.fails == "issue":
-                raise RuntimeError("issue")
+            if cls.fails == "launch":
+                raise RuntimeError("launch")
 
-        def finish() -> torch.Tensor:
-            cls.log.append("finish")
-            if cls.fails == "finish":
-                raise RuntimeError("finish")
+        def result() -> torch.Tensor:
+            cls.log.append("result")
+            if cls.fails == "result":
+                raise RuntimeError("result")
             return x.clone()
 
-        return Exchange(issue, finish)
+        return Prepared(launch, result)
 
 
 class Comm:
@@ -105,12 +104,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def started(*params: Any, comm: Any = None) -> Handle:
+def started(*params: Any, comm: Any = None) -> Work:
     call = (Collective, torch.ones(3), params)
     return _start(comm or Comm(), call)  # type: ignore[arg-type]
 
 
-START = ["side waits for {}", "issue", "an event of side"]
+START = ["side waits for {}", "launch", "an event of side"]
 
 
 def beginning(stream: str) -> list[str]:
@@ -121,7 +120,7 @@ def test_under_one_stream_it_costs_no_more_than_two_waits(log: list[str]) -> Non
     handle = started()
     handle.wait()
     handle.wait()
-    assert log == [*beginning("default"), "default waits for the event of side", "finish"]
+    assert log == [*beginning("default"), "default waits for the event of side", "result"]
 
 
 def test_the_stream_of_start_waits_for_another_one_that_has_waited(log: list[str]) -> None:
@@ -131,7 +130,7 @@ def test_the_stream_of_start_waits_for_another_one_that_has_waited(log: list[str
     assert log == [
         *beginning("default"),
         "second waits for the event of side",
-        "finish",
+        "result",
         "default waits for second",
         "the allocator knows of second",
     ]
@@ -158,7 +157,7 @@ def test_the_stream_of_start_waits_for_what_nobody_has_waited_for(log: list[str]
     assert log == [*beginning("first"), "first waits for the event of side"]
 
 
-@pytest.mark.parametrize("where", ["issue", "finish"])
+@pytest.mark.parametrize("where", ["launch", "result"])
 def test_after_an_error_the_memory_is_safe_all_the_same(
     log: list[str], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -169,32 +168,32 @@ def test_after_an_error_the_memory_is_safe_all_the_same(
             handle.wait()
     gc.collect()
     expected = {
-        "issue": ["default waits for the event of side"],
-        "finish": ["second waits for the event of side", "finish", "default waits for second"],
+        "launch": ["default waits for the event of side"],
+        "result": ["second waits for the event of side", "result", "default waits for second"],
     }
     assert log == [*beginning("default"), *expected[where]]
 
 
-def test_what_was_issued_is_kept_until_it_has_landed(log: list[str]) -> None:
+def test_what_was_launched_is_kept_until_it_is_done(log: list[str]) -> None:
     class Buffer:
         pass
 
     handle = started(buffer := Buffer())
     reference = weakref.ref(buffer)
     del buffer
-    flight = handle._flight
-    assert flight is not None and [keep[1] for keep in flight._buffers] == [reference()]
+    pending = handle._pending
+    assert pending is not None and [keep[1] for keep in pending._buffers] == [reference()]
     assert not any("allocator" in line for line in log)  # which nobody has to tell of the side stream
     handle.wait()
-    assert not flight._buffers
+    assert not pending._buffers
 
 
 def test_what_was_done_at_once_is_waited_for_by_other_streams(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank: there is no side stream, but still a stream on which the result was made."""
     alone = SimpleNamespace(size=1)
-    monkeypatch.setattr(asynchronous, "run", lambda comm, function, x, *params: x * 2)
+    monkeypatch.setattr(work, "run", lambda comm, function, x, *params: x * 2)
     assert torch.equal(started(comm=alone).wait(), torch.full((3,), 2.0)) and not log  # on the CPU
-    monkeypatch.setattr(asynchronous, "made_on", lambda x: FakeStream("first"))
+    monkeypatch.setattr(work, "made_on", lambda x: FakeStream("first"))
     handle = started(comm=alone)
     with torch.cuda.stream("first"):  # type: ignore[arg-type]
         handle.wait()

@@ -206,7 +206,7 @@ def check_types(comm: Communicator) -> int:
     """Copies are bitwise equal for every type; sums, for those that are added in one way or another."""
     P_x, P_y = ad.CartesianPartition(comm, (2,)), ad.CartesianPartition(comm, (3,))
     one = ad.Partition(comm, [2])
-    types = [dtype for dtype in ad.transfer.DTYPES if dtype is not None]
+    types = [dtype for dtype in ad.partition.transfer.DTYPES if dtype is not None]
     for dtype in types:
         full = patterns(dtype, 12, 1)
         x = full[[slice(0, 5), slice(5, 12)][comm.rank]] if P_x.active else ad.zero_volume_tensor(dtype)

@@ -86,7 +86,7 @@ def started_before(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Ten
 
 
 def waited_for_after(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
-    handles: list[ad.Handle] = []
+    handles: list[ad.Work] = []
 
     def region(x: Tensor) -> Tensor:
         handles.append(ad.start(ad.all_reduce, x * w, comm, grad="sum"))
@@ -189,7 +189,7 @@ def test_the_names_of_torch_that_this_needs_exist() -> None:
 
     from pynccl_autograd import recompute
 
-    assert recompute.keep() is None
+    assert recompute.save_token() is None
     asked: list[str] = []
 
     def hooks(name: str) -> saved_tensors_hooks:
@@ -198,7 +198,7 @@ def test_the_names_of_torch_that_this_needs_exist() -> None:
     with hooks("outer"):
         outer = _autograd._top_saved_tensors_default_hooks(False)
         with hooks("inner"):
-            kept = recompute.keep()
+            kept = recompute.save_token()
         assert _autograd._top_saved_tensors_default_hooks(False) == outer
     assert kept is not None
     kept()

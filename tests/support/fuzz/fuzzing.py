@@ -39,7 +39,7 @@ MODES: dict[str, Mode] = {
     "in place start": Mode("start", excluded=frozenset()),
     "start": Mode("start"),
     "module": Mode("module"),
-    **({"list": Mode("list"), "double list": Mode("list", exact=True)} if hasattr(ad.functions, "OfLists") else {}),
+    **({"list": Mode("list"), "double list": Mode("list", exact=True)} if hasattr(ad, "Coalesced") else {}),
     "checkpoint": Mode("checkpoint", excluded=SAME_SAVED),
     "reentrant": Mode("reentrant", excluded=SAME_SAVED),
     "double": Mode(exact=True),

@@ -1,26 +1,28 @@
-"""check_adjoint, check_gradients: tests of distributed functions, for yours too.
+"""check_adjoint: is the backward pass of a linear function its adjoint?
 
-check_adjoint: for a linear F on the stacked inputs of all ranks, the backward F* is right if and only if
+For a linear F on the stacked inputs of all ranks, the backward F* is right if and only if
 <F x, y> = <x, F* y> for all x and y, with inner products over all ranks. Random x and y that differ by rank find a
-wrong factor, a wrong slice or a forgotten sum with certainty. check_gradients (finite_differences.py) is for all
-functions.
+wrong factor, a wrong slice or a forgotten sum with certainty.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pynccl import Communicator
+from pynccl.bindings.values import integer, shown
 
-from .finite_differences import GradientError, check_gradients, gradients_of
-from .inputs import check_seed, check_tolerance, check_values
+from ..arguments import check_call, type_name
+from ..torch_internals import has_no_values
+from .gradients import gradients_of
 
-__all__ = ["AdjointError", "GradientError", "check_adjoint", "check_gradients"]
-
+_LARGEST_SEED = 1 << 40  # torch's generators are given multiples of it
 # Rounding error of an inner product of random data, with room: about sqrt(count) * eps in practice.
 TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-12,
@@ -53,9 +55,9 @@ def check_adjoint(
     Every rank must call it. Raises AdjointError on every rank alike. A rank that takes no part may have an input of
     size 0, of any type, and an output without a gradient function.
     """
-    check_values("check_adjoint", x, comm)
-    seed = check_seed("check_adjoint", seed)
-    tolerance = _tolerance(x, comm, check_tolerance("check_adjoint", tolerance))
+    _check_values("check_adjoint", x, comm)
+    seed = integer(seed, "check_adjoint: seed", -_LARGEST_SEED, _LARGEST_SEED)
+    tolerance = _tolerance(x, comm, _check_tolerance("check_adjoint", tolerance))
     x = x.detach().clone().requires_grad_()
     fx = fn(x)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + (0 if replicated else comm.rank + 1))
@@ -114,3 +116,21 @@ def _sum_over_ranks(values: list[float], like: Tensor, comm: Communicator) -> li
     total = torch.tensor(values, dtype=torch.float64, device=like.device)
     comm.all_reduce(total, total)
     return [float(value) for value in total]
+
+
+def _check_values(operation: str, x: Tensor, comm: Communicator) -> None:
+    """That x is a tensor of numbers that have derivatives, with memory that holds them."""
+    check_call(operation, x, comm)
+    if x.numel() and not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"{operation}: x is {x.dtype}, which has no derivative; pass x.to(torch.float64)")
+    if has_no_values(x):
+        raise TypeError(
+            f"{operation}: x is a {type_name(type(x))} on {x.device} without values; pass a tensor that has some"
+        )
+
+
+def _check_tolerance(operation: str, tolerance: Any) -> float | None:
+    real = isinstance(tolerance, numbers.Real) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (real and tolerance >= 0):
+        raise ValueError(f"{operation}: tolerance is {shown(tolerance)}, expected a number >= 0, or None")
+    return None if tolerance is None else float(tolerance)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from .agreement import gathered
-from .arguments import is_tracing
-from .functions import all_to_all
-from .inputs import lost_its_memory
-from .wire import SAME_BITS
+from ..agreement import gathered
+from ..arguments import lost_its_memory
+from ..ops.all_to_all import all_to_all
+from ..torch_internals import is_tracing, reshaped
+from ..wire import SAME_BITS
 
 Region = tuple[slice, ...]  # with start and stop
 Cuts = list[list[slice]]  # of each dimension
@@ -27,20 +27,8 @@ MAX_DIMS = 16
 # The types that tensors between partitions may have: those of which torch can make, copy and join tensors, and NCCL
 # knows them or their bytes. Ranks tell each other the position, so new names go to the end.
 _NAMES = (
-    *(
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "complex64",
-        "complex128",
-        "int64",
-        "int32",
-        "int8",
-        "uint8",
-        "bool",
-    ),
-    *("int16", "uint16", "uint32", "uint64", "complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+    *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int64", "int32", "int8", "uint8"),
+    *("bool", "int16", "uint16", "uint32", "uint64", "complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
     *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
 DTYPES = tuple(getattr(torch, name, None) for name in _NAMES)
@@ -104,12 +92,6 @@ def transfer(
     return received, [lines[block.rank].view(shape_of(block.region)) for block in recvs]
 
 
-def shaped(received: Tensor, shape: Sequence[int]) -> Tensor:
-    """All that was received, in this shape: not as a view, so that it may be changed in place."""
-    y: Tensor = torch.ops.aten._unsafe_view.default(received, tuple(shape))
-    return y
-
-
 def summed(pieces: Sequence[Tensor]) -> Tensor:
     """The sum of tensors of one shape, in the way of wire.added: a tensor of its own."""
     first, *others = pieces
@@ -125,7 +107,7 @@ def summed(pieces: Sequence[Tensor]) -> Tensor:
 def assembled(received: Tensor, recvs: Sequence[Block], pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """The tensor of `shape` that the pieces fill without overlap, bit for bit: a tensor of its own."""
     if any(block.region == whole(shape) for block in recvs):
-        return shaped(received, shape)
+        return reshaped(received, shape)
     y = received.new_zeros(tuple(shape))
     for block, piece in zip(recvs, pieces, strict=True):
         y[block.region].copy_(piece)

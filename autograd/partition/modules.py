@@ -1,29 +1,20 @@
-"""Partitions: ordered, shaped sets of ranks over which tensors are cut; sums, copies and cuts between them.
-
-A CartesianPartition gives 12 ranks the shape (2, 2, 3), say; position p of the partition has the coordinates of p in C
-order. Ranks of the communicator that are not in a partition are inactive: for them, a tensor on it is one of volume
-zero (`zero_volume_tensor`). Every rank of the communicator, inactive or not, makes and calls partitions and the modules
-here, in the same order, and enters the backward pass (see functions.py; pass outputs that it does not use to `anchor`).
-
-After DistDL's layers of the same names. The convention of gradient is "sum": the true adjoint.
-"""
+"""Sums, copies and cuts of tensors between partitions, as modules."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pynccl import Communicator
-from pynccl.bindings.values import listed, shown
+from pynccl.bindings.values import listed
 
-from .arguments import as_int
-from .collective import reachable
-from .functions import all_reduce
-from .inputs import check_call, check_comm
+from ..arguments import check_call
+from ..collective import require_grad
+from ..ops.all_reduce import all_reduce
+from ..torch_internals import reshaped
+from .cartesian import Partition, check_partition, integers
 from .transfer import (
     Block,
     Cuts,
@@ -32,7 +23,6 @@ from .transfer import (
     cuts,
     describe,
     shape_of,
-    shaped,
     slices,
     summed,
     transfer,
@@ -44,119 +34,6 @@ from .transfer import (
 def zero_volume_tensor(dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
     """What an inactive rank passes, and gets: no elements, shape (0,)."""
     return torch.empty(0, dtype=dtype, device=device)
-
-
-class Partition:
-    """An ordered set of ranks of a communicator, as a line: shape (len(ranks),).
-
-    ranks        the ranks of `comm` at positions 0, 1, ..; the same list on every rank
-    shape        ranks per axis
-    active       whether this rank is in it
-    position     this rank's, in `ranks`; None if inactive
-    coordinates  this rank's, one per axis; None if inactive
-    """
-
-    def __init__(self, comm: Communicator, ranks: Iterable[int]) -> None:
-        check_comm(type(self).__name__, comm)
-        self._set(comm, _whole(type(self).__name__, "ranks", ranks), None)
-
-    def _set(self, comm: Communicator, ranks: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
-        valid = all(0 <= rank < comm.size for rank in ranks)
-        if not ranks or not valid or len(set(ranks)) != len(ranks):
-            raise ValueError(
-                f"{type(self).__name__}: ranks is {ranks}, expected one or more of 0..{comm.size - 1}, each once"
-            )
-        self.comm = comm
-        self.ranks = ranks
-        self.shape = (len(ranks),) if shape is None else shape
-        self._communicators: dict[frozenset[int], Communicator | None] = {}
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def active(self) -> bool:
-        return self.comm.rank in self.ranks
-
-    @property
-    def position(self) -> int | None:
-        return self.ranks.index(self.comm.rank) if self.active else None
-
-    @property
-    def coordinates(self) -> tuple[int, ...] | None:
-        return None if self.position is None else self.coordinates_of(self.position)
-
-    def coordinates_of(self, position: int) -> tuple[int, ...]:
-        """The coordinates of a position: the last axis varies fastest."""
-        coordinates = []
-        for size in reversed(self.shape):
-            position, coordinate = divmod(position, size)
-            coordinates.append(coordinate)
-        return tuple(reversed(coordinates))
-
-    def rank_at(self, coordinates: Sequence[int]) -> int:
-        """The rank in `comm` of the position with these coordinates."""
-        position = 0
-        for coordinate, size in zip(coordinates, self.shape, strict=True):
-            position = position * size + coordinate
-        return self.ranks[position]
-
-    def axes_comm(self, axes: int | Iterable[int]) -> Communicator | None:
-        """The communicator of the ranks whose coordinates differ from this rank's in `axes` only, ordered by position.
-
-        None on inactive ranks. The first call for a set of axes is a collective of every rank of `comm`, inactive ones
-        too; later ones return the same communicator.
-        """
-        key = frozenset(self.check_axes("axes_comm", axes))
-        if key not in self._communicators:
-            color = None
-            if self.coordinates is not None:
-                kept = [0 if axis in key else at for axis, at in enumerate(self.coordinates)]
-                color = self.ranks.index(self.rank_at(kept))
-            self._communicators[key] = self.comm.split(color, self.position or 0)
-        return self._communicators[key]
-
-    def check_axes(self, what: str, axes: int | Iterable[int]) -> tuple[int, ...]:
-        """`axes` as numbers >= 0, in order."""
-        single = as_int(axes)
-        given = _whole(what, "axes", axes) if single is None else (int(single),)
-        n = len(self.shape)
-        if not all(-n <= axis < n for axis in given):
-            raise ValueError(f"{what}: axes is {given}, expected axes of the partition's shape {self.shape}")
-        return tuple(sorted({axis % n for axis in given}))
-
-    def destroy(self) -> None:
-        """Destroy the communicators made here, not `comm`. Every rank should call it."""
-        while self._communicators:
-            _, communicator = self._communicators.popitem()
-            if communicator is not None:
-                communicator.destroy()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(shape={self.shape}, ranks={self.ranks})"
-
-
-class CartesianPartition(Partition):
-    """Ranks as a grid in C order, as NumPy lays out an array of this shape.
-
-    shape  ranks per axis, e.g. (2, 2, 3)
-    ranks  of `comm`, prod(shape) of them; None: the first ones
-    """
-
-    def __init__(self, comm: Communicator, shape: Sequence[int], ranks: Iterable[int] | None = None) -> None:
-        check_comm("CartesianPartition", comm)
-        sizes = _whole("CartesianPartition", "shape", shape)
-        count = math.prod(sizes)
-        if not sizes or min(sizes) <= 0:
-            raise ValueError(f"CartesianPartition: shape is {sizes}, expected ranks per axis, each >= 1")
-        members = _whole("CartesianPartition", "ranks", range(min(count, comm.size + 1)) if ranks is None else ranks)
-        if len(members) != count or count > comm.size:
-            raise ValueError(
-                f"CartesianPartition: shape {sizes} is of {count} ranks, given {len(members)} of a communicator of "
-                f"{comm.size}; expected as many ranks as the shape has places"
-            )
-        self._set(comm, members, sizes)
 
 
 class AllSumReduce(torch.nn.Module):
@@ -183,7 +60,7 @@ class AllSumReduce(torch.nn.Module):
                 f"AllSumReduce: rank {self.partition.comm.rank} is not in {self.partition}, but passes a tensor "
                 f"{tuple(x.shape)}; expected one of volume zero"
             )
-        return reachable(x).clone() if self.comm is None else all_reduce(x, self.comm, grad="sum")
+        return require_grad(x).clone() if self.comm is None else all_reduce(x, self.comm, grad="sum")
 
     def extra_repr(self) -> str:
         return f"{self.partition}, axes_reduce={self.axes_reduce}"
@@ -238,7 +115,7 @@ class Broadcast(_Between):
             origin = self._origins[self.P_y.position]
             recvs.append(Block(self.P_x.ranks[origin], whole(shapes[origin])))
         received, pieces = transfer(x, self.comm, sends, recvs)
-        return shaped(received, pieces[0].shape) if pieces else received
+        return reshaped(received, pieces[0].shape) if pieces else received
 
 
 class SumReduce(_Between):
@@ -270,7 +147,7 @@ class SumReduce(_Between):
                 recvs.append(Block(self.P_x.ranks[position], whole(shapes[position])))
         received, pieces = transfer(x, self.comm, sends, recvs)
         if len(pieces) == 1:
-            return shaped(received, pieces[0].shape)
+            return reshaped(received, pieces[0].shape)
         return summed(pieces) if pieces else received
 
 
@@ -294,7 +171,7 @@ class Repartition(_Between):
         if len(P_x.shape) != len(P_y.shape):
             raise ValueError(f"Repartition: from {P_x.shape} to {P_y.shape}, expected the same number of axes")
         given = [None] * len(P_y.shape) if sizes is None else listed(sizes, "Repartition: sizes", "one list per axis")
-        self.sizes = [None if axis is None else _whole("Repartition", "sizes", axis) for axis in given]
+        self.sizes = [None if axis is None else integers("Repartition", "sizes", axis) for axis in given]
         valid = len(self.sizes) == len(P_y.shape) and all(
             axis is None or (len(axis) == n and min(axis, default=0) >= 0)
             for axis, n in zip(self.sizes, P_y.shape, strict=True)
@@ -366,22 +243,6 @@ class Repartition(_Between):
             cuts(size, n) if sizes is None else slices(sizes)
             for size, n, sizes in zip(total, self.P_y.shape, self.sizes, strict=True)
         ]
-
-
-def check_partition(operation: str, partition: object, name: str) -> None:
-    if not isinstance(partition, Partition):
-        raise TypeError(
-            f"{operation}: {name} is {shown(partition)}, expected a Partition, of ad.CartesianPartition(comm, shape)"
-        )
-
-
-def _whole(operation: str, name: str, values: Any) -> tuple[int, ...]:
-    """`values` as ints; an error unless they are some."""
-    given = listed(values, f"{operation}: {name}", "a sequence of integers")
-    found = tuple(as_int(value) for value in given)
-    if None in found:
-        raise ValueError(f"{operation}: {name} is {shown(given)}, expected a sequence of integers")
-    return tuple(map(int, found))
 
 
 def _region(partition: Partition, position: int, cuts_by_axis: Cuts) -> Region:

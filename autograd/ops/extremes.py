@@ -1,12 +1,11 @@
 """all_reduce with max, min and prod: the reductions that are not linear, with derivatives of any order.
 
 What they need of the forward pass (who attains the extremum, the product of the others) is computed when a derivative
-is asked for, by collectives that are differentiable themselves. Notation: see functions.py.
+is asked for, by collectives that are differentiable themselves. Notation: see ops/__init__.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +13,33 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from . import backward_check, levels, raw
-from .collective import Collective, run
-from .raw import Exchange
-from .sums import AllGather, AllReduce, Copy, Dtype
+from ..checks import compare_backward
+from ..collective import Call, Collective, Run, run
+from ..levels import beneath
+from ..wire import Dtype, Prepared
+from .all_gather import AllGather
+from .all_reduce import NONLINEAR, AllReduce, Copy
 
-# run(comm, function, x, *params): `collective.run`, or in a custom operator's backward the call of another operator.
-Run = Callable[..., Tensor]
+
+def extremum(x: Tensor, op: str, grad: str, reduce_dtype: Dtype) -> Call:
+    """The call of all_reduce with op "max" or "min"."""
+    if x.is_complex():
+        raise TypeError(f"all_reduce: complex numbers ({x.dtype}) have no {op}; pass their abs(), or the real part")
+    return Call(Extremum, x, (op, grad, reduce_dtype))
+
+
+def product(x: Tensor, op: str, grad: str, reduce_dtype: Dtype) -> Call:
+    """The call of all_reduce with op "prod"."""
+    return Call(Product, x, (grad, reduce_dtype))
+
+
+NONLINEAR.update(max=extremum, min=extremum, prod=product)
 
 
 class Elementwise(Collective):
     """A reduction whose derivative is multiplication by a factor that depends on x and y."""
+
+    linear = False
 
     @staticmethod
     def factor(run: Run, comm: Communicator, x: Tensor, y: Tensor, *params: Any) -> Tensor:
@@ -32,14 +47,16 @@ class Elementwise(Collective):
         raise NotImplementedError
 
     @classmethod
-    def cotangent(cls, run: Run, comm: Communicator, g: Tensor, x: Tensor, y: Tensor, *params: Any) -> Tensor:
+    def cotangent(
+        cls, run: Run, comm: Communicator, g: Tensor, shape: torch.Size, saved: tuple[Tensor, ...], params: Any
+    ) -> Tensor:
         """dx = G * conj(factor), with G = all_reduce(g) under "sum", g under "replicated"."""
         *_, grad, reduce_dtype = params
         if grad == "sum":
             total = run(comm, AllReduce, g, "sum", "sum", reduce_dtype)
         else:
             total = run(comm, Copy, g, reduce_dtype)
-        return total * cls.factor(run, comm, x, y, *params).conj().resolve_conj()
+        return total * cls.factor(run, comm, *saved, *params).conj().resolve_conj()
 
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -49,10 +66,10 @@ class Elementwise(Collective):
 
     @classmethod
     def pull_back(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, y = ctx.saved_tensors  # before anything is communicated: a checkpointed region may be computed anew here
-        if ctx.site is not None:
-            backward_check.compare(ctx.comm, ctx.site, g if cls.is_replicated(ctx.params) else None)
-        dx = cls.cotangent(run, ctx.comm, g, x, y, *ctx.params)
+        saved = ctx.saved_tensors  # before anything is communicated: a checkpoint may compute its region anew here
+        if ctx.call is not None:
+            compare_backward(ctx.comm, ctx.call, g if cls.is_replicated(ctx.params) else None)
+        dx = cls.cotangent(run, ctx.comm, g, ctx.shape, saved, ctx.params)
         return dx, None, *(None,) * len(ctx.params)
 
     @classmethod
@@ -63,7 +80,7 @@ class Elementwise(Collective):
             own = tangent * cls.factor(run, ctx.comm, x, y, *ctx.params)
             return run(ctx.comm, AllReduce, own, "sum", grad, reduce_dtype)
 
-        return levels.beneath(change, tangent, *ctx.saved_tensors)
+        return beneath(change, tangent, *ctx.saved_tensors)
 
 
 class Extremum(Elementwise):
@@ -78,8 +95,8 @@ class Extremum(Elementwise):
     grad_at = 1
 
     @staticmethod
-    def exchange(x: Tensor, comm: Communicator, op: str, grad: str, reduce_dtype: Dtype) -> Exchange:
-        return raw.all_reduce(x, comm, op, reduce_dtype)
+    def prepare(x: Tensor, comm: Communicator, op: str, grad: str, reduce_dtype: Dtype) -> Prepared:
+        return AllReduce.prepare(x, comm, op, grad, reduce_dtype)
 
     @staticmethod
     def factor(run: Run, comm: Communicator, x: Tensor, y: Tensor, *params: Any) -> Tensor:
@@ -107,11 +124,11 @@ class Product(Elementwise):
     grad_at = 0
 
     @staticmethod
-    def exchange(x: Tensor, comm: Communicator, grad: str, reduce_dtype: Dtype) -> Exchange:
+    def prepare(x: Tensor, comm: Communicator, grad: str, reduce_dtype: Dtype) -> Prepared:
         if not x.is_complex():
-            return raw.all_reduce(x, comm, "prod", reduce_dtype)
-        issue, finish = raw.all_gather(x.unsqueeze(0), comm, 0, None)
-        return Exchange(issue, lambda: finish().prod(0))
+            return AllReduce.prepare(x, comm, "prod", grad, reduce_dtype)
+        launch, factors = AllGather.prepare(x.unsqueeze(0), comm, 0, grad, None, None)
+        return Prepared(launch, lambda: factors().prod(0))
 
     @staticmethod
     def factor(run: Run, comm: Communicator, x: Tensor, y: Tensor, *params: Any) -> Tensor:

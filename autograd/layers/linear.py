@@ -16,53 +16,10 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import INT_MAX, shown
 
-from .arguments import as_int
-from .collective import run
-from .functions import all_gather, all_reduce, reduce_scatter
-from .inputs import check_call, check_comm
-from .sums import Entered
-
-
-def all_gather_matmul(x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None) -> Tensor:
-    """all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in] -> [s, .., out];  dx is reduce-scattered."""
-    check_input("all_gather_matmul", x, w, comm)
-    return F.linear(all_gather(x, comm, 0, grad="sum"), w, bias)
-
-
-def matmul_reduce_scatter(x: Tensor, w: Tensor, comm: Communicator) -> Tensor:
-    """reduce_scatter(x @ w.T, dim 0).   x [s, .., in/N], w [out, in/N] -> [s/N, .., out];  dy is all-gathered."""
-    check_input("matmul_reduce_scatter", x, w, comm)
-    return reduce_scatter(F.linear(x, w), comm, 0)
-
-
-def matmul_all_reduce(x: Tensor, w: Tensor, comm: Communicator) -> Tensor:
-    """all_reduce(x @ w.T).   x [s, .., in/N], w [out, in/N] -> [s, .., out];  dy must be equal on all ranks."""
-    check_input("matmul_all_reduce", x, w, comm)
-    return all_reduce(F.linear(x, w), comm, grad="replicated")
-
-
-def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator) -> None:
-    """That x can travel over comm and be multiplied with w, of which torch would say so in words of its own."""
-    check_call(operation, x, comm)
-    if torch.compiler.is_compiling():
-        return
-    if not x.dim() or x.shape[-1] != w.shape[1]:
-        raise ValueError(
-            f"{operation}: x has shape {tuple(x.shape)}, expected [.., {w.shape[1]}], as many features as the weight "
-            f"{tuple(w.shape)} takes on this rank"
-        )
-    if x.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(
-            f"{operation}: x is {x.dtype}, the weight {w.dtype}; pass x.to({w.dtype}), or use torch.autocast"
-        )
-    if x.device != w.device:
-        raise ValueError(f"{operation}: x is on {x.device}, the weight on {w.device}; move one of them")
-
-
-def entered(x: Tensor, comm: Communicator) -> Tensor:
-    """copy(x) in the memory of x, which must not be changed."""
-    check_call("copy", x, comm)
-    return run(comm, Entered, x, None)
+from ..arguments import as_int, check_comm
+from ..ops.all_gather import all_gather
+from ..ops.all_reduce import copy_view
+from ..overlap import all_gather_matmul, check_input, matmul_all_reduce, matmul_reduce_scatter
 
 
 class _ParallelLinear(nn.Module):
@@ -177,7 +134,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.sequence_parallel:
             return all_gather_matmul(x, self.weight, self.comm, self.bias)
         check_input(type(self).__name__, x, self.weight, self.comm)
-        return F.linear(entered(x, self.comm), self.weight, self.bias)
+        return F.linear(copy_view(x, self.comm), self.weight, self.bias)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -198,4 +155,4 @@ class RowParallelLinear(_ParallelLinear):
             y = matmul_all_reduce(x, self.weight, self.comm)
             return y if self.bias is None else y + self.bias.to(y.dtype)  # which autocast has chosen
         y = matmul_reduce_scatter(x, self.weight, self.comm)
-        return y if self.bias is None else y + entered(self.bias, self.comm).to(y.dtype)
+        return y if self.bias is None else y + copy_view(self.bias, self.comm).to(y.dtype)

@@ -1,8 +1,8 @@
 """start: a differentiable collective beside other work, forwards and backwards.
 
-    handle = ad.start(ad.all_gather, x, comm, grad="sum")
+    work = ad.start(ad.all_gather, x, comm, grad="sum")
     ...                                                       # hides it
-    y = handle.wait()
+    y = work.wait()
 
 The collective runs on the communicator's side stream (streams.py). The graph has two nodes, which change roles in the
 backward pass: that of wait() starts the adjoint as soon as the cotangent of y is there, and that of start() waits for
@@ -26,22 +26,22 @@ from torch.autograd import Function
 from pynccl import Communicator
 from pynccl.bindings.values import attribute, shown
 
-from . import backward_check, levels
-from .collective import Call, Collective, reachable, run
-from .extremes import Elementwise
-from .raw import Exchange
-from .recompute import Kept, keep
+from . import levels
+from .checks import compare_backward, number_call
+from .collective import Call, Collective, require_grad, run, sees_operators
+from .recompute import AskForToken, save_token
 from .streams import made_on, share, side_stream
-from .tracing import sees_operators
+from .torch_internals import dispatch_modes, has_storage, is_zero_tensor, outside_levels
+from .wire import Prepared
 
 
-def start(operation: Callable[..., Tensor], *args: Any, **options: Any) -> Handle:
+def start(operation: Callable[..., Tensor], *args: Any, **options: Any) -> Work:
     """Begin `operation(*args, **options)`, one of this package's functions, on the communicator's side stream.
 
     The input must not be changed before wait(). The result belongs to the graph of start(), wherever wait() is called:
     started under torch.no_grad() it has no gradient, and else it has one, also if wait() is called under no_grad.
 
-    wait() may be called under another CUDA stream than start(), and the handle dropped under a third. Each stream that
+    wait() may be called under another CUDA stream than start(), and the Work dropped under a third. Each stream that
     waits is ordered after the collective; that of start() then waits for the first of them too, since what it made
     comes back to it.
 
@@ -56,97 +56,101 @@ def start(operation: Callable[..., Tensor], *args: Any, **options: Any) -> Handl
     comm, call = plan(*args, **options)
     if torch.compiler.is_compiling():
         function, x, params = call
-        return Handle(None, run(comm, function, x, *params))
-    if issubclass(call.function, Elementwise):
+        return Work(None, run(comm, function, x, *params))
+    if not call.function.linear:
         raise NotImplementedError(
             f"start: {operation.__name__} with max, min or prod cannot run asynchronously; call ad.{operation.__name__}"
         )
     return _start(comm, call)
 
 
-class Handle:
+class Work:
     """A collective under way. `wait()` gives its result; any number of times, in any thread."""
 
-    def __init__(self, flight: _Flight | None, token: Tensor, on: Any = None) -> None:
-        self._flight = flight
-        self._token = token  # the result, if there is no flight
+    def __init__(self, pending: _Pending | None, token: Tensor, on: Any = None) -> None:
+        self._pending = pending
+        self._token = token  # the result, if nothing is pending
         self._on = on  # the stream on which that was made
-        self._result: Tensor | None = None if flight else token
+        self._result: Tensor | None = None if pending else token
 
     def wait(self) -> Tensor:
         """The result; the caller's stream (on the CPU the caller) waits for it. Raises what went wrong under way."""
-        flight = self._flight
-        if flight is None:
+        pending = self._pending
+        if pending is None:
             if self._on is not None:
                 share(self._token, self._on)
             return self._token
-        with flight.lock:
-            kept = keep()  # also where the result is there: a region that is computed anew asks for it once more
+        with pending.lock:
+            token = save_token()  # also where the result is there: a region that is computed anew asks for it once more
             if self._result is None:
-                flight.kept.append(kept)
-                with levels.left(), torch.inference_mode(flight.inference), torch.set_grad_enabled(flight.recording):
-                    self._result = Waited.apply(self._token, flight)
+                pending.tokens.append(token)
+                with (
+                    outside_levels(),
+                    torch.inference_mode(pending.inference),
+                    torch.set_grad_enabled(pending.recording),
+                ):
+                    self._result = Waited.apply(self._token, pending)
             else:
-                flight.share(self._result)
+                pending.share(self._result)
             return self._result
 
 
-def _start(comm: Communicator, call: Call) -> Handle:
+def _start(comm: Communicator, call: Call) -> Work:
     function, x, params = call
-    if torch._C._len_torch_dispatch_stack() or sees_operators(x) or levels.active() or not torch._C._has_storage(x):
-        return Handle(None, run(comm, function, x, *params))
-    if comm.size == 1 or x._is_zerotensor():
-        return Handle(None, run(comm, function, x, *params), made_on(x))
-    flight = _Flight(comm, function, x.shape, params)
-    handle = Handle(flight, Started.apply(reachable(x), flight))
-    flight.kept.append(keep())
-    return handle
+    if dispatch_modes() or sees_operators(x) or levels.active() or not has_storage(x):
+        return Work(None, run(comm, function, x, *params))
+    if comm.size == 1 or is_zero_tensor(x):
+        return Work(None, run(comm, function, x, *params), made_on(x))
+    pending = _Pending(comm, function, x.shape, params)
+    work = Work(pending, Started.apply(require_grad(x), pending))
+    pending.tokens.append(save_token())
+    return work
 
 
-class _Flight:
+class _Pending:
     """What the nodes of one start and its wait share."""
 
     def __init__(
         self, comm: Communicator, function: type[Collective], shape: torch.Size, params: tuple[Any, ...]
     ) -> None:
         self.comm, self.function, self.shape, self.params = comm, function, shape, params
-        self.site = backward_check.sign(comm, function.name) if comm.checking else None
-        # What wait() has to be called as if it were under, and what its node has to ask for before it communicates.
+        self.call = number_call(comm, function.name) if comm.checking else None
+        # Under what wait() has to be called, and what its node has to ask for before it communicates.
         self.recording, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.kept: list[Kept] = []
+        self.tokens: list[AskForToken] = []
         self.lock = threading.Lock()
-        self.adjoint: Handle | None = None  # under way, in a backward pass
+        self.adjoint: Work | None = None  # under way, in a backward pass
         self._side = side_stream(comm)
-        self._exchange: Exchange | None = None
+        self._prepared: Prepared | None = None
         self._buffers: list[Any] = []
         self._home: Any = None  # the stream of start(), whose memory the buffers are
         self._here: Any = None  # that of the first wait(), where the result was made
 
     def launch(self, x: Tensor) -> None:
-        exchange = self.function.exchange(x, self.comm, *self.params)
-        self._home = self._side.follow()
-        self._exchange = exchange
+        prepared = self.function.prepare(x, self.comm, *self.params)
+        self._home = self._side.wait_for_caller()
+        self._prepared = prepared
         try:
-            exchange.issue(self._side.handle(self))
+            prepared.launch(self._side.handle(self))
         finally:  # after an error too, some of it may be under way
-            self._landed = self._side.mark()
+            self._done = self._side.record()
 
     def hold(self, keep: Any) -> None:
-        """Keep what was issued until it has landed."""
+        """Keep what was enqueued until it is done."""
         self._buffers.append(keep)
 
-    def land(self) -> Tensor:
+    def result(self) -> Tensor:
         """The result, in the order of the caller's stream. Only then are the buffers let go."""
-        if self._exchange is None:
+        if self._prepared is None:
             raise RuntimeError(f"start: the result of {self.function.name} was taken already")
-        self._here = self._side.join(self._landed)
-        exchange, self._exchange = self._exchange, None
+        self._here = self._side.wait(self._done)
+        prepared, self._prepared = self._prepared, None
         y: Tensor | None = None
         try:
-            y = exchange.finish()
+            y = prepared.result()
             return y
         finally:
-            self._side.give_back(self._home, self._here, y)
+            self._side.release(self._home, self._here, y)
             self._buffers.clear()
 
     def share(self, y: Tensor) -> None:
@@ -156,9 +160,9 @@ class _Flight:
     def __del__(self) -> None:
         # Never waited for: its buffers must not be used anew while it still writes to them. That is for the stream of
         # start() to know: a finaliser runs in any thread, under any stream.
-        if getattr(self, "_exchange", None) is not None:
+        if getattr(self, "_prepared", None) is not None:
             with contextlib.suppress(Exception):
-                self._side.leave(self._landed, self._home)
+                self._side.wait_on(self._home, self._done)
 
 
 class Started(Function):
@@ -169,14 +173,14 @@ class Started(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        flight.launch(x)
+    def forward(ctx: Any, x: Tensor, pending: _Pending) -> Tensor:
+        ctx.pending = pending
+        pending.launch(x)
         return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, None]:
-        adjoint, ctx.flight.adjoint = ctx.flight.adjoint, None
+        adjoint, ctx.pending.adjoint = ctx.pending.adjoint, None
         return adjoint and adjoint.wait(), None
 
 
@@ -188,20 +192,20 @@ class Waited(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.land()
+    def forward(ctx: Any, token: Tensor, pending: _Pending) -> Tensor:
+        ctx.pending = pending
+        return pending.result()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
         (g,) = cotangents
-        flight: _Flight = ctx.flight
-        for kept in flight.kept:
-            if kept is not None:
-                kept()
-        if flight.site is not None:
-            replicated = flight.function.is_replicated(flight.params)
-            backward_check.compare(flight.comm, flight.site, g if replicated else None)
-        flight.adjoint = _start(flight.comm, flight.function.adjoint(g, flight.comm, flight.shape, *flight.params))
-        done = flight.adjoint._flight is None
-        return g.new_zeros(()) if done else flight.adjoint._token, None
+        pending: _Pending = ctx.pending
+        for ask_for_token in pending.tokens:
+            if ask_for_token is not None:
+                ask_for_token()
+        if pending.call is not None:
+            replicated = pending.function.is_replicated(pending.params)
+            compare_backward(pending.comm, pending.call, g if replicated else None)
+        call = pending.function.adjoint(g, pending.comm, pending.shape, *pending.params)
+        adjoint = pending.adjoint = _start(pending.comm, call)
+        return g.new_zeros(()) if adjoint._pending is None else adjoint._token, None

@@ -1,0 +1,5 @@
+"""Layers cut over the ranks of a communicator."""
+
+from .linear import ColumnParallelLinear, RowParallelLinear
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]

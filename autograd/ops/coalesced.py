@@ -1,0 +1,149 @@
+"""Collectives of several tensors in one call: one NCCL group forwards, one backwards.
+
+For gradients or parameters of many sizes and types, which one by one would each pay the latency of a launch. Every
+tensor's output and derivative are those of the call with it alone; see ops/__init__.py for which functions take lists.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+import pynccl
+from pynccl import Communicator
+
+from ..checks import ForwardCall, compare_backward, number_call
+from ..collective import Call, Collective, require_grad, run, sees_operators
+from ..torch_internals import in_forward_mode, transforms_active
+
+P = ParamSpec("P")
+
+
+class OfLists(Protocol[P]):
+    """A function that also takes a list or tuple of tensors, all of them launched as one group."""
+
+    plan: Callable[..., Any]
+
+    @overload
+    def __call__(self, x: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor: ...
+    @overload
+    def __call__(self, x: list[Tensor] | tuple[Tensor, ...], *args: P.args, **kwargs: P.kwargs) -> list[Tensor]: ...
+
+
+def operation_of_lists(plan: Callable[Concatenate[Tensor, P], Any]) -> OfLists[P]:
+    """`operation`, for one tensor or for each of several."""
+
+    @functools.wraps(plan)
+    def run_now(x: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
+        if not isinstance(x, (list, tuple)):
+            comm, (function, x, params) = plan(x, *args, **kwargs)
+            return run(comm, function, x, *params)
+        plans = []
+        for at, one in enumerate(x):
+            try:
+                plans.append(plan(one, *args, **kwargs))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{error} (x is tensor {at} of {len(x)} in the list)") from None
+        return run_together(plans[0][0], [call for _, call in plans]) if plans else []
+
+    run_now.plan = plan  # type: ignore[attr-defined]
+    run_now.__annotations__ = {**plan.__annotations__, "return": "Tensor"}
+    return run_now  # type: ignore[return-value]
+
+
+class _Plan(NamedTuple):
+    """What is to be done with each tensor."""
+
+    comm: Communicator
+    parts: tuple[tuple[type[Collective], tuple[Any, ...]], ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.parts[0][0].name} of {len(self.parts)} tensors"
+
+
+class Coalesced(Function):
+    """Linear collectives of several tensors, as one group.
+
+    forward    x_1, .., x_k -> y_1, .., y_k     y_i = its collective of x_i
+    backward   g_1, .., g_k -> dx_1, .., dx_k   dx_i = its adjoint of g_i, zeros for an output that was not used
+    """
+
+    @staticmethod
+    def forward(plan: _Plan, *xs: Tensor) -> tuple[Tensor, ...]:
+        prepared = [
+            function.prepare(x, plan.comm, *params) for (function, params), x in zip(plan.parts, xs, strict=True)
+        ]
+        with pynccl.group():
+            for one in prepared:
+                one.launch(None)
+        return tuple(one.result() for one in prepared)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.plan, *xs = inputs
+        ctx.shapes = [x.shape for x in xs]
+        ctx.differentiable = [has_derivative(x) for x in xs]
+        ctx.mark_non_differentiable(*(y for y in output if not has_derivative(y)))
+        ctx.call = number_call(ctx.plan.comm, ctx.plan.name) if ctx.plan.comm.checking else None
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        plan, differentiable = ctx.plan, ctx.differentiable
+        if ctx.call is not None:
+            _check(plan, ctx.call, [g for g, wanted in zip(cotangents, differentiable, strict=True) if wanted])
+        calls = [
+            function.adjoint(g, plan.comm, shape, *params)
+            for (function, params), g, shape, wanted in zip(
+                plan.parts, cotangents, ctx.shapes, differentiable, strict=True
+            )
+            if wanted
+        ]
+        gradients = iter(run_together(plan.comm, calls))
+        return None, *(next(gradients) if wanted else None for wanted in differentiable)
+
+
+def run_together(comm: Communicator, calls: Sequence[Call]) -> list[Tensor]:
+    """The calls' outputs, in order; launched as one group.
+
+    One by one on one rank, in what is traced, under forward mode and torch.func, and for max, min and prod."""
+    if _one_by_one(comm, calls):
+        return [run(comm, function, x, *params) for function, x, params in calls]
+    xs = [call.x for call in calls]
+    if not any(x.requires_grad for x in xs):  # a node on every rank, for the peers' backward passes: see `run`
+        first = next((i for i, x in enumerate(xs) if has_derivative(x)), None)
+        if first is not None:
+            xs[first] = require_grad(xs[first])
+    plan = _Plan(comm, tuple((call.function, call.params) for call in calls))
+    return list(Coalesced.apply(plan, *xs))
+
+
+def has_derivative(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _one_by_one(comm: Communicator, calls: Sequence[Call]) -> bool:
+    return (
+        comm.size == 1
+        or len(calls) < 2
+        or torch.compiler.is_compiling()
+        or transforms_active()
+        or in_forward_mode()
+        or any(not call.function.linear or sees_operators(call.x) for call in calls)
+        or not any(call.function.communicates for call in calls)
+    )
+
+
+def _check(plan: _Plan, call: ForwardCall, cotangents: Sequence[Tensor]) -> None:
+    """PYNCCL_CHECK=1: whether all ranks are in the backward pass of this call; whether "replicated" ones are."""
+    function, params = plan.parts[0]
+    if not function.is_replicated(params):
+        compare_backward(plan.comm, call, None)
+        return
+    for g in cotangents:
+        compare_backward(plan.comm, call, g)

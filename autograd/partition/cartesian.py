@@ -1,0 +1,141 @@
+"""Sets of ranks, ordered and shaped: a partition, over which a tensor is cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pynccl import Communicator
+from pynccl.bindings.values import listed, shown
+
+from ..arguments import as_int, check_comm
+
+
+class Partition:
+    """An ordered set of ranks of a communicator, as a line: shape (len(ranks),).
+
+    ranks        the ranks of `comm` at positions 0, 1, ..; the same list on every rank
+    shape        ranks per axis
+    active       whether this rank is in it
+    position     this rank's, in `ranks`; None if inactive
+    coordinates  this rank's, one per axis; None if inactive
+    """
+
+    def __init__(self, comm: Communicator, ranks: Iterable[int]) -> None:
+        check_comm(type(self).__name__, comm)
+        self._set(comm, integers(type(self).__name__, "ranks", ranks), None)
+
+    def _set(self, comm: Communicator, ranks: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
+        valid = all(0 <= rank < comm.size for rank in ranks)
+        if not ranks or not valid or len(set(ranks)) != len(ranks):
+            raise ValueError(
+                f"{type(self).__name__}: ranks is {ranks}, expected one or more of 0..{comm.size - 1}, each once"
+            )
+        self.comm = comm
+        self.ranks = ranks
+        self.shape = (len(ranks),) if shape is None else shape
+        self._communicators: dict[frozenset[int], Communicator | None] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def active(self) -> bool:
+        return self.comm.rank in self.ranks
+
+    @property
+    def position(self) -> int | None:
+        return self.ranks.index(self.comm.rank) if self.active else None
+
+    @property
+    def coordinates(self) -> tuple[int, ...] | None:
+        return None if self.position is None else self.coordinates_of(self.position)
+
+    def coordinates_of(self, position: int) -> tuple[int, ...]:
+        """The coordinates of a position: the last axis varies fastest."""
+        coordinates = []
+        for size in reversed(self.shape):
+            position, coordinate = divmod(position, size)
+            coordinates.append(coordinate)
+        return tuple(reversed(coordinates))
+
+    def rank_at(self, coordinates: Sequence[int]) -> int:
+        """The rank in `comm` of the position with these coordinates."""
+        position = 0
+        for coordinate, size in zip(coordinates, self.shape, strict=True):
+            position = position * size + coordinate
+        return self.ranks[position]
+
+    def axes_comm(self, axes: int | Iterable[int]) -> Communicator | None:
+        """The communicator of the ranks whose coordinates differ from this rank's in `axes` only, ordered by position.
+
+        None on inactive ranks. The first call for a set of axes is a collective of every rank of `comm`, inactive ones
+        too; later ones return the same communicator.
+        """
+        key = frozenset(self.check_axes("axes_comm", axes))
+        if key not in self._communicators:
+            color = None
+            if self.coordinates is not None:
+                kept = [0 if axis in key else at for axis, at in enumerate(self.coordinates)]
+                color = self.ranks.index(self.rank_at(kept))
+            self._communicators[key] = self.comm.split(color, self.position or 0)
+        return self._communicators[key]
+
+    def check_axes(self, what: str, axes: int | Iterable[int]) -> tuple[int, ...]:
+        """`axes` as numbers >= 0, in order."""
+        single = as_int(axes)
+        given = integers(what, "axes", axes) if single is None else (int(single),)
+        n = len(self.shape)
+        if not all(-n <= axis < n for axis in given):
+            raise ValueError(f"{what}: axes is {given}, expected axes of the partition's shape {self.shape}")
+        return tuple(sorted({axis % n for axis in given}))
+
+    def destroy(self) -> None:
+        """Destroy the communicators made here, not `comm`. Every rank should call it."""
+        while self._communicators:
+            _, communicator = self._communicators.popitem()
+            if communicator is not None:
+                communicator.destroy()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, ranks={self.ranks})"
+
+
+class CartesianPartition(Partition):
+    """Ranks as a grid in C order, as NumPy lays out an array of this shape.
+
+    shape  ranks per axis, e.g. (2, 2, 3)
+    ranks  of `comm`, prod(shape) of them; None: the first ones
+    """
+
+    def __init__(self, comm: Communicator, shape: Sequence[int], ranks: Iterable[int] | None = None) -> None:
+        check_comm("CartesianPartition", comm)
+        sizes = integers("CartesianPartition", "shape", shape)
+        count = math.prod(sizes)
+        if not sizes or min(sizes) <= 0:
+            raise ValueError(f"CartesianPartition: shape is {sizes}, expected ranks per axis, each >= 1")
+        members = integers("CartesianPartition", "ranks", range(min(count, comm.size + 1)) if ranks is None else ranks)
+        if len(members) != count or count > comm.size:
+            raise ValueError(
+                f"CartesianPartition: shape {sizes} is of {count} ranks, given {len(members)} of a communicator of "
+                f"{comm.size}; expected as many ranks as the shape has places"
+            )
+        self._set(comm, members, sizes)
+
+
+def check_partition(operation: str, partition: object, name: str) -> None:
+    if not isinstance(partition, Partition):
+        raise TypeError(
+            f"{operation}: {name} is {shown(partition)}, expected a Partition, of ad.CartesianPartition(comm, shape)"
+        )
+
+
+def integers(operation: str, name: str, values: Any) -> tuple[int, ...]:
+    """`values` as ints; an error unless they are some."""
+    given = listed(values, f"{operation}: {name}", "a sequence of integers")
+    found = tuple(as_int(value) for value in given)
+    if None in found:
+        raise ValueError(f"{operation}: {name} is {shown(given)}, expected a sequence of integers")
+    return tuple(map(int, found))

@@ -1,0 +1,237 @@
+"""Every private name of torch that this package uses. They are touched in this file alone.
+
+Each has a comment that says what it is for and what replaces it in a torch that has it no more; where nothing does, it
+raises when it is used, with its name: what needs no such name works on. tests/autograd/test_torch_internals.py checks
+that all of them exist in the installed torch, and that what replaces them does the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+NAMES: list[str] = []  # all that are looked up below
+
+
+class Missing:
+    """Stands for what this torch does not have; raises when it is used."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["name"] = name
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError(
+            f"torch {torch.__version__} has no {self.__dict__['name']}, which pynccl_autograd needs here; use a "
+            "version of torch that it was tested with"
+        )
+
+    def __getattr__(self, attribute: str) -> Any:
+        return self()
+
+
+def _find(name: str, instead: Any = None) -> Any:
+    """What torch calls by this name; `instead`, where there is no such thing."""
+    NAMES.append(name)
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return Missing(name) if instead is None else instead
+
+
+# Tensors.
+
+
+def has_storage_by_asking(x: Tensor) -> bool:
+    try:
+        x.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+# Whether a tensor has memory: zero tensors and tensors of torch's old vmap have none. Replaced by asking for it.
+has_storage: Callable[[Tensor], bool] = _find("torch._C._has_storage", has_storage_by_asking)
+# Whether a tensor stands for zeros without memory, as tangents and cotangents may. Without the name there are none.
+is_zero_tensor: Callable[[Tensor], bool] = _find("torch.Tensor._is_zerotensor", lambda x: False)
+# A tensor of a level of torch.func that has ended is what it wraps. Replaced by the tensor, of which torch complains.
+unwrap_if_dead: Callable[[Tensor], Tensor] = _find("torch._C._functorch.unwrap_if_dead", lambda x: x)
+# A view of a tensor that nobody else has, of which autograd does not know that it is one. Replaced by a copy.
+_unsafe_view = _find("torch.ops.aten._unsafe_view.default", lambda x, shape: x.view(shape).clone())
+# All tensors in nested lists, tuples and dicts.
+_tree_leaves = _find("torch.utils._pytree.tree_leaves")
+
+_VALUES = frozenset((Tensor, torch.nn.Parameter))
+
+
+def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x, which nobody else has, in this shape: no view, so that it may be changed in place."""
+    y: Tensor = _unsafe_view(x, tuple(shape))
+    return y
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether x stands for a tensor in a trace. By the names of types, which need not be loaded."""
+    return type(x).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
+def has_no_values(x: Tensor) -> bool:
+    """Whether x has a shape only."""
+    return x.is_meta or (type(x) not in _VALUES and is_traced(x))
+
+
+# What traces: dispatch modes, such as fake tensors, make_fx, export and selective checkpointing.
+
+# How many modes are active; asked at every call. Nothing replaces it.
+dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
+# Which of the two that have tensors without values is active. Replaced by the answer that one is.
+_mode_of = _find("torch._C._get_dispatch_mode", lambda key: key)
+_ModeKey = _find("torch._C._TorchDispatchModeKey")
+# The mode of fake tensors, also where it was entered by their use. Replaced by whether any mode is active.
+detect_fake_mode: Callable[[], Any] = _find("torch._guards.detect_fake_mode", lambda: dispatch_modes() or None)
+
+
+def is_tracing() -> bool:
+    """Whether tensors have no values now: torch.compile, fake tensors, make_fx."""
+    if torch.compiler.is_compiling():
+        return True
+    if not dispatch_modes():
+        return False
+    return any(_mode_of(key) is not None for key in (_ModeKey.FAKE, _ModeKey.PROXY))
+
+
+# Forward mode.
+
+# A context in which forward mode is on, where torch has switched it off: within the jvp of a Function.
+forward_mode: Callable[[bool], contextlib.AbstractContextManager[Any]] = _find(
+    "torch.autograd.forward_ad._set_fwd_grad_enabled"
+)
+_forward_mode_is_on = _find("torch._C._is_fwd_grad_enabled", lambda: True)
+# The two numbers that the next two functions read. Without the first no level is seen, without the second those of
+# torch.func.jvp count as the user's.
+_find("torch.autograd.forward_ad._current_level")
+_find("torch._functorch.eager_transforms.JVP_NESTING")
+_eager = _find("torch._functorch.eager_transforms", object())
+
+
+def in_forward_mode() -> bool:
+    """Whether a level of forward mode is active, torch.func.jvp's included."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def in_dual_level() -> bool:
+    """Whether a dual_level is active that is the user's: torch.func.jvp enters one too, beside its own level."""
+    return in_forward_mode() and not getattr(_eager, "JVP_NESTING", 0) and _forward_mode_is_on()
+
+
+# torch.func: its transforms are a stack of interpreters, one for each level.
+
+# Whether any is active; asked at every call. Nothing replaces it.
+transforms_active: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active")
+# The kinds of levels: Grad, Jvp, Vmap, Functionalize.
+TransformType = _find("torch._C._functorch.TransformType")
+# All interpreters, and the innermost; each has key(), level() and lower(), and of vmap batch_size().
+levels: Callable[[], list[Any]] = _find("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
+innermost: Callable[[], Any] = _find("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter")
+# A context outside of all levels. Replaced by staying within.
+_outside = _find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", contextlib.nullcontext)
+# A context in which torch.func does not wrap the tensors that are made; NCCL needs their memory. Replaced by none.
+unwrapped: Callable[[], Any] = _find("torch._C._DisableFuncTorch", contextlib.nullcontext)
+# A tensor of one level (of grad or jvp; of vmap) from one beneath it, and back.
+wrap_for_grad: Callable[[Tensor, int], Tensor] = _find("torch._C._functorch._wrap_for_grad")
+unwrap_for_grad: Callable[[Tensor, int], Tensor] = _find("torch._C._functorch._unwrap_for_grad")
+wrap_for_vmap: Callable[[Tensor, int, int], Tensor] = _find("torch._C._functorch._add_batch_dim")
+# The functions within which torch.func.grad, vjp, jacrev and hessian call the user's, and their local variable with the
+# arguments that they differentiate by. Nothing else knows those; without them a rank whose input does not depend on
+# the arguments has no backward pass.
+_DIFFERENTIATED = {
+    getattr(inspect.unwrap(_find(f"torch._functorch.eager_transforms.{name}", print)), "__code__", None): variable
+    for name, variable in (("grad_and_value_impl", "diff_args"), ("_vjp_with_argnums", "diff_primals"))
+}
+
+
+def outside_levels() -> contextlib.AbstractContextManager[Any]:
+    """A context outside of all of torch.func's levels."""
+    context: contextlib.AbstractContextManager[Any] = _outside() if transforms_active() else contextlib.nullcontext()
+    return context
+
+
+def differentiated_by(numbers: set[int]) -> list[Tensor]:
+    """For each of these levels of torch.func.grad, an argument by which it differentiates."""
+    found: list[Tensor] = []
+    numbers = set(numbers)
+    frame = sys._getframe(1) if numbers else None
+    while frame is not None and numbers:
+        name = _DIFFERENTIATED.get(frame.f_code)
+        if name is not None and frame.f_locals.get("level") in numbers:
+            numbers.discard(frame.f_locals["level"])
+            leaves = _tree_leaves(frame.f_locals.get(name))
+            found += [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad][:1]
+        frame = frame.f_back
+    return found
+
+
+# The old vmap, by which torch.autograd.grad(is_grads_batched=True) calls backward passes; torch.func does not know it.
+_nest, _unnest = _find("torch._C._vmapmode_increment_nesting"), _find("torch._C._vmapmode_decrement_nesting")
+# A tensor of its level (x, dim, level) from one that has the batch dimension, and back: (x, level, size, dim).
+old_vmap_batched: Callable[[Tensor, int, int], Tensor] = _find("torch._add_batch_dim")
+old_vmap_unbatched: Callable[[Tensor, int, int, int], Tensor] = _find("torch._remove_batch_dim")
+
+
+def old_vmap_level() -> int:
+    """The innermost level of the old vmap, 0 for none."""
+    level: int = _nest() - 1
+    _unnest()
+    return level
+
+
+# Hooks of saved tensors, by which torch.utils.checkpoint works: a stack, each of (pack, unpack).
+
+# (False) -> the innermost, or None; asked at every call. Without: no hooks are seen, and ranks that save different
+# tensors in a checkpoint may compute it anew at different collectives.
+saved_tensors_hooks: Callable[[bool], Any] = _find(
+    "torch._C._autograd._top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
+)
+pop_saved_tensors_hooks: Callable[[], None] = _find("torch._C._autograd._pop_saved_tensors_default_hooks")
+push_saved_tensors_hooks: Callable[[Any, Any], None] = _find("torch._C._autograd._push_saved_tensors_default_hooks")
+# What a checkpoint raises where the part that it computes anew is complete. Without: nothing is to be caught.
+StopRecomputation: type[Exception] = _find(
+    "torch.utils.checkpoint._StopRecomputationError", type("StopRecomputation", (Exception,), {})
+)
+# The Function of the reentrant checkpoint. Without: PYNCCL_CHECK=1 does not see those.
+_CheckpointFunction = _find("torch.utils.checkpoint.CheckpointFunction", torch.autograd.Function)
+
+
+def reentrant_checkpoints() -> list[bool]:
+    """For each reentrant checkpoint whose forward pass is under way: whether an input of it needs a gradient here."""
+    code = _CheckpointFunction.forward.__code__
+    found = []
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_code is code:
+            found.append(any(frame.f_locals["ctx"].needs_input_grad))
+        frame = frame.f_back
+    return found
+
+
+# Modules.
+
+# Whether hooks on all modules are registered. Without: taken for granted.
+_any_hook_on_all = _find("torch.nn.modules.module._has_any_global_hook", lambda: True)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Whether calling a module is more than running its forward: a hook on it or on all, or a torch.compile of its own.
+
+    Where that cannot be seen, it is."""
+    if _any_hook_on_all() or getattr(module, "_compiled_call_impl", True) is not None:
+        return True
+    return any(getattr(module, name, True) for name in _HOOKS)

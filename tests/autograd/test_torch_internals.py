@@ -1,0 +1,259 @@
+"""torch_internals.py: its names exist in this torch, what replaces them does the same, and no other file has any."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from pynccl_autograd import torch_internals
+
+FOLDER = Path(torch_internals.__file__).parent
+# Beside names of torch: what Python, NumPy's protocol and this package's own classes call theirs.
+OWN = {"_replace"}
+
+
+def without(*missing: str) -> ModuleType:
+    """torch_internals as it is in a torch that lacks these names."""
+    resolve = pkgutil.resolve_name
+
+    def found(name: str) -> Any:
+        if name in missing:
+            raise AttributeError(name)
+        return resolve(name)
+
+    spec = importlib.util.spec_from_file_location("lacking", torch_internals.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pkgutil, "resolve_name", found)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", torch_internals.NAMES)
+def test_the_name_exists(name: str) -> None:
+    assert pkgutil.resolve_name(name) is not None
+
+
+@pytest.mark.parametrize("name", ["_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"])
+def test_modules_have_the_hooks_that_are_looked_at(name: str) -> None:
+    module = torch.nn.Linear(1, 1)
+    assert not getattr(module, name) and module._compiled_call_impl is None
+    assert name in torch_internals._HOOKS and not torch_internals.is_hooked(module)
+
+
+def test_types_of_traced_tensors_have_the_names_that_are_looked_for() -> None:
+    from torch._subclasses import FakeTensor, FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    with FakeTensorMode():
+        fake = torch.ones(2)
+        assert torch_internals.is_tracing() and torch_internals.detect_fake_mode() is not None
+    assert type(fake) is FakeTensor and torch_internals.is_traced(fake) and torch_internals.has_no_values(fake)
+    assert FunctionalTensor.__name__ == "FunctionalTensor"
+    assert not torch_internals.is_traced(torch.ones(2)) and not torch_internals.is_tracing()
+
+
+def test_applying_a_function_without_its_signature_is_what_torch_does_last() -> None:
+    """Collective.apply skips Function.apply, and calls what stands behind it."""
+    assert torch.autograd.Function.__mro__[1].__name__ == "_SingleLevelFunction"
+    assert "_FunctionBase" in [base.__name__ for base in torch.autograd.Function.__mro__]
+
+
+def test_what_is_differentiated_by_is_found_in_the_frames_of_torch_func() -> None:
+    found: list[torch.Tensor] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        found.extend(torch_internals.differentiated_by({level.level() for level in torch_internals.levels()}))
+        return x.sum()
+
+    torch.func.grad(f)(torch.ones(3))
+    torch.func.vjp(f, torch.ones(4))
+    torch.func.jacrev(f)(torch.ones(5))
+    assert [tuple(x.shape) for x in found] == [(3,), (4,), (5,)]
+
+
+def lazily_zero() -> torch.Tensor:
+    return torch._efficientzerotensor(3)
+
+
+def test_without_has_storage_it_is_asked_for() -> None:
+    lacking = without("torch._C._has_storage")
+    assert lacking.has_storage is lacking.has_storage_by_asking
+    seen: list[tuple[bool, bool]] = []
+
+    def note(g: torch.Tensor) -> torch.Tensor:
+        seen.append((torch_internals.has_storage(g), lacking.has_storage(g)))
+        return g
+
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(note)
+    torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
+    for t in (torch.ones(2), torch.empty(0), torch.ones(2, device="meta")):
+        note(t)
+    assert seen[0] == (False, False)  # of a batch of torch's old vmap
+    assert all(real == instead for real, instead in seen)
+
+
+def test_without_the_names_of_tensors_they_are_taken_as_they_are() -> None:
+    lacking = without("torch.Tensor._is_zerotensor", "torch._C._functorch.unwrap_if_dead")
+    x = torch.ones(2)
+    assert torch_internals.is_zero_tensor(lazily_zero()) and not torch_internals.is_zero_tensor(x)
+    assert not lacking.is_zero_tensor(x)
+    assert lacking.unwrap_if_dead(x) is x is torch_internals.unwrap_if_dead(x)
+
+
+@pytest.mark.parametrize("names", [(), ("torch.ops.aten._unsafe_view.default",)])
+def test_a_reshaped_tensor_is_no_view(names: tuple[str, ...]) -> None:
+    x = torch.arange(6.0, requires_grad=True)
+    y = without(*names).reshaped(x * 1, (2, 3))
+    assert not y._is_view()
+    y += 1
+    y.sum().backward()
+    assert y.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]] and x.grad is not None
+
+
+def test_without_the_modes_of_torch_any_mode_is_taken_for_one_that_traces() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    lacking = without("torch._C._get_dispatch_mode", "torch._guards.detect_fake_mode")
+    assert not lacking.is_tracing() and lacking.detect_fake_mode() is None
+    with FakeTensorMode():
+        assert lacking.is_tracing() and lacking.detect_fake_mode()
+
+
+def test_levels_of_forward_mode_are_seen() -> None:
+    def at(module: ModuleType) -> tuple[bool, bool]:
+        return module.in_forward_mode(), module.in_dual_level()
+
+    lacking = without("torch._C._is_fwd_grad_enabled", "torch._functorch.eager_transforms")
+    assert at(torch_internals) == at(lacking) == (False, False)
+    with forward_ad.dual_level():
+        assert at(torch_internals) == at(lacking) == (True, True)
+        with torch_internals.forward_mode(False):
+            assert at(torch_internals) == (True, False)
+    inside: list[Any] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        inside.append(at(torch_internals))
+        return x
+
+    torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
+    assert inside == [(True, False)]  # a level of torch.func's own
+
+
+def test_without_forward_modes_number_none_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(forward_ad, "_current_level")
+    assert not torch_internals.in_forward_mode() and not torch_internals.in_dual_level()
+
+
+def test_outside_the_levels_of_torch_func_tensors_are_plain() -> None:
+    lacking = without("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "torch._C._DisableFuncTorch")
+    found: list[Any] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for module in (torch_internals, lacking):
+            with module.outside_levels():
+                found.append(torch_internals.transforms_active())
+            with module.unwrapped():
+                found.append(torch._C._functorch.is_functorch_wrapped_tensor(torch.ones(2)))
+        return x.sum()
+
+    torch.func.grad(f)(torch.ones(2))
+    assert found[:2] == [False, False]
+    assert found[2] is True  # what replaces the first stays within
+
+
+def test_without_hooks_of_saved_tensors_none_are_seen() -> None:
+    lacking = without("torch._C._autograd._top_saved_tensors_default_hooks")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert torch_internals.saved_tensors_hooks(False) is not None
+        assert lacking.saved_tensors_hooks(False) is None
+    assert torch_internals.saved_tensors_hooks(False) is None
+
+
+def test_reentrant_checkpoints_are_seen_and_without_their_name_not() -> None:
+    lacking = without("torch.utils.checkpoint.CheckpointFunction", "torch.utils.checkpoint._StopRecomputationError")
+    found: list[Any] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        found.append((torch_internals.reentrant_checkpoints(), lacking.reentrant_checkpoints()))
+        return x * 2
+
+    checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=True)
+    assert found == [([True], [])]
+    assert issubclass(lacking.StopRecomputation, Exception)
+    assert issubclass(torch_internals.StopRecomputation, Exception)
+
+
+def test_a_module_with_a_hook_is_hooked_and_where_that_cannot_be_seen_every_one_is() -> None:
+    module = torch.nn.Linear(1, 1)
+    assert not torch_internals.is_hooked(module)
+    assert without("torch.nn.modules.module._has_any_global_hook").is_hooked(module)
+    module.register_forward_hook(lambda *_: None)
+    assert torch_internals.is_hooked(module)
+    bare = torch.nn.Linear(1, 1)
+    del bare._forward_hooks
+    assert torch_internals.is_hooked(bare)
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("torch._C._len_torch_dispatch_stack", lambda module: module.dispatch_modes()),
+        ("torch._C._are_functorch_transforms_active", lambda module: module.transforms_active()),
+        ("torch._C._functorch.TransformType", lambda module: module.TransformType.Grad),
+        ("torch._C._vmapmode_increment_nesting", lambda module: module.old_vmap_level()),
+    ],
+)
+def test_what_nothing_replaces_raises_with_its_name_where_it_is_used(name: str, use: Callable[[Any], Any]) -> None:
+    lacking = without(name)
+    with pytest.raises(NotImplementedError, match=rf"torch {torch.__version__.split('+')[0]}.* has no {name}"):
+        use(lacking)
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Private names that a file takes from elsewhere: attributes of anything but self and cls, and imports."""
+    tree = ast.parse(path.read_text())
+    defined = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_own(node.value)}
+    defined |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if is_private(node.attr) and not is_own(node.value) and node.attr not in defined | OWN:
+                yield f"{path.relative_to(FOLDER)}:{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if any(map(is_private, names)) and node.module != "__future__":
+                yield f"{path.relative_to(FOLDER)}:{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Import):
+            yield from (
+                f"{path.relative_to(FOLDER)}:{node.lineno}: import {alias.name}"
+                for alias in node.names
+                if any(map(is_private, alias.name.split(".")))
+            )
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def is_own(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_private_names_are_touched_in_one_file_alone() -> None:
+    found = {path.name: list(private_names(path)) for path in sorted(FOLDER.rglob("*.py"))}
+    assert found.pop("torch_internals.py")  # the search finds some
+    assert [line for lines in found.values() for line in lines] == []

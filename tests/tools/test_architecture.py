@@ -1,0 +1,68 @@
+"""docs/architecture.md names every file once, and no file or function that is not there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PACKAGES = ("pynccl", "autograd")
+
+
+def listed() -> list[str]:
+    """Files that the indented lists name, as paths: a line that ends in / is the folder of the lines below it."""
+    files, folder = [], ""
+    for line in PAGE.splitlines():
+        if match := re.match(r"    (\S+/)(?:\s|$)", line):
+            folder = match[1]
+        elif match := re.match(r"      (\S+\.py)\s{2,}\S", line):
+            files.append(folder + match[1])
+    return files
+
+
+def in_the_tree() -> list[str]:
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+def named() -> list[tuple[str, str]]:
+    """(file, name) of each `folder/file.py: name` on the page."""
+    return re.findall(r"`((?:\w+/)+\w+\.py): ([\w.]+)`", PAGE)
+
+
+def definitions(path: Path) -> set[str]:
+    """Names of what a file defines, of methods as Class.method."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_every_file_is_listed_once() -> None:
+    assert len(listed()) > 60
+    assert sorted(listed()) == sorted(in_the_tree())
+
+
+@pytest.mark.parametrize(("file", "name"), named(), ids=lambda value: value)
+def test_what_the_page_names_is_there(file: str, name: str) -> None:
+    assert name in definitions(ROOT / file)
+
+
+def test_the_walks_name_enough_to_be_followed() -> None:
+    assert len(named()) > 12
+
+
+def test_files_in_the_text_exist() -> None:
+    mentioned = set(re.findall(r"`((?:pynccl|autograd|tests|scripts|docs)/[\w/]+\.(?:py|md|sh))[`:]", PAGE))
+    assert mentioned
+    assert [path for path in sorted(mentioned) if not (ROOT / path).exists()] == []
