@@ -11,7 +11,8 @@ from torch import Tensor
 
 import pynccl
 from pynccl import Communicator, NcclInvalidUsage
-from pynccl.comm.consistency import call_site, exchange
+from pynccl.comm.consistency import exchange
+from pynccl.comm.frames import call_site
 
 from .arguments import Splits, check_splits, check_total, is_tracing
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator, NcclInvalidUsage
-from pynccl.comm.consistency import call_site, exchange
+from pynccl.comm.consistency import exchange
+from pynccl.comm.frames import call_site
 
 from .recompute import reentrant
 

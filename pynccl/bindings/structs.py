@@ -105,7 +105,7 @@ def stamped(
     for name, ctype, *_ in kind._fields_:
         if name in (since or {}) and ctype is ctypes.c_int:
             setattr(struct, name, abi.UNDEF_INT)
-    return struct  # type: ignore[no-any-return]
+    return struct
 
 
 def _fill(struct: Any, config: Any, since: dict[str, abi.Version], library: Library) -> None:

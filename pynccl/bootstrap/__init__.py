@@ -18,9 +18,10 @@ from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, attribute, integer, methods, shown
-from ..comm.communicator import DEFAULT_TIMEOUT, Communicator, get_unique_id
+from ..comm.base import DEFAULT_TIMEOUT
+from ..comm.communicator import Communicator
 from ..comm.deadline import Clock, Wait
-from ..comm.init import check_rank, choose_device
+from ..comm.init import check_rank_of, choose_device, get_unique_id
 from ..interop.devices import names_no_ordinal
 from .meeting import Manner, Meeting, could_not_start, first_line
 
@@ -98,7 +99,7 @@ def from_store(
     Raises as `from_env` does.
     """
     clock = Clock(timeout)
-    check_rank(rank, nranks)
+    check_rank_of(rank, nranks)
     methods(store, ("add", "get", "set", "check"), "store", "a torch.distributed store, such as TCPStore")
     return _born(Meeting(store, rank, nranks, clock, _AT_A_STORE), library, device, local_rank, config)
 
@@ -123,7 +124,7 @@ def from_file(
     something else.
     """
     clock = Clock(timeout)
-    check_rank(rank, nranks)
+    check_rank_of(rank, nranks)
     from .file_store import FileStore
 
     store = FileStore(path, clock)

@@ -323,7 +323,7 @@ def hold(stream: int, library: Library, keep: Any) -> None:
 
 
 def _host_stream(handle: int) -> Any:
-    module = sys.modules.get(f"{__package__}.host.stream")
+    module = sys.modules.get("pynccl.host.stream")
     return module.made_here(handle) if module is not None else None
 
 

@@ -7,9 +7,11 @@ The table is public_api.txt. A change that is meant is written there by hand, or
 from __future__ import annotations
 
 import inspect
+import pickle
+import traceback
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pynccl
 import pynccl_autograd
@@ -74,3 +76,22 @@ def table() -> str:
 
 def test_the_public_names_and_their_signatures_are_those_of_the_table() -> None:
     assert table().splitlines() == TABLE.read_text().splitlines()
+
+
+def test_public_classes_have_the_name_by_which_they_are_imported() -> None:
+    classes = {name: value for name in pynccl.__all__ if isinstance(value := getattr(pynccl, name), type)}
+    assert {name: f"{kind.__module__}.{kind.__qualname__}" for name, kind in classes.items()} == {
+        name: f"pynccl.{name}" for name in classes
+    }
+    told = traceback.format_exception_only(pynccl.NcclTimeout("late"))
+    assert told == ["pynccl.NcclTimeout: late\n"]
+
+
+def test_public_values_can_be_pickled_and_their_types_looked_at() -> None:
+    error = pynccl.NcclRemoteError("gone")
+    values = [pynccl.CommConfig(max_ctas=4), pynccl.CollConfig(), pynccl.DataType.BFLOAT16, pynccl.Result.TIMEOUT]
+    assert [pickle.loads(pickle.dumps(value)) for value in values] == values
+    assert repr(pickle.loads(pickle.dumps(error))) == repr(error)
+    assert bytes(pickle.loads(pickle.dumps(pynccl.UniqueId()))) == bytes(128)
+    assert get_type_hints(pynccl.CommConfig)["max_ctas"] == int | None
+    assert get_type_hints(Communicator.init)["library"] == pynccl.Library | None
