@@ -19,7 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_overhead import ROOT, Way, communicator, compile_stub, measure
+from bench_overhead import ROOT, communicator, compile_stub
+from bench_ways import Way, measure
 
 ELEMENTS = 16
 OURS, FUNCTION, THEIRS = "ad.all_reduce", "ad.AllReduce.apply", "torch.distributed.nn.functional.all_reduce"

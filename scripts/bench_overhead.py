@@ -1,6 +1,6 @@
 """What a call costs before NCCL starts to work, for each way there is to make it.
 
-    python scripts/bench_overhead.py [--gpu] [--rounds N] [--calls N] [--json]
+    python scripts/bench_overhead.py [--gpu] [--rounds N] [--calls N] [--json | --markdown]
 
 A stub library is compiled whose functions return 0, so that what is measured is the binding alone. All ways are
 measured in one run: rounds A B C ... A B C ... with the garbage collector off, medians over the rounds, and ratios as
@@ -9,14 +9,13 @@ seen to reach the stub. The tensors are in CPU memory; on a GPU torch's look-up 
 other bindings are measured where they can be imported. Needs a C compiler and torch.
 
 --gpu measures on a GPU and the real libnccl instead, on the ranks of a launch, beside torch.distributed's nccl backend;
-bench_overhead_gpu.py says how. Not yet run on a GPU.
+gpu_overhead.py says how. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import importlib.util
 import json
 import os
@@ -26,12 +25,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import timeit
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench_ways import BARE, CHECKED, ELEMENTS, NCCL4PY, PLAN, Way, measure, nccl4py_ways
 
 import pynccl
 from pynccl.bindings import abi, soname
@@ -40,16 +39,14 @@ from pynccl.interop.buffers import data_type
 ROOT = Path(__file__).resolve().parent.parent
 GROUP = 32  # calls in a group
 LOOP = 1000  # calls that the loop in C makes at once
-ELEMENTS = 1024
 
-BARE, CHECKED, PLAN, GROUP_PLAN = "bare ctypes", "comm.all_reduce(t, t)", "plan()", f"group plan of {GROUP}"
+GROUP_PLAN = f"group plan of {GROUP}"
 RAW_PLAN = "plan() of raw buffers"
 ONE_TENSOR = ["comm.broadcast(t, t)", "comm.send(t, 1)", "comm.recv(t, 1)"]
 TWO_TENSORS = [
     *("comm.all_reduce(t, u)", "comm.broadcast(t, u)", "comm.reduce(t, u)", "comm.all_gather(t, w)"),
     *("comm.reduce_scatter(w, t)", "comm.all_to_all(t, u)", "comm.gather(t, w)", "comm.scatter(w, t)"),
 ]
-NCCL4PY = "nccl4py Communicator.allreduce"
 
 # (way, beside which way, ratio at most)
 BOUNDS = [
@@ -95,21 +92,6 @@ int ncclCommCount(void *comm, int *out) { *out = only.size; return 0; }
 int ncclCommCuDevice(void *comm, int *out) { *out = only.device; return 0; }
 int ncclCommUserRank(void *comm, int *out) { *out = only.rank; return 0; }
 """
-
-
-class Way(NamedTuple):
-    """One way to make the call."""
-
-    name: str
-    statement: str
-    names: dict[str, Any]  # that the statement uses
-    calls: int = 1  # calls that the statement makes
-    reaches_stub: bool = True
-
-    def seconds(self, calls: int) -> float:
-        """Time per call, over about so many calls."""
-        times = max(calls // self.calls, 1)
-        return timeit.Timer(self.statement, globals=self.names).timeit(times) / (times * self.calls)
 
 
 def compile_stub(folder: Path) -> Path:
@@ -177,24 +159,6 @@ def own_ways(comm: pynccl.Communicator, stub: ctypes.CDLL, t: Any, u: Any, w: An
     ]
 
 
-def nccl4py_ways(comm: pynccl.Communicator, t: Any) -> list[Way]:
-    """NVIDIA's binding, which takes the stub because a library of that name is in the process already."""
-    if not importlib.util.find_spec("nccl"):
-        return []
-    core = importlib.import_module("nccl.core")
-    low = importlib.import_module("nccl.bindings.nccl")
-    theirs = core.Communicator(comm.handle)
-    # Asked for, it would look for a GPU. A CPU tensor's index is None, and so it compares equal.
-    theirs._device = SimpleNamespace(device_id=t.device.index)
-    dtype, op = int(core.NcclDataType.FLOAT32), int(core.NcclRedOp.SUM)
-    raw = {"all_reduce": low.all_reduce, "p": t.data_ptr(), "n": t.numel(), "c": low.Comm(comm.handle)}
-    names = {"comm": theirs, "t": t, "SUM": core.NcclRedOp.SUM}
-    return [
-        Way("nccl4py low-level all_reduce", f"all_reduce(p, p, n, {dtype}, {op}, c, 0)", raw),
-        Way(NCCL4PY, "comm.allreduce(t, t, SUM)", names),
-    ]
-
-
 def torch_ways(t: Any) -> list[Way]:
     """torch.distributed with its fake backend, which launches nothing and so never reaches the stub."""
     try:
@@ -220,15 +184,6 @@ def check_reach(ways: list[Way], stub: ctypes.CDLL) -> dict[str, int]:
             raise RuntimeError(f"{way.name}: {found} calls reached the stub, expected {expected}")
         reached[way.name] = found
     return reached
-
-
-def measure(ways: list[Way], rounds: int, calls: int) -> dict[str, list[float]]:
-    """Seconds per call of each way, one number per round. `timeit` turns the garbage collector off."""
-    times: dict[str, list[float]] = {way.name: [] for way in ways}
-    for _ in range(rounds):
-        for way in ways:
-            times[way.name].append(way.seconds(calls))
-    return times
 
 
 def import_times(rounds: int) -> dict[str, float]:
@@ -289,16 +244,27 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def markdown(found: dict[str, Any]) -> str:
+    """The table of docs/overhead.md."""
+    bounds = {bound["what"].removesuffix(f" / {BARE}"): f"{bound['at_most']:g}" for bound in found["bounds"]}
+    lines = ["| way | ns per call | x bare ctypes | at most |", "|---|---:|---:|---:|"]
+    for row in sorted(found["calls"], key=lambda row: float(row["ratio"])):
+        way, ns, ratio = row["way"], row["ns"], row["ratio"]
+        lines.append(f"| {way} | {ns:.0f} | {ratio:.2f} | {bounds.get(way, '')} |")
+    return "\n".join(lines)
+
+
 def main_gpu(options: argparse.Namespace) -> None:
     """Rank 0 prints the table, and below it the line RESULT that gpu_check looks for; or the JSON alone."""
     problem = pynccl.bindings.library.gpu_problem()
     if problem and os.environ.get("PYNCCL_LIBRARY") != "host":
         sys.exit(f"bench_overhead.py --gpu: {problem}; PYNCCL_LIBRARY=host rehearses it on the CPU")
-    import bench_overhead_gpu
+    sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
+    import gpu_overhead
 
-    found = bench_overhead_gpu.run(options.rounds, options.calls)
+    found = gpu_overhead.run(options.rounds, options.calls)
     if os.environ.get("RANK", "0") == "0":
-        table = f"{bench_overhead_gpu.table(found)}\nRESULT {json.dumps(found)}"
+        table = f"{gpu_overhead.table(found)}\nRESULT {json.dumps(found)}"
         print(json.dumps(found, indent=2) if options.json else table)
 
 
@@ -307,6 +273,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=101, help="rounds over all ways (default 101)")
     parser.add_argument("--calls", type=int, default=1000, help="calls of each way in a round (default 1000)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/overhead.md")
     parser.add_argument("--gpu", action="store_true", help="on a GPU and the real libnccl instead of the stub")
     options = parser.parse_args()
     if options.rounds < 1 or options.calls < 1:
@@ -326,7 +293,8 @@ def main() -> None:
         times = measure(ways, options.rounds, options.calls)
         comm.destroy()
         found = results(times, reached, import_times(max(options.rounds // 5, 1)))
-    print(json.dumps(found, indent=2) if options.json else table(found))
+    show = markdown if options.markdown else table
+    print(json.dumps(found, indent=2) if options.json else show(found))
 
 
 if __name__ == "__main__":

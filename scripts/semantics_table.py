@@ -1,14 +1,16 @@
 """Make docs/semantics.md from a run of test_semantics.py: which derivatives of which collective are tested.
 
-    python scripts/semantics_table.py [--out docs/semantics.md] [--results results.xml]
+    python scripts/semantics_table.py [--out docs/semantics.md] [--results results.xml] [--check]
 
 Each test is a cell: it passes, or is skipped with the reason why there is no such thing. With --results the table is
-made of an earlier run (pytest --junitxml=results.xml). Exit code 1, and no file, if a cell fails.
+made of an earlier run (pytest --junitxml=results.xml). Exit code 1, and no file, if a cell fails; with --check, which
+writes nothing, also if the page is not what the table would be now.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import subprocess
 import sys
 import tempfile
@@ -100,10 +102,23 @@ def table(cells: list[Cell]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def check(page: str, path: Path) -> int:
+    """Exit code 1, with the lines that differ, unless the file holds this page."""
+    found = path.read_text(encoding="utf-8") if path.exists() else ""
+    if found == page:
+        print(f"{path} is current")
+        return 0
+    names = (str(path), "what its tests say")
+    print("\n".join(difflib.unified_diff(found.splitlines(), page.splitlines(), *names, lineterm="", n=0)))
+    print(f"semantics_table.py: {path} is out of date: run `make semantics`", file=sys.stderr)
+    return 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "semantics.md")
     parser.add_argument("--results", type=Path, help="the XML of an earlier run, instead of running the tests")
+    parser.add_argument("--check", action="store_true", help="compare with the page instead of writing it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = options.results or Path(folder, "results.xml")
@@ -115,6 +130,8 @@ def main() -> int:
         print(f"semantics_table.py: {len(failed)} cells failed: {'; '.join(failed)}", file=sys.stderr)
         return 1
     page = table(cells)
+    if options.check:
+        return check(page, options.out)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(page, encoding="utf-8")
     print(f"{options.out}: {len(cells)} cells, {sum(cell.status == 'passed' for cell in cells)} pass")

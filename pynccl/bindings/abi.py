@@ -265,14 +265,21 @@ class MultimemHandle(Structure):
 
 
 class Function(NamedTuple):
+    """A C function: what it returns, what it takes, by name as in the header, and the release that has it first."""
+
     restype: Any
     argtypes: tuple[Any, ...]
+    names: tuple[str, ...]
     since: Version
 
 
-def _status(*argtypes: Any, since: Version = MIN_VERSION) -> Function:
+def _returns(restype: Any, /, since: Version = MIN_VERSION, **arguments: Any) -> Function:
+    return Function(restype, tuple(arguments.values()), tuple(arguments), since)
+
+
+def _status(since: Version = MIN_VERSION, **arguments: Any) -> Function:
     """A row for a function that returns ncclResult_t."""
-    return Function(c_int, argtypes, since)
+    return _returns(c_int, since, **arguments)
 
 
 _comm, _stream, _buf, _window, _param = c_void_p, c_void_p, c_void_p, c_void_p, c_void_p
@@ -281,118 +288,149 @@ _coll = POINTER(CollConfig)
 
 FUNCTIONS: dict[str, Function] = {
     # Library
-    "ncclGetVersion": _status(POINTER(c_int)),
-    "ncclGetErrorString": Function(c_char_p, (c_int,), MIN_VERSION),
-    "ncclGetLastError": Function(c_char_p, (_comm,), MIN_VERSION),
-    "ncclResetDebugInit": Function(None, (), (2, 24)),
-    "ncclSetEncryption": _status(POINTER(EncryptionConfig), since=(2, 32)),
-    # Birth of a communicator
-    "ncclGetUniqueId": _status(POINTER(UniqueId)),
-    "ncclCommInitRank": _status(POINTER(_comm), c_int, UniqueId, c_int),
-    "ncclCommInitRankConfig": _status(POINTER(_comm), c_int, UniqueId, c_int, POINTER(Config)),
+    "ncclGetVersion": _status(version=POINTER(c_int)),
+    "ncclGetErrorString": _returns(c_char_p, result=c_int),
+    "ncclGetLastError": _returns(c_char_p, comm=_comm),
+    "ncclResetDebugInit": _returns(None, since=(2, 24)),
+    "ncclSetEncryption": _status(config=POINTER(EncryptionConfig), since=(2, 32)),
+    # A new communicator
+    "ncclGetUniqueId": _status(uniqueId=POINTER(UniqueId)),
+    "ncclCommInitRank": _status(comm=POINTER(_comm), nranks=c_int, commId=UniqueId, rank=c_int),
+    "ncclCommInitRankConfig": _status(
+        comm=POINTER(_comm), nranks=c_int, commId=UniqueId, rank=c_int, config=POINTER(Config)
+    ),
     "ncclCommInitRankScalable": _status(
-        POINTER(_comm), c_int, c_int, c_int, POINTER(UniqueId), POINTER(Config), since=(2, 23)
+        newcomm=POINTER(_comm), nranks=c_int, myrank=c_int, nId=c_int, commIds=POINTER(UniqueId),
+        config=POINTER(Config), since=(2, 23)
     ),
-    "ncclCommInitAll": _status(POINTER(_comm), c_int, POINTER(c_int)),
-    "ncclCommSplit": _status(_comm, c_int, c_int, POINTER(_comm), POINTER(Config)),
+    "ncclCommInitAll": _status(comm=POINTER(_comm), ndev=c_int, devlist=POINTER(c_int)),
+    "ncclCommSplit": _status(comm=_comm, color=c_int, key=c_int, newcomm=POINTER(_comm), config=POINTER(Config)),
     "ncclCommShrink": _status(
-        _comm, POINTER(c_int), c_int, POINTER(_comm), POINTER(Config), c_int, since=(2, 27)
+        comm=_comm, excludeRanksList=POINTER(c_int), excludeRanksCount=c_int, newcomm=POINTER(_comm),
+        config=POINTER(Config), shrinkFlags=c_int, since=(2, 27)
     ),
-    "ncclCommGetUniqueId": _status(_comm, POINTER(UniqueId), since=(2, 29)),
+    "ncclCommGetUniqueId": _status(comm=_comm, uniqueId=POINTER(UniqueId), since=(2, 29)),
     "ncclCommGrow": _status(
-        _comm, c_int, POINTER(UniqueId), c_int, POINTER(_comm), POINTER(Config), since=(2, 29)
+        comm=_comm, nRanks=c_int, uniqueId=POINTER(UniqueId), rank=c_int, newcomm=POINTER(_comm),
+        config=POINTER(Config), since=(2, 29)
     ),
-    # Life and end of a communicator
-    "ncclCommFinalize": _status(_comm),
-    "ncclCommDestroy": _status(_comm),
-    "ncclCommAbort": _status(_comm),
-    "ncclCommRevoke": _status(_comm, c_int, since=(2, 28)),
-    "ncclCommSuspend": _status(_comm, c_int, since=(2, 29)),
-    "ncclCommResume": _status(_comm, since=(2, 29)),
-    "ncclCommGetAsyncError": _status(_comm, POINTER(c_int)),
-    "ncclCommCount": _status(_comm, POINTER(c_int)),
-    "ncclCommCuDevice": _status(_comm, POINTER(c_int)),
-    "ncclCommUserRank": _status(_comm, POINTER(c_int)),
-    "ncclCommMemStats": _status(_comm, c_int, POINTER(c_uint64), since=(2, 29)),
+    # A communicator: its state, its end
+    "ncclCommFinalize": _status(comm=_comm),
+    "ncclCommDestroy": _status(comm=_comm),
+    "ncclCommAbort": _status(comm=_comm),
+    "ncclCommRevoke": _status(comm=_comm, revokeFlags=c_int, since=(2, 28)),
+    "ncclCommSuspend": _status(comm=_comm, flags=c_int, since=(2, 29)),
+    "ncclCommResume": _status(comm=_comm, since=(2, 29)),
+    "ncclCommGetAsyncError": _status(comm=_comm, asyncError=POINTER(c_int)),
+    "ncclCommCount": _status(comm=_comm, count=POINTER(c_int)),
+    "ncclCommCuDevice": _status(comm=_comm, device=POINTER(c_int)),
+    "ncclCommUserRank": _status(comm=_comm, rank=POINTER(c_int)),
+    "ncclCommMemStats": _status(comm=_comm, stat=c_int, value=POINTER(c_uint64), since=(2, 29)),
     # Memory
-    "ncclMemAlloc": _status(POINTER(c_void_p), c_size_t, since=(2, 19)),
-    "ncclMemFree": _status(c_void_p, since=(2, 19)),
-    "ncclCommRegister": _status(_comm, _buf, c_size_t, POINTER(c_void_p), since=(2, 19)),
-    "ncclCommDeregister": _status(_comm, c_void_p, since=(2, 19)),
+    "ncclMemAlloc": _status(ptr=POINTER(c_void_p), size=c_size_t, since=(2, 19)),
+    "ncclMemFree": _status(ptr=c_void_p, since=(2, 19)),
+    "ncclCommRegister": _status(comm=_comm, buff=_buf, size=c_size_t, handle=POINTER(c_void_p), since=(2, 19)),
+    "ncclCommDeregister": _status(comm=_comm, handle=c_void_p, since=(2, 19)),
     "ncclCommWindowRegister": _status(
-        _comm, _buf, c_size_t, POINTER(_window), c_int, since=(2, 27)
+        comm=_comm, buff=_buf, size=c_size_t, win=POINTER(_window), winFlags=c_int, since=(2, 27)
     ),
-    "ncclCommWindowDeregister": _status(_comm, _window, since=(2, 27)),
-    "ncclWinGetUserPtr": _status(_comm, _window, POINTER(c_void_p), since=(2, 29)),
+    "ncclCommWindowDeregister": _status(comm=_comm, win=_window, since=(2, 27)),
+    "ncclWinGetUserPtr": _status(comm=_comm, win=_window, outUserPtr=POINTER(c_void_p), since=(2, 29)),
     # Reduction operators
-    "ncclRedOpCreatePreMulSum": _status(POINTER(c_int), c_void_p, _dtype, c_int, _comm),
-    "ncclRedOpDestroy": _status(_op, _comm),
+    "ncclRedOpCreatePreMulSum": _status(
+        op=POINTER(c_int), scalar=c_void_p, datatype=_dtype, residence=c_int, comm=_comm
+    ),
+    "ncclRedOpDestroy": _status(op=_op, comm=_comm),
     # Collectives: buffers, count in elements, data type, then operator or root
-    "ncclReduce": _status(_buf, _buf, c_size_t, _dtype, _op, _peer, _comm, _stream),
-    "ncclBcast": _status(_buf, c_size_t, _dtype, _peer, _comm, _stream),
-    "ncclBroadcast": _status(_buf, _buf, c_size_t, _dtype, _peer, _comm, _stream),
-    "ncclAllReduce": _status(_buf, _buf, c_size_t, _dtype, _op, _comm, _stream),
-    "ncclReduceScatter": _status(_buf, _buf, c_size_t, _dtype, _op, _comm, _stream),
-    "ncclAllGather": _status(_buf, _buf, c_size_t, _dtype, _comm, _stream),
-    "ncclAlltoAll": _status(_buf, _buf, c_size_t, _dtype, _comm, _stream, since=(2, 28)),
-    "ncclGather": _status(_buf, _buf, c_size_t, _dtype, _peer, _comm, _stream, since=(2, 28)),
-    "ncclScatter": _status(_buf, _buf, c_size_t, _dtype, _peer, _comm, _stream, since=(2, 28)),
+    "ncclReduce": _status(
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, op=_op, root=_peer, comm=_comm, stream=_stream
+    ),
+    "ncclBcast": _status(buff=_buf, count=c_size_t, datatype=_dtype, root=_peer, comm=_comm, stream=_stream),
+    "ncclBroadcast": _status(
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, root=_peer, comm=_comm, stream=_stream
+    ),
+    "ncclAllReduce": _status(
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, op=_op, comm=_comm, stream=_stream
+    ),
+    "ncclReduceScatter": _status(
+        sendbuff=_buf, recvbuff=_buf, recvcount=c_size_t, datatype=_dtype, op=_op, comm=_comm, stream=_stream
+    ),
+    "ncclAllGather": _status(
+        sendbuff=_buf, recvbuff=_buf, sendcount=c_size_t, datatype=_dtype, comm=_comm, stream=_stream
+    ),
+    "ncclAlltoAll": _status(
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, comm=_comm, stream=_stream, since=(2, 28)
+    ),
+    "ncclGather": _status(
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, root=_peer, comm=_comm, stream=_stream,
+        since=(2, 28)
+    ),
+    "ncclScatter": _status(
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, root=_peer, comm=_comm, stream=_stream,
+        since=(2, 28)
+    ),
     "ncclReduceConfig": _status(
-        _buf, _buf, c_size_t, _dtype, _op, _peer, _comm, _stream, _coll, since=(2, 31)
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, op=_op, root=_peer, comm=_comm, stream=_stream,
+        config=_coll, since=(2, 31)
     ),
     "ncclBroadcastConfig": _status(
-        _buf, _buf, c_size_t, _dtype, _peer, _comm, _stream, _coll, since=(2, 31)
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, root=_peer, comm=_comm, stream=_stream,
+        config=_coll, since=(2, 31)
     ),
     "ncclAllReduceConfig": _status(
-        _buf, _buf, c_size_t, _dtype, _op, _comm, _stream, _coll, since=(2, 31)
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, op=_op, comm=_comm, stream=_stream,
+        config=_coll, since=(2, 31)
     ),
     "ncclReduceScatterConfig": _status(
-        _buf, _buf, c_size_t, _dtype, _op, _comm, _stream, _coll, since=(2, 31)
+        sendbuff=_buf, recvbuff=_buf, recvcount=c_size_t, datatype=_dtype, op=_op, comm=_comm, stream=_stream,
+        config=_coll, since=(2, 31)
     ),
     "ncclAllGatherConfig": _status(
-        _buf, _buf, c_size_t, _dtype, _comm, _stream, _coll, since=(2, 31)
+        sendbuff=_buf, recvbuff=_buf, sendcount=c_size_t, datatype=_dtype, comm=_comm, stream=_stream, config=_coll,
+        since=(2, 31)
     ),
     "ncclAlltoAllConfig": _status(
-        _buf, _buf, c_size_t, _dtype, _comm, _stream, _coll, since=(2, 31)
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, comm=_comm, stream=_stream, config=_coll,
+        since=(2, 31)
     ),
     "ncclGatherConfig": _status(
-        _buf, _buf, c_size_t, _dtype, _peer, _comm, _stream, _coll, since=(2, 31)
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, root=_peer, comm=_comm, stream=_stream,
+        config=_coll, since=(2, 31)
     ),
     "ncclScatterConfig": _status(
-        _buf, _buf, c_size_t, _dtype, _peer, _comm, _stream, _coll, since=(2, 31)
+        sendbuff=_buf, recvbuff=_buf, count=c_size_t, datatype=_dtype, root=_peer, comm=_comm, stream=_stream,
+        config=_coll, since=(2, 31)
     ),
     # Point to point, one-sided
-    "ncclSend": _status(_buf, c_size_t, _dtype, _peer, _comm, _stream),
-    "ncclRecv": _status(_buf, c_size_t, _dtype, _peer, _comm, _stream),
+    "ncclSend": _status(sendbuff=_buf, count=c_size_t, datatype=_dtype, peer=_peer, comm=_comm, stream=_stream),
+    "ncclRecv": _status(recvbuff=_buf, count=c_size_t, datatype=_dtype, peer=_peer, comm=_comm, stream=_stream),
     "ncclPutSignal": _status(
-        _buf, c_size_t, _dtype, _peer, _window, c_size_t, c_int, c_int, c_uint, _comm, _stream,
-        since=(2, 29),
+        localbuff=_buf, count=c_size_t, datatype=_dtype, peer=_peer, peerWin=_window, peerWinOffset=c_size_t,
+        sigIdx=c_int, ctx=c_int, flags=c_uint, comm=_comm, stream=_stream, since=(2, 29)
     ),
-    "ncclSignal": _status(_peer, c_int, c_int, c_uint, _comm, _stream, since=(2, 29)),
-    "ncclWaitSignal": _status(c_int, POINTER(WaitSignalDesc), _comm, _stream, since=(2, 29)),
+    "ncclSignal": _status(peer=_peer, sigIdx=c_int, ctx=c_int, flags=c_uint, comm=_comm, stream=_stream, since=(2, 29)),
+    "ncclWaitSignal": _status(
+        nDesc=c_int, signalDescs=POINTER(WaitSignalDesc), comm=_comm, stream=_stream, since=(2, 29)
+    ),
     # Groups
     "ncclGroupStart": _status(),
     "ncclGroupEnd": _status(),
-    "ncclGroupSimulateEnd": _status(POINTER(SimInfo), since=(2, 22)),
+    "ncclGroupSimulateEnd": _status(simInfo=POINTER(SimInfo), since=(2, 22)),
     # Parameters
-    "ncclParamBind": _status(POINTER(_param), c_char_p, since=(2, 30)),
-    "ncclParamGetI8": _status(_param, POINTER(c_int8), since=(2, 30)),
-    "ncclParamGetI16": _status(_param, POINTER(c_int16), since=(2, 30)),
-    "ncclParamGetI32": _status(_param, POINTER(c_int32), since=(2, 30)),
-    "ncclParamGetI64": _status(_param, POINTER(c_int64), since=(2, 30)),
-    "ncclParamGetU8": _status(_param, POINTER(c_uint8), since=(2, 30)),
-    "ncclParamGetU16": _status(_param, POINTER(c_uint16), since=(2, 30)),
-    "ncclParamGetU32": _status(_param, POINTER(c_uint32), since=(2, 30)),
-    "ncclParamGetU64": _status(_param, POINTER(c_uint64), since=(2, 30)),
-    "ncclParamGetStr": _status(_param, POINTER(c_char_p), since=(2, 30)),
-    "ncclParamGet": _status(_param, c_void_p, c_int, POINTER(c_int), since=(2, 30)),
-    "ncclParamGetParameter": _status(
-        c_char_p, POINTER(c_char_p), POINTER(c_int), since=(2, 30)
-    ),
-    "ncclParamGetAllParameterKeys": _status(
-        POINTER(POINTER(c_char_p)), POINTER(c_int), since=(2, 30)
-    ),
-    "ncclParamDumpAll": Function(None, (), (2, 30)),
+    "ncclParamBind": _status(out=POINTER(_param), key=c_char_p, since=(2, 30)),
+    "ncclParamGetI8": _status(h=_param, out=POINTER(c_int8), since=(2, 30)),
+    "ncclParamGetI16": _status(h=_param, out=POINTER(c_int16), since=(2, 30)),
+    "ncclParamGetI32": _status(h=_param, out=POINTER(c_int32), since=(2, 30)),
+    "ncclParamGetI64": _status(h=_param, out=POINTER(c_int64), since=(2, 30)),
+    "ncclParamGetU8": _status(h=_param, out=POINTER(c_uint8), since=(2, 30)),
+    "ncclParamGetU16": _status(h=_param, out=POINTER(c_uint16), since=(2, 30)),
+    "ncclParamGetU32": _status(h=_param, out=POINTER(c_uint32), since=(2, 30)),
+    "ncclParamGetU64": _status(h=_param, out=POINTER(c_uint64), since=(2, 30)),
+    "ncclParamGetStr": _status(h=_param, out=POINTER(c_char_p), since=(2, 30)),
+    "ncclParamGet": _status(h=_param, out=c_void_p, maxLen=c_int, len=POINTER(c_int), since=(2, 30)),
+    "ncclParamGetParameter": _status(key=c_char_p, value=POINTER(c_char_p), valueLen=POINTER(c_int), since=(2, 30)),
+    "ncclParamGetAllParameterKeys": _status(table=POINTER(POINTER(c_char_p)), tableLen=POINTER(c_int), since=(2, 30)),
+    "ncclParamDumpAll": _returns(None, since=(2, 30)),
 }  # fmt: skip
 
 # The host side of nccl_device.h, raw: structs that a kernel is compiled against (communicators, requirements, barriers,
@@ -401,40 +439,52 @@ _devcomm = _requirements = _properties = _handle = c_void_p
 
 DEVICE_FUNCTIONS: dict[str, Function] = {
     # Device communicators
-    "ncclCommQueryProperties": _status(_comm, _properties, since=(2, 29)),
-    "ncclDevCommCreate": _status(_comm, _requirements, _devcomm, since=(2, 28)),
-    "ncclDevCommDestroy": _status(_comm, _devcomm, since=(2, 28)),
+    "ncclCommQueryProperties": _status(comm=_comm, props=_properties, since=(2, 29)),
+    "ncclDevCommCreate": _status(comm=_comm, reqs=_requirements, outDevComm=_devcomm, since=(2, 28)),
+    "ncclDevCommDestroy": _status(comm=_comm, devComm=_devcomm, since=(2, 28)),
     # Teams
-    "ncclTeamWorld": Function(Team, (_comm,), (2, 28)),
-    "ncclTeamLsa": Function(Team, (_comm,), (2, 28)),
-    "ncclTeamRail": Function(Team, (_comm,), (2, 28)),
-    "ncclTeamCft": Function(Team, (_comm, c_int), (2, 31)),
-    "ncclTeamCftMultimem": Function(Team, (_comm,), (2, 31)),
-    "ncclTeamRankToWorld": Function(c_int, (_comm, Team, c_int), (2, 28)),
-    "ncclTeamRankToLsa": Function(c_int, (_comm, Team, c_int), (2, 28)),
+    "ncclTeamWorld": _returns(Team, comm=_comm, since=(2, 28)),
+    "ncclTeamLsa": _returns(Team, comm=_comm, since=(2, 28)),
+    "ncclTeamRail": _returns(Team, comm=_comm, since=(2, 28)),
+    "ncclTeamCft": _returns(Team, comm=_comm, mode=c_int, since=(2, 31)),
+    "ncclTeamCftMultimem": _returns(Team, comm=_comm, since=(2, 31)),
+    "ncclTeamRankToWorld": _returns(c_int, comm=_comm, team=Team, rank=c_int, since=(2, 28)),
+    "ncclTeamRankToLsa": _returns(c_int, comm=_comm, team=Team, rank=c_int, since=(2, 28)),
     # Where a window lies on the device: window, offset in bytes, whose memory, then the result
-    "ncclGetPeerDevicePointer": _status(_window, c_size_t, c_int, POINTER(c_void_p), since=(2, 29)),
-    "ncclGetLsaDevicePointer": _status(_window, c_size_t, c_int, POINTER(c_void_p), since=(2, 29)),
-    "ncclGetLsaMultimemDevicePointer": _status(_window, c_size_t, POINTER(c_void_p), since=(2, 29)),
+    "ncclGetPeerDevicePointer": _status(
+        window=_window, offset=c_size_t, peer=c_int, outPtr=POINTER(c_void_p), since=(2, 29)
+    ),
+    "ncclGetLsaDevicePointer": _status(
+        window=_window, offset=c_size_t, lsaRank=c_int, outPtr=POINTER(c_void_p), since=(2, 29)
+    ),
+    "ncclGetLsaMultimemDevicePointer": _status(
+        window=_window, offset=c_size_t, outPtr=POINTER(c_void_p), since=(2, 29)
+    ),
     "ncclGetMultimemDevicePointer": _status(
-        _window, c_size_t, MultimemHandle, POINTER(c_void_p), since=(2, 29)
+        window=_window, offset=c_size_t, multimem=MultimemHandle, outPtr=POINTER(c_void_p), since=(2, 29)
     ),
     "ncclGetPeerDeviceLeInfo": _status(
-        _window, c_size_t, c_int, POINTER(c_uint32), POINTER(c_size_t), since=(2, 31)
+        window=_window, offset=c_size_t, peerWorld=c_int, leId=POINTER(c_uint32), leOffset=POINTER(c_size_t),
+        since=(2, 31)
     ),
     "ncclGetCftDeviceLeInfo": _status(
-        _window, c_size_t, c_int, Team, POINTER(c_uint32), POINTER(c_size_t), since=(2, 31)
+        window=_window, offset=c_size_t, peerCft=c_int, cftTeam=Team, leId=POINTER(c_uint32),
+        leOffset=POINTER(c_size_t), since=(2, 31)
     ),
     "ncclGetMultimemDeviceLeInfo": _status(
-        _window, c_size_t, POINTER(c_uint32), POINTER(c_size_t), since=(2, 31)
+        window=_window, offset=c_size_t, leId=POINTER(c_uint32), leOffset=POINTER(c_size_t), since=(2, 31)
     ),
     # What a device communicator has to provide: sizes, then the handle and the requirement to fill in
-    "ncclLsaBarrierCreateRequirement": _status(Team, c_int, _handle, _requirements, since=(2, 28)),
-    "ncclGinBarrierCreateRequirement": _status(
-        _comm, Team, c_int, _handle, _requirements, since=(2, 28)
+    "ncclLsaBarrierCreateRequirement": _status(
+        team=Team, nBarriers=c_int, outHandle=_handle, outReq=_requirements, since=(2, 28)
     ),
-    "ncclLLA2ACalcSlots": Function(c_int, (c_int, c_int), (2, 28)),
-    "ncclLLA2ACreateRequirement": _status(c_int, c_int, _handle, _requirements, since=(2, 28)),
+    "ncclGinBarrierCreateRequirement": _status(
+        comm=_comm, team=Team, nBarriers=c_int, outHandle=_handle, outReq=_requirements, since=(2, 28)
+    ),
+    "ncclLLA2ACalcSlots": _returns(c_int, maxElts=c_int, maxEltSize=c_int, since=(2, 28)),
+    "ncclLLA2ACreateRequirement": _status(
+        nBlocks=c_int, nSlots=c_int, outHandle=_handle, outReq=_requirements, since=(2, 28)
+    ),
 }  # fmt: skip
 
 

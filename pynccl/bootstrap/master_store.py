@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclSystemError, NcclTimeout
 from ..comm.deadline import Abandoned, Clock, Wait, duration
-from .meeting import first_line
+from .rendezvous import first_line
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _CONNECT_SECONDS = 2.0  # for one attempt; there are more until the deadline
@@ -160,7 +160,7 @@ def _is_loopback(host: str) -> bool:
 
 def _serve_together(place: Place, clock: Clock, refused: OSError) -> Any:
     """Rank 0's port is taken. Maybe by torch's store in this process, or by a store in another one, maybe a second rank
-    0: then that one will do, and the meeting there tells whether two are rank 0."""
+    0: then that one will do, and the rendezvous there tells whether two are rank 0."""
     reason = os.strerror(refused.errno) if refused.errno else str(refused)
     text = f"rank 0 could not serve the ranks' store at {place.address} ({reason})"
     if refused.errno != errno.EADDRINUSE:

@@ -12,10 +12,10 @@ from typing import Any
 
 from .devices import cuda_driver, on_device
 
-_orphans: list[Held] = []  # of streams that are gone, whose work may not be
+_detached: list[KeepAlive] = []  # of streams that are gone, whose work may not be
 
 
-class Held:
+class KeepAlive:
     """The references of one stream, cuda.core's, which it keeps as well.
 
     device  ordinal of its GPU, on which its events have to be made; None: the one that is current"""
@@ -32,38 +32,38 @@ class Held:
 
     def add(self, keep: Any) -> None:
         """Keep this until the work that was issued so far is done."""
-        for orphan in _orphans.copy() if _orphans else ():
-            with on_device(orphan._device):
-                orphan.let_go()
+        for detached in _detached.copy() if _detached else ():
+            with on_device(detached._device):
+                detached.release_passed()
         with on_device(self._device):
             if capturing(self._core):  # nothing runs now; what runs later is the graph's, and so is its memory
                 return
             self._open.append(keep)
-            self.let_go()
+            self.release_passed()
 
-    def let_go(self) -> None:
-        """Drop what has been passed, and see to the rest. Without references left, an orphan is forgotten."""
+    def release_passed(self) -> None:
+        """Drop what has been passed, and see to the rest. Without references left, a detached one is forgotten."""
         done: list[Any] = []  # dropped outside the lock: what goes may run Python code
         with self._lock:
             if self._event is None or self._event.is_done:
                 done, self._covered, self._open = self._covered, self._open, []
                 self._event = self._core.record(self._event) if self._covered else None
-        if not len(self) and self in _orphans:
-            _orphans.remove(self)
+        if not len(self) and self in _detached:
+            _detached.remove(self)
         del done
 
-    def seal(self) -> None:
+    def close(self) -> None:
         """The stream is about to be closed: its last event is recorded now."""
         with self._lock:
             if len(self):
                 self._covered, self._open = [*self._covered, *self._open], []
                 self._event = self._core.record()
-        self.outlive()
+        self.detach()
 
-    def outlive(self) -> None:
+    def detach(self) -> None:
         """The stream is gone. No call into CUDA here: garbage collection comes through."""
-        if len(self) and self not in _orphans:
-            _orphans.append(self)
+        if len(self) and self not in _detached:
+            _detached.append(self)
 
 
 def capturing(core: Any) -> bool:

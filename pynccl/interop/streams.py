@@ -18,7 +18,7 @@ from ..bindings.values import INT_MAX, INT_MIN, SIZE_MAX, attribute, instance, i
 from .devices import core_device as _core_device
 from .devices import cuda_core as _cuda_core
 from .devices import cuda_driver, current_device, described, on_device
-from .keepalive import Held, capturing
+from .keepalive import KeepAlive, capturing
 
 
 @runtime_checkable
@@ -94,7 +94,7 @@ class CudaStream(Shared):
 
     def __init__(self, stream: Any, device: int | None = None) -> None:
         self.core, self.device = stream, device
-        self._held = Held(stream, device)
+        self._kept = KeepAlive(stream, device)
         self._closed = False
 
     @property
@@ -165,7 +165,7 @@ class CudaStream(Shared):
         if self._closed:
             return
         with on_device(self.device):
-            self._held.seal()
+            self._kept.close()
             _made.pop(self.handle, None)
             self._closed = True
             self.core.close()
@@ -181,12 +181,12 @@ class CudaStream(Shared):
 
     def hold(self, keep: Any) -> None:
         """Keep these objects until the work that was issued so far is done."""
-        self._held.add(keep)
+        self._kept.add(keep)
 
     def __del__(self) -> None:
-        held = getattr(self, "_held", None)
-        if held is not None:
-            held.outlive()
+        kept = getattr(self, "_kept", None)
+        if kept is not None:
+            kept.detach()
 
 
 def _device_of(stream: Any, handle: int, core: Any, waiting: int | None) -> Any:

@@ -84,9 +84,9 @@ def timed(comm: pynccl.Communicator) -> float:
 def main() -> int:
     started = time.perf_counter()
     with join() as comm:
-        born = time.perf_counter() - started
+        joined = time.perf_counter() - started
         comm.barrier()
-        connected = time.perf_counter() - started - born
+        connected = time.perf_counter() - started - joined
         wrong = []
         for count in SIZES:
             for name, (call, expected) in checks(comm, count).items():
@@ -94,7 +94,7 @@ def main() -> int:
                 if not torch.equal(got, expected):
                     wrong.append(f"{name} of {count}: {int((got != expected).sum())} of {got.numel()} elements")
         rate = timed(comm)
-        found = {"device": comm.device, "birth_s": round(born, 3), "first_call_s": round(connected, 3)}
+        found = {"device": comm.device, "init_s": round(joined, 3), "first_call_s": round(connected, 3)}
         print("RESULT " + json.dumps({**found, "all_reduce_64MiB_GB/s": round(rate, 2), "wrong": wrong}), flush=True)
     return WRONG_VALUES if wrong else 0
 

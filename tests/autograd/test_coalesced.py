@@ -43,7 +43,7 @@ def drawn(comm: Communicator, name: str, seed: int = 0) -> list[Tensor]:
 @contextmanager
 def groups() -> Iterator[list[int]]:
     """How many calls each group has that is launched in the block."""
-    module: Any = sys.modules["pynccl.group"]
+    module: Any = sys.modules["pynccl.comm.groups"]
     launch, sizes = module.launch, []
 
     def counted(calls: Any, *rest: Any) -> None:

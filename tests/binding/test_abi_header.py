@@ -10,6 +10,7 @@ Programs made from tables with an error in them must not compile.
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -262,6 +263,28 @@ def test_every_function_that_a_c_program_could_call_has_a_row(
     assert tables.functions.keys() <= callable_
     if installed.version <= abi.HEADER_VERSION:
         assert callable_ <= abi.FUNCTIONS.keys() | abi.DEVICE_FUNCTIONS.keys()
+
+
+def argument_names(header: str) -> dict[str, tuple[str, ...]]:
+    """Function -> the names of its arguments, where it is declared first, from text without comments."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, arguments in re.findall(r"\b(nccl[A-Z]\w*)\s*\(([^(){};]*)\)\s*(?:NCCL_\w+\s*)?;", header):
+        given = [re.sub(r"=.*|\[.*", "", one).strip() for one in arguments.split(",")]
+        found.setdefault(name, tuple(re.split(r"[\s*&]+", one)[-1] for one in given if one not in ("", "void")))
+    return found
+
+
+def test_arguments_have_the_names_of_the_header(installed: Installed, checked: tuple[str, Tables]) -> None:
+    if installed.version != abi.HEADER_VERSION:
+        pytest.skip(f"the names are those of NCCL {abi.HEADER_VERSION}; this one is {installed.version}")
+    header, tables = checked
+    files = [installed.include / header, *sorted((installed.include / "nccl_device").rglob("*.h"))]
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", "\n".join(path.read_text() for path in files), flags=re.DOTALL)
+    names = argument_names(text)
+    assert tables.functions.keys() <= names.keys()
+    assert {name: row.names for name, row in tables.functions.items()} == {
+        name: names[name] for name in tables.functions
+    }
 
 
 WRONG = (ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), abi.UniqueId, ctypes.c_float)

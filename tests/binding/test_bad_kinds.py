@@ -18,8 +18,8 @@ NO_LIBRARY = ("library is 'host', expected a pynccl.Library, such as pynccl.load
 # Functions of the package; `c` is a communicator of one rank of the host library, so that they may begin.
 BAD_KINDS: dict[str, Bad] = {
     "id": Bad(lambda c: pynccl.get_unique_id(HOST), TypeError, NO_LIBRARY),
-    "birth": Bad(lambda c: Communicator.init(1, bytes(128), 0, library=HOST), TypeError, NO_LIBRARY),
-    "births": Bad(lambda c: Communicator.init_all(1, library=HOST), TypeError, NO_LIBRARY),
+    "init": Bad(lambda c: Communicator.init(1, bytes(128), 0, library=HOST), TypeError, NO_LIBRARY),
+    "init_all": Bad(lambda c: Communicator.init_all(1, library=HOST), TypeError, NO_LIBRARY),
     "falsy": Bad(lambda c: Communicator.init_all(1, library={}), TypeError, ("library is {}, expected",)),
     "memory": Bad(lambda c: pynccl.mem_alloc(4, library=HOST), TypeError, NO_LIBRARY),
     "pool": Bad(lambda c: pynccl.mem_pool(HOST), TypeError, NO_LIBRARY),

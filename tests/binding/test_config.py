@@ -15,10 +15,10 @@ from pynccl.bindings import abi
 
 
 def given_to_c(stub: Stub, config: CommConfig) -> dict[str, int]:
-    """Header fields of the struct that a birth with `config` hands to the library."""
+    """Header fields of the struct that an init with `config` hands to the library."""
     pynccl.Communicator.init(3, bytes(128), 2, config=config, library=stub.cpu_library)
-    struct, birth = stub.calls()[-2:]
-    assert (birth.name, birth.args["nranks"], birth.args["rank"]) == ("ncclCommInitRankConfig", 3, 2)
+    struct, init = stub.calls()[-2:]
+    assert (init.name, init.args["nranks"], init.args["rank"]) == ("ncclCommInitRankConfig", 3, 2)
     return struct.args
 
 

@@ -159,7 +159,7 @@ def work():
     stream = made.pop()
     for _ in range(3):
         comm.all_reduce(raw, raw, stream=stream)
-    assert len(stream._held) == 1, len(stream._held)  # the last call's, behind which its event was recorded
+    assert len(stream._kept) == 1, len(stream._kept)  # the last call's, behind which its event was recorded
     driver.stub_query(600)
     comm.all_reduce(raw, raw, stream=stream)
     stream.close()
@@ -223,26 +223,27 @@ assert not stub.calls()
 
 def test_cuda_is_the_current_gpu_and_in_a_launch_the_local_ranks() -> None:
     over_driver("""
-from pynccl import birth, bootstrap
+from pynccl.bootstrap import join
+from pynccl.comm import init
 make_current(1)
 for name in ("cuda", None):
     assert pynccl.create_stream(name, library=library).device == 1
     assert pynccl.current_stream(name, library=library).device == 1
     assert pynccl.create_event(name, library=library).device == 1
     assert pynccl.mem_alloc(4, device=name, library=library).device == "cuda:1"
-    assert birth.choose_device(library, name) == 1
-    assert bootstrap._default_device(library, name, 0) == 0
-    assert bootstrap._prepare(library, name, 0, 1, None).device == 0
-    assert bootstrap._default_device(library, name, None) == name
+    assert init.choose_device(library, name) == 1
+    assert join.default_device(library, name, 0) == 0
+    assert join.prepare(library, name, 0, 1, None).device == 0
+    assert join.default_device(library, name, None) == name
 assert devices.device_ordinal("cuda") == 1
 stub.clear()
 pynccl.Communicator.init_all(["cuda"], library=library)
 make_current(None)
 assert devices.device_ordinal("cuda") == 0
-assert bootstrap._default_device(library, "cuda:0", 1) == "cuda:0" and bootstrap._default_device(library, 0, 1) == 0
+assert join.default_device(library, "cuda:0", 1) == "cuda:0" and join.default_device(library, 0, 1) == 0
 for call in (
     lambda: pynccl.create_stream("cpu", library=library),
-    lambda: bootstrap._default_device(library, "cuda", 2),
+    lambda: join.default_device(library, "cuda", 2),
 ):
     try:
         call()

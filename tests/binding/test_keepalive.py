@@ -143,7 +143,7 @@ class Core:
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     monkeypatch.setattr(keepalive, "capturing", lambda core: getattr(core, "captured", False))
-    monkeypatch.setattr(keepalive, "_orphans", [])
+    monkeypatch.setattr(keepalive, "_detached", [])
     return Core()
 
 
@@ -178,7 +178,7 @@ def test_a_cuda_stream_that_nobody_waits_for_does_not_grow(core: Core) -> None:
     for _ in range(100_000):
         issue(stream, core)
         core.passed = core.issued - 3
-        most = max(most, len(stream._held))
+        most = max(most, len(stream._kept))
     assert most < 12
 
 
@@ -202,7 +202,7 @@ def test_a_cuda_stream_that_is_gone_holds_until_its_work_is_done(core: Core, end
     core.passed = core.issued
     for _ in range(2):
         issue(other, idle)
-    assert not any(alive(references)) and not keepalive._orphans
+    assert not any(alive(references)) and not keepalive._detached
 
 
 def test_a_captured_call_is_the_graphs(core: Core) -> None:
@@ -218,12 +218,12 @@ def test_the_handle_of_a_stream_made_here_is_known_and_others_are_not(core: Core
     core.issued = 1
     raw = (4096, 2, "float32")
     comm.all_reduce(raw, raw, stream=stream.handle)
-    assert len(stream._held) == 1
+    assert len(stream._kept) == 1
     comm.all_reduce(raw, raw, stream=0xBEEF)
     plan = comm.plan.all_reduce(raw, raw, stream=stream)
     plan()
     plan()
-    assert len(stream._held) == 3
+    assert len(stream._kept) == 3
 
 
 class OnGpu:

@@ -17,7 +17,7 @@ POLL = "ncclCommGetAsyncError"
 FOR_EVER = 1 << 30
 
 
-def birth(stub: Stub, **options: object) -> Communicator:
+def init(stub: Stub, **options: object) -> Communicator:
     config = CommConfig(blocking=False)
     return Communicator.init(4, bytes(128), 1, config=config, library=stub.cpu_library, **options)
 
@@ -25,7 +25,7 @@ def birth(stub: Stub, **options: object) -> Communicator:
 def test_a_birth_is_polled_until_it_is_done() -> None:
     stub = Stub()
     stub.progress("ncclCommInitRankConfig", polls=5)
-    comm = birth(stub)
+    comm = init(stub)
     assert stub.names() == ["config", "ncclCommInitRankConfig", *[POLL] * 5]
     assert abi.Config.from_buffer_copy(bytes.fromhex(stub.calls()[0].hex)).blocking == 0
     assert (comm.rank, comm.size) == (1, 4)
@@ -37,7 +37,7 @@ def test_a_birth_has_a_deadline_after_which_it_is_aborted() -> None:
     with pytest.raises(
         pynccl.NcclTimeout, match=r"ncclCommInitRank\(rank=1, nranks=4\) is still in progress after 0.05"
     ):
-        birth(stub, timeout=0.05)
+        init(stub, timeout=0.05)
     assert stub.names()[-1] == "ncclCommAbort"
     assert stub.names().count("ncclCommAbort") == 1
 
@@ -46,7 +46,7 @@ def test_a_birth_that_fails_on_the_way_is_aborted_and_raised() -> None:
     stub = Stub()
     stub.progress("ncclCommInitRankConfig", polls=3, final=6)
     with pytest.raises(pynccl.NcclRemoteError, match=r"^ncclCommInitRank\(rank=1, nranks=4\) failed"):
-        birth(stub)
+        init(stub)
     assert stub.names()[-1] == "ncclCommAbort"  # as NCCL asks: nothing else frees it
 
 

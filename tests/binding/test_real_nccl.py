@@ -1,4 +1,4 @@
-"""NVIDIA's own library, as far as it goes without a driver: what it is, what it says, and a clear no at the birth."""
+"""NVIDIA's own library, as far as it goes without a driver: what it is, what it says, and a clear no to an init."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_unique_ids_are_128_bytes_and_differ(nccl: Library) -> None:
 
 @needs_no_driver
 def test_a_birth_without_a_driver_says_so_with_the_remedy(nccl: Library) -> None:
-    births = {
+    inits = {
         "init": lambda: Communicator.init(1, bytes(128), 0, library=nccl),
         "init on a device": lambda: Communicator.init(2, bytes(128), 1, "cuda:0", library=nccl, timeout=5),
         "init with a config": lambda: Communicator.init(1, bytes(128), 0, config=CommConfig(), library=nccl),
@@ -113,9 +113,9 @@ def test_a_birth_without_a_driver_says_so_with_the_remedy(nccl: Library) -> None
         "create_stream": lambda: pynccl.create_stream(library=nccl),
         "create_event": lambda: pynccl.create_event(library=nccl),
     }
-    for name, birth in births.items():
+    for name, init in inits.items():
         with pytest.raises(pynccl.NcclSystemError) as caught:
-            birth()
+            init()
         assert no_driver() in str(caught.value), name
         remedy = "install the driver (nvidia-smi must work), or set PYNCCL_LIBRARY=host to run on the CPU"
         assert remedy in str(caught.value)

@@ -89,7 +89,7 @@ def test_there_is_no_estimate_for_sends_and_receives_alone(stub: Stub) -> None:
 
 
 def test_several_communicators_are_split_as_one_group(stub: Stub) -> None:
-    """They may be ranks of one process, none of which could be born without the others."""
+    """They may be ranks of one process, none of which could be made without the others."""
     comms = [stub.comm(rank=rank, cpu=True) for rank in (0, 1)]
     with pynccl.simulate() as estimate:
         for comm in comms:

@@ -263,7 +263,10 @@ UNFINISHED = """
 
 
 def test_a_process_with_a_wait_under_way_exits() -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "host"), str(ROOT / "tests" / "support")]),
+    }
     command = [sys.executable, "-c", textwrap.dedent(UNFINISHED)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")

@@ -76,7 +76,7 @@ class Stub:
         self.cdll.stub_record.restype = ctypes.c_char_p
         self.bound: list[str] = []
         self.library = self._library(is_host=False)
-        self.cpu_library = self._library(is_host=True)  # accepts CPU tensors, and needs no driver for a birth
+        self.cpu_library = self._library(is_host=True)  # accepts CPU tensors, and needs no driver for an init
         for kind in (
             FAIL,
             SLEEP_MS,

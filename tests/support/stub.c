@@ -82,7 +82,7 @@ static comm_t make(int rank, int nranks, int device) {
   return made;
 }
 /* As NCCL does: a nonblocking parent has no child to show until it is out of IN_PROGRESS. */
-static int born(comm_t parent, comm_t *out, comm_t made, int code) {
+static int made_by(comm_t parent, comm_t *out, comm_t made, int code) {
   int waits = parent != NULL && code == IN_PROGRESS;
   *out = waits ? NULL : made;
   if (waits) late = out, late_value = made;
@@ -120,7 +120,7 @@ int ncclSetEncryption(const encryption_t *config) {
 }
 #endif
 
-/* Birth */
+/* Init */
 
 int ncclGetUniqueId(unique_id_t *id) { memset(id, 7, sizeof *id); return note("ncclGetUniqueId", ""); }
 int ncclCommInitRank(comm_t *comm, int nranks, unique_id_t id, int rank) {
@@ -150,7 +150,7 @@ int ncclCommSplit(comm_t comm, int color, int key, comm_t *out, config_t *config
   if (config) note_config("config", config);
   int whole = rule(WHOLE, "ncclCommSplit"); /* as if all ranks came with the same color */
   comm_t made = color >= 0 ? make(whole ? comm->rank : 0, whole ? comm->nranks : 1, comm->device) : NULL;
-  return born(comm, out, made, note("ncclCommSplit", " color=%d key=%d", color, key));
+  return made_by(comm, out, made, note("ncclCommSplit", " color=%d key=%d", color, key));
 }
 #if VERSION >= 22700
 int ncclCommShrink(comm_t comm, int *exclude, int count, comm_t *out, config_t *config, int flags) {
@@ -158,7 +158,7 @@ int ncclCommShrink(comm_t comm, int *exclude, int count, comm_t *out, config_t *
   int before = 0;
   for (int i = 0; i < count; i++) before += exclude[i] < comm->rank;
   comm_t made = make(comm->rank - before, comm->nranks - count, comm->device);
-  return born(comm, out, made, note("ncclCommShrink", " count=%d first=%d last=%d flags=%d", count, exclude[0],
+  return made_by(comm, out, made, note("ncclCommShrink", " count=%d first=%d last=%d flags=%d", count, exclude[0],
                                     exclude[count - 1], flags));
 }
 #endif
@@ -170,7 +170,7 @@ int ncclCommGetUniqueId(comm_t comm, unique_id_t *id) {
 int ncclCommGrow(comm_t comm, int nranks, const unique_id_t *id, int rank, comm_t *out, config_t *config) {
   if (config) note_config("config", config);
   comm_t made = make(comm ? comm->rank : rank, nranks, comm ? comm->device : 0);
-  return born(comm, out, made, note("ncclCommGrow", " member=%d nranks=%d id=%d rank=%d", comm != NULL, nranks,
+  return made_by(comm, out, made, note("ncclCommGrow", " member=%d nranks=%d id=%d rank=%d", comm != NULL, nranks,
                               id ? id->internal[127] : -1, rank));
 }
 #endif

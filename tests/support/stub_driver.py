@@ -21,7 +21,7 @@ PRELUDE = """
 import ctypes, threading
 driver = ctypes.CDLL("libcuda.so.1")
 import pynccl
-from pynccl import devices, streams
+from pynccl.interop import devices, streams
 from libraries import Stub
 
 stub = Stub()

@@ -16,7 +16,8 @@ from libraries import torch_with_cuda
 
 from pynccl.bindings.abi import HEADER_VERSION, version_code
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import bench_overhead as bench  # noqa: E402
@@ -73,6 +74,20 @@ def test_every_bound_has_a_verdict_that_fits_the_numbers(found: dict[str, Any]) 
     ):
         assert bounds[what]["pass"] is (bounds[what]["found"] <= bounds[what]["at_most"])
     assert bounds["import pynccl, ms"]["found"] == found["imports_ms"]["pynccl"] > 0
+
+
+def test_the_page_has_a_row_for_each_way_with_its_bound(found: dict[str, Any]) -> None:
+    """docs/overhead.md, made by --markdown; its times are of the machine that it names."""
+    page = {way: bound for way, _, _, bound in rows_of((ROOT / "docs" / "overhead.md").read_text())}
+    now = {way: bound for way, _, _, bound in rows_of(bench.markdown(found))}
+    elsewhere = {way for way in now.keys() ^ page.keys() if way.startswith(("nccl4py", "torch.distributed"))}
+    assert {way: page[way] for way in page.keys() - elsewhere} == {way: now[way] for way in now.keys() - elsewhere}
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of the table of ways."""
+    lines = text[text.index("| way |") :].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_the_table_shows_the_same() -> None:

@@ -23,7 +23,8 @@ ORDER: dict[str, str] = {
         comm.deadline comm.frames comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.fast_path comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
-        bootstrap.meeting bootstrap.file_store bootstrap.master_store bootstrap
+        bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange
+        bootstrap.stores bootstrap
         nccl_params __init__
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor __main__
     """,

@@ -1,7 +1,7 @@
 """All ranks meet at a store, where rank 0 hands out the id: who never came, came twice, or cannot go on is named.
 
 Keys: `rank/R` says who rank R is, `claims/R` counts them, `arrived/N` counts those that believe in N ranks, `id` is
-rank 0's, and `over` ends the meeting for all: that they met, or the error that all of them raise.
+rank 0's, and `over` ends the rendezvous for all: that they met, or the error that all of them raise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LINGER_SECONDS = 3.0
 _LINGER_POLL_SECONDS = 0.02
 
 
-class Manner(NamedTuple):
+class Wording(NamedTuple):
     """How the ranks found the store, in the words of the errors that depend on it."""
 
     again: str  # what a rank that came twice may mean, and what to do
@@ -33,8 +33,8 @@ class Manner(NamedTuple):
     server: str  # what carries the store
 
 
-class Meeting:
-    """One rank's part in the meeting; `met` is called once all are there."""
+class Rendezvous:
+    """One rank's part in the rendezvous; `met` is called once all are there."""
 
     def __init__(
         self,
@@ -42,23 +42,23 @@ class Meeting:
         rank: int,
         nranks: int,
         clock: Clock,
-        manner: Manner,
+        wording: Wording,
         met: Callable[[], None] = lambda: None,
     ) -> None:
         self.store = store
         self.rank = rank
         self.nranks = nranks
         self.clock = clock
-        self.manner = manner
+        self.wording = wording
         self.met = met
         self._step = "coming in"  # what it waits for, should the store not answer
 
-    def attend(self, identity: bytes) -> bytes:
+    def join(self, identity: bytes) -> bytes:
         """Wait until all ranks are there; return the id. Raises for ranks that are missing, doubled or failed."""
         wait = Wait(self.clock)
-        return wait.beside(lambda: self._attend(identity, wait), self._silent)
+        return wait.beside(lambda: self._join(identity, wait), self._silent)
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Tell the others that this rank cannot go on."""
         text = could_not_start(self.rank, error)
         seconds = _HURRIED_SECONDS if isinstance(error, KeyboardInterrupt) else _TELL_SECONDS
@@ -77,7 +77,7 @@ class Meeting:
 
     # What follows runs in the thread beside.
 
-    def _attend(self, identity: bytes, wait: Wait) -> bytes:
+    def _join(self, identity: bytes, wait: Wait) -> bytes:
         try:
             self._come_in(identity)
             self._wait_for_all(wait)
@@ -120,7 +120,7 @@ class Meeting:
             self._end(
                 "usage",
                 f"rank 0 ({who}) says there are {size} ranks, rank {self.rank} ({_whoami()}) says {self.nranks}: "
-                f"{self.manner.size} has to be the same on all ranks",
+                f"{self.wording.size} has to be the same on all ranks",
             )
 
     def _refuse_double(self, own: str) -> None:
@@ -128,8 +128,8 @@ class Meeting:
         _, other = _parse(self.store.get(key)) if self.store.check([key]) else (0, "another process")
         text = f"two processes say that they are rank {self.rank}: {other}, and {_parse(own.encode())[1]}; "
         if not self.store.check(["over"]):  # else they have met without this one, which is not to disturb them
-            self._end("usage", text + self.manner.again)
-        raise NcclInvalidUsage(text + self.manner.again)
+            self._end("usage", text + self.wording.again)
+        raise NcclInvalidUsage(text + self.wording.again)
 
     def _end(self, kind: str, text: str = "") -> None:
         self.store.set("over", f"{kind}\n{text}")
@@ -156,13 +156,13 @@ class Meeting:
     def _silent(self) -> NcclTimeout:
         return NcclTimeout(
             f"rank {self.rank} of {self.nranks} waited {self.clock.seconds()}: the store at which the ranks meet does "
-            f"not answer, while {self._step}\n  {self.manner.server} is stopped, or out of reach"
+            f"not answer, while {self._step}\n  {self.wording.server} is stopped, or out of reach"
         )
 
     def _lost(self, error: Exception) -> NcclRemoteError:
         return NcclRemoteError(
             f"rank {self.rank} of {self.nranks} lost the store at which the ranks meet, while {self._step}: "
-            f"{self.manner.server} has ended; look for its first error ({first_line(error)})"
+            f"{self.wording.server} has ended; look for its first error ({first_line(error)})"
         )
 
 
