@@ -55,7 +55,7 @@ class Init(Comm):
             raise ValueError(f"unique_id is a list of {len(ids)} ids, expected 1 to {nranks} for {nranks} ranks")
         library = chosen(library)
         ordinal = choose_device(library, device)
-        return cls(init_rank(library, nranks, ids, rank, ordinal, config, timeout), library, timeout, config)
+        return cls(comm_init_rank(library, nranks, ids, rank, ordinal, config, timeout), library, timeout, config)
 
     @classmethod
     def init_all(
@@ -77,7 +77,7 @@ class Init(Comm):
             ordinals = list(range(integer(devices, "devices", 0, _MOST_DEVICES, "a number of devices, or a list")))
         if not ordinals:
             raise ValueError(f"devices is {devices!r}, expected at least one")
-        return [cls(handle, library) for handle in join_all(library, ordinals)]
+        return [cls(handle, library) for handle in comm_init_all(library, ordinals)]
 
     @classmethod
     def join_grown(
@@ -97,9 +97,9 @@ class Init(Comm):
         ordinal = choose_device(library, device)
         struct = struct_of(config, CommConfig, library)
         identity = as_unique_id(unique_id)
-        return cls(join_or_grow(library, 0, nranks, identity, rank, ordinal, struct, timeout), library, timeout, config)
+        return cls(comm_grow(library, 0, nranks, identity, rank, ordinal, struct, timeout), library, timeout, config)
 
-    # Relatives
+    # Others of its ranks
 
     def split(self: Self, color: int | None, key: int = 0, config: CommConfig | None = None) -> Self | None:
         """The communicator of all ranks that pass the same color, ordered by key, then by rank here.
@@ -156,7 +156,7 @@ class Init(Comm):
         struct = struct_of(config, CommConfig, self.library, "grow")
         identity = None if unique_id is None else as_unique_id(unique_id)
         with self.lock:
-            handle = join_or_grow(
+            handle = comm_grow(
                 self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout
             )
         return type(self)(handle, self.library, self.timeout, config or self._config)
@@ -179,7 +179,7 @@ def get_unique_id(library: Library | None = None) -> UniqueId:
     return unique_id
 
 
-def init_rank(
+def comm_init_rank(
     library: Library,
     nranks: int,
     ids: Sequence[UniqueId],
@@ -239,7 +239,7 @@ def _wait_for_new(library: Library, handle: Any, on: int, timeout: float | None,
     return code
 
 
-def split_all(
+def comm_split_all(
     library: Library, comms: Sequence[Comm], configs: Sequence[CommConfig], timeout: float | None
 ) -> list[int]:
     """For each communicator the handle of a new one of the same ranks, made with its config.
@@ -273,7 +273,7 @@ def split_all(
     return [handle.value or 0 for handle in handles]
 
 
-def join_all(library: Library, ordinals: list[int]) -> list[int]:
+def comm_init_all(library: Library, ordinals: list[int]) -> list[int]:
     """ncclCommInitAll: one communicator per device, all in this process."""
     n = len(ordinals)
     handles = (ctypes.c_void_p * n)()
@@ -283,7 +283,7 @@ def join_all(library: Library, ordinals: list[int]) -> list[int]:
     return [handle or 0 for handle in handles]
 
 
-def join_or_grow(
+def comm_grow(
     library: Library,
     comm: int,
     nranks: int,

@@ -80,7 +80,7 @@ def _plan_one(call: Call) -> Plan:
 
 def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
     unique = {id(call.comm): call.comm for call in calls}
-    comms = [unique[key] for key in sorted(unique)]  # the order in which `group.launch` takes locks
+    comms = [unique[key] for key in sorted(unique)]  # the order in which `groups.launch` takes locks
     first = comms[0]
     start, end = first.library.ncclGroupStart, first.library.ncclGroupEnd
     detours = next((comm._detours for comm in comms if comm.checking), first._detours)

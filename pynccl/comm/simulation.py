@@ -21,7 +21,7 @@ from .base import Comm, lock
 from .call import UNCOMPARED, Call
 from .communicator import Communicator
 from .groups import Record, owner_of, recording_in, replay
-from .init import split_all
+from .init import comm_split_all
 from .redop import Made, PreMulSum
 
 _ONE_SIDED = ("put_signal", "signal", "wait_signal")
@@ -120,7 +120,7 @@ def _children(comms: list[Comm]) -> dict[Comm, Communicator]:
     configs = [(comm._config or CommConfig())._replace(blocking=True) for comm in comms]
     with contextlib.ExitStack() as locks:
         lock(locks, comms)
-        handles = split_all(library, comms, configs, timeout)
+        handles = comm_split_all(library, comms, configs, timeout)
     return {
         comm: Communicator(handle, library, comm.timeout, config)
         for comm, handle, config in zip(comms, handles, configs, strict=True)

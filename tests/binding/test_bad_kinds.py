@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_bad_input import WAYS, Bad, Hostile, refuse
+from bad_calls import WAYS, Bad, Hostile, refuse
 
 import pynccl
 from pynccl import Communicator
