@@ -45,10 +45,10 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def process(folder: Path, source: str, *options: str) -> Ended:
-    """Run `source`, which may use what PRELUDE defines, on the stub."""
+def process(folder: Path, source: str, *options: str, first: str = "") -> Ended:
+    """Run `source`, which may use what PRELUDE defines, on the stub; `first` comes before pynccl is imported."""
     script, log = folder / "script.py", folder / "log"
-    script.write_text(PRELUDE + source)
+    script.write_text(first + PRELUDE + source)
     log.write_text("")
     paths = {"PYTHONPATH": str(ROOT), "PYNCCL_LIBRARY": compiled(HEADER_VERSION), "STUB_LOG": str(log)}
     started = time.monotonic()
