@@ -52,7 +52,7 @@ class Comm(Shared):
         self._check = check_is_on()
         self._end = ""  # how it ended, for messages
         self._scratch: Scratch | None = None
-        self._unused_operators: list[int] = []  # nobody holds them any more: see redop.Made
+        self._unused_operators: list[int] = []  # nobody holds them any more: see redop.OpHandle
         self._site = call_site()
 
     @property

@@ -114,7 +114,7 @@ class Enqueue(Comm):
             struct = struct_of(config, CollConfig, self.library, operation)
             function += "Config"
             tail = (ctypes.byref(struct),)
-        keep = (send, recv, op.made if type(op) is PreMulSum else None, struct)
+        keep = (send, recv, op.op_handle if type(op) is PreMulSum else None, struct)
         call = Call(self, operation, self._functions[function], args, stream, tail, keep, recv, compared)
         record = recorder()
         if record is not None:

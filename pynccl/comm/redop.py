@@ -31,7 +31,7 @@ def op_code(op: Any, comm: Comm, operation: str, dtype: int) -> int:
     )
 
 
-class Made:
+class OpHandle:
     """An operator as the library has it. Whoever may still issue a call with it holds one of these.
 
     It goes when nobody does: the communicator then frees it in C at its next operator, group or plan, since garbage
@@ -86,28 +86,28 @@ class PreMulSum(Resource, Shared):
         with comm.lock:
             result = library.ncclRedOpCreatePreMulSum(ctypes.byref(op), pointer, code, int(residence), comm.handle)
         comm._check_result(result, "ncclRedOpCreatePreMulSum")
-        self._made: Made | None = Made(comm, op.value, keep)
+        self._op_handle: OpHandle | None = OpHandle(comm, op.value, keep)
 
     @property
     def code(self) -> int:
         """ncclRedOp_t; -1 once it was destroyed."""
-        return -1 if self._made is None else self._made.code
+        return -1 if self._op_handle is None else self._op_handle.code
 
     @property
-    def made(self) -> Made:
+    def op_handle(self) -> OpHandle:
         """What a call has to hold until it was issued."""
-        if self._made is None:
+        if self._op_handle is None:
             raise ValueError("op is a pre_mul_sum that was destroyed; make a new one")
-        return self._made
+        return self._op_handle
 
     @property
     def scalar(self) -> Any:
         """The buffer that is read when the operation runs, for whoever holds buffers."""
-        return None if self._made is None else self._made.scalar
+        return None if self._op_handle is None else self._op_handle.scalar
 
     def code_for(self, comm: Comm, operation: str, dtype: int) -> int:
         """Its number, for a call of `comm` on buffers of `dtype`. ValueError where it is not for them."""
-        code = self.made.code
+        code = self.op_handle.code
         if self.comm is not comm:
             raise ValueError(
                 f"{operation}: op was made by {self.comm!r}, the call is one of {comm!r}; make the operator with "
@@ -123,7 +123,7 @@ class PreMulSum(Resource, Shared):
     def close(self) -> None:
         """Refuse further calls, and free it. Calls that were already made with it are not affected: what a group has
         recorded, and plans, hold the operator, which is freed after the last of them has gone. Twice is harmless."""
-        self._made = None
+        self._op_handle = None
         free_unused(self.comm)
 
     destroy = close  # as NCCL calls it

@@ -22,7 +22,7 @@ from .call import UNCOMPARED, Call
 from .communicator import Communicator
 from .groups import Record, owner_of, recording_in, replay
 from .init import comm_split_all
-from .redop import Made, PreMulSum
+from .redop import OpHandle, PreMulSum
 
 _ONE_SIDED = ("put_signal", "signal", "wait_signal")
 
@@ -130,7 +130,7 @@ def _children(comms: list[Comm]) -> dict[Comm, Communicator]:
 def _on(child: Communicator, call: Call, made: contextlib.ExitStack) -> Call:
     """The same call of another communicator."""
     inputs, operator = call.inputs, call.keep[2]
-    if isinstance(operator, Made):  # its number is one of its own communicator
+    if isinstance(operator, OpHandle):  # its number is one of its own communicator
         again = made.enter_context(PreMulSum(child, operator.scalar, None))
         inputs = (*inputs[:4], again.code, *inputs[5:])
     return call._replace(comm=child, inputs=inputs)
