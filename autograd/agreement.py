@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 
 from pynccl import Communicator, NcclInvalidUsage
-from pynccl.comm.consistency import call_site, exchange
+from pynccl.comm.consistency import exchange
+from pynccl.comm.frames import call_site
 
 from .torch_internals import is_tracing, unwrapped
 

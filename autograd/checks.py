@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pynccl import Communicator, NcclInvalidUsage
-from pynccl.comm.consistency import call_site, exchange
+from pynccl.comm.consistency import exchange
+from pynccl.comm.frames import call_site
 
 from .levels import DependentZeros, beneath
 from .torch_internals import reentrant_checkpoints, transforms_active

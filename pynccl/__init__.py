@@ -25,9 +25,10 @@ from .bindings.library import Library, load
 from .bindings.structs import CollConfig, CommConfig
 from .bootstrap import from_env as init
 from .bootstrap import from_file, from_store
-from .comm.communicator import Communicator, get_unique_id
+from .comm.communicator import Communicator
+from .comm.finalize import abort
 from .comm.groups import group
-from .comm.lifecycle import abort
+from .comm.init import get_unique_id
 from .comm.memory import Memory, Registration, Window, mem_alloc
 from .comm.mempool import mem_pool
 from .comm.plan import Plan
@@ -83,3 +84,9 @@ __all__ = [
     "set_encryption",
     "simulate",
 ]
+
+# In tracebacks, reprs and pickles a class has the name by which users import it.
+for _public in [globals()[name] for name in __all__]:
+    if isinstance(_public, type):
+        _public.__module__ = __name__
+del _public

@@ -50,8 +50,8 @@ TWO_TENSORS = [
 
 # (way, beside which way, ratio at most)
 BOUNDS = [
-    *[(CHECKED, BARE, 2.0), (CHECKED, NCCL4PY, 0.2)],
-    *[(RAW_PLAN, BARE, 0.65), (PLAN, BARE, 0.65), (GROUP_PLAN, BARE, 0.6)],
+    *[(CHECKED, BARE, 1.9), (CHECKED, NCCL4PY, 0.2)],
+    *[(RAW_PLAN, BARE, 0.65), (PLAN, BARE, 0.65), (GROUP_PLAN, BARE, 0.45)],
     *((way, BARE, 2.1) for way in ONE_TENSOR),
     *((way, BARE, 2.7) for way in TWO_TENSORS),
 ]

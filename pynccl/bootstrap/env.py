@@ -9,7 +9,8 @@ from typing import Any
 
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
-from ..comm.communicator import DEFAULT_TIMEOUT, Communicator
+from ..comm.base import DEFAULT_TIMEOUT
+from ..comm.communicator import Communicator
 from ..comm.deadline import Clock
 from .join import init_at
 from .master_store import Place, open_store, read_environment

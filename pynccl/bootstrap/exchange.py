@@ -11,7 +11,8 @@ from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..bindings.values import attribute, shown
-from ..comm.communicator import DEFAULT_TIMEOUT, Communicator
+from ..comm.base import DEFAULT_TIMEOUT
+from ..comm.communicator import Communicator
 from ..comm.deadline import Clock, Wait
 from .join import Part, init, prepare
 from .rendezvous import could_not_start, first_line

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, integer
-from ..comm.communicator import Communicator, get_unique_id
+from ..comm.communicator import Communicator
 from ..comm.deadline import Clock
-from ..comm.init import choose_device
+from ..comm.init import choose_device, get_unique_id
 from ..interop.devices import names_no_ordinal
 from .rendezvous import Rendezvous
 

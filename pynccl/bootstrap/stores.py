@@ -7,9 +7,10 @@ from typing import Any
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..bindings.values import methods
-from ..comm.communicator import DEFAULT_TIMEOUT, Communicator
+from ..comm.base import DEFAULT_TIMEOUT
+from ..comm.communicator import Communicator
 from ..comm.deadline import Clock
-from ..comm.init import check_rank
+from ..comm.init import check_rank_of
 from .file_store import FileStore
 from .join import init_at
 from .rendezvous import Rendezvous, Wording
@@ -40,7 +41,7 @@ def from_store(
     Raises as `from_env` does.
     """
     clock = Clock(timeout)
-    check_rank(rank, nranks)
+    check_rank_of(rank, nranks)
     methods(store, ("add", "get", "set", "check"), "store", "a torch.distributed store, such as TCPStore")
     return init_at(Rendezvous(store, rank, nranks, clock, _AT_A_STORE), library, device, local_rank, config)
 
@@ -65,7 +66,7 @@ def from_file(
     something else.
     """
     clock = Clock(timeout)
-    check_rank(rank, nranks)
+    check_rank_of(rank, nranks)
 
     store = FileStore(path, clock)
     wording = Wording(

@@ -13,14 +13,15 @@ from typing import Any
 from ..bindings.abi import ITEMSIZE, DataType
 from ..bindings.values import integers, listed
 from ..interop.buffers import adapter
-from .argcheck import Launcher
+from .argcheck import ArgCheck, check_rank
+from .enqueue import Enqueue
 from .groups import fused
 from .redop import op_code
 
 _MOST = 1 << 60  # elements: no machine has as many bytes, and no offset in bytes reaches what C cuts off
 
 
-class Uneven(Launcher):
+class CollectivesV(ArgCheck, Enqueue):
     """The part of `Communicator` that moves a different number of elements for each rank."""
 
     def all_to_all_v(
@@ -37,15 +38,15 @@ class Uneven(Launcher):
         operation = "all_to_all_v"
         send_counts = self._counts(operation, "send_counts", send_counts)
         recv_counts = self._counts(operation, "recv_counts", recv_counts)
-        source, target, dtype, recv, at = self._uneven(
+        send_ptr, recv_ptr, dtype, recv, stream = self._check_buffers_v(
             operation, send, recv, sum(send_counts), sum(recv_counts), stream
         )
         starts = zip(accumulate(send_counts, initial=0), accumulate(recv_counts, initial=0), strict=True)
         size = ITEMSIZE[dtype]
         with fused():
             for peer, (send_at, recv_at) in zip(range(self.size), starts, strict=False):
-                self._p2p("ncclSend", source + send_at * size, send_counts[peer], dtype, peer, at, send)
-                self._p2p("ncclRecv", target + recv_at * size, recv_counts[peer], dtype, peer, at, recv)
+                self._enqueue_p2p("ncclSend", send_ptr + send_at * size, send_counts[peer], dtype, peer, stream, send)
+                self._enqueue_p2p("ncclRecv", recv_ptr + recv_at * size, recv_counts[peer], dtype, peer, stream, recv)
         return recv
 
     def all_gather_v(self, send: Any, recv: Any = None, *, counts: Sequence[int], stream: Any = None) -> Any:
@@ -54,13 +55,15 @@ class Uneven(Launcher):
         As a group of one broadcast per rank, so counts has to be equal on all ranks."""
         operation = "all_gather_v"
         counts = self._counts(operation, "counts", counts)
-        source, target, dtype, recv, at = self._uneven(operation, send, recv, counts[self.rank], sum(counts), stream)
+        send_ptr, recv_ptr, dtype, recv, stream = self._check_buffers_v(
+            operation, send, recv, counts[self.rank], sum(counts), stream
+        )
         starts = list(accumulate(counts, initial=0))
         with fused():
             for root, count in enumerate(counts):
-                part = target + starts[root] * ITEMSIZE[dtype]
-                inputs = (source if root == self.rank else part, part, count, dtype, root)
-                self._issue("broadcast", "ncclBroadcast", inputs, at, send, recv)
+                part = recv_ptr + starts[root] * ITEMSIZE[dtype]
+                inputs = (send_ptr if root == self.rank else part, part, count, dtype, root)
+                self._enqueue("broadcast", "ncclBroadcast", inputs, stream, send, recv)
         return recv
 
     def reduce_scatter_v(
@@ -71,14 +74,16 @@ class Uneven(Launcher):
         As a group of one reduce per rank, so counts has to be equal on all ranks."""
         operation = "reduce_scatter_v"
         counts = self._counts(operation, "counts", counts)
-        source, target, dtype, recv, at = self._uneven(operation, send, recv, sum(counts), counts[self.rank], stream)
+        send_ptr, recv_ptr, dtype, recv, stream = self._check_buffers_v(
+            operation, send, recv, sum(counts), counts[self.rank], stream
+        )
         starts = list(accumulate(counts, initial=0))
         code = op_code(op, self, operation, dtype)
         with fused():
             for root, count in enumerate(counts):
-                part = source + starts[root] * ITEMSIZE[dtype]
-                inputs = (part, target if root == self.rank else 0, count, dtype, code, root)
-                self._issue("reduce", "ncclReduce", inputs, at, send, recv if root == self.rank else None, op=op)
+                part = send_ptr + starts[root] * ITEMSIZE[dtype]
+                inputs = (part, recv_ptr if root == self.rank else 0, count, dtype, code, root)
+                self._enqueue("reduce", "ncclReduce", inputs, stream, send, recv if root == self.rank else None, op=op)
         return recv
 
     def scatter_v(
@@ -89,26 +94,28 @@ class Uneven(Launcher):
         counts has to be equal on all ranks. Other ranks than root need no send; with recv=None they pass any buffer of
         root's type all the same, to say what to allocate."""
         operation = "scatter_v"
-        root = self._rank(operation, "root", root)
+        root = check_rank(f"{operation}: root", root, self.size)
         counts = self._counts(operation, "counts", counts)
         own = counts[self.rank]
-        source = 0
+        send_ptr = 0
         if self.rank == root:
             self._check_given(operation, send, recv, "send")
-            source, target, dtype, recv, at = self._uneven(operation, send, recv, sum(counts), own, stream)
+            send_ptr, recv_ptr, dtype, recv, stream = self._check_buffers_v(
+                operation, send, recv, sum(counts), own, stream
+            )
         else:
             if recv is None:
                 self._check_given(operation, send, recv, "recv")
                 recv = adapter(send, operation, "send").empty(send, (own,))
-            target, dtype, at = self._alone(operation, "recv", recv, own, stream)
+            recv_ptr, dtype, stream = self._check_buffer_v(operation, "recv", recv, own, stream)
             self._check_writable(operation, recv)
         text = f"scatter_v(counts={list(counts)}, {DataType(dtype).name}, root={root})"
         starts = list(accumulate(counts, initial=0))
         with fused():
             for peer in range(self.size if self.rank == root else 0):
-                part = source + starts[peer] * ITEMSIZE[dtype]
-                self._p2p("ncclSend", part, counts[peer], dtype, peer, at, send)
-            self._p2p("ncclRecv", target, own, dtype, root, at, recv, compared=text)
+                part = send_ptr + starts[peer] * ITEMSIZE[dtype]
+                self._enqueue_p2p("ncclSend", part, counts[peer], dtype, peer, stream, send)
+            self._enqueue_p2p("ncclRecv", recv_ptr, own, dtype, root, stream, recv, compared=text)
         return recv
 
     def gather_v(self, send: Any, recv: Any = None, root: int = 0, *, counts: Sequence[int], stream: Any = None) -> Any:
@@ -116,22 +123,24 @@ class Uneven(Launcher):
 
         counts has to be equal on all ranks. Other ranks than root need no recv and get None."""
         operation = "gather_v"
-        root = self._rank(operation, "root", root)
+        root = check_rank(f"{operation}: root", root, self.size)
         counts = self._counts(operation, "counts", counts)
         own = counts[self.rank]
-        target = 0
+        recv_ptr = 0
         if self.rank == root:
-            source, target, dtype, recv, at = self._uneven(operation, send, recv, own, sum(counts), stream)
+            send_ptr, recv_ptr, dtype, recv, stream = self._check_buffers_v(
+                operation, send, recv, own, sum(counts), stream
+            )
         else:
-            source, dtype, at = self._alone(operation, "send", send, own, stream)
+            send_ptr, dtype, stream = self._check_buffer_v(operation, "send", send, own, stream)
             recv = None
         text = f"gather_v(counts={list(counts)}, {DataType(dtype).name}, root={root})"
         starts = list(accumulate(counts, initial=0))
         with fused():
-            self._p2p("ncclSend", source, own, dtype, root, at, send, compared=text)
+            self._enqueue_p2p("ncclSend", send_ptr, own, dtype, root, stream, send, compared=text)
             for peer in range(self.size if self.rank == root else 0):
-                part = target + starts[peer] * ITEMSIZE[dtype]
-                self._p2p("ncclRecv", part, counts[peer], dtype, peer, at, recv)
+                part = recv_ptr + starts[peer] * ITEMSIZE[dtype]
+                self._enqueue_p2p("ncclRecv", part, counts[peer], dtype, peer, stream, recv)
         return recv
 
     def _counts(self, operation: str, role: str, counts: Sequence[int]) -> list[int]:
@@ -142,29 +151,29 @@ class Uneven(Launcher):
         expected = f"{self.size} numbers of elements >= 0, below 2**63 bytes"
         return integers(given, f"{operation}: {role}", expected, 0, _MOST)
 
-    def _uneven(
+    def _check_buffers_v(
         self, operation: str, send: Any, recv: Any, sent: int, received: int, stream: Any
     ) -> tuple[int, int, int, Any, int]:
         """(send pointer, recv pointer, data type, recv, stream handle) for so many elements, all checks made."""
-        source, count, dtype, at = self._one(operation, "send", send, stream)
+        send_ptr, count, dtype, stream = self._check_buffer(operation, "send", send, stream)
         if count != sent:
             raise ValueError(f"{operation}: send has {count} elements, the counts say {sent}")
         if recv is None:
             recv = adapter(send).empty(send, (received,))
-        target = self._describe_recv(operation, recv, received, dtype, sent)
+        recv_ptr = self._check_recv(operation, recv, received, dtype, sent)
         size = ITEMSIZE[dtype]
-        if sent and received and source < target + received * size and target < source + sent * size:
+        if sent and received and send_ptr < recv_ptr + received * size and recv_ptr < send_ptr + sent * size:
             raise ValueError(
-                f"{operation}: send and recv overlap, {target - source} bytes apart; pass separate buffers"
+                f"{operation}: send and recv overlap, {recv_ptr - send_ptr} bytes apart; pass separate buffers"
             )
-        return source, target, dtype, recv, at
+        return send_ptr, recv_ptr, dtype, recv, stream
 
-    def _alone(self, operation: str, role: str, x: Any, expected: int, stream: Any) -> tuple[int, int, int]:
+    def _check_buffer_v(self, operation: str, role: str, x: Any, expected: int, stream: Any) -> tuple[int, int, int]:
         """(pointer, data type, stream handle) of the only buffer of this rank, which has to hold so many elements."""
-        pointer, count, dtype, at = self._one(operation, role, x, stream)
+        pointer, count, dtype, stream = self._check_buffer(operation, role, x, stream)
         if count != expected:
             raise ValueError(f"{operation}: {role} has {count} elements, the counts say {expected}")
-        return pointer, dtype, at
+        return pointer, dtype, stream
 
     def _check_given(self, operation: str, send: Any, recv: Any, missing: str) -> None:
         if send is None:

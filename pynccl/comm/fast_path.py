@@ -1,10 +1,10 @@
-"""Calls that are made again: for tensors like those of an earlier call, one check does for ten.
+"""The fast path of a call that was made before: for torch tensors like those of then, one check does for ten.
 
 A training loop makes the same calls in every step. When one comes a second time, its finished C arguments are kept,
 with a guard of what they depend on. The guard is torch's own, as torch.compile uses it: it compares type, device,
 sizes, strides, requires_grad, data type and dispatch keys, which tell sparse, negated, conjugated, inference and
-functorch's tensors apart. The general way in launch.py has accepted such tensors; all others go there, to be accepted
-or explained. No tensor is held, and they need not be the same: only addresses are read anew.
+functorch's tensors apart. argcheck.py has accepted such tensors; all others go there, to be accepted or explained. No
+tensor is held, and they need not be the same: only addresses are read anew.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..bindings.abi import RedOp
 from ..bindings.library import to_pointer, without_argtypes
 from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import hold, stream_handle
+from .base import Comm
+from .call import call_text
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
-
-# The operations, and how many times as large as send recv is, in ranks: 1, 0 and -1 stand for N, 1 and 1/N.
-REPEATED = {
+# The operations, and how many times as large as send recv is: 1, 0 and -1 stand for N, 1 and 1/N.
+GROWTH = {
     "all_reduce": 0,
     "broadcast": 0,
     "reduce": 0,
@@ -41,14 +40,14 @@ MOST_ALIKE = 8  # calls of one size
 Launch = Callable[[Any, Any, Any, Any, Any], Any]
 
 
-class Again:
+class FastPath:
     """The calls of one operation of a communicator that were made on torch tensors.
 
     launch(send, recv, op, root, stream) makes the call if one like it is kept, and returns recv, allocated if it is
-    None. A single tensor, whatever is done with it, is passed twice. None: take the general way, then `learn`.
+    None. A single tensor, whatever is done with it, is passed twice. None: take the general way, then `remember`.
     """
 
-    def __init__(self, comm: Communicator, operation: str) -> None:
+    def __init__(self, comm: Comm, operation: str) -> None:
         self._comm = weakref.ref(comm)  # which holds this
         self._operation = operation
         self._function: Any = None
@@ -63,15 +62,15 @@ class Again:
         self._paired: dict[int, Any] = {}
         self.launch = self._launcher(comm)
 
-    def _launcher(self, comm: Communicator) -> Launch:
+    def _launcher(self, comm: Comm) -> Launch:
         # A closure: attributes would be a tenth of its time.
-        single, paired, like = self._single.get, self._paired.get, self._like
+        single, paired, new_recv = self._single.get, self._paired.get, self._new_recv
         detours, alive, library, fail = comm._detours, comm._alive, comm.library, self._fail
         acquire, release = comm.lock.acquire, comm.lock.release
 
         def launch(send: Any, recv: Any, op: Any, root: Any, given: Any) -> Any:
             try:
-                if detours or (recv is None and (recv := like(send)) is None):
+                if detours or (recv is None and (recv := new_recv(send)) is None):
                     return None
                 kept = single(send.numel()) if send is recv else paired(send.numel())
             except Exception:  # of what is no tensor: the general way knows what it is
@@ -112,11 +111,11 @@ class Again:
 
         return launch
 
-    def _like(self, send: Any) -> Any:
+    def _new_recv(self, send: Any) -> Any:
         """What the general way would allocate as recv, if it has accepted such a tensor before."""
         if not any(accepts(send) for accepts in self._sent.get(send.numel(), ())):
             return None
-        grows = REPEATED[self._operation]
+        grows = GROWTH[self._operation]
         if not grows:
             return TORCH.empty_like(send)
         comm = self._comm()
@@ -126,7 +125,7 @@ class Again:
             return None
         return send.new_empty((rows * size if grows > 0 else rows // size, *others))
 
-    def learn(
+    def remember(
         self,
         function: Any,
         inputs: tuple[int, ...],
@@ -177,7 +176,7 @@ class Again:
     def _fail(self, code: int, inputs: tuple[int, ...]) -> None:
         comm = self._comm()
         assert comm is not None  # it is in the middle of a call
-        comm._fail(code, self._operation, inputs)
+        comm._check_result(code, call_text(self._operation, inputs))
 
 
 def _with_one(address: int, target: int, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -1,34 +1,59 @@
-"""How a communicator ends: finalized, destroyed, aborted, at the exit of the process, or by garbage collection."""
+"""How a communicator ends: finalize, destroy, abort; the end of the process, forks, objects that nobody closed.
+
+What is still open when the process ends is closed then, with a deadline; a forked child loses its parent's
+communicators; garbage collection never calls into NCCL.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
 import sys
-from typing import TYPE_CHECKING, TypeVar
+import warnings
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, TypeVar
 
 from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout
-from ..bindings.library import gpu_count
-from ..interop.devices import on_device
-from . import lifecycle
-from .argcheck import Launcher
-from .lifecycle import Remains
-
-if TYPE_CHECKING:
-    from .scratch import Scratch
+from ..bindings.library import Library
+from ..bindings.values import attribute, listed, seconds, shown
+from .base import Comm
+from .deadline import call_at_exit, call_with_deadline, leak, prepare_exit, wait_nonblocking
 
 Self = TypeVar("Self", bound="Finalize")
 
+EXIT_SECONDS = 10.0  # for closing all communicators at the end of the process
+ABORT_SECONDS = 30.0
 
-class Finalize(Launcher):
-    """The part of `Communicator` that ends it, and its use in a `with` statement."""
+_open: weakref.WeakSet[Finalize] = weakref.WeakSet()
+_leaked: list[tuple[Library, Released]] = []  # of communicators that were collected before they were closed
 
-    device_index: int
-    _end: str  # how it ended, for messages
-    _finalized: bool
-    _scratch: Scratch | None
 
-    def async_error(self) -> Result:
-        raise NotImplementedError
+class Released:
+    """The handle that a communicator has given up, and what goes with it.
+
+    handle  to be destroyed or aborted
+    memory  of its own operations, which NCCL may be using until then; None where there is none
+
+    To free pinned memory waits for the GPU in some versions of cuda.core (0.5, 0.6: for the legacy default stream). So
+    it is kept until the C call that ends the communicator has returned, and is dropped where that has its deadline.
+    """
+
+    def __init__(self, handle: int, memory: Any = None) -> None:
+        self.handle, self.memory = handle, memory
+
+    def drop(self) -> None:
+        """Let go of the memory: the communicator has been ended."""
+        self.memory = None
+
+
+class Finalize(Comm):
+    """The methods of a communicator that end it, and its use in a `with` statement."""
+
+    _finalized = False
 
     def finalize(self) -> None:
         """Flush what is in flight; afterwards only destroy() is left to do."""
@@ -56,26 +81,26 @@ class Finalize(Launcher):
         if not self.lock.acquire(timeout=-1 if self.timeout is None else self.timeout):
             raise NcclTimeout(f"{what}: a call of another thread has not returned for {self.timeout:g} s; abort() it")
         try:
-            remains = self.surrender("destroyed")
+            released = self._release_handle("destroyed")
         finally:
             self.lock.release()
-        if remains is None:  # another thread was faster
+        if released is None:  # another thread was faster
             return
         try:
             if not self._finalized:
-                self._flush(remains.handle)
+                self._flush(released.handle)
         except NcclError as error:
-            lifecycle.abort_remains(self.library, [remains])
+            abort_released(self.library, [released])
             raise type(error)(f"{error}\n  the communicator was aborted instead") from None
-        lifecycle.destroy(self.library, remains, self.timeout, what)
+        destroy_released(self.library, released, self.timeout, what)
 
     def abort(self) -> None:
         """Stop what is in flight, also from another thread, and free the communicator. Twice is harmless.
 
         For several communicators of one process, `pynccl.abort(comms)`, which also says what happens to CUDA graphs."""
-        lifecycle.abort([self])
+        abort([self])
 
-    def surrender(self, end: str) -> Remains | None:
+    def _release_handle(self, end: str) -> Released | None:
         """Give up the handle and the memory that goes after it; None if that was done already.
 
         Takes no lock: abort() has to free a thread that holds it."""
@@ -86,37 +111,33 @@ class Finalize(Launcher):
         self._c_handle = None  # NULL, which every library refuses
         self._alive.clear()
         memory, self._scratch = self._scratch, None
-        return Remains(handle, memory)
+        return Released(handle, memory)
 
-    def end_at_exit(self, failed: bool) -> Remains | None:
+    def _close_at_exit(self, failed: bool) -> Released | None:
         """Close what the program left open; `failed` if it ends by an exception. What is to go last is returned."""
         if not failed:
             self.timeout = None  # the end of the process has a deadline of its own
             self.destroy()
             return None
-        remains = self.surrender("aborted at exit")
-        if remains is not None:
-            self.library.ncclCommAbort(remains.handle)
-        return remains
+        released = self._release_handle("aborted at exit")
+        if released is not None:
+            self.library.ncclCommAbort(released.handle)
+        return released
 
     def _flush(self, handle: int) -> None:
         """ncclCommFinalize until it is done. The thread that a deadline leaves behind does nothing afterwards, since
         the handle may be gone by then."""
         what = f"ncclCommFinalize on rank {self.rank} of {self.size}"
         try:
-            code = lifecycle.within(self.timeout, lambda: self._finalize(handle), self.library, what)
-            code = lifecycle.settle(self.library, handle, code, self.timeout, what)
+            code = call_with_deadline(self.timeout, lambda: self._finalize(handle), self.library, what)
+            code = wait_nonblocking(self.library, handle, code, self.timeout, what)
         except NcclTimeout as error:
-            raise NcclTimeout(f"{error}{lifecycle.graph_hint()}") from None
+            raise NcclTimeout(f"{error}{graph_hint()}") from None
         self.library.check(code, what, handle)
 
     def _finalize(self, handle: int) -> int:
         with self.on_own_device():
             return int(self.library.ncclCommFinalize(handle))
-
-    def on_own_device(self) -> on_device:
-        """A context manager for C calls that look at the current GPU, or leave another one current."""
-        return on_device(None if self.library.is_host or not gpu_count() else self.device_index)
 
     def __enter__(self: Self) -> Self:
         return self
@@ -128,6 +149,155 @@ class Finalize(Launcher):
             self.abort()
 
     def __del__(self) -> None:
+        """Its handle is aborted at exit, never here: the collector runs in any thread at any moment, also inside
+        another NCCL call."""
         handle = getattr(self, "_handle", None)
-        if handle is not None and hasattr(self, "_site") and not sys.is_finalizing():
-            lifecycle.collected(self.library, Remains(handle, self._scratch), repr(self), self._site)
+        if handle is None or not hasattr(self, "_site") or sys.is_finalizing():
+            return
+        _leaked.append((self.library, Released(handle, self._scratch)))
+        warnings.warn(
+            f"{self!r}, made at {self._site}, was never closed: call destroy(), or use it in a with statement",
+            ResourceWarning,
+            stacklevel=2,
+        )
+
+
+def abort(comms: Iterable[Finalize], timeout: float = ABORT_SECONDS) -> None:
+    """Abort several communicators of this process as one group, so that none waits for another.
+
+    Runs beside the calling thread: a CUDA graph that captured a communicator keeps NCCL busy until it is destroyed. If
+    the abort has not returned after `timeout` seconds, a RuntimeWarning says so and it goes on in the background.
+    """
+    limit = seconds(timeout)
+    by_library: dict[Library, list[Released]] = {}
+    for comm in _communicators(comms):
+        released = comm._release_handle("aborted")
+        if released is not None:
+            by_library.setdefault(comm.library, []).append(released)
+    for library, all_released in by_library.items():
+        abort_released(library, all_released, limit)
+
+
+def _communicators(comms: Iterable[Finalize]) -> list[Finalize]:
+    """All of them, before the first one is aborted; TypeError if one is none."""
+    given = listed(comms, "abort: comms", "communicators, a list of them; pass [comm], or call comm.abort()")
+    for comm in given:
+        if not callable(attribute(comm, "_release_handle")):
+            raise TypeError(f"abort: comms holds {shown(comm)}, expected a list of communicators, and nothing else")
+    return given
+
+
+def abort_handle(library: Library, handle: int) -> None:
+    """The same for a handle that no Communicator has."""
+    abort_released(library, [Released(handle)])
+
+
+def abort_released(library: Library, ended: list[Released], timeout: float | None = ABORT_SECONDS) -> None:
+    """The same for communicators of one library that have given up their handles."""
+    try:
+        call_with_deadline(timeout, partial(_abort_all, library, ended), library, "ncclCommAbort")
+    except NcclTimeout:
+        warnings.warn(
+            f"the abort of {len(ended)} communicators has not returned after {timeout:g} s and goes on in the "
+            f"background; a live CUDA graph that captured one of them holds it: destroy the graph first{graph_hint()}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _abort_all(library: Library, ended: list[Released]) -> None:
+    try:
+        if len(ended) == 1:
+            library.check(library.ncclCommAbort(ended[0].handle), "ncclCommAbort")
+            return
+        library.check(library.ncclGroupStart(), "ncclGroupStart")
+        codes = [library.ncclCommAbort(released.handle) for released in ended]
+        end = library.ncclGroupEnd()
+        library.check(max(codes) or end, "ncclCommAbort")
+    finally:
+        for released in ended:
+            released.drop()
+
+
+def destroy_released(library: Library, released: Released, timeout: float | None, what: str) -> None:
+    """ncclCommDestroy; the deadline and the error are those of `what`."""
+
+    def run() -> int:
+        code = int(library.ncclCommDestroy(released.handle))
+        released.drop()
+        return code
+
+    try:
+        library.check(call_with_deadline(timeout, run, library, what), what)
+    except NcclTimeout as error:
+        raise NcclTimeout(f"{error}{graph_hint()}") from None
+
+
+def graph_hint() -> str:
+    """What to do about the CUDA graphs that are alive, for the message about an end that does not come; else "".
+
+    NCCL's destroy and abort wait for every graph that captured the communicator, and only the program knows which did.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():  # to look through a large heap takes up to a second
+        return ""
+    kind = getattr(torch.cuda, "CUDAGraph", None)
+    # By type(), since isinstance() asks objects that answer for others, such as weak proxies, which run code.
+    alive = sum(issubclass(type(x), kind) for x in gc.get_objects()) if isinstance(kind, type) else 0
+    if not alive:
+        return ""
+    return (
+        f"\n  torch.cuda.CUDAGraph objects alive: {alive}. NCCL waits for those that captured the communicator: "
+        'reset() them first; those of torch.compile(mode="reduce-overhead") live until torch._dynamo.reset()'
+    )
+
+
+# The end of the process, and forks
+
+
+def register_open(comm: Finalize) -> None:
+    """A communicator was made: it is closed at the end of the process, if nobody does before."""
+    if not _open:
+        # Registered here, after the library was loaded, to run before what the library itself does at exit.
+        atexit.unregister(_close_everything)
+        atexit.register(_close_everything)
+    _open.add(comm)
+    prepare_exit()
+
+
+def _close_everything() -> None:
+    """Destroy what is open; abort it if the process ends by an exception, since the peers may be gone."""
+    comms, failed = list(_open), getattr(sys, "last_value", None) is not None
+    if (comms or _leaked) and not call_at_exit(lambda: _close(comms, failed), EXIT_SECONDS):
+        late = f"{len(comms)} open communicators did not close within {EXIT_SECONDS:g} s{graph_hint()}"
+        print(f"pynccl: {late}", file=sys.stderr)
+
+
+def _close(comms: list[Finalize], failed: bool) -> None:
+    ended: list[Released | None] = []  # whose memory goes when no communicator is left that could keep the GPU busy
+    for library, released in _leaked:
+        library.ncclCommAbort(released.handle)
+        ended.append(released)
+    _leaked.clear()
+    for comm in comms:
+        try:
+            ended.append(comm._close_at_exit(failed))
+        except NcclError as error:
+            print(f"pynccl: closing {comm} at exit: {error}", file=sys.stderr)
+
+
+def _after_fork_in_child() -> None:
+    """NCCL's threads, sockets and CUDA context did not come along."""
+    ended = [released for _, released in _leaked]
+    for comm in list(_open):
+        comm.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that did not come along may have held it
+        released = comm._release_handle("inherited through a fork, where NCCL cannot work")
+        if released is not None:
+            ended.append(released)
+    for released in ended:
+        leak(released.memory)
+    _open.clear()
+    _leaked.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

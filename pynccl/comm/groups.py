@@ -2,66 +2,88 @@
 
 Recording has two gains over opening NCCL's group at once: an exception in the block launches nothing and leaves no
 group open, and everything is validated before anything is launched. Buffers stay referenced until the launch.
+
+A call belongs to the innermost group whose block the caller is in. A `with` block in a function is around whatever runs
+until it ends. In a generator or a coroutine it is not: suspended in the block, it leaves the thread to others. So a
+group that was opened there is known by the frame of the generator, and takes a call only if that frame is on the
+caller's stack. A generator that contextlib drives is what it was written for, a part of the function that uses it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 
-from ..bindings.abi import DataType, RedOp, Result
-from ..bindings.library import to_pointer
-from ..interop.buffers import adapter
-from ..interop.streams import Handle, hold
-from .recording import Record, owner_of, recorder, records
+from ..bindings.abi import Result
+from .base import Comm, check_group_result, lock
+from .call import Call, after_launch
+from .consistency import compare
+from .frames import outwards
 from .redop import free_unused
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
-
-POINT_TO_POINT = ("send", "recv", "put_signal")
-UNCOMPARED = (*POINT_TO_POINT, "signal", "wait_signal")  # calls that not every rank of a communicator makes
-
-
-class Call(NamedTuple):
-    """One validated C call: function(*inputs, comm, stream, *config), with a function of `launch.Functions`."""
-
-    comm: Communicator
-    operation: str
-    function: Callable[..., int]
-    inputs: tuple[int, ...]  # buffers, count, data type, then operator, root or peer
-    stream: int
-    config: tuple[Any, ...] = ()
-    keep: Any = None  # what must live until the launch, and until its stream has passed: buffers, an operator
-    recv: Any = None  # what it writes to
-    compared: str = ""  # what the ranks must agree on, where it is an operation that this call is a part of
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return (*self.inputs, self.comm._c_handle, to_pointer(self.stream), *self.config)
-
-    def text(self) -> str:
-        return self.compared or call_text(self.operation, self.inputs)
+# CO_GENERATOR, CO_COROUTINE, CO_ITERABLE_COROUTINE, CO_ASYNC_GENERATOR: `inspect` would be a fifth of our own import.
+_SUSPENDABLE = 0x20 | 0x80 | 0x100 | 0x200
+_PLUMBING = {contextlib.__file__, __file__}
+_ENTERING = ("__enter__", "__aenter__")  # what these open stays open in their caller
 
 
-def call_text(operation: str, inputs: tuple[int, ...]) -> str:
-    """ "reduce(count=4, FLOAT32, SUM, root=0)": what the ranks must agree on, for messages."""
-    if operation == "signal":
-        return "signal(peer={}, signal={}, context={})".format(*inputs)
-    if operation == "wait_signal":
-        rows: Any = inputs[1]
-        return f"wait_signal({', '.join(f'{row.opCnt} of rank {row.peer}' for row in rows)})"
-    buffers = 1 if operation in POINT_TO_POINT else 2
-    count, dtype, *rest = inputs[buffers:]
-    words = [f"count={count}", DataType(dtype).name]
-    if "reduce" in operation:
-        op = rest.pop(0)
-        words.append(RedOp(op).name if op in RedOp._value2member_map_ else "PRE_MUL_SUM")
-    role = "peer" if operation in POINT_TO_POINT else "root"
-    words += [f"{role}={rank}" for rank in rest[:1]]
-    return f"{operation}({', '.join(words)})"
+class Record:
+    """The calls of an open group.
+
+    frame       id of the frame that the block belongs to. No reference: the frame may be what holds the group.
+    suspendable whether that frame is a generator's or a coroutine's; else the block has what its thread does
+    """
+
+    __slots__ = ("calls", "frame", "open", "suspendable", "thread")
+
+    def __init__(self, frame: int, suspendable: bool) -> None:
+        self.calls: list[Call] = []
+        self.frame, self.suspendable = frame, suspendable
+        self.thread = threading.get_ident()
+        self.open = True
+
+
+# Of all threads, in the order of their opening. Empty means that nobody need look for theirs.
+records: list[Record] = []
+os.register_at_fork(after_in_child=records.clear)  # communicators do not come along either
+
+
+def recorder() -> Record | None:
+    """The record that a call made now goes to; None if it is to be launched."""
+    if not records:
+        return None
+    thread = threading.get_ident()
+    if len(records) == 1 and not (only := records[0]).suspendable:  # nearly always
+        return only if only.thread == thread else None
+    around = [record for record in records.copy() if record.suspendable or record.thread == thread]
+    if not any(record.suspendable for record in around):
+        return around[-1] if around else None
+    by_frame = {record.frame: record for record in around}
+    for frame in outwards(sys._getframe(1)):
+        if id(frame) in by_frame:
+            return by_frame[id(frame)]
+    # A function that has returned since, and left the group to an ExitStack.
+    left = [record for record in around if not record.suspendable]
+    return left[-1] if left else None
+
+
+def owner_of(frame: FrameType | None, may_be_suspended: bool = True) -> tuple[int, bool]:
+    """(id of the frame that a block opened from `frame` belongs to, whether that can be suspended)."""
+    while frame is not None and frame.f_code.co_filename in _PLUMBING:
+        frame = frame.f_back
+    for around in outwards(frame) if may_be_suspended else ():
+        code = around.f_code
+        if code.co_flags & _SUSPENDABLE and code.co_name not in _ENTERING and not _is_driven(around.f_back):
+            return id(around), True
+    return id(frame), False
+
+
+def _is_driven(by: FrameType | None) -> bool:
+    return by is not None and by.f_code.co_filename in _PLUMBING
 
 
 @contextlib.contextmanager
@@ -130,8 +152,6 @@ def launch(calls: list[Call]) -> None:
         return
     comms = {id(call.comm): call.comm for call in calls}
     if any(comm.checking for comm in comms.values()):
-        from .consistency import compare
-
         compare(calls)
     with contextlib.ExitStack() as locks:
         lock(locks, comms.values())
@@ -139,14 +159,7 @@ def launch(calls: list[Call]) -> None:
     after_launch(calls)
 
 
-def lock(locks: contextlib.ExitStack, comms: Iterable[Communicator]) -> None:
-    """Take the locks of all of them, which are alive, until the end of the stack."""
-    for comm in sorted(comms, key=id):  # one order in all threads, so that two groups cannot wait for each other
-        locks.enter_context(comm.lock)
-        comm.check_alive()
-
-
-def replay(calls: list[Call], end: Callable[[], int], comms: list[Communicator]) -> None:
+def replay(calls: list[Call], end: Callable[[], int], comms: list[Comm]) -> None:
     """The calls, all of them of `comms`, as one group that `end` closes. The caller holds the locks."""
     library = calls[0].comm.library
     library.check(library.ncclGroupStart(), "ncclGroupStart")
@@ -158,25 +171,10 @@ def replay(calls: list[Call], end: Callable[[], int], comms: list[Communicator])
                 raise library.error(code, call.text(), call.comm._handle)
     except (
         BaseException
-    ):  # Ctrl-C too: NCCL launches nothing of a group in which a call failed, but it must not stay open
+    ):  # Ctrl-C too. NCCL launches nothing of a group in which a call failed, but it must not stay open
         end()
         raise
     code = end()
     if code:
         names = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
-        settle_group(comms, code, f"group of {len(calls)} calls: {names}")
-
-
-def settle_group(comms: list[Communicator], code: int, what: str) -> None:
-    """Raise for the result of ncclGroupEnd; wait for nonblocking communicators until their deadline."""
-    for comm in comms if code == Result.IN_PROGRESS else comms[:1]:
-        comm._check_result(code, what)
-
-
-def after_launch(calls: Sequence[Call]) -> None:
-    """Tell autograd what is written to, and the streams what they must keep."""
-    for written in {id(call.recv): call.recv for call in calls if call.recv is not None}.values():
-        adapter(written).received(written)
-    for call in calls:
-        if call.stream or type(call.stream) is Handle:
-            hold(call.stream, call.comm.library, call.keep)
+        check_group_result(comms, code, f"group of {len(calls)} calls: {names}")

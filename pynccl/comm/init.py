@@ -1,18 +1,174 @@
-"""The C calls that make communicators, each with its deadline; they return handles."""
+"""How a communicator is made: init, split, shrink, grow. The methods, and their C calls, each with its deadline."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from ..bindings.abi import UNIQUE_ID_BYTES, Config, Result, UniqueId
+from ..bindings.abi import SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Config, Result, UniqueId
 from ..bindings.errors import NcclTimeout
-from ..bindings.library import Library, chosen
+from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
-from ..bindings.values import INT_MAX, integer
+from ..bindings.values import INT_MAX, INT_MIN, integer, listed, seconds
 from ..interop.devices import current_device, device_ordinal, on_device
-from .lifecycle import abort_handle, settle, within
+from .argcheck import check_rank
+from .base import DEFAULT_TIMEOUT, Comm
+from .consistency import compare_texts
+from .deadline import call_with_deadline, wait_nonblocking
+from .finalize import abort_handle
+
+Self = TypeVar("Self", bound="Init")
+
+_MOST_DEVICES = 1 << 16
+
+
+class Init(Comm):
+    """The methods of a communicator that make one, or another one of its ranks."""
+
+    @classmethod
+    def init(
+        cls: type[Self],
+        nranks: int,
+        unique_id: UniqueId | bytes | Sequence[UniqueId | bytes],
+        rank: int,
+        device: Any = None,
+        config: CommConfig | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        library: Library | None = None,
+    ) -> Self:
+        """Join rank `rank` of `nranks`; returns when all ranks have joined with the same id.
+
+        unique_id  from get_unique_id() on one rank; or a list of ids made on several ranks, equal everywhere, which
+                   speeds up the init of large communicators (NCCL >= 2.23)
+        device     ordinal or name of this rank's GPU; None or "cuda": the current one. The host library has the CPU
+                   only. The thread's current GPU stays what it is: pass device=comm.device to what makes tensors, or
+                   call torch.cuda.set_device(comm.device).
+        timeout    seconds to wait for the other ranks; None: for ever.
+
+        Raises ValueError for bad arguments, NcclTimeout if a rank never comes, NcclSystemError without a driver.
+        """
+        rank, nranks = check_rank_of(rank, nranks)
+        timeout = seconds(timeout)
+        ids = [as_unique_id(one) for one in (unique_id if isinstance(unique_id, (list, tuple)) else [unique_id])]
+        if not 1 <= len(ids) <= nranks:
+            raise ValueError(f"unique_id is a list of {len(ids)} ids, expected 1 to {nranks} for {nranks} ranks")
+        library = chosen(library)
+        ordinal = choose_device(library, device)
+        return cls(comm_init_rank(library, nranks, ids, rank, ordinal, config, timeout), library, timeout, config)
+
+    @classmethod
+    def init_all(
+        cls: type[Self], devices: int | Sequence[Any] | None = None, *, library: Library | None = None
+    ) -> list[Self]:
+        """One communicator per device of this process, rank i on devices[i].
+
+        devices  a number of devices, a list of ordinals or names, or None for all GPUs. The host library takes a
+                 number: so many ranks in one process (None: 1).
+
+        Calls to several of them from one thread belong in one `pynccl.group`.
+        """
+        library = chosen(library)
+        if devices is None:
+            devices = 1 if library.is_host else gpu_count()
+        if isinstance(devices, Sequence) and not isinstance(devices, (str, bytes, bytearray)):
+            ordinals = [device_ordinal(device, "devices: device") for device in devices]
+        else:
+            ordinals = list(range(integer(devices, "devices", 0, _MOST_DEVICES, "a number of devices, or a list")))
+        if not ordinals:
+            raise ValueError(f"devices is {devices!r}, expected at least one")
+        return [cls(handle, library) for handle in comm_init_all(library, ordinals)]
+
+    @classmethod
+    def join_grown(
+        cls: type[Self],
+        nranks: int,
+        unique_id: UniqueId | bytes,
+        rank: int,
+        device: Any = None,
+        config: CommConfig | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        library: Library | None = None,
+    ) -> Self:
+        """Enter, as new rank `rank`, a communicator that its members `grow` to `nranks` (NCCL >= 2.29)."""
+        rank, nranks = check_rank_of(rank, nranks)
+        timeout = seconds(timeout)
+        library = chosen(library)
+        ordinal = choose_device(library, device)
+        struct = struct_of(config, CommConfig, library)
+        identity = as_unique_id(unique_id)
+        return cls(comm_grow(library, 0, nranks, identity, rank, ordinal, struct, timeout), library, timeout, config)
+
+    # Others of its ranks
+
+    def split(self: Self, color: int | None, key: int = 0, config: CommConfig | None = None) -> Self | None:
+        """The communicator of all ranks that pass the same color, ordered by key, then by rank here.
+
+        Every rank must call it. color=None (or NCCL_SPLIT_NOCOLOR, -1): this rank is in none and gets None.
+        """
+        colors = f"an integer >= 0, up to {INT_MAX}, or None for no communicator"
+        number = SPLIT_NOCOLOR if color is None else integer(color, "split: color", SPLIT_NOCOLOR, INT_MAX, colors)
+        key = integer(key, "split: key", INT_MIN, INT_MAX)
+        if self.checking:
+            compare_texts({self: "split()"})
+        struct = struct_of(config, CommConfig, self.library, "split")
+        return self._derive(
+            lambda new: self.library.ncclCommSplit(self.handle, number, key, new, struct),
+            f"ncclCommSplit(color={number}, key={key}) on rank {self.rank} of {self.size}",
+            config,
+        )
+
+    def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: CommConfig | None = None) -> Self:
+        """The communicator of all ranks but `exclude`, which do not call it (NCCL >= 2.27).
+
+        abort  first stop what is in flight here: for when an excluded rank has failed
+        """
+        given = listed(exclude, "shrink: exclude", "the ranks to leave out, a list of them")
+        ranks = [check_rank("shrink: exclude", rank, self.size) for rank in given]
+        if not ranks or self.rank in ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
+        struct = struct_of(config, CommConfig, self.library, "shrink")
+        array = (ctypes.c_int * len(ranks))(*ranks)
+        made = self._derive(
+            lambda new: self.library.ncclCommShrink(self.handle, array, len(ranks), new, struct, int(abort)),
+            f"ncclCommShrink(exclude={ranks}) on rank {self.rank} of {self.size}",
+            config,
+        )
+        assert made is not None  # only a split leaves ranks without
+        return made
+
+    def grow_id(self) -> UniqueId:
+        """The id for one `grow` of this communicator: give it to the new ranks, and to grow() on this rank."""
+        unique_id = UniqueId()
+        with self.lock:
+            self._status("ncclCommGetUniqueId", ctypes.byref(unique_id))
+        return unique_id
+
+    def grow(
+        self: Self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: CommConfig | None = None
+    ) -> Self:
+        """This communicator with new ranks, size..nranks-1, which call `join_grown` meanwhile (NCCL >= 2.29).
+
+        unique_id  what grow_id() returned, on the rank that called it; None on the other members
+        """
+        more = f"more than the {self.size} ranks that there are, up to {INT_MAX}"
+        nranks = integer(nranks, "grow: nranks", self.size + 1, INT_MAX, more)
+        struct = struct_of(config, CommConfig, self.library, "grow")
+        identity = None if unique_id is None else as_unique_id(unique_id)
+        with self.lock:
+            handle = comm_grow(
+                self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout
+            )
+        return type(self)(handle, self.library, self.timeout, config or self._config)
+
+    def _derive(self: Self, call: Callable[[Any], int], what: str, config: CommConfig | None) -> Self | None:
+        self.check_alive()
+        with self.lock:
+            handle = make(self.library, call, what, self._own_ordinal(), self.timeout, self.handle)
+        return type(self)(handle, self.library, self.timeout, config or self._config) if handle else None
+
+
+# The C calls; they return handles
 
 
 def get_unique_id(library: Library | None = None) -> UniqueId:
@@ -23,7 +179,7 @@ def get_unique_id(library: Library | None = None) -> UniqueId:
     return unique_id
 
 
-def join(
+def comm_init_rank(
     library: Library,
     nranks: int,
     ids: Sequence[UniqueId],
@@ -59,21 +215,21 @@ def make(
         with on_device(ordinal):
             return call(ctypes.byref(handle))
 
-    code = within(timeout, run, library, what)
+    code = call_with_deadline(timeout, run, library, what)
     if code == Result.IN_PROGRESS:
-        code = _settle_birth(library, handle, on, timeout, what)
+        code = _wait_for_new(library, handle, on, timeout, what)
     library.check(code, what, on or None)
     return handle.value or 0
 
 
-def _settle_birth(library: Library, handle: Any, on: int, timeout: float | None, what: str) -> int:
-    """Wait for a nonblocking birth. Unlike a blocking one it can be given up, and what has failed has to be."""
+def _wait_for_new(library: Library, handle: Any, on: int, timeout: float | None, what: str) -> int:
+    """Wait for a nonblocking init. Unlike a blocking one it can be given up, and what has failed has to be."""
     code: int = Result.IN_PROGRESS
     try:
         if on:  # the child's handle is filled in when the parent is out of progress, and may stay null
-            code = settle(library, on, code, timeout, what)
+            code = wait_nonblocking(library, on, code, timeout, what)
         if handle.value and code in (Result.SUCCESS, Result.IN_PROGRESS):
-            code = settle(library, handle.value, Result.IN_PROGRESS, timeout, what)
+            code = wait_nonblocking(library, handle.value, Result.IN_PROGRESS, timeout, what)
     except NcclTimeout:
         code = Result.TIMEOUT
         raise
@@ -83,7 +239,9 @@ def _settle_birth(library: Library, handle: Any, on: int, timeout: float | None,
     return code
 
 
-def twins(library: Library, comms: Sequence[Any], configs: Sequence[CommConfig], timeout: float | None) -> list[int]:
+def comm_split_all(
+    library: Library, comms: Sequence[Comm], configs: Sequence[CommConfig], timeout: float | None
+) -> list[int]:
     """For each communicator the handle of a new one of the same ranks, made with its config.
 
     One group, since they may be several ranks of this process, each of which waits for the others."""
@@ -96,17 +254,17 @@ def twins(library: Library, comms: Sequence[Any], configs: Sequence[CommConfig],
         codes = []
         try:
             for comm, handle, struct in zip(comms, handles, structs, strict=True):
-                with on_device(None if library.is_host else comm.device_index):
+                with on_device(comm._own_ordinal()):
                     codes.append(library.ncclCommSplit(comm.handle, 0, comm.rank, ctypes.byref(handle), struct))
         finally:
             end = int(library.ncclGroupEnd())
         codes.append(end)
         return next((code for code in codes if code not in (Result.SUCCESS, Result.IN_PROGRESS)), max(codes))
 
-    code = within(timeout, run, library, what)
+    code = call_with_deadline(timeout, run, library, what)
     try:
         for comm in comms if code == Result.IN_PROGRESS else comms[:1]:
-            library.check(settle(library, comm.handle, code, timeout, what), what, comm.handle)
+            library.check(wait_nonblocking(library, comm.handle, code, timeout, what), what, comm.handle)
     except BaseException:
         for handle in handles:
             if handle.value:
@@ -115,7 +273,7 @@ def twins(library: Library, comms: Sequence[Any], configs: Sequence[CommConfig],
     return [handle.value or 0 for handle in handles]
 
 
-def init_all(library: Library, ordinals: list[int]) -> list[int]:
+def comm_init_all(library: Library, ordinals: list[int]) -> list[int]:
     """ncclCommInitAll: one communicator per device, all in this process."""
     n = len(ordinals)
     handles = (ctypes.c_void_p * n)()
@@ -125,7 +283,7 @@ def init_all(library: Library, ordinals: list[int]) -> list[int]:
     return [handle or 0 for handle in handles]
 
 
-def grow(
+def comm_grow(
     library: Library,
     comm: int,
     nranks: int,
@@ -157,10 +315,10 @@ def as_unique_id(unique_id: Any) -> UniqueId:
     )
 
 
-def check_rank(rank: Any, nranks: Any) -> tuple[int, int]:
+def check_rank_of(rank: Any, nranks: Any) -> tuple[int, int]:
     """Both as ints; ValueError unless 0 <= rank < nranks."""
     nranks = integer(nranks, "nranks", 1, INT_MAX, f"a number of ranks >= 1, up to {INT_MAX}")
-    return integer(rank, "rank", 0, nranks - 1, f"0..{nranks - 1} for {nranks} ranks"), nranks
+    return check_rank("rank", rank, nranks, f"0..{nranks - 1} for {nranks} ranks"), nranks
 
 
 def choose_device(library: Library, device: Any) -> int | None:
@@ -177,5 +335,5 @@ def choose_device(library: Library, device: Any) -> int | None:
     if device is not None and str(device).startswith("cpu"):
         raise ValueError(f"device is {device!r}, but {library.path} works on GPUs; set PYNCCL_LIBRARY=host for the CPU")
     ordinal = current_device() if device is None else device_ordinal(device)
-    with on_device(ordinal):  # an error about the device should not wait for the thread of the birth
+    with on_device(ordinal):  # an error about the device should not wait for the thread of the init
         return ordinal

@@ -10,7 +10,7 @@ import ctypes
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType
 from ..bindings.library import Library, chosen
@@ -20,9 +20,7 @@ from ..interop.buffers import CPU as CPU_MEMORY
 from ..interop.buffers import Adapter, Description, adapter, adapters, data_type
 from ..interop.devices import core_device, on_device
 from ..interop.dlpack import CPU, CUDA, export
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
+from .base import Comm
 
 COLL_SYMMETRIC = 0x01  # NCCL_WIN_COLL_SYMMETRIC
 STRICT_ORDERING = 0x02  # NCCL_WIN_STRICT_ORDERING
@@ -158,7 +156,7 @@ def _described(operation: str, buf: Any) -> Description:
 class Registration(Resource, Shared):
     """A buffer registered with a communicator (ncclCommRegister), until close() or the end of a with block."""
 
-    def __init__(self, comm: Communicator, buf: Any) -> None:
+    def __init__(self, comm: Comm, buf: Any) -> None:
         pointer, count, dtype, _ = _described("register", buf)
         handle = ctypes.c_void_p()
         nbytes = count * ITEMSIZE[dtype]
@@ -184,7 +182,7 @@ class Window(Resource, Shared):
     handle  ncclWindow_t as an integer     nbytes  of the buffer here     buf  the buffer
     """
 
-    def __init__(self, comm: Communicator, buf: Any, flags: int | None = None) -> None:
+    def __init__(self, comm: Comm, buf: Any, flags: int | None = None) -> None:
         pointer, count, dtype, _ = _described("window", buf)
         self.comm, self.buf, self.nbytes = comm, buf, count * ITEMSIZE[dtype]
         kind = COLL_SYMMETRIC if flags is None else integer(flags, "window: flags", 0, INT_MAX)

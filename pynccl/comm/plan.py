@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..bindings.abi import Result
 from ..bindings.library import without_argtypes
@@ -22,16 +22,13 @@ from ..bindings.resource import Shared
 from ..bindings.values import attribute, listed, shown
 from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import Handle, hold, stream_handle
+from .base import Comm, check_group_result
+from .call import Call, call_text
 from .collectives import Collectives
-from .collectives_v import Uneven
-from .groups import Call, launch, recording, settle_group
-from .recording import recorder
+from .collectives_v import CollectivesV
+from .groups import launch, recorder, recording
 from .redop import free_unused
-from .rma import OneSided
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
-
+from .rma import Rma
 
 Prepared = tuple[Callable[..., int], tuple[Any, ...]]  # C function without argtypes, its arguments as finished C values
 
@@ -57,22 +54,22 @@ class Plan(Protocol):
 def _plan_one(call: Call) -> Plan:
     comm, prepared = call.comm, _prepare(call)
     function, args = prepared
-    acquire, release, detours = comm.lock.acquire, comm.lock.release, comm._detours
+    acquire, release, alive, detours = comm.lock.acquire, comm.lock.release, comm._alive, comm._detours
     count_change, written, held = TORCH.count_change, _written((call,)), _held((call,))
 
     def plan(stream: Any = None) -> None:
         if stream is not None or detours:
-            _issue([call], stream)
+            _launch_with_care([call], stream)
             return
         acquire()
         try:
-            if comm._handle is None:
+            if not alive:
                 comm.check_alive()
             code = function(*args)
         finally:
             release()
         if code:
-            comm._fail(code, call.operation, call.inputs)
+            comm._check_result(code, call_text(call.operation, call.inputs))
         if written:
             count_change(written)
         if held:
@@ -83,7 +80,7 @@ def _plan_one(call: Call) -> Plan:
 
 def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
     unique = {id(call.comm): call.comm for call in calls}
-    comms = [unique[key] for key in sorted(unique)]  # the order in which `group.launch` takes locks
+    comms = [unique[key] for key in sorted(unique)]  # the order in which `groups.launch` takes locks
     first = comms[0]
     start, end = first.library.ncclGroupStart, first.library.ncclGroupEnd
     detours = next((comm._detours for comm in comms if comm.checking), first._detours)
@@ -101,7 +98,7 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
             end()
             raise
         if code := end():
-            settle_group(comms, code, repr(plan))
+            check_group_result(comms, code, repr(plan))
         if written:
             count_change(written)
         if held:
@@ -109,7 +106,7 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
 
     def plan(stream: Any = None) -> None:
         if stream is not None or detours:
-            _issue(list(calls), stream)
+            _launch_with_care(list(calls), stream)
         elif len(comms) == 1:
             with first.lock:
                 launch_all()
@@ -148,12 +145,12 @@ def _hold(calls: list[Call]) -> None:
 class Planner(Shared):
     """`comm.plan`: each operation of the communicator under its own name, returning a Plan instead of launching."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
     def __getattr__(self, operation: str) -> Callable[..., Plan]:
         # By name, since to record a call means to make it: a destroy() would be the end of the communicator.
-        if operation.startswith("_") or not any(operation in vars(kind) for kind in (Collectives, Uneven, OneSided)):
+        if operation.startswith("_") or not any(operation in vars(kind) for kind in (Collectives, CollectivesV, Rma)):
             raise AttributeError(f"{operation!r} is no operation of a communicator that can be prepared")
         return partial(_record, getattr(self._comm, operation))
 
@@ -184,7 +181,7 @@ def _record(method: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     return plan
 
 
-def _issue(calls: list[Call], stream: Any) -> None:
+def _launch_with_care(calls: list[Call], stream: Any) -> None:
     """Launch by the general way: on another stream, into an open group, or compared across ranks first."""
     if stream is not None:
         handle = stream_handle(stream)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..bindings.abi import ELEMENTS, DataType, RedOp, ScalarResidence
 from ..bindings.resource import Resource, Shared
 from ..bindings.values import shown
 from ..interop.buffers import CPU, adapter, data_type, device_name
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
+from .base import Comm
 
 _OPS: dict[Any, int] = {
     **{op.name.lower(): int(op) for op in RedOp},
@@ -19,7 +17,7 @@ _OPS: dict[Any, int] = {
 }
 
 
-def op_code(op: Any, comm: Any, operation: str, dtype: int) -> int:
+def op_code(op: Any, comm: Comm, operation: str, dtype: int) -> int:
     """ncclRedOp_t of "sum", RedOp.SUM or a `PreMulSum` of this communicator and data type; ValueError for others."""
     if type(op) is str and (code := _OPS.get(op)) is not None:
         return code
@@ -33,13 +31,13 @@ def op_code(op: Any, comm: Any, operation: str, dtype: int) -> int:
     )
 
 
-class Made:
+class OpHandle:
     """An operator as the library has it. Whoever may still issue a call with it holds one of these.
 
     It goes when nobody does: the communicator then frees it in C at its next operator, group or plan, since garbage
     collection, which may be what lets go of it, never calls into NCCL."""
 
-    def __init__(self, comm: Communicator, code: int, scalar: Any) -> None:
+    def __init__(self, comm: Comm, code: int, scalar: Any) -> None:
         self.comm, self.code = comm, code
         self.scalar = scalar  # memory that is read when the operation runs
 
@@ -47,7 +45,7 @@ class Made:
         self.comm._unused_operators.append(self.code)
 
 
-def free_unused(comm: Communicator) -> None:
+def free_unused(comm: Comm) -> None:
     """Free in C the operators of this communicator that nobody holds any more."""
     unused = comm._unused_operators
     while unused and comm.alive:
@@ -63,7 +61,7 @@ class PreMulSum(Resource, Shared):
     comm, dtype  the communicator and the data type that it is for
     """
 
-    def __init__(self, comm: Communicator, scalar: Any, dtype: Any) -> None:
+    def __init__(self, comm: Comm, scalar: Any, dtype: Any) -> None:
         if isinstance(scalar, (int, float)):
             if dtype is None:
                 raise TypeError("pre_mul_sum: a Python number needs dtype=, the data type of the buffers")
@@ -88,28 +86,28 @@ class PreMulSum(Resource, Shared):
         with comm.lock:
             result = library.ncclRedOpCreatePreMulSum(ctypes.byref(op), pointer, code, int(residence), comm.handle)
         comm._check_result(result, "ncclRedOpCreatePreMulSum")
-        self._made: Made | None = Made(comm, op.value, keep)
+        self._op_handle: OpHandle | None = OpHandle(comm, op.value, keep)
 
     @property
     def code(self) -> int:
         """ncclRedOp_t; -1 once it was destroyed."""
-        return -1 if self._made is None else self._made.code
+        return -1 if self._op_handle is None else self._op_handle.code
 
     @property
-    def made(self) -> Made:
+    def op_handle(self) -> OpHandle:
         """What a call has to hold until it was issued."""
-        if self._made is None:
+        if self._op_handle is None:
             raise ValueError("op is a pre_mul_sum that was destroyed; make a new one")
-        return self._made
+        return self._op_handle
 
     @property
     def scalar(self) -> Any:
         """The buffer that is read when the operation runs, for whoever holds buffers."""
-        return None if self._made is None else self._made.scalar
+        return None if self._op_handle is None else self._op_handle.scalar
 
-    def code_for(self, comm: Any, operation: str, dtype: int) -> int:
+    def code_for(self, comm: Comm, operation: str, dtype: int) -> int:
         """Its number, for a call of `comm` on buffers of `dtype`. ValueError where it is not for them."""
-        code = self.made.code
+        code = self.op_handle.code
         if self.comm is not comm:
             raise ValueError(
                 f"{operation}: op was made by {self.comm!r}, the call is one of {comm!r}; make the operator with "
@@ -125,7 +123,7 @@ class PreMulSum(Resource, Shared):
     def close(self) -> None:
         """Refuse further calls, and free it. Calls that were already made with it are not affected: what a group has
         recorded, and plans, hold the operator, which is freed after the last of them has gone. Twice is harmless."""
-        self._made = None
+        self._op_handle = None
         free_unused(self.comm)
 
     destroy = close  # as NCCL calls it

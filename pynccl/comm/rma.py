@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..bindings.abi import ITEMSIZE, WaitSignalDesc
 from ..bindings.values import INT_MAX, SIZE_MAX, integer
 from ..interop.streams import stream_handle
-from .argcheck import Launcher
+from .argcheck import ArgCheck, check_rank
+from .enqueue import Enqueue
+from .memory import Window
 
-if TYPE_CHECKING:
-    from .memory import Window
 
-
-class OneSided(Launcher):
+class Rma(ArgCheck, Enqueue):
     """The one-sided operations of `Communicator`.
 
     Signals are counters, numbered by `signal` within a `context`; NCCL has one of each unless CommConfig's num_rma_sig
@@ -36,8 +35,8 @@ class OneSided(Launcher):
 
         offset  in bytes, from the start of the peer's window
         """
-        peer = self._rank("put_signal", "peer", peer)
-        pointer, count, dtype, at = self._one("put_signal", "buf", buf, stream)
+        peer = check_rank("put_signal: peer", peer, self.size)
+        pointer, count, dtype, stream = self._check_buffer("put_signal", "buf", buf, stream)
         nbytes = count * ITEMSIZE[dtype]
         offset = integer(offset, "put_signal: offset", -SIZE_MAX, SIZE_MAX)
         if offset < 0 or offset + nbytes > window.nbytes:
@@ -46,14 +45,14 @@ class OneSided(Launcher):
             )
         signal, context = _numbers("put_signal", signal, context)
         inputs = (pointer, count, dtype, peer, window.handle, offset, signal, context, 0)
-        self._issue("put_signal", "ncclPutSignal", inputs, at, (buf, window), None)
+        self._enqueue("put_signal", "ncclPutSignal", inputs, stream, (buf, window), None)
 
     def signal(self, peer: int, *, signal: int = 0, context: int = 0, stream: Any) -> None:
         """Raise rank peer's signal by one."""
-        peer = self._rank("signal", "peer", peer)
+        peer = check_rank("signal: peer", peer, self.size)
         signal, context = _numbers("signal", signal, context)
         self.check_alive()
-        self._issue("signal", "ncclSignal", (peer, signal, context, 0), stream_handle(stream), None, None)
+        self._enqueue("signal", "ncclSignal", (peer, signal, context, 0), stream_handle(stream), None, None)
 
     def wait_signal(self, counts: Mapping[int, int] | int, *, signal: int = 0, context: int = 0, stream: Any) -> None:
         """Hold the stream until ranks have raised this rank's signal so many times.
@@ -65,7 +64,7 @@ class OneSided(Launcher):
             raise ValueError("wait_signal: counts is empty, expected {peer: number of signals}")
         wanted = {}
         for peer, count in given:
-            peer = self._rank("wait_signal", "peer", peer)
+            peer = check_rank("wait_signal: peer", peer, self.size)
             try:
                 wanted[peer] = integer(count, "count", 1, INT_MAX)
             except ValueError:
@@ -76,7 +75,7 @@ class OneSided(Launcher):
         self.check_alive()
         rows = (WaitSignalDesc * len(wanted))(*(WaitSignalDesc(n, peer, signal, context) for peer, n in wanted.items()))
         inputs: Any = (len(wanted), rows)
-        self._issue("wait_signal", "ncclWaitSignal", inputs, stream_handle(stream), rows, None)
+        self._enqueue("wait_signal", "ncclWaitSignal", inputs, stream_handle(stream), rows, None)
 
 
 def _numbers(operation: str, signal: Any, context: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A little memory of a communicator's own, which both the host and NCCL can use: for barrier() and check.py."""
+"""A little memory of a communicator, which both the host and NCCL can use: for barrier() and consistency.py."""
 
 from __future__ import annotations
 

@@ -12,18 +12,17 @@ import math
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ..bindings.abi import SIM_INFO_MAGIC, UNDEF_FLOAT, SimInfo
 from ..bindings.errors import NcclInvalidUsage
 from ..bindings.structs import CommConfig, stamped
-from . import consistency, init
-from .groups import UNCOMPARED, Call, lock, recording_in, replay
-from .recording import Record, owner_of
-from .redop import Made, PreMulSum
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
+from . import consistency
+from .base import Comm, lock
+from .call import UNCOMPARED, Call
+from .communicator import Communicator
+from .groups import Record, owner_of, recording_in, replay
+from .init import comm_split_all
+from .redop import OpHandle, PreMulSum
 
 _ONE_SIDED = ("put_signal", "signal", "wait_signal")
 
@@ -105,7 +104,7 @@ def _setting(variable: str, configured: bool | None) -> bool | None:
     return value == b"1" if value in (b"0", b"1") else configured
 
 
-def _compare(comms: list[Communicator], calls: list[Call]) -> None:
+def _compare(comms: list[Comm], calls: list[Call]) -> None:
     """With PYNCCL_CHECK=1: that every rank simulates, and what."""
     texts = {}
     for comm in comms:
@@ -115,15 +114,15 @@ def _compare(comms: list[Communicator], calls: list[Call]) -> None:
     consistency.compare_texts(texts)
 
 
-def _children(comms: list[Communicator]) -> dict[Communicator, Communicator]:
+def _children(comms: list[Comm]) -> dict[Comm, Communicator]:
     """For each a communicator of the same ranks: destroyed on a clean exit, aborted on another."""
     library, timeout = comms[0].library, comms[0].timeout
     configs = [(comm._config or CommConfig())._replace(blocking=True) for comm in comms]
     with contextlib.ExitStack() as locks:
         lock(locks, comms)
-        handles = init.twins(library, comms, configs, timeout)
+        handles = comm_split_all(library, comms, configs, timeout)
     return {
-        comm: type(comm)(handle, library, comm.timeout, config)
+        comm: Communicator(handle, library, comm.timeout, config)
         for comm, handle, config in zip(comms, handles, configs, strict=True)
     }
 
@@ -131,7 +130,7 @@ def _children(comms: list[Communicator]) -> dict[Communicator, Communicator]:
 def _on(child: Communicator, call: Call, made: contextlib.ExitStack) -> Call:
     """The same call of another communicator."""
     inputs, operator = call.inputs, call.keep[2]
-    if isinstance(operator, Made):  # its number is one of its own communicator
+    if isinstance(operator, OpHandle):  # its number is one of its own communicator
         again = made.enter_context(PreMulSum(child, operator.scalar, None))
         inputs = (*inputs[:4], again.code, *inputs[5:])
     return call._replace(comm=child, inputs=inputs)

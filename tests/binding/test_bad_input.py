@@ -1,266 +1,32 @@
 """Bad input is an error that says what was passed, what was expected and what to do, and nothing is launched.
 
-The stub library records what reaches C; a communicator of rank 1 of 4 on GPU 0, or one on CPU memory.
+The stub library records what reaches C; a communicator of rank 1 of 4 on GPU 0, or one on CPU memory. Each bad call is
+made on a communicator that has done nothing, and after good calls like it, so that it comes to the fast path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bad_calls import BAD, F4, WAYS, CudaArray, refuse
 from libraries import Stub
 from ranks import RankPool
-from test_buffers import CudaArray
 
 import pynccl
 from pynccl import Communicator
 
-F4 = "float32"
 
-
-class Bad(NamedTuple):
-    """A call that must be refused; `says` are parts of its message."""
-
-    call: Callable[[Communicator], Any]
-    error: type[Exception]
-    says: tuple[str, ...]
-
-
-class Hostile:
-    """Raises wherever it is asked for anything that it does not have."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"no {name} today")
-
-
-def array(**changes: Any) -> CudaArray:
-    """__cuda_array_interface__ of CPU memory, with these changes; ... leaves a key out."""
-    made = CudaArray()
-    given = {**made.__cuda_array_interface__, **changes}
-    made.__cuda_array_interface__ = {key: value for key, value in given.items() if value is not ...}
-    return made
-
-
-READ_ONLY = np.zeros(4)
-READ_ONLY.flags.writeable = False
-
-BAD: dict[str, Bad] = {
-    "not contiguous": Bad(
-        lambda comm: comm.all_reduce(torch.zeros(4, 6).t()),
-        ValueError,
-        ("all_reduce: send: ", "shape (6, 4)", "strides (1, 6)", "is not contiguous", "pass x.contiguous()"),
-    ),
-    "recv not contiguous": Bad(
-        lambda comm: comm.all_reduce(torch.zeros(4), torch.zeros(8)[::2]),
-        ValueError,
-        ("all_reduce: recv: ", "strides (2,)", "is not contiguous"),
-    ),
-    "complex": Bad(
-        lambda comm: comm.all_reduce(torch.zeros(4, dtype=torch.complex64)),
-        TypeError,
-        ("all_reduce: send: torch.complex64 has no NCCL data type", "torch.view_as_real(x)"),
-    ),
-    "bool": Bad(
-        lambda comm: comm.broadcast(torch.zeros(4, dtype=torch.bool)),
-        TypeError,
-        ("broadcast: send: torch.bool has no NCCL data type", "x.view(torch.uint8)"),
-    ),
-    "no buffer": Bad(
-        lambda comm: comm.all_reduce([1.0, 2.0]),
-        TypeError,
-        ("a builtins.list is no buffer", "torch tensor", "(pointer, count, dtype)"),
-    ),
-    "recv too small": Bad(
-        lambda comm: comm.all_gather(torch.zeros(3), torch.zeros(11)),
-        ValueError,
-        ("all_gather: recv has 11 elements, expected 12 for send of 3 on 4 ranks",),
-    ),
-    "recv too large": Bad(
-        lambda comm: comm.reduce_scatter(torch.zeros(8), torch.zeros(3)),
-        ValueError,
-        ("reduce_scatter: recv has 3 elements, expected 2 for send of 8 on 4 ranks",),
-    ),
-    "recv of another type": Bad(
-        lambda comm: comm.all_reduce(torch.zeros(3), torch.zeros(3, dtype=torch.float64)),
-        ValueError,
-        ("all_reduce: send is FLOAT32, recv is FLOAT64; they must be equal",),
-    ),
-    "indivisible": Bad(
-        lambda comm: comm.reduce_scatter(torch.zeros(10, 3)),
-        ValueError,
-        ("reduce_scatter: ", "not divisible by 4 ranks", "pad it"),
-    ),
-    "indivisible rows": Bad(
-        lambda comm: comm.reduce_scatter(torch.zeros(6, 4)),
-        ValueError,
-        ("reduce_scatter: dimension 0 has 6 rows, not divisible by 4 ranks; pad it or pass recv=",),
-    ),
-    "indivisible exchange": Bad(
-        lambda comm: comm.all_to_all(torch.zeros(10)),
-        ValueError,
-        ("all_to_all: send has 10 elements, not divisible by 4 ranks",),
-    ),
-    "root too high": Bad(
-        lambda comm: comm.broadcast(torch.zeros(4), root=4),
-        ValueError,
-        ("broadcast: root is 4, expected a rank in 0..3",),
-    ),
-    "root negative": Bad(
-        lambda comm: comm.gather(torch.zeros(4), root=-1), ValueError, ("gather: root is -1, expected a rank in 0..3",)
-    ),
-    "root no rank": Bad(
-        lambda comm: comm.reduce(torch.zeros(4), root="0"),
-        ValueError,
-        ("reduce: root is '0', expected a rank in 0..3",),
-    ),
-    "scatter root": Bad(
-        lambda comm: comm.scatter(torch.zeros(4), root=9), ValueError, ("scatter: root is 9, expected a rank in 0..3",)
-    ),
-    "scatter without buffers": Bad(
-        lambda comm: comm.scatter(None), TypeError, ("scatter: rank 1 passed neither send nor recv; pass recv=",)
-    ),
-    "peer": Bad(lambda comm: comm.send(torch.zeros(4), 7), ValueError, ("send: peer is 7, expected a rank in 0..3",)),
-    "recv peer": Bad(
-        lambda comm: comm.recv(torch.zeros(4), 4), ValueError, ("recv: peer is 4, expected a rank in 0..3",)
-    ),
-    "unknown operator": Bad(
-        lambda comm: comm.all_reduce(torch.zeros(4), op="mean"),
-        ValueError,
-        ("unknown operator 'mean'", "'sum', 'prod', 'max', 'min', 'avg'", "pre_mul_sum"),
-    ),
-    "operator of another kind": Bad(
-        lambda comm: comm.reduce_scatter(torch.zeros(4), op=sum),
-        ValueError,
-        ("unknown operator <built-in function sum>",),
-    ),
-    "read-only recv": Bad(
-        lambda comm: comm.all_reduce(np.zeros(4), READ_ONLY), ValueError, ("array of shape (4,) is read-only",)
-    ),
-    "read-only in place": Bad(
-        lambda comm: comm.all_reduce(READ_ONLY, READ_ONLY), ValueError, ("array of shape (4,) is read-only",)
-    ),
-    "raw pointer without a stream": Bad(
-        lambda comm: comm.all_reduce((64, 4, F4), (64, 4, F4)),
-        TypeError,
-        ("all_reduce: send: tuple has no current stream: pass stream=",),
-    ),
-    "raw pointer without recv": Bad(
-        lambda comm: comm.all_reduce((64, 4, F4), stream=0),
-        TypeError,
-        ("cannot allocate the result like a tuple: pass recv=",),
-    ),
-    "no stream": Bad(
-        lambda comm: comm.all_reduce(torch.zeros(4), stream="main"),
-        TypeError,
-        ("all_reduce: send: a builtins.str is no stream", "pynccl.create_stream()"),
-    ),
-    "partial overlap": Bad(
-        lambda comm: comm.all_reduce((4096, 8, F4), (4104, 8, F4), stream=0),
-        ValueError,
-        ("all_reduce: send and recv overlap, 8 bytes apart", "in place means an offset of 0 bytes"),
-    ),
-    "wrong block in place": Bad(
-        lambda comm: comm.all_gather((4096, 8, F4), (4096, 32, F4), stream=0),
-        ValueError,
-        ("all_gather: send and recv overlap", "in place means an offset of 32 bytes"),
-    ),
-    "wrong block scattered in place": Bad(
-        lambda comm: comm.reduce_scatter((4096, 32, F4), (4160, 8, F4), stream=0),
-        ValueError,
-        ("reduce_scatter: send and recv overlap, 64 bytes apart", "in place means an offset of 32 bytes"),
-    ),
-    "all_to_all in place": Bad(
-        lambda comm: comm.all_to_all((4096, 8, F4), (4096, 8, F4), stream=0),
-        ValueError,
-        ("all_to_all: send and recv overlap", "send and recv must not overlap"),
-    ),
-    "config of another kind": Bad(
-        lambda comm: comm.all_reduce(torch.zeros(4), config=pynccl.CommConfig()),
-        TypeError,
-        ("all_reduce: config is CommConfig(", "expected a pynccl.CollConfig, or None"),
-    ),
-    "config of a split": Bad(
-        lambda comm: comm.split(0, config=0),  # type: ignore[arg-type]
-        TypeError,
-        ("split: config is 0, expected a pynccl.CommConfig, or None",),
-    ),
-    "no ranks to leave out": Bad(
-        lambda comm: comm.shrink(3), TypeError, ("shrink: exclude is 3, expected the ranks to leave out",)
-    ),
-    "no counts": Bad(
-        lambda comm: comm.all_gather_v(torch.zeros(4), counts=4),
-        TypeError,
-        ("all_gather_v: counts is 4, expected 4 numbers of elements >= 0",),
-    ),
-    "operator equal to a number": Bad(
-        lambda comm: comm.all_reduce(torch.zeros(4), op=1.0), ValueError, ("all_reduce: unknown operator 1.0",)
-    ),
-    "operator of NumPy": Bad(
-        lambda comm: comm.all_reduce(torch.zeros(4), op=np.bool_(True)), ValueError, ("all_reduce: unknown operator",)
-    ),
-    "no plans": Bad(lambda comm: comm.plan.group(5), TypeError, ("plan.group: plans is 5, expected a list",)),
-    "no plan": Bad(lambda comm: comm.plan.group([5]), TypeError, ("plan.group: 5 is no plan; pass what",)),  # type: ignore[list-item]
-    "no signals": Bad(
-        lambda comm: comm.wait_signal([0], stream=0), ValueError, ("wait_signal: peer is [0], expected a rank in 0..3",)
-    ),
-    "timeout": Bad(
-        lambda comm: setattr(comm, "timeout", "soon"), ValueError, ("timeout is 'soon', expected a number of seconds",)
-    ),
-    "object that raises": Bad(
-        lambda comm: comm.all_reduce(Hostile()), TypeError, ("all_reduce: send: a ", "Hostile is no buffer; pass")
-    ),
-    "stream that raises": Bad(
-        lambda comm: comm.all_reduce(torch.zeros(4), stream=Hostile()), TypeError, ("Hostile is no stream; pass",)
-    ),
-    "array without data": Bad(
-        lambda comm: comm.all_reduce(array(data=...), stream=0),
-        TypeError,
-        ("all_reduce: send: __cuda_array_interface__ has ", "data None, expected", "(pointer, read-only)"),
-    ),
-    "array without a shape": Bad(
-        lambda comm: comm.all_reduce(array(shape=...), stream=0), TypeError, ("has shape None", "expected a tuple")
-    ),
-    "array of a negative shape": Bad(
-        lambda comm: comm.all_reduce(array(shape=(-4,)), stream=0), TypeError, ("has shape (-4,)", "sizes >= 0")
-    ),
-    "array of other strides": Bad(
-        lambda comm: comm.all_reduce(array(strides=(4, 4, 4)), stream=0),
-        ValueError,
-        ("all_reduce: send: ", "has byte strides (4, 4, 4), expected one for each dimension"),
-    ),
-    "scalar beyond its type": Bad(
-        lambda comm: comm.pre_mul_sum(10**400, F4), ValueError, ("pre_mul_sum: scalar is 1000", "FLOAT32 does not hold")
-    ),
-    "color": Bad(lambda comm: comm.split(-2), ValueError, ("split: color is -2, expected an integer >= 0",)),
-    "scalar without a type": Bad(
-        lambda comm: comm.pre_mul_sum(0.5), TypeError, ("pre_mul_sum: a Python number needs dtype=",)
-    ),
-    "scalar that its type cannot hold": Bad(
-        lambda comm: comm.pre_mul_sum(0.5, "int32"),
-        ValueError,
-        ("pre_mul_sum: 0.5 is no INT32 and would become 0",),
-    ),
-    "scalar of several elements": Bad(
-        lambda comm: comm.pre_mul_sum(torch.zeros(3)), ValueError, ("pre_mul_sum: scalar has 3 elements", "expected 1")
-    ),
-}
-
-
-def refuse(comm: Communicator, bad: Bad) -> None:
-    with pytest.raises(bad.error) as caught:
-        bad.call(comm)
-    for part in bad.says:
-        assert part in str(caught.value)
-
-
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_call_is_refused_before_anything_is_launched(name: str) -> None:
+def test_a_bad_call_is_refused_before_anything_is_launched(name: str, way: str) -> None:
     stub = Stub()
     comm = stub.comm(nranks=4, rank=1, cpu=True)
+    WAYS[way](comm)
+    stub.clear()
     refuse(comm, BAD[name])
     assert stub.names() == []
     comm.all_reduce(torch.zeros(4))  # and the communicator is none the worse for it
@@ -290,7 +56,7 @@ def test_memory_of_another_gpu_is_refused() -> None:
     assert stub.names() == []
 
 
-BAD_BIRTHS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+BAD_INITS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "rank too high": ((2, bytes(128), 2), {}, "rank is 2, expected 0..1 for 2 ranks"),
     "rank negative": ((2, bytes(128), -1), {}, "rank is -1, expected 0..1 for 2 ranks"),
     "no ranks": ((0, bytes(128), 0), {}, "nranks is 0, expected a number of ranks >= 1"),
@@ -301,9 +67,9 @@ BAD_BIRTHS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_BIRTHS)
-def test_a_bad_birth_is_refused_before_it_reaches_the_library(name: str) -> None:
-    args, options, says = BAD_BIRTHS[name]
+@pytest.mark.parametrize("name", BAD_INITS)
+def test_a_bad_init_is_refused_before_it_reaches_the_library(name: str) -> None:
+    args, options, says = BAD_INITS[name]
     stub = Stub()
     with pytest.raises(ValueError) as caught:
         Communicator.init(*args, **{**options, "library": stub.cpu_library})

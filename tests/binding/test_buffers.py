@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bad_calls import CudaArray
 
 import pynccl
 from pynccl import DataType
@@ -43,14 +44,6 @@ class OnlyDlpack:
     def __dlpack_device__(self) -> tuple[int, int]:
         kind, index = self.tensor.__dlpack_device__()
         return int(kind), index
-
-
-class CudaArray:
-    """A GPU array of another library; nothing here reads its memory."""
-
-    def __init__(self, **changes: Any) -> None:
-        plain = {"shape": (4, 3), "typestr": "<f4", "data": (4096, False), "version": 3, "strides": None}
-        self.__cuda_array_interface__ = {**plain, **changes}
 
 
 def describe(x: Any) -> tuple[int, int, int, int]:

@@ -265,7 +265,7 @@ def test_arguments_are_checked_when_the_plan_is_made() -> None:
 def test_only_operations_can_be_planned() -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
-    for name in ("all_redcue", "rank", "_issue", "destroy", "abort", "split", "barrier", "check_alive"):
+    for name in ("all_redcue", "rank", "_enqueue", "destroy", "abort", "split", "barrier", "check_alive"):
         with pytest.raises(AttributeError, match=f"'{name}' is no operation of a communicator that can be prepared"):
             getattr(comm.plan, name)
     assert comm.alive and stub.names() == []

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bad_calls import CudaArray
 from libraries import Stub
-from test_buffers import CudaArray, describe
+from test_buffers import describe
 from torch._subclasses import FakeTensorMode
 
 import pynccl

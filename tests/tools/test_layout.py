@@ -15,18 +15,33 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the ground up: a module imports from its own room and from those below.
-ROOMS = ("bindings", "interop", "comm", "bootstrap", "nccl_params", "__init__", "tools", "__main__")
-# Communicator.from_env() and its siblings are doors to bootstrap, which builds communicators.
-UPWARD_WHEN_CALLED = {("comm", "bootstrap")}
+# Every module from the ground up: each imports only from those before it, also for type checkers and when called.
+ORDER: dict[str, str] = {
+    "pynccl": """
+        bindings.resource bindings.values bindings.abi bindings.errors bindings.soname bindings.library bindings.structs
+        interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
+        comm.deadline comm.frames comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
+        comm.argcheck comm.fast_path comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
+        comm.plan comm.finalize comm.init comm.communicator comm.simulation
+        bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange
+        bootstrap.stores bootstrap
+        nccl_params __init__
+        tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor __main__
+    """,
+}
+# What is in the folder of a package, but a package of its own here.
+APART = {"pynccl": ("pynccl.host",), "pynccl.host": (), "pynccl_autograd": ()}
+# Communicator.from_env() and its siblings are doors to bootstrap, which makes communicators.
+UPWARD_WHEN_CALLED = {("pynccl.comm.communicator", "pynccl.bootstrap")}
 HOST_RESTS_ON = {"pynccl.bindings.abi", "pynccl.bindings.errors", "pynccl.bindings.resource"}
 IMPORT_SECONDS = 0.5
 
 
 class Import(NamedTuple):
-    target: str  # dotted and absolute, e.g. pynccl.errors
+    target: str  # dotted and absolute, e.g. pynccl.bindings.errors
     line: int
     when_called: bool
+    for_types: bool = False
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -39,23 +54,29 @@ def module_of(path: Path) -> str:
     return re.sub(r"^autograd\b", "pynccl_autograd", ".".join(parts))
 
 
-def imports_of(path: Path) -> Iterator[Import]:
-    """All imports of a file save those for type checkers; `from . import x` counts as an import of x."""
-    package = module_of(path).rsplit(".", 1)[0]
+def imports_of(path: Path, for_types: bool = False) -> Iterator[Import]:
+    """All imports of a file, those for type checkers if asked for; `from . import x` counts as an import of x."""
+    package = package_of(path)
 
-    def visit(node: ast.AST, when_called: bool) -> Iterator[Import]:
+    def visit(node: ast.AST, when_called: bool, typing: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-                continue
-            if isinstance(child, ast.Import):
-                yield from (Import(alias.name, child.lineno, when_called) for alias in child.names)
+                if for_types:
+                    yield from visit(child, when_called, True)
+            elif isinstance(child, ast.Import):
+                yield from (Import(alias.name, child.lineno, when_called, typing) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 for target in targets(child, package):
-                    yield Import(target, child.lineno, when_called)
+                    yield Import(target, child.lineno, when_called, typing)
             else:
-                yield from visit(child, when_called or isinstance(child, (ast.FunctionDef, ast.Lambda)))
+                called = when_called or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                yield from visit(child, called, typing)
 
-    yield from visit(ast.parse(path.read_text()), False)
+    yield from visit(ast.parse(path.read_text()), False, False)
+
+
+def package_of(path: Path) -> str:
+    return module_of(path).rpartition(".")[0]
 
 
 def targets(node: ast.ImportFrom, package: str) -> list[str]:
@@ -72,25 +93,71 @@ def place(path: Path, found: Import) -> str:
     return f"{path.relative_to(ROOT)}:{found.line} imports {found.target}"
 
 
-def room_of(path: Path) -> str:
-    parts = path.relative_to(ROOT / "pynccl").with_suffix("").parts
-    return parts[0]
+def modules_of(package: str) -> dict[str, Path]:
+    """Name -> file of the modules of a package that hold anything; a package is its __init__.py."""
+    folder = ROOT / package.replace(".", "/").replace("pynccl_autograd", "autograd")
+    found = {module_of(path).removesuffix(".__init__"): path for path in sorted(folder.rglob("*.py"))}
+    own = (
+        {name: path for name, path in found.items() if not name.startswith(APART[package])} if APART[package] else found
+    )
+    return {name: path for name, path in own.items() if len(ast.parse(path.read_text()).body) > 1}
 
 
-def test_imports_within_pynccl_run_downwards() -> None:
-    wrong = []
-    for path in python_files("pynccl"):
-        room = room_of(path)
-        if room == "host":
-            continue
-        for found in imports_of(path):
-            package, _, module = found.target.partition(".")
-            other = module.split(".")[0] or "__init__"
-            if package != "pynccl" or other == "host" or (found.when_called and (room, other) in UPWARD_WHEN_CALLED):
-                continue
-            if ROOMS.index(other) > ROOMS.index(room):
-                wrong.append(place(path, found))
-    assert not wrong
+def imports_within(package: str) -> dict[str, list[tuple[str, Import]]]:
+    """Module -> the other modules of the package that it imports, and how."""
+    modules = modules_of(package)
+    return {
+        name: [(found.target, found) for found in imports_of(path, for_types=True) if found.target in modules]
+        for name, path in modules.items()
+    }
+
+
+def upward(package: str) -> list[str]:
+    """The imports that do not go down in the order of the package."""
+    names = [package if name == "__init__" else f"{package}.{name}" for name in ORDER[package].split()]
+    return [
+        f"{name}:{found.line} imports {other}"
+        for name, imports in imports_within(package).items()
+        for other, found in imports
+        if names.index(other) >= names.index(name) and not (found.when_called and (name, other) in UPWARD_WHEN_CALLED)
+    ]
+
+
+def circle(package: str) -> list[str]:
+    """Modules of the package that import each other in a circle; [] if there is none."""
+    edges = {
+        name: [o for o, found in imports if not (found.when_called and (name, o) in UPWARD_WHEN_CALLED)]
+        for name, imports in imports_within(package).items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, above: list[str]) -> list[str]:
+        if name in above:
+            return [*above[above.index(name) :], name]
+        if name not in done:
+            for other in edges[name]:
+                if found := visit(other, [*above, name]):
+                    return found
+            done.add(name)
+        return []
+
+    return next((found for name in edges if (found := visit(name, []))), [])
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_the_order_names_every_module_once(package: str) -> None:
+    listed = [package if name == "__init__" else f"{package}.{name}" for name in ORDER[package].split()]
+    assert sorted(listed) == sorted(modules_of(package))
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_imports_run_downwards(package: str) -> None:
+    assert upward(package) == []
+
+
+@pytest.mark.parametrize("package", [*ORDER, "pynccl_autograd"])
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    assert circle(package) == []
 
 
 def test_the_host_library_is_reached_from_library_alone() -> None:

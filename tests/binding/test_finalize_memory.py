@@ -14,7 +14,7 @@ import pytest
 import torch
 from gpu.graphs import forget_graphs
 from libraries import Stub
-from test_lifecycle import A_FORK_WITH_THREADS, DESTROYED, HANGS, left_behind, process, wait_for
+from processes import A_FORK_WITH_THREADS, DESTROYED, HANGS, left_behind, process, wait_for
 
 import pynccl
 from pynccl import Communicator

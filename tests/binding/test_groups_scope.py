@@ -15,7 +15,7 @@ from libraries import Stub
 
 import pynccl
 from pynccl import Communicator
-from pynccl.comm.recording import records
+from pynccl.comm.groups import records
 
 START, END = "ncclGroupStart", "ncclGroupEnd"
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from libraries import Stub
+from processes import overlapping
 from ranks import RankPool, each_size
-from test_lifecycle import overlapping
 
 import pynccl
 from pynccl import Communicator
@@ -70,7 +70,7 @@ def test_a_disagreement_is_shown_to_every_rank(ranks: RankPool, name: str) -> No
     assert len(messages) == 3
     for rank, message in enumerate(messages):
         assert "the ranks of this communicator disagree (PYNCCL_CHECK=1)" in message
-        shown = dict(re.findall(r"rank (\d): (.*) at .*test_check\.py:\d+", message))
+        shown = dict(re.findall(r"rank (\d): (.*) at .*test_consistency\.py:\d+", message))
         assert shown["1"] == ours
         assert theirs in (shown.get("0"), shown.get("2"))
         assert shown[str(rank)] == (ours if rank == 1 else theirs)
@@ -94,7 +94,7 @@ def test_the_lines_of_both_calls_are_named(ranks: RankPool) -> None:
     first = next(i for i, line in enumerate(lines, 1) if line.endswith("# the line of rank 0"))
     group = range(first + 2, first + 5)  # a group is launched at its end, which Python counts to its first line
     for message in ranks.run(2, disagree_on_two_lines):
-        shown = {int(rank): int(line) for rank, line in re.findall(r"rank (\d): .*test_check\.py:(\d+)", message)}
+        shown = {int(rank): int(line) for rank, line in re.findall(r"rank (\d): .*test_consistency\.py:(\d+)", message)}
         assert shown[0] == first
         assert shown[1] in group
         assert "rank 1: all_gather(count=4, FLOAT32); broadcast(count=4, FLOAT32, root=0) at " in message

@@ -17,7 +17,6 @@ from libraries import FAIL, Called, Stub
 import pynccl
 from pynccl import Communicator, NcclInvalidUsage, NcclUnhandledCudaError
 from pynccl.comm import fast_path
-from pynccl.comm.argcheck import Launcher
 
 N, RANK = 4, 1  # of the stub's communicator
 OPERATIONS: dict[str, Callable[[Communicator, Any, Any], Any]] = {
@@ -57,8 +56,8 @@ def only_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> Any:
         raise AssertionError("the general way")
 
-    for name in ("_one", "_pair", "_issue"):
-        monkeypatch.setattr(Launcher, name, refuse)
+    for name in ("_check_buffer", "_check_buffers", "_enqueue"):
+        monkeypatch.setattr(Communicator, name, refuse)
 
 
 def plain(call: Called) -> tuple[str, dict[str, int]]:
@@ -207,8 +206,8 @@ def test_whatever_is_not_like_it_goes_the_general_way(name: str) -> None:
         for mode in MODES.values():
             for kind, x in variants(torch.zeros(8)).items():
                 for pair in ((x, torch.zeros(8)), (torch.zeros(8), x), (x, x)):
-                    for again in forgetful._again.values():
-                        again._seen.clear()
+                    for path in forgetful._fast.values():
+                        path._seen.clear()
                     with mode():
                         expected = outcome(stub, partial(call, forgetful, *pair))
                         found = outcome(stub, partial(call, comm, *pair))
@@ -333,7 +332,7 @@ def test_nothing_is_kept_alive_and_nothing_grows_without_end(monkeypatch: pytest
     monkeypatch.setattr(fast_path, "MOST_SIZES", 16)
     stub = Stub()
     comm = stub.comm(N, RANK, cpu=True)
-    again = comm._again["all_reduce"]
+    path = comm._fast["all_reduce"]
     gone = []
     for size in range(1, 100):
         x, y = torch.zeros(size), torch.zeros(size)
@@ -347,10 +346,10 @@ def test_nothing_is_kept_alive_and_nothing_grows_without_end(monkeypatch: pytest
         comm.all_reduce(torch.zeros(shape))
     gc.collect()
     assert [one() for one in gone] == [None] * len(gone)
-    assert max(len(again._single), len(again._paired), len(again._sent), len(again._seen)) <= 16
-    assert fast_path._length(again._paired[64]) == fast_path.MOST_ALIKE
+    assert max(len(path._single), len(path._paired), len(path._sent), len(path._seen)) <= 16
+    assert fast_path._length(path._paired[64]) == fast_path.MOST_ALIKE
     communicator = weakref.ref(comm)
-    del comm, again
+    del comm, path
     assert communicator() is None  # at once: what it keeps does not refer to it
 
 

@@ -1,0 +1,162 @@
+"""Comm: what everything below the Communicator stands on. Its handle and lock, who it is, whether it is alive, and what
+a C call on it has resulted in."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from ..bindings.abi import Result
+from ..bindings.errors import NcclInvalidUsage
+from ..bindings.library import Library, gpu_count, to_pointer
+from ..bindings.resource import Shared
+from ..bindings.structs import CommConfig
+from ..bindings.values import seconds
+from ..interop.buffers import CPU, device_name
+from ..interop.devices import on_device
+from .deadline import wait_nonblocking
+from .frames import call_site
+from .scratch import Scratch
+
+DEFAULT_TIMEOUT = 60.0  # seconds that an init or an end waits for the other ranks
+
+
+class Comm(Shared):
+    """An ncclComm_t and its state. `Communicator` is what users see of it, with its operations."""
+
+    _detours: list[Any]  # empty: calls are enqueued at once. Not so in an open group, and never with PYNCCL_CHECK=1
+
+    def __init__(
+        self,
+        handle: int,
+        library: Library,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        config: CommConfig | None = None,
+    ) -> None:
+        self._handle: int | None = handle
+        self._c_handle: Any = to_pointer(handle)  # the same, finished for C
+        self._alive: list[None] = [None]  # empty once it has ended: the quickest thing to look at
+        self.library = library
+        self._config = config
+        self.lock = threading.RLock()
+        self.timeout = timeout
+        self.rank = self._property("ncclCommUserRank")
+        self.size = self._property("ncclCommCount")
+        self.device_index = self._property("ncclCommCuDevice")
+        self._ordinal = CPU if library.is_host else self.device_index
+        self.device = device_name(self._ordinal)
+        self._check = check_is_on()
+        self._end = ""  # how it ended, for messages
+        self._scratch: Scratch | None = None
+        self._unused_operators: list[int] = []  # nobody holds them any more: see redop.OpHandle
+        self._site = call_site()
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that a split, an end, a nonblocking call may take; None: for ever."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float | None) -> None:
+        self._timeout = seconds(timeout, zero=True)
+
+    @property
+    def handle(self) -> int:
+        """ncclComm_t as an integer, for calls into `library`. NcclInvalidUsage after the end."""
+        if self._handle is None:
+            self.check_alive()
+        return self._handle or 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be used: neither destroyed nor aborted."""
+        return self._handle is not None
+
+    @property
+    def ordinal(self) -> int:
+        """CUDA ordinal of the device; -1 for the CPU."""
+        return self._ordinal
+
+    @property
+    def checking(self) -> bool:
+        """Whether calls are compared across ranks (PYNCCL_CHECK=1 when it was made)."""
+        return self._check
+
+    def check_alive(self) -> None:
+        if self._handle is None:
+            raise NcclInvalidUsage(
+                f"this communicator (rank {self.rank} of {self.size} on {self.device}) was {self._end}; "
+                "make a new one with Communicator.init"
+            )
+
+    def async_error(self) -> Result:
+        """What went wrong since the launch: SUCCESS, IN_PROGRESS (nonblocking), or an error code."""
+        code = ctypes.c_int()
+        self._status("ncclCommGetAsyncError", ctypes.byref(code))
+        return Result(code.value)
+
+    def check_async_error(self) -> None:
+        """Raise what `async_error` reports, if it is an error."""
+        code = self.async_error()
+        if code not in (Result.SUCCESS, Result.IN_PROGRESS):
+            raise self.library.error(code, "an operation in flight", self._handle)
+
+    def on_own_device(self) -> on_device:
+        """A context manager for C calls that look at the current GPU, or leave another one current."""
+        return on_device(None if self.library.is_host or not gpu_count() else self.device_index)
+
+    def scratch(self, nbytes: int) -> Scratch:
+        """At least `nbytes` bytes for the communicator's own operations; for the holder of its lock."""
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = Scratch(nbytes, self._ordinal, self.library)
+        return self._scratch
+
+    def _own_ordinal(self) -> int | None:
+        return None if self.library.is_host else self.device_index
+
+    def _property(self, function: str) -> int:
+        value = ctypes.c_int()
+        self._status(function, ctypes.byref(value))
+        return value.value
+
+    def _status(self, function: str, *args: Any) -> None:
+        """A C call on this communicator that launches nothing."""
+        handle = self.handle
+        code = getattr(self.library, function)(handle, *args)
+        if code:
+            code = wait_nonblocking(self.library, handle, code, self.timeout, function)
+            self.library.check(code, function, handle)
+
+    def _check_result(self, code: int, what: str) -> None:
+        """Raise for the result of a C call; wait for a nonblocking communicator until its deadline."""
+        if not code:
+            return
+        self.check_alive()  # that another thread has ended the communicator explains more than the code
+        code = wait_nonblocking(self.library, self._handle, code, self.timeout, what)
+        self.library.check(code, what, self._handle)
+
+    def __repr__(self) -> str:
+        state = "" if self.alive else f", {self._end}"
+        return f"<pynccl.Communicator rank {self.rank} of {self.size} on {self.device}{state}>"
+
+
+def check_is_on() -> bool:
+    """Whether PYNCCL_CHECK is set to anything but 0."""
+    return os.environ.get("PYNCCL_CHECK", "0") not in ("", "0")
+
+
+def lock(locks: contextlib.ExitStack, comms: Iterable[Comm]) -> None:
+    """Take the locks of all of them, which are alive, until the end of the stack."""
+    for comm in sorted(comms, key=id):  # one order in all threads, so that two groups cannot wait for each other
+        locks.enter_context(comm.lock)
+        comm.check_alive()
+
+
+def check_group_result(comms: list[Comm], code: int, what: str) -> None:
+    """Raise for the result of ncclGroupEnd; wait for nonblocking communicators until their deadline."""
+    for comm in comms if code == Result.IN_PROGRESS else comms[:1]:
+        comm._check_result(code, what)

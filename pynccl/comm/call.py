@@ -1,0 +1,63 @@
+"""Call: one validated C call as a value, and its text. Groups and plans hold such, PYNCCL_CHECK=1 compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..bindings.abi import DataType, RedOp
+from ..bindings.library import to_pointer
+from ..interop.buffers import adapter
+from ..interop.streams import Handle, hold
+from .base import Comm
+
+POINT_TO_POINT = ("send", "recv", "put_signal")
+UNCOMPARED = (*POINT_TO_POINT, "signal", "wait_signal")  # calls that not every rank of a communicator makes
+
+
+class Call(NamedTuple):
+    """One validated C call: function(*inputs, comm, stream, *config), with a function of `enqueue.Functions`."""
+
+    comm: Comm
+    operation: str
+    function: Callable[..., int]
+    inputs: tuple[int, ...]  # buffers, count, data type, then operator, root or peer
+    stream: int
+    config: tuple[Any, ...] = ()
+    keep: Any = None  # what must live until the launch, and until its stream has passed: buffers, an operator
+    recv: Any = None  # what it writes to
+    compared: str = ""  # what the ranks must agree on, where it is an operation that this call is a part of
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return (*self.inputs, self.comm._c_handle, to_pointer(self.stream), *self.config)
+
+    def text(self) -> str:
+        return self.compared or call_text(self.operation, self.inputs)
+
+
+def call_text(operation: str, inputs: tuple[int, ...]) -> str:
+    """ "reduce(count=4, FLOAT32, SUM, root=0)": what the ranks must agree on, for messages."""
+    if operation == "signal":
+        return "signal(peer={}, signal={}, context={})".format(*inputs)
+    if operation == "wait_signal":
+        rows: Any = inputs[1]
+        return f"wait_signal({', '.join(f'{row.opCnt} of rank {row.peer}' for row in rows)})"
+    buffers = 1 if operation in POINT_TO_POINT else 2
+    count, dtype, *rest = inputs[buffers:]
+    words = [f"count={count}", DataType(dtype).name]
+    if "reduce" in operation:
+        op = rest.pop(0)
+        words.append(RedOp(op).name if op in RedOp._value2member_map_ else "PRE_MUL_SUM")
+    role = "peer" if operation in POINT_TO_POINT else "root"
+    words += [f"{role}={rank}" for rank in rest[:1]]
+    return f"{operation}({', '.join(words)})"
+
+
+def after_launch(calls: Sequence[Call]) -> None:
+    """Tell autograd what is written to, and the streams what they must keep."""
+    for written in {id(call.recv): call.recv for call in calls if call.recv is not None}.values():
+        adapter(written).received(written)
+    for call in calls:
+        if call.stream or type(call.stream) is Handle:
+            hold(call.stream, call.comm.library, call.keep)

@@ -1,0 +1,324 @@
+"""Calls that must be refused, and what their errors have to say; good calls like them, to come before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import pynccl
+from pynccl import Communicator
+
+F4 = "float32"
+
+
+class CudaArray:
+    """A GPU array of another library; nothing here reads its memory."""
+
+    def __init__(self, **changes: Any) -> None:
+        plain = {"shape": (4, 3), "typestr": "<f4", "data": (4096, False), "version": 3, "strides": None}
+        self.__cuda_array_interface__ = {**plain, **changes}
+
+
+class Bad(NamedTuple):
+    """A call that must be refused; `says` are parts of its message."""
+
+    call: Callable[[Communicator], Any]
+    error: type[Exception]
+    says: tuple[str, ...]
+
+
+class Hostile:
+    """Raises wherever it is asked for anything that it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} today")
+
+
+def array(**changes: Any) -> CudaArray:
+    """__cuda_array_interface__ of CPU memory, with these changes; ... leaves a key out."""
+    made = CudaArray()
+    given = {**made.__cuda_array_interface__, **changes}
+    made.__cuda_array_interface__ = {key: value for key, value in given.items() if value is not ...}
+    return made
+
+
+READ_ONLY = np.zeros(4)
+READ_ONLY.flags.writeable = False
+NEGATIVE = torch._neg_view(torch.zeros(4))
+
+BAD: dict[str, Bad] = {
+    "not contiguous": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4, 6).t()),
+        ValueError,
+        ("all_reduce: send: ", "shape (6, 4)", "strides (1, 6)", "is not contiguous", "pass x.contiguous()"),
+    ),
+    "recv not contiguous": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), torch.zeros(8)[::2]),
+        ValueError,
+        ("all_reduce: recv: ", "strides (2,)", "is not contiguous"),
+    ),
+    "complex": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4, dtype=torch.complex64)),
+        TypeError,
+        ("all_reduce: send: torch.complex64 has no NCCL data type", "torch.view_as_real(x)"),
+    ),
+    "bool": Bad(
+        lambda comm: comm.broadcast(torch.zeros(4, dtype=torch.bool)),
+        TypeError,
+        ("broadcast: send: torch.bool has no NCCL data type", "x.view(torch.uint8)"),
+    ),
+    "sparse": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4).to_sparse()),
+        TypeError,
+        ("all_reduce: send: torch.sparse_coo tensor on cpu owns no dense memory", "x.to_dense()"),
+    ),
+    "sparse recv": Bad(
+        lambda comm: comm.all_gather(torch.zeros(2), torch.zeros(8).to_sparse()),
+        TypeError,
+        ("all_gather: recv: torch.sparse_coo tensor on cpu owns no dense memory",),
+    ),
+    "sparse to a peer": Bad(
+        lambda comm: comm.send(torch.zeros(4).to_sparse(), 0), TypeError, ("send: buf: torch.sparse_coo tensor",)
+    ),
+    "negative bit": Bad(
+        lambda comm: comm.all_reduce(torch._neg_view(torch.zeros(4))),
+        ValueError,
+        ("all_reduce: send: tensor of shape (4,) has its negative bit set", "pass x.resolve_neg()"),
+    ),
+    "negative bit in place": Bad(
+        lambda comm: comm.broadcast(NEGATIVE, NEGATIVE), ValueError, ("broadcast: send: ", "has its negative bit set")
+    ),
+    "recv of a negative bit": Bad(
+        lambda comm: comm.recv(NEGATIVE, 0), ValueError, ("recv: buf: ", "has its negative bit set")
+    ),
+    "recv in a graph": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), torch.zeros(4, requires_grad=True)),
+        ValueError,
+        ("all_reduce: recv: tensor of shape (4,) requires grad (a leaf)", "torch.no_grad()"),
+    ),
+    "no buffer": Bad(
+        lambda comm: comm.all_reduce([1.0, 2.0]),
+        TypeError,
+        ("a builtins.list is no buffer", "torch tensor", "(pointer, count, dtype)"),
+    ),
+    "recv too small": Bad(
+        lambda comm: comm.all_gather(torch.zeros(3), torch.zeros(11)),
+        ValueError,
+        ("all_gather: recv has 11 elements, expected 12 for send of 3 on 4 ranks",),
+    ),
+    "recv too large": Bad(
+        lambda comm: comm.reduce_scatter(torch.zeros(8), torch.zeros(3)),
+        ValueError,
+        ("reduce_scatter: recv has 3 elements, expected 2 for send of 8 on 4 ranks",),
+    ),
+    "recv of another type": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(3), torch.zeros(3, dtype=torch.float64)),
+        ValueError,
+        ("all_reduce: send is FLOAT32, recv is FLOAT64; they must be equal",),
+    ),
+    "indivisible": Bad(
+        lambda comm: comm.reduce_scatter(torch.zeros(10, 3)),
+        ValueError,
+        ("reduce_scatter: ", "not divisible by 4 ranks", "pad it"),
+    ),
+    "indivisible rows": Bad(
+        lambda comm: comm.reduce_scatter(torch.zeros(6, 4)),
+        ValueError,
+        ("reduce_scatter: dimension 0 has 6 rows, not divisible by 4 ranks; pad it or pass recv=",),
+    ),
+    "indivisible exchange": Bad(
+        lambda comm: comm.all_to_all(torch.zeros(10)),
+        ValueError,
+        ("all_to_all: send has 10 elements, not divisible by 4 ranks",),
+    ),
+    "root too high": Bad(
+        lambda comm: comm.broadcast(torch.zeros(4), root=4),
+        ValueError,
+        ("broadcast: root is 4, expected a rank in 0..3",),
+    ),
+    "root negative": Bad(
+        lambda comm: comm.gather(torch.zeros(4), root=-1), ValueError, ("gather: root is -1, expected a rank in 0..3",)
+    ),
+    "root no rank": Bad(
+        lambda comm: comm.reduce(torch.zeros(4), root="0"),
+        ValueError,
+        ("reduce: root is '0', expected a rank in 0..3",),
+    ),
+    "scatter root": Bad(
+        lambda comm: comm.scatter(torch.zeros(4), root=9), ValueError, ("scatter: root is 9, expected a rank in 0..3",)
+    ),
+    "scatter without buffers": Bad(
+        lambda comm: comm.scatter(None), TypeError, ("scatter: rank 1 passed neither send nor recv; pass recv=",)
+    ),
+    "peer": Bad(lambda comm: comm.send(torch.zeros(4), 7), ValueError, ("send: peer is 7, expected a rank in 0..3",)),
+    "recv peer": Bad(
+        lambda comm: comm.recv(torch.zeros(4), 4), ValueError, ("recv: peer is 4, expected a rank in 0..3",)
+    ),
+    "unknown operator": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), op="mean"),
+        ValueError,
+        ("unknown operator 'mean'", "'sum', 'prod', 'max', 'min', 'avg'", "pre_mul_sum"),
+    ),
+    "operator of another kind": Bad(
+        lambda comm: comm.reduce_scatter(torch.zeros(4), op=sum),
+        ValueError,
+        ("unknown operator <built-in function sum>",),
+    ),
+    "read-only recv": Bad(
+        lambda comm: comm.all_reduce(np.zeros(4), READ_ONLY), ValueError, ("array of shape (4,) is read-only",)
+    ),
+    "read-only in place": Bad(
+        lambda comm: comm.all_reduce(READ_ONLY, READ_ONLY), ValueError, ("array of shape (4,) is read-only",)
+    ),
+    "raw pointer without a stream": Bad(
+        lambda comm: comm.all_reduce((64, 4, F4), (64, 4, F4)),
+        TypeError,
+        ("all_reduce: send: tuple has no current stream: pass stream=",),
+    ),
+    "raw pointer without recv": Bad(
+        lambda comm: comm.all_reduce((64, 4, F4), stream=0),
+        TypeError,
+        ("cannot allocate the result like a tuple: pass recv=",),
+    ),
+    "no stream": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), stream="main"),
+        TypeError,
+        ("all_reduce: send: a builtins.str is no stream", "pynccl.create_stream()"),
+    ),
+    "partial overlap": Bad(
+        lambda comm: comm.all_reduce((4096, 8, F4), (4104, 8, F4), stream=0),
+        ValueError,
+        ("all_reduce: send and recv overlap, 8 bytes apart", "in place means an offset of 0 bytes"),
+    ),
+    "wrong block in place": Bad(
+        lambda comm: comm.all_gather((4096, 8, F4), (4096, 32, F4), stream=0),
+        ValueError,
+        ("all_gather: send and recv overlap", "in place means an offset of 32 bytes"),
+    ),
+    "wrong block scattered in place": Bad(
+        lambda comm: comm.reduce_scatter((4096, 32, F4), (4160, 8, F4), stream=0),
+        ValueError,
+        ("reduce_scatter: send and recv overlap, 64 bytes apart", "in place means an offset of 32 bytes"),
+    ),
+    "all_to_all in place": Bad(
+        lambda comm: comm.all_to_all((4096, 8, F4), (4096, 8, F4), stream=0),
+        ValueError,
+        ("all_to_all: send and recv overlap", "send and recv must not overlap"),
+    ),
+    "config of another kind": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), config=pynccl.CommConfig()),
+        TypeError,
+        ("all_reduce: config is CommConfig(", "expected a pynccl.CollConfig, or None"),
+    ),
+    "config of a split": Bad(
+        lambda comm: comm.split(0, config=0),  # type: ignore[arg-type]
+        TypeError,
+        ("split: config is 0, expected a pynccl.CommConfig, or None",),
+    ),
+    "no ranks to leave out": Bad(
+        lambda comm: comm.shrink(3), TypeError, ("shrink: exclude is 3, expected the ranks to leave out",)
+    ),
+    "no counts": Bad(
+        lambda comm: comm.all_gather_v(torch.zeros(4), counts=4),
+        TypeError,
+        ("all_gather_v: counts is 4, expected 4 numbers of elements >= 0",),
+    ),
+    "operator equal to a number": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), op=1.0), ValueError, ("all_reduce: unknown operator 1.0",)
+    ),
+    "operator of NumPy": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), op=np.bool_(True)), ValueError, ("all_reduce: unknown operator",)
+    ),
+    "no plans": Bad(lambda comm: comm.plan.group(5), TypeError, ("plan.group: plans is 5, expected a list",)),
+    "no plan": Bad(lambda comm: comm.plan.group([5]), TypeError, ("plan.group: 5 is no plan; pass what",)),  # type: ignore[list-item]
+    "no signals": Bad(
+        lambda comm: comm.wait_signal([0], stream=0), ValueError, ("wait_signal: peer is [0], expected a rank in 0..3",)
+    ),
+    "timeout": Bad(
+        lambda comm: setattr(comm, "timeout", "soon"), ValueError, ("timeout is 'soon', expected a number of seconds",)
+    ),
+    "object that raises": Bad(
+        lambda comm: comm.all_reduce(Hostile()), TypeError, ("all_reduce: send: a ", "Hostile is no buffer; pass")
+    ),
+    "stream that raises": Bad(
+        lambda comm: comm.all_reduce(torch.zeros(4), stream=Hostile()), TypeError, ("Hostile is no stream; pass",)
+    ),
+    "array without data": Bad(
+        lambda comm: comm.all_reduce(array(data=...), stream=0),
+        TypeError,
+        ("all_reduce: send: __cuda_array_interface__ has ", "data None, expected", "(pointer, read-only)"),
+    ),
+    "array without a shape": Bad(
+        lambda comm: comm.all_reduce(array(shape=...), stream=0), TypeError, ("has shape None", "expected a tuple")
+    ),
+    "array of a negative shape": Bad(
+        lambda comm: comm.all_reduce(array(shape=(-4,)), stream=0), TypeError, ("has shape (-4,)", "sizes >= 0")
+    ),
+    "array of other strides": Bad(
+        lambda comm: comm.all_reduce(array(strides=(4, 4, 4)), stream=0),
+        ValueError,
+        ("all_reduce: send: ", "has byte strides (4, 4, 4), expected one for each dimension"),
+    ),
+    "scalar beyond its type": Bad(
+        lambda comm: comm.pre_mul_sum(10**400, F4), ValueError, ("pre_mul_sum: scalar is 1000", "FLOAT32 does not hold")
+    ),
+    "color": Bad(lambda comm: comm.split(-2), ValueError, ("split: color is -2, expected an integer >= 0",)),
+    "scalar without a type": Bad(
+        lambda comm: comm.pre_mul_sum(0.5), TypeError, ("pre_mul_sum: a Python number needs dtype=",)
+    ),
+    "scalar that its type cannot hold": Bad(
+        lambda comm: comm.pre_mul_sum(0.5, "int32"),
+        ValueError,
+        ("pre_mul_sum: 0.5 is no INT32 and would become 0",),
+    ),
+    "scalar of several elements": Bad(
+        lambda comm: comm.pre_mul_sum(torch.zeros(3)), ValueError, ("pre_mul_sum: scalar has 3 elements", "expected 1")
+    ),
+}
+
+
+def remember_good_calls(comm: Communicator) -> None:
+    """Make every call that has a fast path on tensors of as many elements as the bad ones have, until it is kept."""
+    n, rank = comm.size, comm.rank
+    for size in (1, 2, 3, 4, 8, 10, 24):
+        for _ in range(3):
+            x, y, wide = torch.zeros(size), torch.zeros(size), torch.zeros(n * size)
+            for op in ("sum", "avg"):
+                comm.all_reduce(x, x, op)
+                comm.all_reduce(x, y, op)
+                comm.all_reduce(x, op=op)
+            for root in {0, rank}:
+                comm.broadcast(x, x, root)
+                comm.broadcast(x, y, root)
+                comm.broadcast(x, root=root)
+                comm.reduce(x, y, root=root)
+                comm.gather(x, wide, root)
+                comm.gather(x, root=root)
+                comm.scatter(wide, x, root)
+                comm.scatter(wide, root=root)
+            comm.all_gather(x, wide)
+            comm.all_gather(x)
+            comm.reduce_scatter(wide, x)
+            comm.reduce_scatter(wide)
+            comm.all_to_all(wide, torch.zeros(n * size))
+            comm.all_to_all(wide)
+            if n > 1:
+                comm.send(x, 0)
+                comm.recv(x, 0)
+    kept = {name for name, path in comm._fast.items() if path._single or path._paired}
+    assert kept == set(comm._fast) - (set() if n > 1 else {"send", "recv"})
+
+
+# Before the bad call: nothing, or good calls like it, so that it comes to the fast path.
+WAYS: dict[str, Callable[[Communicator], None]] = {"first": lambda comm: None, "repeated": remember_good_calls}
+
+
+def refuse(comm: Communicator, bad: Bad) -> None:
+    with pytest.raises(bad.error) as caught:
+        bad.call(comm)
+    for part in bad.says:
+        assert part in str(caught.value)
