@@ -314,7 +314,7 @@ def drop_queued_work() -> list[threading.Thread]:
     return workers
 
 
-def abandon() -> None:
+def after_fork() -> None:
     """In a forked child, where no worker came along: streams of the parent are closed."""
     for stream in list(_streams.values()):
         stream._lock = threading.Lock()

@@ -7,7 +7,7 @@ moves the bytes itself, and looks up for signals, failures and its deadline.
 
 Both ends of a connection post their messages in the same order. Each carries a header that says which call it belongs
 to, so calls that disagree are found out by the first of them that meet, before any data is taken for another's.
-Beside the data runs a control connection, on which ranks say how they end ("goodbye", "fail") and, once they have
+Beside the data runs a control connection, on which ranks say how they end ("finalize", "fail") and, once they have
 waited for a while, what they wait for ("status"): so the one rank that is gone is named by all, and not who noticed it.
 """
 
@@ -20,15 +20,16 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from .connect import Channels
-from .connection import FAIL, GOODBYE, HEAD, HEAD_BYTES, Connection, Label, Transfer, is_collective
-from .failure import Mismatch, TransportFailure, invalid_argument
+from .connection import FAIL, FINALIZE, HEAD, HEAD_BYTES, STATUS, Connection, Label, Transfer, is_collective
+from .failure import TransportFailure, invalid_argument, last_error
 from .memory import bytes_of
+from .watchdog import Activity, disagreement, other_calls, other_sizes
 
 _TICK_SECONDS = 0.2
 _STALL_SECONDS = 0.5
@@ -40,14 +41,11 @@ _NOTHING = memoryview(b"")
 class Transport:
     """The connections of one communicator. `send` and `recv` post, `wait` completes; one thread at a time."""
 
-    def __init__(
-        self, rank: int, channels: Mapping[int, Channels], on_status: Callable[[Sequence[int]], None], timeout: float
-    ) -> None:
-        """on_status: called with the ranks that are waited for once that lasts for a while, with none of them when a
-        peer says that it has waited; raises where the calls of the ranks disagree. timeout: seconds for every wait."""
+    def __init__(self, rank: int, channels: Mapping[int, Channels], activity: Activity, timeout: float) -> None:
+        """activity: what this rank does, for messages. timeout: seconds for every wait."""
         self._rank = rank
         self._connections = {peer: Connection(peer, ends) for peer, ends in sorted(channels.items())}
-        self._on_status = on_status
+        self._activity = activity
         self._limit = timeout
         self._broken: TransportFailure | None = None
         self._epoll = select.epoll()
@@ -166,7 +164,8 @@ class Transport:
                     raise self._timed_out(pending)
                 if not stalled and now - started > _STALL_SECONDS:
                     stalled = True
-                    self._on_status(sorted({transfer.connection.peer for transfer in pending}))
+                    self._tell_what_is_awaited(sorted({transfer.connection.peer for transfer in pending}))
+                    self._compare_calls()
 
     def _serve(self, fd: int) -> None:
         if fd == self._wake:
@@ -181,27 +180,37 @@ class Transport:
             return
         with self._control_lock:
             before = connection.status
-            connection.hear()
+            connection.read_control()
         if connection.status is not before:
-            self._on_status(())
+            self._compare_calls()
 
     # What peers say of themselves
 
-    def tell(self, kind: str, message: Any) -> None:
-        """Tell all peers. From any thread."""
-        with self._control_lock:
-            for connection in self._connections.values():
-                connection.tell([kind, message])
+    def _tell_what_is_awaited(self, ranks: Sequence[int]) -> None:
+        """Say what this rank does, once, in `ncclGetLastError` and to all peers."""
+        what = f"{self._activity.describe()} on rank {self._rank} of {len(self._connections) + 1}"
+        last_error.text = f"{what} still waits for ranks {list(ranks)}"
+        if not self._activity.told:
+            self._activity.told = True
+            with self._control_lock:
+                for connection in self._connections.values():
+                    connection.send_control([STATUS, self._activity.status()])
 
-    def statuses(self) -> dict[int, Mapping[str, Any]]:
+    def _compare_calls(self) -> None:
+        """Raise TransportFailure where this rank's call disagrees with that of a peer that waits."""
+        for peer, theirs in self._statuses().items():
+            if text := disagreement(self._rank, self._activity.status(), peer, theirs):
+                raise TransportFailure("", verdict=text)
+
+    def _statuses(self) -> dict[int, Mapping[str, Any]]:
         """What the peers that have waited for a while wait for."""
         return {c.peer: c.status for c in self._connections.values() if c.status is not None}
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Raise TransportFailure if a peer has failed or is gone. From any thread."""
         with self._control_lock:
             for connection in self._connections.values():
-                connection.hear()
+                connection.read_control()
         self._check_peers(0.0)
 
     def _check_peers(self, grace: float) -> None:
@@ -227,13 +236,13 @@ class Transport:
         while True:
             with self._control_lock:
                 for other in self._connections.values():
-                    other.hear()
+                    other.read_control()
             if self._broken is not None:
                 return self._broken
             if connection.ended_at or connection.failure is not None or time.monotonic() > deadline:
                 break
             select.select([connection.control], [], [], 0.02)
-        if connection.left:
+        if connection.finalized:
             text = f"lost rank {connection.peer}: it has destroyed the communicator, or left the program, before this"
             return TransportFailure(text, culprit=connection.peer)
         if not connection.lost:
@@ -262,19 +271,23 @@ class Transport:
     def _timed_out(self, pending: Sequence[Transfer]) -> TransportFailure:
         awaited = {transfer.connection.peer: transfer.connection for transfer in pending}
         silent = [peer for peer, connection in awaited.items() if connection.status is None]
-        others = [f"; rank {peer} last waited in {status['call']}" for peer, status in self.statuses().items()]
+        others = [f"; rank {peer} last waited in {status['call']}" for peer, status in self._statuses().items()]
         culprits = silent or list(awaited)
         who = f"rank {culprits[0]}" if len(culprits) == 1 else f"ranks {culprits}"
         silence = f"; nothing is known of ranks {silent}" if silent else ""
         text = f"no answer of {who} within the time-out, frozen or late"
         return TransportFailure(text, timed_out=True, culprit=culprits[0], detail="".join(others) + silence)
 
-    def _mismatch(self, connection: Connection, transfer: Transfer) -> Mismatch:
+    def _mismatch(self, connection: Connection, transfer: Transfer) -> TransportFailure:
+        """A message belongs to another call than the one that waits for it."""
         tag, nbytes, number = HEAD.unpack_from(transfer.head)
         own_tag, own_nbytes, own_number = HEAD.unpack_from(transfer.expected)
-        text = bytes(transfer.head[HEAD.size :]).rstrip(b"\0").decode(errors="replace")
-        messages = not is_collective(tag) and not is_collective(own_tag) and number == own_number
-        return Mismatch(connection.peer, text, (nbytes, own_nbytes, number) if messages else None)
+        if not is_collective(tag) and not is_collective(own_tag) and number == own_number:
+            verdict = other_sizes(connection.peer, self._rank, nbytes, own_nbytes, number)
+        else:
+            theirs = bytes(transfer.head[HEAD.size :]).rstrip(b"\0").decode(errors="replace")
+            verdict = other_calls(self._rank, self._activity.describe(), connection.peer, theirs)
+        return TransportFailure("", verdict=verdict)
 
     # One-sided: blocking, by threads of their own, however long it takes
 
@@ -299,12 +312,12 @@ class Transport:
 
     # End
 
-    def part(self) -> None:
-        """Say goodbye and close; what was sent still arrives. Nobody may be waiting here."""
+    def finalize(self) -> None:
+        """Say that all is in order and close; what was sent still arrives. Nobody may be waiting here."""
         with self._control_lock:
             for connection in self._connections.values():
-                connection.tell([GOODBYE, None])
-                connection.hear()  # closing over what was not read would cut off what was not received
+                connection.send_control([FINALIZE, None])
+                connection.read_control()  # closing over what was not read would cut off what was not received
                 for sock in (connection.data, connection.control, connection.rma):
                     with contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_WR)
@@ -312,14 +325,14 @@ class Transport:
             for connection in self._connections.values():
                 connection.data.close()
                 connection.control.close()
-        # The rma connections are closed by the threads that read them, when the peer has parted too: see puts.
+        # The rma connections are closed by the threads that read them, when the peer has finalized too: see `rma`.
 
-    def shut(self, failure: Mapping[str, Any], broken: TransportFailure) -> None:
+    def abort(self, failure: Mapping[str, Any], broken: TransportFailure) -> None:
         """Close all connections at once, from any thread, telling the peers why; wake who waits here."""
         self._broken = self._broken or broken
         with self._control_lock:
             for connection in self._connections.values():
-                connection.tell([FAIL, dict(failure)])
+                connection.send_control([FAIL, dict(failure)])
                 for sock, how in (
                     (connection.control, socket.SHUT_WR),
                     (connection.data, socket.SHUT_RDWR),
@@ -330,7 +343,7 @@ class Transport:
         with contextlib.suppress(OSError, ValueError):
             os.eventfd_write(self._wake, 1)
 
-    def wake_helpers(self) -> None:
+    def end_rma(self) -> None:
         """Wake the threads that read the rma connections: nothing more is wanted."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ from pynccl import Communicator
 from pynccl.bindings.abi import Result
 from pynccl.host import connect, store
 from pynccl.host.failure import HostFailure
-from pynccl.host.rendezvous import Client
+from pynccl.host.rendezvous import Client, Namespace
 
 ROOT = Path(__file__).parents[2]
 SOON = 2.0  # seconds; a second on a machine that has other work too
@@ -358,8 +358,9 @@ def test_a_client_that_sends_nonsense_does_not_end_the_store() -> None:
             client.settimeout(10)
             assert client.recv(1) == b"", body[:20]  # dropped, without an answer
     rank = Client("127.0.0.1", server.port, time.monotonic() + 10)
-    rank.set("key", "text")
-    assert rank.get(["key", "other"]) == ["text", None]
+    keys = Namespace(rank.answer, "prefix")
+    keys.set("key", "text")
+    assert keys.get(["key", "other"]) == ["text", None]
     rank.close()
     server.close()
 
@@ -396,7 +397,7 @@ def test_a_connection_that_is_reset_once_it_was_made_is_left_to_the_first_wait()
         assert select.select([mine], [], [], 10)[0]
         with pytest.raises(OSError):
             mine.getpeername()
-        connect.Connecting._settle(mine)
+        connect.Connecting._configure(mine)
         assert not mine.getblocking()
 
 

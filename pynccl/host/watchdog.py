@@ -8,11 +8,8 @@ when it is read late. An operation that does not wait costs nothing but a few as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .operation import Operation
+from collections.abc import Callable, Mapping
+from typing import Any
 
 _TOLD_MESSAGES = 100  # of a group's sends and receives
 
@@ -21,16 +18,13 @@ class Activity:
     """What a communicator is doing now."""
 
     def __init__(self) -> None:
-        self.ops: Sequence[Operation] = ()
+        self.describe: Callable[[], str] = str
         self.round = 0
         self.messages: list[tuple[bool, int, int, int]] = []  # sending, peer, its number, bytes
         self.told = False
 
-    def begin(self, ops: Sequence[Operation]) -> None:
-        self.ops, self.round, self.messages, self.told = ops, 0, [], False
-
-    def describe(self) -> str:
-        return ", ".join(op.describe() for op in self.ops)
+    def begin(self, describe: Callable[[], str]) -> None:
+        self.describe, self.round, self.messages, self.told = describe, 0, [], False
 
     def status(self) -> dict[str, Any]:
         """What the other ranks are told."""

@@ -1,0 +1,120 @@
+"""The collectives, send and receive, their operators and groups, as C functions.
+
+A function is a row of a table: which operation it is, and what its arguments mean. The variants that take a
+configuration per call run as the plain call. What the fields steer (thread blocks, algorithms) does not exist on the
+CPU, so only the event has an effect: it is recorded when the operation is about to begin, after what its stream had
+queued before.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any
+
+from ..bindings.abi import FUNCTIONS, RedOp, ScalarResidence
+from . import algorithms as run
+from . import group
+from .argcheck import check_coll_config, check_dtype, check_struct
+from .comm import Comm, find
+from .exports import export
+from .failure import invalid_argument
+from .operation import Kind, operation_of
+from .reduction import PreMulSum
+from .stream import find as find_stream
+from .stream import find_event
+
+# C function -> its operation, and its arguments up to the communicator and the stream.
+_CALLS: dict[str, tuple[Kind, str]] = {
+    "ncclReduce": (run.REDUCE, "send_ptr recv_ptr count dtype op peer"),
+    "ncclBroadcast": (run.BROADCAST, "send_ptr recv_ptr count dtype peer"),
+    "ncclAllReduce": (run.ALL_REDUCE, "send_ptr recv_ptr count dtype op"),
+    "ncclReduceScatter": (run.REDUCE_SCATTER, "send_ptr recv_ptr count dtype op"),
+    "ncclAllGather": (run.ALL_GATHER, "send_ptr recv_ptr count dtype"),
+    "ncclAlltoAll": (run.ALL_TO_ALL, "send_ptr recv_ptr count dtype"),
+    "ncclGather": (run.GATHER, "send_ptr recv_ptr count dtype peer"),
+    "ncclScatter": (run.SCATTER, "send_ptr recv_ptr count dtype peer"),
+    "ncclSend": (run.SEND, "send_ptr count dtype peer"),
+    "ncclRecv": (run.RECV, "recv_ptr count dtype peer"),
+}
+# What `_issue` takes after the name and the kind, and what stands for an argument that a function does not have.
+_PARAMETERS = ("send_ptr", "recv_ptr", "count", "dtype", "op", "peer", "comm", "stream", "config")
+_ABSENT = 0
+
+
+def _issue(
+    name: str, kind: Kind, send_ptr: int | None, recv_ptr: int | None, count: int, dtype: int, op: int, peer: int,
+    comm: int | None, stream: int | None, config: Any,
+) -> None:  # fmt: skip
+    """Check the call and run or queue it. Peer is the root or the peer, where the kind has one."""
+    started = check_coll_config(f"{name}Config", config) if config else 0
+    event = find_event(started) if started else None
+    own = find(comm)
+    own.check_usable()
+    operation = operation_of(own, name, kind, send_ptr or 0, recv_ptr or 0, count, dtype, op, peer)
+    group.issue(operation, find_stream(stream), event)
+
+
+def _define(function: str, called: str, kind: Kind, arguments: str) -> None:
+    """`called`: the name under which it runs, so that ranks that pass a config and ranks that do not fit together."""
+    given = arguments.split()
+    pick = itemgetter(*(given.index(name) if name in given else len(given) for name in _PARAMETERS))
+
+    def implementation(*values: Any) -> None:
+        _issue(called, kind, *pick((*values, _ABSENT)))
+
+    export(implementation, function)
+
+
+for _name, (_kind, _arguments) in _CALLS.items():
+    _define(_name, _name, _kind, f"{_arguments} comm stream")
+    if f"{_name}Config" in FUNCTIONS:
+        _define(f"{_name}Config", _name, _kind, f"{_arguments} comm stream config")
+
+
+@export
+def ncclBcast(buffer: int | None, count: int, dtype: int, root: int, comm: int | None, stream: int | None) -> None:
+    """In place, whatever the rank."""
+    _issue("ncclBroadcast", run.BROADCAST, buffer, buffer, count, dtype, 0, root, comm, stream, None)
+
+
+# Reduction operators
+
+
+@export
+def ncclRedOpCreatePreMulSum(op: Any, scalar: int | None, dtype: int, residence: int, comm: Comm) -> None:
+    check_dtype("ncclRedOpCreatePreMulSum", dtype)
+    if not scalar:
+        raise invalid_argument("ncclRedOpCreatePreMulSum: scalar is NULL; expected the address of one element")
+    if residence not in tuple(ScalarResidence):
+        raise invalid_argument(f"ncclRedOpCreatePreMulSum: residence is {residence}; expected 0 or 1")
+    number = next(n for n in range(RedOp.AVG + 1, 2**31) if n not in comm.premul)
+    comm.premul[number] = PreMulSum(scalar, dtype, residence == ScalarResidence.HOST_IMMEDIATE)
+    op[0] = number
+
+
+@export
+def ncclRedOpDestroy(op: int, comm: Comm) -> None:
+    if comm.premul.pop(op, None) is None:
+        raise invalid_argument(f"ncclRedOpDestroy: op {op} is not one that ncclRedOpCreatePreMulSum made for this comm")
+
+
+# Groups
+
+
+@export
+def ncclGroupStart() -> None:
+    group.start()
+
+
+@export
+def ncclGroupEnd() -> None:
+    group.end()
+
+
+@export
+def ncclGroupSimulateEnd(info: Any) -> None:
+    if info:
+        check_struct(info.contents)
+    seconds = group.simulate_end()
+    if info:
+        info.contents.estimatedTime = seconds * 1e6  # NCCL's unit is a microsecond
