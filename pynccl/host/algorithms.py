@@ -263,6 +263,8 @@ def check_messages_to_itself(ops: Sequence[Operation]) -> None:
 class Messages:
     """All sends and receives of a group on one communicator at once."""
 
+    held = 0
+
     def __init__(self, ops: Sequence[Operation]) -> None:
         self._ops = ops
 

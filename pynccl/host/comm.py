@@ -9,16 +9,15 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from ..bindings.abi import Result
-from .connect import Channels, Connecting, Listener
+from .connect import Channels
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error
 from .link import link_of, sleep_until
 from .memory import Scratch
 from .reduction import PreMulSum
-from .rendezvous import Address
+from .rendezvous import Meeting
 from .transport import Transport
 from .watchdog import Activity
 
@@ -67,18 +66,14 @@ def seconds(variable: str, default: float = 600.0) -> float:
 class Work(Protocol):
     """What a communicator runs in its turn: one collective, or all sends and receives of a group at once."""
 
+    held: int  # bytes of its own, given back by a suspend where it is kept for the next call like it
+
     @property
     def run(self) -> Callable[[], None]: ...
     def traffic(self) -> tuple[int, float]:
         """(steps, bytes on the wire)"""
 
     def describe(self) -> str: ...
-
-
-class Kept(Protocol):
-    """An operation that is kept for the next call with its arguments; `held` bytes of memory are its own."""
-
-    held: int
 
 
 class Background:
@@ -112,7 +107,7 @@ class Comm:
         self.timeout = seconds(TIMEOUT_VARIABLE)
         self.scratch = Scratch()
         self.premul: dict[int, PreMulSum] = {}
-        self.store: Address | None = None  # where its ranks have met
+        self.meeting: Meeting | None = None  # where its ranks have met
         self.local = True  # all ranks are on this machine
         self.failure: HostFailure | None = None
         self.split_error = ""  # of a split, which is no failure of its parent
@@ -120,7 +115,7 @@ class Comm:
         self.rma_signals = self.rma_contexts = 1
         self.registrations: dict[int, tuple[int, int]] = {}
         self.shrinks: Counter[str] = Counter()  # how often it shrank, by whom it excluded
-        self.kept: dict[tuple[object, ...], Kept] = {}
+        self.kept: dict[tuple[object, ...], Work] = {}
         self.rma = Background()
         self.activity = Activity()
         self.rounds = 0  # of exchanges of collectives
@@ -142,26 +137,6 @@ class Comm:
         if self._transport is None:
             raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialised)")
         return self._transport
-
-    def connect(
-        self,
-        listener: Listener,
-        endpoints: Sequence[str],
-        timeout: float,
-        name: str,
-        parent: Comm | None = None,
-        members: Sequence[int] = (),
-    ) -> None:
-        """Connect to the peers, which all do the same now.
-
-        endpoints  where each rank listens, this one at `listener`
-        name       of the C function, for messages
-        members    the ranks in `parent`, whose failures end this too
-        """
-        names = [f"rank {rank}" for rank in members or range(self.size)]
-        what = f"{name} on {names[self.rank]} of {parent.size if parent else self.size}"
-        check = (lambda: None) if parent is None else partial(parent.poll, what)
-        self.use(Connecting(listener, self.rank, endpoints, what, names, check).run(timeout))
 
     def use(self, channels: Mapping[int, Channels]) -> None:
         """Begin to use connections to all peers."""

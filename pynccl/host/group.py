@@ -18,12 +18,10 @@ from .operation import Operation
 from .stream import HostEvent, HostStream
 
 Job = Callable[[], None]
-# An operation and the stream it was issued on, None for the caller.
-Issued = tuple[Operation, HostStream | None]
+# An operation, the stream it was issued on, None for the caller, and an event to record when it begins.
+Issued = tuple[Operation, HostStream | None, HostEvent | None]
 # A job that makes something; the communicator over which it does so, if any, and whose ticket it gets.
 Init = tuple[Comm | None, Callable[[int], None]]
-# An event to record when what is issued next begins, and the stream of that.
-Start = tuple[HostEvent, HostStream | None]
 
 
 @dataclass
@@ -31,7 +29,6 @@ class _Group:
     depth: int = 0
     inits: list[Init] = field(default_factory=list)
     operations: list[Issued] = field(default_factory=list)
-    starts: list[Start] = field(default_factory=list)
     waits: list[Job] = field(default_factory=list)
     failure: HostFailure | None = None
 
@@ -54,7 +51,7 @@ def end() -> None:
         return
     _init(group.inits)
     if group.operations:
-        _launch(group.operations, group.starts)
+        _launch(group.operations)
     for wait in group.waits:
         wait()
 
@@ -101,14 +98,9 @@ def issue(operation: Operation, stream: HostStream | None, started: HostEvent | 
     """Run or queue one operation; inside a group keep it for the end. `started` is recorded when it begins."""
     group = _thread.group
     if group.depth:
-        group.operations.append((operation, stream))
-        if started is not None:
-            group.starts.append((started, stream))
-        return
-    if started is not None:
-        started.record(stream)
-    if stream is not None:
-        _launch([(operation, stream)], ())
+        group.operations.append((operation, stream, started))
+    elif stream is not None or started is not None:
+        _launch([(operation, stream, started)])
     else:
         comm = operation.comm
         if operation.peer == comm.rank:
@@ -176,7 +168,7 @@ def run_at_once(jobs: Sequence[Job], comms: Iterable[Comm] = ()) -> None:
 def _by_comm(issued: Sequence[Issued]) -> dict[Comm, list[Work]]:
     """What each communicator has to run, checked as a whole."""
     by_comm: dict[Comm, list[Operation]] = {}
-    for operation, _ in issued:
+    for operation, _, _ in issued:
         by_comm.setdefault(operation.comm, []).append(operation)
     for comm, own in by_comm.items():
         comm.check_usable()
@@ -184,13 +176,13 @@ def _by_comm(issued: Sequence[Issued]) -> dict[Comm, list[Work]]:
     return {comm: works_of(own) for comm, own in by_comm.items()}
 
 
-def _launch(issued: Sequence[Issued], starts: Sequence[Start]) -> None:
+def _launch(issued: Sequence[Issued]) -> None:
     by_comm = _by_comm(issued)
     used: dict[Comm, dict[HostStream | None, None]] = {}
-    for operation, stream in issued:
+    for operation, stream, started in issued:
         used.setdefault(operation.comm, {})[stream] = None
-    for event, stream in starts:
-        event.record(stream)
+        if started is not None:
+            started.record(stream)
     runs: dict[HostStream | None, list[Job]] = {}
     joins: list[tuple[HostStream, HostStream | None]] = []
     for comm, works in by_comm.items():

@@ -17,11 +17,11 @@ from . import group, rendezvous
 from .algorithms import GROW, SPLIT, gather_rows
 from .argcheck import check_config, check_devices, check_flags, check_rank, field
 from .comm import Comm, find, seconds
-from .connect import ENDPOINT_BYTES, Listener, pairs_in_process, read_endpoint
+from .connect import ENDPOINT_BYTES, Connecting, Listener, pairs_in_process, read_endpoint
 from .exports import export
 from .failure import HostFailure, invalid_argument, invalid_usage, last_error
 from .interfaces import on_one_machine
-from .rendezvous import Address, Rendezvous, address_of
+from .rendezvous import Meeting, meeting_of
 from .store import Store
 
 INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
@@ -68,19 +68,20 @@ def _configured(comm: Comm, config: Any, parent: Comm | None = None) -> Comm:
     return comm
 
 
-def _meet_and_connect(comm: Comm, address: Address, timeout: float, name: str) -> None:
-    """Wait for the other ranks of `comm` at `address`, saying for whom, and connect with them."""
+def _meet_and_connect(comm: Comm, meeting: Meeting, timeout: float, name: str) -> None:
+    """Wait for the other ranks of `comm` at `meeting`, saying for whom, and connect with them."""
     me = threading.current_thread()
     _waiting.add(me)
     started = time.monotonic()
-    listener = Listener(on_one_machine() or isinstance(address.store, Store))
+    listener = Listener(on_one_machine() or isinstance(meeting.store, Store))
     try:
-        with address.open(timeout) as store:
-            endpoints = Rendezvous(store, timeout, name, comm.rank, comm.size).meet(listener.endpoint)
-        comm.store = address
+        endpoints = meeting.wait(timeout, name, comm.rank, comm.size, listener.endpoint)
+        comm.meeting = meeting
         comm.local = len({read_endpoint(text).machine for text in endpoints}) == 1
         left = max(timeout - (time.monotonic() - started), 0.0)
-        comm.connect(listener, endpoints, left, name)
+        names = [f"rank {rank}" for rank in range(comm.size)]
+        what = f"{name} on rank {comm.rank} of {comm.size}"
+        comm.use(Connecting(listener, comm.rank, endpoints, what, names, lambda: None).run(left))
         last_error.text = ""  # whom it waited for
     finally:
         _waiting.discard(me)
@@ -118,7 +119,7 @@ def _init_rank(comm: Comm, unique_id: bytes) -> None:
         comm.initialized = True
         return
     timeout = seconds(INIT_TIMEOUT_VARIABLE)
-    _meet_and_connect(comm, address_of(unique_id, timeout), timeout, "ncclCommInitRank")
+    _meet_and_connect(comm, meeting_of(unique_id, timeout), timeout, "ncclCommInitRank")
 
 
 @export
@@ -151,12 +152,12 @@ def ncclCommInitAll(comms: Any, ndev: int, devlist: Any) -> None:
     check_devices(devices)
     made = [Comm(rank, ndev, device) for rank, device in enumerate(devices)]
     try:
-        address = Address(Store(), "all")
+        meeting = Meeting(Store(), "all")
         for comm, channels in zip(made, pairs_in_process(ndev), strict=True):
             if ndev == 1:
                 comm.initialized = True
             else:
-                comm.store = address
+                comm.meeting = meeting
                 comm.use(channels)
     except BaseException:
         for comm in made:
@@ -210,14 +211,16 @@ def _connect_split(parent: Comm, child: Comm, color: int, rows: Sequence[bytes],
     members = [rank for _, rank in sorted((key, rank) for rank, (c, key) in enumerate(table) if c == color)]
     child.set_rank(members.index(parent.rank), len(members))
     child.local = parent.local
-    if parent.store is not None:
-        child.store = parent.store.below(f"split/{parent.rounds}/{color}")
+    if parent.meeting is not None:
+        child.meeting = parent.meeting.below(f"split/{parent.rounds}/{color}")
     if child.size == 1:
         child.initialized = True
         return
     endpoints = [rows[rank][16:].decode().rstrip() for rank in members]
     timeout = min(seconds(INIT_TIMEOUT_VARIABLE), parent.timeout)  # all of them were there a moment ago
-    child.connect(listener, endpoints, timeout, "ncclCommSplit", parent, members)
+    names = [f"rank {rank}" for rank in members]  # of the parent, whose failures end this too
+    what = f"ncclCommSplit on rank {parent.rank} of {parent.size}"
+    child.use(Connecting(listener, child.rank, endpoints, what, names, partial(parent.poll, what)).run(timeout))
 
 
 @export
@@ -247,11 +250,11 @@ def _shrink(parent: Comm, child: Comm, excluded: str) -> None:
     They meet through the store alone: an excluded rank may be dead, and the parent's connections with it.
     """
     parent.shrinks[excluded] += 1
-    if child.size == 1 or parent.store is None:
+    if child.size == 1 or parent.meeting is None:
         child.initialized = True
         return
-    address = parent.store.below(f"shrink/{excluded}/{parent.shrinks[excluded]}")
-    _meet_and_connect(child, address, seconds(INIT_TIMEOUT_VARIABLE), "ncclCommShrink")
+    meeting = parent.meeting.below(f"shrink/{excluded}/{parent.shrinks[excluded]}")
+    _meet_and_connect(child, meeting, seconds(INIT_TIMEOUT_VARIABLE), "ncclCommShrink")
 
 
 # From them and new ones

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..bindings.abi import UNIQUE_ID_BYTES, Result
@@ -76,44 +76,21 @@ class Client:
         )
 
 
-class Namespace:
-    """The keys of a store that begin alike. `answer` is the store's, or a client's."""
-
-    def __init__(self, answer: Callable[[Any], Any], prefix: str) -> None:
-        self._answer, self._prefix = answer, prefix
-
-    def set(self, key: str, text: str) -> None:
-        self._answer(["set", f"{self._prefix}/{key}", text])
-
-    def get(self, keys: Sequence[str]) -> list[str | None]:
-        texts: list[str | None] = self._answer(["get", [f"{self._prefix}/{key}" for key in keys]])
-        return texts
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._answer(["add", f"{self._prefix}/{key}", amount]))
-
-    def claim(self, key: str, text: str) -> str:
-        return str(self._answer(["claim", f"{self._prefix}/{key}", text]))
-
-
-class Address(NamedTuple):
-    """Where a part of a store is: in this process or at (host, port), under a prefix."""
+class Meeting(NamedTuple):
+    """Where ranks meet: in the store of this process or of one at (host, port), under a name."""
 
     store: tuple[str, int] | Store
-    prefix: str
+    name: str
 
-    def below(self, name: str) -> Address:
-        return Address(self.store, f"{self.prefix}/{name}")
+    def below(self, name: str) -> Meeting:
+        return Meeting(self.store, f"{self.name}/{name}")
 
     @contextlib.contextmanager
-    def open(self, timeout: float) -> Iterator[Namespace]:
-        """The store, for calls that take at most `timeout` seconds together.
-
-        A client serves one thread at a time, so everyone takes one for a while and leaves it to the next."""
+    def _open(self, deadline: float) -> Iterator[Store | Client]:
+        """The store. A client serves one thread at a time, so everyone takes one and leaves it to the next."""
         if isinstance(self.store, Store):
-            yield Namespace(self.store.answer, self.prefix)
+            yield self.store
             return
-        deadline = time.monotonic() + timeout
         idle = _idle_clients.setdefault((os.getpid(), *self.store), [])
         try:
             client = idle.pop()
@@ -121,11 +98,36 @@ class Address(NamedTuple):
         except IndexError:
             client = Client(*self.store, deadline)
         try:
-            yield Namespace(client.answer, self.prefix)
+            yield client
         except BaseException:
             client.close()  # it may be in the middle of an answer
             raise
         idle.append(client)
+
+    def wait(self, timeout: float, function: str, rank: int, size: int, endpoint: str) -> list[str]:
+        """Wait until all ranks are there; returns what each of them gave as `endpoint`.
+
+        While it waits, the process's last error says for whom `function` does. Ranks that contradict each other all get
+        ncclInvalidUsage.
+        """
+        deadline = time.monotonic() + timeout
+        what = f"{function}: rank {rank} of {size}"
+        pause = 0.001
+        with self._open(deadline) as store:
+            while True:
+                contradiction, missing, endpoints = store.answer([self.name, rank, size, endpoint])
+                if contradiction:
+                    raise invalid_usage(f"{function}: {contradiction}")
+                if not missing:
+                    last_error.text = f"{what} connects to its peers"
+                    return list(endpoints)
+                endpoint = ""  # it is known there from now on
+                last_error.text = f"{what} still waits for ranks {missing}"
+                if time.monotonic() > deadline:
+                    raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {timeout:g} s")
+                if exiting.wait(pause):
+                    raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} as the process exits")
+                pause = min(2 * pause, 0.02)
 
 
 def make_unique_id() -> bytes:
@@ -161,7 +163,7 @@ def close() -> None:
     _idle_clients.clear()
 
 
-def address_of(unique_id: bytes, timeout: float) -> Address:
+def meeting_of(unique_id: bytes, timeout: float) -> Meeting:
     """The part of a store that belongs to a unique id."""
     magic, port, machine, nonce = _HEAD.unpack_from(unique_id)
     if magic != _MAGIC or not port:
@@ -172,60 +174,7 @@ def address_of(unique_id: bytes, timeout: float) -> Address:
     text = unique_id[_HEAD.size :].rstrip(b"\0").decode("ascii", "replace")
     here = machine.hex() == machine_mark()
     addresses = ["127.0.0.1"] if here else [address for address in text.split(",") if address]
-    return Address((_reachable(addresses, port, timeout), port), nonce.hex())
-
-
-class Rendezvous:
-    """The ranks of one communicator find out who is there."""
-
-    def __init__(self, store: Namespace, timeout: float, name: str, rank: int, size: int) -> None:
-        """name: of the C function, for messages."""
-        self._store, self._timeout, self._name, self._rank, self._size = store, timeout, name, rank, size
-
-    def meet(self, endpoint: str) -> list[str]:
-        """Wait until all ranks are there; returns what each of them gave as `endpoint`.
-
-        While it waits, the process's last error says for whom. Ranks that contradict each other all get
-        ncclInvalidUsage.
-        """
-        deadline = time.monotonic() + self._timeout
-        what = f"{self._name}: rank {self._rank} of {self._size}"
-        self._announce(endpoint)
-        endpoints: dict[int, str] = {}
-        pause = 0.001
-        while True:
-            missing = [rank for rank in range(self._size) if rank not in endpoints]
-            found = zip(missing, self._store.get([f"hello/{rank}" for rank in missing]), strict=True)
-            endpoints.update((rank, text) for rank, text in found if text is not None)
-            self._raise_contradiction()
-            if len(endpoints) == self._size:
-                break
-            late = [rank for rank in missing if rank not in endpoints]
-            last_error.text = f"{what} still waits for ranks {late}"
-            if time.monotonic() > deadline:
-                raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {self._timeout:g} s")
-            if exiting.wait(pause):
-                raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} as the process exits")
-            pause = min(2 * pause, 0.02)
-        last_error.text = f"{what} connects to its peers"
-        return [endpoints[rank] for rank in range(self._size)]
-
-    def _announce(self, endpoint: str) -> None:
-        rank, size = self._rank, self._size
-        agreed = int(self._store.claim("size", str(size)))
-        if agreed != size:
-            text = f"rank {rank} says there are {size} ranks, another rank says {agreed}"
-            self._store.set("contradiction", text)
-        elif self._store.add(f"claims/{rank}", 1) > 1:
-            self._store.set("contradiction", f"two processes or threads claim to be rank {rank} of {size}")
-        else:
-            self._store.set(f"hello/{rank}", endpoint)
-        self._raise_contradiction()
-
-    def _raise_contradiction(self) -> None:
-        (text,) = self._store.get(["contradiction"])
-        if text:
-            raise invalid_usage(f"{self._name}: {text}")
+    return Meeting((_reachable(addresses, port, timeout), port), nonce.hex())
 
 
 def _reachable(addresses: list[str], port: int, timeout: float) -> str:

@@ -1,7 +1,7 @@
-"""The store where ranks meet: a table of texts, and a server that lends it to other processes.
+"""The store where ranks meet: a table of who has come, and a server that lends it to other processes.
 
-What NCCL's bootstrap root is to NCCL. A request is a list in JSON behind its length, [operation, arguments ..], and so
-is its answer. Nobody but a client that greets is listened to.
+What NCCL's bootstrap root is to NCCL. A request is a list in JSON behind its length, and so is its answer. Nobody but a
+client that greets is listened to.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 GREETING = b"PYNCCLh2"
 MAX_FRAME = 16 << 20
+MAX_RANKS = 1 << 16
 STRANGERS = 256  # connections that have not greeted
 STRANGER_SECONDS = 5.0
 BACKLOG = 4096
@@ -58,36 +59,47 @@ def receive(sock: socket.socket, most: int = 1 << 16) -> bytes | None:
         return b""
 
 
+class _Meeting:
+    """The ranks of one communicator that have come, and where they listen."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.endpoints: dict[int, str] = {}
+        self.contradiction = ""
+
+    def enter(self, rank: int, size: int, endpoint: str) -> None:
+        if size != self.size:
+            self.contradiction = f"rank {rank} says there are {size} ranks, another rank says {self.size}"
+        elif rank in self.endpoints:
+            self.contradiction = f"two processes or threads claim to be rank {rank} of {size}"
+        else:
+            self.endpoints[rank] = endpoint
+
+
 class Store:
-    """Texts by key, for the threads of this process."""
+    """Meetings by name, for the threads of this process."""
 
     def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
+        self._meetings: dict[str, _Meeting] = {}
         self._lock = threading.Lock()
 
-    def answer(self, request: Any) -> Any:
-        """What a client asks for. Raises ValueError for what is no request.
+    def answer(self, request: Any) -> list[Any]:
+        """[how the ranks contradict each other, who is missing, the endpoints of all ranks once nobody is].
 
-        set(key, text)  get(keys) -> the text of each, None where there is none
-        add(key, n) -> the number at `key`, 0 at first, plus n   claim(key, text) -> what is at `key`, `text` if nothing
-        """
-        texts = self._texts
-        try:
-            with self._lock:
-                match request:
-                    case ["set", str(key), str(text)]:
-                        texts[key] = text
-                        return None
-                    case ["get", list(keys)]:
-                        return [texts.get(key) for key in keys]
-                    case ["add", str(key), int(amount)]:
-                        texts[key] = str(int(texts.get(key, "0")) + amount)
-                        return int(texts[key])
-                    case ["claim", str(key), str(text)]:
-                        return texts.setdefault(key, text)
-        except TypeError as error:  # a key that is none
-            raise ValueError(f"{request!r} is no request") from error
-        raise ValueError(f"{request!r} is no request")
+        A request is [meeting, rank, size, endpoint], where a rank that asks again leaves the endpoint empty. Raises
+        ValueError for what is none."""
+        match request:
+            case [str(name), int(rank), int(size), str(endpoint)] if 0 <= rank < size <= MAX_RANKS:
+                pass
+            case _:
+                raise ValueError(f"{request!r} is no request")
+        with self._lock:
+            meeting = self._meetings.setdefault(name, _Meeting(size))
+            if endpoint:
+                meeting.enter(rank, size, endpoint)
+            missing = [rank for rank in range(meeting.size) if rank not in meeting.endpoints]
+            endpoints = [] if missing else [meeting.endpoints[rank] for rank in range(meeting.size)]
+            return [meeting.contradiction, missing, endpoints]
 
 
 class Acceptor:
