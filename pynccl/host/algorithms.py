@@ -7,6 +7,7 @@ does so in the order of the ranks, so all ranks end up with the same bits.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from .comm import Comm, Work
 from .connection import Label, Transfer
 from .failure import invalid_usage
-from .memory import STORAGE, bytes_of, view
+from .memory import STORAGE, bytes_at, bytes_of, view
 from .operation import Kind, Operation, Where
 from .reduction import PreMulSum, combine, wire_type
 
@@ -40,11 +41,6 @@ def _sent(op: Operation, blocks: int = 1) -> Tensor:
 
 def _received(op: Operation, blocks: int = 1) -> Tensor:
     return view(op.recv_ptr, op.count * blocks, op.dtype)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
 
 
 def _contribution(own: Tensor, premul: PreMulSum | None) -> Tensor:
@@ -146,19 +142,22 @@ def _reduce_shards(op: Operation, shards: list[Tensor], out: Tensor, everything:
     sends: list[Transfer] = []
     arrivals: list[list[Transfer]] = []
     for k in range(pieces):
-        sends += [transport.send(p, cut[p][k], label) for p in peers if cut[p][k].numel()]
-        rows = zip(peers, incoming, strict=True)
-        arrivals.append([transport.recv(p, row[k], label) for p, row in rows if row[k].numel()])
+        sends += _post(transport.send, [(p, cut[p][k]) for p in peers], label)
+        arrivals.append(_post(transport.recv, zip(peers, [row[k] for row in incoming], strict=True), label))
     gathers: list[Transfer] = []
     for k in range(pieces):
         transport.wait(arrivals[k])
         parts = _in_rank_order(comm, cut[comm.rank][k], [row[k] for row in incoming])
         combine(parts, results[k], op.dtype, op.op)
         if targets:
-            sends += [transport.send(p, results[k], gather_label) for p in peers if results[k].numel()]
-            gathers += [transport.recv(p, targets[p][k], gather_label) for p in peers if targets[p][k].numel()]
+            sends += _post(transport.send, [(p, results[k]) for p in peers], gather_label)
+            gathers += _post(transport.recv, [(p, targets[p][k]) for p in peers], gather_label)
     transport.wait(gathers)
     transport.wait(sends)
+
+
+def _post(post: Callable[..., Transfer], rows: Iterable[tuple[int, Tensor]], label: Label) -> list[Transfer]:
+    return [post(peer, bytes_of(data), label) for peer, data in rows if data.numel()]
 
 
 def _receive_buffers(op: Operation, mine: Tensor, out: Tensor) -> list[Tensor]:
@@ -284,11 +283,13 @@ class Messages:
         size than is expected, is an error of both ranks whatever its size."""
         ops, transport = self._ops, self._ops[0].comm.transport
         sends, recvs = (_to_others(ops, kind) for kind in (SEND, RECV))
-        sent = [transport.send(op.peer, _bytes(op.send_ptr, op), label) for op, label in sends]
-        received = [transport.recv(op.peer, _bytes(op.recv_ptr, op), label, _answer(label)) for op, label in recvs]
+        sent = [transport.send(op.peer, bytes_at(op.send_ptr, op.nbytes), label) for op, label in sends]
+        received = [
+            transport.recv(op.peer, bytes_at(op.recv_ptr, op.nbytes), label, _answer(label)) for op, label in recvs
+        ]
         answers = [transport.recv(op.peer, _NOTHING, _answer(label)) for op, label in sends]
         for source, target in zip(_to_itself(ops, SEND), _to_itself(ops, RECV), strict=True):
-            _copy(_bytes(target.recv_ptr, target), _bytes(source.send_ptr, source))
+            ctypes.memmove(target.recv_ptr, source.send_ptr, target.nbytes)
         transport.wait([*received, *answers, *sent])
         transport.wait([transfer.answer for transfer in received if transfer.answer is not None])
 
@@ -306,10 +307,6 @@ def _to_others(ops: Sequence[Operation], kind: Kind) -> list[tuple[Operation, La
         (op, op.message_label(sending=kind is SEND)) for op in ops if op.kind is kind and op.peer != op.comm.rank
     ]
     return [(op, label) for op, label in labelled if op.count]
-
-
-def _bytes(address: int, op: Operation) -> Tensor:
-    return view(address, op.nbytes, 1)
 
 
 def _rooted(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:

@@ -67,16 +67,14 @@ class Transfer:
 
     __slots__ = ("answer", "connection", "done", "expected", "got", "head", "nbytes", "parts", "then")
 
-    def __init__(self, connection: Connection, label: Label, data: memoryview) -> None:
-        self.connection = connection
-        self.nbytes = len(data)
+    def __init__(self, connection: Connection, head: bytes | bytearray, data: memoryview) -> None:
+        self.connection, self.head, self.nbytes = connection, head, len(data)
         self.done = False
         self.then: Label | None = None  # of the answer that a received message gets
         self.answer: Transfer | None = None
         self.got = 0  # bytes that have been moved, header included
-        self.expected = b""
-        self.head = bytearray()
-        self.parts: list[Any] = []
+        self.expected = b""  # what the header that is received begins with
+        self.parts: list[Any] = [head, data] if data else [head]
 
     def advance(self, moved: int) -> bool:
         """So many bytes more; whether that was all."""

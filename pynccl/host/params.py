@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from ..bindings.abi import FUNCTIONS, EncryptionMode
@@ -32,16 +31,13 @@ _FIRST_HANDLE = 0x9A4A0010
 _handles = {_FIRST_HANDLE + 0x10 * i: key for i, key in enumerate(_VALUES)}
 
 
-class _Answers(threading.local):
-    """What was returned to this thread, and has to live until its next call."""
-
-    def __init__(self) -> None:
-        self.text = ctypes.c_char_p()
-        self.parameter = ctypes.c_char_p()
-        self.keys = (ctypes.c_char_p * len(_VALUES))(*(key.encode() for key in _VALUES))
+_keys = (ctypes.c_char_p * len(_VALUES))(*(key.encode() for key in _VALUES))
 
 
-_answers = _Answers()
+@cache
+def _text(value: str) -> ctypes.c_char_p:
+    """A text that lives for ever, since C may hold its address."""
+    return ctypes.c_char_p(value.encode())
 
 
 def _value(name: str, key: str) -> str:
@@ -83,8 +79,7 @@ for _name in FUNCTIONS:
 
 @export
 def ncclParamGetStr(handle: int | None, out: Any) -> None:
-    _answers.text = ctypes.c_char_p(_bound("ncclParamGetStr", handle).encode())
-    out[0] = _answers.text
+    out[0] = _text(_bound("ncclParamGetStr", handle))
 
 
 @export
@@ -103,16 +98,15 @@ def ncclParamGet(handle: int | None, out: int | None, room: int, length: Any) ->
 
 @export
 def ncclParamGetParameter(key: bytes | None, value: Any, length: Any) -> None:
-    data = _value("ncclParamGetParameter", (key or b"").decode(errors="replace")).encode()
-    _answers.parameter = ctypes.c_char_p(data)
-    value[0] = _answers.parameter
+    text = _value("ncclParamGetParameter", (key or b"").decode(errors="replace"))
+    value[0] = _text(text)
     if length:
-        length[0] = len(data)
+        length[0] = len(text.encode())
 
 
 @export
 def ncclParamGetAllParameterKeys(table: Any, length: Any) -> None:
-    table[0] = ctypes.cast(_answers.keys, ctypes.POINTER(ctypes.c_char_p))
+    table[0] = ctypes.cast(_keys, ctypes.POINTER(ctypes.c_char_p))
     length[0] = len(_VALUES)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from functools import partial
 from typing import Any
 
 from ..bindings.abi import MemStat, Result, version_code
@@ -57,19 +58,12 @@ def ncclCommGetAsyncError(comm: Comm, code: Any) -> None:
     code[0] = int(Result.SUCCESS if comm.failure is None else comm.failure.code)
 
 
-@export
-def ncclCommCount(comm: Comm, count: Any) -> None:
-    count[0] = comm.size
+def _get(attribute: str, comm: int | None, out: Any) -> None:
+    out[0] = getattr(find(comm), attribute)
 
 
-@export
-def ncclCommCuDevice(comm: Comm, device: Any) -> None:
-    device[0] = comm.device
-
-
-@export
-def ncclCommUserRank(comm: Comm, rank: Any) -> None:
-    rank[0] = comm.rank
+for _name, _attribute in (("ncclCommCount", "size"), ("ncclCommCuDevice", "device"), ("ncclCommUserRank", "rank")):
+    export(partial(_get, _attribute), _name)
 
 
 @export

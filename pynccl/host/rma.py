@@ -83,7 +83,7 @@ class Rma(Background):
         self._registered = 0
         self._arrived: Counter[Signal] = Counter()
         self._lost: dict[int, str] = {}
-        self._outgoing: dict[int, queue.SimpleQueue[tuple[bytes, Tensor | None]]] = {}
+        self._outgoing: dict[int, queue.SimpleQueue[tuple[bytes, Tensor | None] | None]] = {}
         self._listening: set[int] = set()
         self._unsent = self._waits = 0
         self._closed = False
@@ -129,20 +129,18 @@ class Rma(Background):
 
     def _send(self, peer: int, transport: Transport) -> None:
         outgoing = self._outgoing[peer]
-        with contextlib.suppress(ReferenceError):  # the communicator is gone
-            while not (self._closed and outgoing.empty()):
-                with contextlib.suppress(queue.Empty):
-                    head, data = outgoing.get(timeout=_SLICE_SECONDS)
-                    try:
-                        transport.rma_send(peer, head)
-                        if data is not None:
-                            transport.rma_send(peer, bytes_of(data))
-                    except TransportFailure as failure:
-                        self._lose(peer, failure)
-                        return
-                    with self._change:
-                        self._unsent -= 1
-                        self._change.notify_all()
+        while (put := outgoing.get()) is not None:
+            head, data = put
+            try:
+                transport.rma_send(peer, head)
+                if data is not None:
+                    transport.rma_send(peer, bytes_of(data))
+            except TransportFailure as failure:
+                self._lose(peer, failure)
+                return
+            with self._change:
+                self._unsent -= 1
+                self._change.notify_all()
 
     # Receiving
 
@@ -262,6 +260,8 @@ class Rma(Background):
         with self._change:
             self._closed = True
             self._windows.clear()
+            for outgoing in self._outgoing.values():
+                outgoing.put(None)  # ends the thread that sends
             self._change.notify_all()
 
     def _start(self, work: Callable[[int, Transport], None], peer: int) -> None:

@@ -23,13 +23,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from .connect import Channels
 from .connection import FAIL, FINALIZE, HEAD, HEAD_BYTES, STATUS, Connection, Label, Transfer, is_collective
 from .failure import TransportFailure, invalid_argument, last_error
-from .memory import bytes_of
-from .watchdog import Activity, disagreement, other_calls, other_sizes
+from .watchdog import Activity, culprit_of, disagreement, mismatch, timed_out, waiting
 
 _TICK_SECONDS = 0.2
 _STALL_SECONDS = 0.5
@@ -69,29 +66,23 @@ class Transport:
 
     # Data
 
-    def send(self, peer: int, data: Tensor | memoryview, label: Label) -> Transfer:
+    def send(self, peer: int, data: memoryview, label: Label) -> Transfer:
         connection = self._connections[peer]
-        content = data if isinstance(data, memoryview) else bytes_of(data)
-        transfer = Transfer(connection, label, content)
-        head = HEAD.pack(label.tag, len(content), label.number) + label.text
-        transfer.parts = [head, content] if content else [head]
+        transfer = Transfer(connection, HEAD.pack(label.tag, len(data), label.number) + label.text, data)
         connection.sends.append(transfer)
         if len(connection.sends) == 1:
             self._push(connection)
         return transfer
 
-    def recv(self, peer: int, data: Tensor | memoryview, label: Label, answer: Label | None = None) -> Transfer:
+    def recv(self, peer: int, data: memoryview, label: Label, answer: Label | None = None) -> Transfer:
         """answer: what to send back, without data, once the message is here."""
         connection = self._connections[peer]
-        content = data if isinstance(data, memoryview) else bytes_of(data)
-        transfer = Transfer(connection, label, content)
+        transfer = Transfer(connection, bytearray(HEAD_BYTES), data)
         transfer.then = answer
-        transfer.head = bytearray(HEAD_BYTES)
         # The two ends of a message differ in their texts, "send" and "recv"; those of a collective in nothing.
-        transfer.expected = HEAD.pack(label.tag, len(content), label.number)
+        transfer.expected = HEAD.pack(label.tag, len(data), label.number)
         if is_collective(label.tag):
             transfer.expected += label.text
-        transfer.parts = [transfer.head, content] if content else [transfer.head]
         connection.recvs.append(transfer)
         return transfer
 
@@ -131,7 +122,7 @@ class Transport:
                     raise self._loss(connection)
                 begun, finished = first.got < HEAD_BYTES, first.advance(moved)
                 if begun and first.got >= HEAD_BYTES and not first.head.startswith(first.expected):
-                    raise self._mismatch(connection, first)
+                    raise mismatch(self._rank, self._activity.describe(), first)
                 if finished:
                     recvs.popleft()
                     if first.then is not None:
@@ -161,7 +152,7 @@ class Transport:
                 next_tick = now + _TICK_SECONDS
                 self._check_peers(_GRACE_SECONDS)
                 if now - started > self._limit:
-                    raise self._timed_out(pending)
+                    raise timed_out(self._connections.values(), {transfer.connection for transfer in pending})
                 if not stalled and now - started > _STALL_SECONDS:
                     stalled = True
                     self._tell_what_is_awaited(sorted({transfer.connection.peer for transfer in pending}))
@@ -198,13 +189,9 @@ class Transport:
 
     def _compare_calls(self) -> None:
         """Raise TransportFailure where this rank's call disagrees with that of a peer that waits."""
-        for peer, theirs in self._statuses().items():
+        for peer, theirs in waiting(self._connections.values()).items():
             if text := disagreement(self._rank, self._activity.status(), peer, theirs):
                 raise TransportFailure("", verdict=text)
-
-    def _statuses(self) -> dict[int, Mapping[str, Any]]:
-        """What the peers that have waited for a while wait for."""
-        return {c.peer: c.status for c in self._connections.values() if c.status is not None}
 
     def poll(self) -> None:
         """Raise TransportFailure if a peer has failed or is gone. From any thread."""
@@ -220,7 +207,7 @@ class Transport:
                 with self._control_lock:
                     connection.flush_control()
             if connection.lost and now - connection.ended_at >= grace:
-                raise self._explained()
+                raise culprit_of(self._rank, list(self._connections.values()))
 
     def _broken_off(self, connection: Connection, error: OSError) -> Exception:
         if error.errno == errno.EFAULT:
@@ -241,53 +228,15 @@ class Transport:
                 return self._broken
             if connection.ended_at or connection.failure is not None or time.monotonic() > deadline:
                 break
-            select.select([connection.control], [], [], 0.02)
+            heard = select.poll()  # which unlike select.select takes every descriptor
+            heard.register(connection.control, select.POLLIN)
+            heard.poll(20)
         if connection.finalized:
             text = f"lost rank {connection.peer}: it has destroyed the communicator, or left the program, before this"
             return TransportFailure(text, culprit=connection.peer)
         if not connection.lost:
             connection.end("it closed the connection")
-        return self._explained()
-
-    def _explained(self) -> TransportFailure:
-        """The failure that explains the others: first who is gone without a word, then what the others say."""
-        lost = [connection for connection in self._connections.values() if connection.lost]
-        said = [connection for connection in lost if connection.failure is not None]
-        for connection in said:
-            if connection.failure and connection.failure.get("verdict"):
-                return TransportFailure("", verdict=str(connection.failure["verdict"]))
-        for connection in lost:
-            if connection.failure is None:
-                return TransportFailure(f"lost rank {connection.peer}: {connection.why}", culprit=connection.peer)
-        first = min(said, key=lambda connection: connection.ended_at)
-        failure = first.failure or {}
-        culprit, why = failure.get("culprit"), str(failure.get("why", ""))
-        if culprit is None or culprit == first.peer:
-            return TransportFailure(f"lost rank {first.peer}: {why}", culprit=first.peer)
-        if culprit == self._rank:
-            return TransportFailure(f"rank {first.peer} gave up on this rank: {why}", culprit=first.peer)
-        return TransportFailure(f"lost rank {culprit}: {why} (says rank {first.peer})", culprit=culprit)
-
-    def _timed_out(self, pending: Sequence[Transfer]) -> TransportFailure:
-        awaited = {transfer.connection.peer: transfer.connection for transfer in pending}
-        silent = [peer for peer, connection in awaited.items() if connection.status is None]
-        others = [f"; rank {peer} last waited in {status['call']}" for peer, status in self._statuses().items()]
-        culprits = silent or list(awaited)
-        who = f"rank {culprits[0]}" if len(culprits) == 1 else f"ranks {culprits}"
-        silence = f"; nothing is known of ranks {silent}" if silent else ""
-        text = f"no answer of {who} within the time-out, frozen or late"
-        return TransportFailure(text, timed_out=True, culprit=culprits[0], detail="".join(others) + silence)
-
-    def _mismatch(self, connection: Connection, transfer: Transfer) -> TransportFailure:
-        """A message belongs to another call than the one that waits for it."""
-        tag, nbytes, number = HEAD.unpack_from(transfer.head)
-        own_tag, own_nbytes, own_number = HEAD.unpack_from(transfer.expected)
-        if not is_collective(tag) and not is_collective(own_tag) and number == own_number:
-            verdict = other_sizes(connection.peer, self._rank, nbytes, own_nbytes, number)
-        else:
-            theirs = bytes(transfer.head[HEAD.size :]).rstrip(b"\0").decode(errors="replace")
-            verdict = other_calls(self._rank, self._activity.describe(), connection.peer, theirs)
-        return TransportFailure("", verdict=verdict)
+        return culprit_of(self._rank, list(self._connections.values()))
 
     # One-sided: blocking, by threads of their own, however long it takes
 
@@ -298,17 +247,14 @@ class Transport:
             raise TransportFailure(f"connection to rank {peer}: {error.strerror or 'closed'}", culprit=peer) from error
 
     def rma_recv(self, peer: int, data: memoryview) -> None:
-        sock, got = self._connections[peer].rma, 0
-        while got < len(data):
-            try:
-                moved = sock.recv_into(data[got:])
-            except OSError as error:
-                moved, why = 0, error.strerror
-            else:
-                why = "closed by peer"
-            if not moved:
-                raise TransportFailure(f"connection to rank {peer}: {why or 'closed'}", culprit=peer)
-            got += moved
+        sock, why = self._connections[peer].rma, "closed by peer"
+        try:
+            while data and (moved := sock.recv_into(data)):
+                data = data[moved:]
+        except OSError as error:
+            why = error.strerror or "closed"
+        if data:
+            raise TransportFailure(f"connection to rank {peer}: {why}", culprit=peer)
 
     # End
 
