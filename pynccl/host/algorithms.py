@@ -55,13 +55,6 @@ def _scratch(op: Operation, rows: int, count: int) -> list[Tensor]:
     return [flat[count * i : count * (i + 1)] for i in range(rows)]
 
 
-def _own_rows(op: Operation, like: Tensor) -> list[Tensor]:
-    """One buffer per peer that belongs to the operation, since a small one is kept for the next time."""
-    rows = [torch.empty_like(like) for _ in op.comm.peers]
-    op.held += sum(row.nbytes for row in rows)
-    return rows
-
-
 def _in_rank_order(comm: Comm, mine: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
     """`others` are in the order of the ranks without this one."""
     return [*others[: comm.rank], mine, *others[comm.rank :]]
@@ -87,7 +80,8 @@ def _exchange(
 def _direct(op: Operation, sends: Sequence[Tensor], out: Tensor) -> Callable[[], None]:
     """Rank p gets sends[p] of everybody, in one round; each rank reduces what it has got."""
     comm, mine = op.comm, sends[op.comm.rank]
-    others = _own_rows(op, mine)
+    others = [torch.empty_like(mine) for _ in comm.peers]  # its own, since a small operation is kept for the next time
+    op.held = sum(other.nbytes for other in others)
     exchange = _exchange(op, [(p, sends[p]) for p in comm.peers], zip(comm.peers, others, strict=True))
     parts = _in_rank_order(comm, mine, others)
 
@@ -329,30 +323,43 @@ def _once(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
     return 1, float(nbytes)
 
 
-ALL_REDUCE = Kind(1, all_reduce, _twice, reduces=True)
-REDUCE_SCATTER = Kind(2, reduce_scatter, _shards, reduces=True)
-REDUCE = Kind(3, reduce, _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
-BROADCAST = Kind(4, broadcast, _whole, send=Where.ON_ROOT, peer_is="root")
-ALL_GATHER = Kind(5, all_gather, _shards)
-ALL_TO_ALL = Kind(6, all_to_all, _shards)
-GATHER = Kind(7, gather, _rooted, recv=Where.ON_ROOT, peer_is="root")
-SCATTER = Kind(8, scatter, _rooted, send=Where.ON_ROOT, peer_is="root")
-SEND = Kind(9, lambda op: Messages([op]).run, _once, recv=Where.NOWHERE, peer_is="peer")
-RECV = Kind(10, lambda op: Messages([op]).run, _once, send=Where.NOWHERE, peer_is="peer")
+ALL_REDUCE = Kind("ncclAllReduce", 1, all_reduce, _twice, reduces=True)
+REDUCE_SCATTER = Kind("ncclReduceScatter", 2, reduce_scatter, _shards, reduces=True)
+REDUCE = Kind("ncclReduce", 3, reduce, _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
+BROADCAST = Kind("ncclBroadcast", 4, broadcast, _whole, send=Where.ON_ROOT, peer_is="root")
+ALL_GATHER = Kind("ncclAllGather", 5, all_gather, _shards)
+ALL_TO_ALL = Kind("ncclAlltoAll", 6, all_to_all, _shards)
+GATHER = Kind("ncclGather", 7, gather, _rooted, recv=Where.ON_ROOT, peer_is="root")
+SCATTER = Kind("ncclScatter", 8, scatter, _rooted, send=Where.ON_ROOT, peer_is="root")
+SEND = Kind("ncclSend", 9, lambda op: Messages([op]).run, _once, recv=Where.NOWHERE, peer_is="peer")
+RECV = Kind("ncclRecv", 10, lambda op: Messages([op]).run, _once, send=Where.NOWHERE, peer_is="peer")
+
+
+def _free(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
+    return 0, 0.0
+
+
 # What ranks tell each other to make something, outside of the modelled link.
-SPLIT, WINDOW, GROW = (Kind(number, all_gather, lambda p, nbytes, is_root: (0, 0.0)) for number in (11, 12, 13))
+SPLIT = Kind("ncclCommSplit", 11, all_gather, _free)
+WINDOW = Kind("ncclCommWindowRegister", 12, all_gather, _free)
+GROW = Kind("ncclCommGrow", 13, all_gather, _free)
 
 
-def gather_rows(comm: Comm, ticket: int, name: str, kind: Kind, row: Tensor) -> Tensor:
+def gather_rows(comm: Comm, ticket: int, kind: Kind, row: Tensor) -> Tensor:
     """The rows of all ranks, one each, in the turn of `ticket`; `row` is of int64 or uint8."""
     table = torch.empty(comm.size, row.numel(), dtype=row.dtype)
     dtype = STORAGE.index(row.dtype)
-    comm.run(ticket, [Operation(name, kind, comm, row.data_ptr(), table.data_ptr(), row.numel(), dtype)])
+    comm.run(ticket, [Operation(kind, comm, row.data_ptr(), table.data_ptr(), row.numel(), dtype)])
     return table
+
+
+_MESSAGES = frozenset((SEND, RECV))
 
 
 def works_of(ops: Sequence[Operation]) -> list[Work]:
     """What runs one after the other: collectives one by one, then all sends and receives at once."""
-    messages = [op for op in ops if op.kind in (SEND, RECV)]
-    works: list[Work] = [op for op in ops if op.kind not in (SEND, RECV)]
+    works: list[Work] = []
+    messages: list[Operation] = []
+    for op in ops:
+        (messages if op.kind in _MESSAGES else works).append(op)
     return [*works, Messages(messages)] if messages else works

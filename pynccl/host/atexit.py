@@ -25,6 +25,7 @@ def _at_exit() -> None:
         if not communicator.idle:
             reason = communicator.because("its process exits with an operation under way")
             communicator.fail(invalid_usage("the process exits with this operation under way"), reason)
+            communicator.rma.close()  # its threads have nothing more to send
     for worker in workers:
         worker.join(_JOIN_SECONDS)
     init.join_waiting(_JOIN_SECONDS)

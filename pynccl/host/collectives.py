@@ -12,8 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from ..bindings.abi import FUNCTIONS, RedOp, ScalarResidence
-from . import algorithms as run
-from . import group
+from . import algorithms, group
 from .argcheck import check_coll_config, check_dtype, check_struct
 from .comm import Comm, find
 from .exports import export
@@ -23,58 +22,50 @@ from .reduction import PreMulSum
 from .stream import find as find_stream
 from .stream import find_event
 
-# C function -> its operation, and its arguments up to the communicator and the stream.
+# C function -> its operation, and its arguments up to the communicator and the stream; `buffer` is sent and received.
 _CALLS: dict[str, tuple[Kind, str]] = {
-    "ncclReduce": (run.REDUCE, "send_ptr recv_ptr count dtype op peer"),
-    "ncclBroadcast": (run.BROADCAST, "send_ptr recv_ptr count dtype peer"),
-    "ncclAllReduce": (run.ALL_REDUCE, "send_ptr recv_ptr count dtype op"),
-    "ncclReduceScatter": (run.REDUCE_SCATTER, "send_ptr recv_ptr count dtype op"),
-    "ncclAllGather": (run.ALL_GATHER, "send_ptr recv_ptr count dtype"),
-    "ncclAlltoAll": (run.ALL_TO_ALL, "send_ptr recv_ptr count dtype"),
-    "ncclGather": (run.GATHER, "send_ptr recv_ptr count dtype peer"),
-    "ncclScatter": (run.SCATTER, "send_ptr recv_ptr count dtype peer"),
-    "ncclSend": (run.SEND, "send_ptr count dtype peer"),
-    "ncclRecv": (run.RECV, "recv_ptr count dtype peer"),
+    "ncclReduce": (algorithms.REDUCE, "send_ptr recv_ptr count dtype op peer"),
+    "ncclBcast": (algorithms.BROADCAST, "buffer count dtype peer"),
+    "ncclBroadcast": (algorithms.BROADCAST, "send_ptr recv_ptr count dtype peer"),
+    "ncclAllReduce": (algorithms.ALL_REDUCE, "send_ptr recv_ptr count dtype op"),
+    "ncclReduceScatter": (algorithms.REDUCE_SCATTER, "send_ptr recv_ptr count dtype op"),
+    "ncclAllGather": (algorithms.ALL_GATHER, "send_ptr recv_ptr count dtype"),
+    "ncclAlltoAll": (algorithms.ALL_TO_ALL, "send_ptr recv_ptr count dtype"),
+    "ncclGather": (algorithms.GATHER, "send_ptr recv_ptr count dtype peer"),
+    "ncclScatter": (algorithms.SCATTER, "send_ptr recv_ptr count dtype peer"),
+    "ncclSend": (algorithms.SEND, "send_ptr count dtype peer"),
+    "ncclRecv": (algorithms.RECV, "recv_ptr count dtype peer"),
 }
-# What `_issue` takes after the name and the kind, and what stands for an argument that a function does not have.
-_PARAMETERS = ("send_ptr", "recv_ptr", "count", "dtype", "op", "peer", "comm", "stream", "config")
+# In the order in which a call takes them; peer is the root or the peer.
+_ARGUMENTS = ("send_ptr", "recv_ptr", "count", "dtype", "op", "peer", "comm", "stream", "config")
 _ABSENT = 0
 
 
-def _issue(
-    name: str, kind: Kind, send_ptr: int | None, recv_ptr: int | None, count: int, dtype: int, op: int, peer: int,
-    comm: int | None, stream: int | None, config: Any,
-) -> None:  # fmt: skip
-    """Check the call and run or queue it. Peer is the root or the peer, where the kind has one."""
-    started = check_coll_config(f"{name}Config", config) if config else 0
-    event = find_event(started) if started else None
-    own = find(comm)
-    own.check_usable()
-    operation = operation_of(own, name, kind, send_ptr or 0, recv_ptr or 0, count, dtype, op, peer)
-    group.issue(operation, find_stream(stream), event)
+def _define(name: str, kind: Kind, arguments: str) -> None:
+    """Export the C function `name` with these arguments."""
+    given = arguments.replace("buffer", "send_ptr").split()
+    places = {argument: place for place, argument in enumerate(given)}
+    if "buffer" in arguments:
+        places["recv_ptr"] = places["send_ptr"]
+    pick = itemgetter(*(places.get(argument, len(given)) for argument in _ARGUMENTS))
 
+    def call(*values: Any) -> None:
+        """Check the call and run or queue it."""
+        send_ptr, recv_ptr, count, dtype, op, peer, comm, stream, config = pick((*values, _ABSENT))
+        started = check_coll_config(name, config) if config else 0
+        event = find_event(started) if started else None
+        own = find(comm)
+        own.check_usable()
+        operation = operation_of(own, kind, send_ptr or 0, recv_ptr or 0, count, dtype, op, peer)
+        group.issue(operation, find_stream(stream) if stream else None, event)
 
-def _define(function: str, called: str, kind: Kind, arguments: str) -> None:
-    """`called`: the name under which it runs, so that ranks that pass a config and ranks that do not fit together."""
-    given = arguments.split()
-    pick = itemgetter(*(given.index(name) if name in given else len(given) for name in _PARAMETERS))
-
-    def implementation(*values: Any) -> None:
-        _issue(called, kind, *pick((*values, _ABSENT)))
-
-    export(implementation, function)
+    export(call, name)
 
 
 for _name, (_kind, _arguments) in _CALLS.items():
-    _define(_name, _name, _kind, f"{_arguments} comm stream")
+    _define(_name, _kind, f"{_arguments} comm stream")
     if f"{_name}Config" in FUNCTIONS:
-        _define(f"{_name}Config", _name, _kind, f"{_arguments} comm stream config")
-
-
-@export
-def ncclBcast(buffer: int | None, count: int, dtype: int, root: int, comm: int | None, stream: int | None) -> None:
-    """In place, whatever the rank."""
-    _issue("ncclBroadcast", run.BROADCAST, buffer, buffer, count, dtype, 0, root, comm, stream, None)
+        _define(f"{_name}Config", _kind, f"{_arguments} comm stream config")
 
 
 # Reduction operators

@@ -49,7 +49,8 @@ def end() -> None:
     group = _close("ncclGroupEnd")
     if group is None:
         return
-    _init(group.inits)
+    if group.inits:
+        _init(group.inits)
     if group.operations:
         _launch(group.operations)
     for wait in group.waits:

@@ -196,7 +196,7 @@ def _split(parent: Comm, child: Comm | None, color: int, key: int, ticket: int) 
     try:
         endpoint = listener.endpoint.encode().ljust(ENDPOINT_BYTES)
         row = torch.frombuffer(bytearray(struct.pack("<qq", color, key) + endpoint), dtype=torch.uint8)
-        rows = [bytes(line) for line in gather_rows(parent, ticket, "ncclCommSplit", SPLIT, row).tolist()]
+        rows = [bytes(line) for line in gather_rows(parent, ticket, SPLIT, row).tolist()]
         if child is not None:
             _connect_split(parent, child, color, rows, listener)
     except HostFailure as failure:  # whose fault it was is worth telling, should this rank abort the parent now
@@ -285,7 +285,7 @@ def _grow(parent: Comm, grown: Comm, unique_id: bytes | None, ticket: int) -> No
     """Learn the id from the member that has it, then meet the new ranks."""
     # The first byte says whether an id follows.
     mine = torch.tensor(list(b"\1" + unique_id if unique_id else bytes(UNIQUE_ID_BYTES + 1)), dtype=torch.uint8)
-    table = gather_rows(parent, ticket, "ncclCommGrow", GROW, mine)
+    table = gather_rows(parent, ticket, GROW, mine)
     found = {bytes(line[1:]) for line in table.tolist() if line[0]}
     if len(found) != 1:
         raise invalid_usage(

@@ -30,12 +30,13 @@ class Where(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What an operation is: its code, which arguments it uses, what it costs on a link.
+    """What an operation is: its C function and code, which arguments it uses, what it costs on a link.
 
     prepare(operation) makes the views of its buffers and returns what runs it, any number of times.
     traffic(p, nbytes of `count` elements, is root) -> (steps, bytes on the wire).
     """
 
+    name: str
     number: int
     prepare: Callable[[Operation], Callable[[], None]]
     traffic: Callable[[int, int, bool], tuple[int, float]]
@@ -53,7 +54,6 @@ class Operation:
     what is checked and prepared once is most of the latency of a small one.
     """
 
-    name: str
     kind: Kind
     comm: Comm
     send_ptr: int
@@ -65,6 +65,10 @@ class Operation:
     # Bound when the operation is called, since its number may come to mean another one.
     premul: PreMulSum | None = field(default=None, init=False)
     held: int = 0  # bytes of its own, in which the peers' contributions arrive
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
 
     @property
     def nbytes(self) -> int:
@@ -144,14 +148,14 @@ class Operation:
 
 
 def operation_of(
-    comm: Comm, name: str, kind: Kind, send_ptr: int, recv_ptr: int, count: int, dtype: int, op: int, peer: int
+    comm: Comm, kind: Kind, send_ptr: int, recv_ptr: int, count: int, dtype: int, op: int, peer: int
 ) -> Operation:
     """The call with these arguments, checked; the one of the last time if there was one."""
     key = (kind, send_ptr, recv_ptr, count, dtype, op, peer)
     known: Any = comm.kept.get(key)
     if known is not None:
         return known
-    fresh = Operation(name, kind, comm, send_ptr, recv_ptr, count, dtype, op, peer)
+    fresh = Operation(kind, comm, send_ptr, recv_ptr, count, dtype, op, peer)
     fresh.check()
     # The number of a pre-multiplied sum may come to mean another one; large operations gain nothing.
     if op <= RedOp.AVG and fresh.nbytes <= _KEPT_BYTES:

@@ -94,10 +94,10 @@ def ncclCommWindowRegister(comm: Comm, buffer: int | None, size: int, window: An
 
 def _exchange_windows(comm: Comm, ticket: int, number: int, address: int, size: int, flags: int) -> None:
     """Tell the other ranks, hear from them, and raise the same error everywhere."""
-    name = "ncclCommWindowRegister"
+    name = WINDOW.name
     placed = size if address and size and address % WINDOW_ALIGNMENT == 0 else _MISPLACED
     mine = torch.tensor([number, placed, flags], dtype=torch.int64)
-    numbers, sizes, all_flags = gather_rows(comm, ticket, name, WINDOW, mine).T.tolist()
+    numbers, sizes, all_flags = gather_rows(comm, ticket, WINDOW, mine).T.tolist()
     for rank, (placed, given) in enumerate(zip(sizes, all_flags, strict=True)):
         if placed == _MISPLACED:
             raise invalid_argument(

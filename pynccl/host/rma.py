@@ -51,7 +51,7 @@ class Window:
     sizes: Sequence[int] = ()
 
 
-class Head(NamedTuple):
+class PutHeader(NamedTuple):
     """What travels before the bytes of a put: where they go in the target's part, and the signal that they raise."""
 
     window: int
@@ -113,7 +113,7 @@ class Rma(Background):
 
     # Sending
 
-    def put(self, peer: int, head: Head, data: Tensor) -> None:
+    def put(self, peer: int, head: PutHeader, data: Tensor) -> None:
         """Queue one put, or do it if it is to this rank itself."""
         if peer == self._comm.rank:
             self._deliver(peer, head, data)
@@ -158,7 +158,7 @@ class Rma(Background):
             try:
                 while True:  # until the peer closes: closing before would cut off what it has not read yet
                     transport.rma_recv(peer, memoryview(packed))
-                    head = Head(*_HEAD.unpack(packed))
+                    head = PutHeader(*_HEAD.unpack(packed))
                     data = torch.empty(head.nbytes, dtype=torch.uint8)
                     transport.rma_recv(peer, bytes_of(data))
                     self._deliver(peer, head, data)
@@ -167,7 +167,7 @@ class Rma(Background):
             except HostFailure as failure:
                 self._comm.fail(failure)
 
-    def _deliver(self, peer: int, head: Head, data: Tensor) -> None:
+    def _deliver(self, peer: int, head: PutHeader, data: Tensor) -> None:
         """Write what came from `peer`, then count its signal."""
         with self._change:
             if self._closed:  # the memory may be gone
@@ -306,7 +306,7 @@ class PutOperation(Operation):
 
 def _prepare(operation: Any) -> Callable[[], None]:
     own: PutOperation = operation
-    head = Head(own.window, own.offset, own.nbytes, own.signal, own.context)
+    head = PutHeader(own.window, own.offset, own.nbytes, own.signal, own.context)
     return lambda: rma_of(own.comm).put(own.peer, head, view(own.send_ptr, own.nbytes, 1))
 
 
@@ -314,8 +314,8 @@ def _traffic(p: int, nbytes: int, to_itself: bool) -> tuple[int, float]:
     return (0, 0.0) if to_itself else (1, float(nbytes))
 
 
-PUT = Kind(14, _prepare, _traffic, recv=Where.NOWHERE, peer_is="peer")
-SIGNAL = Kind(15, _prepare, _traffic, send=Where.NOWHERE, recv=Where.NOWHERE, peer_is="peer")
+PUT = Kind("ncclPutSignal", 14, _prepare, _traffic, recv=Where.NOWHERE, peer_is="peer")
+SIGNAL = Kind("ncclSignal", 15, _prepare, _traffic, send=Where.NOWHERE, recv=Where.NOWHERE, peer_is="peer")
 
 
 def _check_signal(name: str, comm: Comm, signal: int, context: int) -> None:
@@ -325,13 +325,13 @@ def _check_signal(name: str, comm: Comm, signal: int, context: int) -> None:
 
 
 def _issue(
-    name: str, kind: Kind, comm: Comm, send_ptr: int, count: int, dtype: int, peer: int, flags: int, stream: int | None,
+    kind: Kind, comm: Comm, send_ptr: int, count: int, dtype: int, peer: int, flags: int, stream: int | None,
     **where: int,
 ) -> None:  # fmt: skip
     comm.check_usable()
-    put = PutOperation(name, kind, comm, send_ptr, 0, count, dtype, 0, peer, **where)
+    put = PutOperation(kind, comm, send_ptr, 0, count, dtype, 0, peer, **where)
     put.check()
-    check_flags(name, "flags", flags, "0")
+    check_flags(kind.name, "flags", flags, "0")
     group.issue(put, find_stream(stream))
 
 
@@ -341,12 +341,12 @@ def ncclPutSignal(
     flags: int, comm: Comm, stream: int | None,
 ) -> None:  # fmt: skip
     place = {"window": window or 0, "offset": offset, "signal": signal, "context": context}
-    _issue("ncclPutSignal", PUT, comm, send_ptr or 0, count, dtype, peer, flags, stream, **place)
+    _issue(PUT, comm, send_ptr or 0, count, dtype, peer, flags, stream, **place)
 
 
 @export
 def ncclSignal(peer: int, signal: int, context: int, flags: int, comm: Comm, stream: int | None) -> None:
-    _issue("ncclSignal", SIGNAL, comm, 0, 0, DataType.UINT8, peer, flags, stream, signal=signal, context=context)
+    _issue(SIGNAL, comm, 0, 0, DataType.UINT8, peer, flags, stream, signal=signal, context=context)
 
 
 @export
