@@ -12,14 +12,16 @@ ncclInProgress: a program written for nonblocking communicators works, and finds
 
 from __future__ import annotations
 
-from . import elastic as _elastic  # noqa: F401 (these register the C functions)
-from . import entry as _entry  # noqa: F401
-from . import leaving as _leaving  # noqa: F401 (registers what happens at exit)
-from . import onesided as _onesided  # noqa: F401
-from . import registered as _registered  # noqa: F401
-from . import settings as _settings  # noqa: F401
-from . import variants as _variants  # noqa: F401
-from .registry import VERSION, function, take_interrupt
-from .stream import CallerStream, HostEvent, HostStream
+from . import atexit as _atexit  # noqa: F401 (registers what happens at exit)
+from . import collectives as _collectives  # noqa: F401 (this and those below register the C functions)
+from . import finalize as _finalize  # noqa: F401
+from . import init as _init  # noqa: F401
+from . import params as _params  # noqa: F401
+from . import query as _query  # noqa: F401
+from . import register as _register  # noqa: F401
+from . import rma as _rma  # noqa: F401
+from .exports import function, take_interrupt
+from .stream import CallerStream, HostEvent, HostStream, made_here
+from .version import VERSION
 
-__all__ = ["VERSION", "CallerStream", "HostEvent", "HostStream", "function", "take_interrupt"]
+__all__ = ["VERSION", "CallerStream", "HostEvent", "HostStream", "function", "made_here", "take_interrupt"]

@@ -7,20 +7,18 @@ does so in the order of the ranks, so all ranks end up with the same bits.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .comm import Comm, Work
 from .connection import Label, Transfer
 from .failure import invalid_usage
-from .memory import bytes_of, view
+from .memory import STORAGE, bytes_at, bytes_of, view
 from .operation import Kind, Operation, Where
 from .reduction import PreMulSum, combine, wire_type
-
-if TYPE_CHECKING:
-    from .comm import Comm
 
 # Below this many bytes all_reduce sends everything to everybody: half the rounds, for (p-1)/2 times the bytes.
 DIRECT_BYTES = 64 << 10
@@ -38,16 +36,11 @@ def _parts(data: Tensor, parts: int) -> list[Tensor]:
 
 
 def _sent(op: Operation, blocks: int = 1) -> Tensor:
-    return view(op.send, op.count * blocks, op.dtype)
+    return view(op.send_ptr, op.count * blocks, op.dtype)
 
 
 def _received(op: Operation, blocks: int = 1) -> Tensor:
-    return view(op.recv, op.count * blocks, op.dtype)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
+    return view(op.recv_ptr, op.count * blocks, op.dtype)
 
 
 def _contribution(own: Tensor, premul: PreMulSum | None) -> Tensor:
@@ -60,13 +53,6 @@ def _scratch(op: Operation, rows: int, count: int) -> list[Tensor]:
     wire = wire_type(op.dtype, op.premul)
     flat = op.comm.scratch.take(rows * count * wire.itemsize).view(wire)
     return [flat[count * i : count * (i + 1)] for i in range(rows)]
-
-
-def _own_rows(op: Operation, like: Tensor) -> list[Tensor]:
-    """One buffer per peer that belongs to the operation, since a small one is kept for the next time."""
-    rows = [torch.empty_like(like) for _ in op.comm.peers]
-    op.held += sum(row.nbytes for row in rows)
-    return rows
 
 
 def _in_rank_order(comm: Comm, mine: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
@@ -86,44 +72,47 @@ def _exchange(
     bytes_out, bytes_in = ([(peer, bytes_of(data)) for peer, data in way] for way in (outgoing, incoming))
 
     def exchange(tensors: object = (outgoing, incoming)) -> None:  # which own the memory
-        comm.transport.exchange(bytes_out, bytes_in, comm.label(op))
+        comm.transport.exchange(bytes_out, bytes_in, op.label())
 
     return exchange
 
 
+def _direct(op: Operation, sends: Sequence[Tensor], out: Tensor) -> Callable[[], None]:
+    """Rank p gets sends[p] of everybody, in one round; each rank reduces what it has got."""
+    comm, mine = op.comm, sends[op.comm.rank]
+    others = [torch.empty_like(mine) for _ in comm.peers]  # its own, since a small operation is kept for the next time
+    op.held = sum(other.nbytes for other in others)
+    exchange = _exchange(op, [(p, sends[p]) for p in comm.peers], zip(comm.peers, others, strict=True))
+    parts = _in_rank_order(comm, mine, others)
+
+    def direct() -> None:
+        exchange()
+        combine(parts, out, op.dtype, op.op)
+
+    return direct
+
+
+def _is_direct(op: Operation) -> bool:
+    return op.premul is None and op.comm.size > 1 and op.nbytes <= DIRECT_BYTES
+
+
 def all_reduce(op: Operation) -> Callable[[], None]:
-    comm, own, out = op.comm, _sent(op), _received(op)
-    if op.premul is None and comm.size > 1 and op.nbytes <= DIRECT_BYTES:
-        others = _own_rows(op, own)
-        exchange = _exchange(op, [(p, own) for p in comm.peers], zip(comm.peers, others, strict=True))
-        parts = _in_rank_order(comm, own, others)
-
-        def direct() -> None:
-            exchange()
-            combine(parts, out, op.dtype, op.op)
-
-        return direct
+    p, own, out = op.comm.size, _sent(op), _received(op)
+    if _is_direct(op):
+        return _direct(op, [own] * p, out)
 
     def sharded() -> None:
-        shards = _parts(out, comm.size)
-        _reduce_shards(op, _parts(_contribution(own, op.premul), comm.size), shards[comm.rank], shards)
+        shards = _parts(out, p)
+        _reduce_shards(op, _parts(_contribution(own, op.premul), p), shards[op.comm.rank], shards)
 
     return sharded
 
 
 def reduce_scatter(op: Operation) -> Callable[[], None]:
-    comm, own, out = op.comm, _sent(op, op.comm.size), _received(op)
-    if op.premul is None and comm.size > 1 and op.nbytes <= DIRECT_BYTES:
-        shards, others = _parts(own, comm.size), _own_rows(op, out)
-        exchange = _exchange(op, [(p, shards[p]) for p in comm.peers], zip(comm.peers, others, strict=True))
-        parts = _in_rank_order(comm, shards[comm.rank], others)
-
-        def direct() -> None:
-            exchange()
-            combine(parts, out, op.dtype, op.op)
-
-        return direct
-    return lambda: _reduce_shards(op, _parts(_contribution(own, op.premul), comm.size), out, [])
+    p, own, out = op.comm.size, _sent(op, op.comm.size), _received(op)
+    if _is_direct(op):
+        return _direct(op, _parts(own, p), out)
+    return lambda: _reduce_shards(op, _parts(_contribution(own, op.premul), p), out, [])
 
 
 def _reduce_shards(op: Operation, shards: list[Tensor], out: Tensor, everything: list[Tensor]) -> None:
@@ -140,29 +129,32 @@ def _reduce_shards(op: Operation, shards: list[Tensor], out: Tensor, everything:
     largest = max(shard.numel() for shard in shards) * shards[0].element_size()
     pieces = max(1, -(-largest // (PIECE_BYTES if everything else LONE_PIECE_BYTES)))
     cut = [_parts(shard, pieces) for shard in shards]
-    incoming = [_parts(other, pieces) for other in _landing(op, shards[comm.rank], out)]
+    incoming = [_parts(other, pieces) for other in _receive_buffers(op, shards[comm.rank], out)]
     results = _parts(out, pieces)
     targets = [_parts(shard, pieces) for shard in everything]
-    label, gather_label = comm.label(op), comm.label(op)
+    label, gather_label = op.label(), op.label()
     sends: list[Transfer] = []
     arrivals: list[list[Transfer]] = []
     for k in range(pieces):
-        sends += [transport.send(p, cut[p][k], label) for p in peers if cut[p][k].numel()]
-        rows = zip(peers, incoming, strict=True)
-        arrivals.append([transport.recv(p, row[k], label) for p, row in rows if row[k].numel()])
+        sends += _post(transport.send, [(p, cut[p][k]) for p in peers], label)
+        arrivals.append(_post(transport.recv, zip(peers, [row[k] for row in incoming], strict=True), label))
     gathers: list[Transfer] = []
     for k in range(pieces):
         transport.wait(arrivals[k])
         parts = _in_rank_order(comm, cut[comm.rank][k], [row[k] for row in incoming])
         combine(parts, results[k], op.dtype, op.op)
         if targets:
-            sends += [transport.send(p, results[k], gather_label) for p in peers if results[k].numel()]
-            gathers += [transport.recv(p, targets[p][k], gather_label) for p in peers if targets[p][k].numel()]
+            sends += _post(transport.send, [(p, results[k]) for p in peers], gather_label)
+            gathers += _post(transport.recv, [(p, targets[p][k]) for p in peers], gather_label)
     transport.wait(gathers)
     transport.wait(sends)
 
 
-def _landing(op: Operation, mine: Tensor, out: Tensor) -> list[Tensor]:
+def _post(post: Callable[..., Transfer], rows: Iterable[tuple[int, Tensor]], label: Label) -> list[Transfer]:
+    return [post(peer, bytes_of(data), label) for peer, data in rows if data.numel()]
+
+
+def _receive_buffers(op: Operation, mine: Tensor, out: Tensor) -> list[Tensor]:
     """Where the peers' contributions arrive: the first one in `out` if it is free, which saves memory traffic."""
     rows = len(op.comm.peers)
     if out.dtype != mine.dtype or out.data_ptr() == mine.data_ptr():
@@ -221,7 +213,7 @@ def all_to_all(op: Operation) -> Callable[[], None]:
     def exchange(blocks: list[Tensor]) -> Callable[[], None]:
         return _exchange(op, [(p, blocks[p]) for p in comm.peers], [(p, rows[p]) for p in comm.peers])
 
-    if op.send == op.recv:  # nccl.h promises nothing for it, but it is cheap to get right
+    if op.send_ptr == op.recv_ptr:  # nccl.h promises nothing for it, but it is cheap to get right
 
         def in_place() -> None:
             exchange(_parts(source.clone(), comm.size))()
@@ -247,10 +239,6 @@ def scatter(op: Operation) -> Callable[[], None]:
     return _then_copy(_exchange(op, [(p, rows[p]) for p in comm.peers], []), out, rows[comm.rank])
 
 
-def _alone(op: Operation) -> Callable[[], None]:
-    return lambda: point_to_point(op.comm, [op])
-
-
 def _to_itself(ops: Sequence[Operation], kind: Kind) -> list[Operation]:
     return [op for op in ops if op.kind is kind and op.peer == op.comm.rank]
 
@@ -265,20 +253,39 @@ def check_messages_to_itself(ops: Sequence[Operation]) -> None:
         )
 
 
-def point_to_point(comm: Comm, ops: Sequence[Operation]) -> None:
-    """All sends and receives at once. Those of this rank to itself are copies, matched in their order.
+class Messages:
+    """All sends and receives of a group on one communicator at once."""
 
-    A send is over when it has been received, as the receiver tells: so a send that nobody receives, or of another size
-    than is expected, is an error of both ranks whatever its size."""
-    sends, recvs = (_to_others(comm, ops, kind) for kind in (SEND, RECV))
-    transport = comm.transport
-    sent = [transport.send(op.peer, _bytes(op.send, op), label) for op, label in sends]
-    received = [transport.recv(op.peer, _bytes(op.recv, op), label, _answer(label)) for op, label in recvs]
-    answers = [transport.recv(op.peer, _NOTHING, _answer(label)) for op, label in sends]
-    for source, target in zip(_to_itself(ops, SEND), _to_itself(ops, RECV), strict=True):
-        _copy(_bytes(target.recv, target), _bytes(source.send, source))
-    transport.wait([*received, *answers, *sent])
-    transport.wait([transfer.answer for transfer in received if transfer.answer is not None])
+    held = 0
+
+    def __init__(self, ops: Sequence[Operation]) -> None:
+        self._ops = ops
+
+    def describe(self) -> str:
+        return ", ".join(op.describe() for op in self._ops)
+
+    def traffic(self) -> tuple[int, float]:
+        """They share one step; the link is full duplex."""
+        moved = [(op.kind is SEND, op.nbytes) for op in self._ops if op.peer != op.comm.rank]
+        sent = sum(nbytes for sending, nbytes in moved if sending)
+        return (1 if moved else 0), float(max(sent, sum(nbytes for _, nbytes in moved) - sent))
+
+    def run(self) -> None:
+        """Those of this rank to itself are copies, matched in their order.
+
+        A send is over when it has been received, as the receiver tells: so a send that nobody receives, or of another
+        size than is expected, is an error of both ranks whatever its size."""
+        ops, transport = self._ops, self._ops[0].comm.transport
+        sends, recvs = (_to_others(ops, kind) for kind in (SEND, RECV))
+        sent = [transport.send(op.peer, bytes_at(op.send_ptr, op.nbytes), label) for op, label in sends]
+        received = [
+            transport.recv(op.peer, bytes_at(op.recv_ptr, op.nbytes), label, _answer(label)) for op, label in recvs
+        ]
+        answers = [transport.recv(op.peer, _NOTHING, _answer(label)) for op, label in sends]
+        for source, target in zip(_to_itself(ops, SEND), _to_itself(ops, RECV), strict=True):
+            ctypes.memmove(target.recv_ptr, source.send_ptr, target.nbytes)
+        transport.wait([*received, *answers, *sent])
+        transport.wait([transfer.answer for transfer in received if transfer.answer is not None])
 
 
 _NOTHING = memoryview(b"")
@@ -288,16 +295,12 @@ def _answer(label: Label) -> Label:
     return label._replace(tag=label.tag ^ _ANSWERS)
 
 
-def _to_others(comm: Comm, ops: Sequence[Operation], kind: Kind) -> list[tuple[Operation, Label]]:
+def _to_others(ops: Sequence[Operation], kind: Kind) -> list[tuple[Operation, Label]]:
     """The messages that travel, each with its label. Empty ones are counted and do not travel."""
     labelled = [
-        (op, comm.message_label(op, sending=kind is SEND)) for op in ops if op.kind is kind and op.peer != comm.rank
+        (op, op.message_label(sending=kind is SEND)) for op in ops if op.kind is kind and op.peer != op.comm.rank
     ]
     return [(op, label) for op, label in labelled if op.count]
-
-
-def _bytes(address: int, op: Operation) -> Tensor:
-    return view(address, op.nbytes, 1)
 
 
 def _rooted(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
@@ -320,25 +323,43 @@ def _once(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
     return 1, float(nbytes)
 
 
-ALL_REDUCE = Kind(1, all_reduce, _twice, reduces=True)
-REDUCE_SCATTER = Kind(2, reduce_scatter, _shards, reduces=True)
-REDUCE = Kind(3, reduce, _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
-BROADCAST = Kind(4, broadcast, _whole, send=Where.ON_ROOT, peer_is="root")
-ALL_GATHER = Kind(5, all_gather, _shards)
-ALL_TO_ALL = Kind(6, all_to_all, _shards)
-GATHER = Kind(7, gather, _rooted, recv=Where.ON_ROOT, peer_is="root")
-SCATTER = Kind(8, scatter, _rooted, send=Where.ON_ROOT, peer_is="root")
-SEND = Kind(9, _alone, _once, recv=Where.NOWHERE, peer_is="peer")
-RECV = Kind(10, _alone, _once, send=Where.NOWHERE, peer_is="peer")
-SPLIT = Kind(11, all_gather, lambda p, nbytes, is_root: (0, 0.0))
-WINDOW = Kind(12, all_gather, lambda p, nbytes, is_root: (0, 0.0))
-GROW = Kind(13, all_gather, lambda p, nbytes, is_root: (0, 0.0))
-
-MESSAGES = (SEND, RECV)
+ALL_REDUCE = Kind("ncclAllReduce", 1, all_reduce, _twice, reduces=True)
+REDUCE_SCATTER = Kind("ncclReduceScatter", 2, reduce_scatter, _shards, reduces=True)
+REDUCE = Kind("ncclReduce", 3, reduce, _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
+BROADCAST = Kind("ncclBroadcast", 4, broadcast, _whole, send=Where.ON_ROOT, peer_is="root")
+ALL_GATHER = Kind("ncclAllGather", 5, all_gather, _shards)
+ALL_TO_ALL = Kind("ncclAlltoAll", 6, all_to_all, _shards)
+GATHER = Kind("ncclGather", 7, gather, _rooted, recv=Where.ON_ROOT, peer_is="root")
+SCATTER = Kind("ncclScatter", 8, scatter, _rooted, send=Where.ON_ROOT, peer_is="root")
+SEND = Kind("ncclSend", 9, lambda op: Messages([op]).run, _once, recv=Where.NOWHERE, peer_is="peer")
+RECV = Kind("ncclRecv", 10, lambda op: Messages([op]).run, _once, send=Where.NOWHERE, peer_is="peer")
 
 
-def message_traffic(ops: Sequence[Operation]) -> tuple[int, float]:
-    """A group's sends and receives share one step; the link is full duplex."""
-    moved = [(op.kind is SEND, op.nbytes) for op in ops if op.peer != op.comm.rank]
-    sent = sum(nbytes for sending, nbytes in moved if sending)
-    return (1 if moved else 0), float(max(sent, sum(nbytes for _, nbytes in moved) - sent))
+def _free(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
+    return 0, 0.0
+
+
+# What ranks tell each other to make something, outside of the modelled link.
+SPLIT = Kind("ncclCommSplit", 11, all_gather, _free)
+WINDOW = Kind("ncclCommWindowRegister", 12, all_gather, _free)
+GROW = Kind("ncclCommGrow", 13, all_gather, _free)
+
+
+def gather_rows(comm: Comm, ticket: int, kind: Kind, row: Tensor) -> Tensor:
+    """The rows of all ranks, one each, in the turn of `ticket`; `row` is of int64 or uint8."""
+    table = torch.empty(comm.size, row.numel(), dtype=row.dtype)
+    dtype = STORAGE.index(row.dtype)
+    comm.run(ticket, [Operation(kind, comm, row.data_ptr(), table.data_ptr(), row.numel(), dtype)])
+    return table
+
+
+_MESSAGES = frozenset((SEND, RECV))
+
+
+def works_of(ops: Sequence[Operation]) -> list[Work]:
+    """What runs one after the other: collectives one by one, then all sends and receives at once."""
+    works: list[Work] = []
+    messages: list[Operation] = []
+    for op in ops:
+        (messages if op.kind in _MESSAGES else works).append(op)
+    return [*works, Messages(messages)] if messages else works

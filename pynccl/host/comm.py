@@ -9,30 +9,22 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from ..bindings.abi import RedOp, Result
-from . import algorithms, stall
-from .connect import Channels, Connecting, Listener
-from .connection import STATUS, Label, collective_tag, message_tag
-from .failure import HostFailure, Mismatch, TransportFailure, invalid_argument, invalid_usage, last_error
+from ..bindings.abi import Result
+from .connect import Channels
+from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error
 from .link import link_of, sleep_until
 from .memory import Scratch
-from .operation import Kind, Operation
-from .puts import Puts
 from .reduction import PreMulSum
-from .rendezvous import Place
+from .rendezvous import Meeting
 from .transport import Transport
+from .watchdog import Activity
 
 TIMEOUT_VARIABLE = "PYNCCL_HOST_TIMEOUT"
 
 # What a rank that fails tells its peers: {"verdict": text} or {"culprit": rank, "why": text}.
 Reason = dict[str, Any]
-
-# Small operations keep scratch of their own size.
-_KEPT_OPERATIONS = 512
-_KEPT_BYTES = 8 << 10
 
 # Handles are numbers in a table and never addresses, so a stale one is an error and not a crash.
 _handles = itertools.count(0xC0110000, 0x10)
@@ -48,18 +40,18 @@ def find(handle: int | None) -> Comm:
     return comm
 
 
-def living() -> list[Comm]:
+def all_of_process() -> list[Comm]:
     return list(_communicators.values())
 
 
-def abandon() -> None:
+def after_fork() -> None:
     """In a forked child: leave the connections to the parent, whose they are."""
-    for comm in living():
-        comm.abandon()
+    for comm in all_of_process():
+        comm.after_fork()
     _communicators.clear()
 
 
-def seconds(variable: str, default: float) -> float:
+def seconds(variable: str, default: float = 600.0) -> float:
     """A number of seconds from the environment."""
     text = os.environ.get(variable, "")
     try:
@@ -71,25 +63,34 @@ def seconds(variable: str, default: float) -> float:
     return value
 
 
-def _why(text: str) -> str:
-    """The reason in "lost rank 2: its process has ended", for those whom this rank tells."""
-    return text.partition(": ")[2] or text
+class Work(Protocol):
+    """What a communicator runs in its turn: one collective, or all sends and receives of a group at once."""
+
+    held: int  # bytes of its own, given back by a suspend where it is kept for the next call like it
+
+    @property
+    def run(self) -> Callable[[], None]: ...
+    def traffic(self) -> tuple[int, float]:
+        """(steps, bytes on the wire)"""
+
+    def describe(self) -> str: ...
 
 
-class Turn:
-    """A place in the order of a communicator's operations, for a job that a group may keep for its end.
+class Background:
+    """What a communicator does beside its operations: nothing, until `rma` replaces this by its own."""
 
-    Taken when the job is launched: a group that launches nothing must not leave a place that everybody waits for.
-    """
+    @property
+    def busy(self) -> bool:
+        return False
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm, self._ticket = comm, -1
+    def flush(self) -> None:
+        """Wait until all of it is done."""
 
-    def take(self) -> None:
-        self._ticket = self._comm.ticket()
+    def wake(self) -> None:
+        """The communicator has failed: let nobody wait any longer."""
 
-    def run(self, operation: Operation) -> None:
-        self._comm.run(self._ticket, [operation])
+    def close(self) -> None:
+        """The user's memory is not to be touched any more."""
 
 
 class Comm:
@@ -103,27 +104,25 @@ class Comm:
         self.handle = next(_handles)
         self.device = device
         self.link = link_of(device)
-        self.timeout = seconds(TIMEOUT_VARIABLE, 600.0)
+        self.timeout = seconds(TIMEOUT_VARIABLE)
         self.scratch = Scratch()
         self.premul: dict[int, PreMulSum] = {}
-        self.place: Place | None = None
+        self.meeting: Meeting | None = None  # where its ranks have met
         self.local = True  # all ranks are on this machine
         self.failure: HostFailure | None = None
-        self.trouble = ""  # of a split, which is no failure of its parent
-        self.born = False
-        self.finalized = False
-        self.suspended = False
+        self.split_error = ""  # of a split, which is no failure of its parent
+        self.initialized = self.finalized = self.suspended = False
         self.rma_signals = self.rma_contexts = 1
         self.registrations: dict[int, tuple[int, int]] = {}
-        self.derived: Counter[str] = Counter()  # how often it shrank, by whom it excluded
-        self._puts: Puts | None = None
-        self.activity = stall.Activity()
+        self.shrinks: Counter[str] = Counter()  # how often it shrank, by whom it excluded
+        self.kept: dict[tuple[object, ...], Work] = {}
+        self.rma = Background()
+        self.activity = Activity()
+        self.rounds = 0  # of exchanges of collectives
+        self.lock = threading.Condition()  # told when the next ticket's time has come, and of a failure
         self._transport: Transport | None = None
-        self._rounds = 0
-        self._turn = threading.Condition()
         self._waiting = 0
         self._issued = self._served = 0
-        self._operations: dict[tuple[Kind, int, int, int, int, int, int], Operation] = {}
         self.set_rank(rank, size)
         _communicators[self.handle] = self
 
@@ -131,7 +130,7 @@ class Comm:
         """Say which rank of how many this is, once, before it connects."""
         self.rank, self.size = rank, size
         self.peers = [peer for peer in range(size) if peer != rank]
-        self._sent, self._received = [0] * size, [0] * size
+        self.sent, self.received = [0] * size, [0] * size  # messages to and from each rank
 
     @property
     def transport(self) -> Transport:
@@ -139,174 +138,90 @@ class Comm:
             raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialised)")
         return self._transport
 
-    @property
-    def puts(self) -> Puts:
-        """Its one-sided operations, from the first use on."""
-        with self._turn:
-            if self._puts is None:
-                self._puts = Puts(self)
-            return self._puts
-
-    def connect(
-        self,
-        listener: Listener,
-        endpoints: Sequence[str],
-        timeout: float,
-        name: str,
-        parent: Comm | None = None,
-        members: Sequence[int] = (),
-    ) -> None:
-        """Connect to the peers, which all do the same now.
-
-        endpoints  where each rank listens, this one at `listener`
-        name       of the C function, for messages
-        members    the ranks in `parent`, whose failures end this too
-        """
-        names = [f"rank {rank}" for rank in members or range(self.size)]
-        what = f"{name} on {names[self.rank]}" + (f" of {parent.size}" if parent else f" of {self.size}")
-        check = (lambda: None) if parent is None else partial(parent.look, what)
-        self.join(Connecting(listener, self.rank, endpoints, what, names, check).run(timeout))
-
-    def join(self, channels: Mapping[int, Channels]) -> None:
+    def use(self, channels: Mapping[int, Channels]) -> None:
         """Begin to use connections to all peers."""
-        transport = Transport(self.rank, channels, self._on_status, self.timeout)
-        with self._turn:
-            self._transport, self.born = transport, True
+        transport = Transport(self.rank, channels, self.activity, self.timeout)
+        with self.lock:
+            self._transport, self.initialized = transport, True
         if self.failure is not None:  # aborted meanwhile
-            self._shut(self.failure)
-
-    # Labels
-
-    def label(self, op: Operation) -> Label:
-        """Label of the next round of exchanges of the collective `op`; every rank calls it once per round."""
-        self._rounds += 1
-        if self.activity.round == 0:
-            self.activity.round = self._rounds
-        return Label(collective_tag(self._rounds, op.call), self._rounds, op.text)
-
-    @property
-    def rounds(self) -> int:
-        return self._rounds
-
-    def message_label(self, op: Operation, sending: bool) -> Label:
-        counters, peer = self._sent if sending else self._received, op.peer
-        counters[peer] += 1
-        self.activity.messages.append((sending, peer, counters[peer], op.nbytes))
-        return Label(message_tag(counters[peer], op.nbytes), counters[peer], op.text)
+            transport.abort(self.because(f"it failed: {self.failure.text}"), TransportFailure(self.failure.text))
 
     # Order
 
     def check_usable(self) -> None:
         if self.failure is not None:
             raise HostFailure(self.failure.code, f"the communicator failed before: {self.failure.text}")
-        if not self.born:
+        if not self.initialized:
             raise invalid_usage("the communicator is still being initialised; end the group that does so first")
         if self.finalized:
             raise invalid_usage("the communicator was finalized; it can only be destroyed")
         if self.suspended:
             raise invalid_usage("the communicator is suspended; call ncclCommResume first")
 
-    def operation(
-        self, name: str, kind: Kind, send: int, recv: int, count: int, dtype: int, op: int, peer: int
-    ) -> Operation:
-        """The call with these arguments, checked; the one of the last time if there was one."""
-        key = (kind, send, recv, count, dtype, op, peer)
-        if (known := self._operations.get(key)) is not None:
-            return known
-        fresh = Operation(name, kind, self, send, recv, count, dtype, op, peer)
-        fresh.check()
-        # The number of a pre-multiplied sum may come to mean another one; large operations gain nothing.
-        if op <= RedOp.AVG and fresh.nbytes <= _KEPT_BYTES:
-            if len(self._operations) >= _KEPT_OPERATIONS:
-                self._operations.clear()
-            self._operations[key] = fresh
-        return fresh
-
     def ticket(self) -> int:
-        with self._turn:
+        with self.lock:
             self._issued += 1
             return self._issued - 1
 
-    def run(self, ticket: int, ops: Sequence[Operation]) -> None:
+    def run(self, ticket: int, works: Sequence[Work]) -> None:
         """Execute what was issued under `ticket`, when its turn has come. Raises HostFailure, which sticks."""
         try:
             if self._served != ticket or self.failure is not None:
                 self._await(lambda: self._served == ticket)
-            self._execute(ops)
+            for work in works:
+                self._execute(work)
         except HostFailure as failure:
             raise self.fail(failure) from failure.__cause__
-        except (TransportFailure, Mismatch) as failure:
-            raise self.fail(self._explain(failure), self._reason(failure)) from failure
+        except TransportFailure as failure:
+            raise self._fail_for(failure, self._what()) from failure
         except KeyboardInterrupt:
             self.interrupt()
             raise
         except BaseException as error:
             lines = traceback.format_exception_only(type(error), error)
-            self.fail(HostFailure(Result.INTERNAL_ERROR, f"{ops[0].describe()}: {lines[-1].strip()}"))
+            self.fail(HostFailure(Result.INTERNAL_ERROR, f"{works[0].describe()}: {lines[-1].strip()}"))
             raise
         finally:
             self._served += 1  # only the operation whose turn it is gets here, unless all of them fail
             if self._waiting:
-                with self._turn:
-                    self._turn.notify_all()
+                with self.lock:
+                    self.lock.notify_all()
 
     def _await(self, condition: Callable[[], bool]) -> None:
         """Wait for `condition`; raise the failure if there is one first."""
-        with self._turn:
+        with self.lock:
             self._waiting += 1
             try:
-                self._turn.wait_for(lambda: condition() or self.failure is not None)
+                self.lock.wait_for(lambda: condition() or self.failure is not None)
             finally:
                 self._waiting -= 1
         if self.failure is not None:
             raise self.failure
 
-    def _execute(self, ops: Sequence[Operation]) -> None:
-        """Collectives one by one, then all sends and receives at once."""
-        if len(ops) == 1:
-            self._timed(ops, ops[0].run, ops[0].traffic)
-            return
-        messages = [op for op in ops if op.kind in algorithms.MESSAGES]
-        for op in ops:
-            if op.kind not in algorithms.MESSAGES:
-                self._timed([op], op.run, op.traffic)
-        if messages:
-            exchange = partial(algorithms.point_to_point, self, messages)
-            self._timed(messages, exchange, partial(algorithms.message_traffic, messages))
-
-    def traffic(self, ops: Sequence[Operation]) -> list[tuple[int, float]]:
-        """(steps, bytes on the wire) of what `_execute` runs one after the other."""
-        messages = [op for op in ops if op.kind in algorithms.MESSAGES]
-        rows = [op.traffic() for op in ops if op.kind not in algorithms.MESSAGES]
-        return [*rows, algorithms.message_traffic(messages)] if messages else rows
-
-    def _timed(
-        self, ops: Sequence[Operation], run: Callable[[], None], traffic: Callable[[], tuple[int, float]]
-    ) -> None:
-        done_at = self.link.reserve(*traffic()) if self.link else 0.0
-        self.activity.begin(ops)
-        run()
+    def _execute(self, work: Work) -> None:
+        done_at = self.link.reserve(*work.traffic()) if self.link else 0.0
+        self.activity.begin(work.describe)
+        work.run()
         if done_at:
             sleep_until(done_at)
 
     @property
     def idle(self) -> bool:
-        return self._served == self._issued and not (self._puts is not None and self._puts.busy)
+        return self._served == self._issued and not self.rma.busy
 
     def flush(self) -> None:
         """Wait until everything issued so far has run, or the communicator has failed."""
         last = self._issued
         with contextlib.suppress(HostFailure):
             self._await(lambda: self._served >= last)
-            if self._puts is not None:
-                self._puts.flush()
+            self.rma.flush()
 
     # Memory
 
     @property
     def dynamic_bytes(self) -> int:
         """Bytes that a suspend gives back."""
-        return self.scratch.nbytes + sum(op.held for op in list(self._operations.values()))
+        return self.scratch.nbytes + sum(operation.held for operation in list(self.kept.values()))
 
     @property
     def static_bytes(self) -> int:
@@ -316,91 +231,55 @@ class Comm:
         """Give back what is not needed until `suspended` is taken back."""
         self.flush()
         self.suspended = True
-        self._operations.clear()
+        self.kept.clear()
         self.scratch.release()
 
     # Failure and end
 
-    def _on_status(self, awaited: Sequence[int]) -> None:
-        """Compare what this rank does with what the peers that wait have told; tell them, if this one has waited for
-        `awaited` for a while."""
-        mine = self.activity.status()
-        if awaited:
-            what = f"{self.activity.describe()} on rank {self.rank} of {self.size}"
-            last_error.text = f"{what} still waits for ranks {list(awaited)}"
-            if not self.activity.told:
-                self.activity.told = True
-                self.transport.tell(STATUS, mine)
-        for peer, theirs in self.transport.statuses().items():
-            if text := stall.disagreement(self.rank, mine, peer, theirs):
-                raise TransportFailure("", verdict=text)
+    def _what(self) -> str:
+        return f"{self.activity.describe()} on rank {self.rank} of {self.size}"
 
-    def _explain(self, failure: TransportFailure | Mismatch) -> HostFailure:
-        """The result code for a broken exchange, in a message that names the operation."""
-        if self.failure is not None:  # it broke because of an abort
-            return self.failure
-        if verdict := self._verdict(failure):
-            return invalid_usage(verdict)
-        assert isinstance(failure, TransportFailure)
-        text = f"{self.activity.describe()} on rank {self.rank} of {self.size}: {failure}"
+    def _fail_for(self, failure: TransportFailure, what: str) -> HostFailure:
+        """A broken exchange as the failure of this communicator, unless it broke because of an earlier one."""
+        if failure.verdict:
+            return self.fail(invalid_usage(failure.verdict), {"verdict": failure.verdict})
+        text = f"{what}: {failure}"
         if failure.timed_out:
             text += f" ({TIMEOUT_VARIABLE} is {self.timeout:g} s)"
-        return HostFailure(Result.REMOTE_ERROR, text + failure.detail)
+        # Of "lost rank 2: its process has ended", what those hear whom this rank tells is the end.
+        why = str(failure).partition(": ")[2] or str(failure)
+        reason: Reason = {"culprit": failure.culprit, "why": why}
+        return self.fail(HostFailure(Result.REMOTE_ERROR, text + failure.detail), reason)
 
-    def _verdict(self, failure: TransportFailure | Mismatch) -> str:
-        """How the calls of the ranks disagree, if that is what has failed."""
-        if isinstance(failure, TransportFailure):
-            return failure.verdict
-        if failure.messages is not None:
-            sent, expected, number = failure.messages
-            return stall.other_sizes(failure.peer, self.rank, sent, expected, number)
-        return stall.other_calls(self.rank, self.activity.describe(), failure.peer, failure.theirs)
-
-    def _reason(self, failure: TransportFailure | Mismatch) -> Reason:
-        """What the peers are told."""
-        if verdict := self._verdict(failure):
-            return {"verdict": verdict}
-        assert isinstance(failure, TransportFailure)
-        return {"culprit": failure.culprit, "why": _why(str(failure))}
-
-    def look(self, what: str) -> None:
+    def poll(self, what: str) -> None:
         """Fail, and raise HostFailure, if a peer has failed or is gone."""
         transport = self._transport
         if self.failure is None and transport is not None:
             try:
-                transport.look()
+                transport.poll()
             except TransportFailure as failure:
-                verdict = failure.verdict
-                text = f"{what}: {failure}"
-                found = invalid_usage(verdict) if verdict else HostFailure(Result.REMOTE_ERROR, text)
-                self.fail(found, self._reason(failure))
+                self._fail_for(failure, what)
         if self.failure is not None:
             raise self.failure
 
     def fail(self, failure: HostFailure, reason: Reason | None = None) -> HostFailure:
         """Make the first failure stick, wake everybody who waits here, and tell the peers the reason by closing."""
-        with self._turn:
+        with self.lock:
             first = self.failure is None
             if first:
                 self.failure = failure
                 last_error.text = failure.text
-            self._turn.notify_all()
-        if first:
-            self._shut(failure, reason)
-        if self._puts is not None:
-            self._puts.wake()
+            transport = self._transport
+            self.lock.notify_all()
+        if first and transport is not None:
+            transport.abort(reason or self.because(f"it failed: {failure.text}"), TransportFailure(failure.text))
+        self.rma.wake()
         return self.failure or failure
-
-    def _shut(self, failure: HostFailure, reason: Reason | None = None) -> None:
-        transport = self._transport
-        if transport is not None:
-            told = reason or {"culprit": self.rank, "why": f"it failed: {failure.text}"}
-            transport.shut(told, TransportFailure(failure.text))
 
     def interrupt(self) -> None:
         """Ctrl-C ended an operation: nothing more can be done here, as the others are told."""
-        text = f"{self.activity.describe()} on rank {self.rank} of {self.size} was interrupted"
-        self.fail(HostFailure(Result.SYSTEM_ERROR, text), self.because("it was interrupted (Ctrl-C)"))
+        failure = HostFailure(Result.SYSTEM_ERROR, f"{self._what()} was interrupted")
+        self.fail(failure, self.because("it was interrupted (Ctrl-C)"))
 
     def because(self, why: str) -> Reason:
         """What the peers are told of an end that this rank wanted."""
@@ -414,27 +293,25 @@ class Comm:
         """Forget the handle; connections close once everything issued has run, and the peers have done the same."""
         self.forget()
         self.flush()
-        if self._puts is not None:
-            self._puts.close()
+        self.rma.close()
         if self._transport is not None and self.failure is None:
-            self._transport.part()
+            self._transport.finalize()
         self.failure = self.failure or invalid_usage("the communicator was destroyed")
         self._transport = None
-        self._operations.clear()
-
-    def abandon(self) -> None:
-        """In a forked child."""
-        self._turn = threading.Condition()
-        self.failure = invalid_usage("the communicator was inherited through a fork, where it cannot work")
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = None
+        self.kept.clear()
 
     def abort(self) -> None:
         """Forget the handle, close the connections now, wake an operation that is blocked in them."""
         self.forget()
-        why = "it aborted the communicator" + (f", after {self.trouble}" if self.trouble else "")
+        why = "it aborted the communicator" + (f", after {self.split_error}" if self.split_error else "")
         self.fail(invalid_usage("the communicator was aborted"), self.because(why))
-        if self._puts is not None:
-            self._puts.close()
+        self.rma.close()
+        self._transport = None
+
+    def after_fork(self) -> None:
+        """In a forked child."""
+        self.lock = threading.Condition()
+        self.failure = invalid_usage("the communicator was inherited through a fork, where it cannot work")
+        if self._transport is not None:
+            self._transport.close()
         self._transport = None

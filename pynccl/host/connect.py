@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ..bindings.abi import Result
 from .failure import HostFailure, exiting
 from .interfaces import VARIABLES, machine_mark, own_addresses
-from .store import STRANGER_SECONDS, STRANGERS, accepted, listen
+from .store import STRANGER_SECONDS, Acceptor, listen, receive
 
 ENDPOINT_BYTES = 496  # of an endpoint that travels in a table
 
@@ -31,7 +31,7 @@ _WELCOME = b"\x06"
 _DIAL_SECONDS = 2.0
 _TICK_SECONDS = 0.2
 _RETRY_SECONDS = 0.05
-_LOOK_SECONDS = 1.0
+_PROBE_SECONDS = 1.0
 _MOST_ADDRESSES = 4
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -120,33 +120,31 @@ class Connecting:
         self._awaited = {(peer, c) for peer in range(rank + 1, len(endpoints)) for c in _CHANNELS}
         self._to_dial = [(peer, c) for peer in range(rank) for c in _CHANNELS]
         self._dialled: dict[socket.socket, Key] = {}
-        self._strangers: dict[socket.socket, tuple[float, bytearray]] = {}
         self._dial_at = 0.0
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._probe_at = time.monotonic() + _PROBE_SECONDS
         self._selector = selectors.DefaultSelector()
+        self._acceptor = Acceptor(listener.sock, self._selector, _GREETING.size, self._admit)
 
     def run(self, timeout: float) -> dict[int, Channels]:
         """Peer -> connections. Raises HostFailure(ncclRemoteError) for a rank that is gone, and at the deadline."""
         deadline = time.monotonic() + timeout
-        self._selector.register(self._listener.sock, selectors.EVENT_READ)
         try:
             while self._awaited or self._to_dial or self._dialled:
                 self._dial(deadline)
-                for key, _ in self._selector.select(_TICK_SECONDS if not self._to_dial else _RETRY_SECONDS):
-                    self._handle(key.fileobj)  # type: ignore[arg-type]
-                self._drop_strangers(STRANGERS, STRANGER_SECONDS)
-                self._look_for_the_dead()
-                self._give_up(deadline, timeout)
+                self._serve(_TICK_SECONDS if not self._to_dial else _RETRY_SECONDS)
+                self._acceptor.drop()
+                self._probe_awaited()
+                self._check_deadline(deadline, timeout)
         except BaseException:
             for sock in [*self._made.values(), *self._dialled]:
                 sock.close()
             raise
         finally:
-            self._drop_strangers(0, 0.0)
+            self._acceptor.drop(0, 0.0)
             self._selector.close()
             self._listener.close()
         for sock in self._made.values():
-            self._settle(sock)
+            self._configure(sock)
         peers = [peer for peer in range(len(self._endpoints)) if peer != self._rank]
         return {peer: Channels(*(self._made[peer, c] for c in _CHANNELS)) for peer in peers}
 
@@ -199,82 +197,44 @@ class Connecting:
             f"ended, or the network is not open between the machines; {VARIABLES[0]} names the interface to use",
         )
 
-    def _handle(self, sock: socket.socket) -> None:
-        if sock is self._listener.sock:
-            for stranger in accepted(sock, lambda: self._drop_strangers(0, 0.0)):
-                self._strangers[stranger] = time.monotonic(), bytearray()
-                self._selector.register(stranger, selectors.EVENT_READ)
-                self._drop_strangers(STRANGERS, STRANGER_SECONDS)
-        elif sock in self._dialled:
-            key = self._dialled.pop(sock)
+    def _serve(self, timeout: float) -> None:
+        """Handle what comes within so many seconds."""
+        for key, _ in self._selector.select(timeout):
+            sock: socket.socket = key.fileobj  # type: ignore[assignment]
+            if self._acceptor.handle(sock) or sock not in self._dialled:
+                continue
+            peer = self._dialled.pop(sock)
             self._selector.unregister(sock)
-            if self._received(sock, len(_WELCOME)) == _WELCOME:
-                self._made[key] = sock
+            if receive(sock, len(_WELCOME)) == _WELCOME:
+                self._made[peer] = sock
             else:
-                self._dial_again(sock, key)
-        elif sock in self._strangers:
-            self._hear(sock)
+                self._dial_again(sock, peer)
 
-    @staticmethod
-    def _received(sock: socket.socket, most: int) -> bytes | None:
-        """What has come; None if nothing has, b"" at the end."""
+    def _admit(self, sock: socket.socket, greeting: bytes) -> None:
+        """Take the connection of a peer that has greeted, and tell it so; close what comes from anybody else."""
+        magic, token, rank, channel = _GREETING.unpack(greeting)
+        expected = self._rank < rank < len(self._endpoints) and channel in _CHANNELS
         try:
-            return sock.recv(most)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
-
-    def _hear(self, sock: socket.socket) -> bool:
-        """Read a stranger's greeting; False if it is not complete."""
-        _, greeting = self._strangers[sock]
-        data = self._received(sock, _GREETING.size - len(greeting))
-        if data is None:
-            return False
-        greeting += data
-        if data and len(greeting) < _GREETING.size:
-            return False
-        del self._strangers[sock]
-        self._selector.unregister(sock)
-        if data:
-            magic, token, rank, channel = _GREETING.unpack(greeting)
-            expected = rank > self._rank and rank < len(self._endpoints) and channel in _CHANNELS
-            if magic == _MAGIC and token == self._listener.token and expected:
-                self._welcome(sock, (rank, channel))
-                return True
-        sock.close()
-        return True
-
-    def _welcome(self, sock: socket.socket, key: Key) -> None:
-        try:
+            if magic != _MAGIC or token != self._listener.token or not expected:
+                raise ConnectionError("a stranger")
             sock.send(_WELCOME)
         except OSError:
             sock.close()
             return
-        if (earlier := self._made.pop(key, None)) is not None:
+        if (earlier := self._made.pop((rank, channel), None)) is not None:
             earlier.close()
-        self._made[key] = sock
-        self._awaited.discard(key)
+        self._made[rank, channel] = sock
+        self._awaited.discard((rank, channel))
 
-    def _drop_strangers(self, most: int, seconds: float) -> None:
-        now, surplus = time.monotonic(), len(self._strangers) - most
-        for i, (sock, (since, _)) in enumerate(list(self._strangers.items())):  # in the order in which they came
-            due = i < surplus or now - since > seconds
-            if due and not self._hear(sock):  # its greeting may have come meanwhile
-                del self._strangers[sock]
-                self._selector.unregister(sock)
-                sock.close()
-
-    def _look_for_the_dead(self) -> None:
+    def _probe_awaited(self) -> None:
         """A rank that has not dialled yet still listens; if nobody does at its port, its process has ended."""
-        if time.monotonic() < self._look_at:
+        if time.monotonic() < self._probe_at:
             return
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._probe_at = time.monotonic() + _PROBE_SECONDS
         for peer in sorted({peer for peer, _ in self._awaited}):
             if self._refuses(peer):
-                for key, _ in self._selector.select(0):  # it may have dialled just before
-                    self._handle(key.fileobj)  # type: ignore[arg-type]
-                self._drop_strangers(0, STRANGER_SECONDS)
+                self._serve(0)  # it may have dialled just before
+                self._acceptor.drop(0, STRANGER_SECONDS)
                 if any(awaited == peer for awaited, _ in self._awaited):
                     why = "nobody listens at its port any more: its process has ended"
                     raise HostFailure(Result.REMOTE_ERROR, f"{self._what}: lost {self._names[peer]}: {why}")
@@ -291,7 +251,7 @@ class Connecting:
             return False
         return True
 
-    def _give_up(self, deadline: float, timeout: float) -> None:
+    def _check_deadline(self, deadline: float, timeout: float) -> None:
         self._check()
         missing = {peer for peer, _ in [*self._awaited, *self._to_dial, *self._dialled.values()]}
         late = time.monotonic() > deadline
@@ -301,7 +261,7 @@ class Connecting:
             raise HostFailure(Result.REMOTE_ERROR, f"{self._what}: {who} did not connect {why}")
 
     @staticmethod
-    def _settle(sock: socket.socket) -> None:
+    def _configure(sock: socket.socket) -> None:
         sock.setblocking(False)
         with contextlib.suppress(OSError):  # closed again already, which the first wait finds out
             if not sock.getpeername()[0].endswith("127.0.0.1"):  # a machine that loses power says nothing

@@ -23,7 +23,7 @@ TEXT_BYTES = HEAD_BYTES - HEAD.size
 # A tag is [1 bit collective][20 bits hash of what is sent][10 bits sequence number].
 _COLLECTIVE = 1 << 30
 
-GOODBYE, FAIL, STATUS = "goodbye", "fail", "status"
+FINALIZE, FAIL, STATUS = "finalize", "fail", "status"
 
 
 class Label(NamedTuple):
@@ -67,16 +67,14 @@ class Transfer:
 
     __slots__ = ("answer", "connection", "done", "expected", "got", "head", "nbytes", "parts", "then")
 
-    def __init__(self, connection: Connection, label: Label, data: memoryview) -> None:
-        self.connection = connection
-        self.nbytes = len(data)
+    def __init__(self, connection: Connection, head: bytes | bytearray, data: memoryview) -> None:
+        self.connection, self.head, self.nbytes = connection, head, len(data)
         self.done = False
         self.then: Label | None = None  # of the answer that a received message gets
         self.answer: Transfer | None = None
         self.got = 0  # bytes that have been moved, header included
-        self.expected = b""
-        self.head = bytearray()
-        self.parts: list[Any] = []
+        self.expected = b""  # what the header that is received begins with
+        self.parts: list[Any] = [head, data] if data else [head]
 
     def advance(self, moved: int) -> bool:
         """So many bytes more; whether that was all."""
@@ -102,7 +100,7 @@ class Connection:
         self.recvs: deque[Transfer] = deque()
         self.inbox = bytearray()
         self.outbox = bytearray()
-        self.left = False  # it said goodbye
+        self.finalized = False  # it has left in order
         self.failure: Mapping[str, Any] | None = None  # what it said when it failed
         self.status: Mapping[str, Any] | None = None  # what it has been waiting for
         self.ended_at = 0.0  # when the control connection ended, or it failed
@@ -111,9 +109,9 @@ class Connection:
     @property
     def lost(self) -> bool:
         """Gone, and not in order."""
-        return self.ended_at > 0.0 and not self.left
+        return self.ended_at > 0.0 and not self.finalized
 
-    def tell(self, message: Any) -> None:
+    def send_control(self, message: Any) -> None:
         """Say something on the control connection, which never blocks."""
         self.outbox += frame(message)
         self.flush_control()
@@ -123,7 +121,7 @@ class Connection:
             while self.outbox:
                 del self.outbox[: self.control.send(self.outbox)]
 
-    def hear(self) -> None:
+    def read_control(self) -> None:
         """Read what the peer says of itself."""
         if self.ended_at and self.failure is None:
             return
@@ -147,8 +145,8 @@ class Connection:
             self.ended_at, self.why = time.monotonic(), why
 
     def _take(self, kind: str, message: Any) -> None:
-        if kind == GOODBYE:
-            self.left = True
+        if kind == FINALIZE:
+            self.finalized = True
         elif kind == FAIL and self.failure is None:
             self.failure = message
             self.ended_at = time.monotonic()

@@ -31,18 +31,6 @@ class TransportFailure(Exception):
         self.timed_out, self.culprit, self.detail, self.verdict = timed_out, culprit, detail, verdict
 
 
-class Mismatch(Exception):
-    """A message belongs to another call than the one that waits for it.
-
-    theirs    the peer's call, as text
-    messages  (bytes sent, bytes expected, number between the two) where both calls are of point-to-point messages
-    """
-
-    def __init__(self, peer: int, theirs: str, messages: tuple[int, int, int] | None) -> None:
-        super().__init__(theirs)
-        self.peer, self.theirs, self.messages = peer, theirs, messages
-
-
 # What ncclGetErrorString says.
 REASONS: dict[int, str] = {
     Result.SUCCESS: "no error",

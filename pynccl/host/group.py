@@ -7,35 +7,29 @@ their order; communicators progress independently, each in a thread of its own i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from .algorithms import check_messages_to_itself
-from .comm import Comm, Turn
+from .algorithms import check_messages_to_itself, works_of
+from .comm import Comm, Work
 from .failure import HostFailure, invalid_usage
 from .operation import Operation
 from .stream import HostEvent, HostStream
 
-# A communicator's share of a launch: its ticket and what to run.
-Run = tuple[Comm, int, Sequence[Operation]]
-# An operation and the stream it was issued on, None for the caller.
-Issued = tuple[Operation, HostStream | None]
-# A job that makes something, and its place in the order of the communicator that it uses.
-Birth = tuple[Callable[[], None], Turn | None]
-# A job that waits for other ranks without using the communicator, which other operations may use meanwhile.
-Wait = tuple[Comm, Callable[[], None], HostStream | None]
-# An event to record when what is issued next begins, and the stream of that.
-Start = tuple[HostEvent, HostStream | None]
+Job = Callable[[], None]
+# An operation, the stream it was issued on, None for the caller, and an event to record when it begins.
+Issued = tuple[Operation, HostStream | None, HostEvent | None]
+# A job that makes something; the communicator over which it does so, if any, and whose ticket it gets.
+Init = tuple[Comm | None, Callable[[int], None]]
 
 
 @dataclass
 class _Group:
     depth: int = 0
-    births: list[Birth] = field(default_factory=list)
+    inits: list[Init] = field(default_factory=list)
     operations: list[Issued] = field(default_factory=list)
-    starts: list[Start] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
+    waits: list[Job] = field(default_factory=list)
     failure: HostFailure | None = None
 
 
@@ -55,11 +49,12 @@ def end() -> None:
     group = _close("ncclGroupEnd")
     if group is None:
         return
-    _bring_up(group.births)
+    if group.inits:
+        _init(group.inits)
     if group.operations:
-        _launch(group.operations, group.starts)
-    for comm, job, stream in group.waits:  # after all else: what the other ranks wait for may be in this group
-        _wait(comm, job, stream)
+        _launch(group.operations)
+    for wait in group.waits:
+        wait()
 
 
 def simulate_end() -> float:
@@ -70,12 +65,11 @@ def simulate_end() -> float:
     group = _close("ncclGroupSimulateEnd")
     if group is None:
         return 0.0
-    _bring_up(group.births)
-    by_comm = _by_comm(group.operations)
+    _init(group.inits)
     busy: dict[int, float] = {}  # by link: communicators of one device queue on it together
-    for comm, own in by_comm.items():
+    for comm, works in _by_comm(group.operations).items():
         if comm.link is not None:
-            seconds = sum(comm.link.seconds(*traffic) for traffic in comm.traffic(own))
+            seconds = sum(comm.link.seconds(*work.traffic()) for work in works)
             busy[id(comm.link)] = busy.get(id(comm.link), 0.0) + seconds
     return max(busy.values(), default=0.0)
 
@@ -94,15 +88,6 @@ def _close(name: str) -> _Group | None:
     return group
 
 
-def announce_start(event: HostEvent, stream: HostStream | None) -> None:
-    """Record `event` when the operation that is issued next begins."""
-    group = _thread.group
-    if group.depth:
-        group.starts.append((event, stream))
-    else:
-        event.record(stream)
-
-
 def refuse(failure: HostFailure) -> None:
     """A call of the current group had wrong arguments: the group must launch nothing."""
     group = _thread.group
@@ -110,13 +95,13 @@ def refuse(failure: HostFailure) -> None:
         group.failure = failure
 
 
-def issue(operation: Operation, stream: HostStream | None) -> None:
-    """Run or queue one operation; inside a group keep it for the end."""
+def issue(operation: Operation, stream: HostStream | None, started: HostEvent | None = None) -> None:
+    """Run or queue one operation; inside a group keep it for the end. `started` is recorded when it begins."""
     group = _thread.group
     if group.depth:
-        group.operations.append((operation, stream))
-    elif stream is not None:
-        _launch([(operation, stream)], ())
+        group.operations.append((operation, stream, started))
+    elif stream is not None or started is not None:
+        _launch([(operation, stream, started)])
     else:
         comm = operation.comm
         if operation.peer == comm.rank:
@@ -124,54 +109,38 @@ def issue(operation: Operation, stream: HostStream | None) -> None:
         comm.run(comm.ticket(), [operation])
 
 
-def issue_wait(comm: Comm, job: Callable[[], None], stream: HostStream | None) -> None:
-    """Run or queue a job that waits for what other ranks do; inside a group keep it for the end."""
+def issue_wait(job: Job) -> None:
+    """Run a job that waits for what other ranks do, which may be in this group: inside one after all else in it."""
     group = _thread.group
     if group.depth:
-        group.waits.append((comm, job, stream))
+        group.waits.append(job)
     else:
-        _wait(comm, job, stream)
+        job()
 
 
-def _wait(comm: Comm, job: Callable[[], None], stream: HostStream | None) -> None:
-    comm.check_usable()
-    comm.puts.expect()
-
-    def expected() -> None:
-        with comm.puts.expected():
-            job()
-
-    if stream is None:
-        expected()
-    else:
-        stream.submit(expected)
-
-
-def bring_up(birth: Callable[[], None], turn: Turn | None) -> None:
+def init(comm: Comm | None, job: Callable[[int], None]) -> None:
     """Run a job that talks to other ranks to make something; inside a group at its end, with the others of its kind.
 
-    turn  what it needs of the communicator over which it talks"""
+    comm  over which it talks: the job gets a ticket of it, taken only now, since a group that launches nothing must not
+          leave a place in the order of operations that everybody waits for"""
     group = _thread.group
     if group.depth:
-        group.births.append((birth, turn))
+        group.inits.append((comm, job))
     else:
-        _bring_up([(birth, turn)])
+        _init([(comm, job)])
 
 
-def _bring_up(births: Sequence[Birth]) -> None:
-    for _, turn in births:
-        if turn is not None:
-            turn.take()
-    together([birth for birth, _ in births])
+def _init(inits: Sequence[Init]) -> None:
+    run_at_once([partial(job, comm.ticket() if comm is not None else -1) for comm, job in inits])
 
 
-def together(jobs: Sequence[Callable[[], None]], give_up: Callable[[], None] = lambda: None) -> None:
+def run_at_once(jobs: Sequence[Job], comms: Iterable[Comm] = ()) -> None:
     """Run jobs that may wait for each other, each in a thread; raises the first one's error.
 
-    give_up  ends those in other threads when Ctrl-C ends the one in this: they are not waited for then"""
+    comms  are interrupted when Ctrl-C ends the job in this thread: those in others are not waited for then"""
     errors: list[BaseException] = []
 
-    def guarded(job: Callable[[], None]) -> None:
+    def guarded(job: Job) -> None:
         try:
             job()
         except BaseException as error:  # raised again in the thread that called
@@ -186,7 +155,8 @@ def together(jobs: Sequence[Callable[[], None]], give_up: Callable[[], None] = l
         for thread in others:
             thread.join()
     except KeyboardInterrupt:
-        give_up()
+        for comm in comms:
+            comm.interrupt()
         raise
     except BaseException as error:
         errors.insert(0, error)
@@ -196,47 +166,38 @@ def together(jobs: Sequence[Callable[[], None]], give_up: Callable[[], None] = l
         raise errors[0]
 
 
-def _by_comm(issued: Sequence[Issued]) -> dict[Comm, list[Operation]]:
-    """The operations of each communicator, checked as a whole."""
+def _by_comm(issued: Sequence[Issued]) -> dict[Comm, list[Work]]:
+    """What each communicator has to run, checked as a whole."""
     by_comm: dict[Comm, list[Operation]] = {}
-    for operation, _ in issued:
+    for operation, _, _ in issued:
         by_comm.setdefault(operation.comm, []).append(operation)
     for comm, own in by_comm.items():
         comm.check_usable()
         check_messages_to_itself(own)
-    return by_comm
+    return {comm: works_of(own) for comm, own in by_comm.items()}
 
 
-def _launch(issued: Sequence[Issued], starts: Sequence[Start]) -> None:
+def _launch(issued: Sequence[Issued]) -> None:
     by_comm = _by_comm(issued)
     used: dict[Comm, dict[HostStream | None, None]] = {}
-    for operation, stream in issued:
+    for operation, stream, started in issued:
         used.setdefault(operation.comm, {})[stream] = None
-    for event, stream in starts:
-        event.record(stream)
-    runs: dict[HostStream | None, list[Run]] = {}
+        if started is not None:
+            started.record(stream)
+    runs: dict[HostStream | None, list[Job]] = {}
     joins: list[tuple[HostStream, HostStream | None]] = []
-    for comm, own in by_comm.items():
-        streams = list(used[comm])
+    for comm, works in by_comm.items():
+        first, *others = used[comm]
         # As NCCL does: run on the first stream, which waits for the others before; the others wait for it after.
-        for other in streams[1:]:
-            HostEvent().record(other).wait(streams[0])
-            if streams[0] is not None:  # what runs in the caller is over when the others go on
-                joins.append((streams[0], other))
-        runs.setdefault(streams[0], []).append((comm, comm.ticket(), own))
+        for other in others:
+            HostEvent().record(other).wait(first)
+            if first is not None:  # what runs in the caller is over when the others go on
+                joins.append((first, other))
+        runs.setdefault(first, []).append(partial(comm.run, comm.ticket(), works))
     in_caller = runs.pop(None, [])
-    for stream, own_runs in runs.items():
+    for stream, jobs in runs.items():
         assert stream is not None
-        stream.submit(partial(_run_all, own_runs))
-    together([partial(comm.run, ticket, own) for comm, ticket, own in in_caller], partial(_interrupt, list(by_comm)))
+        stream.submit(partial(run_at_once, jobs))
+    run_at_once(in_caller, by_comm)
     for first, other in joins:
         first.record().wait(other)
-
-
-def _interrupt(comms: Sequence[Comm]) -> None:
-    for comm in comms:
-        comm.interrupt()
-
-
-def _run_all(runs: Sequence[Run]) -> None:
-    together([partial(comm.run, ticket, own) for comm, ticket, own in runs])

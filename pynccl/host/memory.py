@@ -7,6 +7,7 @@ operation has completed on its stream.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -46,11 +47,8 @@ def view(address: int, count: int, dtype: int) -> Tensor:
     """`count` elements of ncclDataType_t `dtype` at `address`, without a copy."""
     if count == 0:
         return torch.empty(0, dtype=STORAGE[dtype])
-    nbytes = count * ITEMSIZE[dtype]
-    if nbytes > 2**63 - 1:
-        raise invalid_argument(f"{count} elements of {ITEMSIZE[dtype]} bytes are more than an address space holds")
     with normal_tensors():
-        return torch.frombuffer(_memory_at(address, nbytes, _WRITABLE), dtype=STORAGE[dtype])
+        return torch.frombuffer(bytes_at(address, count * ITEMSIZE[dtype]), dtype=STORAGE[dtype])
 
 
 def normal_tensors() -> Any:
@@ -60,7 +58,14 @@ def normal_tensors() -> Any:
 
 def bytes_of(data: Tensor) -> memoryview:
     """The memory of a contiguous tensor. Like `view`, it holds no reference."""
-    return _memory_at(data.data_ptr(), data.nbytes, _WRITABLE) if data.nbytes else memoryview(b"")
+    return bytes_at(data.data_ptr(), data.nbytes)
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """As `view`, as bytes alone."""
+    if nbytes > sys.maxsize:
+        raise invalid_argument(f"{nbytes} bytes are more than an address space holds")
+    return _memory_at(address, nbytes, _WRITABLE) if nbytes else memoryview(b"")
 
 
 class Scratch:

@@ -6,15 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..bindings.abi import ITEMSIZE, DataType, RedOp
-from .connection import collective_call, header_text
+from .argcheck import check_dtype, check_peer
+from .comm import Comm
+from .connection import Label, collective_call, collective_tag, header_text, message_tag
 from .failure import invalid_argument
 from .reduction import PreMulSum
 
-if TYPE_CHECKING:
-    from .comm import Comm
+# Small operations keep scratch of their own size.
+_KEPT_OPERATIONS = 512
+_KEPT_BYTES = 8 << 10
 
 
 class Where(Enum):
@@ -27,12 +30,13 @@ class Where(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What an operation is: its code, which arguments it uses, what it costs on a link.
+    """What an operation is: its C function and code, which arguments it uses, what it costs on a link.
 
     prepare(operation) makes the views of its buffers and returns what runs it, any number of times.
     traffic(p, nbytes of `count` elements, is root) -> (steps, bytes on the wire).
     """
 
+    name: str
     number: int
     prepare: Callable[[Operation], Callable[[], None]]
     traffic: Callable[[int, int, bool], tuple[int, float]]
@@ -50,11 +54,10 @@ class Operation:
     what is checked and prepared once is most of the latency of a small one.
     """
 
-    name: str
     kind: Kind
     comm: Comm
-    send: int
-    recv: int
+    send_ptr: int
+    recv_ptr: int
     count: int
     dtype: int
     op: int = 0
@@ -62,6 +65,10 @@ class Operation:
     # Bound when the operation is called, since its number may come to mean another one.
     premul: PreMulSum | None = field(default=None, init=False)
     held: int = 0  # bytes of its own, in which the peers' contributions arrive
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +94,21 @@ class Operation:
             return 0, 0.0
         return self.kind.traffic(self.comm.size, self.nbytes, self.peer == self.comm.rank)
 
+    def label(self) -> Label:
+        """Label of the next round of exchanges of this collective; every rank calls it once per round."""
+        comm = self.comm
+        comm.rounds += 1
+        if comm.activity.round == 0:
+            comm.activity.round = comm.rounds
+        return Label(collective_tag(comm.rounds, self.call), comm.rounds, self.text)
+
+    def message_label(self, sending: bool) -> Label:
+        """Label of this send or receive, the next one between the two ranks."""
+        counters, peer = self.comm.sent if sending else self.comm.received, self.peer
+        counters[peer] += 1
+        self.comm.activity.messages.append((sending, peer, counters[peer], self.nbytes))
+        return Label(message_tag(counters[peer], self.nbytes), counters[peer], self.text)
+
     def describe(self) -> str:
         """The call without its addresses; equal on ranks whose calls fit together."""
         parts = [f"count={self.count}", f"datatype={DataType(self.dtype).name.lower()}"]
@@ -99,15 +121,12 @@ class Operation:
     def check(self) -> None:
         """Raise HostFailure(ncclInvalidArgument) for arguments that no rank could run."""
         kind, comm = self.kind, self.comm
-        if not 0 <= self.dtype < len(ITEMSIZE):
-            raise invalid_argument(f"{self.name}: datatype is {self.dtype}; expected 0 to {len(ITEMSIZE) - 1}")
+        check_dtype(self.name, self.dtype)
         if kind.reduces:
             self._check_operator()
-        if kind.peer_is and not 0 <= self.peer < comm.size:
-            raise invalid_argument(
-                f"{self.name}: {kind.peer_is} is {self.peer}; expected a rank of the communicator, 0 to {comm.size - 1}"
-            )
-        for label, address, where in (("sendbuff", self.send, kind.send), ("recvbuff", self.recv, kind.recv)):
+        if kind.peer_is:
+            check_peer(self.name, kind.peer_is, self.peer, comm.size)
+        for label, address, where in (("sendbuff", self.send_ptr, kind.send), ("recvbuff", self.recv_ptr, kind.recv)):
             used = where is Where.EVERYWHERE or (where is Where.ON_ROOT and self.peer == comm.rank)
             if used and not address and self.count:
                 raise invalid_argument(f"{self.name}: {label} is NULL; expected the address of {self.nbytes} bytes")
@@ -126,3 +145,21 @@ class Operation:
                 f"{self.name}: op was made for datatype {DataType(premul.dtype).name.lower()}, "
                 f"the call has {DataType(self.dtype).name.lower()}"
             )
+
+
+def operation_of(
+    comm: Comm, kind: Kind, send_ptr: int, recv_ptr: int, count: int, dtype: int, op: int, peer: int
+) -> Operation:
+    """The call with these arguments, checked; the one of the last time if there was one."""
+    key = (kind, send_ptr, recv_ptr, count, dtype, op, peer)
+    known: Any = comm.kept.get(key)
+    if known is not None:
+        return known
+    fresh = Operation(kind, comm, send_ptr, recv_ptr, count, dtype, op, peer)
+    fresh.check()
+    # The number of a pre-multiplied sum may come to mean another one; large operations gain nothing.
+    if op <= RedOp.AVG and fresh.nbytes <= _KEPT_BYTES:
+        if len(comm.kept) >= _KEPT_OPERATIONS:
+            comm.kept.clear()
+        comm.kept[key] = fresh
+    return fresh

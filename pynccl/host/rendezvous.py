@@ -13,8 +13,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from ..bindings.abi import UNIQUE_ID_BYTES, Result
 from .failure import HostFailure, exiting, invalid_argument, invalid_usage, last_error
@@ -28,15 +28,6 @@ _PROBE_SECONDS = 5.0
 _server: tuple[int, Server] | None = None  # with the process that made it: a forked child needs its own
 _server_lock = threading.Lock()
 _idle_clients: dict[tuple[int, str, int], list[Client]] = {}
-
-
-class Texts(Protocol):
-    """A store as its users see it; see `store.Store`."""
-
-    def set(self, key: str, text: str) -> None: ...
-    def get(self, keys: Sequence[str]) -> list[str | None]: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def claim(self, key: str, text: str) -> str: ...
 
 
 class Client:
@@ -53,26 +44,14 @@ class Client:
         except OSError as error:
             raise self._lost(error) from error
 
-    def set(self, key: str, text: str) -> None:
-        self._ask("set", key, text)
-
-    def get(self, keys: Sequence[str]) -> list[str | None]:
-        found: list[str | None] = self._ask("get", list(keys))
-        return found
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", key, amount))
-
-    def claim(self, key: str, text: str) -> str:
-        return str(self._ask("claim", key, text))
-
     def close(self) -> None:
         self._sock.close()
 
-    def _ask(self, *request: Any) -> Any:
+    def answer(self, request: Any) -> Any:
+        """As `Store.answer`."""
         try:
             self._sock.settimeout(self._left())
-            self._sock.sendall(frame(list(request)))
+            self._sock.sendall(frame(request))
             while True:
                 for answer in take_frames(self._received):
                     return answer
@@ -97,59 +76,58 @@ class Client:
         )
 
 
-class Place:
-    """A part of a store, by prefix, to which a client is opened when one is needed.
+class Meeting(NamedTuple):
+    """Where ranks meet: in the store of this process or of one at (host, port), under a name."""
 
-    A client serves one thread at a time, so everyone takes one for a while and gives it back for the next."""
+    store: tuple[str, int] | Store
+    name: str
 
-    def __init__(self, store: tuple[str, int] | Store, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    @property
-    def in_process(self) -> bool:
-        return isinstance(self._store, Store)
-
-    def below(self, name: str) -> Place:
-        return Place(self._store, f"{self._prefix}/{name}")
+    def below(self, name: str) -> Meeting:
+        return Meeting(self.store, f"{self.name}/{name}")
 
     @contextlib.contextmanager
-    def open(self, timeout: float) -> Iterator[Texts]:
-        """The store, for calls that take at most `timeout` seconds together."""
-        if isinstance(self._store, Store):
-            yield _Prefixed(self._prefix, self._store)
+    def _open(self, deadline: float) -> Iterator[Store | Client]:
+        """The store. A client serves one thread at a time, so everyone takes one and leaves it to the next."""
+        if isinstance(self.store, Store):
+            yield self.store
             return
-        deadline = time.monotonic() + timeout
-        idle = _idle_clients.setdefault((os.getpid(), *self._store), [])
+        idle = _idle_clients.setdefault((os.getpid(), *self.store), [])
         try:
             client = idle.pop()
             client.deadline = deadline
         except IndexError:
-            client = Client(*self._store, deadline)
+            client = Client(*self.store, deadline)
         try:
-            yield _Prefixed(self._prefix, client)
+            yield client
         except BaseException:
             client.close()  # it may be in the middle of an answer
             raise
         idle.append(client)
 
+    def wait(self, timeout: float, function: str, rank: int, size: int, endpoint: str) -> list[str]:
+        """Wait until all ranks are there; returns what each of them gave as `endpoint`.
 
-class _Prefixed:
-    """A store whose keys all begin alike."""
-
-    def __init__(self, prefix: str, store: Texts) -> None:
-        self._prefix, self._store = prefix, store
-
-    def set(self, key: str, text: str) -> None:
-        self._store.set(f"{self._prefix}/{key}", text)
-
-    def get(self, keys: Sequence[str]) -> list[str | None]:
-        return self._store.get([f"{self._prefix}/{key}" for key in keys])
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(f"{self._prefix}/{key}", amount)
-
-    def claim(self, key: str, text: str) -> str:
-        return self._store.claim(f"{self._prefix}/{key}", text)
+        While it waits, the process's last error says for whom `function` does. Ranks that contradict each other all get
+        ncclInvalidUsage.
+        """
+        deadline = time.monotonic() + timeout
+        what = f"{function}: rank {rank} of {size}"
+        pause = 0.001
+        with self._open(deadline) as store:
+            while True:
+                contradiction, missing, endpoints = store.answer([self.name, rank, size, endpoint])
+                if contradiction:
+                    raise invalid_usage(f"{function}: {contradiction}")
+                if not missing:
+                    last_error.text = f"{what} connects to its peers"
+                    return list(endpoints)
+                endpoint = ""  # it is known there from now on
+                last_error.text = f"{what} still waits for ranks {missing}"
+                if time.monotonic() > deadline:
+                    raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {timeout:g} s")
+                if exiting.wait(pause):
+                    raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} as the process exits")
+                pause = min(2 * pause, 0.02)
 
 
 def make_unique_id() -> bytes:
@@ -185,7 +163,7 @@ def close() -> None:
     _idle_clients.clear()
 
 
-def place_of(unique_id: bytes, timeout: float) -> Place:
+def meeting_of(unique_id: bytes, timeout: float) -> Meeting:
     """The part of a store that belongs to a unique id."""
     magic, port, machine, nonce = _HEAD.unpack_from(unique_id)
     if magic != _MAGIC or not port:
@@ -196,58 +174,7 @@ def place_of(unique_id: bytes, timeout: float) -> Place:
     text = unique_id[_HEAD.size :].rstrip(b"\0").decode("ascii", "replace")
     here = machine.hex() == machine_mark()
     addresses = ["127.0.0.1"] if here else [address for address in text.split(",") if address]
-    return Place((_reachable(addresses, port, timeout), port), nonce.hex())
-
-
-class Rendezvous:
-    """The ranks of one communicator find out who is there."""
-
-    def __init__(self, store: Texts, timeout: float, name: str = "ncclCommInitRank") -> None:
-        self._store = store
-        self._name = name  # of the C function, for messages
-        self._deadline = time.monotonic() + timeout
-        self._timeout = timeout
-
-    def meet(self, rank: int, size: int, endpoint: str) -> list[str]:
-        """Wait until all ranks are there; returns what each of them gave as `endpoint`.
-
-        While it waits, the process's last error says for whom. Ranks that contradict each other all get
-        ncclInvalidUsage.
-        """
-        self._announce(rank, size, endpoint)
-        endpoints: list[str | None] = [None] * size
-        pause = 0.001
-        while missing := [r for r in range(size) if endpoints[r] is None]:
-            for r, found in zip(missing, self._store.get([f"hello/{r}" for r in missing]), strict=True):
-                endpoints[r] = found
-            missing = [r for r in missing if endpoints[r] is None]
-            self._raise_contradiction()
-            if not missing:
-                break
-            last_error.text = f"{self._name}: rank {rank} of {size} still waits for ranks {missing}"
-            if time.monotonic() > self._deadline:
-                raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {self._timeout:g} s")
-            if exiting.wait(pause):
-                raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} as the process exits")
-            pause = min(2 * pause, 0.02)
-        last_error.text = f"{self._name}: rank {rank} of {size} connects to its peers"
-        return [found for found in endpoints if found is not None]
-
-    def _announce(self, rank: int, size: int, endpoint: str) -> None:
-        agreed = int(self._store.claim("size", str(size)))
-        if agreed != size:
-            text = f"rank {rank} says there are {size} ranks, another rank says {agreed}"
-            self._store.set("contradiction", text)
-        elif self._store.add(f"claims/{rank}", 1) > 1:
-            self._store.set("contradiction", f"two processes or threads claim to be rank {rank} of {size}")
-        else:
-            self._store.set(f"hello/{rank}", endpoint)
-        self._raise_contradiction()
-
-    def _raise_contradiction(self) -> None:
-        (text,) = self._store.get(["contradiction"])
-        if text:
-            raise invalid_usage(f"{self._name}: {text}")
+    return Meeting((_reachable(addresses, port, timeout), port), nonce.hex())
 
 
 def _reachable(addresses: list[str], port: int, timeout: float) -> str:

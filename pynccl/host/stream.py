@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from ..bindings.errors import NcclInvalidUsage, from_result
 from ..bindings.resource import Shared
@@ -35,54 +36,31 @@ def as_error(failure: BaseException) -> BaseException:
     return failure
 
 
-class _Error:
-    """The first error of a stream that nobody has seen yet."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    def put(self, error: BaseException) -> None:
-        with self._lock:
-            self._error = self._error or error
-
-    def __bool__(self) -> bool:
-        return self._error is not None
-
-    def raise_once(self) -> None:
-        with self._lock:
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-
-class _Keep:
-    """A job that does nothing, and so keeps what it holds until all jobs before it are done."""
-
-    def __init__(self, kept: object) -> None:
-        self._kept = kept
-
-    def __call__(self) -> None:
-        pass
-
-
-class _Inner:
-    """What a worker thread needs of a stream; holds no reference to it, so a stream that is dropped ends its worker."""
+class _Queue:
+    """What the thread of a stream needs; holds no reference to the stream, so one that is dropped ends its thread."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.error = _Error()
         self.done = 0
+        self.error: BaseException | None = None  # the first one that nobody has seen yet
+        self._lock = threading.Lock()
 
     def work(self) -> None:
         while (job := self.jobs.get()) is not None:
             if not exiting.is_set():
                 try:
                     job()
-                except BaseException as error:  # the worker must live on, whatever a job raises
-                    self.error.put(as_error(error))
+                except BaseException as error:  # the thread must live on, whatever a job raises
+                    with self._lock:
+                        self.error = self.error or as_error(error)
             del job  # with it go the buffers that its closure holds
             self.done += 1
+
+    def raise_once(self) -> None:
+        with self._lock:
+            error, self.error = self.error, None
+        if error is not None:
+            raise error
 
 
 class _Completion:
@@ -91,11 +69,12 @@ class _Completion:
     def __init__(self) -> None:
         self.happened = threading.Event()
         self.moment = 0.0
-        self.error: _Error | None = None
+        self._failed: _Queue | None = None
 
-    def complete(self, error: _Error | None = None) -> None:
+    def complete(self, queue: _Queue | None = None) -> None:
+        """Of what was queued there, if not of the caller."""
         self.moment = time.perf_counter()
-        self.error = error if error else None
+        self._failed = queue if queue is not None and queue.error is not None else None
         self.happened.set()
 
     def wait(self) -> None:
@@ -105,8 +84,8 @@ class _Completion:
 
     def wait_and_raise(self) -> None:
         self.happened.wait()
-        if self.error is not None:
-            self.error.raise_once()
+        if self._failed is not None:
+            self._failed.raise_once()
 
 
 class HostEvent(Shared):
@@ -124,19 +103,18 @@ class HostEvent(Shared):
             _events[self._handle] = self
         return self._handle
 
-    def record(self, stream: HostStream | int | None = None) -> HostEvent:
+    def record(self, stream: _Stream | int | None = None) -> HostEvent:
         """Mark the work that is queued on `stream` now. On the caller (0 or None) it completes at once."""
         completion = _Completion()
         owner = find(stream)
         if owner is None:
             completion.complete()
         else:
-            inner = owner._inner
-            owner._put(lambda: completion.complete(inner.error))
+            owner.submit(partial(completion.complete, owner._queue))
         self._completion = completion
         return self
 
-    def wait(self, stream: HostStream | int | None = None) -> None:
+    def wait(self, stream: _Stream | int | None = None) -> None:
         """Make later work of `stream` wait for this event; the caller (0 or None) blocks."""
         completion = self._completion
         owner = find(stream)
@@ -145,7 +123,7 @@ class HostEvent(Shared):
         if owner is None:
             completion.wait_and_raise()
         elif not completion.happened.is_set():
-            owner._put(completion.wait)
+            owner.submit(completion.wait)
 
     def synchronize(self) -> None:
         """Block until the event has happened; raise the error of the work before it, once."""
@@ -164,51 +142,32 @@ class HostEvent(Shared):
         return (end._completion.moment - self._completion.moment) * 1e3
 
 
-class HostStream(Shared):
-    """An in-order queue of work, run by a daemon thread. `priority` is accepted and does nothing."""
+class _Stream(Shared):
+    """The verbs of a stream; of one that runs everything at once."""
 
-    def __init__(self, priority: int = 0) -> None:
-        self.priority = priority
-        self.handle = next(_handles)
-        self._inner = _Inner()
-        self._queued = 0
-        self._lock = threading.Lock()
-        self._closed = False
-        self._worker = threading.Thread(target=self._inner.work, name=f"pynccl-stream-{self.handle:#x}", daemon=True)
-        self._worker.start()
-        _streams[self.handle] = self
-
-    def __repr__(self) -> str:
-        return f"HostStream(handle={self.handle:#x})"
+    handle = 0
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """(version, handle): the protocol of cuda.core. The handle means something to the host library alone."""
         return 0, self.handle
 
-    def _put(self, job: Job) -> None:
-        with self._lock:
-            if self._closed:
-                raise NcclInvalidUsage(f"{self!r} is closed; make another with pynccl.create_stream()")
-            self._queued += 1
-            self._inner.jobs.put(job)
-
-    def submit(self, fn: Job) -> None:
-        """Run `fn()` on the worker, after all that is queued now; what it returns is dropped."""
-        self._put(fn)
-
     def record(self, event: HostEvent | None = None) -> HostEvent:
         """Record `event`, or a new one, after all that is queued now."""
-        return _recordable(event).record(self)
+        if event is not None and not isinstance(event, HostEvent):
+            raise TypeError(
+                f"record: event is a {type(event).__name__}, expected one of pynccl.create_event() with the host "
+                "library, or None for a new one"
+            )
+        return (event or HostEvent()).record(self)
 
-    def wait(self, other: HostEvent | HostStream | CallerStream) -> None:
-        """Make later work wait for an event, or for all that is queued on another stream now."""
-        _awaited(other).wait(self)
-
-    def hold(self, keep: object) -> None:
-        """Keep an object until all that is queued now has run: the worker drops it when it comes to it."""
-        with self._lock:
-            self._queued += 1
-            self._inner.jobs.put(_Keep(keep))  # also of a closed stream: what is queued is run, and goes, in order
+    def wait(self, other: HostEvent | _Stream) -> None:
+        """Make later work wait for an event, or for all that is queued on another stream now. The caller blocks."""
+        if not isinstance(other, (HostEvent, _Stream)):
+            raise TypeError(
+                f"wait: event is a {type(other).__name__}, expected an event or a stream of the host library, such as "
+                "pynccl.create_event() and pynccl.create_stream() make"
+            )
+        (other if isinstance(other, HostEvent) else other.record()).wait(self)
 
     def synchronize(self) -> None:
         """Block until all that is queued now has run; raise the first error of that work, once."""
@@ -216,7 +175,46 @@ class HostStream(Shared):
 
     def query(self) -> bool:
         """Whether all work that was queued has run."""
-        return self._inner.done == self._queued
+        return True
+
+
+class CallerStream(_Stream):
+    """The caller, whom the handle 0 stands for. His work is done when he asks."""
+
+
+class HostStream(_Stream):
+    """An in-order queue of work, run by a daemon thread. `priority` is accepted and does nothing."""
+
+    def __init__(self, priority: int = 0) -> None:
+        self.priority = priority
+        self.handle = next(_handles)
+        self._queue = _Queue()
+        self._queued = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._worker = threading.Thread(target=self._queue.work, name=f"pynccl-stream-{self.handle:#x}", daemon=True)
+        self._worker.start()
+        _streams[self.handle] = self
+
+    def __repr__(self) -> str:
+        return f"HostStream(handle={self.handle:#x})"
+
+    def submit(self, fn: Job) -> None:
+        """Run `fn()` on the worker, after all that is queued now; what it returns is dropped."""
+        with self._lock:
+            if self._closed:
+                raise NcclInvalidUsage(f"{self!r} is closed; make another with pynccl.create_stream()")
+            self._queued += 1
+            self._queue.jobs.put(fn)
+
+    def hold(self, keep: object) -> None:
+        """Keep an object until all that is queued now has run: the worker drops it when it comes to it."""
+        with self._lock:
+            self._queued += 1
+            self._queue.jobs.put(lambda: keep)  # also of a closed stream: what is queued is run, and goes, in order
+
+    def query(self) -> bool:
+        return self._queue.done == self._queued
 
     def close(self) -> None:
         """Run what is queued, then end the worker. The handle is invalid at once."""
@@ -224,58 +222,14 @@ class HostStream(Shared):
             if self._closed:
                 return
             self._closed = True
-            self._inner.jobs.put(None)
+            self._queue.jobs.put(None)
         _streams.pop(self.handle, None)
         if threading.current_thread() is not self._worker:
             self._worker.join()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            self._inner.jobs.put(None)
-
-
-class CallerStream(Shared):
-    """The caller, whom the handle 0 stands for, with the verbs of a stream. His work is done when he asks."""
-
-    handle = 0
-    query = staticmethod(lambda: True)
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, 0
-
-    def record(self, event: HostEvent | None = None) -> HostEvent:
-        return _recordable(event).record(None)
-
-    def wait(self, other: HostEvent | HostStream | CallerStream) -> None:
-        """Block until an event has happened, or until all that is queued on a stream now has run."""
-        _awaited(other).wait(None)
-
-    def synchronize(self) -> None:
-        pass
-
-
-def _recordable(event: HostEvent | None) -> HostEvent:
-    """The event to record, a new one for None."""
-    if event is None:
-        return HostEvent()
-    if not isinstance(event, HostEvent):
-        raise TypeError(
-            f"record: event is a {type(event).__name__}, expected one of pynccl.create_event() with the host library, "
-            "or None for a new one"
-        )
-    return event
-
-
-def _awaited(other: HostEvent | HostStream | CallerStream) -> HostEvent:
-    """The event to wait for: of a stream, that of all that is queued on it now."""
-    if isinstance(other, HostEvent):
-        return other
-    if not isinstance(other, (HostStream, CallerStream)):
-        raise TypeError(
-            f"wait: event is a {type(other).__name__}, expected an event or a stream of the host library, such as "
-            "pynccl.create_event() and pynccl.create_stream() make"
-        )
-    return other.record()
+            self._queue.jobs.put(None)
 
 
 def made_here(handle: int) -> HostStream | None:
@@ -283,12 +237,12 @@ def made_here(handle: int) -> HostStream | None:
     return _streams.get(handle)
 
 
-def find(stream: HostStream | CallerStream | int | None) -> HostStream | None:
+def find(stream: _Stream | int | None) -> HostStream | None:
     """The stream of a handle; None for the caller. Unknown handles raise HostFailure(ncclInvalidArgument)."""
-    if not stream or isinstance(stream, CallerStream):
-        return None
     if isinstance(stream, HostStream):
         return stream
+    if not stream or isinstance(stream, _Stream):
+        return None
     if not isinstance(stream, int):
         raise TypeError(f"stream is a {type(stream).__name__}, expected one of pynccl.create_stream(), or its handle")
     found = _streams.get(stream)
@@ -306,15 +260,14 @@ def find_event(handle: int) -> HostEvent:
 
 
 def drop_queued_work() -> list[threading.Thread]:
-    """At exit: let every worker discard what it has not begun; returns the workers."""
-    workers = []
-    for stream in list(_streams.values()):
-        stream._inner.jobs.put(None)
-        workers.append(stream._worker)
-    return workers
+    """At exit: let every worker discard what it has not begun; returns the workers' threads."""
+    streams = list(_streams.values())
+    for stream in streams:
+        stream._queue.jobs.put(None)
+    return [stream._worker for stream in streams]
 
 
-def abandon() -> None:
+def after_fork() -> None:
     """In a forked child, where no worker came along: streams of the parent are closed."""
     for stream in list(_streams.values()):
         stream._lock = threading.Lock()

@@ -7,7 +7,7 @@ moves the bytes itself, and looks up for signals, failures and its deadline.
 
 Both ends of a connection post their messages in the same order. Each carries a header that says which call it belongs
 to, so calls that disagree are found out by the first of them that meet, before any data is taken for another's.
-Beside the data runs a control connection, on which ranks say how they end ("goodbye", "fail") and, once they have
+Beside the data runs a control connection, on which ranks say how they end ("finalize", "fail") and, once they have
 waited for a while, what they wait for ("status"): so the one rank that is gone is named by all, and not who noticed it.
 """
 
@@ -20,15 +20,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from .connect import Channels
-from .connection import FAIL, GOODBYE, HEAD, HEAD_BYTES, Connection, Label, Transfer, is_collective
-from .failure import Mismatch, TransportFailure, invalid_argument
-from .memory import bytes_of
+from .connection import FAIL, FINALIZE, HEAD, HEAD_BYTES, STATUS, Connection, Label, Transfer, is_collective
+from .failure import TransportFailure, invalid_argument, last_error
+from .watchdog import Activity, culprit_of, disagreement, mismatch, timed_out, waiting
 
 _TICK_SECONDS = 0.2
 _STALL_SECONDS = 0.5
@@ -40,14 +38,11 @@ _NOTHING = memoryview(b"")
 class Transport:
     """The connections of one communicator. `send` and `recv` post, `wait` completes; one thread at a time."""
 
-    def __init__(
-        self, rank: int, channels: Mapping[int, Channels], on_status: Callable[[Sequence[int]], None], timeout: float
-    ) -> None:
-        """on_status: called with the ranks that are waited for once that lasts for a while, with none of them when a
-        peer says that it has waited; raises where the calls of the ranks disagree. timeout: seconds for every wait."""
+    def __init__(self, rank: int, channels: Mapping[int, Channels], activity: Activity, timeout: float) -> None:
+        """activity: what this rank does, for messages. timeout: seconds for every wait."""
         self._rank = rank
         self._connections = {peer: Connection(peer, ends) for peer, ends in sorted(channels.items())}
-        self._on_status = on_status
+        self._activity = activity
         self._limit = timeout
         self._broken: TransportFailure | None = None
         self._epoll = select.epoll()
@@ -71,29 +66,23 @@ class Transport:
 
     # Data
 
-    def send(self, peer: int, data: Tensor | memoryview, label: Label) -> Transfer:
+    def send(self, peer: int, data: memoryview, label: Label) -> Transfer:
         connection = self._connections[peer]
-        content = data if isinstance(data, memoryview) else bytes_of(data)
-        transfer = Transfer(connection, label, content)
-        head = HEAD.pack(label.tag, len(content), label.number) + label.text
-        transfer.parts = [head, content] if content else [head]
+        transfer = Transfer(connection, HEAD.pack(label.tag, len(data), label.number) + label.text, data)
         connection.sends.append(transfer)
         if len(connection.sends) == 1:
             self._push(connection)
         return transfer
 
-    def recv(self, peer: int, data: Tensor | memoryview, label: Label, answer: Label | None = None) -> Transfer:
+    def recv(self, peer: int, data: memoryview, label: Label, answer: Label | None = None) -> Transfer:
         """answer: what to send back, without data, once the message is here."""
         connection = self._connections[peer]
-        content = data if isinstance(data, memoryview) else bytes_of(data)
-        transfer = Transfer(connection, label, content)
+        transfer = Transfer(connection, bytearray(HEAD_BYTES), data)
         transfer.then = answer
-        transfer.head = bytearray(HEAD_BYTES)
         # The two ends of a message differ in their texts, "send" and "recv"; those of a collective in nothing.
-        transfer.expected = HEAD.pack(label.tag, len(content), label.number)
+        transfer.expected = HEAD.pack(label.tag, len(data), label.number)
         if is_collective(label.tag):
             transfer.expected += label.text
-        transfer.parts = [transfer.head, content] if content else [transfer.head]
         connection.recvs.append(transfer)
         return transfer
 
@@ -133,7 +122,7 @@ class Transport:
                     raise self._loss(connection)
                 begun, finished = first.got < HEAD_BYTES, first.advance(moved)
                 if begun and first.got >= HEAD_BYTES and not first.head.startswith(first.expected):
-                    raise self._mismatch(connection, first)
+                    raise mismatch(self._rank, self._activity.describe(), first)
                 if finished:
                     recvs.popleft()
                     if first.then is not None:
@@ -163,10 +152,11 @@ class Transport:
                 next_tick = now + _TICK_SECONDS
                 self._check_peers(_GRACE_SECONDS)
                 if now - started > self._limit:
-                    raise self._timed_out(pending)
+                    raise timed_out(self._connections.values(), {transfer.connection for transfer in pending})
                 if not stalled and now - started > _STALL_SECONDS:
                     stalled = True
-                    self._on_status(sorted({transfer.connection.peer for transfer in pending}))
+                    self._tell_what_is_awaited(sorted({transfer.connection.peer for transfer in pending}))
+                    self._compare_calls()
 
     def _serve(self, fd: int) -> None:
         if fd == self._wake:
@@ -181,27 +171,33 @@ class Transport:
             return
         with self._control_lock:
             before = connection.status
-            connection.hear()
+            connection.read_control()
         if connection.status is not before:
-            self._on_status(())
+            self._compare_calls()
 
     # What peers say of themselves
 
-    def tell(self, kind: str, message: Any) -> None:
-        """Tell all peers. From any thread."""
-        with self._control_lock:
-            for connection in self._connections.values():
-                connection.tell([kind, message])
+    def _tell_what_is_awaited(self, ranks: Sequence[int]) -> None:
+        """Say what this rank does, once, in `ncclGetLastError` and to all peers."""
+        what = f"{self._activity.describe()} on rank {self._rank} of {len(self._connections) + 1}"
+        last_error.text = f"{what} still waits for ranks {list(ranks)}"
+        if not self._activity.told:
+            self._activity.told = True
+            with self._control_lock:
+                for connection in self._connections.values():
+                    connection.send_control([STATUS, self._activity.status()])
 
-    def statuses(self) -> dict[int, Mapping[str, Any]]:
-        """What the peers that have waited for a while wait for."""
-        return {c.peer: c.status for c in self._connections.values() if c.status is not None}
+    def _compare_calls(self) -> None:
+        """Raise TransportFailure where this rank's call disagrees with that of a peer that waits."""
+        for peer, theirs in waiting(self._connections.values()).items():
+            if text := disagreement(self._rank, self._activity.status(), peer, theirs):
+                raise TransportFailure("", verdict=text)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Raise TransportFailure if a peer has failed or is gone. From any thread."""
         with self._control_lock:
             for connection in self._connections.values():
-                connection.hear()
+                connection.read_control()
         self._check_peers(0.0)
 
     def _check_peers(self, grace: float) -> None:
@@ -211,7 +207,7 @@ class Transport:
                 with self._control_lock:
                     connection.flush_control()
             if connection.lost and now - connection.ended_at >= grace:
-                raise self._explained()
+                raise culprit_of(self._rank, list(self._connections.values()))
 
     def _broken_off(self, connection: Connection, error: OSError) -> Exception:
         if error.errno == errno.EFAULT:
@@ -227,54 +223,20 @@ class Transport:
         while True:
             with self._control_lock:
                 for other in self._connections.values():
-                    other.hear()
+                    other.read_control()
             if self._broken is not None:
                 return self._broken
             if connection.ended_at or connection.failure is not None or time.monotonic() > deadline:
                 break
-            select.select([connection.control], [], [], 0.02)
-        if connection.left:
+            heard = select.poll()  # which unlike select.select takes every descriptor
+            heard.register(connection.control, select.POLLIN)
+            heard.poll(20)
+        if connection.finalized:
             text = f"lost rank {connection.peer}: it has destroyed the communicator, or left the program, before this"
             return TransportFailure(text, culprit=connection.peer)
         if not connection.lost:
             connection.end("it closed the connection")
-        return self._explained()
-
-    def _explained(self) -> TransportFailure:
-        """The failure that explains the others: first who is gone without a word, then what the others say."""
-        lost = [connection for connection in self._connections.values() if connection.lost]
-        said = [connection for connection in lost if connection.failure is not None]
-        for connection in said:
-            if connection.failure and connection.failure.get("verdict"):
-                return TransportFailure("", verdict=str(connection.failure["verdict"]))
-        for connection in lost:
-            if connection.failure is None:
-                return TransportFailure(f"lost rank {connection.peer}: {connection.why}", culprit=connection.peer)
-        first = min(said, key=lambda connection: connection.ended_at)
-        failure = first.failure or {}
-        culprit, why = failure.get("culprit"), str(failure.get("why", ""))
-        if culprit is None or culprit == first.peer:
-            return TransportFailure(f"lost rank {first.peer}: {why}", culprit=first.peer)
-        if culprit == self._rank:
-            return TransportFailure(f"rank {first.peer} gave up on this rank: {why}", culprit=first.peer)
-        return TransportFailure(f"lost rank {culprit}: {why} (says rank {first.peer})", culprit=culprit)
-
-    def _timed_out(self, pending: Sequence[Transfer]) -> TransportFailure:
-        awaited = {transfer.connection.peer: transfer.connection for transfer in pending}
-        silent = [peer for peer, connection in awaited.items() if connection.status is None]
-        others = [f"; rank {peer} last waited in {status['call']}" for peer, status in self.statuses().items()]
-        culprits = silent or list(awaited)
-        who = f"rank {culprits[0]}" if len(culprits) == 1 else f"ranks {culprits}"
-        silence = f"; nothing is known of ranks {silent}" if silent else ""
-        text = f"no answer of {who} within the time-out, frozen or late"
-        return TransportFailure(text, timed_out=True, culprit=culprits[0], detail="".join(others) + silence)
-
-    def _mismatch(self, connection: Connection, transfer: Transfer) -> Mismatch:
-        tag, nbytes, number = HEAD.unpack_from(transfer.head)
-        own_tag, own_nbytes, own_number = HEAD.unpack_from(transfer.expected)
-        text = bytes(transfer.head[HEAD.size :]).rstrip(b"\0").decode(errors="replace")
-        messages = not is_collective(tag) and not is_collective(own_tag) and number == own_number
-        return Mismatch(connection.peer, text, (nbytes, own_nbytes, number) if messages else None)
+        return culprit_of(self._rank, list(self._connections.values()))
 
     # One-sided: blocking, by threads of their own, however long it takes
 
@@ -285,26 +247,23 @@ class Transport:
             raise TransportFailure(f"connection to rank {peer}: {error.strerror or 'closed'}", culprit=peer) from error
 
     def rma_recv(self, peer: int, data: memoryview) -> None:
-        sock, got = self._connections[peer].rma, 0
-        while got < len(data):
-            try:
-                moved = sock.recv_into(data[got:])
-            except OSError as error:
-                moved, why = 0, error.strerror
-            else:
-                why = "closed by peer"
-            if not moved:
-                raise TransportFailure(f"connection to rank {peer}: {why or 'closed'}", culprit=peer)
-            got += moved
+        sock, why = self._connections[peer].rma, "closed by peer"
+        try:
+            while data and (moved := sock.recv_into(data)):
+                data = data[moved:]
+        except OSError as error:
+            why = error.strerror or "closed"
+        if data:
+            raise TransportFailure(f"connection to rank {peer}: {why}", culprit=peer)
 
     # End
 
-    def part(self) -> None:
-        """Say goodbye and close; what was sent still arrives. Nobody may be waiting here."""
+    def finalize(self) -> None:
+        """Say that all is in order and close; what was sent still arrives. Nobody may be waiting here."""
         with self._control_lock:
             for connection in self._connections.values():
-                connection.tell([GOODBYE, None])
-                connection.hear()  # closing over what was not read would cut off what was not received
+                connection.send_control([FINALIZE, None])
+                connection.read_control()  # closing over what was not read would cut off what was not received
                 for sock in (connection.data, connection.control, connection.rma):
                     with contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_WR)
@@ -312,14 +271,14 @@ class Transport:
             for connection in self._connections.values():
                 connection.data.close()
                 connection.control.close()
-        # The rma connections are closed by the threads that read them, when the peer has parted too: see puts.
+        # The rma connections are closed by the threads that read them, when the peer has finalized too: see `rma`.
 
-    def shut(self, failure: Mapping[str, Any], broken: TransportFailure) -> None:
+    def abort(self, failure: Mapping[str, Any], broken: TransportFailure) -> None:
         """Close all connections at once, from any thread, telling the peers why; wake who waits here."""
         self._broken = self._broken or broken
         with self._control_lock:
             for connection in self._connections.values():
-                connection.tell([FAIL, dict(failure)])
+                connection.send_control([FAIL, dict(failure)])
                 for sock, how in (
                     (connection.control, socket.SHUT_WR),
                     (connection.data, socket.SHUT_RDWR),
@@ -330,7 +289,7 @@ class Transport:
         with contextlib.suppress(OSError, ValueError):
             os.eventfd_write(self._wake, 1)
 
-    def wake_helpers(self) -> None:
+    def end_rma(self) -> None:
         """Wake the threads that read the rma connections: nothing more is wanted."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):

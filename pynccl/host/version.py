@@ -15,6 +15,10 @@ from ..bindings.errors import NcclVersionError
 VARIABLE = "PYNCCL_HOST_VERSION"
 
 
+def dotted(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
 def posed_version() -> Version:
     """(major, minor, patch), as the environment says now."""
     text = os.environ.get(VARIABLE, "").strip()
@@ -30,5 +34,4 @@ def posed_version() -> Version:
     return (*version, 0)[:3]
 
 
-def dotted(version: Version) -> str:
-    return ".".join(map(str, version))
+VERSION = posed_version()

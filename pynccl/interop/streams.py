@@ -313,18 +313,13 @@ def hold(stream: int, library: Library, keep: Any) -> None:
     elif not stream:
         return
     else:
-        owner = _host_stream(stream) if library.is_host else _made.get(stream)
+        owner = host_module().made_here(stream) if library.is_host else _made.get(stream)
     if hasattr(owner, "hold"):
         owner.hold(keep)
     elif hasattr(owner, "cuda_stream") and hasattr(owner, "record_event"):
         for x in _tensors(keep):
             if x.is_cuda:
                 x.record_stream(owner)
-
-
-def _host_stream(handle: int) -> Any:
-    module = sys.modules.get("pynccl.host.stream")
-    return module.made_here(handle) if module is not None else None
 
 
 def _tensors(keep: Any) -> list[Any]:

@@ -350,7 +350,8 @@ def test_strangers_at_the_door_do_not_keep_ranks_out() -> None:
 
 
 def test_a_client_that_sends_nonsense_does_not_end_the_store() -> None:
-    nonsense = [b"[" * 200_000, b"{", b'["add", "k", "x"]', b'["get", [[]]]', b'["quit"]', b'["set"]', b"7", b"\xff"]
+    lists = [b'["k", 0, 2, 5]', b'["k", 2, 2, "x"]', b'[[], 0, 1, "x"]', b'["k", 0, 100000000, "x"]', b'["k"]']
+    nonsense = [b"[" * 200_000, b"{", *lists, b"[]", b"7", b"\xff"]
     server = store.Server(local=True)
     for body in nonsense:
         with socket.create_connection(("127.0.0.1", server.port)) as client:
@@ -358,8 +359,8 @@ def test_a_client_that_sends_nonsense_does_not_end_the_store() -> None:
             client.settimeout(10)
             assert client.recv(1) == b"", body[:20]  # dropped, without an answer
     rank = Client("127.0.0.1", server.port, time.monotonic() + 10)
-    rank.set("key", "text")
-    assert rank.get(["key", "other"]) == ["text", None]
+    assert rank.answer(["k", 1, 2, "text"]) == ["", [0], []]
+    assert rank.answer(["k", 0, 2, "other"]) == ["", [], ["other", "text"]]
     rank.close()
     server.close()
 
@@ -396,7 +397,7 @@ def test_a_connection_that_is_reset_once_it_was_made_is_left_to_the_first_wait()
         assert select.select([mine], [], [], 10)[0]
         with pytest.raises(OSError):
             mine.getpeername()
-        connect.Connecting._settle(mine)
+        connect.Connecting._configure(mine)
         assert not mine.getblocking()
 
 

@@ -265,7 +265,7 @@ UNFINISHED = """
 def test_a_process_with_a_wait_under_way_exits() -> None:
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "host"), str(ROOT / "tests" / "support")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).parent)]),
     }
     command = [sys.executable, "-c", textwrap.dedent(UNFINISHED)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
@@ -298,7 +298,7 @@ def test_ctrl_c_inside_a_c_function(ctrl_c: None) -> None:
     comms = pynccl.Communicator.init_all(2)
 
     def interrupt() -> None:
-        while not find(comms[0].handle).puts.busy:
+        while not find(comms[0].handle).rma.busy:
             time.sleep(0.001)
         _thread.interrupt_main()
 

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
+import re
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
-from ..bindings.abi import EncryptionMode
-from . import structs
-from .birth import INIT_TIMEOUT_VARIABLE
+from ..bindings.abi import FUNCTIONS, EncryptionMode
+from .argcheck import check_struct
 from .comm import TIMEOUT_VARIABLE, seconds
+from .exports import export, export_plain
 from .failure import HostFailure, invalid_argument, invalid_usage
+from .init import INIT_TIMEOUT_VARIABLE
 from .link import VARIABLE as LINK_VARIABLE
-from .registry import VERSION, entry, plain_entry
 from .version import VARIABLE as VERSION_VARIABLE
-from .version import dotted
-
-
-def _seconds_text(variable: str) -> str:
-    return f"{seconds(variable, 600.0):g}"
-
+from .version import VERSION, dotted
 
 # What a communicator made now would use.
 _VALUES: dict[str, Callable[[], str]] = {
-    TIMEOUT_VARIABLE: lambda: _seconds_text(TIMEOUT_VARIABLE),
-    INIT_TIMEOUT_VARIABLE: lambda: _seconds_text(INIT_TIMEOUT_VARIABLE),
+    TIMEOUT_VARIABLE: lambda: f"{seconds(TIMEOUT_VARIABLE):g}",
+    INIT_TIMEOUT_VARIABLE: lambda: f"{seconds(INIT_TIMEOUT_VARIABLE):g}",
     LINK_VARIABLE: lambda: os.environ.get(LINK_VARIABLE, ""),
     VERSION_VARIABLE: lambda: dotted(VERSION),
     "GLOO_SOCKET_IFNAME": lambda: os.environ.get("GLOO_SOCKET_IFNAME", ""),
@@ -35,16 +31,13 @@ _FIRST_HANDLE = 0x9A4A0010
 _handles = {_FIRST_HANDLE + 0x10 * i: key for i, key in enumerate(_VALUES)}
 
 
-class _Answers(threading.local):
-    """What was returned to this thread, and has to live until its next call."""
-
-    def __init__(self) -> None:
-        self.text = ctypes.c_char_p()
-        self.parameter = ctypes.c_char_p()
-        self.keys = (ctypes.c_char_p * len(_VALUES))(*(key.encode() for key in _VALUES))
+_keys = (ctypes.c_char_p * len(_VALUES))(*(key.encode() for key in _VALUES))
 
 
-_answers = _Answers()
+@cache
+def _text(value: str) -> ctypes.c_char_p:
+    """A text that lives for ever, since C may hold its address."""
+    return ctypes.c_char_p(value.encode())
 
 
 def _value(name: str, key: str) -> str:
@@ -60,46 +53,36 @@ def _bound(name: str, handle: int | None) -> str:
     return _value(name, _handles[handle])
 
 
-@entry
+@export
 def ncclParamBind(out: Any, key: bytes | None) -> None:
     text = (key or b"").decode(errors="replace")
     _value("ncclParamBind", text)
     out[0] = next(handle for handle, known in _handles.items() if known == text)
 
 
-def _define_getter(suffix: str, bits: int, signed: bool) -> None:
-    """ncclParamGetI8 to ncclParamGetU64, which differ in their range alone."""
-    name = f"ncclParamGet{suffix}"
-    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-
-    def getter(handle: int | None, out: Any) -> None:
-        text = _bound(name, handle)
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise invalid_argument(
-                f"{name}: {_handles[handle or 0]} is {text!r}, no integer of {low} to {high}; use ncclParamGetStr"
-            )
-        out[0] = value
-
-    getter.__name__ = name
-    entry(getter)
+def _get_integer(name: str, low: int, high: int, handle: int | None, out: Any) -> None:
+    text = _bound(name, handle)
+    if not re.fullmatch(r"-?[0-9]+", text) or not low <= int(text) <= high:
+        raise invalid_argument(
+            f"{name}: {_handles[handle or 0]} is {text!r}, no integer of {low} to {high}; use ncclParamGetStr"
+        )
+    out[0] = int(text)
 
 
-for _bits in (8, 16, 32, 64):
-    _define_getter(f"I{_bits}", _bits, signed=True)
-    _define_getter(f"U{_bits}", _bits, signed=False)
+# ncclParamGetI8 to ncclParamGetU64 differ in their range alone.
+for _name in FUNCTIONS:
+    if _integer := re.fullmatch("ncclParamGet([IU])([0-9]+)", _name):
+        _bits = int(_integer[2])
+        _low, _high = (0, (1 << _bits) - 1) if _integer[1] == "U" else (-(1 << _bits - 1), (1 << _bits - 1) - 1)
+        export(partial(_get_integer, _name, _low, _high), _name)
 
 
-@entry
+@export
 def ncclParamGetStr(handle: int | None, out: Any) -> None:
-    _answers.text = ctypes.c_char_p(_bound("ncclParamGetStr", handle).encode())
-    out[0] = _answers.text
+    out[0] = _text(_bound("ncclParamGetStr", handle))
 
 
-@entry
+@export
 def ncclParamGet(handle: int | None, out: int | None, room: int, length: Any) -> None:
     """The bytes of the text without a final 0."""
     data = _bound("ncclParamGet", handle).encode()
@@ -113,22 +96,21 @@ def ncclParamGet(handle: int | None, out: int | None, room: int, length: Any) ->
         length[0] = len(data)
 
 
-@entry
+@export
 def ncclParamGetParameter(key: bytes | None, value: Any, length: Any) -> None:
-    data = _value("ncclParamGetParameter", (key or b"").decode(errors="replace")).encode()
-    _answers.parameter = ctypes.c_char_p(data)
-    value[0] = _answers.parameter
+    text = _value("ncclParamGetParameter", (key or b"").decode(errors="replace"))
+    value[0] = _text(text)
     if length:
-        length[0] = len(data)
+        length[0] = len(text.encode())
 
 
-@entry
+@export
 def ncclParamGetAllParameterKeys(table: Any, length: Any) -> None:
-    table[0] = ctypes.cast(_answers.keys, ctypes.POINTER(ctypes.c_char_p))
+    table[0] = ctypes.cast(_keys, ctypes.POINTER(ctypes.c_char_p))
     length[0] = len(_VALUES)
 
 
-@plain_entry
+@export_plain
 def ncclParamDumpAll() -> None:
     for key, value in _VALUES.items():
         try:
@@ -138,17 +120,17 @@ def ncclParamDumpAll() -> None:
         print(f"{key}={text}", flush=True)
 
 
-@plain_entry
+@export_plain
 def ncclResetDebugInit() -> None:
     """Nothing: the host library writes no log."""
 
 
-@entry
+@export
 def ncclSetEncryption(config: Any) -> None:
     if not config:
         raise invalid_argument("ncclSetEncryption: config is NULL; expected an ncclEncryptionConfig_t")
     given = config.contents
-    structs.check(given)
+    check_struct(given)
     if given.mode == EncryptionMode.PSK:
         raise invalid_usage(
             "ncclSetEncryption: its connections are plain text, the host library cannot encrypt; run it on machines "

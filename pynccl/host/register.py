@@ -1,4 +1,4 @@
-"""Memory as the C functions see it: allocation, registration, windows."""
+"""Memory that is allocated or made known to a communicator: allocation, registration, windows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from ..bindings.abi import WINDOW_ALIGNMENT, DataType
-from . import algorithms, group
-from .comm import Comm, Turn, find
-from .failure import HostFailure, invalid_argument, invalid_usage
-from .operation import Operation
-from .registry import entry
+from ..bindings.abi import WINDOW_ALIGNMENT
+from . import group
+from .algorithms import WINDOW, gather_rows
+from .comm import Comm
+from .exports import export
+from .failure import invalid_argument, invalid_usage
+from .rma import rma_of
 
 _allocated: dict[int, mmap.mmap] = {}
 _FLAGS = 0x03  # NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_STRICT_ORDERING
@@ -21,7 +22,7 @@ _MISPLACED = -1  # in place of a size
 _FIRST_REGISTRATION = 0x4E610010
 
 
-@entry
+@export
 def ncclMemAlloc(pointer: Any, size: int) -> None:
     """Whole pages, so the address is a multiple of 4096, as windows need. Size 0 gives NULL, as with NCCL."""
     if not pointer:
@@ -38,7 +39,7 @@ def ncclMemAlloc(pointer: Any, size: int) -> None:
     pointer[0] = address
 
 
-@entry
+@export
 def ncclMemFree(pointer: int | None) -> None:
     if not pointer:
         return
@@ -48,59 +49,55 @@ def ncclMemFree(pointer: int | None) -> None:
     pages.close()
 
 
-@entry
-def ncclCommRegister(comm: int | None, buffer: int | None, size: int, handle: Any) -> None:
+@export
+def ncclCommRegister(comm: Comm, buffer: int | None, size: int, handle: Any) -> None:
     """Nothing becomes faster by it on the CPU; it is there so that programs find their mistakes."""
-    own = find(comm)
-    own.check_usable()
+    comm.check_usable()
     if not buffer or not size:
         raise invalid_argument(
             f"ncclCommRegister: {size} bytes at {buffer or 0:#x}; expected the address of 1 byte or more"
         )
     number = _FIRST_REGISTRATION
-    while number in own.registrations:
+    while number in comm.registrations:
         number += 0x10
-    own.registrations[number] = (buffer, size)
+    comm.registrations[number] = (buffer, size)
     handle[0] = number
 
 
-@entry
-def ncclCommDeregister(comm: int | None, handle: int | None) -> None:
-    if find(comm).registrations.pop(handle or 0, None) is None:
+@export
+def ncclCommDeregister(comm: Comm, handle: int | None) -> None:
+    if comm.registrations.pop(handle or 0, None) is None:
         raise invalid_argument(
             f"ncclCommDeregister: handle is {handle or 0:#x}; expected one that ncclCommRegister returned for this comm"
         )
 
 
-@entry
-def ncclCommWindowRegister(comm: int | None, buffer: int | None, size: int, window: Any, flags: int) -> None:
+@export
+def ncclCommWindowRegister(comm: Comm, buffer: int | None, size: int, window: Any, flags: int) -> None:
     """Every rank calls it. What one rank passes wrong is an error on all, so that none waits for another."""
-    own = find(comm)
-    own.check_usable()
+    comm.check_usable()
     window[0] = None
-    number = own.puts.add_window(buffer or 0, size)
-    turn = Turn(own)
+    rma = rma_of(comm)
+    number = rma.add_window(buffer or 0, size)
 
-    def job() -> None:
+    def job(ticket: int) -> None:
         try:
-            _agree(own, turn, number, buffer or 0, size, flags)
+            _exchange_windows(comm, ticket, number, buffer or 0, size, flags)
         except BaseException:
-            own.puts.drop_window("ncclCommWindowRegister", number)
+            rma.drop_window("ncclCommWindowRegister", number)
             window[0] = None
             raise
 
     window[0] = number
-    group.bring_up(job, turn)
+    group.init(comm, job)
 
 
-def _agree(own: Comm, turn: Turn, number: int, address: int, size: int, flags: int) -> None:
+def _exchange_windows(comm: Comm, ticket: int, number: int, address: int, size: int, flags: int) -> None:
     """Tell the other ranks, hear from them, and raise the same error everywhere."""
+    name = WINDOW.name
     placed = size if address and size and address % WINDOW_ALIGNMENT == 0 else _MISPLACED
     mine = torch.tensor([number, placed, flags], dtype=torch.int64)
-    table = torch.empty(own.size, 3, dtype=torch.int64)
-    name, int64 = "ncclCommWindowRegister", int(DataType.INT64)
-    turn.run(Operation(name, algorithms.WINDOW, own, mine.data_ptr(), table.data_ptr(), 3, int64))
-    numbers, sizes, all_flags = table.T.tolist()
+    numbers, sizes, all_flags = gather_rows(comm, ticket, WINDOW, mine).T.tolist()
     for rank, (placed, given) in enumerate(zip(sizes, all_flags, strict=True)):
         if placed == _MISPLACED:
             raise invalid_argument(
@@ -110,24 +107,22 @@ def _agree(own: Comm, turn: Turn, number: int, address: int, size: int, flags: i
         if given & ~_FLAGS:
             raise invalid_argument(f"{name}: rank {rank} passes winFlags {given:#x}; expected 0 to {_FLAGS}")
     if len(set(numbers)) > 1 or len(set(all_flags)) > 1:
-        raise _disagreement(name, numbers, all_flags)
-    own.puts.window(name, number).sizes = sizes
-    if own.peers:
-        own.puts.listen()
+        relative = [number - min(numbers) for number in numbers]
+        raise invalid_usage(
+            f"{name}: the ranks disagree: windows so far {relative} (relative, times 16), winFlags {all_flags}; "
+            "expected the same calls in the same order on every rank"
+        )
+    rma = rma_of(comm)
+    rma.window(name, number).sizes = sizes
+    if comm.peers:
+        rma.listen()
 
 
-def _disagreement(name: str, numbers: list[int], flags: list[int]) -> HostFailure:
-    return invalid_usage(
-        f"{name}: the ranks disagree: windows so far {[number - min(numbers) for number in numbers]} (relative, times "
-        f"16), winFlags {flags}; expected the same calls in the same order on every rank"
-    )
+@export
+def ncclCommWindowDeregister(comm: Comm, window: int | None) -> None:
+    rma_of(comm).drop_window("ncclCommWindowDeregister", window)
 
 
-@entry
-def ncclCommWindowDeregister(comm: int | None, window: int | None) -> None:
-    find(comm).puts.drop_window("ncclCommWindowDeregister", window)
-
-
-@entry
-def ncclWinGetUserPtr(comm: int | None, window: int | None, pointer: Any) -> None:
-    pointer[0] = find(comm).puts.window("ncclWinGetUserPtr", window).address
+@export
+def ncclWinGetUserPtr(comm: Comm, window: int | None, pointer: Any) -> None:
+    pointer[0] = rma_of(comm).window("ncclWinGetUserPtr", window).address

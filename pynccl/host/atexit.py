@@ -10,36 +10,37 @@ from __future__ import annotations
 import atexit
 import os
 
-from . import birth, comm, puts, rendezvous, stream
+from . import comm, init, rendezvous, rma, stream
 from .failure import exiting, invalid_usage
 
 _JOIN_SECONDS = 2.0
-_PARTING_SECONDS = 0.5
+_PEERS_SECONDS = 0.5
 
 
 @atexit.register
-def _leave() -> None:
+def _at_exit() -> None:
     exiting.set()
     workers = stream.drop_queued_work()
-    for communicator in comm.living():
+    for communicator in comm.all_of_process():
         if not communicator.idle:
             reason = communicator.because("its process exits with an operation under way")
             communicator.fail(invalid_usage("the process exits with this operation under way"), reason)
+            communicator.rma.close()  # its threads have nothing more to send
     for worker in workers:
         worker.join(_JOIN_SECONDS)
-    birth.give_up(_JOIN_SECONDS)
-    for communicator in comm.living():
+    init.join_waiting(_JOIN_SECONDS)
+    for communicator in comm.all_of_process():
         if communicator.idle:
             communicator.destroy()
-    puts.give_up(_PARTING_SECONDS, _JOIN_SECONDS)
+    rma.join_threads(_PEERS_SECONDS, _JOIN_SECONDS)
     rendezvous.close()
 
 
 def _after_fork_in_child() -> None:
     """Connections, threads and the store belong to the parent: close the copies of what it goes on using."""
-    comm.abandon()
+    comm.after_fork()
     rendezvous.close()
-    stream.abandon()
+    stream.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,14 +1,16 @@
-"""The configuration structs that callers pass: are they of a header that this version knows, and what do they say."""
+"""What is wrong with the arguments of a C function: numbers out of range, structs of another header."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 from ..bindings.abi import (
     COLL_CONFIG_SINCE,
     CONFIG_MAGIC,
     CONFIG_SINCE,
+    ITEMSIZE,
     SIM_INFO_MAGIC,
     UNDEF_INT,
     CollConfig,
@@ -19,9 +21,8 @@ from ..bindings.abi import (
     struct_size,
     version_code,
 )
-from .failure import HostFailure, invalid_argument
-from .registry import VERSION
-from .version import dotted
+from .failure import invalid_argument, invalid_usage
+from .version import VERSION, dotted
 
 # What tells a struct of each type: its name in messages, its magic number, and the fields that came later.
 _KINDS: dict[type[ctypes.Structure], tuple[str, int, dict[str, Version]]] = {
@@ -32,7 +33,41 @@ _KINDS: dict[type[ctypes.Structure], tuple[str, int, dict[str, Version]]] = {
 }
 
 
-def check(struct: Any) -> None:
+def check_range(name: str, label: str, value: int, low: int, high: int, why: str = "") -> None:
+    """Raise ncclInvalidArgument for the call `name` unless low <= value <= high."""
+    if not low <= value <= high:
+        raise invalid_argument(f"{name}: {label} is {value}; expected {low} to {high}{why}")
+
+
+def check_dtype(name: str, dtype: int) -> None:
+    check_range(name, "datatype", dtype, 0, len(ITEMSIZE) - 1)
+
+
+def check_rank(rank: int, size: int) -> None:
+    if size < 1:
+        raise invalid_argument(f"ncclCommInitRank: nranks is {size}; expected 1 or more")
+    check_range("ncclCommInitRank", "rank", rank, 0, size - 1, f" for nranks={size}")
+
+
+def check_peer(name: str, label: str, peer: int, size: int) -> None:
+    if not 0 <= peer < size:
+        raise invalid_argument(f"{name}: {label} is {peer}; expected a rank of the communicator, 0 to {size - 1}")
+
+
+def check_devices(devices: Sequence[int]) -> None:
+    if not devices:
+        raise invalid_argument("ncclCommInitAll: ndev is 0; expected 1 or more")
+    if len(set(devices)) < len(devices) or min(devices) < 0:
+        raise invalid_usage(f"ncclCommInitAll: devlist is {list(devices)}; expected different devices, 0 or above")
+
+
+def check_flags(name: str, label: str, flags: int, expected: str, *, known: int = 0, needed: int = 0) -> None:
+    """Raise ncclInvalidArgument where bits other than `known` are set, or some of `needed` are not."""
+    if flags & ~(known | needed) or flags & needed != needed:
+        raise invalid_argument(f"{name}: {label} is {flags:#x}; expected {expected}")
+
+
+def check_struct(struct: Any) -> None:
     """Raise HostFailure unless `struct` starts as its initializer does, in a header of this version or an older one."""
     kind = type(struct)
     name, magic, since = _KINDS[kind]
@@ -64,7 +99,7 @@ def check_config(config: Any) -> None:
     if not config:
         return
     given = config.contents
-    check(given)
+    check_struct(given)
     low, high = field(given, "minCTAs", 0), field(given, "maxCTAs", 0)
     if low and high and low > high:
         raise invalid_argument(f"config has minCTAs {low} and maxCTAs {high}; expected minCTAs <= maxCTAs")
@@ -75,7 +110,7 @@ def check_coll_config(name: str, config: Any) -> Any:
     if not config:
         return 0
     given = config.contents
-    check(given)
+    check_struct(given)
     for limit, low, high in (
         ("minCTAs", 1, 2**31 - 1),
         ("maxCTAs", 1, 2**31 - 1),
@@ -86,12 +121,9 @@ def check_coll_config(name: str, config: Any) -> Any:
     ):
         value = field(given, limit, low)
         if not low <= value <= high:
-            raise _wrong(name, limit, value, f"{low} to {high}, or NCCL_CONFIG_UNDEF_INT")
+            expected = f"{low} to {high}, or NCCL_CONFIG_UNDEF_INT"
+            raise invalid_argument(f"{name}: config has {limit} {value}; expected {expected}")
     least, most = field(given, "minCTAs", 1), field(given, "maxCTAs", 2**31 - 1)
     if least > most:
-        raise _wrong(name, "minCTAs", least, f"at most maxCTAs, which is {most}")
+        raise invalid_argument(f"{name}: config has minCTAs {least}; expected at most maxCTAs, which is {most}")
     return field(given, "launchCompletionEvent", 0)
-
-
-def _wrong(name: str, member: str, value: int, expected: str) -> HostFailure:
-    return invalid_argument(f"{name}: config has {member} {value}; expected {expected}")

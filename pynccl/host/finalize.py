@@ -1,0 +1,51 @@
+"""Communicators end: finalize, destroy, abort, revoke; or rest for a while."""
+
+from __future__ import annotations
+
+from .argcheck import check_flags
+from .comm import Comm, find
+from .exports import export
+from .failure import invalid_usage
+
+_SUSPEND_MEM = 0x01
+
+
+@export
+def ncclCommFinalize(comm: Comm) -> None:
+    comm.check_usable()
+    comm.finalized = True
+    comm.flush()
+
+
+@export
+def ncclCommDestroy(comm: int | None) -> None:
+    if comm:
+        find(comm).destroy()
+
+
+@export
+def ncclCommAbort(comm: int | None) -> None:
+    if comm:
+        find(comm).abort()
+
+
+@export
+def ncclCommRevoke(comm: Comm, flags: int) -> None:
+    """The connections close, so the peers' operations fail too: with ncclRemoteError unless they revoke as well."""
+    check_flags("ncclCommRevoke", "revokeFlags", flags, "0 (NCCL_REVOKE_DEFAULT)")
+    revoked = "the communicator was revoked; shrink, destroy or abort it"
+    comm.fail(invalid_usage(revoked), comm.because("it revoked the communicator"))
+
+
+@export
+def ncclCommSuspend(comm: Comm, flags: int) -> None:
+    comm.check_usable()
+    check_flags("ncclCommSuspend", "flags", flags, "1 (NCCL_SUSPEND_MEM)", needed=_SUSPEND_MEM)
+    comm.suspend()
+
+
+@export
+def ncclCommResume(comm: Comm) -> None:
+    if not comm.suspended:
+        raise invalid_usage("ncclCommResume: the communicator is not suspended")
+    comm.suspended = False

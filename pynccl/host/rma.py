@@ -1,0 +1,377 @@
+"""One-sided operations: windows, signal counters, and the threads that carry puts beside all else.
+
+A put is copied and queued, and a thread per peer sends it; at the target a thread per peer receives, writes into the
+window and only then counts the signal. So a put never waits for its target, and what a wait has counted is in memory.
+The threads start with the first window or wait; a communicator without them has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import struct
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..bindings.abi import DataType, Result
+from . import group
+from .argcheck import check_flags, check_range
+from .comm import TIMEOUT_VARIABLE, Background, Comm
+from .exports import export
+from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage
+from .memory import bytes_of, view
+from .operation import Kind, Operation, Where
+from .stream import find as find_stream
+from .transport import Transport
+
+_FIRST_WINDOW = 0x317D0010
+_SLICE_SECONDS = 0.2
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, Transport] = weakref.WeakKeyDictionary()
+
+# A signal of a rank: peer, its number, its context.
+Signal = tuple[int, int, int]
+
+
+@dataclass
+class Window:
+    """This rank's part of a window, and the bytes of every rank's; unknown until they have been exchanged."""
+
+    address: int
+    nbytes: int
+    sizes: Sequence[int] = ()
+
+
+class PutHeader(NamedTuple):
+    """What travels before the bytes of a put: where they go in the target's part, and the signal that they raise."""
+
+    window: int
+    offset: int
+    nbytes: int
+    signal: int
+    context: int
+
+
+_HEAD = struct.Struct("<QQQqq")
+
+
+def rma_of(comm: Comm) -> Rma:
+    """The one-sided operations of a communicator, from the first use on."""
+    with comm.lock:
+        if not isinstance(comm.rma, Rma):
+            comm.rma = Rma(comm)
+        return comm.rma
+
+
+class Rma(Background):
+    """The one-sided side of one communicator."""
+
+    def __init__(self, comm: Comm) -> None:
+        # The condition is created once and also guards the windows: memory is written under it.
+        self._comm: Comm = weakref.proxy(comm)
+        self._change = threading.Condition()
+        self._windows: dict[int, Window] = {}
+        self._registered = 0
+        self._arrived: Counter[Signal] = Counter()
+        self._lost: dict[int, str] = {}
+        self._outgoing: dict[int, queue.SimpleQueue[tuple[bytes, Tensor | None] | None]] = {}
+        self._listening: set[int] = set()
+        self._unsent = self._waits = 0
+        self._closed = False
+
+    # Windows
+
+    def add_window(self, address: int, nbytes: int) -> int:
+        """The number of a new window, equal on all ranks if they register in the same order."""
+        with self._change:
+            number = _FIRST_WINDOW + 0x10 * self._registered
+            self._registered += 1
+            self._windows[number] = Window(address, nbytes)
+            return number
+
+    def window(self, name: str, number: int | None) -> Window:
+        window = self._windows.get(number or 0)
+        if window is None:
+            raise invalid_argument(
+                f"{name}: window is {number or 0:#x}, which this communicator does not have (any more)"
+            )
+        return window
+
+    def drop_window(self, name: str, number: int | None) -> None:
+        with self._change:
+            self.window(name, number)
+            del self._windows[number or 0]
+
+    # Sending
+
+    def put(self, peer: int, head: PutHeader, data: Tensor) -> None:
+        """Queue one put, or do it if it is to this rank itself."""
+        if peer == self._comm.rank:
+            self._deliver(peer, head, data)
+            return
+        with self._change:
+            if peer in self._lost:
+                raise TransportFailure(self._lost[peer])
+            if peer not in self._outgoing:
+                self._outgoing[peer] = queue.SimpleQueue()
+                self._start(self._send, peer)
+            self._unsent += 1
+        self._outgoing[peer].put((_HEAD.pack(*head), data.clone() if head.nbytes else None))
+
+    def _send(self, peer: int, transport: Transport) -> None:
+        outgoing = self._outgoing[peer]
+        while (put := outgoing.get()) is not None:
+            head, data = put
+            try:
+                transport.rma_send(peer, head)
+                if data is not None:
+                    transport.rma_send(peer, bytes_of(data))
+            except TransportFailure as failure:
+                self._lose(peer, failure)
+                return
+            with self._change:
+                self._unsent -= 1
+                self._change.notify_all()
+
+    # Receiving
+
+    def listen(self) -> None:
+        """Receive from all peers from now on."""
+        with self._change:
+            fresh = [peer for peer in self._comm.peers if peer not in self._listening]
+            self._listening.update(fresh)
+            for peer in fresh:
+                self._start(self._receive, peer)
+
+    def _receive(self, peer: int, transport: Transport) -> None:
+        packed = bytearray(_HEAD.size)
+        with contextlib.suppress(ReferenceError):
+            try:
+                while True:  # until the peer closes: closing before would cut off what it has not read yet
+                    transport.rma_recv(peer, memoryview(packed))
+                    head = PutHeader(*_HEAD.unpack(packed))
+                    data = torch.empty(head.nbytes, dtype=torch.uint8)
+                    transport.rma_recv(peer, bytes_of(data))
+                    self._deliver(peer, head, data)
+            except TransportFailure as failure:
+                self._lose(peer, failure)
+            except HostFailure as failure:
+                self._comm.fail(failure)
+
+    def _deliver(self, peer: int, head: PutHeader, data: Tensor) -> None:
+        """Write what came from `peer`, then count its signal."""
+        with self._change:
+            if self._closed:  # the memory may be gone
+                return
+            if head.nbytes:
+                window = self._windows.get(head.window)
+                if window is None or head.offset + head.nbytes > window.nbytes:
+                    have = "was deregistered here" if window is None else f"has {window.nbytes} bytes"
+                    raise invalid_usage(
+                        f"ncclPutSignal: rank {peer} puts {head.nbytes} bytes at offset {head.offset} of window "
+                        f"{head.window:#x}, which {have}"
+                    )
+                ctypes.memmove(window.address + head.offset, data.data_ptr(), head.nbytes)
+            self._arrived[peer, head.signal, head.context] += 1
+            self._change.notify_all()
+
+    def _lose(self, peer: int, failure: TransportFailure) -> None:
+        with self._change:
+            self._lost[peer] = str(failure)
+            self._change.notify_all()
+
+    # Waiting
+
+    def expect(self, wanted: Counter[Signal]) -> Callable[[], None]:
+        """What waits for so many signals, once it is its turn; until then `flush` lets it run."""
+        with self._change:
+            self._waits += 1
+
+        def expected() -> None:
+            try:
+                self._wait(wanted)
+            finally:
+                with self._change:
+                    self._waits -= 1
+                    self._change.notify_all()
+
+        return expected
+
+    def _wait(self, wanted: Counter[Signal]) -> None:
+        """Block until so many signals have come, and take them off. Raises HostFailure, which sticks."""
+        self.listen()
+        deadline = time.monotonic() + self._comm.timeout
+        with self._change:
+            problem: HostFailure | None = None
+            while problem is None and wanted - self._arrived:
+                self._change.wait(max(0.0, min(_SLICE_SECONDS, deadline - time.monotonic())))
+                problem = self._problem(wanted, deadline)
+            if problem is None:
+                self._arrived.subtract(wanted)
+                return
+        raise self._comm.fail(problem)
+
+    def _problem(self, wanted: Counter[Signal], deadline: float) -> HostFailure | None:
+        """Why not to wait any longer."""
+        comm = self._comm
+        if comm.failure is not None:
+            return HostFailure(comm.failure.code, comm.failure.text)
+        if not (late := wanted - self._arrived):
+            return None
+        rows = [f"{n} of rank {peer} (sigIdx={index}, ctx={ctx})" for (peer, index, ctx), n in late.items()]
+        what = f"ncclWaitSignal on rank {comm.rank} of {comm.size}: missing signals: {', '.join(rows)}"
+        for peer, _, _ in late:
+            if peer in self._lost:
+                return HostFailure(Result.REMOTE_ERROR, f"{what}; {self._lost[peer]}")
+        if time.monotonic() >= deadline:
+            return HostFailure(Result.REMOTE_ERROR, f"{what}, after {comm.timeout:g} s ({TIMEOUT_VARIABLE})")
+        return None
+
+    # End
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._unsent or self._waits)
+
+    def flush(self) -> None:
+        """Wait until queued waits have run, and puts are on their way."""
+
+        def done() -> bool:
+            unsent = 0 if self._lost else self._unsent
+            return not (unsent or self._waits) or self._comm.failure is not None
+
+        with self._change:
+            self._change.wait_for(done, self._comm.timeout)
+
+    def wake(self) -> None:
+        with self._change:
+            self._change.notify_all()
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            self._windows.clear()
+            for outgoing in self._outgoing.values():
+                outgoing.put(None)  # ends the thread that sends
+            self._change.notify_all()
+
+    def _start(self, work: Callable[[int, Transport], None], peer: int) -> None:
+        transport = self._comm.transport
+        thread = threading.Thread(target=work, args=(peer, transport), name=f"pynccl-host-put-{peer}", daemon=True)
+        _threads[thread] = transport
+        thread.start()
+
+
+def join_threads(patience: float, timeout: float) -> None:
+    """At exit, after the communicators were destroyed: wait `patience` seconds in all for the peers to do the same,
+    since closing before would cut off what they have not read yet; then end the threads."""
+    deadline = time.monotonic() + patience
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for thread, transport in list(_threads.items()):
+        transport.end_rma()
+        thread.join(timeout)
+
+
+@dataclass(eq=False)
+class PutOperation(Operation):
+    """A put or, with count 0 and no window, a signal alone. It takes its turn among the communicator's operations."""
+
+    window: int = 0
+    offset: int = 0
+    signal: int = 0
+    context: int = 0
+
+    def check(self) -> None:
+        super().check()
+        _check_signal(self.name, self.comm, self.signal, self.context)
+        if self.kind is PUT:
+            window = rma_of(self.comm).window(self.name, self.window)
+            room = window.sizes[self.peer] if window.sizes else window.nbytes
+            if self.offset + self.nbytes > room:
+                raise invalid_argument(
+                    f"{self.name}: {self.nbytes} bytes at offset {self.offset} do not fit into the window of rank "
+                    f"{self.peer}, which has {room}"
+                )
+
+
+def _prepare(operation: Any) -> Callable[[], None]:
+    own: PutOperation = operation
+    head = PutHeader(own.window, own.offset, own.nbytes, own.signal, own.context)
+    return lambda: rma_of(own.comm).put(own.peer, head, view(own.send_ptr, own.nbytes, 1))
+
+
+def _traffic(p: int, nbytes: int, to_itself: bool) -> tuple[int, float]:
+    return (0, 0.0) if to_itself else (1, float(nbytes))
+
+
+PUT = Kind("ncclPutSignal", 14, _prepare, _traffic, recv=Where.NOWHERE, peer_is="peer")
+SIGNAL = Kind("ncclSignal", 15, _prepare, _traffic, send=Where.NOWHERE, recv=Where.NOWHERE, peer_is="peer")
+
+
+def _check_signal(name: str, comm: Comm, signal: int, context: int) -> None:
+    signals, contexts = comm.rma_signals, comm.rma_contexts
+    check_range(name, "sigIdx", signal, 0, signals - 1, f" (numRmaSig is {signals})")
+    check_range(name, "ctx", context, 0, contexts - 1, f" (numRmaCtx is {contexts})")
+
+
+def _issue(
+    kind: Kind, comm: Comm, send_ptr: int, count: int, dtype: int, peer: int, flags: int, stream: int | None,
+    **where: int,
+) -> None:  # fmt: skip
+    comm.check_usable()
+    put = PutOperation(kind, comm, send_ptr, 0, count, dtype, 0, peer, **where)
+    put.check()
+    check_flags(kind.name, "flags", flags, "0")
+    group.issue(put, find_stream(stream))
+
+
+@export
+def ncclPutSignal(
+    send_ptr: int | None, count: int, dtype: int, peer: int, window: int | None, offset: int, signal: int, context: int,
+    flags: int, comm: Comm, stream: int | None,
+) -> None:  # fmt: skip
+    place = {"window": window or 0, "offset": offset, "signal": signal, "context": context}
+    _issue(PUT, comm, send_ptr or 0, count, dtype, peer, flags, stream, **place)
+
+
+@export
+def ncclSignal(peer: int, signal: int, context: int, flags: int, comm: Comm, stream: int | None) -> None:
+    _issue(SIGNAL, comm, 0, 0, DataType.UINT8, peer, flags, stream, signal=signal, context=context)
+
+
+@export
+def ncclWaitSignal(count: int, rows: Any, comm: Comm, stream: int | None) -> None:
+    """The rows are read now; the wait itself is ordered on its stream and holds up no other stream's operations."""
+    name = "ncclWaitSignal"
+    comm.check_usable()
+    if count < 1 or not rows:
+        raise invalid_argument(f"{name}: {count} descriptors at {'an address' if rows else 'NULL'}; expected 1+")
+    wanted: Counter[Signal] = Counter()
+    for row in (rows[i] for i in range(count)):
+        if not 0 <= row.peer < comm.size or row.opCnt < 1:
+            raise invalid_argument(
+                f"{name}: {row.opCnt} signals of rank {row.peer}; expected 1+, of rank 0.. {comm.size - 1}"
+            )
+        _check_signal(name, comm, row.sigIdx, row.ctx)
+        wanted[row.peer, row.sigIdx, row.ctx] += row.opCnt
+    host_stream = find_stream(stream)
+
+    def wait() -> None:
+        comm.check_usable()
+        job = rma_of(comm).expect(wanted)
+        if host_stream is None:
+            job()
+        else:
+            host_stream.submit(job)
+
+    group.issue_wait(wait)
