@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pynccl.comm.frames import outwards
+
 NAMES: list[str] = []  # all that are looked up below
 
 
@@ -167,14 +169,14 @@ def differentiated_by(numbers: set[int]) -> list[Tensor]:
     """For each of these levels of torch.func.grad, an argument by which it differentiates."""
     found: list[Tensor] = []
     numbers = set(numbers)
-    frame = sys._getframe(1) if numbers else None
-    while frame is not None and numbers:
+    for frame in outwards(sys._getframe(1)) if numbers else ():
         name = _DIFFERENTIATED.get(frame.f_code)
         if name is not None and frame.f_locals.get("level") in numbers:
             numbers.discard(frame.f_locals["level"])
             leaves = _tree_leaves(frame.f_locals.get(name))
             found += [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad][:1]
-        frame = frame.f_back
+        if not numbers:
+            break
     return found
 
 
@@ -212,13 +214,8 @@ _CheckpointFunction = _find("torch.utils.checkpoint.CheckpointFunction", torch.a
 def reentrant_checkpoints() -> list[bool]:
     """For each reentrant checkpoint whose forward pass is under way: whether an input of it needs a gradient here."""
     code = _CheckpointFunction.forward.__code__
-    found = []
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        if frame.f_code is code:
-            found.append(any(frame.f_locals["ctx"].needs_input_grad))
-        frame = frame.f_back
-    return found
+    frames = (frame for frame in outwards(sys._getframe(1)) if frame.f_code is code)
+    return [any(frame.f_locals["ctx"].needs_input_grad) for frame in frames]
 
 
 # Modules.

@@ -18,19 +18,14 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
+from pynccl.bindings.abi import ELEMENTS
 
 from .torch_internals import is_zero_tensor
 
 Splits = Sequence[int] | None
 Dtype = torch.dtype | None
 
-CARRIED = frozenset(
-    getattr(torch, name)
-    for name in (
-        *("int8", "uint8", "int32", "uint32", "int64", "uint64"),
-        *("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-    )
-)
+CARRIED = frozenset(getattr(torch, element.name) for element in ELEMENTS)
 # Types that travel as pairs, and of what. A table, since torch.compile does not know dtype.to_real().
 REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 # Integers that torch cannot add, and those of the same bits.

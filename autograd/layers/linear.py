@@ -19,7 +19,8 @@ from pynccl.bindings.values import INT_MAX, shown
 from ..arguments import as_int, check_comm
 from ..ops.all_gather import all_gather
 from ..ops.all_reduce import copy_view
-from ..overlap import all_gather_matmul, check_input, matmul_all_reduce, matmul_reduce_scatter
+from ..overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ..overlap.unfused import check_input
 
 
 class _ParallelLinear(nn.Module):

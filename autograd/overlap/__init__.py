@@ -1,5 +1,5 @@
 """Matmuls with the collective before or behind them, as one operation each."""
 
-from .unfused import all_gather_matmul, check_input, matmul_all_reduce, matmul_reduce_scatter
+from .unfused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
-__all__ = ["all_gather_matmul", "check_input", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]

@@ -15,25 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bindings.abi import ITEMSIZE
+from ..bindings.abi import ELEMENTS, ITEMSIZE
 from .failure import invalid_argument
 
 # By number of ncclDataType_t. uint32 and uint64 travel and add as their signed twins, since torch has hardly any
 # arithmetic for them; `reduction` treats the three operators for which the sign matters.
-STORAGE: tuple[torch.dtype, ...] = (
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int32,
-    torch.int64,
-    torch.int64,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+STORAGE: tuple[torch.dtype, ...] = tuple(getattr(torch, element.bits_as) for element in ELEMENTS)
 
 _WRITABLE = 0x200  # PyBUF_WRITE
 _KEEP_BYTES = 64 << 20

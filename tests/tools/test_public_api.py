@@ -6,9 +6,11 @@ The table is public_api.txt. A change that is meant is written there by hand, or
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
 import traceback
+import types
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -62,12 +64,20 @@ def rows_of_communicator() -> list[str]:
 
 
 def rows_of_autograd() -> list[str]:
-    return [f"{kind_of(getattr(pynccl_autograd, name))} pynccl_autograd.{name}" for name in sorted(names_of_autograd())]
+    rows = []
+    for module in ("", "nn", "overlap", "partition", "testing"):
+        place = importlib.import_module(f"pynccl_autograd.{module}".rstrip("."))
+        for name in sorted(names_of(place)):
+            value = getattr(place, name)
+            takes = signature(value) if inspect.isfunction(value) else ""
+            rows.append(f"{kind_of(value)} {place.__name__}.{name}{takes}")
+    return rows
 
 
-def names_of_autograd() -> set[str]:
-    """Without the result of `start`, which is about to have another name."""
-    return set(pynccl_autograd.__all__) - {"Handle", "Work"}
+def names_of(place: types.ModuleType) -> set[str]:
+    """`__all__`, or where there is none, what the module defines."""
+    own = {name for name, value in vars(place).items() if getattr(value, "__module__", "") == place.__name__}
+    return set(getattr(place, "__all__", own)) - {name for name in own if name.startswith("_")}
 
 
 def table() -> str:
@@ -76,6 +86,14 @@ def table() -> str:
 
 def test_the_public_names_and_their_signatures_are_those_of_the_table() -> None:
     assert table().splitlines() == TABLE.read_text().splitlines()
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    for package in (pynccl, pynccl_autograd):
+        small = [name for name in package.__all__ if name.islower()]
+        modules = {name for name in small if isinstance(getattr(package, name), types.ModuleType)}
+        assert modules <= {"nn", "operators", "partition", "testing"}
+        assert all(inspect.isfunction(getattr(package, name)) for name in small if name not in modules)
 
 
 def test_public_classes_have_the_name_by_which_they_are_imported() -> None:
