@@ -57,6 +57,20 @@ class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
         return from_env(**options)
 
     @classmethod
+    def from_store(cls, store: Any, rank: int, nranks: int, **options: Any) -> Communicator:
+        """The communicator of ranks that share a torch.distributed store: see `bootstrap.from_store`."""
+        from ..bootstrap import from_store
+
+        return from_store(store, rank, nranks, **options)
+
+    @classmethod
+    def from_file(cls, path: str, rank: int, nranks: int, **options: Any) -> Communicator:
+        """The communicator of ranks that share a file system: see `bootstrap.from_file`."""
+        from ..bootstrap import from_file
+
+        return from_file(path, rank, nranks, **options)
+
+    @classmethod
     def from_process_group(cls, group: Any = None, **options: Any) -> Communicator:
         """The communicator of a torch.distributed process group: see `bootstrap.from_process_group`."""
         from ..bootstrap import from_process_group

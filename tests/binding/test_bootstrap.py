@@ -192,6 +192,17 @@ def test_ranks_meet_in_a_file(bare: RankPool, tmp_path: Path) -> None:
     assert bare.run(3, by_file, str(tmp_path / "meeting")) == [6.0] * 3
 
 
+def by_classmethods(place: Place, path: str) -> list[float]:
+    store = torch.distributed.FileStore(f"{path}.store", place.size)
+    in_file = pynccl.Communicator.from_file(path, place.rank, place.size, timeout=20)
+    at_store = pynccl.Communicator.from_store(store, place.rank, place.size, timeout=20)
+    return [total(in_file), total(at_store)]
+
+
+def test_a_file_and_a_store_make_communicators_by_classmethods_too(bare: RankPool, tmp_path: Path) -> None:
+    assert bare.run(2, by_classmethods, str(tmp_path / "meeting")) == [[3.0, 3.0]] * 2
+
+
 def comes_to_a_file_for_2(place: Place, path: str) -> tuple[str, float]:
     return message_of(pynccl.NcclTimeout, lambda: pynccl.from_file(path, 0, 2, timeout=1))
 
