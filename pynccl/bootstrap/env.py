@@ -10,7 +10,7 @@ from typing import Any
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..comm.base import DEFAULT_TIMEOUT
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, bootstrap
 from ..comm.deadline import Clock
 from .join import init_at
 from .master_store import Place, open_store, read_environment
@@ -23,6 +23,7 @@ _IN_A_LAUNCH = Wording(
 )
 
 
+@bootstrap
 def from_env(
     *,
     device: Any = None,

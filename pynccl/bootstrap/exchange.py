@@ -12,7 +12,7 @@ from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..bindings.values import attribute, shown
 from ..comm.base import DEFAULT_TIMEOUT
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, bootstrap
 from ..comm.deadline import Clock, Wait
 from .join import Part, init, prepare
 from .rendezvous import could_not_start, first_line
@@ -20,6 +20,7 @@ from .rendezvous import could_not_start, first_line
 T = TypeVar("T")
 
 
+@bootstrap
 def from_process_group(
     group: Any = None,
     *,
@@ -58,6 +59,7 @@ def from_process_group(
     return init(nranks, identity, rank, part, config, clock)
 
 
+@bootstrap
 def from_mpi(
     mpi_comm: Any = None,
     *,

@@ -8,7 +8,7 @@ from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..bindings.values import methods
 from ..comm.base import DEFAULT_TIMEOUT
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, bootstrap
 from ..comm.deadline import Clock
 from ..comm.init import check_rank_of
 from .file_store import FileStore
@@ -22,6 +22,7 @@ _AT_A_STORE = Wording(
 )
 
 
+@bootstrap
 def from_store(
     store: Any,
     rank: int,
@@ -46,6 +47,7 @@ def from_store(
     return init_at(Rendezvous(store, rank, nranks, clock, _AT_A_STORE), library, device, local_rank, config)
 
 
+@bootstrap
 def from_file(
     path: str,
     rank: int,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from ..bindings.abi import DataType, MemStat, RedOp, Result
 from ..bindings.library import Library
@@ -19,6 +20,16 @@ from .memory import Registration, Window
 from .plan import Planner
 from .redop import PreMulSum
 from .rma import Rma
+
+Way = TypeVar("Way", bound=Callable[..., Any])
+
+_bootstrap: dict[str, Callable[..., Communicator]] = {}
+
+
+def bootstrap(function: Way) -> Way:
+    """Decorate a function of `pynccl.bootstrap`, which stands on this module: Communicator.from_env is its from_env."""
+    _bootstrap[function.__name__] = function
+    return function
 
 
 class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
@@ -47,42 +58,32 @@ class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
         super().__init__(handle, library, timeout, config)
         register_open(self)
 
-    # How the ranks find each other: bootstrap, which stands on this and is loaded by then
+    # How the ranks find each other
 
     @classmethod
     def from_env(cls, **options: Any) -> Communicator:
         """The communicator of all ranks of a torchrun launch: see `bootstrap.from_env`."""
-        from ..bootstrap import from_env
-
-        return from_env(**options)
+        return _bootstrap["from_env"](**options)
 
     @classmethod
     def from_store(cls, store: Any, rank: int, nranks: int, **options: Any) -> Communicator:
         """The communicator of ranks that share a torch.distributed store: see `bootstrap.from_store`."""
-        from ..bootstrap import from_store
-
-        return from_store(store, rank, nranks, **options)
+        return _bootstrap["from_store"](store, rank, nranks, **options)
 
     @classmethod
     def from_file(cls, path: str, rank: int, nranks: int, **options: Any) -> Communicator:
         """The communicator of ranks that share a file system: see `bootstrap.from_file`."""
-        from ..bootstrap import from_file
-
-        return from_file(path, rank, nranks, **options)
+        return _bootstrap["from_file"](path, rank, nranks, **options)
 
     @classmethod
     def from_process_group(cls, group: Any = None, **options: Any) -> Communicator:
         """The communicator of a torch.distributed process group: see `bootstrap.from_process_group`."""
-        from ..bootstrap import from_process_group
-
-        return from_process_group(group, **options)
+        return _bootstrap["from_process_group"](group, **options)
 
     @classmethod
     def from_mpi(cls, mpi_comm: Any = None, **options: Any) -> Communicator:
         """The communicator of an mpi4py communicator: see `bootstrap.from_mpi`."""
-        from ..bootstrap import from_mpi
-
-        return from_mpi(mpi_comm, **options)
+        return _bootstrap["from_mpi"](mpi_comm, **options)
 
     # Operations beside those that move data
 

@@ -43,8 +43,6 @@ ORDER: dict[str, str] = {
 }
 # What is in the folder of a package, but a package of its own here.
 APART = {"pynccl": ("pynccl.host",), "pynccl.host": (), "pynccl_autograd": ()}
-# Communicator.from_env() and its siblings are doors to bootstrap, which makes communicators.
-UPWARD_WHEN_CALLED = {("pynccl.comm.communicator", "pynccl.bootstrap")}
 HOST_RESTS_ON = {"pynccl.bindings.abi", "pynccl.bindings.errors", "pynccl.bindings.resource"}
 IMPORT_SECONDS = 0.5
 
@@ -131,16 +129,13 @@ def upward(package: str) -> list[str]:
         f"{name}:{found.line} imports {other}"
         for name, imports in imports_within(package).items()
         for other, found in imports
-        if names.index(other) >= names.index(name) and not (found.when_called and (name, other) in UPWARD_WHEN_CALLED)
+        if names.index(other) >= names.index(name)
     ]
 
 
 def circle(package: str) -> list[str]:
     """Modules of the package that import each other in a circle; [] if there is none."""
-    edges = {
-        name: [o for o, found in imports if not (found.when_called and (name, o) in UPWARD_WHEN_CALLED)]
-        for name, imports in imports_within(package).items()
-    }
+    edges = {name: [o for o, found in imports] for name, imports in imports_within(package).items()}
     done: set[str] = set()
 
     def visit(name: str, above: list[str]) -> list[str]:
