@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -187,11 +188,10 @@ def _load_host() -> Library:
     return Library("host", "host library", host_module().function, is_host=True)
 
 
+@functools.cache
 def host_module() -> Any:
-    """The package of the host library, imported on first use because it needs torch."""
-    from .. import host
-
-    return host
+    """The host library. Like the C libraries it is opened by its name, on first use; it is Python, and needs torch."""
+    return importlib.import_module("pynccl.host")
 
 
 def _load_nccl() -> Library:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from importlib import metadata
 from typing import Any
 
 from ..bindings.errors import NcclSystemError, NcclUnhandledCudaError
@@ -142,6 +141,8 @@ def import_remedy(core: str, bindings: str) -> str:
 
 
 def _version(name: str) -> str:
+    from importlib import metadata  # half of what the import of this package would take
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
