@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communicator) -> int:
-    settle(comm.device)
+    synchronize(comm.device)
     learn_from, validate_on = split_text(options.text)
     windows = Windows(learn_from, options.seq, options.batch, options.seed, comm.device)
     model, unsharded = build(options, config, comm)
@@ -190,7 +190,7 @@ def write_results(
     print(plot(os.path.join(options.out, "loss.png"), losses, title))
 
 
-def settle(device: str) -> None:
+def synchronize(device: str) -> None:
     """Give this rank its part of the machine."""
     if device == "cpu":
         neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))

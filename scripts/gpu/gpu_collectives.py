@@ -21,20 +21,20 @@ from pynccl.bindings.library import gpu_count
 SIZES = (1, 1000, 1 << 20)  # elements of a rank; one each for NCCL's LL, LL128 and Simple protocols, or thereabouts
 TIMED = 16 << 20  # elements
 WRONG_VALUES = 3
-BIRTH_SECONDS = 20.0
+INIT_SECONDS = 20.0
 
 
 def join() -> pynccl.Communicator:
     """The communicator of the launch; more ranks than GPUs share them."""
     gpus = 0 if pynccl.load().is_host else gpu_count()
     local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    comm = pynccl.init(device=local % gpus if gpus else None, timeout=BIRTH_SECONDS)
+    comm = pynccl.init(device=local % gpus if gpus else None, timeout=INIT_SECONDS)
     if gpus:
         torch.cuda.set_device(comm.device)
     return comm
 
 
-def settle(comm: pynccl.Communicator) -> None:
+def synchronize(comm: pynccl.Communicator) -> None:
     """Wait for the GPU, if there is one."""
     if not comm.library.is_host:
         torch.cuda.synchronize()
@@ -76,7 +76,7 @@ def timed(comm: pynccl.Communicator) -> float:
         comm.barrier()
         started = time.perf_counter()
         comm.all_reduce(x, x)
-        settle(comm)
+        synchronize(comm)
         best = min(best, time.perf_counter() - started)
     return 4 * TIMED / best / 1e9
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_collectives import join, settle
+from gpu_collectives import join, synchronize
 
 import pynccl
 
@@ -39,7 +39,7 @@ def first(comm: pynccl.Communicator) -> dict[str, float]:
     def hang() -> None:
         try:
             comm.all_reduce(x, x)
-            settle(comm)
+            synchronize(comm)
         except (pynccl.NcclError, RuntimeError) as error:
             print(f"the collective ended: {type(error).__name__}: {error}")
 

@@ -93,7 +93,7 @@ def usable(comm: pynccl.Communicator, ways: list[bench.Way]) -> tuple[list[bench
         error = ""
         try:
             way.seconds(1)
-            settle(comm)
+            synchronize(comm)
         except Exception as found:  # of another binding, of whatever type
             error = f"{type(found).__name__}: {found}"
         if some_rank(comm, bool(error)):
@@ -109,7 +109,7 @@ def some_rank(comm: pynccl.Communicator, says: bool) -> bool:
     return bool(float(comm.all_reduce(count, count)))
 
 
-def settle(comm: pynccl.Communicator) -> None:
+def synchronize(comm: pynccl.Communicator) -> None:
     if not comm.library.is_host:
         torch.cuda.synchronize()
 
@@ -121,7 +121,7 @@ def measure(comm: pynccl.Communicator, ways: list[bench.Way], rounds: int, calls
         for way in ways:
             comm.barrier()
             times[way.name].append(way.seconds(calls))
-            settle(comm)
+            synchronize(comm)
     return times
 
 

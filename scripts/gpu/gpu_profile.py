@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_collectives import join, settle
+from gpu_collectives import join, synchronize
 
 import pynccl
 import pynccl_autograd as ad
@@ -77,14 +77,14 @@ def profile(comm: pynccl.Communicator, path: Path) -> float:
     a = torch.zeros(size, size, device=comm.device, dtype=torch.bfloat16)
     for _ in range(2):  # the first connects, and chooses how to multiply
         step(comm, x, a, busy)
-    settle(comm)
+    synchronize(comm)
     comm.barrier()
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
     with torch.profiler.profile(activities=activities) as found:
         started = time.perf_counter()
         for _ in range(ROUNDS):
             step(comm, x, a, busy)
-        settle(comm)
+        synchronize(comm)
         seconds = time.perf_counter() - started
     found.export_chrome_trace(str(path))
     return 1e3 * seconds / ROUNDS

@@ -138,7 +138,7 @@ def joins_alone(place: Place) -> tuple[str, float]:
     return message_of(pynccl.NcclTimeout, lambda: Communicator.init(3, identity, 1, timeout=2))
 
 
-def test_an_explicit_birth_names_the_missing_ranks_too(bare: RankPool) -> None:
+def test_an_explicit_init_names_the_missing_ranks_too(bare: RankPool) -> None:
     [(message, seconds)] = bare.run(1, joins_alone)
     assert "ncclCommInitRank(rank=1, nranks=3) did not return within 2 s (timeout=2)" in message
     assert "[0, 2]" in message

@@ -1,4 +1,4 @@
-"""Birth, split, properties and end of communicators, one or several to a process."""
+"""Init, split, properties and end of communicators, one or several to a process."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_split_can_be_split(ranks: RankPool) -> None:
     assert ranks.run(4, split_of_a_split) == [[0, 1, 3], [1, 1, 3], [0, 1, 3], [1, 1, 3]]
 
 
-def second_birth(comm: Communicator) -> float:
+def second_init(comm: Communicator) -> float:
     """A second communicator of the same ranks in the same processes; its id travels as bytes over the first."""
     identity = torch.zeros(128, dtype=torch.uint8)
     if comm.rank == 0:
@@ -92,7 +92,7 @@ def second_birth(comm: Communicator) -> float:
 
 @each_size
 def test_an_id_travels_as_bytes(ranks: RankPool, n: int) -> None:
-    assert ranks.run(n, second_birth) == [n - 1.0] * n  # rank 0 of the second is the last of the first
+    assert ranks.run(n, second_init) == [n - 1.0] * n  # rank 0 of the second is the last of the first
 
 
 def test_an_id_is_given_by_value_as_struct_or_bytes() -> None:
@@ -232,7 +232,7 @@ def test_an_error_in_flight_is_raised_when_asked_for() -> None:
     comm.check_async_error()
 
 
-def test_a_failed_birth_says_what_was_asked_for() -> None:
+def test_a_failed_init_says_what_was_asked_for() -> None:
     stub = Stub()
     stub.fail("ncclCommInitRank", 5)
     with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommInitRank\(rank=1, nranks=2\) failed: invalid usage"):

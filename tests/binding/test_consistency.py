@@ -21,7 +21,7 @@ Calls = tuple[Callable[[Communicator], Any], Callable[[Communicator], Any]]
 
 
 def checked(comm: Communicator) -> Communicator:
-    """A communicator of the same ranks, born with the check on."""
+    """A communicator of the same ranks, made with the check on."""
     os.environ["PYNCCL_CHECK"] = "1"
     own = comm.split(0)
     assert own is not None and own.checking
@@ -202,7 +202,7 @@ def test_a_comparison_takes_its_turn_on_the_communicators() -> None:
             first.all_reduce(x, x)
             second.all_reduce(x, x)
 
-    # No split here: what it makes is born in the thread of the call, where it asks for its rank.
+    # No split here: what it makes is made in the thread of the call, where it asks for its rank.
     bodies = [lambda: one.all_reduce(x, x), one.barrier, lambda: both(one, other), lambda: both(other, one)]
     assert overlapping(stub, bodies) == 0
 

@@ -104,7 +104,7 @@ def test_a_new_rank_that_the_members_do_not_wait_for_is_a_timeout() -> None:
         Communicator.join_grown(6, bytes(128), 5, library=stub.cpu_library, timeout=0.05)
 
 
-def test_a_birth_with_several_ids_hands_on_all_of_them() -> None:
+def test_an_init_with_several_ids_hands_on_all_of_them() -> None:
     stub = Stub()
     ids = [bytes([1] * 128), bytes([2] * 128), UniqueId.from_buffer_copy(bytes([3] * 128))]
     comm = Communicator.init(8, ids, 2, library=stub.cpu_library)

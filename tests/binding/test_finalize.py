@@ -19,7 +19,7 @@ X, Y = (1 << 20, 12, "float32"), (1 << 30, 12, "float32")
 # Deadlines
 
 
-def test_a_birth_that_no_other_rank_joins_is_a_timeout() -> None:
+def test_an_init_that_no_other_rank_joins_is_a_timeout() -> None:
     stub = Stub()
     stub.linger("ncclCommInitRank", 1.0)
     with pytest.raises(pynccl.NcclTimeout) as caught:

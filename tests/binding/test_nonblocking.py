@@ -22,7 +22,7 @@ def init(stub: Stub, **options: object) -> Communicator:
     return Communicator.init(4, bytes(128), 1, config=config, library=stub.cpu_library, **options)
 
 
-def test_a_birth_is_polled_until_it_is_done() -> None:
+def test_an_init_is_polled_until_it_is_done() -> None:
     stub = Stub()
     stub.progress("ncclCommInitRankConfig", polls=5)
     comm = init(stub)
@@ -31,7 +31,7 @@ def test_a_birth_is_polled_until_it_is_done() -> None:
     assert (comm.rank, comm.size) == (1, 4)
 
 
-def test_a_birth_has_a_deadline_after_which_it_is_aborted() -> None:
+def test_an_init_has_a_deadline_after_which_it_is_aborted() -> None:
     stub = Stub()
     stub.progress("ncclCommInitRankConfig", polls=FOR_EVER)
     with pytest.raises(
@@ -42,7 +42,7 @@ def test_a_birth_has_a_deadline_after_which_it_is_aborted() -> None:
     assert stub.names().count("ncclCommAbort") == 1
 
 
-def test_a_birth_that_fails_on_the_way_is_aborted_and_raised() -> None:
+def test_an_init_that_fails_on_the_way_is_aborted_and_raised() -> None:
     stub = Stub()
     stub.progress("ncclCommInitRankConfig", polls=3, final=6)
     with pytest.raises(pynccl.NcclRemoteError, match=r"^ncclCommInitRank\(rank=1, nranks=4\) failed"):

@@ -104,7 +104,7 @@ def test_unique_ids_are_128_bytes_and_differ(nccl: Library) -> None:
 
 
 @needs_no_driver
-def test_a_birth_without_a_driver_says_so_with_the_remedy(nccl: Library) -> None:
+def test_an_init_without_a_driver_says_so_with_the_remedy(nccl: Library) -> None:
     inits = {
         "init": lambda: Communicator.init(1, bytes(128), 0, library=nccl),
         "init on a device": lambda: Communicator.init(2, bytes(128), 1, "cuda:0", library=nccl, timeout=5),

@@ -1,4 +1,4 @@
-"""The host library's C functions: births, copies, groups, wrong arguments."""
+"""The host library's C functions: init, copies, groups, wrong arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_error_strings() -> None:
     assert text(99) == b"unknown result code"
 
 
-# Birth
+# Init
 
 
 def test_ranks_find_each_other_by_unique_id() -> None:

@@ -316,7 +316,7 @@ def test_a_call_that_its_deadline_left_behind_does_not_crash_the_exit(call: str,
 
 
 def test_strangers_at_the_door_do_not_keep_ranks_out() -> None:
-    """Garbage, silence and endings at every port that listens, while ranks are born."""
+    """Garbage, silence and endings at every port that listens, while ranks join."""
     over = threading.Event()
 
     def annoy(port: int) -> None:

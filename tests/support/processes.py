@@ -41,7 +41,7 @@ class Ended(NamedTuple):
     code: int
     out: str
     err: str
-    calls: list[str]  # names of the C functions that the stub saw, births left out
+    calls: list[str]  # names of the C functions that the stub saw, inits left out
     seconds: float
 
 

@@ -175,7 +175,7 @@ def make(env: Environment, seed: int) -> Record:
     expected = expectation(target, before, env)
     try:
         result = target.call(env, given)
-        settle(env, given)
+        complete(env, given)
     except Exception as error:
         return Record(seed, text, *judge(one, given, error))
     if refused := must_refuse(one, given, env.size):
@@ -183,7 +183,7 @@ def make(env: Environment, seed: int) -> Record:
     return Record(seed, text, *compare(expected, result))
 
 
-def settle(env: Environment, given: Arguments) -> None:
+def complete(env: Environment, given: Arguments) -> None:
     stream = given.get("stream")
     if stream is env.stream or (isinstance(stream, int) and stream == env.stream.handle):
         env.stream.synchronize()

@@ -254,7 +254,7 @@ def test_a_wait_for_a_dead_rank_fails() -> None:
 
 
 UNFINISHED = """
-    from test_host_onesided import Windowed, host, torch
+    from test_host_rma import Windowed, host, torch
     group, stream, data = Windowed(2), host.HostStream(), torch.ones(4, dtype=torch.int32)
     group.put(0, data, 1)
     group.wait(0, {1: 1}, stream=stream.handle)
