@@ -76,16 +76,23 @@ def waiting(connections: Iterable[Connection]) -> dict[int, Mapping[str, Any]]:
     return {c.peer: c.status for c in connections if c.status is not None}
 
 
-def timed_out(connections: Iterable[Connection], awaited: Collection[Connection]) -> TransportFailure:
-    """Nothing came of some peers: first those that do not wait themselves are to blame."""
+def timed_out(connections: Collection[Connection], awaited: Collection[Connection]) -> TransportFailure:
+    """Nothing came of some peers: first those that do not wait themselves are to blame, or the one rank of all that is
+    behind them."""
     peers = sorted(connection.peer for connection in awaited)
-    silent = sorted(connection.peer for connection in awaited if connection.status is None)
+    silent = _silent(awaited)
+    behind = silent or _silent(connections)
     others = [f"; rank {peer} last waited in {status['call']}" for peer, status in waiting(connections).items()]
-    culprits = silent or peers
+    culprits = silent or (behind if len(behind) == 1 else peers)
     who = f"rank {culprits[0]}" if len(culprits) == 1 else f"ranks {culprits}"
-    silence = f"; nothing is known of ranks {silent}" if silent else ""
+    silence = f"; nothing is known of ranks {behind}" if behind else ""
     text = f"no answer of {who} within the time-out, frozen or late"
     return TransportFailure(text, timed_out=True, culprit=culprits[0], detail="".join(others) + silence)
+
+
+def _silent(connections: Iterable[Connection]) -> list[int]:
+    """The ranks that have not said what they wait for, nor that they are done."""
+    return sorted(one.peer for one in connections if one.status is None and not one.finalized)
 
 
 def culprit_of(rank: int, connections: Sequence[Connection]) -> TransportFailure:

@@ -109,6 +109,29 @@ def test_a_frozen_rank_is_named_within_the_timeout(doomed: RankPool, count: int)
         assert outcome.value[1] < 2.0 + SOON
 
 
+def ring_until_it_fails(comm: Communicator, victim: int) -> str:
+    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
+    x, y = torch.ones(4), torch.zeros(4)
+    if comm.rank == (victim + 2) % comm.size:  # which does not talk to the victim
+        threading.Timer(0.3, freeze_and_kill, (pids, victim, None)).start()
+        threading.Timer(5.0, os.kill, (pids[victim], signal.SIGKILL)).start()
+    with pytest.raises(pynccl.NcclRemoteError) as lost:
+        while True:
+            with pynccl.group():
+                comm.send(x, (comm.rank + 1) % comm.size)
+                comm.recv(y, (comm.rank - 1) % comm.size)
+    comm.abort()
+    return str(lost.value)
+
+
+def test_a_frozen_rank_is_named_also_by_those_who_do_not_talk_to_it(doomed: RankPool) -> None:
+    outcomes = doomed.outcomes(4, ring_until_it_fails, 1, timeout=15)
+    assert "died: SIGKILL" in outcomes.pop(1).report
+    for outcome in outcomes:
+        assert not outcome.report
+        assert "rank 1" in outcome.value and "within the time-out, frozen or late" in outcome.value
+
+
 def split_while_one_dies(comm: Communicator, victim: int) -> str:
     if comm.rank == victim:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
