@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
-from ..bindings.values import attribute, shown
+from ..bindings.values import attribute, methods, shown
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
 from ..comm.deadline import Clock, Wait
@@ -77,7 +77,9 @@ def from_mpi(
     from mpi4py import MPI
 
     clock = Clock(timeout)
-    mpi_comm = mpi_comm or MPI.COMM_WORLD
+    mpi_comm = MPI.COMM_WORLD if mpi_comm is None else mpi_comm
+    needed = ("Get_rank", "Get_size", "Split_type", "allgather")
+    methods(mpi_comm, needed, "from_mpi: mpi_comm", "an mpi4py communicator, or None for COMM_WORLD")
     rank, nranks = mpi_comm.Get_rank(), mpi_comm.Get_size()
     threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
     who = f"rank {rank} of the MPI communicator's {nranks}"

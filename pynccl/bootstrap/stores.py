@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
-from ..bindings.values import methods
+from ..bindings.values import instance, methods
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
 from ..comm.deadline import Clock
@@ -70,6 +71,7 @@ def from_file(
     clock = Clock(timeout)
     check_rank_of(rank, nranks)
 
+    instance(path, (str, bytes, os.PathLike), "from_file: path", "the path of a file, a string")
     store = FileStore(path, clock)
     wording = Wording(
         again=f"every process needs a rank of its own; or {store.path} is left over from an earlier run: remove it",

@@ -89,6 +89,17 @@ def test_a_rank_that_cannot_start_tells_the_others_by_mpi(bare: RankPool, tmp_pa
     assert first.message == f"rank 1 could not start: ValueError: {second.message}"
 
 
+def nonsense(place: Place, path: str) -> list[End]:
+    install(place, path, MULTIPLE)
+    return [end_of(lambda given=given: Communicator.from_mpi(given, timeout=5)) for given in (3, [], "world")]
+
+
+def test_what_is_no_communicator_of_mpi_is_refused(bare: RankPool, tmp_path: Path) -> None:
+    [ends] = bare.run(1, nonsense, str(tmp_path / "mpi"))
+    assert [end.error for end in ends] == ["TypeError"] * 3
+    assert all("expected an mpi4py communicator, or None for COMM_WORLD" in end.message for end in ends)
+
+
 def one_is_late(place: Place, path: str) -> End:
     install(place, path, MULTIPLE)
     store = dist.FileStore(f"{path}-done", 2)
