@@ -30,7 +30,9 @@ BAD_KINDS: dict[str, Bad] = {
     "key": Bad(lambda c: pynccl.param(5), ValueError, ("param: key is 5, expected the name of a parameter",)),
     "spec": Bad(lambda c: pynccl.load(1.5), TypeError, ("spec is 1.5, expected 'host', 'nccl', or the path",)),
     "path": Bad(lambda c: pynccl.from_file(3, 0, 1), TypeError, ("from_file: path is 3, expected the path of a file",)),
-    "store": Bad(lambda c: pynccl.from_store(3, 0, 1), TypeError, ("store is 3, which has no add, get, set, check",)),
+    "store that is none": Bad(
+        lambda c: pynccl.from_store(3, 0, 1), TypeError, ("store is 3, which has no add, get, set, check",)
+    ),
     "spec with NUL": Bad(lambda c: pynccl.load("a\0b"), pynccl.NcclLibraryNotFound, ("give the path of a libnccl",)),
     "config": Bad(
         lambda c: Communicator.init(1, bytes(128), 0, config=0, library=c.library),
