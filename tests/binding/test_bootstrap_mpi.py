@@ -90,8 +90,9 @@ def test_a_rank_that_cannot_start_tells_the_others_by_mpi(bare: RankPool, tmp_pa
 
 
 def nonsense(place: Place, path: str) -> list[End]:
+    wrong: list[Any] = [3, [], "world"]
     install(place, path, MULTIPLE)
-    return [end_of(lambda given=given: Communicator.from_mpi(given, timeout=5)) for given in (3, [], "world")]
+    return [end_of(lambda given=given: Communicator.from_mpi(given, timeout=5)) for given in wrong]
 
 
 def test_what_is_no_communicator_of_mpi_is_refused(bare: RankPool, tmp_path: Path) -> None:
