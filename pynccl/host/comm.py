@@ -340,4 +340,6 @@ class Comm:
         self.failure = invalid_usage("the communicator was inherited through a fork, where it cannot work")
         if self._transport is not None:
             self._transport.close()
+        if self.shared is not None:
+            self.shared.after_fork()
         self._drop()

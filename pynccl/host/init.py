@@ -180,9 +180,7 @@ def ncclCommInitAll(comms: Any, ndev: int, devlist: Any) -> None:
             made[0].initialized = True
         else:
             transports = [comm.use(channels) for comm, channels in zip(made, pairs_in_process(ndev), strict=True)]
-            for comm, shared in zip(
-                made, share_in_process(transports, [comm.activity for comm in made]), strict=True
-            ):
+            for comm, shared in zip(made, share_in_process(transports, [comm.activity for comm in made]), strict=True):
                 comm.meeting = meeting
                 comm.begin(shared)
     except BaseException:

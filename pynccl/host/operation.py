@@ -14,10 +14,12 @@ from .comm import Comm
 from .connection import Label, collective_call, collective_tag, header_text, message_tag
 from .failure import invalid_argument
 from .reduction import PreMulSum
+from .segment import SMALL_BYTES
 
-# Small operations keep scratch of their own size.
+# Small operations keep scratch of their own size, unless their ranks share memory.
 _KEPT_OPERATIONS = 512
 _KEPT_BYTES = 8 << 10
+_KEPT_SHARED_BYTES = SMALL_BYTES
 
 
 class Where(Enum):
@@ -158,7 +160,7 @@ def operation_of(
     fresh = Operation(kind, comm, send_ptr, recv_ptr, count, dtype, op, peer)
     fresh.check()
     # The number of a pre-multiplied sum may come to mean another one; large operations gain nothing.
-    if op <= RedOp.AVG and fresh.nbytes <= _KEPT_BYTES:
+    if op <= RedOp.AVG and fresh.nbytes <= (_KEPT_BYTES if comm.shared is None else _KEPT_SHARED_BYTES):
         if len(comm.kept) >= _KEPT_OPERATIONS:
             comm.kept.clear()
         comm.kept[key] = fresh

@@ -29,6 +29,7 @@ from .memory import normal_tensors
 SLOTS = 4
 SMALL_BYTES = 64 << 10
 LARGE_BYTES = 1 << 20
+MOST_RANKS = SMALL_BYTES // 64
 POSTED, DONE, LARGE = 0, 16, 32  # indices of words of 32 bits
 HEADER_BYTES = 256
 _TOKEN_AT = 256
@@ -140,6 +141,11 @@ class OwnSegment(Segment):
             fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def after_fork(self) -> None:
+        """In a forked child, which has a copy of the descriptor and of a lock that somebody may hold."""
+        self._lock = threading.Lock()
+        self.close()
 
     def _reserve(self, start: int, nbytes: int) -> None:
         try:

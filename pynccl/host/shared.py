@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 
 from ..bindings.abi import Result
@@ -48,7 +49,8 @@ class SharedMemory:
         assert isinstance(own, OwnSegment)
         self.rank, self.segments, self._own = rank, segments, own
         self.peers = tuple(peer for peer in range(len(segments)) if peer != rank)
-        self._transport, self._activity = transport, activity
+        self._transport = weakref.ref(transport)  # which ends with its communicator, though operations are still kept
+        self._activity = activity
         self._posted = [segment.words[POSTED : POSTED + 1] for segment in segments]
         self._words = [segment.address + 4 * POSTED for segment in segments]
         self._spins = _SPINS if spin else 0
@@ -145,7 +147,9 @@ class SharedMemory:
 
     def _sleep(self, peers: Sequence[int], step: int) -> None:
         """Until all of `peers` have posted `step`. Raises TransportFailure."""
-        posted, transport = self._posted, self._transport
+        posted, transport = self._posted, self._transport()
+        if transport is None:
+            raise TransportFailure("the communicator has ended")
         at = 0
         for _ in range(self._spins):
             if not (posted[peers[at]][0] - step) & _BEHIND:
@@ -165,12 +169,12 @@ class SharedMemory:
                     transport.hear()
                     if behind := self._behind(peers, step):
                         told = transport.look(behind, started, told, all_is_here=True)
-                        self._check_messages(behind)
+                        self._check_messages(transport, behind)
 
-    def _check_messages(self, peers: Sequence[int]) -> None:
+    def _check_messages(self, transport: Transport, peers: Sequence[int]) -> None:
         """Raise TransportFailure where a peer that is waited for has sent a message, which waits for this rank."""
         for peer in peers:
-            if text := self._transport.message_of(peer):
+            if text := transport.message_of(peer):
                 raise TransportFailure("", verdict=other_calls(self.rank, self._activity.describe(), peer, text))
 
     def entered(self, peer: int) -> str:
@@ -204,6 +208,8 @@ class SharedMemory:
 
     def suspend(self) -> None:
         """Give the large slots back, once peers have read what is in them; keep them if one does not come to it."""
+        if not self._own.has_large:
+            return
         deadline = time.monotonic() + _READ_SECONDS
         while any((self.segments[peer].words[DONE] - self._large_step) & _BEHIND for peer in self.peers):
             if time.monotonic() > deadline:
@@ -215,6 +221,9 @@ class SharedMemory:
         """Wake all who sleep, here and in other processes, to hear how this rank or another one has ended."""
         for address in self._words:
             futex.wake(address)
+
+    def after_fork(self) -> None:
+        self._own.after_fork()
 
     def close(self) -> None:
         """Let nobody open this rank's memory any more. It ends with its last user."""

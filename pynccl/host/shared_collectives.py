@@ -71,9 +71,7 @@ def _move(
         return _move_pieces(op, blocks, put, get, needed, waited, local)
     own = shared.segments[shared.rank]
     puts = [[(own.slot(False, s) + c.block * stride, c.address) for c in put] for s in range(SLOTS)]
-    gets = [
-        [(c.address, shared.segments[c.rank].slot(False, s) + c.block * stride) for c in get] for s in range(SLOTS)
-    ]
+    gets = [[(c.address, shared.segments[c.rank].slot(False, s) + c.block * stride) for c in get] for s in range(SLOTS)]
 
     def move() -> None:
         shared.begin(op.label(), n, needed)
@@ -286,63 +284,83 @@ def all_reduce(op: Operation) -> Run:
         return _nothing(op)
     if _fits(op, 1) and op.nbytes <= DIRECT_BYTES:
         return _reduce_at_once(op, [_Copy(0, 0, op.send_ptr)], 0, _contribution(op, 1), True)
-    return lambda: _all_reduce_pieces(op)
+
+    def in_pieces() -> None:
+        shared = _shared(op)
+        _begin(shared, op, ALL)
+        _AllReducePieces(op, shared.large()).run()
+        shared.end_large()
+
+    return in_pieces
 
 
-def _all_reduce_pieces(op: Operation) -> None:
+class _AllReducePieces:
     """A slot has a block for each rank: what this rank adds to that rank's shard of the piece; and in this rank's own
     block, the result for its shard of the piece before."""
-    shared, comm = _shared(op), op.comm
-    _begin(shared, op, ALL)
-    large = shared.large()
-    source, out = _contribution(op, 1), view(op.recv_ptr, op.count, op.dtype)
-    size, narrow, ranks, me = source.element_size(), ITEMSIZE[op.dtype], comm.size, comm.rank
-    stride, pieces = _cut(source.nbytes, shared.slot_bytes(large) // ranks * ranks)
-    stride = stride // ranks // _ALIGNMENT * _ALIGNMENT  # of a block, hence of a shard
-    pieces = [(start, min(stride * ranks, source.nbytes - start)) for start in range(0, source.nbytes, stride * ranks)]
-    slots, wide = [segment.slot for segment in shared.segments], source.data_ptr()
 
-    def shard(piece: int, rank: int) -> tuple[int, int]:
-        """Its first byte and its bytes in `source`."""
-        start, length = pieces[piece]
-        return start + rank * stride, max(min(stride, length - rank * stride), 0)
+    def __init__(self, op: Operation, large: bool) -> None:
+        self._op, self._comm, self._shared, self._large = op, op.comm, _shared(op), large
+        self._source, self._out = _contribution(op, 1), view(op.recv_ptr, op.count, op.dtype)
+        self._wide, self._size, self._narrow = (
+            self._source.data_ptr(),
+            self._source.element_size(),
+            ITEMSIZE[op.dtype],
+        )
+        self._slots = [segment.slot for segment in self._shared.segments]
+        nbytes, ranks = self._source.nbytes, op.comm.size
+        stride = self._shared.slot_bytes(large) // ranks
+        piece, _ = _cut(nbytes, stride * ranks)
+        self._stride = max(piece // ranks // _ALIGNMENT, 1) * _ALIGNMENT  # of a block, hence of a shard
+        piece = self._stride * ranks
+        self._pieces = [(start, min(piece, nbytes - start)) for start in range(0, nbytes, piece)]
 
-    def fill(piece: int) -> None:
-        base = slots[me](large, shared.room())
-        for peer in comm.peers:
-            start, n = shard(piece, peer)
-            memmove(base + peer * stride, wide + start, n)
+    def run(self) -> None:
+        shared, last = self._shared, len(self._pieces)
+        before = 0
+        self._fill(0)
+        for step in range(last + 1):
+            slot = shared.post()
+            if step >= 2:
+                self._fetch(step - 2, before)
+            if step + 1 < last:
+                self._fill(step + 1)
+            elif step < last:
+                shared.room()
+            shared.wait(shared.peers)
+            if step < last:
+                self._add(step, slot)
+            before = slot
+        self._fetch(last - 1, before)
 
-    def fetch(piece: int, slot: int) -> None:
-        for peer in comm.peers:
-            start, n = shard(piece, peer)
-            target = op.recv_ptr + start // size * narrow
-            memmove(target, slots[peer](large, slot) + peer * stride, n // size * narrow)
+    def _shard(self, piece: int, rank: int) -> tuple[int, int]:
+        """Its first byte and its bytes in the source."""
+        start, length = self._pieces[piece]
+        return start + rank * self._stride, max(min(self._stride, length - rank * self._stride), 0)
 
-    def add(piece: int, slot: int) -> None:
-        start, n = shard(piece, me)
+    def _fill(self, piece: int) -> None:
+        base = self._slots[self._comm.rank](self._large, self._shared.room())
+        for peer in self._comm.peers:
+            start, n = self._shard(piece, peer)
+            memmove(base + peer * self._stride, self._wide + start, n)
+
+    def _fetch(self, piece: int, slot: int) -> None:
+        """The peers' results of a piece."""
+        size, narrow = self._size, self._narrow
+        for peer in self._comm.peers:
+            start, n = self._shard(piece, peer)
+            result = self._slots[peer](self._large, slot) + peer * self._stride
+            memmove(self._op.recv_ptr + start // size * narrow, result, n // size * narrow)
+
+    def _add(self, piece: int, slot: int) -> None:
+        """Reduce this rank's shard of a piece, and put it beside the next one."""
+        me, op = self._comm.rank, self._op
+        start, n = self._shard(piece, me)
         if not n:
             return
-        first, count = start // size, n // size
-        parts = _views(shared, large, slot, op, me * stride, count)
-        parts[me] = source[first : first + count]
-        result = out[first : first + count]
+        first, count = start // self._size, n // self._size
+        parts = _views(self._shared, self._large, slot, op, me * self._stride, count)
+        parts[me] = self._source[first : first + count]
+        result = self._out[first : first + count]
         prepared(parts, result, op.dtype, op.op)()
-        memmove(slots[me](large, (slot + 1) % SLOTS) + me * stride, result.data_ptr(), count * narrow)
-
-    before = 0
-    fill(0)
-    for step in range(len(pieces) + 1):
-        slot = shared.post()
-        if step >= 2:
-            fetch(step - 2, before)
-        if step + 1 < len(pieces):
-            fill(step + 1)
-        elif step < len(pieces):
-            shared.room()
-        shared.wait(shared.peers)
-        if step < len(pieces):
-            add(step, slot)
-        before = slot
-    fetch(len(pieces) - 1, before)
-    shared.end_large()
+        target = self._slots[me](self._large, (slot + 1) % SLOTS) + me * self._stride
+        memmove(target, op.recv_ptr + first * self._narrow, count * self._narrow)

@@ -16,7 +16,7 @@ from ..bindings.abi import Result
 from . import futex
 from .connection import TEXT_BYTES, Label, collective_call
 from .failure import HostFailure, invalid_argument
-from .segment import OwnSegment, Segment, open_segment
+from .segment import MOST_RANKS, OwnSegment, Segment, open_segment
 from .shared import SharedMemory
 from .transport import Transport
 from .watchdog import Activity
@@ -24,15 +24,15 @@ from .watchdog import Activity
 VARIABLE = "PYNCCL_HOST_TRANSPORT"
 _AUTO, _MEMORY, _SOCKETS = "auto", "shm", "sockets"
 _MODES = {_AUTO: _AUTO, _MEMORY: _MEMORY, _SOCKETS: _SOCKETS, "gloo": _SOCKETS}
-_ROW_BYTES = 512
-_MOST_TEXT = 300
+_ROW_BYTES = 2048
+_MOST_TEXT = 200  # characters, of which one may take six bytes
 
 
 def wanted() -> str:
     """What the environment asks for."""
     text = os.environ.get(VARIABLE, "") or _AUTO
     if text not in _MODES:
-        raise invalid_argument(f"{VARIABLE}={text!r}: expected auto, shm or sockets")
+        raise invalid_argument(f"{VARIABLE}={text[:_MOST_TEXT]!r}: expected auto, shm or sockets")
     return _MODES[text]
 
 
@@ -48,7 +48,7 @@ def agree(name: str, rank: int, transport: Transport, activity: Activity, local:
     try:
         row["wants"] = wanted()
         if row["wants"] != _SOCKETS:
-            row["why"] = "its peers are on several machines" if not local else futex.why_not()
+            row["why"] = "its peers are on several machines" if not local else _why_not(len(transport.peers) + 1)
             own = None if row["why"] else OwnSegment()
     except HostFailure as failure:
         row["wrong"] = failure.text
@@ -76,7 +76,7 @@ def share_in_process(transports: Sequence[Transport], activities: Sequence[Activ
     if mode == _SOCKETS:
         return nothing
     try:
-        why = futex.why_not()
+        why = _why_not(size)
         segments = [] if why else [OwnSegment() for _ in range(size)]
     except (OSError, AttributeError) as error:
         why = _reason(error)
@@ -90,11 +90,11 @@ def _tell(transport: Transport, rank: int, row: dict[str, Any], number: int) -> 
     """The rows of all ranks."""
     mine = json.dumps(row).encode().ljust(_ROW_BYTES)
     assert len(mine) == _ROW_BYTES
-    label = Label(collective_call(_ROW_BYTES, number), number, b"which transport".ljust(TEXT_BYTES, b"\0"))
+    what = b"which transport".ljust(TEXT_BYTES, b"\0")
+    label = Label(collective_call(_ROW_BYTES, number), number, what)
     theirs = {peer: bytearray(_ROW_BYTES) for peer in transport.peers}
-    transport.exchange(
-        [(peer, memoryview(mine)) for peer in theirs], [(peer, memoryview(data)) for peer, data in theirs.items()], label
-    )
+    sends = [(peer, memoryview(mine)) for peer in theirs]
+    transport.exchange(sends, [(peer, memoryview(data)) for peer, data in theirs.items()], label)
     rows = {peer: json.loads(data) for peer, data in theirs.items()}
     return [rows.get(peer, row) for peer in range(len(theirs) + 1)]
 
@@ -127,6 +127,13 @@ def _open_all(rank: int, own: OwnSegment, rows: Sequence[dict[str, Any]]) -> tup
             return [], f"that of rank {peer} cannot be opened: {_reason(error)}"
         segments.append(found)
     return segments, ""
+
+
+def _why_not(size: int) -> str:
+    """Why ranks of this machine cannot share memory, as far as one can tell alone."""
+    if size > MOST_RANKS:
+        return f"there are {size} ranks, and a slot is cut into {MOST_RANKS} at most"
+    return futex.why_not()
 
 
 def _reason(error: Exception) -> str:

@@ -35,6 +35,11 @@ _EXPLAIN_SECONDS = 0.4
 _NOTHING = memoryview(b"")
 
 
+def _nowhere(peer: int) -> str:
+    """Where ranks share no memory, a peer is in no collective that its messages do not tell of."""
+    return ""
+
+
 class Transport:
     """The connections of one communicator. `send` and `recv` post, `wait` completes; one thread at a time."""
 
@@ -46,7 +51,7 @@ class Transport:
         self._limit = timeout
         self._broken: TransportFailure | None = None
         # What a peer has entered before this rank has, and cannot go on without it: see `shared`.
-        self.entered: Callable[[int], str] = lambda peer: ""
+        self.entered: Callable[[int], str] = _nowhere
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
