@@ -77,6 +77,13 @@ class Work(Protocol):
     def describe(self) -> str: ...
 
 
+class KeptWork(Work, Protocol):
+    """What is kept for the next call like it."""
+
+    def forget(self) -> None:
+        """It is not kept any more."""
+
+
 class Background:
     """What a communicator does beside its operations: nothing, until `rma` replaces this by its own."""
 
@@ -116,7 +123,7 @@ class Comm:
         self.rma_signals = self.rma_contexts = 1
         self.registrations: dict[int, tuple[int, int]] = {}
         self.shrinks: Counter[str] = Counter()  # how often it shrank, by whom it excluded
-        self.kept: dict[tuple[object, ...], Work] = {}
+        self.kept: dict[tuple[object, ...], KeptWork] = {}
         self.rma = Background()
         self.activity = Activity()
         self.rounds = 0  # of exchanges of collectives
@@ -230,6 +237,11 @@ class Comm:
 
     # Memory
 
+    def forget_kept(self) -> None:
+        kept, self.kept = self.kept, {}
+        for work in kept.values():
+            work.forget()
+
     @property
     def dynamic_bytes(self) -> int:
         """Bytes that a suspend gives back."""
@@ -245,7 +257,7 @@ class Comm:
         """Give back what is not needed until `suspended` is taken back."""
         self.flush()
         self.suspended = True
-        self.kept.clear()
+        self.forget_kept()
         self.scratch.release()
         if self.shared is not None:
             self.shared.suspend()
@@ -332,7 +344,8 @@ class Comm:
         if self.shared is not None:
             self.shared.close()
         self._transport = self.shared = None
-        self.kept.clear()
+        self.forget_kept()
+        self.activity.describe = str  # of the last operation, which refers to all this
 
     def after_fork(self) -> None:
         """In a forked child."""

@@ -47,7 +47,7 @@ class PreMulSum:
         return own * scalar
 
 
-def prepared(parts: Sequence[Tensor], out: Tensor, dtype: int, op: int) -> Callable[[], None]:
+def prepared(parts: Sequence[Tensor], out: Tensor, dtype: int, op: int) -> Callable[[], object]:
     """`combine` of these tensors, any number of times; for two parts of the usual types it is a single call."""
     plain = _STEPS.get(op)
     if plain is not None and len(parts) == 2 and out.dtype not in _NARROW and dtype not in _UNSIGNED and out.numel():

@@ -20,6 +20,7 @@ import os
 import stat
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ class OwnSegment(Segment):
         self._lock = threading.Lock()  # a descriptor must not be used once it is closed: its number goes to others
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.fd, TOTAL_BYTES)
+            _get(TOTAL_BYTES, lambda: os.ftruncate(self.fd, TOTAL_BYTES))
             self._reserve(0, _LARGE_AT)
             mapped = _map(self.fd)
         except OSError:
@@ -148,14 +149,18 @@ class OwnSegment(Segment):
         self.close()
 
     def _reserve(self, start: int, nbytes: int) -> None:
-        try:
-            os.posix_fallocate(self.fd, start, nbytes)
-        except OSError as error:
-            raise OSError(error.errno, f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
+        _get(nbytes, lambda: os.posix_fallocate(self.fd, start, nbytes))
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             self.close()
+
+
+def _get(nbytes: int, get: Callable[[], None]) -> None:
+    try:
+        get()
+    except OSError as error:
+        raise OSError(error.errno, f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
 
 
 def _at(mapped: _Bytes) -> memoryview:
