@@ -84,7 +84,8 @@ def _use(
         if comm.failure is not None:
             raise comm.failure from failure
         deadline = time.monotonic() + _EXPLAIN_SECONDS
-        while names[comm.rank] != f"rank {comm.rank}" and time.monotonic() < deadline:
+        renamed = list(names) != [f"rank {rank}" for rank in range(comm.size)]
+        while renamed and time.monotonic() < deadline:
             check()  # the parent's connections know the ranks by their names there, perhaps a moment later
             time.sleep(0.01)
         raise HostFailure(Result.REMOTE_ERROR, f"{what}: {failure}{failure.detail}") from failure

@@ -33,7 +33,7 @@ _WORD = (1 << 32) - 1
 _TICK_SECONDS = 0.2
 _TICK = futex.timeout_of(_TICK_SECONDS)
 _SHORT_TICK = futex.timeout_of(0.02)  # once a peer has failed
-_SPINS = 1000
+_MOST_SPINS, _LEAST_SPINS = 1000, 30  # some 50 us; where others have the cores, sleeping at once is better
 _READ_SECONDS = 0.4
 _TAIL = struct.Struct("<Qq")  # of a header, behind the label: hash of all calls so far; whom this one waits for
 _COMPARED = HEAD_BYTES + 8
@@ -53,7 +53,7 @@ class SharedMemory:
         self._activity = activity
         self._posted = [segment.words[POSTED : POSTED + 1] for segment in segments]
         self._words = [segment.address + 4 * POSTED for segment in segments]
-        self._spins = _SPINS if spin else 0
+        self._spins = _MOST_SPINS if spin else 0
         self._step = 0
         self._header = self._last_text = b""
         self._history = 0
@@ -150,12 +150,8 @@ class SharedMemory:
         posted, transport = self._posted, self._transport()
         if transport is None:
             raise TransportFailure("the communicator has ended")
-        at = 0
-        for _ in range(self._spins):
-            if not (posted[peers[at]][0] - step) & _BEHIND:
-                at += 1
-                if at == len(peers):
-                    return
+        if self._spins and self._spin(peers, step):
+            return
         started = time.monotonic()
         next_tick = started + _TICK_SECONDS
         told = False
@@ -170,6 +166,18 @@ class SharedMemory:
                     if behind := self._behind(peers, step):
                         told = transport.look(behind, started, told, all_is_here=True)
                         self._check_messages(transport, behind)
+
+    def _spin(self, peers: Sequence[int], step: int) -> bool:
+        """Look again and again for a while, a longer one where that has helped; whether it has."""
+        posted, at = self._posted, 0
+        for _ in range(self._spins):
+            if not (posted[peers[at]][0] - step) & _BEHIND:
+                at += 1
+                if at == len(peers):
+                    self._spins = min(2 * self._spins, _MOST_SPINS)
+                    return True
+        self._spins = max(self._spins // 2, _LEAST_SPINS)
+        return False
 
     def _check_messages(self, transport: Transport, peers: Sequence[int]) -> None:
         """Raise TransportFailure where a peer that is waited for has sent a message, which waits for this rank."""
