@@ -25,8 +25,8 @@ from .shared import ALL, NOBODY, SharedMemory
 # Up to here every rank of an all_reduce reduces everything: half the steps.
 DIRECT_BYTES = 64 << 10
 _ALIGNMENT = 64
-_PIECES = 4  # so many at least where they are not small then
-_LEAST_PIECE = 32 << 10
+_PIECES = 2
+_LEAST_PIECE = 64 << 10
 
 Run = Callable[[], None]
 
