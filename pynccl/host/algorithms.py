@@ -276,17 +276,24 @@ class Messages:
 
         A send is over when it has been received, as the receiver tells: so a send that nobody receives, or of another
         size than is expected, is an error of both ranks whatever its size."""
-        ops, transport = self._ops, self._ops[0].comm.transport
+        ops = self._ops
         sends, recvs = (_to_others(ops, kind) for kind in (SEND, RECV))
+        if not sends and not recvs:  # as always where there is one rank, which has no transport
+            self._copy()
+            return
+        transport = ops[0].comm.transport
         sent = [transport.send(op.peer, bytes_at(op.send_ptr, op.nbytes), label) for op, label in sends]
         received = [
             transport.recv(op.peer, bytes_at(op.recv_ptr, op.nbytes), label, _answer(label)) for op, label in recvs
         ]
         answers = [transport.recv(op.peer, _NOTHING, _answer(label)) for op, label in sends]
-        for source, target in zip(_to_itself(ops, SEND), _to_itself(ops, RECV), strict=True):
-            ctypes.memmove(target.recv_ptr, source.send_ptr, target.nbytes)
+        self._copy()
         transport.wait([*received, *answers, *sent])
         transport.wait([transfer.answer for transfer in received if transfer.answer is not None])
+
+    def _copy(self) -> None:
+        for source, target in zip(_to_itself(self._ops, SEND), _to_itself(self._ops, RECV), strict=True):
+            ctypes.memmove(target.recv_ptr, source.send_ptr, target.nbytes)
 
 
 _NOTHING = memoryview(b"")

@@ -61,9 +61,8 @@ def check_devices(devices: Sequence[int]) -> None:
         raise invalid_usage(f"ncclCommInitAll: devlist is {list(devices)}; expected different devices, 0 or above")
 
 
-def check_flags(name: str, label: str, flags: int, expected: str, *, known: int = 0, needed: int = 0) -> None:
-    """Raise ncclInvalidArgument where bits other than `known` are set, or some of `needed` are not."""
-    if flags & ~(known | needed) or flags & needed != needed:
+def check_flags(name: str, label: str, flags: int, allowed: Sequence[int], expected: str) -> None:
+    if flags not in allowed:
         raise invalid_argument(f"{name}: {label} is {flags:#x}; expected {expected}")
 
 

@@ -32,7 +32,7 @@ def ncclCommAbort(comm: int | None) -> None:
 @export
 def ncclCommRevoke(comm: Comm, flags: int) -> None:
     """The connections close, so the peers' operations fail too: with ncclRemoteError unless they revoke as well."""
-    check_flags("ncclCommRevoke", "revokeFlags", flags, "0 (NCCL_REVOKE_DEFAULT)")
+    check_flags("ncclCommRevoke", "revokeFlags", flags, [0], "0 (NCCL_REVOKE_DEFAULT)")
     revoked = "the communicator was revoked; shrink, destroy or abort it"
     comm.fail(invalid_usage(revoked), comm.because("it revoked the communicator"))
 
@@ -40,7 +40,7 @@ def ncclCommRevoke(comm: Comm, flags: int) -> None:
 @export
 def ncclCommSuspend(comm: Comm, flags: int) -> None:
     comm.check_usable()
-    check_flags("ncclCommSuspend", "flags", flags, "1 (NCCL_SUSPEND_MEM)", needed=_SUSPEND_MEM)
+    check_flags("ncclCommSuspend", "flags", flags, [_SUSPEND_MEM], "1 (NCCL_SUSPEND_MEM)")
     comm.suspend()
 
 

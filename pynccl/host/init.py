@@ -254,7 +254,7 @@ def ncclCommShrink(comm: Comm, excluded: Any, count: int, newcomm: Any, config: 
     check_config(config)
     if not comm.initialized:
         raise invalid_usage("ncclCommShrink: the communicator is still being initialised")
-    check_flags("ncclCommShrink", "shrinkFlags", flags, "0, or 1 (NCCL_SHRINK_ABORT)", known=_SHRINK_ABORT)
+    check_flags("ncclCommShrink", "shrinkFlags", flags, [0, _SHRINK_ABORT], "0, or 1 (NCCL_SHRINK_ABORT)")
     gone = [excluded[i] for i in range(count)] if excluded else []
     if not gone or len(set(gone)) < len(gone) or not all(0 <= rank < comm.size for rank in gone):
         raise invalid_argument(

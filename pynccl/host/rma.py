@@ -331,7 +331,7 @@ def _issue(
     comm.check_usable()
     put = PutOperation(kind, comm, send_ptr, 0, count, dtype, 0, peer, **where)
     put.check()
-    check_flags(kind.name, "flags", flags, "0")
+    check_flags(kind.name, "flags", flags, [0], "0")
     group.issue(put, find_stream(stream))
 
 

@@ -344,6 +344,16 @@ def test_a_send_to_itself_needs_its_receive(pair: Ranks) -> None:
     assert number("ncclCommGetAsyncError", pair.comms[0]) == Result.SUCCESS
 
 
+def test_a_rank_alone_sends_to_itself() -> None:
+    alone, source, target = Ranks(1), row(7, 4), torch.zeros(4, dtype=torch.int32)
+    call("ncclGroupStart")
+    call("ncclSend", address(source), 4, INT32, 0, alone.comms[0], None)
+    call("ncclRecv", address(target), 4, INT32, 0, alone.comms[0], None)
+    call("ncclGroupEnd")
+    assert target.equal(source)
+    alone.destroy()
+
+
 # Wrong arguments
 
 
