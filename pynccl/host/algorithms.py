@@ -1,4 +1,4 @@
-"""The collectives and send/recv, over tagged messages.
+"""The collectives and send/recv over tagged messages, and the table of all operations.
 
 Each function prepares one operation: it makes the views of the buffers and returns what runs it. All are direct: one
 round of messages between everybody, or two (reduce-scatter, then all-gather) for a large all_reduce. Whatever reduces
