@@ -1,4 +1,4 @@
-"""The collectives and send/recv, over tagged messages.
+"""The collectives and send/recv over tagged messages, and the table of all operations.
 
 Each function prepares one operation: it makes the views of the buffers and returns what runs it. All are direct: one
 round of messages between everybody, or two (reduce-scatter, then all-gather) for a large all_reduce. Whatever reduces
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from . import shared_collectives as shared
 from .comm import Comm, Work
 from .connection import Label, Transfer
 from .failure import invalid_usage
@@ -330,14 +331,21 @@ def _once(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
     return 1, float(nbytes)
 
 
-ALL_REDUCE = Kind("ncclAllReduce", 1, all_reduce, _twice, reduces=True)
-REDUCE_SCATTER = Kind("ncclReduceScatter", 2, reduce_scatter, _shards, reduces=True)
-REDUCE = Kind("ncclReduce", 3, reduce, _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
-BROADCAST = Kind("ncclBroadcast", 4, broadcast, _whole, send=Where.ON_ROOT, peer_is="root")
-ALL_GATHER = Kind("ncclAllGather", 5, all_gather, _shards)
-ALL_TO_ALL = Kind("ncclAlltoAll", 6, all_to_all, _shards)
-GATHER = Kind("ncclGather", 7, gather, _rooted, recv=Where.ON_ROOT, peer_is="root")
-SCATTER = Kind("ncclScatter", 8, scatter, _rooted, send=Where.ON_ROOT, peer_is="root")
+def _either(
+    over_sockets: Callable[[Operation], Callable[[], None]], in_memory: Callable[[Operation], Callable[[], None]]
+) -> Callable[[Operation], Callable[[], None]]:
+    """Through memory where the ranks share it."""
+    return lambda op: (over_sockets if op.comm.shared is None else in_memory)(op)
+
+
+ALL_REDUCE = Kind("ncclAllReduce", 1, _either(all_reduce, shared.all_reduce), _twice, reduces=True)
+REDUCE_SCATTER = Kind("ncclReduceScatter", 2, _either(reduce_scatter, shared.reduce_scatter), _shards, reduces=True)
+REDUCE = Kind("ncclReduce", 3, _either(reduce, shared.reduce), _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
+BROADCAST = Kind("ncclBroadcast", 4, _either(broadcast, shared.broadcast), _whole, send=Where.ON_ROOT, peer_is="root")
+ALL_GATHER = Kind("ncclAllGather", 5, _either(all_gather, shared.all_gather), _shards)
+ALL_TO_ALL = Kind("ncclAlltoAll", 6, _either(all_to_all, shared.all_to_all), _shards)
+GATHER = Kind("ncclGather", 7, _either(gather, shared.gather), _rooted, recv=Where.ON_ROOT, peer_is="root")
+SCATTER = Kind("ncclScatter", 8, _either(scatter, shared.scatter), _rooted, send=Where.ON_ROOT, peer_is="root")
 SEND = Kind("ncclSend", 9, lambda op: Messages([op]).run, _once, recv=Where.NOWHERE, peer_is="peer")
 RECV = Kind("ncclRecv", 10, lambda op: Messages([op]).run, _once, send=Where.NOWHERE, peer_is="peer")
 
@@ -347,9 +355,9 @@ def _free(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
 
 
 # What ranks tell each other to make something, outside of the modelled link.
-SPLIT = Kind("ncclCommSplit", 11, all_gather, _free)
-WINDOW = Kind("ncclCommWindowRegister", 12, all_gather, _free)
-GROW = Kind("ncclCommGrow", 13, all_gather, _free)
+SPLIT = Kind("ncclCommSplit", 11, _either(all_gather, shared.all_gather), _free)
+WINDOW = Kind("ncclCommWindowRegister", 12, _either(all_gather, shared.all_gather), _free)
+GROW = Kind("ncclCommGrow", 13, _either(all_gather, shared.all_gather), _free)
 
 
 def gather_rows(comm: Comm, ticket: int, kind: Kind, row: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from .link import link_of, sleep_until
 from .memory import Scratch
 from .reduction import PreMulSum
 from .rendezvous import Meeting
+from .shared import SharedMemory
 from .transport import Transport
 from .watchdog import Activity
 
@@ -76,6 +77,13 @@ class Work(Protocol):
     def describe(self) -> str: ...
 
 
+class KeptWork(Work, Protocol):
+    """What is kept for the next call like it."""
+
+    def forget(self) -> None:
+        """It is not kept any more."""
+
+
 class Background:
     """What a communicator does beside its operations: nothing, until `rma` replaces this by its own."""
 
@@ -115,12 +123,13 @@ class Comm:
         self.rma_signals = self.rma_contexts = 1
         self.registrations: dict[int, tuple[int, int]] = {}
         self.shrinks: Counter[str] = Counter()  # how often it shrank, by whom it excluded
-        self.kept: dict[tuple[object, ...], Work] = {}
+        self.kept: dict[tuple[object, ...], KeptWork] = {}
         self.rma = Background()
         self.activity = Activity()
         self.rounds = 0  # of exchanges of collectives
         self.lock = threading.Condition()  # told when the next ticket's time has come, and of a failure
         self._transport: Transport | None = None
+        self.shared: SharedMemory | None = None  # through which the collectives go, where the ranks have it
         self._waiting = 0
         self._issued = self._served = 0
         self.set_rank(rank, size)
@@ -138,13 +147,23 @@ class Comm:
             raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialised)")
         return self._transport
 
-    def use(self, channels: Mapping[int, Channels]) -> None:
-        """Begin to use connections to all peers."""
+    def use(self, channels: Mapping[int, Channels]) -> Transport:
+        """Begin to use connections to all peers; the communicator is not initialized yet."""
         transport = Transport(self.rank, channels, self.activity, self.timeout)
         with self.lock:
-            self._transport, self.initialized = transport, True
+            self._transport = transport
         if self.failure is not None:  # aborted meanwhile
             transport.abort(self.because(f"it failed: {self.failure.text}"), TransportFailure(self.failure.text))
+        return transport
+
+    def begin(self, shared: SharedMemory | None) -> None:
+        """It is initialized, and its ranks share memory or do not."""
+        with self.lock:
+            self.shared, self.initialized = shared, True
+        if shared is not None:
+            self.transport.entered = shared.entered
+            if self.failure is not None:
+                shared.close()
 
     # Order
 
@@ -218,21 +237,30 @@ class Comm:
 
     # Memory
 
+    def forget_kept(self) -> None:
+        kept, self.kept = self.kept, {}
+        for work in kept.values():
+            work.forget()
+
     @property
     def dynamic_bytes(self) -> int:
         """Bytes that a suspend gives back."""
-        return self.scratch.nbytes + sum(operation.held for operation in list(self.kept.values()))
+        shared = self.shared.nbytes if self.shared is not None else 0
+        return self.scratch.nbytes + shared + sum(operation.held for operation in list(self.kept.values()))
 
     @property
     def static_bytes(self) -> int:
-        return self._transport.nbytes if self._transport is not None else 0
+        shared = self.shared.fixed_bytes if self.shared is not None else 0
+        return shared + (self._transport.nbytes if self._transport is not None else 0)
 
     def suspend(self) -> None:
         """Give back what is not needed until `suspended` is taken back."""
         self.flush()
         self.suspended = True
-        self.kept.clear()
+        self.forget_kept()
         self.scratch.release()
+        if self.shared is not None:
+            self.shared.suspend()
 
     # Failure and end
 
@@ -273,6 +301,8 @@ class Comm:
             self.lock.notify_all()
         if first and transport is not None:
             transport.abort(reason or self.because(f"it failed: {failure.text}"), TransportFailure(failure.text))
+            if self.shared is not None:
+                self.shared.wake()
         self.rma.wake()
         return self.failure or failure
 
@@ -296,9 +326,10 @@ class Comm:
         self.rma.close()
         if self._transport is not None and self.failure is None:
             self._transport.finalize()
+            if self.shared is not None:
+                self.shared.wake()
         self.failure = self.failure or invalid_usage("the communicator was destroyed")
-        self._transport = None
-        self.kept.clear()
+        self._drop()
 
     def abort(self) -> None:
         """Forget the handle, close the connections now, wake an operation that is blocked in them."""
@@ -306,7 +337,15 @@ class Comm:
         why = "it aborted the communicator" + (f", after {self.split_error}" if self.split_error else "")
         self.fail(invalid_usage("the communicator was aborted"), self.because(why))
         self.rma.close()
-        self._transport = None
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of the connections and the memory; a thread that is still inside holds them until it leaves."""
+        if self.shared is not None:
+            self.shared.close()
+        self._transport = self.shared = None
+        self.forget_kept()
+        self.activity.describe = str  # of the last operation, which refers to all this
 
     def after_fork(self) -> None:
         """In a forked child."""
@@ -314,4 +353,6 @@ class Comm:
         self.failure = invalid_usage("the communicator was inherited through a fork, where it cannot work")
         if self._transport is not None:
             self._transport.close()
-        self._transport = None
+        if self.shared is not None:
+            self.shared.after_fork()
+        self._drop()

@@ -6,7 +6,7 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,17 @@ from . import group, rendezvous
 from .algorithms import GROW, SPLIT, gather_rows
 from .argcheck import check_config, check_devices, check_flags, check_rank, field
 from .comm import Comm, find, seconds
-from .connect import ENDPOINT_BYTES, Connecting, Listener, pairs_in_process, read_endpoint
+from .connect import ENDPOINT_BYTES, Channels, Connecting, Listener, pairs_in_process, read_endpoint
 from .exports import export
-from .failure import HostFailure, invalid_argument, invalid_usage, last_error
+from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error
 from .interfaces import on_one_machine
 from .rendezvous import Meeting, meeting_of
+from .sharing import agree, share_in_process
 from .store import Store
 
 INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
 _SHRINK_ABORT = 0x01
+_EXPLAIN_SECONDS = 0.4
 
 _waiting: set[threading.Thread] = set()
 
@@ -68,6 +70,27 @@ def _configured(comm: Comm, config: Any, parent: Comm | None = None) -> Comm:
     return comm
 
 
+def _use(
+    comm: Comm, channels: Mapping[int, Channels], what: str, names: Sequence[str], check: Callable[[], None]
+) -> None:
+    """Begin to use connections to all peers, and what memory the ranks share.
+
+    what, names, check: as of `Connecting`"""
+    transport = comm.use(channels)
+    name = what.partition(" ")[0]
+    try:
+        comm.begin(agree(name, comm.rank, transport, comm.activity, comm.local))
+    except TransportFailure as failure:
+        if comm.failure is not None:
+            raise comm.failure from failure
+        deadline = time.monotonic() + _EXPLAIN_SECONDS
+        renamed = list(names) != [f"rank {rank}" for rank in range(comm.size)]
+        while renamed and time.monotonic() < deadline:
+            check()  # the parent's connections know the ranks by their names there, perhaps a moment later
+            time.sleep(0.01)
+        raise HostFailure(Result.REMOTE_ERROR, f"{what}: {failure}{failure.detail}") from failure
+
+
 def _meet_and_connect(comm: Comm, meeting: Meeting, timeout: float, name: str) -> None:
     """Wait for the other ranks of `comm` at `meeting`, saying for whom, and connect with them."""
     me = threading.current_thread()
@@ -81,7 +104,8 @@ def _meet_and_connect(comm: Comm, meeting: Meeting, timeout: float, name: str) -
         left = max(timeout - (time.monotonic() - started), 0.0)
         names = [f"rank {rank}" for rank in range(comm.size)]
         what = f"{name} on rank {comm.rank} of {comm.size}"
-        comm.use(Connecting(listener, comm.rank, endpoints, what, names, lambda: None).run(left))
+        channels = Connecting(listener, comm.rank, endpoints, what, names, lambda: None).run(left)
+        _use(comm, channels, what, names, lambda: None)
         last_error.text = ""  # whom it waited for
     finally:
         _waiting.discard(me)
@@ -153,12 +177,13 @@ def ncclCommInitAll(comms: Any, ndev: int, devlist: Any) -> None:
     made = [Comm(rank, ndev, device) for rank, device in enumerate(devices)]
     try:
         meeting = Meeting(Store(), "all")
-        for comm, channels in zip(made, pairs_in_process(ndev), strict=True):
-            if ndev == 1:
-                comm.initialized = True
-            else:
+        if ndev == 1:
+            made[0].initialized = True
+        else:
+            transports = [comm.use(channels) for comm, channels in zip(made, pairs_in_process(ndev), strict=True)]
+            for comm, shared in zip(made, share_in_process(transports, [comm.activity for comm in made]), strict=True):
                 comm.meeting = meeting
-                comm.use(channels)
+                comm.begin(shared)
     except BaseException:
         for comm in made:
             comm.forget()
@@ -220,7 +245,8 @@ def _connect_split(parent: Comm, child: Comm, color: int, rows: Sequence[bytes],
     timeout = min(seconds(INIT_TIMEOUT_VARIABLE), parent.timeout)  # all of them were there a moment ago
     names = [f"rank {rank}" for rank in members]  # of the parent, whose failures end this too
     what = f"ncclCommSplit on rank {parent.rank} of {parent.size}"
-    child.use(Connecting(listener, child.rank, endpoints, what, names, partial(parent.poll, what)).run(timeout))
+    check = partial(parent.poll, what)
+    _use(child, Connecting(listener, child.rank, endpoints, what, names, check).run(timeout), what, names, check)
 
 
 @export

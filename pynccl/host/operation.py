@@ -14,10 +14,12 @@ from .comm import Comm
 from .connection import Label, collective_call, collective_tag, header_text, message_tag
 from .failure import invalid_argument
 from .reduction import PreMulSum
+from .segment import SMALL_BYTES
 
-# Small operations keep scratch of their own size.
+# Small operations keep scratch of their own size, unless their ranks share memory.
 _KEPT_OPERATIONS = 512
 _KEPT_BYTES = 8 << 10
+_KEPT_SHARED_BYTES = SMALL_BYTES
 
 
 class Where(Enum):
@@ -65,6 +67,8 @@ class Operation:
     # Bound when the operation is called, since its number may come to mean another one.
     premul: PreMulSum | None = field(default=None, init=False)
     held: int = 0  # bytes of its own, in which the peers' contributions arrive
+    is_kept: bool = field(default=False, init=False)  # for the next call like it
+    _prepared: Callable[[], None] | None = field(default=None, init=False)
 
     @property
     def name(self) -> str:
@@ -74,9 +78,18 @@ class Operation:
     def nbytes(self) -> int:
         return self.count * ITEMSIZE[self.dtype]
 
-    @cached_property
+    @property
     def run(self) -> Callable[[], None]:
-        return self.kind.prepare(self)
+        run = self._prepared
+        if run is None:
+            run = self.kind.prepare(self)
+            if self.is_kept:
+                self._prepared = run
+        return run
+
+    def forget(self) -> None:
+        """It is not kept any more. What was prepared refers to it, and to memory that should end now."""
+        self.is_kept, self._prepared = False, None
 
     @cached_property
     def call(self) -> int:
@@ -158,8 +171,9 @@ def operation_of(
     fresh = Operation(kind, comm, send_ptr, recv_ptr, count, dtype, op, peer)
     fresh.check()
     # The number of a pre-multiplied sum may come to mean another one; large operations gain nothing.
-    if op <= RedOp.AVG and fresh.nbytes <= _KEPT_BYTES:
+    if op <= RedOp.AVG and fresh.nbytes <= (_KEPT_BYTES if comm.shared is None else _KEPT_SHARED_BYTES):
         if len(comm.kept) >= _KEPT_OPERATIONS:
-            comm.kept.clear()
+            comm.forget_kept()
+        fresh.is_kept = True
         comm.kept[key] = fresh
     return fresh

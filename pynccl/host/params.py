@@ -16,6 +16,8 @@ from .exports import export, export_plain
 from .failure import HostFailure, invalid_argument, invalid_usage
 from .init import INIT_TIMEOUT_VARIABLE
 from .link import VARIABLE as LINK_VARIABLE
+from .sharing import VARIABLE as TRANSPORT_VARIABLE
+from .sharing import wanted
 from .version import VARIABLE as VERSION_VARIABLE
 from .version import VERSION, dotted
 
@@ -24,6 +26,7 @@ _VALUES: dict[str, Callable[[], str]] = {
     TIMEOUT_VARIABLE: lambda: f"{seconds(TIMEOUT_VARIABLE):g}",
     INIT_TIMEOUT_VARIABLE: lambda: f"{seconds(INIT_TIMEOUT_VARIABLE):g}",
     LINK_VARIABLE: lambda: os.environ.get(LINK_VARIABLE, ""),
+    TRANSPORT_VARIABLE: wanted,
     VERSION_VARIABLE: lambda: dotted(VERSION),
     "GLOO_SOCKET_IFNAME": lambda: os.environ.get("GLOO_SOCKET_IFNAME", ""),
 }

@@ -7,7 +7,8 @@ number of ranks, truncated. max and min propagate NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ from .memory import STORAGE, view
 _NARROW = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 _FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 _UNSIGNED = {int(DataType.UINT32), int(DataType.UINT64)}
+
+_STEPS: dict[int, Callable[..., Tensor]] = {
+    int(RedOp.SUM): torch.add,
+    int(RedOp.PROD): torch.mul,
+    int(RedOp.MAX): torch.maximum,
+    int(RedOp.MIN): torch.minimum,
+}
 
 # Elements that are widened at a time: keeps the float32 accumulator in the cache and its memory bounded.
 _BLOCK = 1 << 16
@@ -37,6 +45,14 @@ class PreMulSum:
         if own.dtype in _NARROW:
             return own.float() * scalar.float()
         return own * scalar
+
+
+def prepared(parts: Sequence[Tensor], out: Tensor, dtype: int, op: int) -> Callable[[], object]:
+    """`combine` of these tensors, any number of times; for two parts of the usual types it is a single call."""
+    plain = _STEPS.get(op)
+    if plain is not None and len(parts) == 2 and out.dtype not in _NARROW and dtype not in _UNSIGNED and out.numel():
+        return partial(plain, *parts, out=out)
+    return partial(combine, parts, out, dtype, op)
 
 
 def combine(parts: Sequence[Tensor], out: Tensor, dtype: int, op: int) -> None:
@@ -67,7 +83,7 @@ def _fold(parts: Sequence[Tensor], out: Tensor, op: int) -> None:
     target = out
     if any(part.data_ptr() == out.data_ptr() for part in parts[2:]):
         target = torch.empty_like(out)
-    step = {RedOp.PROD: torch.mul, RedOp.MAX: torch.maximum, RedOp.MIN: torch.minimum}.get(RedOp(op), torch.add)
+    step = _STEPS.get(op, torch.add)
     step(parts[0], parts[1], out=target)
     for part in parts[2:]:
         step(target, part, out=target)

@@ -368,7 +368,11 @@ def ncclWaitSignal(count: int, rows: Any, comm: Comm, stream: int | None) -> Non
 
     def wait() -> None:
         comm.check_usable()
-        job = rma_of(comm).expect(wanted)
+        expected = rma_of(comm).expect(wanted)
+
+        def job(comm: Comm = comm) -> None:  # which may be aborted, and has to live until this has noticed
+            expected()
+
         if host_stream is None:
             job()
         else:

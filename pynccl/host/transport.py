@@ -20,19 +20,24 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .connect import Channels
 from .connection import FAIL, FINALIZE, HEAD, HEAD_BYTES, STATUS, Connection, Label, Transfer, is_collective
 from .failure import TransportFailure, invalid_argument, last_error
-from .watchdog import Activity, culprit_of, disagreement, mismatch, timed_out, waiting
+from .watchdog import Activity, culprit_of, disagreement, mismatch, other_calls, timed_out, waiting
 
 _TICK_SECONDS = 0.2
 _STALL_SECONDS = 0.5
 _GRACE_SECONDS = 0.4  # for what a peer sent before its end to complete the operation all the same
 _EXPLAIN_SECONDS = 0.4
 _NOTHING = memoryview(b"")
+
+
+def _nowhere(peer: int) -> str:
+    """Where ranks share no memory, a peer is in no collective that its messages do not tell of."""
+    return ""
 
 
 class Transport:
@@ -45,6 +50,8 @@ class Transport:
         self._activity = activity
         self._limit = timeout
         self._broken: TransportFailure | None = None
+        # What a peer has entered before this rank has, and cannot go on without it: see `shared`.
+        self.entered: Callable[[int], str] = _nowhere
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -57,6 +64,10 @@ class Transport:
                 self._by_fd[sock.fileno()] = connection, is_data
                 self._epoll.register(sock.fileno(), edges if is_data else edges & ~select.EPOLLOUT)
             connection.rma.setblocking(True)
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return list(self._connections)
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +150,8 @@ class Transport:
         for connection in {transfer.connection for transfer in pending}:
             self._pull(connection)
         started = next_tick = 0.0
-        stalled = False
+        told = False
+        entered: Mapping[int, str] = {}
         while pending := [transfer for transfer in pending if not transfer.done]:
             if self._broken is not None:
                 raise self._broken
@@ -150,13 +162,66 @@ class Transport:
                 started, next_tick = now, now + _TICK_SECONDS
             elif now >= next_tick:
                 next_tick = now + _TICK_SECONDS
-                self._check_peers(_GRACE_SECONDS)
-                if now - started > self._limit:
-                    raise timed_out(self._connections.values(), {transfer.connection for transfer in pending})
-                if not stalled and now - started > _STALL_SECONDS:
-                    stalled = True
-                    self._tell_what_is_awaited(sorted({transfer.connection.peer for transfer in pending}))
-                    self._compare_calls()
+                if peers := sorted({transfer.connection.peer for transfer in pending if not transfer.done}):
+                    told = self.look(peers, started, told)
+                    entered = self._check_entered(peers, entered)
+
+    def _check_entered(self, peers: Sequence[int], before: Mapping[int, str]) -> dict[int, str]:
+        """Raise TransportFailure for a peer that has been waiting in a collective for a while; returns who is in one.
+
+        Only for a while: what it sent before may have come just now."""
+        entered = {peer: self.entered(peer) for peer in peers}
+        for peer, call in entered.items():
+            if call and before.get(peer) == call:
+                raise TransportFailure("", verdict=other_calls(self._rank, self._activity.describe(), peer, call))
+        return entered
+
+    def hear(self) -> None:
+        """Read what the peers say of themselves."""
+        with self._control_lock:
+            before = [connection.status for connection in self._connections.values()]
+            for connection in self._connections.values():
+                connection.read_control()
+        if any(old is not new.status for old, new in zip(before, self._connections.values(), strict=True)):
+            self._compare_calls()
+
+    def look(self, peers: Sequence[int], started: float, told: bool, *, all_is_here: bool = False) -> bool:
+        """What whoever waits for `peers` does now and then: raise TransportFailure where it waits in vain, and say what
+        it waits for; returns whether it has.
+
+        all_is_here: nothing is under way any more from a peer that has ended"""
+        now = time.monotonic()
+        if all_is_here:
+            for connection in (self._connections[peer] for peer in peers):
+                if connection.lost or connection.finalized:
+                    raise self._loss(connection)
+        self._check_peers(_GRACE_SECONDS)
+        if now - started > self._limit:
+            raise timed_out(self._connections.values(), {self._connections[peer] for peer in peers})
+        if told or now - started <= _STALL_SECONDS:
+            return told
+        self._tell_what_is_awaited(peers)
+        self._compare_calls()
+        return True
+
+    @property
+    def broken(self) -> TransportFailure | None:
+        """Why nobody may wait here any longer."""
+        return self._broken
+
+    @property
+    def has_lost(self) -> bool:
+        return any(connection.lost for connection in self._connections.values())
+
+    def message_of(self, peer: int) -> str:
+        """The call of a message that has come of a peer, which nobody has posted yet; else nothing."""
+        try:
+            head = self._connections[peer].data.recv(HEAD_BYTES, socket.MSG_PEEK)
+        except OSError:
+            return ""
+        if len(head) < HEAD_BYTES or is_collective(HEAD.unpack_from(head)[0]):
+            return ""
+        return head[HEAD.size :].rstrip(b"\0").decode(errors="replace")
 
     def _serve(self, fd: int) -> None:
         if fd == self._wake:

@@ -14,11 +14,12 @@ from pynccl import host
 from pynccl.bindings import abi
 from pynccl.bindings.abi import DataType, RedOp, Result
 
+pytestmark = pytest.mark.usefixtures("transport")
 INT32, FLOAT32, SUM = DataType.INT32, DataType.FLOAT32, RedOp.SUM
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def group(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+def group(request: pytest.FixtureRequest, transport: str) -> Iterator[Ranks]:
     ranks = Ranks(request.param)
     yield ranks
     ranks.destroy()

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from host_calls import CallFailed, Ranks, call, in_threads, init_rank, number, unique_id
-from ranks import Place, RankPool
+from ranks import HOST, Place, RankPool
 
 import pynccl
 from pynccl import host
 from pynccl.bindings import abi
 from pynccl.bindings.abi import DataType, MemStat, RedOp, Result
 
+pytestmark = pytest.mark.usefixtures("transport")
 FLOAT32, SUM = DataType.FLOAT32, RedOp.SUM
 
 
@@ -125,8 +126,8 @@ def test_wrong_exclusions(trio: Ranks, excluded: list[int], text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[RankPool]:
-    pool = RankPool(communicators=False)
+def processes(transport: str) -> Iterator[RankPool]:
+    pool = RankPool({**HOST, "PYNCCL_HOST_TRANSPORT": transport}, communicators=False)
     yield pool
     pool.close()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from pynccl import host
 from pynccl.bindings.abi import DataType, RedOp, Result
 
+pytestmark = pytest.mark.usefixtures("transport")
 INT32, FLOAT32, SUM = DataType.INT32, DataType.FLOAT32, RedOp.SUM
 ROOT = Path(__file__).parents[2]
 

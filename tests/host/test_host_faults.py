@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from host_calls import in_threads, unique_id
-from ranks import RankPool
+from ranks import HOST, RankPool
 
 import pynccl
 from pynccl import Communicator
@@ -36,17 +36,17 @@ SOON = 2.0  # seconds; a second on a machine that has other work too
 
 
 @pytest.fixture
-def doomed() -> Iterator[RankPool]:
+def doomed(transport: str) -> Iterator[RankPool]:
     """Ranks that a test may kill."""
-    pool = RankPool({"PYNCCL_LIBRARY": "host", "PYNCCL_HOST_TIMEOUT": "2"})
+    pool = RankPool({**HOST, "PYNCCL_HOST_TIMEOUT": "2", "PYNCCL_HOST_TRANSPORT": transport})
     yield pool
     pool.close()
 
 
 @pytest.fixture
-def patient() -> Iterator[RankPool]:
+def patient(transport: str) -> Iterator[RankPool]:
     """Ranks that a test may kill, with time-outs that none of them lives to see."""
-    pool = RankPool()
+    pool = RankPool({**HOST, "PYNCCL_HOST_TRANSPORT": transport})
     yield pool
     pool.close()
 
@@ -277,6 +277,7 @@ INTERRUPTED = """
 """
 
 
+@pytest.mark.usefixtures("transport")
 def test_ctrl_c_is_heard_in_every_blocking_call() -> None:
     process = python(INTERRUPTED, PYNCCL_LIBRARY="host")
     output, _ = process.communicate(timeout=60)
@@ -309,6 +310,7 @@ FORKED = """
 """
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_forked_child_exits_and_leaves_the_parents_connections_alone() -> None:
     process = python(FORKED, PYNCCL_LIBRARY="host", PYTHONWARNINGS="ignore::DeprecationWarning")
     output, _ = process.communicate(timeout=60)

@@ -14,13 +14,14 @@ from torch import Tensor
 from pynccl import host
 from pynccl.bindings.abi import DataType, RedOp, Result, ScalarResidence
 
+pytestmark = pytest.mark.usefixtures("transport")
 NARROW = (DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT8_E4M3, DataType.FLOAT8_E5M2)
 BITS = {torch.uint32: torch.int32, torch.uint64: torch.int64}
 COUNT = 37
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def group(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+def group(request: pytest.FixtureRequest, transport: str) -> Iterator[Ranks]:
     ranks = Ranks(request.param)
     yield ranks
     ranks.destroy()

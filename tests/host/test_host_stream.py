@@ -18,6 +18,7 @@ from pynccl.host import HostEvent, HostStream
 from pynccl.host.failure import HostFailure
 from pynccl.host.stream import find
 
+pytestmark = pytest.mark.usefixtures("transport")
 INT32, SUM = DataType.INT32, RedOp.SUM
 SECONDS = 20
 

@@ -29,9 +29,9 @@ ORDER: dict[str, str] = {
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor __main__
     """,
     "pynccl.host": """
-        failure interfaces store connect link memory reduction rendezvous connection watchdog transport comm version
-        argcheck operation algorithms stream group exports init rma collectives register params query finalize atexit
-        __init__
+        failure interfaces store connect link memory futex segment reduction rendezvous connection watchdog transport
+        shared sharing comm version argcheck operation shared_collectives algorithms stream group exports init rma
+        collectives register params query finalize atexit __init__
     """,
     "pynccl_autograd": """
         torch_internals levels recompute wire arguments agreement checks collective

@@ -1,0 +1,242 @@
+"""Collectives through memory that all ranks have mapped: steps, in which ranks say "it is there" and wait for others.
+
+Every rank has a segment that it alone writes. In a step a rank puts what others need into one of its slots, writes the
+header of its call beside it, and raises its word `posted`; others wait until the words of those whose data they need
+have come so far, and read in place. All ranks make the same steps. To post step t says that all steps up to t - 2 have
+been read, so a slot is free for step t, SLOTS = 4 later, once everybody has posted t - 2.
+
+Who waits sleeps in futex(2), after a short spin where each rank has a core. What ends a wait otherwise is heard on the
+control connections: they are looked at whenever a sleep ends without progress, which is after 0.2 s, or at once when a
+rank that fails wakes everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+import weakref
+from collections.abc import Sequence
+
+from ..bindings.abi import Result
+from . import futex
+from .connection import HEAD, HEAD_BYTES, TEXT_BYTES, Label
+from .failure import HostFailure, TransportFailure
+from .segment import DONE, LARGE, LARGE_BYTES, POSTED, SLOTS, SMALL_BYTES, OwnSegment, Segment
+from .transport import Transport
+from .watchdog import Activity, other_calls
+
+ALL, NOBODY = -1, -2  # whom a call waits for, if it is not one rank
+
+_BEHIND = 1 << 31  # set in the difference of two words if the first is behind
+_WORD = (1 << 32) - 1
+_TICK_SECONDS = 0.2
+_TICK = futex.timeout_of(_TICK_SECONDS)
+_SHORT_TICK = futex.timeout_of(0.02)  # once a peer has failed
+_MOST_SPINS, _LEAST_SPINS = 1000, 300  # some 50 us; where others have the cores, sleeping at once is better
+_READ_SECONDS = 0.4
+_TAIL = struct.Struct("<Qq")  # of a header, behind the label: hash of all calls so far; whom this one waits for
+_COMPARED = HEAD_BYTES + 8
+_HASH = (1 << 64) - 1
+
+
+class SharedMemory:
+    """One rank's end. Used by the thread whose operation it is, as a Transport; `wake` and `close` from any thread."""
+
+    def __init__(self, rank: int, segments: Sequence[Segment], transport: Transport, activity: Activity, spin: bool):
+        """segments: of all ranks, this one's an OwnSegment. spin: each rank has a core of its own."""
+        own = segments[rank]
+        assert isinstance(own, OwnSegment)
+        self.rank, self.segments, self._own = rank, segments, own
+        self.peers = tuple(peer for peer in range(len(segments)) if peer != rank)
+        self._transport = weakref.ref(transport)  # which ends with its communicator, though operations are still kept
+        self._activity = activity
+        self._posted = [segment.words[POSTED : POSTED + 1] for segment in segments]
+        self._words = [segment.address + 4 * POSTED for segment in segments]
+        self._spins = _MOST_SPINS if spin else 0
+        self._step = 0
+        self._header = self._last_text = b""
+        self._history = 0
+        self._compare = False  # labels, at the first step of a call
+        self._room: bool | None = None  # whether all ranks have large slots, once they have tried
+        self._large_step = 0  # the last one of a large operation
+
+    # A call
+
+    def begin(self, label: Label, nbytes: int, needed: int) -> None:
+        """A call begins; needed: the rank for whose data this one waits, ALL or NOBODY."""
+        self._history = (self._history * 0x9E3779B97F4A7C15 + label.tag) & _HASH
+        self._header = (
+            HEAD.pack(label.tag, nbytes, label.number)
+            + label.text
+            + _TAIL.pack(self._history, needed)
+            + self._last_text.ljust(TEXT_BYTES, b"\0")
+        )
+        self._last_text = label.text
+        self._compare = True
+
+    def room(self) -> int:
+        """Wait until the slot of the next step is free; returns its number."""
+        self._wait(self.peers, (self._step - 1) & _WORD)
+        return (self._step + 1) % SLOTS
+
+    def post(self) -> int:
+        """Say that this rank's part of the next step is in its slot; returns the slot's number."""
+        self._step = step = (self._step + 1) & _WORD
+        slot = step % SLOTS
+        header = self._header
+        self._own.headers[slot][: len(header)] = header
+        if not futex.ORDERED:
+            futex.barrier()
+        self._posted[self.rank][0] = step
+        futex.wake(self._words[self.rank])
+        return slot
+
+    def wait(self, peers: Sequence[int]) -> None:
+        """Wait until these peers' parts of the step that was posted last are there."""
+        self._wait(peers, self._step)
+        if self._compare:
+            self._compare = False
+            mine, slot = self._header[:_COMPARED], self._step % SLOTS
+            for peer in peers:
+                if self.segments[peer].headers[slot][:_COMPARED] != mine:
+                    raise self._mismatch(peer, bytes(self.segments[peer].headers[slot]))
+
+    def large(self) -> bool:
+        """Begin with a large operation: whether its pieces go through large slots. Equal on all ranks.
+
+        The first one reserves them, and asks whether all ranks could: if not, small slots have to do."""
+        if self._room is None:
+            with contextlib.suppress(OSError):
+                self._own.reserve_large()
+            self._own.words[LARGE] = self._own.has_large
+            self.room()
+            self.post()
+            self.wait(self.peers)
+            self._room = all(segment.words[LARGE] for segment in self.segments)
+            if not self._room:
+                self._own.release_large()
+        if self._room:
+            try:
+                self._own.reserve_large()  # again, if a suspend has given it back
+            except OSError as error:
+                raise HostFailure(Result.SYSTEM_ERROR, f"{self._activity.describe()}: {error.strerror}") from error
+        return self._room
+
+    def end_large(self) -> None:
+        """All that this rank reads in a large operation has been read."""
+        self._own.words[DONE] = self._large_step = self._step
+
+    @staticmethod
+    def slot_bytes(large: bool) -> int:
+        return LARGE_BYTES if large else SMALL_BYTES
+
+    # Waiting
+
+    def _wait(self, peers: Sequence[int], step: int) -> None:
+        posted = self._posted
+        for peer in peers:
+            if (posted[peer][0] - step) & _BEHIND:
+                self._sleep(peers, step)
+                break
+        if not futex.ORDERED:
+            futex.barrier()
+
+    def _behind(self, peers: Sequence[int], step: int) -> list[int]:
+        return [peer for peer in peers if (self._posted[peer][0] - step) & _BEHIND]
+
+    def _sleep(self, peers: Sequence[int], step: int) -> None:
+        """Until all of `peers` have posted `step`. Raises TransportFailure."""
+        posted, transport = self._posted, self._transport()
+        if transport is None:
+            raise TransportFailure("the communicator has ended")
+        if self._spins and self._spin(peers, step):
+            return
+        started = time.monotonic()
+        next_tick = started + _TICK_SECONDS
+        told = False
+        for peer in reversed(peers):
+            while ((value := posted[peer][0]) - step) & _BEHIND:
+                if transport.broken is not None:
+                    raise transport.broken
+                futex.wait(self._words[peer], value, _SHORT_TICK if transport.has_lost else _TICK)
+                if posted[peer][0] == value or time.monotonic() > next_tick:
+                    next_tick = time.monotonic() + _TICK_SECONDS
+                    transport.hear()
+                    if behind := self._behind(peers, step):
+                        told = transport.look(behind, started, told, all_is_here=True)
+                        self._check_messages(transport, behind)
+
+    def _spin(self, peers: Sequence[int], step: int) -> bool:
+        """Look again and again for a while, a longer one where that has helped; whether it has."""
+        posted, at = self._posted, 0
+        for _ in range(self._spins):
+            if not (posted[peers[at]][0] - step) & _BEHIND:
+                at += 1
+                if at == len(peers):
+                    self._spins = min(2 * self._spins, _MOST_SPINS)
+                    return True
+        self._spins = max(self._spins // 2, _LEAST_SPINS)
+        return False
+
+    def _check_messages(self, transport: Transport, peers: Sequence[int]) -> None:
+        """Raise TransportFailure where a peer that is waited for has sent a message, which waits for this rank."""
+        for peer in peers:
+            if text := transport.message_of(peer):
+                raise TransportFailure("", verdict=other_calls(self.rank, self._activity.describe(), peer, text))
+
+    def entered(self, peer: int) -> str:
+        """The call of a peer that has begun it before this rank has, and cannot go on without it; else nothing."""
+        step = self._posted[peer][0]
+        if not (self._step - step) & _BEHIND:
+            return ""
+        header = bytes(self.segments[peer].headers[step % SLOTS])
+        _, needed = _TAIL.unpack_from(header, HEAD_BYTES)
+        return _text(header, HEAD.size) if needed in (ALL, self.rank) else ""
+
+    def _mismatch(self, peer: int, theirs: bytes) -> TransportFailure:
+        mine = self._header
+        for at in (HEAD.size, HEAD_BYTES + _TAIL.size):  # this call; the one before, for whose peer nobody waited
+            if mine[at : at + TEXT_BYTES] != theirs[at : at + TEXT_BYTES]:
+                break
+        else:
+            at = HEAD.size
+        return TransportFailure("", verdict=other_calls(self.rank, _text(mine, at), peer, _text(theirs, at)))
+
+    # Memory and end
+
+    @property
+    def nbytes(self) -> int:
+        """What a suspend gives back."""
+        return self._own.reserved
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self._own.fixed
+
+    def suspend(self) -> None:
+        """Give the large slots back, once peers have read what is in them; keep them if one does not come to it."""
+        if not self._own.has_large:
+            return
+        deadline = time.monotonic() + _READ_SECONDS
+        while any((self.segments[peer].words[DONE] - self._large_step) & _BEHIND for peer in self.peers):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
+        self._own.release_large()
+
+    def wake(self) -> None:
+        """Wake all who sleep, here and in other processes, to hear how this rank or another one has ended."""
+        for address in self._words:
+            futex.wake(address)
+
+    def after_fork(self) -> None:
+        self._own.after_fork()
+
+    def close(self) -> None:
+        """Let nobody open this rank's memory any more. It ends with its last user."""
+        self._own.close()
+
+
+def _text(header: bytes, at: int) -> str:
+    return header[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,20 @@
+"""What the tests of the host library share: the transport of the communicators that a test makes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module", params=["shm", "sockets"])
+def transport(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each in turn; also for processes that a test starts."""
+    before = os.environ.get("PYNCCL_HOST_TRANSPORT")
+    os.environ["PYNCCL_HOST_TRANSPORT"] = request.param
+    yield request.param
+    if before is None:
+        del os.environ["PYNCCL_HOST_TRANSPORT"]
+    else:
+        os.environ["PYNCCL_HOST_TRANSPORT"] = before
