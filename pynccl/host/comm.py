@@ -127,7 +127,9 @@ class Comm:
         self.rma = Background()
         self.activity = Activity()
         self.rounds = 0  # of exchanges of collectives
-        self.lock = threading.Condition()  # told when the next ticket's time has come, and of a failure
+        # Entered by `with`, which Ctrl-C cannot leave locked: a Condition's own __enter__ is Python code, and it can.
+        self.mutex = threading.RLock()
+        self.lock = threading.Condition(self.mutex)  # told when the next ticket's time has come, and of a failure
         self._transport: Transport | None = None
         self.shared: SharedMemory | None = None  # through which the collectives go, where the ranks have it
         self._waiting = 0
@@ -150,7 +152,7 @@ class Comm:
     def use(self, channels: Mapping[int, Channels]) -> Transport:
         """Begin to use connections to all peers; the communicator is not initialized yet."""
         transport = Transport(self.rank, channels, self.activity, self.timeout)
-        with self.lock:
+        with self.mutex:
             self._transport = transport
         if self.failure is not None:  # aborted meanwhile
             transport.abort(self.because(f"it failed: {self.failure.text}"), TransportFailure(self.failure.text))
@@ -158,7 +160,7 @@ class Comm:
 
     def begin(self, shared: SharedMemory | None) -> None:
         """It is initialized, and its ranks share memory or do not."""
-        with self.lock:
+        with self.mutex:
             self.shared, self.initialized = shared, True
         if shared is not None:
             self.transport.entered = shared.entered
@@ -178,7 +180,7 @@ class Comm:
             raise invalid_usage("the communicator is suspended; call ncclCommResume first")
 
     def ticket(self) -> int:
-        with self.lock:
+        with self.mutex:
             self._issued += 1
             return self._issued - 1
 
@@ -203,12 +205,12 @@ class Comm:
         finally:
             self._served += 1  # only the operation whose turn it is gets here, unless all of them fail
             if self._waiting:
-                with self.lock:
+                with self.mutex:
                     self.lock.notify_all()
 
     def _await(self, condition: Callable[[], bool]) -> None:
         """Wait for `condition`; raise the failure if there is one first."""
-        with self.lock:
+        with self.mutex:
             self._waiting += 1
             try:
                 self.lock.wait_for(lambda: condition() or self.failure is not None)
@@ -292,7 +294,7 @@ class Comm:
 
     def fail(self, failure: HostFailure, reason: Reason | None = None) -> HostFailure:
         """Make the first failure stick, wake everybody who waits here, and tell the peers the reason by closing."""
-        with self.lock:
+        with self.mutex:
             first = self.failure is None
             if first:
                 self.failure = failure
@@ -349,7 +351,8 @@ class Comm:
 
     def after_fork(self) -> None:
         """In a forked child."""
-        self.lock = threading.Condition()
+        self.mutex = threading.RLock()
+        self.lock = threading.Condition(self.mutex)
         self.failure = invalid_usage("the communicator was inherited through a fork, where it cannot work")
         if self._transport is not None:
             self._transport.close()

@@ -66,7 +66,7 @@ _HEAD = struct.Struct("<QQQqq")
 
 def rma_of(comm: Comm) -> Rma:
     """The one-sided operations of a communicator, from the first use on."""
-    with comm.lock:
+    with comm.mutex:
         if not isinstance(comm.rma, Rma):
             comm.rma = Rma(comm)
         return comm.rma
@@ -78,7 +78,8 @@ class Rma(Background):
     def __init__(self, comm: Comm) -> None:
         # The condition is created once and also guards the windows: memory is written under it.
         self._comm: Comm = weakref.proxy(comm)
-        self._change = threading.Condition()
+        self._mutex = threading.RLock()  # entered by `with`: see Comm
+        self._change = threading.Condition(self._mutex)
         self._windows: dict[int, Window] = {}
         self._registered = 0
         self._arrived: Counter[Signal] = Counter()
@@ -92,7 +93,7 @@ class Rma(Background):
 
     def add_window(self, address: int, nbytes: int) -> int:
         """The number of a new window, equal on all ranks if they register in the same order."""
-        with self._change:
+        with self._mutex:
             number = _FIRST_WINDOW + 0x10 * self._registered
             self._registered += 1
             self._windows[number] = Window(address, nbytes)
@@ -107,7 +108,7 @@ class Rma(Background):
         return window
 
     def drop_window(self, name: str, number: int | None) -> None:
-        with self._change:
+        with self._mutex:
             self.window(name, number)
             del self._windows[number or 0]
 
@@ -118,7 +119,7 @@ class Rma(Background):
         if peer == self._comm.rank:
             self._deliver(peer, head, data)
             return
-        with self._change:
+        with self._mutex:
             if peer in self._lost:
                 raise TransportFailure(self._lost[peer])
             if peer not in self._outgoing:
@@ -138,7 +139,7 @@ class Rma(Background):
             except TransportFailure as failure:
                 self._lose(peer, failure)
                 return
-            with self._change:
+            with self._mutex:
                 self._unsent -= 1
                 self._change.notify_all()
 
@@ -146,7 +147,7 @@ class Rma(Background):
 
     def listen(self) -> None:
         """Receive from all peers from now on."""
-        with self._change:
+        with self._mutex:
             fresh = [peer for peer in self._comm.peers if peer not in self._listening]
             self._listening.update(fresh)
             for peer in fresh:
@@ -169,7 +170,7 @@ class Rma(Background):
 
     def _deliver(self, peer: int, head: PutHeader, data: Tensor) -> None:
         """Write what came from `peer`, then count its signal."""
-        with self._change:
+        with self._mutex:
             if self._closed:  # the memory may be gone
                 return
             if head.nbytes:
@@ -185,7 +186,7 @@ class Rma(Background):
             self._change.notify_all()
 
     def _lose(self, peer: int, failure: TransportFailure) -> None:
-        with self._change:
+        with self._mutex:
             self._lost[peer] = str(failure)
             self._change.notify_all()
 
@@ -193,14 +194,14 @@ class Rma(Background):
 
     def expect(self, wanted: Counter[Signal]) -> Callable[[], None]:
         """What waits for so many signals, once it is its turn; until then `flush` lets it run."""
-        with self._change:
+        with self._mutex:
             self._waits += 1
 
         def expected() -> None:
             try:
                 self._wait(wanted)
             finally:
-                with self._change:
+                with self._mutex:
                     self._waits -= 1
                     self._change.notify_all()
 
@@ -210,7 +211,7 @@ class Rma(Background):
         """Block until so many signals have come, and take them off. Raises HostFailure, which sticks."""
         self.listen()
         deadline = time.monotonic() + self._comm.timeout
-        with self._change:
+        with self._mutex:
             problem: HostFailure | None = None
             while problem is None and wanted - self._arrived:
                 self._change.wait(max(0.0, min(_SLICE_SECONDS, deadline - time.monotonic())))
@@ -249,15 +250,15 @@ class Rma(Background):
             unsent = 0 if self._lost else self._unsent
             return not (unsent or self._waits) or self._comm.failure is not None
 
-        with self._change:
+        with self._mutex:
             self._change.wait_for(done, self._comm.timeout)
 
     def wake(self) -> None:
-        with self._change:
+        with self._mutex:
             self._change.notify_all()
 
     def close(self) -> None:
-        with self._change:
+        with self._mutex:
             self._closed = True
             self._windows.clear()
             for outgoing in self._outgoing.values():
