@@ -88,7 +88,11 @@ def _use(
         while renamed and time.monotonic() < deadline:
             check()  # the parent's connections know the ranks by their names there, perhaps a moment later
             time.sleep(0.01)
-        raise HostFailure(Result.REMOTE_ERROR, f"{what}: {failure}{failure.detail}") from failure
+        text = f"{what}: {failure}{failure.detail}"
+        if renamed and failure.culprit is not None:
+            number = failure.culprit
+            text += f" (numbers of the new communicator: its rank {number} is {names[number]} of this one)"
+        raise HostFailure(Result.REMOTE_ERROR, text) from failure
 
 
 def _meet_and_connect(comm: Comm, meeting: Meeting, timeout: float, name: str) -> None:

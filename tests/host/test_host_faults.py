@@ -28,6 +28,7 @@ import pynccl
 from pynccl import Communicator
 from pynccl.bindings.abi import Result
 from pynccl.host import connect, store
+from pynccl.host import init as host_init
 from pynccl.host.failure import HostFailure
 from pynccl.host.rendezvous import Client
 
@@ -149,6 +150,27 @@ def test_a_death_during_a_split_names_the_rank_of_the_parent(patient: RankPool) 
     assert "died: SIGKILL" in outcomes.pop().report
     for outcome in outcomes:
         assert "ncclCommSplit" in outcome.value and "rank 2" in outcome.value and "rank -1" not in outcome.value
+
+
+def split_in_which_one_freezes(comm: Communicator, victim: int) -> str:
+    """The victim stops where the ranks of the child, which are connected, agree on a transport."""
+    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
+    if comm.rank == victim:
+        vars(host_init)["agree"] = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    if comm.rank == (victim + 1) % comm.size:
+        threading.Timer(5.0, os.kill, (pids[victim], signal.SIGKILL)).start()
+    with pytest.raises(pynccl.NcclRemoteError) as lost:
+        comm.split(0, -comm.rank)
+    comm.abort()
+    return str(lost.value)
+
+
+def test_a_rank_frozen_in_a_split_is_named_by_its_number_in_the_parent(doomed: RankPool) -> None:
+    outcomes = doomed.outcomes(3, split_in_which_one_freezes, 0, timeout=15)
+    assert "died: SIGKILL" in outcomes.pop(0).report
+    for outcome in outcomes:
+        assert not outcome.report
+        assert "its rank 2 is rank 0 of this one" in outcome.value
 
 
 def die_instead_of_connecting(*_: object) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import gc
 import hashlib
 import os
 import random
-import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_calls import CallFailed, Ranks, call, in_threads
+from host_calls import TRANSPORT, CallFailed, Ranks, call, child_over, in_threads, shared_of
 from ranks import HOST, RankPool
 from torch import Tensor
 
@@ -27,27 +22,12 @@ import pynccl
 from pynccl import Communicator
 from pynccl.bindings.abi import DataType, RedOp, Result
 from pynccl.host import comm as comms
-from pynccl.host import segment, sharing
 from pynccl.host.failure import HostFailure
-from pynccl.host.shared import SharedMemory
 
 ROOT = Path(__file__).parents[2]
-VARIABLE = "PYNCCL_HOST_TRANSPORT"
 TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 OPS = ("sum", "max", "avg")
 COUNTS = (1, 37, 4099, 20_011, 700_003)  # one step; pieces in small and in large slots
-
-
-def shared_of(comm: Communicator) -> SharedMemory | None:
-    return comms.find(comm.handle).shared
-
-
-def child_over(comm: Communicator, mode: str) -> Communicator:
-    """A communicator of the same ranks, over the transport that `mode` asks for."""
-    os.environ[VARIABLE] = mode
-    child = comm.split(0, comm.rank)
-    assert child is not None
-    return child
 
 
 def values(dtype: torch.dtype, count: int, seed: int) -> Tensor:
@@ -206,188 +186,6 @@ def test_the_number_of_steps_wraps() -> None:
     pynccl.abort(made)
 
 
-# Who may have it
-
-
-def refuse(*_: object) -> None:
-    raise OSError(errno.ENOENT, "No such file or directory", "/proc/1/fd/2")
-
-
-def cannot_open(comm: Communicator, mode: str) -> str:
-    """One rank cannot open what the others have."""
-    if comm.rank == 1:
-        vars(sharing)["open_segment"] = refuse
-    return made_or_refused(comm, mode)
-
-
-def cannot_reserve(comm: Communicator, mode: str) -> str:
-    """One rank gets no memory."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if comm.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (segment.TOTAL_BYTES // 2, hard))
-    try:
-        return made_or_refused(comm, mode)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def speaks_nonsense(comm: Communicator, mode: str) -> str:
-    return made_or_refused(comm, mode if comm.rank == 1 else "auto")
-
-
-def wants_sockets(comm: Communicator, mode: str) -> str:
-    return made_or_refused(comm, "sockets" if comm.rank == 1 else mode)
-
-
-def made_or_refused(comm: Communicator, mode: str) -> str:
-    try:
-        child = child_over(comm, mode)
-    except pynccl.NcclError as error:
-        return str(error)
-    x = child.all_reduce(torch.ones(5))
-    return f"{'shm' if shared_of(child) else 'sockets'} {int(x[0])}"
-
-
-@pytest.fixture
-def spoilt() -> Iterator[RankPool]:
-    pool = RankPool(HOST)
-    yield pool
-    pool.close()
-
-
-@pytest.mark.parametrize(
-    ("way", "mode", "says"),
-    [
-        (cannot_open, "auto", "sockets 3"),
-        (cannot_open, "shm", "rank 1 cannot share memory: that of rank 0 cannot be opened: No such file or directory"),
-        (cannot_reserve, "auto", "sockets 3"),
-        (cannot_reserve, "shm", f"rank 1 cannot share memory: {segment.TOTAL_BYTES} bytes of shared memory cannot be"),
-        (wants_sockets, "auto", "sockets 3"),
-        (wants_sockets, "shm", "rank 1 cannot share memory: it has PYNCCL_HOST_TRANSPORT=sockets"),
-        (speaks_nonsense, "fast", "rank 1: PYNCCL_HOST_TRANSPORT='fast': expected auto, shm or sockets"),
-    ],
-)
-def test_where_memory_cannot_be_shared(spoilt: RankPool, way: Callable[..., str], mode: str, says: str) -> None:
-    for text in spoilt.run(3, way, mode):
-        assert says in text
-
-
-def grow_fails(comm: Communicator) -> None:
-    child = child_over(comm, "shm")
-    if comm.rank == 1:
-        segment.OwnSegment.reserve_large = refuse  # type: ignore[method-assign, assignment]
-    for count in (200_003, 70_001):
-        out = child.all_reduce(torch.arange(count))
-        assert out.equal(torch.arange(count) * comm.size)
-        assert child.all_gather(out).equal(out.repeat(comm.size))
-    shared = shared_of(child)
-    assert shared is not None and shared.nbytes == 0
-
-
-def test_large_operations_without_more_memory_go_in_smaller_pieces(spoilt: RankPool) -> None:
-    spoilt.run(3, grow_fails)
-
-
-def no_space(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_suspend_gives_memory_back_and_what_cannot_be_had_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Communicator.init_all(2)
-    x = [torch.ones(1 << 20) for _ in pair]
-
-    def reduce(rank: int) -> None:
-        pair[rank].all_reduce(x[rank], x[rank])
-
-    def suspend(rank: int) -> int:
-        pair[rank].suspend()
-        left = shared_of(pair[rank])
-        assert left is not None
-        pair[rank].resume()
-        return left.nbytes
-
-    in_threads(2, reduce)
-    large = segment.SLOTS * segment.LARGE_BYTES
-    assert [shared.nbytes for comm in pair if (shared := shared_of(comm))] == [large] * 2
-    assert in_threads(2, suspend) == [0, 0]
-    in_threads(2, reduce)
-    assert x[0].equal(torch.full((1 << 20,), 4.0)) and x[1].equal(x[0])
-    assert in_threads(2, suspend) == [0, 0]
-    monkeypatch.setattr(os, "posix_fallocate", no_space)
-    with pytest.raises(pynccl.NcclError, match=f"{large} bytes of shared memory cannot be had: No space left"):
-        reduce(0)
-    pynccl.abort(pair)
-
-
-STRANGER = """
-    import os, sys
-    sys.path.insert(0, sys.argv[1])
-    from pynccl.host.segment import OwnSegment, open_segment
-    own = OwnSegment()
-    assert open_segment(os.getpid(), own.fd, own.token).token == own.token
-    try:
-        open_segment(os.getpid(), own.fd, bytes(16))
-    except OSError as error:
-        print("token:", "another rank" in str(error), flush=True)
-    try:
-        open_segment(os.getpid(), os.open("/etc/passwd", os.O_RDONLY), own.token)
-    except OSError as error:
-        print("file:", "another file" in str(error), flush=True)
-    if (child := os.fork()) == 0:
-        os.setgid(65534)
-        os.setuid(65534)
-        try:
-            open_segment(os.getppid(), own.fd, own.token)
-        except PermissionError:
-            os._exit(7)
-        os._exit(0)
-    print("user:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_only_the_same_user_and_only_the_right_memory_is_opened() -> None:
-    code = "\n".join(line[4:] for line in STRANGER.splitlines())
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT)], check=False, capture_output=True, text=True, timeout=60
-    )
-    assert (found.stdout, found.returncode) == ("token: True\nfile: True\nuser: 7\n", 0), found.stderr
-
-
-# What is left
-
-
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:pynccl")
-
-
-def leaves_nothing(comm: Communicator) -> None:
-    before = sorted(os.listdir("/dev/shm"))
-
-    def state() -> tuple[int, int]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), mappings()
-
-    for end in ("destroy", "abort"):
-        child_over(comm, "shm").destroy()  # what is made once and stays
-        comm.barrier()
-        first = state()
-        for _ in range(3):
-            child = child_over(comm, "shm")
-            child.all_reduce(torch.ones(1 << 18))
-            child.all_reduce(torch.ones(4))
-            assert mappings() == first[1] + comm.size
-            comm.barrier()
-            getattr(child, end)()
-        assert state() == first
-        comm.barrier()
-    assert sorted(os.listdir("/dev/shm")) == before
-
-
-def test_nothing_is_left_after_the_end(ranks: RankPool) -> None:
-    ranks.run(3, leaves_nothing)
-
-
 # How waits end
 
 
@@ -412,7 +210,7 @@ def calls_until_one_dies(comm: Communicator, victim: int, after: float, seed: in
 
 @pytest.mark.parametrize("mode", ["shm", "sockets"])
 def test_kill_9_at_random_points(mode: str) -> None:
-    pool = RankPool({**HOST, VARIABLE: mode})
+    pool = RankPool({**HOST, TRANSPORT: mode})
     pick = random.Random(mode)
     before = sorted(os.listdir("/dev/shm"))
     for attempt in range(6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pynccl import host
+from pynccl import Communicator, host
 from pynccl.bindings import abi
 from pynccl.bindings.abi import DataType, Result
+from pynccl.host.comm import find
+from pynccl.host.shared import SharedMemory
 
 JOIN_SECONDS = 60.0
+TRANSPORT = "PYNCCL_HOST_TRANSPORT"
 
 TORCH_TYPES: dict[DataType, torch.dtype] = {
     DataType.INT8: torch.int8,
@@ -128,3 +132,15 @@ def number(name: str, comm: int) -> int:
 def row(rank: int, count: int) -> Tensor:
     """Values that tell ranks and places apart."""
     return torch.arange(count, dtype=torch.int32) + 1000 * rank
+
+
+def shared_of(comm: Communicator) -> SharedMemory | None:
+    return find(comm.handle).shared
+
+
+def child_over(comm: Communicator, mode: str) -> Communicator:
+    """A communicator of the same ranks, over the transport that `mode` asks for."""
+    os.environ[TRANSPORT] = mode
+    child = comm.split(0, comm.rank)
+    assert child is not None
+    return child
