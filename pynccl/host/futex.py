@@ -17,7 +17,8 @@ _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x"
 _WAIT, _WAKE = 0, 1  # not private: the word is shared between processes
 _EVERYBODY = 2**31 - 1
 _number = _NUMBERS.get(platform.machine(), 0)
-_syscall = ctypes.CDLL(None).syscall
+_libc = ctypes.CDLL(None)
+_syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 _syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p]
 
@@ -34,6 +35,11 @@ def wait(address: int, value: int, timeout: _Timespec) -> None:
 def wake(address: int) -> None:
     """Wake everybody who sleeps on the word, in all processes."""
     _syscall(_number, address, _WAKE, _EVERYBODY, None)
+
+
+def give_way() -> None:
+    """Let others have this core, if anybody wants it now."""
+    _libc.sched_yield()
 
 
 def timeout_of(seconds: float) -> _Timespec:

@@ -5,7 +5,7 @@ It has no name anywhere, so nothing is left behind whoever is killed, and /dev/s
 from the start, so nobody ever has to map it anew; memory is behind a part of it only once that has been reserved
 (fallocate), so a page that cannot be had is an error of the reservation, never a SIGBUS.
 
-    0           words, a cache line each: posted, done, large
+    0           words, a cache line each: posted, done, large, complete
     256         token
     1024        a header of 256 bytes for each slot
     4096        SLOTS small slots, reserved from the start
@@ -31,7 +31,7 @@ SLOTS = 4
 SMALL_BYTES = 64 << 10
 LARGE_BYTES = 1 << 20
 MOST_RANKS = SMALL_BYTES // 64
-POSTED, DONE, LARGE = 0, 16, 32  # indices of words of 32 bits
+POSTED, DONE, LARGE, COMPLETE = 0, 16, 32, 48  # indices of words of 32 bits
 HEADER_BYTES = 256
 _TOKEN_AT = 256
 _HEADERS_AT = 1024

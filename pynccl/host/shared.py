@@ -5,9 +5,13 @@ header of its call beside it, and raises its word `posted`; others wait until th
 have come so far, and read in place. All ranks make the same steps. To post step t says that all steps up to t - 2 have
 been read, so a slot is free for step t, SLOTS = 4 later, once everybody has posted t - 2.
 
-Who waits sleeps in futex(2), after a short spin where each rank has a core. What ends a wait otherwise is heard on the
-control connections: they are looked at whenever a sleep ends without progress, which is after 0.2 s, or at once when a
-rank that fails wakes everybody.
+Who waits for one rank sleeps on the word of that rank. Who waits for many sleeps on one word that all share, until the
+rank that posts last, and so sees that all have, wakes them together: one sleep and one wake-up a rank and step.
+
+Before it sleeps, in futex(2), a rank looks again and again for 50 us, and gives its core away between two looks to
+whoever wants it: an idle core takes about that long to wake up. What ends a wait otherwise is heard on the control
+connections: they are looked at whenever a sleep ends without progress, which is after 0.2 s, or at once when a rank
+that fails wakes everybody.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from ..bindings.abi import Result
 from . import futex
 from .connection import HEAD, HEAD_BYTES, TEXT_BYTES, Label
 from .failure import HostFailure, TransportFailure
-from .segment import DONE, LARGE, LARGE_BYTES, POSTED, SLOTS, SMALL_BYTES, OwnSegment, Segment
+from .segment import COMPLETE, DONE, LARGE, LARGE_BYTES, POSTED, SLOTS, SMALL_BYTES, OwnSegment, Segment
 from .transport import Transport
 from .watchdog import Activity, other_calls
 
@@ -33,7 +37,7 @@ _WORD = (1 << 32) - 1
 _TICK_SECONDS = 0.2
 _TICK = futex.timeout_of(_TICK_SECONDS)
 _SHORT_TICK = futex.timeout_of(0.02)  # once a peer has failed
-_MOST_SPINS, _LEAST_SPINS = 1000, 300  # some 50 us; where others have the cores, sleeping at once is better
+_SPIN_SECONDS, _LOOKS = 50e-6, 5
 _READ_SECONDS = 0.4
 _TAIL = struct.Struct("<Qq")  # of a header, behind the label: hash of all calls so far; whom this one waits for
 _COMPARED = HEAD_BYTES + 8
@@ -44,7 +48,7 @@ class SharedMemory:
     """One rank's end. Used by the thread whose operation it is, as a Transport; `wake` and `close` from any thread."""
 
     def __init__(self, rank: int, segments: Sequence[Segment], transport: Transport, activity: Activity, spin: bool):
-        """segments: of all ranks, this one's an OwnSegment. spin: each rank has a core of its own."""
+        """segments: of all ranks, this one's an OwnSegment. spin: each rank is a process of its own."""
         own = segments[rank]
         assert isinstance(own, OwnSegment)
         self.rank, self.segments, self._own = rank, segments, own
@@ -53,7 +57,9 @@ class SharedMemory:
         self._activity = activity
         self._posted = [segment.words[POSTED : POSTED + 1] for segment in segments]
         self._words = [segment.address + 4 * POSTED for segment in segments]
-        self._spins = _MOST_SPINS if spin else 0
+        self._complete = segments[0].words[COMPLETE : COMPLETE + 1]
+        self._complete_word = segments[0].address + 4 * COMPLETE
+        self._spins = spin
         self._step = 0
         self._header = self._last_text = b""
         self._history = 0
@@ -88,8 +94,16 @@ class SharedMemory:
         self._own.headers[slot][: len(header)] = header
         if not futex.ORDERED:
             futex.barrier()
-        self._posted[self.rank][0] = step
-        futex.wake(self._words[self.rank])
+        posted = self._posted
+        posted[self.rank][0] = step
+        futex.wake(self._words[self.rank])  # also the barrier between this store and the looks at the others'
+        if len(posted) > 2:
+            for other in posted:
+                if (other[0] - step) & _BEHIND:
+                    break
+            else:
+                self._complete[0] = step
+                futex.wake(self._complete_word)
         return slot
 
     def wait(self, peers: Sequence[int]) -> None:
@@ -142,9 +156,6 @@ class SharedMemory:
         if not futex.ORDERED:
             futex.barrier()
 
-    def _behind(self, peers: Sequence[int], step: int) -> list[int]:
-        return [peer for peer in peers if (self._posted[peer][0] - step) & _BEHIND]
-
     def _sleep(self, peers: Sequence[int], step: int) -> None:
         """Until all of `peers` have posted `step`. Raises TransportFailure."""
         posted, transport = self._posted, self._transport()
@@ -152,31 +163,40 @@ class SharedMemory:
             raise TransportFailure("the communicator has ended")
         if self._spins and self._spin(peers, step):
             return
+        one = peers[0] if len(peers) == 1 else None
+        word, address = (self._complete, self._complete_word) if one is None else (posted[one], self._words[one])
         started = time.monotonic()
         next_tick = started + _TICK_SECONDS
         told = False
-        for peer in reversed(peers):
-            while ((value := posted[peer][0]) - step) & _BEHIND:
-                if transport.broken is not None:
-                    raise transport.broken
-                futex.wait(self._words[peer], value, _SHORT_TICK if transport.has_lost else _TICK)
-                if posted[peer][0] == value or time.monotonic() > next_tick:
-                    next_tick = time.monotonic() + _TICK_SECONDS
-                    transport.hear()
-                    if behind := self._behind(peers, step):
-                        told = transport.look(behind, started, told, all_is_here=True)
-                        self._check_messages(transport, behind)
+        while True:
+            value = word[0]  # before the look at what it tells of
+            if not futex.ORDERED:
+                futex.barrier()
+            for peer in peers:
+                if (posted[peer][0] - step) & _BEHIND:
+                    break
+            else:
+                return
+            if transport.broken is not None:
+                raise transport.broken
+            futex.wait(address, value, _SHORT_TICK if transport.has_lost else _TICK)
+            if word[0] == value or time.monotonic() > next_tick:
+                next_tick = time.monotonic() + _TICK_SECONDS
+                transport.hear()
+                if behind := [peer for peer in peers if (posted[peer][0] - step) & _BEHIND]:
+                    told = transport.look(behind, started, told, all_is_here=True)
+                    self._check_messages(transport, behind)
 
     def _spin(self, peers: Sequence[int], step: int) -> bool:
-        """Look again and again for a while, a longer one where that has helped; whether it has."""
-        posted, at = self._posted, 0
-        for _ in range(self._spins):
-            if not (posted[peers[at]][0] - step) & _BEHIND:
-                at += 1
-                if at == len(peers):
-                    self._spins = min(2 * self._spins, _MOST_SPINS)
-                    return True
-        self._spins = max(self._spins // 2, _LEAST_SPINS)
+        """Look again and again for a short time, while nobody else wants the core; whether it has helped."""
+        posted, at, until = self._posted, 0, time.perf_counter() + _SPIN_SECONDS
+        while time.perf_counter() < until:
+            for _ in range(_LOOKS):
+                while not (posted[peers[at]][0] - step) & _BEHIND:
+                    at += 1
+                    if at == len(peers):
+                        return True
+            futex.give_way()
         return False
 
     def _check_messages(self, transport: Transport, peers: Sequence[int]) -> None:
@@ -227,7 +247,7 @@ class SharedMemory:
 
     def wake(self) -> None:
         """Wake all who sleep, here and in other processes, to hear how this rank or another one has ended."""
-        for address in self._words:
+        for address in (*self._words, self._complete_word):
             futex.wake(address)
 
     def after_fork(self) -> None:

@@ -13,21 +13,19 @@ from collections.abc import Callable, Sequence
 from ctypes import memmove
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..bindings.abi import ITEMSIZE
 from .memory import view
 from .operation import Operation
-from .reduction import prepared, wire_type
+from .reduction import prepared
 from .segment import SLOTS
 from .shared import ALL, NOBODY, SharedMemory
 
 # Up to here every rank of an all_reduce reduces everything: half the steps.
 DIRECT_BYTES = 64 << 10
 _ALIGNMENT = 64
-_PIECES = 2
-_LEAST_PIECE = 64 << 10
-
 Run = Callable[[], None]
 
 
@@ -127,10 +125,16 @@ def _aligned(nbytes: int) -> int:
 
 
 def _cut(nbytes: int, most: int) -> tuple[int, list[tuple[int, int]]]:
-    """The bytes of a piece, at most `most` and a multiple of what a cache line has; start and length of each piece."""
-    piece = min(max(_aligned(nbytes // _PIECES), _LEAST_PIECE), most)
-    piece = max(piece // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
+    """As few pieces as can be, of at most `most` bytes and of about the same size: the bytes of a piece, a multiple of
+    what a cache line has; start and length of each."""
+    most = most // _ALIGNMENT * _ALIGNMENT
+    piece = min(_aligned(-(-nbytes // -(-nbytes // most))), most)
     return piece, [(start, min(piece, nbytes - start)) for start in range(0, nbytes, piece)]
+
+
+def _block(owner: int, reader: int) -> int:
+    """Where in the slot of `owner` is what it has for `reader`: it has nothing there for itself."""
+    return reader - (reader > owner)
 
 
 # Copies
@@ -150,9 +154,10 @@ def all_gather(op: Operation) -> Run:
 
 def all_to_all(op: Operation) -> Run:
     comm, n = op.comm, op.nbytes
-    put = [_Copy(0, peer, op.send_ptr + peer * n) for peer in comm.peers]
-    get = [_Copy(peer, comm.rank, op.recv_ptr + peer * n) for peer in comm.peers]
-    return _move(op, comm.size, put, get, ALL, (op.recv_ptr + comm.rank * n, op.send_ptr + comm.rank * n))
+    me = comm.rank
+    put = [_Copy(0, _block(me, peer), op.send_ptr + peer * n) for peer in comm.peers]
+    get = [_Copy(peer, _block(peer, me), op.recv_ptr + peer * n) for peer in comm.peers]
+    return _move(op, comm.size - 1, put, get, ALL, (op.recv_ptr + comm.rank * n, op.send_ptr + comm.rank * n))
 
 
 def gather(op: Operation) -> Run:
@@ -166,27 +171,71 @@ def gather(op: Operation) -> Run:
 def scatter(op: Operation) -> Run:
     comm, n = op.comm, op.nbytes
     if comm.rank != op.peer:
-        return _move(op, comm.size, [], [_Copy(op.peer, comm.rank, op.recv_ptr)], op.peer, None)
-    put = [_Copy(0, peer, op.send_ptr + peer * n) for peer in comm.peers]
-    return _move(op, comm.size, put, [], NOBODY, (op.recv_ptr, op.send_ptr + comm.rank * n))
+        block = _block(op.peer, comm.rank)
+        return _move(op, comm.size - 1, [], [_Copy(op.peer, block, op.recv_ptr)], op.peer, None)
+    put = [_Copy(0, _block(comm.rank, peer), op.send_ptr + peer * n) for peer in comm.peers]
+    return _move(op, comm.size - 1, put, [], NOBODY, (op.recv_ptr, op.send_ptr + comm.rank * n))
 
 
 # Reductions
 
 
-def _views(shared: SharedMemory, large: bool, slot: int, op: Operation, at: int, count: int) -> list[Tensor]:
-    """What each rank has from byte `at` of its slot, in the order of the ranks."""
-    wire = wire_type(op.dtype, op.premul)
-    start = at // wire.itemsize
-    return [segment.view(large, slot, wire)[start : start + count] for segment in shared.segments]
+class _Sum(NamedTuple):
+    """What a rank puts into its slot, and what it reduces: its own part with that in each peer's slot."""
+
+    blocks: int  # of a slot
+    put: Sequence[tuple[int, int]]  # block, and which block of the contribution goes there
+    own: int  # block of the contribution
+    reads: Callable[[int], int] | None  # block of the slot of a peer; None if this rank reduces nothing
 
 
-def _reduce_at_once(op: Operation, put: Sequence[_Copy], block: int, source: Tensor, to_all: bool) -> Run:
-    """One step; this rank reduces what is in `block` of all ranks' slots with its own `source`, if anything."""
+def _to_all(op: Operation) -> _Sum:
+    return _Sum(1, [(0, 0)], 0, lambda peer: 0)
+
+
+def _to_root(op: Operation) -> _Sum:
+    return _Sum(1, [], 0, lambda peer: 0) if op.comm.rank == op.peer else _Sum(1, [(0, 0)], 0, None)
+
+
+def _to_each(op: Operation) -> _Sum:
+    me, peers = op.comm.rank, op.comm.peers
+    return _Sum(len(peers), [(_block(me, peer), peer) for peer in peers], me, lambda peer: _block(peer, me))
+
+
+def _parts(
+    shared: SharedMemory, large: bool, slot: int, how: _Sum, dtype: torch.dtype, stride: int, count: int
+) -> list[Tensor]:
+    """What there is in each rank's slot, in the order of the ranks, with this one's slot for its own part."""
+    assert how.reads is not None
+    found = []
+    for rank, segment in enumerate(shared.segments):
+        start = 0 if rank == shared.rank else how.reads(rank) * stride // dtype.itemsize
+        found.append(segment.view(large, slot, dtype)[start : start + count])
+    return found
+
+
+def _contribution(op: Operation, blocks: int) -> Tensor:
+    """What this rank adds: its send buffer, times the scalar of a pre-multiplied sum."""
+    own = view(op.send_ptr, op.count * blocks, op.dtype)
+    return own if op.premul is None else op.premul.apply(own)
+
+
+def _reduction(op: Operation, how: _Sum, blocks: int) -> Run:
+    """blocks: of op.count elements that the contribution has"""
+    if op.premul is None and _aligned(op.nbytes) * how.blocks <= _shared(op).slot_bytes(False):
+        return _reduce_at_once(op, how, blocks)
+    return lambda: _reduce_pieces(op, how, blocks)
+
+
+def _reduce_at_once(op: Operation, how: _Sum, blocks: int) -> Run:
+    """One step, with everything prepared."""
     shared, n = _shared(op), op.nbytes
     own, stride = shared.segments[shared.rank], _aligned(n)
-    puts = [[(own.slot(False, s) + c.block * stride, c.address) for c in put] for s in range(SLOTS)]
-    if not to_all and op.comm.rank != op.peer:
+    puts = [
+        [(own.slot(False, s) + block * stride, op.send_ptr + source * n) for block, source in how.put]
+        for s in range(SLOTS)
+    ]
+    if how.reads is None:
 
         def send() -> None:
             shared.begin(op.label(), n, NOBODY)
@@ -196,10 +245,11 @@ def _reduce_at_once(op: Operation, put: Sequence[_Copy], block: int, source: Ten
 
         return send
     out = view(op.recv_ptr, op.count, op.dtype)
+    mine = _contribution(op, blocks)[how.own * op.count :][: op.count]
     combines = []
     for slot in range(SLOTS):
-        parts = _views(shared, False, slot, op, block * stride, op.count)
-        parts[shared.rank] = source
+        parts = _parts(shared, False, slot, how, mine.dtype, stride, op.count)
+        parts[shared.rank] = mine
         combines.append(prepared(parts, out, op.dtype, op.op))
     peers = shared.peers
 
@@ -214,76 +264,56 @@ def _reduce_at_once(op: Operation, put: Sequence[_Copy], block: int, source: Ten
     return reduce
 
 
-def _fits(op: Operation, blocks: int) -> bool:
-    return op.premul is None and _aligned(op.nbytes) * blocks <= _shared(op).slot_bytes(False)
-
-
-def _contribution(op: Operation, blocks: int) -> Tensor:
-    """What this rank adds: its send buffer, times the scalar of a pre-multiplied sum."""
-    own = view(op.send_ptr, op.count * blocks, op.dtype)
-    return own if op.premul is None else op.premul.apply(own)
-
-
-def reduce(op: Operation) -> Run:
-    if not op.count:
-        return _nothing(op)
-    is_root = op.comm.rank == op.peer
-    if _fits(op, 1):
-        put = [] if is_root else [_Copy(0, 0, op.send_ptr)]
-        return _reduce_at_once(op, put, 0, _contribution(op, 1), False)
-    return lambda: _reduce_pieces(op, 1, is_root, ALL if is_root else NOBODY)
-
-
-def reduce_scatter(op: Operation) -> Run:
-    if not op.count:
-        return _nothing(op)
-    comm, n = op.comm, op.nbytes
-    if _fits(op, comm.size):
-        put = [_Copy(0, peer, op.send_ptr + peer * n) for peer in comm.peers]
-        own = view(op.send_ptr + comm.rank * n, op.count, op.dtype)
-        return _reduce_at_once(op, put, comm.rank, own, True)
-    return lambda: _reduce_pieces(op, comm.size, True, ALL)
-
-
-def _reduce_pieces(op: Operation, blocks: int, reads: bool, needed: int) -> None:
-    """Reduce what is meant for this rank: its own block of as many as there are ranks, or all, on the root."""
-    shared, comm = _shared(op), op.comm
-    _begin(shared, op, needed)
+def _reduce_pieces(op: Operation, how: _Sum, blocks: int) -> None:
+    shared = _shared(op)
+    _begin(shared, op, NOBODY if how.reads is None else ALL)
     large = shared.large()
     source = _contribution(op, blocks)
     size, wide = source.element_size(), source.data_ptr()
     n = op.count * size
-    stride, pieces = _cut(n, shared.slot_bytes(large) // blocks)
-    own, block = shared.segments[comm.rank], comm.rank if blocks > 1 else 0
-    mine = source[block * op.count :][: op.count]
-    targets = comm.peers if blocks > 1 else [] if reads else [0]
-    out = view(op.recv_ptr, op.count, op.dtype) if reads else mine
+    stride, pieces = _cut(n, shared.slot_bytes(large) // how.blocks)
+    own = shared.segments[shared.rank]
+    mine = source[how.own * op.count :][: op.count]
+    out = view(op.recv_ptr, op.count, op.dtype) if how.reads is not None else mine
+    ready: dict[tuple[int, int], list[Tensor]] = {}  # by slot and count
 
     def fill(at: int) -> None:
         start, length = pieces[at]
         base = own.slot(large, shared.room())
-        for target in targets:
-            memmove(base + target * stride, wide + target * n + start, length)
+        for block, which in how.put:
+            memmove(base + block * stride, wide + which * n + start, length)
 
     fill(0)
     for at, (start, length) in enumerate(pieces):
         slot = shared.post()
         if at + 1 < len(pieces):
             fill(at + 1)
-        if reads:
+        if how.reads is not None:
             first, count = start // size, length // size
             shared.wait(shared.peers)
-            parts = _views(shared, large, slot, op, block * stride, count)
-            parts[comm.rank] = mine[first : first + count]
+            if (slot, count) not in ready:
+                ready[slot, count] = _parts(shared, large, slot, how, source.dtype, stride, count)
+            parts = ready[slot, count]
+            parts[shared.rank] = mine[first : first + count]
             prepared(parts, out[first : first + count], op.dtype, op.op)()
     shared.end_large()
 
 
+def reduce(op: Operation) -> Run:
+    return _reduction(op, _to_root(op), 1) if op.count else _nothing(op)
+
+
+def reduce_scatter(op: Operation) -> Run:
+    return _reduction(op, _to_each(op), op.comm.size) if op.count else _nothing(op)
+
+
 def all_reduce(op: Operation) -> Run:
+    """Every rank reduces everything where that is little, or where half the steps are worth more: between two ranks it
+    moves as much as if each reduced a half for both."""
     if not op.count:
         return _nothing(op)
-    if _fits(op, 1) and op.nbytes <= DIRECT_BYTES:
-        return _reduce_at_once(op, [_Copy(0, 0, op.send_ptr)], 0, _contribution(op, 1), True)
+    if op.comm.size == 2 or (op.premul is None and op.nbytes <= DIRECT_BYTES):
+        return _reduction(op, _to_all(op), 1)
 
     def in_pieces() -> None:
         shared = _shared(op)
@@ -308,11 +338,13 @@ class _AllReducePieces:
         )
         self._slots = [segment.slot for segment in self._shared.segments]
         nbytes, ranks = self._source.nbytes, op.comm.size
-        stride = self._shared.slot_bytes(large) // ranks
-        piece, _ = _cut(nbytes, stride * ranks)
-        self._stride = max(piece // ranks // _ALIGNMENT, 1) * _ALIGNMENT  # of a block, hence of a shard
+        most = self._shared.slot_bytes(large) // ranks // _ALIGNMENT * _ALIGNMENT
+        piece, _ = _cut(nbytes, most * ranks)
+        self._stride = min(_aligned(-(-piece // ranks)), most)  # of a block, hence of a shard
         piece = self._stride * ranks
         self._pieces = [(start, min(piece, nbytes - start)) for start in range(0, nbytes, piece)]
+        self._how = _Sum(ranks, [], 0, lambda peer: op.comm.rank)
+        self._ready: dict[tuple[int, int], list[Tensor]] = {}  # by slot and count
 
     def run(self) -> None:
         shared, last = self._shared, len(self._pieces)
@@ -358,7 +390,11 @@ class _AllReducePieces:
         if not n:
             return
         first, count = start // self._size, n // self._size
-        parts = _views(self._shared, self._large, slot, op, me * self._stride, count)
+        if (slot, count) not in self._ready:
+            self._ready[slot, count] = _parts(
+                self._shared, self._large, slot, self._how, self._source.dtype, self._stride, count
+            )
+        parts = self._ready[slot, count]
         parts[me] = self._source[first : first + count]
         result = self._out[first : first + count]
         prepared(parts, result, op.dtype, op.op)()

@@ -64,7 +64,7 @@ def agree(name: str, rank: int, transport: Transport, activity: Activity, local:
     if not _decide(name, rows):
         return None
     pids = [other["pid"] for other in rows]
-    spin = len(set(pids)) == len(pids) <= _cores()  # threads of one process would spin with the lock of its interpreter
+    spin = len(set(pids)) == len(pids)  # threads of one process would spin with the lock of its interpreter
     return SharedMemory(rank, segments, transport, activity, spin)
 
 
@@ -139,7 +139,3 @@ def _why_not(size: int) -> str:
 def _reason(error: Exception) -> str:
     named = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
     return ((getattr(error, "strerror", None) or str(error)) + named)[:_MOST_TEXT]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
