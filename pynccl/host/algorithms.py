@@ -281,6 +281,14 @@ class Messages:
         if not sends and not recvs:  # as always where there is one rank, which has no transport
             self._copy()
             return
+        memory = ops[0].comm.shared
+        if memory is not None:
+            self._copy()
+            memory.exchange(
+                [(op.peer, label.head(op.nbytes) + label.text, op.send_ptr, op.nbytes) for op, label in sends],
+                [(op.peer, label.head(op.nbytes), op.recv_ptr, op.nbytes) for op, label in recvs],
+            )
+            return
         transport = ops[0].comm.transport
         sent = [transport.send(op.peer, bytes_at(op.send_ptr, op.nbytes), label) for op, label in sends]
         received = [

@@ -33,6 +33,10 @@ class Label(NamedTuple):
     number: int
     text: bytes  # TEXT_BYTES
 
+    def head(self, nbytes: int) -> bytes:
+        """What a header begins with; then comes the text."""
+        return HEAD.pack(self.tag, nbytes, self.number)
+
 
 def message_tag(sequence: int, nbytes: int) -> int:
     """Tag of the `sequence`-th message from one rank to another."""

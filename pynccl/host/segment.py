@@ -5,22 +5,29 @@ It has no name anywhere, so nothing is left behind whoever is killed, and /dev/s
 from the start, so nobody ever has to map it anew; memory is behind a part of it only once that has been reserved
 (fallocate), so a page that cannot be had is an error of the reservation, never a SIGBUS.
 
-    0           words, a cache line each: posted, done, large, complete
-    256         token
+    0           words, a cache line each: posted, done, large, complete, bell
+    512         token
     1024        a header of 256 bytes for each slot
-    4096        SLOTS small slots, reserved from the start
-    then        SLOTS large slots, reserved when an operation first needs them
+    4096        SLOTS small slots for collectives
+    then        a channel to each rank for messages: four words, MESSAGE_SLOTS small slots
+    (so far reserved from the start; what follows is reserved when an operation first needs it)
+    then        SLOTS large slots for collectives
+    then        MESSAGE_SLOTS large slots of the channel to each rank, reserved channel by channel
+
+A rank alone writes its memory, but for two words: "complete" of rank 0, see `shared`, and "bell", see `channel`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import stat
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +37,19 @@ from .memory import normal_tensors
 SLOTS = 4
 SMALL_BYTES = 64 << 10
 LARGE_BYTES = 1 << 20
+MESSAGE_SLOTS = 4
+MESSAGE_BYTES = 128 << 10  # of a large slot
 MOST_RANKS = SMALL_BYTES // 64
-POSTED, DONE, LARGE, COMPLETE = 0, 16, 32, 48  # indices of words of 32 bits
+POSTED, DONE, LARGE, COMPLETE, BELL = 0, 16, 32, 48, 64  # indices of words of 32 bits
 HEADER_BYTES = 256
-_TOKEN_AT = 256
+LINE_BYTES = 64
+TOKEN_BYTES = 16
+_TOKEN_AT = 512
 _HEADERS_AT = 1024
 _SMALL_AT = 4096
-_LARGE_AT = _SMALL_AT + SLOTS * SMALL_BYTES
-TOTAL_BYTES = _LARGE_AT + SLOTS * LARGE_BYTES
-TOKEN_BYTES = 16
+_CHANNELS_AT = _SMALL_AT + SLOTS * SMALL_BYTES
+_CHANNEL_BYTES = MESSAGE_SLOTS * MESSAGE_BYTES
+_MANY_RANKS = 64
 _NAME = "pynccl"
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _SHARED, _READ_WRITE = 0x01, 0x1 | 0x2
@@ -50,27 +61,55 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
-class _Bytes(ctypes.c_ubyte * TOTAL_BYTES):  # type: ignore[misc]
-    """A mapping. It ends when nobody refers to it any more, views and tensors included."""
+class Layout:
+    """Where things are in the memory of one of so many ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.message_small_bytes = 4096 if ranks <= _MANY_RANKS else 512  # of a small slot for messages
+        self._channel_bytes = LINE_BYTES + MESSAGE_SLOTS * self.message_small_bytes
+        self.large_at = -(-(_CHANNELS_AT + ranks * self._channel_bytes) // 4096) * 4096  # a page: it is reserved apart
+        self._large_channels_at = self.large_at + SLOTS * LARGE_BYTES
+        self.total = self._large_channels_at + ranks * _CHANNEL_BYTES
+
+    def slot(self, large: bool, slot: int) -> int:
+        """A slot for collectives."""
+        return self.large_at + slot * LARGE_BYTES if large else _SMALL_AT + slot * SMALL_BYTES
+
+    def channel(self, peer: int) -> int:
+        """The words of the channel to `peer`, and behind them its small slots."""
+        return _CHANNELS_AT + peer * self._channel_bytes
+
+    def large_channel(self, peer: int) -> int:
+        """The large slots of the channel to `peer`."""
+        return self._large_channels_at + peer * _CHANNEL_BYTES
 
 
-def _map(fd: int) -> _Bytes:
-    address = _libc.mmap(None, TOTAL_BYTES, _READ_WRITE, _SHARED, fd, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
-        raise OSError(ctypes.get_errno(), f"cannot map {TOTAL_BYTES} bytes: {os.strerror(ctypes.get_errno())}")
-    mapped = _Bytes.from_address(address)
-    # Not at exit, when threads may still be inside.
-    weakref.finalize(mapped, _libc.munmap, address, TOTAL_BYTES).atexit = False
-    return mapped
+class _Mapping:
+    """It ends when nobody refers to its bytes any more, views and tensors included."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        address = _libc.mmap(None, nbytes, _READ_WRITE, _SHARED, fd, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+        self.address = address
+        self.bytes = _type_of(nbytes).from_address(address)
+        # Not at exit, when threads may still be inside.
+        weakref.finalize(self.bytes, _libc.munmap, address, nbytes).atexit = False
+
+
+@functools.cache
+def _type_of(nbytes: int) -> Any:
+    return type("_Bytes", (ctypes.c_ubyte * nbytes,), {})
 
 
 class Segment:
     """One rank's memory, as this process has mapped it."""
 
-    def __init__(self, mapped: _Bytes) -> None:
-        self._mapped = mapped
-        self.address = ctypes.addressof(mapped)
-        self.bytes = memoryview(mapped).cast("B")
+    def __init__(self, mapping: _Mapping, layout: Layout) -> None:
+        self.layout = layout
+        self._mapped = mapping.bytes
+        self.address = mapping.address
+        self.bytes = memoryview(mapping.bytes).cast("B")
         self.words = self.bytes[:_TOKEN_AT].cast("I")
         self.token = bytes(self.bytes[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES])
         self.headers = [self.bytes[_HEADERS_AT + i * HEADER_BYTES :][:HEADER_BYTES] for i in range(SLOTS)]
@@ -78,7 +117,7 @@ class Segment:
 
     def slot(self, large: bool, slot: int) -> int:
         """Its address."""
-        return self.address + self._offset(large, slot)
+        return self.address + self.layout.slot(large, slot)
 
     def view(self, large: bool, slot: int, dtype: torch.dtype) -> Tensor:
         """A slot as a tensor, made once."""
@@ -87,54 +126,57 @@ class Segment:
             count = (LARGE_BYTES if large else SMALL_BYTES) // dtype.itemsize
             with normal_tensors():
                 self._tensors[key] = torch.frombuffer(
-                    self._mapped, dtype=dtype, count=count, offset=self._offset(large, slot)
+                    self._mapped, dtype=dtype, count=count, offset=self.layout.slot(large, slot)
                 )
         return self._tensors[key]
-
-    @staticmethod
-    def _offset(large: bool, slot: int) -> int:
-        return _LARGE_AT + slot * LARGE_BYTES if large else _SMALL_AT + slot * SMALL_BYTES
 
 
 class OwnSegment(Segment):
     """The memory that this rank has made, and may reserve and give back parts of."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         """Raises OSError, whose text names the size that cannot be had."""
         self._lock = threading.Lock()  # a descriptor must not be used once it is closed: its number goes to others
+        layout = Layout(ranks)
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
-            _get(TOTAL_BYTES, lambda: os.ftruncate(self.fd, TOTAL_BYTES))
-            self._reserve(0, _LARGE_AT)
-            mapped = _map(self.fd)
+            _get(layout.total, lambda: os.ftruncate(self.fd, layout.total))
+            self._reserve(0, layout.large_at)
+            mapping = _Mapping(self.fd, layout.total)
         except OSError:
             os.close(self.fd)
             raise
-        _at(mapped)[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES] = os.urandom(TOKEN_BYTES)
-        super().__init__(mapped)
-        self.has_large = False
+        memoryview(mapping.bytes).cast("B")[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES] = os.urandom(TOKEN_BYTES)
+        super().__init__(mapping, layout)
+        self._reserved: dict[int, int] = {}  # bytes by where they begin, beyond those that it always has
 
     @property
     def reserved(self) -> int:
         """Bytes beyond those that it has as long as it lives."""
-        return SLOTS * LARGE_BYTES if self.has_large else 0
+        return sum(self._reserved.values())
 
     @property
     def fixed(self) -> int:
-        return _LARGE_AT
+        return self.layout.large_at
+
+    @property
+    def has_large(self) -> bool:
+        return self.layout.large_at in self._reserved
 
     def reserve_large(self) -> None:
         """Have memory behind the large slots. Raises OSError, whose text names the size that cannot be had."""
-        with self._lock:
-            if not self.has_large:
-                self._reserve(_LARGE_AT, SLOTS * LARGE_BYTES)
-                self.has_large = True
+        self._reserve_once(self.layout.large_at, SLOTS * LARGE_BYTES)
 
-    def release_large(self) -> None:
-        """Give it back. What is in it is lost."""
+    def reserve_channel(self, peer: int) -> None:
+        """The same for the large slots of the channel to a peer."""
+        self._reserve_once(self.layout.large_channel(peer), _CHANNEL_BYTES)
+
+    def release(self) -> None:
+        """Give all of that back. What is in it is lost."""
         with self._lock:
-            if self.has_large and self.fd >= 0:
-                self.has_large = _libc.fallocate(self.fd, _PUNCH_HOLE, _LARGE_AT, SLOTS * LARGE_BYTES) != 0
+            for start, nbytes in list(self._reserved.items()):
+                if self.fd >= 0 and _libc.fallocate(self.fd, _PUNCH_HOLE, start, nbytes) == 0:
+                    del self._reserved[start]
 
     def close(self) -> None:
         """Close the descriptor. The mapping ends with its last user."""
@@ -147,6 +189,12 @@ class OwnSegment(Segment):
         """In a forked child, which has a copy of the descriptor and of a lock that somebody may hold."""
         self._lock = threading.Lock()
         self.close()
+
+    def _reserve_once(self, start: int, nbytes: int) -> None:
+        if start not in self._reserved:
+            with self._lock:
+                self._reserve(start, nbytes)
+                self._reserved[start] = nbytes
 
     def _reserve(self, start: int, nbytes: int) -> None:
         _get(nbytes, lambda: os.posix_fallocate(self.fd, start, nbytes))
@@ -163,21 +211,17 @@ def _get(nbytes: int, get: Callable[[], None]) -> None:
         raise OSError(error.errno, f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
 
 
-def _at(mapped: _Bytes) -> memoryview:
-    return memoryview(mapped).cast("B")
-
-
-def open_segment(pid: int, fd: int, token: bytes) -> Segment:
+def open_segment(pid: int, fd: int, token: bytes, ranks: int) -> Segment:
     """The memory of a peer. Raises OSError where it is not to be had: the kernel lets only the same user open it."""
-    path = f"/proc/{pid}/fd/{fd}"
+    path, layout = f"/proc/{pid}/fd/{fd}", Layout(ranks)
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise OSError(f"{path} is another file: its process is in another PID namespace")
     opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != TOTAL_BYTES:
+        if not stat.S_ISREG(found.st_mode) or found.st_size != layout.total:
             raise OSError(f"{path} is another file: its process is in another PID namespace")
-        segment = Segment(_map(opened))
+        segment = Segment(_Mapping(opened, layout.total), layout)
     finally:
         os.close(opened)
     if segment.token != token:

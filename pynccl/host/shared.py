@@ -20,15 +20,18 @@ import contextlib
 import struct
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from ..bindings.abi import Result
 from . import futex
+from .channel import Bell, Incoming, Outgoing
 from .connection import HEAD, HEAD_BYTES, TEXT_BYTES, Label
 from .failure import HostFailure, TransportFailure
-from .segment import COMPLETE, DONE, LARGE, LARGE_BYTES, POSTED, SLOTS, SMALL_BYTES, OwnSegment, Segment
+from .segment import BELL, COMPLETE, DONE, LARGE, LARGE_BYTES, POSTED, SLOTS, SMALL_BYTES, OwnSegment, Segment
 from .transport import Transport
-from .watchdog import Activity, other_calls
+from .watchdog import Activity, mismatch, other_calls
 
 ALL, NOBODY = -1, -2  # whom a call waits for, if it is not one rank
 
@@ -42,6 +45,17 @@ _READ_SECONDS = 0.4
 _TAIL = struct.Struct("<Qq")  # of a header, behind the label: hash of all calls so far; whom this one waits for
 _COMPARED = HEAD_BYTES + 8
 _HASH = (1 << 64) - 1
+
+
+# A message of a peer: (its rank, header or what it has to begin with, address, bytes).
+Message = tuple[int, bytes, int, int]
+
+
+class _Calls(NamedTuple):
+    """What each rank is in, of what this rank has no part in yet."""
+
+    messages: dict[int, str]
+    collectives: dict[int, str]
 
 
 class SharedMemory:
@@ -60,6 +74,12 @@ class SharedMemory:
         self._complete = segments[0].words[COMPLETE : COMPLETE + 1]
         self._complete_word = segments[0].address + 4 * COMPLETE
         self._spins = spin
+        bell = Bell(rank, len(segments))
+        self._outgoing = {peer: Outgoing(own, rank, segments[peer], peer, bell) for peer in self.peers}
+        self._incoming = {
+            peer: Incoming(own, rank, segments[peer], peer, bell, partial(_unexpected, rank, activity, peer))
+            for peer in self.peers
+        }
         self._step = 0
         self._header = self._last_text = b""
         self._history = 0
@@ -73,7 +93,7 @@ class SharedMemory:
         """A call begins; needed: the rank for whose data this one waits, ALL or NOBODY."""
         self._history = (self._history * 0x9E3779B97F4A7C15 + label.tag) & _HASH
         self._header = (
-            HEAD.pack(label.tag, nbytes, label.number)
+            label.head(nbytes)
             + label.text
             + _TAIL.pack(self._history, needed)
             + self._last_text.ljust(TEXT_BYTES, b"\0")
@@ -129,7 +149,7 @@ class SharedMemory:
             self.wait(self.peers)
             self._room = all(segment.words[LARGE] for segment in self.segments)
             if not self._room:
-                self._own.release_large()
+                self._own.release()
         if self._room:
             try:
                 self._own.reserve_large()  # again, if a suspend has given it back
@@ -145,68 +165,117 @@ class SharedMemory:
     def slot_bytes(large: bool) -> int:
         return LARGE_BYTES if large else SMALL_BYTES
 
+    # Messages
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+        """Send and receive at once, in this order for each peer. What is sent has been received at the end."""
+        outgoing, incoming = {}, {}
+        for peer, head, address, nbytes in sends:
+            outgoing[peer] = self._outgoing[peer]
+            outgoing[peer].post(head, address, nbytes)
+        for peer, expected, address, nbytes in recvs:
+            incoming[peer] = self._incoming[peer]
+            incoming[peer].post(expected, address, nbytes)
+
+        def awaited() -> list[int]:
+            for channel in outgoing.values():
+                channel.push()
+            for other in incoming.values():
+                other.pull()
+            left = [peer for peer, channel in outgoing.items() if not channel.done]
+            return left + [peer for peer, other in incoming.items() if not other.done and peer not in left]
+
+        self.until(self._own.words[BELL : BELL + 1], self._own.address + 4 * BELL, awaited)
+
+    def message_of(self, peer: int) -> str:
+        """The call of a message that has come of a peer, and that this rank has not asked for; else nothing."""
+        return self._incoming[peer].text
+
     # Waiting
 
     def _wait(self, peers: Sequence[int], step: int) -> None:
         posted = self._posted
         for peer in peers:
             if (posted[peer][0] - step) & _BEHIND:
-                self._sleep(peers, step)
                 break
-        if not futex.ORDERED:
-            futex.barrier()
+        else:
+            if not futex.ORDERED:
+                futex.barrier()
+            return
 
-    def _sleep(self, peers: Sequence[int], step: int) -> None:
-        """Until all of `peers` have posted `step`. Raises TransportFailure."""
-        posted, transport = self._posted, self._transport()
+        def behind() -> list[int]:
+            return [peer for peer in peers if (posted[peer][0] - step) & _BEHIND]
+
+        if len(peers) == 1:
+            self.until(posted[peers[0]], self._words[peers[0]], behind)
+        else:
+            self.until(self._complete, self._complete_word, behind)
+
+    def until(self, word: memoryview, address: int, awaited: Callable[[], Sequence[int]]) -> None:
+        """Until this rank waits for nobody any more. Raises TransportFailure.
+
+        word, address: what peers change, and wake, after whatever may make a difference.
+        awaited: makes what progress there can be; the ranks that are waited for after that."""
+        transport = self._transport()
         if transport is None:
             raise TransportFailure("the communicator has ended")
-        if self._spins and self._spin(peers, step):
-            return
-        one = peers[0] if len(peers) == 1 else None
-        word, address = (self._complete, self._complete_word) if one is None else (posted[one], self._words[one])
         started = time.monotonic()
         next_tick = started + _TICK_SECONDS
-        told = False
+        told, before = False, _Calls({}, {})
         while True:
             value = word[0]  # before the look at what it tells of
             if not futex.ORDERED:
                 futex.barrier()
-            for peer in peers:
-                if (posted[peer][0] - step) & _BEHIND:
-                    break
-            else:
+            if not awaited():
                 return
             if transport.broken is not None:
                 raise transport.broken
+            if self._spins and self._spin(word, value):
+                continue
             futex.wait(address, value, _SHORT_TICK if transport.has_lost else _TICK)
             if word[0] == value or time.monotonic() > next_tick:
                 next_tick = time.monotonic() + _TICK_SECONDS
                 transport.hear()
-                if behind := [peer for peer in peers if (posted[peer][0] - step) & _BEHIND]:
-                    told = transport.look(behind, started, told, all_is_here=True)
-                    self._check_messages(transport, behind)
+                calls = self._other_calls(transport)
+                if peers := awaited():  # after what was heard and seen: who has ended, or gone on, did so before
+                    told = transport.look(peers, started, told, all_is_here=True)
+                    before = self._check_calls(peers, calls, before)
 
-    def _spin(self, peers: Sequence[int], step: int) -> bool:
-        """Look again and again for a short time, while nobody else wants the core; whether it has helped."""
-        posted, at, until = self._posted, 0, time.perf_counter() + _SPIN_SECONDS
+    def _spin(self, word: memoryview, value: int) -> bool:
+        """Look again and again for a short time, while nobody else wants the core; whether the word has changed."""
+        until = time.perf_counter() + _SPIN_SECONDS
         while time.perf_counter() < until:
             for _ in range(_LOOKS):
-                while not (posted[peers[at]][0] - step) & _BEHIND:
-                    at += 1
-                    if at == len(peers):
-                        return True
+                if word[0] != value:
+                    return True
             futex.give_way()
         return False
 
-    def _check_messages(self, transport: Transport, peers: Sequence[int]) -> None:
-        """Raise TransportFailure where a peer that is waited for has sent a message, which waits for this rank."""
+    # Calls that disagree
+
+    def _other_calls(self, transport: Transport) -> _Calls:
+        """What each peer is in, of what this rank has no part in yet."""
+        return _Calls(
+            {peer: self.message_of(peer) or transport.message_of(peer) for peer in self.peers},
+            {peer: self._collective_of(peer) for peer in self.peers},
+        )
+
+    def _check_calls(self, peers: Sequence[int], now: _Calls, before: _Calls) -> _Calls:
+        """Raise TransportFailure where a peer that is waited for waits for this rank in another call.
+
+        A message is known by itself; a collective only if it is still there after a while, since a rank may begin one
+        before its last one is over everywhere."""
         for peer in peers:
-            if text := transport.message_of(peer):
+            collective = now.collectives[peer]
+            if text := now.messages[peer] or (collective if collective == before.collectives.get(peer) else ""):
                 raise TransportFailure("", verdict=other_calls(self.rank, self._activity.describe(), peer, text))
+        return now
 
     def entered(self, peer: int) -> str:
         """The call of a peer that has begun it before this rank has, and cannot go on without it; else nothing."""
+        return self.message_of(peer) or self._collective_of(peer)
+
+    def _collective_of(self, peer: int) -> str:
         step = self._posted[peer][0]
         if not (self._step - step) & _BEHIND:
             return ""
@@ -235,19 +304,22 @@ class SharedMemory:
         return self._own.fixed
 
     def suspend(self) -> None:
-        """Give the large slots back, once peers have read what is in them; keep them if one does not come to it."""
-        if not self._own.has_large:
+        """Give the large slots back, once peers have read what is in them; keep them if one does not come to it.
+
+        A message is over when it has been read, so only collectives are waited for."""
+        if not self._own.reserved:
             return
         deadline = time.monotonic() + _READ_SECONDS
         while any((self.segments[peer].words[DONE] - self._large_step) & _BEHIND for peer in self.peers):
             if time.monotonic() > deadline:
                 return
             time.sleep(0.001)
-        self._own.release_large()
+        self._own.release()
 
     def wake(self) -> None:
         """Wake all who sleep, here and in other processes, to hear how this rank or another one has ended."""
-        for address in (*self._words, self._complete_word):
+        bells = [segment.address + 4 * BELL for segment in self.segments]
+        for address in (*self._words, self._complete_word, *bells):
             futex.wake(address)
 
     def after_fork(self) -> None:
@@ -260,3 +332,7 @@ class SharedMemory:
 
 def _text(header: bytes, at: int) -> str:
     return header[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace")
+
+
+def _unexpected(rank: int, activity: Activity, peer: int, head: bytes, expected: bytes) -> TransportFailure:
+    return mismatch(rank, activity.describe(), peer, head, expected)

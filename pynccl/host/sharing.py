@@ -49,7 +49,7 @@ def agree(name: str, rank: int, transport: Transport, activity: Activity, local:
         row["wants"] = wanted()
         if row["wants"] != _SOCKETS:
             row["why"] = "its peers are on several machines" if not local else _why_not(len(transport.peers) + 1)
-            own = None if row["why"] else OwnSegment()
+            own = None if row["why"] else OwnSegment(len(transport.peers) + 1)
     except HostFailure as failure:
         row["wrong"] = failure.text
     except (OSError, AttributeError) as error:  # a Python without memfd_create
@@ -77,7 +77,7 @@ def share_in_process(transports: Sequence[Transport], activities: Sequence[Activ
         return nothing
     try:
         why = _why_not(size)
-        segments = [] if why else [OwnSegment() for _ in range(size)]
+        segments = [] if why else [OwnSegment(size) for _ in range(size)]
     except (OSError, AttributeError) as error:
         why = _reason(error)
     rows = [{"wants": mode, "wrong": "", "why": why}] * size
@@ -122,7 +122,7 @@ def _open_all(rank: int, own: OwnSegment, rows: Sequence[dict[str, Any]]) -> tup
     segments: list[Segment] = []
     for peer, row in enumerate(rows):
         try:
-            found = own if peer == rank else open_segment(row["pid"], row["fd"], bytes.fromhex(row["token"]))
+            found = own if peer == rank else open_segment(row["pid"], row["fd"], bytes.fromhex(row["token"]), len(rows))
         except OSError as error:
             return [], f"that of rank {peer} cannot be opened: {_reason(error)}"
         segments.append(found)

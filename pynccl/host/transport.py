@@ -79,7 +79,7 @@ class Transport:
 
     def send(self, peer: int, data: memoryview, label: Label) -> Transfer:
         connection = self._connections[peer]
-        transfer = Transfer(connection, HEAD.pack(label.tag, len(data), label.number) + label.text, data)
+        transfer = Transfer(connection, label.head(len(data)) + label.text, data)
         connection.sends.append(transfer)
         if len(connection.sends) == 1:
             self._push(connection)
@@ -91,7 +91,7 @@ class Transport:
         transfer = Transfer(connection, bytearray(HEAD_BYTES), data)
         transfer.then = answer
         # The two ends of a message differ in their texts, "send" and "recv"; those of a collective in nothing.
-        transfer.expected = HEAD.pack(label.tag, len(data), label.number)
+        transfer.expected = label.head(len(data))
         if is_collective(label.tag):
             transfer.expected += label.text
         connection.recvs.append(transfer)
@@ -133,7 +133,8 @@ class Transport:
                     raise self._loss(connection)
                 begun, finished = first.got < HEAD_BYTES, first.advance(moved)
                 if begun and first.got >= HEAD_BYTES and not first.head.startswith(first.expected):
-                    raise mismatch(self._rank, self._activity.describe(), first)
+                    call = self._activity.describe()
+                    raise mismatch(self._rank, call, connection.peer, bytes(first.head), first.expected)
                 if finished:
                     recvs.popleft()
                     if first.then is not None:
@@ -219,7 +220,7 @@ class Transport:
             head = self._connections[peer].data.recv(HEAD_BYTES, socket.MSG_PEEK)
         except OSError:
             return ""
-        if len(head) < HEAD_BYTES or is_collective(HEAD.unpack_from(head)[0]):
+        if len(head) < HEAD_BYTES:
             return ""
         return head[HEAD.size :].rstrip(b"\0").decode(errors="replace")
 

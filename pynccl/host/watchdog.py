@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from .connection import HEAD, Connection, Transfer, is_collective
+from .connection import HEAD, HEAD_BYTES, Connection, is_collective
 from .failure import TransportFailure
 
 _TOLD_MESSAGES = 100  # of a group's sends and receives
@@ -60,14 +60,13 @@ def other_sizes(sender: int, receiver: int, sent: int, expected: int, number: in
     )
 
 
-def mismatch(rank: int, call: str, transfer: Transfer) -> TransportFailure:
-    """A message has come that belongs to another call than `call`, which waits for it."""
-    peer = transfer.connection.peer
-    tag, nbytes, number = HEAD.unpack_from(transfer.head)
-    own_tag, own_nbytes, own_number = HEAD.unpack_from(transfer.expected)
+def mismatch(rank: int, call: str, peer: int, head: bytes, expected: bytes) -> TransportFailure:
+    """A message has come of a peer, with this header, that belongs to another call than `call`, which waits for it."""
+    tag, nbytes, number = HEAD.unpack_from(head)
+    own_tag, own_nbytes, own_number = HEAD.unpack_from(expected)
     if not is_collective(tag) and not is_collective(own_tag) and number == own_number:
         return TransportFailure("", verdict=other_sizes(peer, rank, nbytes, own_nbytes, number))
-    theirs = bytes(transfer.head[HEAD.size :]).rstrip(b"\0").decode(errors="replace")
+    theirs = head[HEAD.size : HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
     return TransportFailure("", verdict=other_calls(rank, call, peer, theirs))
 
 

@@ -41,7 +41,7 @@ def cannot_reserve(comm: Communicator, mode: str) -> str:
     """One rank gets no memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if comm.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (segment.TOTAL_BYTES // 2, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (segment.Layout(comm.size).total // 2, hard))
     try:
         return made_or_refused(comm, mode)
     finally:
@@ -78,7 +78,7 @@ def spoilt() -> Iterator[RankPool]:
         (cannot_open, "auto", "sockets 3"),
         (cannot_open, "shm", "rank 1 cannot share memory: that of rank 0 cannot be opened: No such file or directory"),
         (cannot_reserve, "auto", "sockets 3"),
-        (cannot_reserve, "shm", f"rank 1 cannot share memory: {segment.TOTAL_BYTES} bytes of shared memory cannot be"),
+        (cannot_reserve, "shm", f"rank 1 cannot share memory: {segment.Layout(3).total} bytes of shared memory cannot be"),
         (wants_sockets, "auto", "sockets 3"),
         (wants_sockets, "shm", "rank 1 cannot share memory: it has PYNCCL_HOST_TRANSPORT=sockets"),
         (speaks_nonsense, "fast", "rank 1: PYNCCL_HOST_TRANSPORT='fast': expected auto, shm or sockets"),
@@ -143,21 +143,21 @@ STRANGER = """
     import os, sys
     sys.path.insert(0, sys.argv[1])
     from pynccl.host.segment import OwnSegment, open_segment
-    own = OwnSegment()
-    assert open_segment(os.getpid(), own.fd, own.token).token == own.token
+    own = OwnSegment(2)
+    assert open_segment(os.getpid(), own.fd, own.token, 2).token == own.token
     try:
-        open_segment(os.getpid(), own.fd, bytes(16))
+        open_segment(os.getpid(), own.fd, bytes(16), 2)
     except OSError as error:
         print("token:", "another rank" in str(error), flush=True)
     try:
-        open_segment(os.getpid(), os.open("/etc/passwd", os.O_RDONLY), own.token)
+        open_segment(os.getpid(), os.open("/etc/passwd", os.O_RDONLY), own.token, 2)
     except OSError as error:
         print("file:", "another file" in str(error), flush=True)
     if (child := os.fork()) == 0:
         os.setgid(65534)
         os.setuid(65534)
         try:
-            open_segment(os.getppid(), own.fd, own.token)
+            open_segment(os.getppid(), own.fd, own.token, 2)
         except PermissionError:
             os._exit(7)
         os._exit(0)

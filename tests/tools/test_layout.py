@@ -29,7 +29,8 @@ ORDER: dict[str, str] = {
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor __main__
     """,
     "pynccl.host": """
-        failure interfaces store connect link memory futex segment reduction rendezvous connection watchdog transport
+        failure interfaces store connect link memory futex segment reduction rendezvous connection channel watchdog
+        transport
         shared sharing comm version argcheck operation shared_collectives algorithms stream group exports init rma
         collectives register params query finalize atexit __init__
     """,
