@@ -124,6 +124,7 @@ class Comm:
         self.registrations: dict[int, tuple[int, int]] = {}
         self.shrinks: Counter[str] = Counter()  # how often it shrank, by whom it excluded
         self.kept: dict[tuple[object, ...], KeptWork] = {}
+        self.seen: set[int] = set()  # hashes of what may be kept when it comes again
         self.rma = Background()
         self.activity = Activity()
         self.rounds = 0  # of exchanges of collectives

@@ -104,7 +104,7 @@ def issue(operation: Operation, stream: HostStream | None, started: HostEvent | 
         _launch([(operation, stream, started)])
     else:
         comm = operation.comm
-        if operation.peer == comm.rank:
+        if operation.peer == comm.rank and operation.kind.peer_is == "peer":
             check_messages_to_itself([operation])
         comm.run(comm.ticket(), [operation])
 

@@ -34,8 +34,10 @@ def view(address: int, count: int, dtype: int) -> Tensor:
     """`count` elements of ncclDataType_t `dtype` at `address`, without a copy."""
     if count == 0:
         return torch.empty(0, dtype=STORAGE[dtype])
-    with normal_tensors():
-        return torch.frombuffer(bytes_at(address, count * ITEMSIZE[dtype]), dtype=STORAGE[dtype])
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return torch.frombuffer(bytes_at(address, count * ITEMSIZE[dtype]), dtype=STORAGE[dtype])
+    return torch.frombuffer(bytes_at(address, count * ITEMSIZE[dtype]), dtype=STORAGE[dtype])
 
 
 def normal_tensors() -> Any:

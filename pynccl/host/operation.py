@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from ..bindings.abi import ITEMSIZE, DataType, RedOp
 from .argcheck import check_dtype, check_peer
@@ -17,7 +17,7 @@ from .reduction import PreMulSum
 from .segment import SMALL_BYTES
 
 # Small operations keep scratch of their own size, unless their ranks share memory.
-_KEPT_OPERATIONS = 512
+_KEPT_OPERATIONS, _SEEN_OPERATIONS = 512, 4096
 _KEPT_BYTES = 8 << 10
 _KEPT_SHARED_BYTES = SMALL_BYTES
 
@@ -91,16 +91,9 @@ class Operation:
         """It is not kept any more. What was prepared refers to it, and to memory that should end now."""
         self.is_kept, self._prepared = False, None
 
-    @cached_property
-    def call(self) -> int:
-        """Part of the tag of a collective: equal on two ranks if their calls fit together."""
-        op = min(self.op, int(RedOp.AVG) + 1)  # each rank numbers its own pre-multiplied sums
-        return collective_call(self.count, ((self.kind.number * 16 + self.dtype) * 8 + op) * 65536 + self.peer)
-
-    @cached_property
-    def text(self) -> bytes:
-        """`describe`, for the headers of messages."""
-        return header_text(self.describe())
+    @property
+    def words(self) -> _Words:
+        return _words(self.kind, self.count, self.dtype, self.op, self.peer)
 
     def traffic(self) -> tuple[int, float]:
         if self.comm.size == 1:
@@ -113,23 +106,19 @@ class Operation:
         comm.rounds += 1
         if comm.activity.round == 0:
             comm.activity.round = comm.rounds
-        return Label(collective_tag(comm.rounds, self.call), comm.rounds, self.text)
+        words = self.words
+        return Label(collective_tag(comm.rounds, words.call), comm.rounds, words.text)
 
     def message_label(self, sending: bool) -> Label:
         """Label of this send or receive, the next one between the two ranks."""
         counters, peer = self.comm.sent if sending else self.comm.received, self.peer
         counters[peer] += 1
         self.comm.activity.messages.append((sending, peer, counters[peer], self.nbytes))
-        return Label(message_tag(counters[peer], self.nbytes), counters[peer], self.text)
+        return Label(message_tag(counters[peer], self.nbytes), counters[peer], self.words.text)
 
     def describe(self) -> str:
         """The call without its addresses; equal on ranks whose calls fit together."""
-        parts = [f"count={self.count}", f"datatype={DataType(self.dtype).name.lower()}"]
-        if self.kind.reduces:
-            parts.append(f"op={RedOp(self.op).name.lower() if self.op <= RedOp.AVG else 'premulsum'}")
-        if self.kind.peer_is:
-            parts.append(f"{self.kind.peer_is}={self.peer}")
-        return f"{self.name}({', '.join(parts)})"
+        return self.words.description
 
     def check(self) -> None:
         """Raise HostFailure(ncclInvalidArgument) for arguments that no rank could run."""
@@ -160,10 +149,34 @@ class Operation:
             )
 
 
+class _Words(NamedTuple):
+    """A call without its addresses."""
+
+    description: str
+    text: bytes  # the same, for the headers of messages
+    call: int  # part of the tag of a collective: equal on two ranks if their calls fit together
+
+
+@lru_cache(1024)
+def _words(kind: Kind, count: int, dtype: int, op: int, peer: int) -> _Words:
+    parts = [f"count={count}", f"datatype={DataType(dtype).name.lower()}"]
+    if kind.reduces:
+        parts.append(f"op={RedOp(op).name.lower() if op <= RedOp.AVG else 'premulsum'}")
+    if kind.peer_is:
+        parts.append(f"{kind.peer_is}={peer}")
+    description = f"{kind.name}({', '.join(parts)})"
+    op = min(op, int(RedOp.AVG) + 1)  # each rank numbers its own pre-multiplied sums
+    call = collective_call(count, ((kind.number * 16 + dtype) * 8 + op) * 65536 + peer)
+    return _Words(description, header_text(description), call)
+
+
 def operation_of(
     comm: Comm, kind: Kind, send_ptr: int, recv_ptr: int, count: int, dtype: int, op: int, peer: int
 ) -> Operation:
-    """The call with these arguments, checked; the one of the last time if there was one."""
+    """The call with these arguments, checked; the one of the last time if there was one.
+
+    One is kept when it comes for the second time: where every call has fresh buffers, keeping them costs more than the
+    call, mostly in passes of the garbage collector."""
     key = (kind, send_ptr, recv_ptr, count, dtype, op, peer)
     known: Any = comm.kept.get(key)
     if known is not None:
@@ -172,6 +185,11 @@ def operation_of(
     fresh.check()
     # The number of a pre-multiplied sum may come to mean another one; large operations gain nothing.
     if op <= RedOp.AVG and fresh.nbytes <= (_KEPT_BYTES if comm.shared is None else _KEPT_SHARED_BYTES):
+        if (mark := hash(key)) not in comm.seen:
+            if len(comm.seen) >= _SEEN_OPERATIONS:
+                comm.seen.clear()
+            comm.seen.add(mark)
+            return fresh
         if len(comm.kept) >= _KEPT_OPERATIONS:
             comm.forget_kept()
         fresh.is_kept = True

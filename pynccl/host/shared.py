@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ..bindings.abi import Result
 from . import futex
 from .channel import Bell, Incoming, Outgoing
@@ -40,6 +42,7 @@ _WORD = (1 << 32) - 1
 _TICK_SECONDS = 0.2
 _TICK = futex.timeout_of(_TICK_SECONDS)
 _SHORT_TICK = futex.timeout_of(0.02)  # once a peer has failed
+
 _SPIN_SECONDS, _LOOKS = 50e-6, 5
 _READ_SECONDS = 0.4
 _TAIL = struct.Struct("<Qq")  # of a header, behind the label: hash of all calls so far; whom this one waits for
@@ -86,6 +89,7 @@ class SharedMemory:
         self._compare = False  # labels, at the first step of a call
         self._room: bool | None = None  # whether all ranks have large slots, once they have tried
         self._large_step = 0  # the last one of a large operation
+        self.parts: dict[object, list[Tensor]] = {}  # of slots, kept by `shared_collectives`
 
     # A call
 

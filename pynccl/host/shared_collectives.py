@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import memmove
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from .shared import ALL, NOBODY, SharedMemory
 # Up to here every rank of an all_reduce reduces everything: half the steps.
 DIRECT_BYTES = 64 << 10
 _ALIGNMENT = 64
+_KEPT_PARTS = 512  # of slots, as tensors
 Run = Callable[[], None]
 
 
@@ -68,20 +70,21 @@ def _move(
     if stride * blocks > shared.slot_bytes(False):
         return _move_pieces(op, blocks, put, get, needed, waited, local)
     own = shared.segments[shared.rank]
-    puts = [[(own.slot(False, s) + c.block * stride, c.address) for c in put] for s in range(SLOTS)]
-    gets = [[(c.address, shared.segments[c.rank].slot(False, s) + c.block * stride) for c in get] for s in range(SLOTS)]
+    puts = [(c.block * stride, c.address) for c in put]
+    gets = [(c.address, shared.segments[c.rank], c.block * stride) for c in get]
 
     def move() -> None:
         shared.begin(op.label(), n, needed)
-        for target, source in puts[shared.room()]:
-            memmove(target, source, n)
+        base = own.slot(False, shared.room())
+        for offset, source in puts:
+            memmove(base + offset, source, n)
         slot = shared.post()
         if local is not None:
             memmove(local[0], local[1], n)
         if waited:
             shared.wait(waited)
-            for target, source in gets[slot]:
-                memmove(target, source, n)
+            for target, segment, offset in gets:
+                memmove(target, segment.slot(False, slot) + offset, n)
 
     return move
 
@@ -186,38 +189,67 @@ class _Sum(NamedTuple):
     blocks: int  # of a slot
     put: Sequence[tuple[int, int]]  # block, and which block of the contribution goes there
     own: int  # block of the contribution
-    reads: Callable[[int], int] | None  # block of the slot of a peer; None if this rank reduces nothing
+    reads: tuple[int, ...]  # block of each rank's slot; nothing if this rank reduces nothing
 
 
 def _to_all(op: Operation) -> _Sum:
-    return _Sum(1, [(0, 0)], 0, lambda peer: 0)
+    return _Sum(1, [(0, 0)], 0, (0,) * op.comm.size)
 
 
 def _to_root(op: Operation) -> _Sum:
-    return _Sum(1, [], 0, lambda peer: 0) if op.comm.rank == op.peer else _Sum(1, [(0, 0)], 0, None)
+    return _Sum(1, [], 0, (0,) * op.comm.size) if op.comm.rank == op.peer else _Sum(1, [(0, 0)], 0, ())
 
 
 def _to_each(op: Operation) -> _Sum:
-    me, peers = op.comm.rank, op.comm.peers
-    return _Sum(len(peers), [(_block(me, peer), peer) for peer in peers], me, lambda peer: _block(peer, me))
+    return _to_each_of(op.comm.rank, op.comm.size)
+
+
+@lru_cache(64)
+def _to_each_of(me: int, ranks: int) -> _Sum:
+    put = [(_block(me, peer), peer) for peer in range(ranks) if peer != me]
+    reads = tuple(_block(rank, me) if rank != me else 0 for rank in range(ranks))
+    return _Sum(ranks - 1, put, me, reads)
 
 
 def _parts(
-    shared: SharedMemory, large: bool, slot: int, how: _Sum, dtype: torch.dtype, stride: int, count: int
+    shared: SharedMemory, large: bool, slot: int, reads: tuple[int, ...], dtype: torch.dtype, stride: int, mine: Tensor
 ) -> list[Tensor]:
-    """What there is in each rank's slot, in the order of the ranks, with this one's slot for its own part."""
-    assert how.reads is not None
-    found = []
-    for rank, segment in enumerate(shared.segments):
-        start = 0 if rank == shared.rank else how.reads(rank) * stride // dtype.itemsize
-        found.append(segment.view(large, slot, dtype)[start : start + count])
-    return found
+    """What there is in each rank's slot, in the order of the ranks; `mine` instead of this rank's."""
+    count = mine.numel()
+    key = large, slot, reads, dtype, stride, count
+    known = shared.parts.get(key)
+    if known is None:
+        if len(shared.parts) >= _KEPT_PARTS:
+            shared.parts.clear()
+        known = shared.parts[key] = [
+            segment.view(large, slot, dtype)[block * stride // dtype.itemsize :][:count]
+            for segment, block in zip(shared.segments, reads, strict=True)
+        ]
+    parts = known.copy()
+    parts[shared.rank] = mine
+    return parts
 
 
-def _contribution(op: Operation, blocks: int) -> Tensor:
-    """What this rank adds: its send buffer, times the scalar of a pre-multiplied sum."""
-    own = view(op.send_ptr, op.count * blocks, op.dtype)
-    return own if op.premul is None else op.premul.apply(own)
+class _Contribution(NamedTuple):
+    """What this rank adds: so many blocks of its send buffer, times the scalar of a pre-multiplied sum."""
+
+    address: int
+    itemsize: int
+    mine: Tensor  # the block that it reduces itself
+    whole: Tensor | None  # which holds the memory, if it is no user's
+
+
+def _contribution(op: Operation, own: int, blocks: int) -> _Contribution:
+    if op.premul is None:
+        address = op.send_ptr + own * op.nbytes
+        return _Contribution(op.send_ptr, ITEMSIZE[op.dtype], view(address, op.count, op.dtype), None)
+    whole = op.premul.apply(view(op.send_ptr, op.count * blocks, op.dtype))
+    mine = whole[own * op.count :][: op.count]
+    return _Contribution(whole.data_ptr(), whole.element_size(), mine, whole)
+
+
+def _part(whole: Tensor, start: int, count: int) -> Tensor:
+    return whole if count == whole.numel() else whole[start : start + count]
 
 
 def _reduction(op: Operation, how: _Sum, blocks: int) -> Run:
@@ -231,71 +263,67 @@ def _reduce_at_once(op: Operation, how: _Sum, blocks: int) -> Run:
     """One step, with everything prepared."""
     shared, n = _shared(op), op.nbytes
     own, stride = shared.segments[shared.rank], _aligned(n)
-    puts = [
-        [(own.slot(False, s) + block * stride, op.send_ptr + source * n) for block, source in how.put]
-        for s in range(SLOTS)
-    ]
-    if how.reads is None:
+    put = [(block * stride, op.send_ptr + source * n) for block, source in how.put]
+
+    def fill() -> None:
+        base = own.slot(False, shared.room())
+        for offset, source in put:
+            memmove(base + offset, source, n)
+
+    if not how.reads:
 
         def send() -> None:
             shared.begin(op.label(), n, NOBODY)
-            for target, source in puts[shared.room()]:
-                memmove(target, source, n)
+            fill()
             shared.post()
 
         return send
     out = view(op.recv_ptr, op.count, op.dtype)
-    mine = _contribution(op, blocks)[how.own * op.count :][: op.count]
-    combines = []
-    for slot in range(SLOTS):
-        parts = _parts(shared, False, slot, how, mine.dtype, stride, op.count)
-        parts[shared.rank] = mine
-        combines.append(prepared(parts, out, op.dtype, op.op))
+    mine = _contribution(op, how.own, blocks).mine
+    combines: list[Callable[[], object] | None] = [None] * SLOTS  # made when they are first needed
     peers = shared.peers
 
     def reduce() -> None:
         shared.begin(op.label(), n, ALL)
-        for target, source in puts[shared.room()]:
-            memmove(target, source, n)
+        fill()
         slot = shared.post()
         shared.wait(peers)
-        combines[slot]()
+        combine = combines[slot]
+        if combine is None:
+            parts = _parts(shared, False, slot, how.reads, mine.dtype, stride, mine)
+            combine = combines[slot] = prepared(parts, out, op.dtype, op.op)
+        combine()
 
     return reduce
 
 
 def _reduce_pieces(op: Operation, how: _Sum, blocks: int) -> None:
     shared = _shared(op)
-    _begin(shared, op, NOBODY if how.reads is None else ALL)
+    _begin(shared, op, ALL if how.reads else NOBODY)
     large = shared.large()
-    source = _contribution(op, blocks)
-    size, wide = source.element_size(), source.data_ptr()
+    source = _contribution(op, how.own, blocks)
+    mine, size = source.mine, source.itemsize
     n = op.count * size
     stride, pieces = _cut(n, shared.slot_bytes(large) // how.blocks)
     own = shared.segments[shared.rank]
-    mine = source[how.own * op.count :][: op.count]
-    out = view(op.recv_ptr, op.count, op.dtype) if how.reads is not None else mine
-    ready: dict[tuple[int, int], list[Tensor]] = {}  # by slot and count
+    out = view(op.recv_ptr, op.count, op.dtype) if how.reads else mine
 
     def fill(at: int) -> None:
         start, length = pieces[at]
         base = own.slot(large, shared.room())
         for block, which in how.put:
-            memmove(base + block * stride, wide + which * n + start, length)
+            memmove(base + block * stride, source.address + which * n + start, length)
 
     fill(0)
     for at, (start, length) in enumerate(pieces):
         slot = shared.post()
         if at + 1 < len(pieces):
             fill(at + 1)
-        if how.reads is not None:
+        if how.reads:
             first, count = start // size, length // size
             shared.wait(shared.peers)
-            if (slot, count) not in ready:
-                ready[slot, count] = _parts(shared, large, slot, how, source.dtype, stride, count)
-            parts = ready[slot, count]
-            parts[shared.rank] = mine[first : first + count]
-            prepared(parts, out[first : first + count], op.dtype, op.op)()
+            parts = _parts(shared, large, slot, how.reads, mine.dtype, stride, _part(mine, first, count))
+            prepared(parts, _part(out, first, count), op.dtype, op.op)()
     shared.end_large()
 
 
@@ -330,12 +358,9 @@ class _AllReducePieces:
 
     def __init__(self, op: Operation, large: bool) -> None:
         self._op, self._comm, self._shared, self._large = op, op.comm, _shared(op), large
-        self._source, self._out = _contribution(op, 1), view(op.recv_ptr, op.count, op.dtype)
-        self._wide, self._size, self._narrow = (
-            self._source.data_ptr(),
-            self._source.element_size(),
-            ITEMSIZE[op.dtype],
-        )
+        source = _contribution(op, 0, 1)
+        self._source, self._out = source.mine, view(op.recv_ptr, op.count, op.dtype)
+        self._wide, self._size, self._narrow = source.address, source.itemsize, ITEMSIZE[op.dtype]
         self._slots = [segment.slot for segment in self._shared.segments]
         nbytes, ranks = self._source.nbytes, op.comm.size
         most = self._shared.slot_bytes(large) // ranks // _ALIGNMENT * _ALIGNMENT
@@ -343,8 +368,7 @@ class _AllReducePieces:
         self._stride = min(_aligned(-(-piece // ranks)), most)  # of a block, hence of a shard
         piece = self._stride * ranks
         self._pieces = [(start, min(piece, nbytes - start)) for start in range(0, nbytes, piece)]
-        self._how = _Sum(ranks, [], 0, lambda peer: op.comm.rank)
-        self._ready: dict[tuple[int, int], list[Tensor]] = {}  # by slot and count
+        self._reads = (op.comm.rank,) * ranks
 
     def run(self) -> None:
         shared, last = self._shared, len(self._pieces)
@@ -390,12 +414,8 @@ class _AllReducePieces:
         if not n:
             return
         first, count = start // self._size, n // self._size
-        if (slot, count) not in self._ready:
-            self._ready[slot, count] = _parts(
-                self._shared, self._large, slot, self._how, self._source.dtype, self._stride, count
-            )
-        parts = self._ready[slot, count]
-        parts[me] = self._source[first : first + count]
+        mine = self._source[first : first + count]
+        parts = _parts(self._shared, self._large, slot, self._reads, mine.dtype, self._stride, mine)
         result = self._out[first : first + count]
         prepared(parts, result, op.dtype, op.op)()
         target = self._slots[me](self._large, (slot + 1) % SLOTS) + me * self._stride
