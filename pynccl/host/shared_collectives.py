@@ -67,15 +67,17 @@ def _move(
     if local is not None and local[0] == local[1]:
         local = None
     stride = _aligned(n)
-    if stride * blocks > shared.slot_bytes(False):
-        return _move_pieces(op, blocks, put, get, needed, waited, local)
+    fits, is_large = _fits(shared, stride * blocks)
     own = shared.segments[shared.rank]
     puts = [(c.block * stride, c.address) for c in put]
     gets = [(c.address, shared.segments[c.rank], c.block * stride) for c in get]
 
     def move() -> None:
         shared.begin(op.label(), n, needed)
-        base = own.slot(False, shared.room())
+        if is_large and (not shared.large() or not fits):
+            _move_pieces(op, blocks, put, get, waited, local)
+            return
+        base = own.slot(is_large, shared.room())
         for offset, source in puts:
             memmove(base + offset, source, n)
         slot = shared.post()
@@ -84,43 +86,45 @@ def _move(
         if waited:
             shared.wait(waited)
             for target, segment, offset in gets:
-                memmove(target, segment.slot(False, slot) + offset, n)
+                memmove(target, segment.slot(is_large, slot) + offset, n)
+        if is_large:
+            shared.end_large()
 
     return move
 
 
 def _move_pieces(
-    op: Operation, blocks: int, put: Sequence[_Copy], get: Sequence[_Copy], needed: int, waited: tuple[int, ...],
+    op: Operation, blocks: int, put: Sequence[_Copy], get: Sequence[_Copy], waited: tuple[int, ...],
     local: tuple[int, int] | None,
-) -> Run:  # fmt: skip
+) -> None:  # fmt: skip
+    """The same, of more than a slot holds."""
     shared = _shared(op)
-    segments, own = shared.segments, shared.segments[shared.rank]
+    segments, own, large = shared.segments, shared.segments[shared.rank], shared.large()
+    stride, pieces = _cut(op.nbytes, shared.slot_bytes(large) // blocks)
 
-    def move() -> None:
-        _begin(shared, op, needed)
-        large = shared.large()
-        stride, pieces = _cut(op.nbytes, shared.slot_bytes(large) // blocks)
+    def fill(at: int) -> None:
+        start, n = pieces[at]
+        base = own.slot(large, shared.room())
+        for copy in put:
+            memmove(base + copy.block * stride, copy.address + start, n)
+        if local is not None:
+            memmove(local[0] + start, local[1] + start, n)
 
-        def fill(at: int) -> None:
-            start, n = pieces[at]
-            base = own.slot(large, shared.room())
-            for copy in put:
-                memmove(base + copy.block * stride, copy.address + start, n)
-            if local is not None:
-                memmove(local[0] + start, local[1] + start, n)
+    fill(0)
+    for at, (start, n) in enumerate(pieces):
+        slot = shared.post()
+        if at + 1 < len(pieces):
+            fill(at + 1)
+        if waited:
+            shared.wait(waited)
+            for copy in get:
+                memmove(copy.address + start, segments[copy.rank].slot(large, slot) + copy.block * stride, n)
+    shared.end_large()
 
-        fill(0)
-        for at, (start, n) in enumerate(pieces):
-            slot = shared.post()
-            if at + 1 < len(pieces):
-                fill(at + 1)
-            if waited:
-                shared.wait(waited)
-                for copy in get:
-                    memmove(copy.address + start, segments[copy.rank].slot(large, slot) + copy.block * stride, n)
-        shared.end_large()
 
-    return move
+def _fits(shared: SharedMemory, nbytes: int) -> tuple[bool, bool]:
+    """(whether it fits into one slot, whether that is a large one)"""
+    return nbytes <= shared.slot_bytes(True), nbytes > shared.slot_bytes(False)
 
 
 def _aligned(nbytes: int) -> int:
@@ -254,52 +258,39 @@ def _part(whole: Tensor, start: int, count: int) -> Tensor:
 
 def _reduction(op: Operation, how: _Sum, blocks: int) -> Run:
     """blocks: of op.count elements that the contribution has"""
-    if op.premul is None and _aligned(op.nbytes) * how.blocks <= _shared(op).slot_bytes(False):
-        return _reduce_at_once(op, how, blocks)
-    return lambda: _reduce_pieces(op, how, blocks)
-
-
-def _reduce_at_once(op: Operation, how: _Sum, blocks: int) -> Run:
-    """One step, with everything prepared."""
-    shared, n = _shared(op), op.nbytes
+    shared, n, needed = _shared(op), op.nbytes, ALL if how.reads else NOBODY
     own, stride = shared.segments[shared.rank], _aligned(n)
+    fits, is_large = _fits(shared, stride * how.blocks)
     put = [(block * stride, op.send_ptr + source * n) for block, source in how.put]
-
-    def fill() -> None:
-        base = own.slot(False, shared.room())
-        for offset, source in put:
-            memmove(base + offset, source, n)
-
-    if not how.reads:
-
-        def send() -> None:
-            shared.begin(op.label(), n, NOBODY)
-            fill()
-            shared.post()
-
-        return send
-    out = view(op.recv_ptr, op.count, op.dtype)
-    mine = _contribution(op, how.own, blocks).mine
     combines: list[Callable[[], object] | None] = [None] * SLOTS  # made when they are first needed
-    peers = shared.peers
+    at_once, peers = fits and op.premul is None, shared.peers
 
     def reduce() -> None:
-        shared.begin(op.label(), n, ALL)
-        fill()
+        shared.begin(op.label(), n, needed)
+        if not at_once or (is_large and not shared.large()):
+            _reduce_pieces(op, how, blocks)
+            return
+        base = own.slot(is_large, shared.room())
+        for offset, source in put:
+            memmove(base + offset, source, n)
         slot = shared.post()
-        shared.wait(peers)
-        combine = combines[slot]
-        if combine is None:
-            parts = _parts(shared, False, slot, how.reads, mine.dtype, stride, mine)
-            combine = combines[slot] = prepared(parts, out, op.dtype, op.op)
-        combine()
+        if how.reads:
+            combine = combines[slot]
+            if combine is None:  # while the peers are on their way
+                mine = _contribution(op, how.own, blocks).mine
+                parts = _parts(shared, is_large, slot, how.reads, mine.dtype, stride, mine)
+                combine = combines[slot] = prepared(parts, view(op.recv_ptr, op.count, op.dtype), op.dtype, op.op)
+            shared.wait(peers)
+            combine()
+        if is_large:
+            shared.end_large()
 
     return reduce
 
 
 def _reduce_pieces(op: Operation, how: _Sum, blocks: int) -> None:
+    """The same, of more than a slot holds, or with a scalar."""
     shared = _shared(op)
-    _begin(shared, op, ALL if how.reads else NOBODY)
     large = shared.large()
     source = _contribution(op, how.own, blocks)
     mine, size = source.mine, source.itemsize
