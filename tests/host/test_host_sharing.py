@@ -78,7 +78,11 @@ def spoilt() -> Iterator[RankPool]:
         (cannot_open, "auto", "sockets 3"),
         (cannot_open, "shm", "rank 1 cannot share memory: that of rank 0 cannot be opened: No such file or directory"),
         (cannot_reserve, "auto", "sockets 3"),
-        (cannot_reserve, "shm", f"rank 1 cannot share memory: {segment.Layout(3).total} bytes of shared memory cannot be"),
+        (
+            cannot_reserve,
+            "shm",
+            f"rank 1 cannot share memory: {segment.Layout(3).total} bytes of shared memory cannot be",
+        ),
         (wants_sockets, "auto", "sockets 3"),
         (wants_sockets, "shm", "rank 1 cannot share memory: it has PYNCCL_HOST_TRANSPORT=sockets"),
         (speaks_nonsense, "fast", "rank 1: PYNCCL_HOST_TRANSPORT='fast': expected auto, shm or sockets"),
