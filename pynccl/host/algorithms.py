@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import shared_collectives as shared
+from . import shared_reductions as sums
 from .comm import Comm, Work
 from .connection import Label, Transfer
 from .failure import invalid_usage
@@ -346,9 +347,9 @@ def _either(
     return lambda op: (over_sockets if op.comm.shared is None else in_memory)(op)
 
 
-ALL_REDUCE = Kind("ncclAllReduce", 1, _either(all_reduce, shared.all_reduce), _twice, reduces=True)
-REDUCE_SCATTER = Kind("ncclReduceScatter", 2, _either(reduce_scatter, shared.reduce_scatter), _shards, reduces=True)
-REDUCE = Kind("ncclReduce", 3, _either(reduce, shared.reduce), _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
+ALL_REDUCE = Kind("ncclAllReduce", 1, _either(all_reduce, sums.all_reduce), _twice, reduces=True)
+REDUCE_SCATTER = Kind("ncclReduceScatter", 2, _either(reduce_scatter, sums.reduce_scatter), _shards, reduces=True)
+REDUCE = Kind("ncclReduce", 3, _either(reduce, sums.reduce), _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
 BROADCAST = Kind("ncclBroadcast", 4, _either(broadcast, shared.broadcast), _whole, send=Where.ON_ROOT, peer_is="root")
 ALL_GATHER = Kind("ncclAllGather", 5, _either(all_gather, shared.all_gather), _shards)
 ALL_TO_ALL = Kind("ncclAlltoAll", 6, _either(all_to_all, shared.all_to_all), _shards)

@@ -22,6 +22,7 @@ import pynccl
 from pynccl import Communicator
 from pynccl.bindings.abi import DataType, RedOp, Result
 from pynccl.host import comm as comms
+from pynccl.host import shared_reductions
 from pynccl.host.failure import HostFailure
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,42 @@ def compare_transports(comm: Communicator) -> list[str]:
 def test_the_same_bits_over_both_transports_and_on_all_ranks(ranks: RankPool, n: int) -> None:
     first, *others = ranks.run(n, compare_transports)
     assert all(other == first for other in others)
+
+
+ALL_TYPES = (*TYPES, torch.float64, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint32)
+
+
+def compare_chains(comm: Communicator, op: str) -> None:
+    """The large sums that go from rank to rank, of every type, beside those over sockets."""
+    over = {mode: child_over(comm, mode) for mode in ("shm", "gloo")}
+    before = shared_reductions.CHAIN_PIECES
+    vars(shared_reductions)["CHAIN_PIECES"] = 0  # for few elements too
+    for at, dtype in enumerate(ALL_TYPES):
+        for count in (40_001, 300_007):
+            mine, wide = (values(dtype, n, at + comm.rank) for n in (count, count * comm.size))
+            found = []
+            for child in over.values():
+                copy, whole = mine.clone(), wide.clone()
+                rows = whole.view(comm.size, count)
+                child.reduce_scatter(whole, rows[comm.rank], op=op)
+                results = [
+                    child.all_reduce(mine, op=op),
+                    child.all_reduce(copy, copy, op=op),
+                    child.reduce_scatter(wide, op=op),
+                    rows[comm.rank],
+                ]
+                found.append([digest(result) for result in results])
+            assert found[0] == found[1], f"{dtype} {count}"
+    vars(shared_reductions)["CHAIN_PIECES"] = before
+    for child in over.values():
+        child.destroy()
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "max", "min", "avg"])
+def test_chains_give_the_same_bits(ranks: RankPool, op: str) -> None:
+    ranks.run(3, compare_chains, op)
+    if op == "avg":
+        ranks.run(4, compare_chains, op)
 
 
 # Many small ones
