@@ -199,21 +199,19 @@ class SharedMemory:
 
     def _wait(self, peers: Sequence[int], step: int) -> None:
         posted = self._posted
-        for peer in peers:
-            if (posted[peer][0] - step) & _BEHIND:
-                break
-        else:
-            if not futex.ORDERED:
-                futex.barrier()
-            return
 
         def behind() -> list[int]:
             return [peer for peer in peers if (posted[peer][0] - step) & _BEHIND]
 
-        if len(peers) == 1:
-            self.until(posted[peers[0]], self._words[peers[0]], behind)
-        else:
-            self.until(self._complete, self._complete_word, behind)
+        for peer in peers:
+            if (posted[peer][0] - step) & _BEHIND:
+                if len(peers) == 1:
+                    self.until(posted[peer], self._words[peer], behind)
+                else:
+                    self.until(self._complete, self._complete_word, behind)
+                break
+        if not futex.ORDERED:
+            futex.barrier()
 
     def until(self, word: memoryview, address: int, awaited: Callable[[], Sequence[int]]) -> None:
         """Until this rank waits for nobody any more. Raises TransportFailure.
