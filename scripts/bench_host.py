@@ -192,7 +192,7 @@ def run(rank: int, ranks: int, sizes: Sequence[int], rounds: int, port: int, res
     for nbytes in sizes:
         batches = rounds if nbytes < LARGE else max(rounds // 2, 5)
         for name, (ours, theirs) in pairs(comm, rank, ranks, nbytes).items():
-            batch = (60 if ranks <= 4 else 10) if nbytes <= 1 << 16 else 6 if nbytes < LARGE else 4
+            batch = (60 if ranks <= 4 else 10) if nbytes <= 1 << 16 else 20 if nbytes < LARGE else 5
             times = [(measure(ours, batch), measure(theirs, batch)) for _ in range(batches)][WARM_UP:]
             mine, other = (statistics.median(t[i] for t in times) for i in (0, 1))
             ratio = statistics.median(theirs_s / ours_s for ours_s, theirs_s in times)
