@@ -6,22 +6,19 @@ import ctypes
 import errno
 import os
 import random
-import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from host_calls import TRANSPORT, CallFailed, Ranks, call, child_over, in_threads, shared_of
+from host_calls import TRANSPORT, CallFailed, Ranks, call, child_over, in_threads, kill_later, shared_of
 from ranks import HOST, RankPool
 from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
 from pynccl.bindings.abi import DataType, Result
-from pynccl.host import comm as comms
 from pynccl.host import segment
 
 INLINE = segment.Layout(2).message_small_bytes - 128 - 16  # what fits beside a header
@@ -160,15 +157,7 @@ def test_a_suspend_gives_the_memory_of_messages_back() -> None:
 
 def messages_until_one_dies(comm: Communicator, victim: int, after: float, nbytes: int) -> tuple[str, float]:
     """(error, when) of a rank while another one is killed in a ring of messages."""
-    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
-    died = [0.0]
-
-    def strike() -> None:
-        died[0] = time.monotonic()
-        os.kill(pids[victim], signal.SIGKILL)
-
-    if comm.rank == min({0, 1} - {victim}):
-        threading.Timer(after, strike).start()
+    died = kill_later(comm, victim, after)
     data, out = payload("ring", nbytes), torch.zeros(nbytes, dtype=torch.uint8)
     with pytest.raises(pynccl.NcclRemoteError) as lost:
         while True:
@@ -195,15 +184,6 @@ def test_kill_9_in_the_middle_of_messages(mode: str) -> None:
             text, seconds = outcome.value
             assert f"lost rank {victim}: its process has ended" in text and seconds < 2.0
     pool.close()
-
-
-@pytest.fixture
-def pair() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    assert all(comms.find(comm).shared is not None for comm in ranks.comms)
-    yield ranks
-    for comm in ranks.comms:
-        comms.find(comm).abort()
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(4, 8), (8, 4), (2_000_000, 4), (4, 2_000_000)])

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host_calls import TRANSPORT, CallFailed, Ranks, call, child_over, in_threads, shared_of
+from host_calls import TRANSPORT, CallFailed, Ranks, call, child_over, in_threads, kill_later, shared_of
 from ranks import HOST, RankPool
 from torch import Tensor
 
@@ -228,15 +227,7 @@ def test_the_number_of_steps_wraps() -> None:
 
 def calls_until_one_dies(comm: Communicator, victim: int, after: float, seed: int) -> tuple[str, float]:
     """(error, when) of a rank while another one is killed somewhere in the middle."""
-    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
-    died = [0.0]
-
-    def kill() -> None:
-        died[0] = time.monotonic()
-        os.kill(pids[victim], signal.SIGKILL)
-
-    if comm.rank == min({0, 1} - {victim}):
-        threading.Timer(after, kill).start()
+    died = kill_later(comm, victim, after)
     with pytest.raises(pynccl.NcclRemoteError) as lost:
         for turn in range(10**6):
             one_of(comm, turn, seed, None)
@@ -261,15 +252,6 @@ def test_kill_9_at_random_points(mode: str) -> None:
             assert f"lost rank {victim}: its process has ended" in text and seconds < 2.0
     pool.close()
     assert sorted(os.listdir("/dev/shm")) == before
-
-
-@pytest.fixture
-def pair() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    assert all(comms.find(comm).shared is not None for comm in ranks.comms)
-    yield ranks
-    for comm in ranks.comms:
-        comms.find(comm).abort()
 
 
 @pytest.mark.parametrize("message", ["ncclSend", "ncclRecv"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -144,3 +146,17 @@ def child_over(comm: Communicator, mode: str) -> Communicator:
     child = comm.split(0, comm.rank)
     assert child is not None
     return child
+
+
+def kill_later(comm: Communicator, victim: int, after: float) -> list[float]:
+    """One of the other ranks kills `victim` after so many seconds; when it did, on that rank, by time.monotonic."""
+    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
+    died = [0.0]
+
+    def kill() -> None:
+        died[0] = time.monotonic()
+        os.kill(pids[victim], signal.SIGKILL)
+
+    if comm.rank == min({0, 1} - {victim}):
+        threading.Timer(after, kill).start()
+    return died
