@@ -6,7 +6,7 @@ if __name__ == "autograd":
         "(the folder's own name would shadow the PyPI package autograd)"
     )
 
-from . import nn, operators, partition, testing
+from . import nn, operators, overlap, partition, testing
 from .checks import anchor
 from .collective import Collective, key_of
 from .layers import ColumnParallelLinear, RowParallelLinear
@@ -18,7 +18,15 @@ from .ops.extremes import Extremum, Product
 from .ops.halo import HaloExchange, HaloReduce, halo_exchange
 from .ops.permute import Permute, permute, send_recv
 from .ops.rooted import AtRoot, Broadcast, Gather, Reduce, Scatter, broadcast, gather, reduce, scatter
+from .overlap import (
+    OverlapConfig,
+    all_gather_matmul,
+    copy_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from .partition import AllSumReduce, CartesianPartition, Partition, Repartition, SumReduce, zero_volume_tensor
+from .streams import set_side_stream
 from .work import Work, start
 
 __all__ = [
@@ -37,6 +45,7 @@ __all__ = [
     "Gather",
     "HaloExchange",
     "HaloReduce",
+    "OverlapConfig",
     "Partition",
     "Permute",
     "PreMul",
@@ -50,22 +59,28 @@ __all__ = [
     "SumReduce",
     "Work",
     "all_gather",
+    "all_gather_matmul",
     "all_reduce",
     "all_to_all",
     "anchor",
     "broadcast",
     "copy",
+    "copy_matmul",
     "gather",
     "halo_exchange",
     "key_of",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
     "nn",
     "operators",
+    "overlap",
     "partition",
     "permute",
     "reduce",
     "reduce_scatter",
     "scatter",
     "send_recv",
+    "set_side_stream",
     "split",
     "start",
     "testing",

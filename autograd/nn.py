@@ -24,7 +24,10 @@ from .ops.all_to_all import all_to_all
 from .ops.halo import Halo, halo_exchange
 from .ops.permute import check_edges, permute
 from .ops.rooted import broadcast, gather, reduce, scatter
-from .overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from .overlap.all_gather_matmul import all_gather_matmul
+from .overlap.config import Overlap, as_config
+from .overlap.matmul_all_reduce import matmul_all_reduce
+from .overlap.matmul_reduce_scatter import matmul_reduce_scatter
 from .torch_internals import is_hooked
 from .wire import Dtype, Splits
 
@@ -233,7 +236,14 @@ class Sequential(torch.nn.Sequential):
     torch.compile of its own, a library that replaces nn.Linear's); on one rank; and where x has fewer than 2
     dimensions. A bias before a sum over ranks counts once per rank: leave it to a module behind, or to
     RowParallelLinear.
+
+    overlap  of all pairs, as of the layers: "auto", "off", OverlapConfig(...), a dict
     """
+
+    def __init__(self, *modules: Any, overlap: Overlap = "auto") -> None:
+        super().__init__(*modules)
+        as_config("nn.Sequential", overlap, "column")  # that it is one
+        self.overlap = overlap
 
     def forward(self, x: Any) -> Any:
         modules = list(self)
@@ -241,7 +251,7 @@ class Sequential(torch.nn.Sequential):
         while at < len(modules):
             run = _fused(modules, at)
             if run is not None and x.dim() >= 2:
-                x = run(modules[at], modules[at + 1], x)
+                x = run(modules[at], modules[at + 1], x, getattr(self, "overlap", "auto"))
                 at += 2
             else:
                 x = modules[at](x)
@@ -260,23 +270,29 @@ class Sequential(torch.nn.Sequential):
 
 # Two neighbours, by their exact types, as a subclass may have another forward: what the options of the collective must
 # be, and what runs the two as one.
-_FUSED: dict[tuple[type, type], tuple[dict[str, object], Callable[[Any, Any, Tensor], Tensor]]] = {
+_FUSED: dict[tuple[type, type], tuple[dict[str, object], Callable[[Any, Any, Tensor, Overlap], Tensor]]] = {
     (torch.nn.Linear, ReduceScatter): (
         {"dim": 0, "op": "sum"},
-        lambda linear, scatter, x: matmul_reduce_scatter(x, linear.weight, scatter.comm),
+        lambda linear, scatter, x, overlap: matmul_reduce_scatter(
+            x, linear.weight, scatter.comm, overlap=overlap, owner=linear
+        ),
     ),
     (torch.nn.Linear, AllReduce): (
         {"op": "sum", "grad": "replicated"},
-        lambda linear, reduce, x: matmul_all_reduce(x, linear.weight, reduce.comm),
+        lambda linear, reduce, x, overlap: matmul_all_reduce(
+            x, linear.weight, reduce.comm, overlap=overlap, owner=linear
+        ),
     ),
     (AllGather, torch.nn.Linear): (
         {"dim": 0, "grad": "sum"},
-        lambda gather, linear, x: all_gather_matmul(x, linear.weight, gather.comm, linear.bias),
+        lambda gather, linear, x, overlap: all_gather_matmul(
+            x, linear.weight, gather.comm, linear.bias, overlap=overlap, owner=linear
+        ),
     ),
 }
 
 
-def _fused(modules: list[Any], at: int) -> Callable[[Any, Any, Tensor], Tensor] | None:
+def _fused(modules: list[Any], at: int) -> Callable[[Any, Any, Tensor, Overlap], Tensor] | None:
     """What runs the module at `at` and the next one as one; None: run them one by one."""
     if at + 1 == len(modules):
         return None

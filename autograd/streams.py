@@ -18,7 +18,10 @@ from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
-from pynccl.interop.streams import Handle
+from pynccl.bindings.values import shown
+from pynccl.interop.streams import Handle, stream_handle
+
+HIGH = -1  # the priority of communication
 
 
 class SideStream(Protocol):
@@ -55,8 +58,8 @@ class Keeper(Protocol):
 
 
 class _HostSide:
-    def __init__(self, comm: Communicator) -> None:
-        self._stream = pynccl.create_stream(library=comm.library)  # which keeps the buffers itself
+    def __init__(self, comm: Communicator, stream: Any = None) -> None:
+        self._stream = stream or pynccl.create_stream(library=comm.library)  # which keeps the buffers itself
 
     def handle(self, keeper: Keeper) -> Any:
         return self._stream
@@ -84,11 +87,11 @@ class _CudaSide:
     """Buffers belong, with torch's allocator, to the stream that was current when they were made: at start(). The
     allocator need not be told of the side stream, since they are kept until that one has waited for it."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, stream: Any = None, priority: int = HIGH) -> None:
         self.device = torch.device(comm.device)
-        # Of the highest priority: a collective must be resident before a large matmul fills the GPU.
-        self.owner = pynccl.create_stream(comm.device, priority=-1, library=comm.library)
-        self._number = self.owner.handle
+        # Of a high priority: a collective must be resident before a large matmul fills the GPU.
+        self.owner = stream or pynccl.create_stream(comm.device, priority=priority, library=comm.library)
+        self._number = int(stream_handle(self.owner) if stream else self.owner.handle)
         self._torch: Any = torch.cuda.ExternalStream(self._number, device=self.device)
 
     def handle(self, keeper: Keeper) -> Any:
@@ -136,12 +139,31 @@ def share(made: Tensor, on: Any) -> None:
         made.record_stream(here)
 
 
-_sides: weakref.WeakKeyDictionary[Communicator, SideStream] = weakref.WeakKeyDictionary()
+_sides: weakref.WeakKeyDictionary[Communicator, dict[int, SideStream]] = weakref.WeakKeyDictionary()
 
 
-def side_stream(comm: Communicator) -> SideStream:
-    """The communicator's side stream; made on first use, and once."""
-    side = _sides.get(comm)
+def side_stream(comm: Communicator, priority: int = HIGH) -> SideStream:
+    """The communicator's side stream of a priority; made on first use, and once."""
+    sides = _sides.setdefault(comm, {})
+    side = sides.get(priority)
     if side is None:
-        side = _sides[comm] = _HostSide(comm) if comm.library.is_host else _CudaSide(comm)
+        side = sides[priority] = _HostSide(comm) if comm.library.is_host else _CudaSide(comm, priority=priority)
     return side
+
+
+def set_side_stream(comm: Communicator, stream: Any) -> None:
+    """Let start() and overlapped layers communicate on a stream of the caller's: of torch, of cuda.core, of pynccl.
+
+    Call it before the first of them on every rank; RuntimeError afterwards, when work may be under way on another one.
+    The stream has to be of the communicator's device, and to live as long as the communicator."""
+    if comm in _sides:
+        raise RuntimeError("set_side_stream: the communicator has used its own side stream; call it before that")
+    if comm.library.is_host:
+        if not isinstance(stream, pynccl.Stream) or not hasattr(stream, "submit"):
+            raise TypeError(
+                f"set_side_stream: stream is {shown(stream)}, expected one that pynccl.create_stream() made"
+            )
+        side: SideStream = _HostSide(comm, stream)
+    else:
+        side = _CudaSide(comm, stream)
+    _sides[comm] = {HIGH: side}

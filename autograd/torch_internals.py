@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -232,3 +232,21 @@ def is_hooked(module: torch.nn.Module) -> bool:
     if _any_hook_on_all() or getattr(module, "_compiled_call_impl", True) is not None:
         return True
     return any(getattr(module, name, True) for name in _HOOKS)
+
+
+# Matmuls on GPUs.
+
+# How many multiprocessors matmuls leave free, and the setting of it. Without: they leave none.
+_get_carveout = _find("torch._C._get_sm_carveout_experimental", lambda: None)
+_set_carveout = _find("torch._C._set_sm_carveout_experimental", lambda count: None)
+
+
+@contextlib.contextmanager
+def sm_carveout(count: int) -> Iterator[None]:
+    """Matmuls that are issued in the block leave `count` multiprocessors of the GPU to others."""
+    before = _get_carveout()
+    _set_carveout(count)
+    try:
+        yield
+    finally:
+        _set_carveout(before)

@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pynccl import Communicator
@@ -18,15 +17,16 @@ from pynccl.bindings.values import INT_MAX, shown
 
 from ..arguments import as_int, check_comm
 from ..ops.all_gather import all_gather
-from ..ops.all_reduce import copy_view
-from ..overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from ..overlap.unfused import check_input
+from ..overlap import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ..overlap.config import Overlap, as_config
+from ..wire import Dtype
 
 
 class _ParallelLinear(nn.Module):
     """What the two layers share: a linear layer of which this rank keeps the slice `rank` of weight dimension `dim`."""
 
     dim: int  # of the weight [out, in] that is cut
+    kind: str  # of TransformerEngine's defaults
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -39,6 +39,10 @@ class _ParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        overlap: Overlap = "auto",
+        reduce_dtype: Dtype = None,
+        grad_accumulation_fusion: bool = False,
     ) -> None:
         super().__init__()
         check_comm(type(self).__name__, comm)
@@ -55,6 +59,8 @@ class _ParallelLinear(nn.Module):
             raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks")
         self.in_features, self.out_features = in_features, out_features
         self.comm, self.sequence_parallel = comm, sequence_parallel
+        self.overlap = as_config(type(self).__name__, overlap, self.kind)
+        self.reduce_dtype, self.grad_accumulation_fusion = reduce_dtype, grad_accumulation_fusion
         shape = [out_features, in_features]
         shape[self.dim] //= comm.size
         if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
@@ -105,13 +111,23 @@ class _ParallelLinear(nn.Module):
             state["bias"] = all_gather(self.bias, self.comm, 0, grad="sum") if gather else self.bias.clone()
         return state
 
+    def _options(self) -> dict[str, Any]:
+        """What the functions of overlap/ are told."""
+        return {
+            "overlap": self.overlap,
+            "reduce_dtype": self.reduce_dtype,
+            "grad_accumulation_fusion": self.grad_accumulation_fusion,
+            "owner": self,
+        }
+
     def _own(self, full: Tensor, dim: int) -> Tensor:
         return full.chunk(self.comm.size, dim)[self.comm.rank]
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"rank {self.comm.rank} of {self.comm.size}, sequence_parallel={self.sequence_parallel}"
+            f"rank {self.comm.rank} of {self.comm.size}, sequence_parallel={self.sequence_parallel}, "
+            f"overlap={self.overlap.method}"
         )
 
 
@@ -122,20 +138,26 @@ class ColumnParallelLinear(_ParallelLinear):
     default              [s, .., in]       [s, .., out/N]  -                all_reduce
     sequence_parallel    [s/N, .., in]     [s, .., out/N]  all_gather(x)    reduce_scatter
 
-    wgrad needs no communication. Without sequence_parallel, x is equal on all ranks, and so is its gradient.
+    wgrad needs no communication, unless overlap says that x is to be gathered anew for it. Without sequence_parallel, x
+    is equal on all ranks, and so is its gradient.
+
+    overlap                   how communication is hidden behind matmuls: "auto" (where it pays), "off", OverlapConfig,
+                              or a dict of TransformerEngine's keys
+    reduce_dtype              type in which sums travel; None: their own
+    grad_accumulation_fusion  the weight's gradient is added to weight.main_grad
+
     ValueError if out_features is not divisible by N.
     """
 
-    dim = 0
+    dim, kind = 0, "column"
 
     def _bias_size(self) -> int:
         return self.out_features // self.comm.size
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.sequence_parallel:
-            return all_gather_matmul(x, self.weight, self.comm, self.bias)
-        check_input(type(self).__name__, x, self.weight, self.comm)
-        return F.linear(copy_view(x, self.comm), self.weight, self.bias)
+        function = all_gather_matmul if self.sequence_parallel else copy_matmul
+        y: Tensor = function(x, self.weight, self.comm, self.bias, **self._options())
+        return y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -146,14 +168,13 @@ class RowParallelLinear(_ParallelLinear):
     sequence_parallel    [s, .., in/N]     [s/N, .., out]  reduce_scatter     all_gather(dy)
 
     The bias is whole on every rank and added once, after the reduction. With sequence_parallel its gradient is summed
-    over the ranks, since each sees its part of the sequence. ValueError if in_features is not divisible by N.
+    over the ranks, since each sees its part of the sequence. Options: see `ColumnParallelLinear`.
+    ValueError if in_features is not divisible by N.
     """
 
-    dim = 1
+    dim, kind = 1, "row"
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.sequence_parallel:
-            y = matmul_all_reduce(x, self.weight, self.comm)
-            return y if self.bias is None else y + self.bias.to(y.dtype)  # which autocast has chosen
-        y = matmul_reduce_scatter(x, self.weight, self.comm)
-        return y if self.bias is None else y + copy_view(self.bias, self.comm).to(y.dtype)
+        function = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
+        y: Tensor = function(x, self.weight, self.comm, self.bias, **self._options())
+        return y

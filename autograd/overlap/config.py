@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from pynccl.bindings.values import shown
 
@@ -77,6 +77,8 @@ class OverlapConfig:
         return self if self.dgrad is None else replace(self.dgrad, save_gathered=self.save_gathered)
 
 
+# What `overlap=` takes; a dict is one of TransformerEngine's keys.
+Overlap = Literal["auto", "off"] | OverlapConfig | Mapping[str, Any]
 OFF = OverlapConfig(method="off")
 AUTO = OverlapConfig()
 
@@ -128,12 +130,16 @@ def from_keys(owner: str, keys: Mapping[str, Any], kind: str) -> OverlapConfig:
     by_pass = {name: value for name, value in keys.items() if _pass_of(name)}
     if by_pass and len(by_pass) < len(keys):
         raise ValueError(f"{owner}: overlap has keys of passes and of one pass, {list(keys)}; pass either")
-    own = {_pass_of(name): value for name, value in by_pass.items() if _is_of(name, kind)} if by_pass else {"fprop": keys}
+    own = (
+        {_pass_of(name): value for name, value in by_pass.items() if _is_of(name, kind)} if by_pass else {"fprop": keys}
+    )
     for name, value in own.items():
         if not isinstance(value, Mapping):
             raise TypeError(f"{owner}: overlap[{name!r}] is {shown(value)}, expected a dict")
     defaults = DEFAULTS[kind]
-    fprop, dgrad = ({**defaults[name], **_known(owner, own.get(name, {}), defaults[name])} for name in ("fprop", "dgrad"))
+    fprop, dgrad = (
+        {**defaults[name], **_known(owner, own.get(name, {}), defaults[name])} for name in ("fprop", "dgrad")
+    )
     wgrad = own.get("wgrad", {}).get("method", "bulk")
     if wgrad not in ("bulk", "none", "external"):
         raise ValueError(f"{owner}: overlap: method of wgrad is {shown(wgrad)}, expected 'bulk'")

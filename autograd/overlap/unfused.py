@@ -5,33 +5,123 @@ N ranks; x is [s, .., in] with the sequence in dimension 0, w is [out, in] as in
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from pynccl import Communicator
 
 from ..arguments import check_call
+from ..collective import run
 from ..ops.all_gather import all_gather, reduce_scatter
-from ..ops.all_reduce import all_reduce
+from ..ops.all_reduce import CopyView, all_reduce, copy_view
+from ..wire import Dtype
 
 
-def all_gather_matmul(x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None) -> Tensor:
+def all_gather_matmul(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    reduce_dtype: Dtype = None,
+    main_grad: Tensor | None = None,
+    return_gathered: bool = False,
+) -> Any:
     """all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in] -> [s, .., out];  dx is reduce-scattered."""
-    check_input("all_gather_matmul", x, w, comm)
-    return F.linear(all_gather(x, comm, 0, grad="sum"), w, bias)
+    whole = all_gather(x, comm, 0, grad="sum", reduce_dtype=reduce_dtype)
+    y = F.linear(whole, into_main_grad(w, main_grad), bias)
+    return (y, whole) if return_gathered else y
 
 
-def matmul_reduce_scatter(x: Tensor, w: Tensor, comm: Communicator) -> Tensor:
-    """reduce_scatter(x @ w.T, dim 0).   x [s, .., in/N], w [out, in/N] -> [s/N, .., out];  dy is all-gathered."""
-    check_input("matmul_reduce_scatter", x, w, comm)
-    return reduce_scatter(F.linear(x, w), comm, 0)
+def matmul_reduce_scatter(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    reduce_dtype: Dtype = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """reduce_scatter(x @ w.T, dim 0) + bias.   x [s, .., in/N], w [out, in/N] -> [s/N, .., out];  dy is all-gathered,
+    and the gradient of the bias is summed over the ranks, each of which has its part of the sequence."""
+    y = reduce_scatter(F.linear(x, into_main_grad(w, main_grad)), comm, 0, reduce_dtype=reduce_dtype)
+    return y if bias is None else y + copy_view(bias, comm).to(y.dtype)  # which autocast has chosen
 
 
-def matmul_all_reduce(x: Tensor, w: Tensor, comm: Communicator) -> Tensor:
-    """all_reduce(x @ w.T).   x [s, .., in/N], w [out, in/N] -> [s, .., out];  dy must be equal on all ranks."""
-    check_input("matmul_all_reduce", x, w, comm)
-    return all_reduce(F.linear(x, w), comm, grad="replicated")
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    reduce_dtype: Dtype = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N] -> [s, .., out];  dy must be equal on all ranks."""
+    partial = F.linear(x, into_main_grad(w, main_grad))
+    y = all_reduce(partial, comm, grad="replicated", reduce_dtype=reduce_dtype)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def copy_matmul(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    reduce_dtype: Dtype = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """x @ w.T + bias.   x [s, .., in], equal on all ranks, w [out/N, in] -> [s, .., out/N];  dx is all-reduced."""
+    check_call("copy_matmul", x, comm)
+    return F.linear(run(comm, CopyView, x, reduce_dtype), into_main_grad(w, main_grad), bias)
+
+
+def into_main_grad(w: Tensor, main_grad: Tensor | None) -> Tensor:
+    """w, whose gradient is added to main_grad instead of being returned."""
+    if main_grad is None:
+        return w
+    y: Tensor = IntoMainGrad.apply(w, main_grad)
+    return y
+
+
+class IntoMainGrad(Function):
+    """A weight whose gradient is summed up elsewhere.
+
+    forward    w [..] -> w [..]
+    backward   g [..] -> nothing; main_grad += g
+    """
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.parameter, ctx.main_grad = w, main_grad
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, None]:
+        with torch.no_grad():
+            ctx.main_grad.add_(cotangents[0])
+        return told_of_main_grad(ctx.parameter), None
+
+
+def told_of_main_grad(parameter: Any) -> Tensor | None:
+    """What is returned for the gradient of a parameter whose main_grad has it. Who waits for hooks of gradients sets
+    `grad_added_to_main_grad`: then a gradient of zeros comes, which takes no memory, and the mark is set."""
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    zeros: Tensor = parameter.new_zeros(()).expand(parameter.shape)
+    return zeros
+
+
+def weight_grad(g: Tensor, a: Tensor, main_grad: Tensor | None, parameter: Any) -> Tensor | None:
+    """g.T @ a over all rows, differentiable; None if it was added to main_grad.   g [.., n], a [.., k] -> [n, k]"""
+    dw = g.flatten(0, -2).t() @ a.flatten(0, -2)
+    if main_grad is None:
+        return dw
+    with torch.no_grad():
+        main_grad.add_(dw)
+    return told_of_main_grad(parameter)
 
 
 def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator) -> None:

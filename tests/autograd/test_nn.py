@@ -167,9 +167,9 @@ def check_pair(comm: Communicator, kind: str, bias: bool, method: str) -> None:
     calls = []
     original = getattr(ad.nn, method)
 
-    def counted(*args: Any) -> Tensor:
+    def counted(*args: Any, **options: Any) -> Tensor:
         calls.append(args)
-        return original(*args)
+        return original(*args, **options)
 
     setattr(ad.nn, method, counted)
     try:

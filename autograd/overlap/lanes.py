@@ -1,0 +1,322 @@
+"""The streams of one overlapped operation: the caller's, one for communication, at most one more for matmuls.
+
+Work is issued on a lane in order; between lanes there are events only. What is issued names the tensors that it reads
+and those that it writes, so that a test can prove each dependency, and a timeline show it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+import pynccl
+from pynccl import CollConfig, Communicator
+from pynccl.interop.streams import Handle
+
+from ..streams import HIGH, side_stream
+
+
+class Point(NamedTuple):
+    """A moment in the order of a lane: all that it was given before."""
+
+    lane: Lane
+    issued: int  # how much that was
+    event: Any
+
+
+class Observer(Protocol):
+    """Who is told what runs on the lanes: the report, the timeline, the tests of the schedule."""
+
+    timing: bool  # whether it wants `begin` and `end`
+
+    def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
+        """Work was issued: tensors that it reads and writes, marks of the lane around it."""
+
+    def recorded(self, lane: Lane, point: Point) -> None: ...
+
+    def waited(self, lane: Lane, point: Point) -> None: ...
+
+    def closed(self, lanes: Lanes) -> None:
+        """The caller has waited for all that ran on the lanes."""
+
+
+_observers: list[Observer] = []  # of this process: a backward pass runs in other threads
+
+
+class Lane:
+    """A stream of an overlapped operation: what is run here runs in order.
+
+    name  "main", "comm" or "second" """
+
+    def __init__(self, name: str, lanes: Lanes) -> None:
+        self.name, self.lanes = name, lanes
+        self.issued = 0
+        self.seen: dict[Lane, int] = {}  # of other lanes, how much this one has waited for
+
+    def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
+        """Issue work(*inputs, out=out), which allocates nothing that outlives it."""
+        self._issue(getattr(work, "__name__", "work"), inputs, (out,), lambda: work(*inputs, out=out))
+
+    def record(self) -> Point:
+        point = Point(self, self.issued, self._record())
+        for observer in self.lanes.observers:
+            observer.recorded(self, point)
+        return point
+
+    def wait(self, point: Point) -> None:
+        """What is issued from now on starts after the point."""
+        for observer in self.lanes.observers:
+            observer.waited(self, point)
+        self.seen[point.lane] = max(point.issued, self.seen.get(point.lane, 0))
+        self._wait(point.event)
+
+    def mark(self) -> Any:
+        """A moment of this lane, for `seconds_between`."""
+        raise NotImplementedError
+
+    def _record(self) -> Any:
+        raise NotImplementedError
+
+    def _wait(self, event: Any) -> None:
+        raise NotImplementedError
+
+    def _do(self, work: Callable[[], object]) -> None:
+        raise NotImplementedError
+
+    def _issue(self, name: str, reads: Sequence[Any], writes: Sequence[Any], work: Callable[[], object]) -> None:
+        self.issued += 1
+        observers = self.lanes.observers
+        if not observers:
+            self._do(work)
+            return
+        timing = any(observer.timing for observer in observers)
+        begin = self.mark() if timing else None
+        self._do(work)
+        end = self.mark() if timing else None
+        for observer in observers:
+            observer.ran(self, name, reads, writes, begin, end)
+
+
+class _CallerLane(Lane):
+    """The caller of the host library: his work is done when it returns."""
+
+    def _do(self, work: Callable[[], object]) -> None:
+        work()
+
+    def _record(self) -> Any:
+        return None
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+
+class HostLane(Lane):
+    """A stream of the host library."""
+
+    def __init__(self, name: str, lanes: Lanes, stream: Any) -> None:
+        super().__init__(name, lanes)
+        self.stream = stream
+
+    def _do(self, work: Callable[[], object]) -> None:
+        self.stream.submit(_without_gradients(work))
+
+    def _record(self) -> Any:
+        return self.stream.record()
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            self.stream.wait(event)
+
+    def mark(self) -> Any:
+        return self.stream.record()
+
+
+def _without_gradients(work: Callable[[], object]) -> Callable[[], object]:
+    """The stream's thread records gradients, as every new thread does."""
+
+    def run() -> None:
+        with torch.no_grad():
+            work()
+
+    return run
+
+
+class _CudaLane(Lane):
+    def __init__(self, name: str, lanes: Lanes, stream: Any) -> None:
+        super().__init__(name, lanes)
+        self.stream = stream
+
+    def _do(self, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def _record(self) -> Any:
+        return self.stream.record_event()
+
+    def _wait(self, event: Any) -> None:
+        self.stream.wait_event(event)
+
+    def mark(self) -> Any:
+        return self.stream.record_event(torch.cuda.Event(enable_timing=True))
+
+
+class _MainLane(_CudaLane):
+    """The caller's stream, which is current."""
+
+    def _do(self, work: Callable[[], object]) -> None:
+        work()
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Between two marks of lanes of one operation, both of which have happened."""
+    if hasattr(begin, "elapsed_time") and hasattr(end, "elapsed_time"):
+        return float(begin.elapsed_time(end)) / 1e3
+    return _moment(end) - _moment(begin)
+
+
+def _moment(mark: Any) -> float:
+    return float(mark if isinstance(mark, float) else mark.moment)
+
+
+class Lanes:
+    """The streams of one overlapped operation, of which `main` is the caller's.
+
+        with Lanes(comm) as lanes:
+            lanes.comm.wait(lanes.begun)                     # what the caller has made is there
+            lanes.collective("all_gather", x, gathered)
+            arrived = lanes.comm.record()
+            lane = lanes.compute()
+            lane.wait(arrived)
+            lane.run(torch.mm, gathered, w, out=y)
+                                                             # the caller's stream has waited for the others
+
+    All memory is made on `main`, by the caller, and kept until the end: none of it is used anew while another lane
+    works on it. serial: all lanes are the caller's, one thing after the other, which is what overlap is compared with.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        compute_streams: int = 1,
+        priority: int = HIGH,
+        config: CollConfig | None = None,
+        serial: bool = False,
+    ) -> None:
+        self.nccl, self.config = comm, config
+        self.observers = tuple(_observers)
+        self._kept: list[Any] = []
+        self.main, self.comm, self._computing = _make(self, comm, compute_streams, priority, serial)
+        self._turn = 0
+        self.owner: Any = None
+        self.decision: Any = None
+
+    def describe(self, owner: Any, decision: Any) -> None:
+        """For whom they work and what was decided, for observers."""
+        self.owner, self.decision = owner, decision
+
+    def __enter__(self) -> Lanes:
+        self.begun = self.main.record()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and self.nccl.library.is_host:
+            return  # whose streams keep their buffers; the peers may never come, of whom the error speaks
+        for lane in dict.fromkeys((*self._computing, self.comm)):
+            if lane is not self.main and lane.issued > self.main.seen.get(lane, 0):
+                self.main.wait(lane.record())
+        self._kept.clear()
+        for observer in self.observers:
+            observer.closed(self)
+
+    def compute(self) -> Lane:
+        """The lane of the next piece of a matmul: they take turns."""
+        lane = self._computing[self._turn % len(self._computing)]
+        self._turn += 1
+        if lane is not self.main and not lane.seen:
+            lane.wait(self.begun)
+        return lane
+
+    def collective(self, name: str, send: Tensor, recv: Tensor, *args: Any) -> None:
+        """comm.<name>(send, recv, *args) on the lane of communication."""
+        method, stream = getattr(self.nccl, name), self._handle()
+        self._launch(name, (send,), (recv,), lambda: method(send, recv, *args, stream=stream, config=self.config))
+
+    def send_recv(self, send: Tensor, target: int, recv: Tensor, source: int) -> None:
+        """One step of a ring."""
+        stream = self._handle()
+
+        def launch() -> None:
+            with pynccl.group():
+                self.nccl.send(send, target, stream=stream)
+                self.nccl.recv(recv, source, stream=stream)
+
+        self._launch("send_recv", (send,), (recv,), launch)
+
+    def _launch(self, name: str, reads: Sequence[Any], writes: Sequence[Any], launch: Callable[[], Any]) -> None:
+        lane = self.comm
+        lane.issued += 1
+        if not self.observers:
+            launch()
+            return
+        timing = any(observer.timing for observer in self.observers)
+        begin = lane.mark() if timing else None
+        launch()
+        end = lane.mark() if timing else None
+        for observer in self.observers:
+            observer.ran(lane, name, reads, writes, begin, end)
+
+    def _handle(self) -> Any:
+        """That of the lane of communication; whose buffers are kept here."""
+        stream = getattr(self.comm, "stream", None)
+        if stream is None or isinstance(self.comm, HostLane):
+            return stream
+        handle = Handle(stream.cuda_stream)
+        handle.owner = self
+        return handle
+
+    def hold(self, keep: Any) -> None:
+        """Keep what was enqueued until the caller has waited for it."""
+        self._kept.append(keep)
+
+
+def make_lanes(
+    lanes: Lanes, comm: Communicator, compute_streams: int, priority: int, serial: bool
+) -> tuple[Lane, Lane, list[Lane]]:
+    """(main, comm, those of matmuls)"""
+    side: Any = side_stream(comm, priority)
+    if comm.library.is_host:
+        main: Lane = _CallerLane("main", lanes)
+        return main, main if serial else HostLane("comm", lanes, side._stream), [main]
+    current = torch.cuda.current_stream(side.device)
+    main = _MainLane("main", lanes, current)
+    if serial:
+        return main, main, [main]
+    computing: list[Lane] = [main]
+    if compute_streams > 1:
+        computing.append(_CudaLane("second", lanes, _second_stream(comm, side.device)))
+    return main, _CudaLane("comm", lanes, side._torch), computing
+
+
+_make = make_lanes  # which tests replace
+_seconds: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
+
+
+def _second_stream(comm: Communicator, device: torch.device) -> Any:
+    """The communicator's second stream for matmuls; made once."""
+    stream = _seconds.get(comm)
+    if stream is None:
+        stream = _seconds[comm] = torch.cuda.Stream(device)
+    return stream

@@ -1,0 +1,105 @@
+"""Matmuls of stacks of rows into memory that is there, as the lanes run them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def linear_rows(a: Tensor, w_t: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
+    """out = a @ w_t (+ bias).   a [q, rows, k], w_t [k, n], out [q, rows, n]: of q ranks, whose rows may lie apart."""
+    if len(a) == 1 or (_is_flat(a) and _is_flat(out)):
+        _linear(a.flatten(0, 1), w_t, bias, out.flatten(0, 1))
+    elif a.is_cuda:  # one kernel, which takes stacks that lie apart as they are
+        stack = w_t.expand(len(a), *w_t.shape)
+        if bias is None:
+            torch.bmm(a, stack, out=out)
+        else:
+            torch.baddbmm(bias, a, stack, out=out)
+    else:
+        for part, into in zip(a, out, strict=True):
+            _linear(part, w_t, bias, into)
+
+
+def _linear(a: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(a, w_t, out=out)
+    else:
+        torch.addmm(bias, a, w_t, out=out)
+
+
+def _is_flat(stack: Tensor) -> bool:
+    """Whether the rows of all ranks lie one after the other."""
+    return stack.stride(0) == stack.shape[1] * stack.stride(1)
+
+
+def linear_into(a: Tensor, w_t: Tensor, *, out: Tensor) -> None:
+    """linear_rows, for an `out` of another type."""
+    product = a.new_empty(out.shape)
+    linear_rows(a, w_t, out=product)
+    out.copy_(product)
+
+
+def linear_plus(a: Tensor, w_t: Tensor, more: Tensor, *, out: Tensor) -> None:
+    """out = a @ w_t + more, all stacks."""
+    linear_into(a, w_t, out=out)
+    out.add_(more)
+
+
+def outer_rows(g: Tensor, a: Tensor, *, out: Tensor) -> None:
+    """out = sum_q g_q.T @ a_q.   g [q, rows, n], a [q, rows, k] -> [n, k]"""
+    _outer(g, a, out, first=True)
+
+
+def add_outer_rows(g: Tensor, a: Tensor, so_far: Tensor, *, out: Tensor) -> None:
+    """out = so_far + sum_q g_q.T @ a_q, where so_far is out."""
+    _outer(g, a, out, first=False)
+
+
+def _outer(g: Tensor, a: Tensor, out: Tensor, first: bool) -> None:
+    if _is_flat(g) and _is_flat(a):
+        g, a = g.flatten(0, 1)[None], a.flatten(0, 1)[None]
+    for rows, others in zip(g, a, strict=True):
+        if out.dtype is not g.dtype:  # sums of several products are kept wider than the products
+            product = torch.mm(rows.t(), others)
+            out.copy_(product) if first else out.add_(product)
+        elif first:
+            torch.mm(rows.t(), others, out=out)
+        else:
+            torch.addmm(out, rows.t(), others, out=out)
+        first = False
+
+
+def copy(source: Tensor, *, out: Tensor) -> None:
+    """out = source, in the type of out."""
+    out.copy_(source)
+
+
+def add(more: Tensor, so_far: Tensor, *, out: Tensor) -> None:
+    """out = so_far + more, where so_far is out."""
+    out.add_(more)
+
+
+def sum_rows(rows: Tensor, *, out: Tensor) -> None:
+    """out = sum over all rows, in the type of out.   [.., n] -> [n]"""
+    torch.sum(rows.flatten(0, -2), 0, dtype=out.dtype, out=out)
+
+
+def add_sum_rows(rows: Tensor, so_far: Tensor, *, out: Tensor) -> None:
+    """out = so_far + sum over all rows, where so_far is out."""
+    out.add_(rows.flatten(0, -2).sum(0, dtype=out.dtype))
+
+
+def sum_in_order(parts: Tensor, *, out: Tensor) -> None:
+    """out = parts[0] + parts[1] + .. in this order, in float32 at least; the same bits however many rows there are.
+
+    parts [p, rows, n] -> [rows, n]"""
+    if parts.dtype.itemsize >= 4 and out.dtype is parts.dtype:
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)
+        return
+    total = parts[0].to(torch.float32 if parts.dtype.itemsize < 4 else parts.dtype, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    out.copy_(total)

@@ -1,0 +1,196 @@
+"""What the overlapped patterns share: when they apply, how a pass is decided and opened, and the gradient of a weight.
+
+A pattern is one autograd Function: forward pass and backward pass on lanes. It applies to plain tensors in memory,
+outside of what traces and transforms; everything else goes through the composition of unfused.py, whose parts have
+rules for all that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pynccl import Communicator
+from pynccl.bindings.values import shown
+
+from ..arguments import check_reduce_dtype
+from ..checks import ForwardCall, compare_backward, number_call
+from ..recompute import AskForToken, save_token
+from ..torch_internals import (
+    dispatch_modes,
+    has_storage,
+    in_forward_mode,
+    saved_tensors_hooks,
+    transforms_active,
+)
+from .config import OverlapConfig
+from .decision import Decision, decide
+from .gathering import Cut
+from .lanes import Lanes
+from .limits import limited
+from .matmul import add_outer_rows, outer_rows
+from .unfused import told_of_main_grad
+from .workspace import Workspace, workspace_of
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Options(NamedTuple):
+    """What a call says besides its tensors.
+
+    main_grad     where the weight's gradient is added; None: it is returned, as ever
+    parameter     the weight that has it
+    owner         the layer that called, for the report
+    """
+
+    comm: Communicator
+    config: OverlapConfig
+    reduce_dtype: torch.dtype | None = None
+    main_grad: Tensor | None = None
+    parameter: Any = None
+    owner: Any = None
+    workspace: Workspace | None = None
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether a pass may work on the memory of these tensors: nothing traces, nothing transforms."""
+    if transforms_active() or in_forward_mode() or dispatch_modes():
+        return False
+    return all(t is None or (not t.is_meta and has_storage(t) and not t.is_neg()) for t in tensors)
+
+
+def tensors_for(
+    comm: Communicator, config: OverlapConfig, x: Tensor, w: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """The tensors as the pattern's Function is to have them; None: it cannot do it. What decides is alike on all ranks.
+
+    Under torch.autocast they have its type, so that it is what travels, too."""
+    if (config.method == config.backward.method == "off") or comm.size == 1 or torch.compiler.is_compiling():
+        return None
+    if x.dim() < 2 or not x.numel() or not w.numel() or not is_plain(x, w, bias):
+        return None
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w = (t if t.dtype is torch.float64 else t.to(dtype) for t in (x, w))
+        bias = bias if bias is None or bias.dtype is torch.float64 else bias.to(dtype)
+    alike = x.dtype in _DTYPES and x.dtype is w.dtype and (bias is None or bias.dtype is x.dtype)
+    return (x, w, bias) if alike else None
+
+
+def main_grad_of(operation: str, w: Tensor, fused: bool) -> Tensor | None:
+    """w.main_grad, if the weight's gradient is to be added there."""
+    if not fused:
+        return None
+    found = getattr(w, "main_grad", None)
+    if isinstance(found, Tensor) and found.shape == w.shape and found.device == w.device:
+        return found
+    is_now = f"{tuple(found.shape)} on {found.device}" if isinstance(found, Tensor) else shown(found)
+    raise ValueError(
+        f"{operation}: grad_accumulation_fusion=True adds to weight.main_grad, which is {is_now}; "
+        f"expected a tensor {tuple(w.shape)} on {w.device}: weight.main_grad = torch.zeros_like(weight, "
+        "dtype=torch.float32)"
+    )
+
+
+def checked_reduce_dtype(operation: str, x: Tensor, reduce_dtype: Any) -> torch.dtype | None:
+    """The type in which sums travel; None for that of x."""
+    found = check_reduce_dtype(operation, x, reduce_dtype)
+    return None if found is x.dtype else found
+
+
+class Pass(NamedTuple):
+    """One pass that is under way."""
+
+    lanes: Lanes
+    work: Workspace
+    cut: Cut
+
+
+@contextmanager
+def opened(options: Options, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
+    """The lanes of a pass; serial ones if it was decided not to overlap."""
+    comm, limit, margin = limited(options.comm, config, decision.method)
+    overlaps = decision.method != "off"
+    workspace = options.workspace or workspace_of(options.comm)
+    lanes = Lanes(
+        comm,
+        compute_streams=decision.compute_streams,
+        priority=config.priority,
+        config=limit,
+        serial=not overlaps,
+    )
+    lanes.describe(options.owner, decision)
+    cut = Cut(decision.method if overlaps else "bulk", decision.chunks, config.aggregate)
+    if config.deterministic and not overlaps:
+        cut = Cut("exchange", 1)
+    with workspace.lent(like) as work, margin, lanes:
+        yield Pass(lanes, work, cut)
+
+
+def decided(options: Options, pattern: str, rows: int, w: Tensor, config: OverlapConfig) -> Decision:
+    """Whether and how to overlap; the same on all ranks.   rows: of the whole, w [out, in]: of this rank"""
+    return decide(options.comm, pattern, rows, w.shape[0], w.shape[1], w.dtype, config)
+
+
+class Remembered:
+    """What a Function's context keeps for the backward pass, of every collective: see `Collective.setup_context`."""
+
+    ask_for_token: AskForToken = None
+    call: ForwardCall | None = None
+
+    @staticmethod
+    def keep(ctx: Any, name: str, options: Options) -> None:
+        """After the communication of the forward pass."""
+        ctx.options = options
+        ctx.ask_for_token = None if saved_tensors_hooks(False) is None else save_token()
+        ctx.call = number_call(options.comm, name) if options.comm.checking else None
+
+    @staticmethod
+    def check(ctx: Any, replicated: Tensor | None = None) -> None:
+        """Before the communication of the backward pass."""
+        if ctx.ask_for_token is not None:
+            ctx.ask_for_token()
+        if ctx.call is not None:
+            compare_backward(ctx.options.comm, ctx.call, replicated)
+
+
+class WeightGrad:
+    """The gradient of a weight [n, k], a sum of products of rows; they are issued on one lane, the caller's.
+
+    products  how many there will be: of more than one, the sum is kept in float32 at least"""
+
+    def __init__(self, options: Options, w: Tensor, wanted: bool, products: int = 1) -> None:
+        self.wanted, self._options, self._dtype = wanted, options, w.dtype
+        self._sum: Tensor | None = options.main_grad
+        self._begun = self._sum is not None
+        if wanted and self._sum is None:
+            wide = products > 1 and w.dtype.itemsize < 4
+            self._sum = torch.empty(w.shape, dtype=torch.float32 if wide else w.dtype, device=w.device)
+
+    def add(self, lanes: Lanes, g: Tensor, a: Tensor) -> None:
+        """+= sum_q g_q.T @ a_q.   g [q, rows, n], a [q, rows, k]"""
+        if not self.wanted:
+            return
+        assert self._sum is not None
+        if self._begun:
+            lanes.main.run(add_outer_rows, g, a, self._sum, out=self._sum)
+        else:
+            lanes.main.run(outer_rows, g, a, out=self._sum)
+        self._begun = True
+
+    def result(self) -> Tensor | None:
+        """The gradient to be returned; None if it was added to main_grad, of which the parameter is told."""
+        if not self.wanted or self._sum is None:
+            return None
+        if self._options.main_grad is None:
+            return self._sum.to(self._dtype)
+        return told_of_main_grad(self._options.parameter)
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """x [.., k] as rows [m, k] in contiguous memory."""
+    return x.reshape(-1, x.shape[-1]).contiguous()

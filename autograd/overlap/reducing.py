@@ -1,0 +1,183 @@
+"""Partial products, summed over the ranks as they are made: by slices, around the ring, by exchange, or all at once.
+
+N ranks, this rank r. The whole are N*m rows (reduce-scatter: rank r keeps its m) or any number of rows M (all-reduce).
+`multiply(lane, rows, into)` issues on a lane the matmul that makes this rank's partial product of some rows: `rows` is
+(ranks, at) of the whole as [N, m, ..], or a slice of [M, ..]; into [q, n, ..] in the type that the sums travel in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .gathering import Cut, bounds
+from .lanes import Lane, Lanes, Point
+from .matmul import add, copy, sum_in_order
+from .workspace import Workspace
+
+Multiply = Callable[[Lane, slice, slice, Tensor], None]
+
+
+class Sums(NamedTuple):
+    """Where sums are made, and in what type they travel.
+
+    out  [m, n] of a reduce-scatter, [M, n] of an all-reduce"""
+
+    lanes: Lanes
+    work: Workspace
+    out: Tensor
+    dtype: torch.dtype
+
+    @property
+    def converts(self) -> bool:
+        return self.dtype is not self.out.dtype
+
+    def buffer(self, role: str, *shape: int) -> Tensor:
+        """Memory [*shape, n] in the type that travels."""
+        return self.work.empty(role, (*shape, self.out.shape[1]), self.out, self.dtype)
+
+    def total(self) -> Tensor:
+        """Where the sums arrive: `out`, or what is to be converted to it."""
+        return self.buffer("total", len(self.out)) if self.converts else self.out
+
+
+def reduce_scatter(sums: Sums, cut: Cut, multiply: Multiply) -> None:
+    """out = (sum over ranks of the partial products) [rows of this rank], when the lanes have been joined."""
+    if cut.method == "ring":
+        _scatter_around_the_ring(sums, multiply)
+    else:
+        chunks = bounds(len(sums.out), 1 if cut.method == "bulk" else cut.chunks)
+        _scatter_by_slices(sums, chunks, multiply, cut.method == "exchange")
+
+
+def _scatter_by_slices(sums: Sums, chunks: list[slice], multiply: Multiply, exchange: bool) -> None:
+    """Each slice is cut out of every rank's rows, so that all ranks' sums of it can begin."""
+    lanes, size = sums.lanes, sums.lanes.nccl.size
+    partial = sums.buffer("partial", size * len(sums.out))
+    received = sums.buffer("received", size * len(sums.out)) if exchange else partial
+    total = sums.out if exchange else sums.total()
+    for at in chunks:
+        here = slice(size * at.start, size * at.stop)
+        sent = partial[here].unflatten(0, (size, -1))
+        lane = lanes.compute()
+        multiply(lane, slice(0, size), at, sent)
+        lanes.comm.wait(lane.record())
+        if exchange:
+            parts = received[here].unflatten(0, (size, -1))
+            lanes.collective("all_to_all", sent, parts)
+            lanes.comm.run(sum_in_order, parts, out=total[at])
+        else:
+            lanes.collective("reduce_scatter", sent, total[at])
+            if sums.converts:
+                lanes.comm.run(copy, total[at], out=sums.out[at])
+
+
+def _scatter_around_the_ring(sums: Sums, multiply: Multiply) -> None:
+    """Step i makes the partial product for rank r-1-i, adds what the rank before has summed for it, and passes it on.
+
+    The own rows come last. Two buffers take turns: one is sent while the next is made."""
+    lanes, rank, size = sums.lanes, sums.lanes.nccl.rank, sums.lanes.nccl.size
+    whole = slice(0, len(sums.out))
+    made = sums.buffer("partial", 2, len(sums.out))
+    received = sums.buffer("received", len(sums.out))
+    arrived: Point | None = None
+    main = lanes.main
+    for step in range(size):
+        target = (rank - 1 - step) % size
+        last = step == size - 1
+        into = sums.total() if last else made[step % 2]
+        multiply(main, slice(target, target + 1), whole, into[None])
+        if arrived is not None:
+            main.wait(arrived)
+            main.run(add, received, into, out=into)
+        if not last:
+            lanes.comm.wait(main.record())
+            lanes.send_recv(into, (rank + 1) % size, received, (rank - 1) % size)
+            arrived = lanes.comm.record()
+        elif sums.converts:
+            main.run(copy, into, out=sums.out)
+
+
+def all_reduce(sums: Sums, cut: Cut, multiply: Multiply, there: Callable[[slice], None]) -> None:
+    """out = sum over ranks of the partial products, when the lanes have been joined.
+
+    there(rows)  called when all that makes some rows of `out` was issued on the lane of communication"""
+    if cut.method == "ring":
+        _reduce_around_the_ring(sums, multiply)
+        there(slice(0, len(sums.out)))
+        return
+    chunks = bounds(len(sums.out), 1 if cut.method == "bulk" else cut.chunks)
+    if cut.method == "exchange":
+        _reduce_by_exchange(sums, chunks, multiply, there)
+        return
+    lanes, total = sums.lanes, sums.total()
+    for at in chunks:
+        lane = lanes.compute()
+        multiply(lane, slice(0, 1), at, total[at][None])
+        lanes.comm.wait(lane.record())
+        lanes.collective("all_reduce", total[at], total[at])
+        if sums.converts:
+            lanes.comm.run(copy, total[at], out=sums.out[at])
+        there(at)
+
+
+def _reduce_by_exchange(sums: Sums, chunks: list[slice], multiply: Multiply, there: Callable[[slice], None]) -> None:
+    """Each rank sums its share of a slice, and gives it to the others. Shares are of equal size: the last may have rows
+    that nobody has made and nobody reads."""
+    lanes, size = sums.lanes, sums.lanes.nccl.size
+    shares = [-(-(at.stop - at.start) // size) for at in chunks]
+    partial = sums.buffer("partial", size * sum(shares))
+    received = sums.buffer("received", size * sum(shares))
+    own = sums.work.empty("total", (sum(shares), sums.out.shape[1]), sums.out, sums.out.dtype)
+    done = 0
+    for at, share in zip(chunks, shares, strict=True):
+        here, rows = slice(size * done, size * (done + share)), at.stop - at.start
+        sent, parts = partial[here], received[here].unflatten(0, (size, -1))
+        lane = lanes.compute()
+        multiply(lane, slice(0, 1), at, sent[:rows][None])
+        lanes.comm.wait(lane.record())
+        lanes.collective("all_to_all", sent, parts)
+        mine = own[done : done + share]
+        lanes.comm.run(sum_in_order, parts, out=mine)
+        if rows == size * share:
+            lanes.collective("all_gather", mine, sums.out[at])
+        else:
+            gathered = sums.work.empty("gathered", (size * share, sums.out.shape[1]), sums.out)
+            lanes.collective("all_gather", mine, gathered)
+            lanes.comm.run(copy, gathered[:rows], out=sums.out[at])
+        there(at)
+        done += share
+
+
+def _reduce_around_the_ring(sums: Sums, multiply: Multiply) -> None:
+    """The reduce-scatter around the ring, and the sums around it once more. Blocks of rows may differ by a row."""
+    lanes, rank, size = sums.lanes, sums.lanes.nccl.rank, sums.lanes.nccl.size
+    main, total = lanes.main, sums.total()
+    blocks = _blocks(len(total), size)
+    received = sums.buffer("received", max(block.stop - block.start for block in blocks))
+    arrived: Point | None = None
+    for step in range(size):
+        at, after = blocks[(rank - 1 - step) % size], blocks[(rank - 2 - step) % size]
+        multiply(main, slice(0, 1), at, total[at][None])
+        if arrived is not None:
+            main.wait(arrived)
+            main.run(add, received[: at.stop - at.start], total[at], out=total[at])
+        lanes.comm.wait(main.record())
+        into = received[: after.stop - after.start] if step < size - 1 else total[blocks[(rank - 1) % size]]
+        lanes.send_recv(total[at], (rank + 1) % size, into, (rank - 1) % size)
+        arrived = lanes.comm.record() if step < size - 1 else None
+    for step in range(1, size - 1):
+        sent, taken = blocks[(rank - step) % size], blocks[(rank - step - 1) % size]
+        lanes.send_recv(total[sent], (rank + 1) % size, total[taken], (rank - 1) % size)
+    if sums.converts:
+        lanes.comm.run(copy, total, out=sums.out)
+
+
+def _blocks(rows: int, size: int) -> list[slice]:
+    """One for each rank; some are empty if there are fewer rows than ranks."""
+    ends = [rows * j // size for j in range(size + 1)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(ends)]

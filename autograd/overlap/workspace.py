@@ -1,0 +1,88 @@
+"""The memory between a collective and its matmul, kept from call to call."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pynccl import Communicator
+
+ALIGNMENT = 256  # bytes; of torch's own allocator on GPUs is 512
+
+
+class Workspace:
+    """Buffers by role, each as large as the largest that was asked for: steps of a training loop allocate nothing.
+
+    A buffer is free again when the operation that took it has ended, on the stream that the operation's caller had. A
+    caller with another stream first lets it wait for that. One operation has the workspace at a time; another thread's,
+    and what is captured into a CUDA graph, gets memory of its own.
+
+    allocate  (bytes, device) -> memory as a tensor of uint8; None: torch's
+    """
+
+    def __init__(self, allocate: Callable[[int, torch.device], Tensor] | None = None) -> None:
+        self._allocate = allocate or _of_torch
+        self._buffers: dict[str, Tensor] = {}
+        self._lock = threading.Lock()
+        self._home: object = None  # the stream of the last operation
+        self._last: torch.cuda.Event | None = None  # its end
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def empty(self, role: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The buffer of this role, as a tensor of this shape: what is in it, is undefined."""
+        dtype = dtype or like.dtype
+        nbytes = math.prod(shape) * dtype.itemsize
+        buffer = self._buffers.get(role)
+        if buffer is None or buffer.nbytes < nbytes or buffer.device != like.device:
+            self._buffers.pop(role, None)  # before the larger one is made
+            buffer = self._buffers[role] = self._allocate(max(nbytes, ALIGNMENT), like.device)
+        return buffer[:nbytes].view(dtype).view(tuple(shape))
+
+    @contextmanager
+    def lent(self, like: Tensor) -> Iterator[Workspace]:
+        """The workspace, for one operation; after an exception in it, its buffers are given up: they may be in use."""
+        capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or not self._lock.acquire(blocking=False):
+            yield Workspace(None)
+            return
+        try:
+            if like.is_cuda:
+                self._begin(torch.cuda.current_stream(like.device))
+            yield self
+        except BaseException:
+            self._buffers = {}
+            raise
+        finally:
+            if like.is_cuda:
+                self._last = torch.cuda.current_stream(like.device).record_event()
+            self._lock.release()
+
+    def _begin(self, here: torch.cuda.Stream) -> None:
+        if self._last is not None and here != self._home:
+            here.wait_event(self._last)
+        self._home = here
+
+
+def _of_torch(nbytes: int, device: torch.device) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+_workspaces: weakref.WeakKeyDictionary[Communicator, Workspace] = weakref.WeakKeyDictionary()
+
+
+def workspace_of(comm: Communicator) -> Workspace:
+    """That of all operations on a communicator which bring none of their own."""
+    found = _workspaces.get(comm)
+    if found is None:
+        found = _workspaces[comm] = Workspace()
+    return found
