@@ -19,6 +19,9 @@ from .ops.halo import HaloExchange, HaloReduce, halo_exchange
 from .ops.permute import Permute, permute, send_recv
 from .ops.rooted import AtRoot, Broadcast, Gather, Reduce, Scatter, broadcast, gather, reduce, scatter
 from .overlap import (
+    CommOverlap,
+    CommOverlapHelper,
+    CommOverlapP2P,
     OverlapConfig,
     all_gather_matmul,
     copy_matmul,
@@ -40,6 +43,9 @@ __all__ = [
     "Coalesced",
     "Collective",
     "ColumnParallelLinear",
+    "CommOverlap",
+    "CommOverlapHelper",
+    "CommOverlapP2P",
     "Copy",
     "Extremum",
     "Gather",

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import INT_MAX, shown
+from pynccl.bindings.values import INT_MAX, attribute, shown
 
 from ..arguments import as_int, check_comm
 from ..ops.all_gather import all_gather
-from ..overlap import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ..overlap.all_gather_matmul import all_gather_matmul
 from ..overlap.config import Overlap, as_config
+from ..overlap.copy_matmul import copy_matmul
+from ..overlap.matmul_all_reduce import matmul_all_reduce
+from ..overlap.matmul_reduce_scatter import matmul_reduce_scatter
 from ..wire import Dtype
 
 
@@ -59,7 +62,8 @@ class _ParallelLinear(nn.Module):
             raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks")
         self.in_features, self.out_features = in_features, out_features
         self.comm, self.sequence_parallel = comm, sequence_parallel
-        self.overlap = as_config(type(self).__name__, overlap, self.kind)
+        config = as_config(type(self).__name__, overlap, self.kind)
+        self.overlap: Overlap = config if attribute(overlap, "workspace") is None else overlap
         self.reduce_dtype, self.grad_accumulation_fusion = reduce_dtype, grad_accumulation_fusion
         shape = [out_features, in_features]
         shape[self.dim] //= comm.size
@@ -127,7 +131,7 @@ class _ParallelLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"rank {self.comm.rank} of {self.comm.size}, sequence_parallel={self.sequence_parallel}, "
-            f"overlap={self.overlap.method}"
+            f"overlap={as_config('', self.overlap, self.kind).method}"
         )
 
 
@@ -155,7 +159,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return self.out_features // self.comm.size
 
     def forward(self, x: Tensor) -> Tensor:
-        function = all_gather_matmul if self.sequence_parallel else copy_matmul
+        function: Any = all_gather_matmul if self.sequence_parallel else copy_matmul
         y: Tensor = function(x, self.weight, self.comm, self.bias, **self._options())
         return y
 
@@ -175,6 +179,6 @@ class RowParallelLinear(_ParallelLinear):
     dim, kind = 1, "row"
 
     def forward(self, x: Tensor) -> Tensor:
-        function = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
+        function: Any = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
         y: Tensor = function(x, self.weight, self.comm, self.bias, **self._options())
         return y

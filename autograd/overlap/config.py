@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import attribute, shown
 
 METHODS = ("auto", "slices", "ring", "exchange", "bulk", "off")
 # TransformerEngine's names of them.
@@ -77,8 +77,18 @@ class OverlapConfig:
         return self if self.dgrad is None else replace(self.dgrad, save_gathered=self.save_gathered)
 
 
+class Buffered(Protocol):
+    """A configuration with buffers of its own: CommOverlap, CommOverlapP2P."""
+
+    @property
+    def config(self) -> OverlapConfig: ...
+
+    @property
+    def workspace(self) -> Any: ...
+
+
 # What `overlap=` takes; a dict is one of TransformerEngine's keys.
-Overlap = Literal["auto", "off"] | OverlapConfig | Mapping[str, Any]
+Overlap = Literal["auto", "off"] | OverlapConfig | Mapping[str, Any] | Buffered
 OFF = OverlapConfig(method="off")
 AUTO = OverlapConfig()
 
@@ -89,13 +99,16 @@ def as_config(owner: str, overlap: Any, kind: str) -> OverlapConfig:
     kind  "column" or "row": which of TransformerEngine's defaults are meant"""
     if isinstance(overlap, OverlapConfig):
         return overlap
+    own = attribute(overlap, "config")
+    if isinstance(own, OverlapConfig):
+        return own
     if isinstance(overlap, Mapping):
         return from_keys(owner, overlap, kind)
     if isinstance(overlap, str) and overlap in ("auto", "off"):
         return AUTO if overlap == "auto" else OFF
     raise ValueError(
         f'{owner}: overlap is {shown(overlap)}, expected "auto", "off", an OverlapConfig, or a dict of '
-        "TransformerEngine's keys"
+        "TransformerEngine's keys, or a CommOverlap"
     )
 
 

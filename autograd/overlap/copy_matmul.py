@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pynccl import Communicator
+from pynccl.bindings.values import attribute
 
 from ..collective import require_grad, run
 from ..ops.all_reduce import AllReduce
@@ -61,7 +62,7 @@ def copy_matmul(
     reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
     main_grad = main_grad_of(name, w, grad_accumulation_fusion)
     if torch.is_grad_enabled() and (cast := tensors_for(comm, config, x, w, bias)):
-        options = Options(comm, config, reduce_dtype, main_grad, w, owner)
+        options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
         if decided(options, "copy_backward", x.numel() // x.shape[-1], w, config.backward).method != "off":
             y: Tensor = CopyMatmul.apply(require_grad(x), w, bias, options)

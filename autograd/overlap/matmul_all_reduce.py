@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pynccl import Communicator
+from pynccl.bindings.values import attribute
 
 from ..collective import require_grad, run
 from ..ops.all_reduce import AllReduce
@@ -92,7 +93,7 @@ def matmul_all_reduce(
     reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
     main_grad = main_grad_of(name, w, grad_accumulation_fusion)
     if cast := tensors_for(comm, config, x, w, bias):
-        options = Options(comm, config, reduce_dtype, main_grad, w, owner)
+        options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
         decision = decided(options, name, x.numel() // x.shape[-1], w, config)
         if decision.method != "off":

@@ -128,6 +128,8 @@ def opened(options: Options, decision: Decision, config: OverlapConfig, like: Te
     if config.deterministic and not overlaps:
         cut = Cut("exchange", 1)
     with workspace.lent(like) as work, margin, lanes:
+        if work.broken_off:
+            lanes.main.wait(lanes.comm.record())
         yield Pass(lanes, work, cut)
 
 

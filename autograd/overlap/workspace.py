@@ -24,10 +24,12 @@ class Workspace:
     and what is captured into a CUDA graph, gets memory of its own.
 
     allocate  (bytes, device) -> memory as a tensor of uint8; None: torch's
+    fixed     whose it is, if its buffers are reserved once and do not grow
     """
 
-    def __init__(self, allocate: Callable[[int, torch.device], Tensor] | None = None) -> None:
-        self._allocate = allocate or _of_torch
+    def __init__(self, allocate: Callable[[int, torch.device], Tensor] | None = None, fixed: str | None = None) -> None:
+        self._allocate, self._fixed = allocate or _of_torch, fixed
+        self.broken_off = False  # the last operation: what it has launched may still be using the buffers
         self._buffers: dict[str, Tensor] = {}
         self._lock = threading.Lock()
         self._home: object = None  # the stream of the last operation
@@ -38,14 +40,29 @@ class Workspace:
         """Bytes that it holds."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
+    def reserve(self, role: str, nbytes: int, device: torch.device) -> None:
+        """Make the buffer of a role."""
+        self._buffers[role] = self._allocate(max(nbytes, ALIGNMENT), device)
+
+    def drop(self) -> None:
+        """Let go of all buffers."""
+        self._buffers = {}
+
     def empty(self, role: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The buffer of this role, as a tensor of this shape: what is in it, is undefined."""
         dtype = dtype or like.dtype
         nbytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(role)
         if buffer is None or buffer.nbytes < nbytes or buffer.device != like.device:
+            if self._fixed is not None:
+                raise ValueError(
+                    f"{self._fixed}: its buffer {role!r} has {0 if buffer is None else buffer.nbytes} bytes, but "
+                    f"{tuple(shape)} of {dtype} takes {nbytes}; make it with the tensor_shape and dtype of the "
+                    "largest tensor that is to travel, and do not use it after close()"
+                )
             self._buffers.pop(role, None)  # before the larger one is made
-            buffer = self._buffers[role] = self._allocate(max(nbytes, ALIGNMENT), like.device)
+            self.reserve(role, nbytes, like.device)
+            buffer = self._buffers[role]
         return buffer[:nbytes].view(dtype).view(tuple(shape))
 
     @contextmanager
@@ -59,8 +76,12 @@ class Workspace:
             if like.is_cuda:
                 self._begin(torch.cuda.current_stream(like.device))
             yield self
+            self.broken_off = False
         except BaseException:
-            self._buffers = {}
+            if self._fixed is None:
+                self.drop()  # the streams keep what is in use
+            else:
+                self.broken_off = True
             raise
         finally:
             if like.is_cuda:

@@ -1,0 +1,265 @@
+"""CommOverlapHelper, CommOverlap, CommOverlapP2P: TransformerEngine's objects of communication overlap, by their names.
+
+    helper = ad.CommOverlapHelper(comm)
+    overlap = ad.CommOverlap(helper, (8192, 4096), torch.bfloat16, num_splits=4)
+    y = overlap.all_gather_matmul(x, w)                       # x [8192/N, 4096]
+    layer = ad.RowParallelLinear(.., overlap=overlap)         # or as a layer's overlap=
+
+Each owns persistent buffers for tensors of one shape, in memory that NCCL reaches without copies where the library can
+do that. Layers of the same shape share one, as long as they run one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pynccl
+from pynccl import Communicator, NcclError
+from pynccl.bindings.values import shown
+
+from ..agreement import gathered
+from ..arguments import as_int, check_comm
+from .all_gather_matmul import all_gather_matmul
+from .config import OverlapConfig
+from .lanes import Lanes
+from .limits import limited
+from .matmul_all_reduce import matmul_all_reduce
+from .matmul_reduce_scatter import matmul_reduce_scatter
+from .workspace import Workspace
+
+HOST_ID = "NCCL_HOSTID"  # by which NCCL tells hosts apart, where it is set
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+class CommOverlapHelper:
+    """Where the ranks of a communicator are. A collective: every rank makes one.
+
+    comm        the communicator, or a torch.distributed process group of which one is made
+    rank, size              in the communicator
+    node_id, num_nodes      of this rank's host among the hosts, in the order of their first ranks
+    local_rank, local_size  among the ranks of this host
+    """
+
+    def __init__(self, comm: Any) -> None:
+        if type(comm).__name__ == "ProcessGroup" or hasattr(comm, "get_group_store"):
+            comm = Communicator.from_process_group(comm)
+        check_comm("CommOverlapHelper", comm)
+        self.comm: Communicator = comm
+        self.rank, self.size = comm.rank, comm.size
+        name = os.environ.get(HOST_ID) or socket.gethostname()
+        hosts = [row[0] for row in gathered(comm, [zlib.crc32(name.encode()) << 16 | len(name) & 0xFFFF])]
+        nodes = list(dict.fromkeys(hosts))
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        self.node_id, self.num_nodes = nodes.index(hosts[self.rank]), len(nodes)
+        self.local_rank, self.local_size = here.index(self.rank), len(here)
+
+    def all_gather(self, send: Tensor, recv: Tensor | None = None) -> Tensor:
+        """All ranks' tensors one after the other.   [..] -> [N, ..], or `recv` of as many elements"""
+        if recv is None:
+            recv = send.new_empty(self.size, *send.shape)
+        gathered_there: Tensor = self.comm.all_gather(send, recv)
+        return gathered_there
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.comm.barrier()
+
+    def __repr__(self) -> str:
+        return (
+            f"CommOverlapHelper(rank {self.rank} of {self.size}, rank {self.local_rank} of {self.local_size} on node "
+            f"{self.node_id} of {self.num_nodes})"
+        )
+
+
+class CommOverlap:
+    """Overlap by slices, with buffers of its own for tensors of one shape. A collective: every rank makes one.
+
+    helper          of the communicator
+    tensor_shape    of the whole: what is gathered, or what is summed; rows are all dimensions but the last
+    dtype           in which it travels
+    num_splits      slices
+    num_comm_ctas   most thread blocks of a collective (NCCL's maxCTAs)
+    priority        of the communication's stream
+    set_sm_margin   leave as many multiprocessors out of the matmuls
+    deterministic   sums by exchange, in the order of the ranks
+    save_gathered   see `OverlapConfig`; here the backward pass gathers once more, as TransformerEngine's does
+
+    config      what it is as an OverlapConfig
+    memory      "window": a symmetric window (NCCL >= 2.27), "registered" (>= 2.19), or "plain": torch's
+    nbytes      of its buffers on this rank
+
+    close() it on every rank when the layers are gone.
+    """
+
+    def __init__(
+        self,
+        helper: CommOverlapHelper,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        num_splits: int = 4,
+        num_comm_ctas: int | None = None,
+        priority: int = -1,
+        set_sm_margin: bool = False,
+        deterministic: bool = False,
+        save_gathered: bool = False,
+    ) -> None:
+        method = "exchange" if deterministic else "slices"
+        config = OverlapConfig(
+            method,
+            chunks=num_splits,
+            num_comm_ctas=num_comm_ctas,
+            priority=priority,
+            set_sm_margin=set_sm_margin,
+            deterministic=deterministic,
+            save_gathered=save_gathered,
+        )
+        # What reduces by slices needs no buffer to receive into.
+        roles = {"gathered": 1.0, "partial": 1.0, **({"received": 1.0, "total": 1.0} if deterministic else {})}
+        self._begin(helper, tensor_shape, dtype, config, roles)
+
+    def _begin(
+        self,
+        helper: CommOverlapHelper,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        config: OverlapConfig,
+        roles: dict[str, float],
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(helper, CommOverlapHelper):
+            raise TypeError(f"{name}: helper is {shown(helper)}, expected a CommOverlapHelper(comm)")
+        shape = tuple(as_int(size) for size in tensor_shape)
+        if len(shape) < 2 or None in shape or min(shape) < 1 or math.prod(shape[:-1]) % helper.size:
+            raise ValueError(
+                f"{name}: tensor_shape is {shown(tensor_shape)}, expected [rows, .., features], of sizes >= 1, with "
+                f"rows that {helper.size} ranks can share equally"
+            )
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"{name}: dtype is {shown(dtype)}, expected a floating-point type of torch")
+        self.helper, self.comm, self.tensor_shape, self.dtype = helper, helper.comm, shape, dtype
+        self.config = config
+        self._closing: list[Callable[[], object]] = []
+        self.memory = "plain"
+        nbytes = math.prod(shape) * dtype.itemsize
+        self.workspace = Workspace(self._allocate, fixed=name)
+        for role, share in roles.items():
+            self.workspace.reserve(role, math.ceil(nbytes * share), torch.device(self.comm.device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.workspace.nbytes
+
+    def _allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory of NCCL's, as a symmetric window if the ranks can have one, registered if not, torch's if neither.
+
+        What is possible is the library's to say, and is so on every rank."""
+        library = self.comm.library
+        if library.version < (2, 19):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        memory = pynccl.mem_alloc(
+            -(-nbytes // 4096) * 4096, device=None if library.is_host else device.index, library=library
+        )
+        self._closing.append(memory.close)
+        self.memory = "plain"
+        if library.version >= (2, 27):
+            with contextlib.suppress(NcclError, ValueError):  # declined: no memory of each other, no symmetric kernels
+                self._closing.append(self.comm.window(memory).close)
+                self.memory = "window"
+        if self.memory == "plain":
+            with contextlib.suppress(NcclError):
+                self._closing.append(self.comm.register(memory).close)
+                self.memory = "registered"
+        return torch.from_dlpack(memory)
+
+    def all_gather_matmul(self, x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Any) -> Any:
+        """See `pynccl_autograd.all_gather_matmul`."""
+        return all_gather_matmul(x, w, self.comm, bias, overlap=self, **options)
+
+    def matmul_reduce_scatter(self, x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+        """See `pynccl_autograd.matmul_reduce_scatter`."""
+        return matmul_reduce_scatter(x, w, self.comm, bias, overlap=self, **options)
+
+    def matmul_all_reduce(self, x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Any) -> Any:
+        """See `pynccl_autograd.matmul_all_reduce`."""
+        return matmul_all_reduce(x, w, self.comm, bias, overlap=self, **options)
+
+    @contextlib.contextmanager
+    def bulk(self, collective: str, send: Tensor, recv: Tensor, *args: Any) -> Iterator[Tensor]:
+        """A whole collective beside the work of a with block, which must not touch its tensors.
+
+            with overlap.bulk("all_gather", x, gathered):
+                dx = dy @ w                                  # does not need `gathered`
+            dw = dy.T @ gathered
+
+        collective  "all_gather", "reduce_scatter", "all_reduce" or "all_to_all", of contiguous tensors as the
+                    communicator's method takes them; args are those that follow, such as op. Without derivative.
+        """
+        if collective not in COLLECTIVES:
+            raise ValueError(f"bulk: collective is {shown(collective)}, expected one of {', '.join(COLLECTIVES)}")
+        comm, limit, margin = limited(self.comm, self.config, "bulk")
+        lanes = Lanes(comm, priority=self.config.priority, config=limit)
+        with lanes:
+            lanes.comm.wait(lanes.begun)
+            lanes.collective(collective, send.detach(), recv.detach(), *args)
+            with margin:
+                yield recv
+
+    def close(self) -> None:
+        """Give the buffers back, on every rank. Twice is harmless."""
+        self.workspace.drop()
+        closing, self._closing = self._closing, []
+        for close in reversed(closing):
+            close()
+
+    def __enter__(self) -> CommOverlap:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.config.method}, {self.tensor_shape} of {self.dtype}, {self.nbytes} bytes, "
+            f"{self.memory})"
+        )
+
+
+class CommOverlapP2P(CommOverlap):
+    """Overlap around the ring, by send and recv, with buffers of its own. A collective: every rank makes one.
+
+    aggregate    gather two ranks' blocks for each matmul; the rest as in CommOverlap
+    """
+
+    def __init__(
+        self,
+        helper: CommOverlapHelper,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        aggregate: bool = False,
+        num_comm_ctas: int | None = None,
+        priority: int = -1,
+        set_sm_margin: bool = False,
+        save_gathered: bool = False,
+    ) -> None:
+        config = OverlapConfig(
+            "ring",
+            aggregate=aggregate,
+            num_comm_ctas=num_comm_ctas,
+            priority=priority,
+            set_sm_margin=set_sm_margin,
+            save_gathered=save_gathered,
+        )
+        size = helper.size if isinstance(helper, CommOverlapHelper) else 1
+        roles = {"gathered": 1.0, "partial": 2.0 / size, "received": 1.0 / size}
+        self._begin(helper, tensor_shape, dtype, config, roles)

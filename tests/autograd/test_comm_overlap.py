@@ -1,0 +1,175 @@
+"""CommOverlapHelper, CommOverlap, CommOverlapP2P beside the unsharded layer: buffers of their own, and where ranks are."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool, each_size
+from torch import Tensor
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+ROWS, WIDTH, HIDDEN = 24, 16, 36
+
+
+def on_hosts(comm: Communicator, hosts: list[str]) -> tuple[int, ...]:
+    os.environ["NCCL_HOSTID"] = hosts[comm.rank]
+    helper = ad.CommOverlapHelper(comm)
+    return helper.rank, helper.size, helper.node_id, helper.num_nodes, helper.local_rank, helper.local_size
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("aabb", [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]),
+        ("abba", [(0, 2, 0, 2), (1, 2, 0, 2), (1, 2, 1, 2), (0, 2, 1, 2)]),
+        ("abcc", [(0, 3, 0, 1), (1, 3, 0, 1), (2, 3, 0, 2), (2, 3, 1, 2)]),
+    ],
+)
+def test_a_helper_knows_which_ranks_share_a_host(ranks: RankPool, hosts: str, expected: list[Any]) -> None:
+    found = ranks.run(4, on_hosts, list(hosts))
+    assert found == [(rank, 4, *where) for rank, where in enumerate(expected)]
+
+
+def helped(comm: Communicator) -> list[list[float]]:
+    helper = ad.CommOverlapHelper(comm)
+    helper.barrier()
+    mine = torch.full((2,), float(comm.rank))
+    into = torch.empty(comm.size * 2)
+    assert helper.all_gather(mine, into) is into
+    assert into.tolist() == helper.all_gather(mine).flatten().tolist()
+    gathered: list[list[float]] = helper.all_gather(mine).tolist()
+    return gathered
+
+
+@each_size
+def test_a_helper_gathers_and_waits(ranks: RankPool, n: int) -> None:
+    assert ranks.run(n, helped) == [[[float(q)] * 2 for q in range(n)]] * n
+
+
+def made(comm: Communicator, kind: str) -> Any:
+    helper = ad.CommOverlapHelper(comm)
+    shape = (ROWS, max(WIDTH, HIDDEN))
+    if kind == "ring":
+        return ad.CommOverlapP2P(helper, shape, torch.float64, aggregate=comm.size > 2)
+    return ad.CommOverlap(helper, shape, torch.float64, num_splits=3, deterministic=kind == "exchange")
+
+
+def check_layers(comm: Communicator, kind: str) -> str:
+    """Both layers of an MLP with one object; two steps in the same buffers."""
+    torch.manual_seed(2)
+    up, down = torch.nn.Linear(WIDTH, HIDDEN).double(), torch.nn.Linear(HIDDEN, WIDTH).double()
+    overlap = made(comm, kind)
+    options = {"sequence_parallel": True, "dtype": torch.float64, "overlap": overlap}
+    column = ad.ColumnParallelLinear(WIDTH, HIDDEN, comm, **options)
+    row = ad.RowParallelLinear(HIDDEN, WIDTH, comm, **options)
+    column.load_full(up.weight, up.bias)
+    row.load_full(down.weight, down.bias)
+    before = overlap.nbytes
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x, g = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
+        whole, own = x.clone().requires_grad_(), x.chunk(comm.size)[comm.rank].clone().requires_grad_()
+        layers: tuple[Any, ...] = (up, down, column, row)
+        for layer in layers:
+            layer.zero_grad()
+        down(up(whole).relu()).backward(g)
+        y = row(column(own).relu())
+        y.backward(g.chunk(comm.size)[comm.rank])
+        pairs = [
+            (own.grad, whole.grad.chunk(comm.size)[comm.rank]),  # type: ignore[union-attr]
+            (column.weight.grad, up.weight.grad.chunk(comm.size)[comm.rank]),  # type: ignore[union-attr]
+            (column.bias.grad, up.bias.grad.chunk(comm.size)[comm.rank]),  # type: ignore[union-attr]
+            (row.weight.grad, down.weight.grad.chunk(comm.size, 1)[comm.rank]),  # type: ignore[union-attr]
+            (row.bias.grad, down.bias.grad),
+            (y, down(up(x).relu()).chunk(comm.size)[comm.rank]),
+        ]
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert overlap.nbytes == before
+    memory: str = overlap.memory
+    overlap.close()
+    overlap.close()
+    return memory
+
+
+@each_size
+@pytest.mark.parametrize("kind", ["slices", "ring", "exchange"])
+def test_layers_with_buffers_of_their_own_equal_the_unsharded_ones(ranks: RankPool, n: int, kind: str) -> None:
+    assert ranks.run(n, check_layers, kind) == ["window"] * n
+
+
+def too_small(comm: Communicator) -> None:
+    with made(comm, "slices") as overlap:
+        x, w = torch.ones(ROWS, 2 * HIDDEN, dtype=torch.float64), torch.ones(4, 2 * HIDDEN, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"CommOverlap: its buffer 'gathered' has \d+ bytes, but \(.*\) of torch"):
+            overlap.all_gather_matmul(x, w)
+        x, w = torch.ones(ROWS // comm.size, WIDTH, dtype=torch.float64), torch.ones(4, WIDTH, dtype=torch.float64)
+        assert overlap.all_gather_matmul(x, w).tolist() == [[float(WIDTH)] * 4] * ROWS  # and works on
+    with pytest.raises(ValueError, match=r"do not use it after close\(\)"):
+        overlap.all_gather_matmul(x, w)
+
+
+def test_a_tensor_that_the_buffers_cannot_hold_is_refused_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(3, too_small)
+
+
+def beside(comm: Communicator) -> tuple[list[float], list[float]]:
+    with made(comm, "slices") as overlap:
+        mine, gathered = torch.full((2,), comm.rank + 1.0), torch.empty(2 * comm.size)
+        a = torch.ones(3, 3, requires_grad=True)
+        with overlap.bulk("all_gather", mine, gathered) as arriving:
+            y = (a @ a).sum()  # has a gradient, as everywhere
+        assert arriving is gathered
+        y.backward()
+        summed = torch.ones(2)
+        with overlap.bulk("all_reduce", summed, summed, "max"):
+            pass
+        assert a.grad is not None and a.grad.tolist() == [[6.0] * 3] * 3
+        return gathered.tolist(), summed.tolist()
+
+
+@each_size
+def test_a_whole_collective_runs_beside_a_block(ranks: RankPool, n: int) -> None:
+    gathered = [float(q + 1) for q in range(n) for _ in range(2)]
+    assert ranks.run(n, beside) == [(gathered, [1.0, 1.0])] * n
+
+
+def refused(comm: Communicator) -> None:
+    helper = ad.CommOverlapHelper(comm)
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (lambda: ad.CommOverlapHelper(3), TypeError, "comm is 3, expected a pynccl.Communicator"),
+        (lambda: ad.CommOverlap(comm, (8, 8)), TypeError, r"expected a CommOverlapHelper\(comm\)"),  # type: ignore[arg-type]
+        (lambda: ad.CommOverlap(helper, (8,)), ValueError, "tensor_shape is .*expected"),
+        (lambda: ad.CommOverlap(helper, (7, 8)), ValueError, "rows that 2 ranks can share equally"),
+        (lambda: ad.CommOverlap(helper, (8, 8), torch.int32), TypeError, "dtype is torch.int32, expected"),
+        (lambda: ad.CommOverlap(helper, (8, 8), num_splits=0), ValueError, "chunks is 0, expected an integer >= 1"),
+        (lambda: ad.CommOverlapP2P(helper, (8, 8), aggregate=1), TypeError, "aggregate is 1, expected True or"),  # type: ignore[arg-type]
+    ]
+    for call, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            call()
+    with ad.CommOverlap(helper, (8, 8)) as overlap, pytest.raises(ValueError, match="collective is 'gather', expected"):
+        with overlap.bulk("gather", torch.ones(2), torch.ones(2)):
+            pass
+
+
+def test_what_has_no_meaning_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, refused)
+
+
+def test_objects_print_what_they_are(ranks: RankPool) -> None:
+    found = ranks.run(2, described)
+    assert found[0] == (
+        "CommOverlapHelper(rank 0 of 2, rank 0 of 2 on node 0 of 1)",
+        "CommOverlap(slices, (24, 36) of torch.float64, 16384 bytes, window)",
+    )
+
+
+def described(comm: Communicator) -> tuple[str, str]:
+    with made(comm, "slices") as overlap:
+        return repr(overlap.helper), repr(overlap)
