@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node=2 scripts/train.py                          # a GPU per rank, else the CPU
     torchrun --standalone --nproc-per-node=2 scripts/train.py --check                  # beside the unsharded model
     torchrun --standalone --nproc-per-node=2 scripts/train.py --device cuda:0          # both ranks share one GPU
+    torchrun --standalone --nproc-per-node=2 scripts/train.py --overlap off            # nothing hides communication
 
 Beside it lie train_options.py, train_model.py, train_data.py (the text) and train_report.py (what is shown). It writes
 OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary model. Exit code: 0; 1 if
@@ -93,7 +94,7 @@ def build(
     """
     torch.manual_seed(options.seed)
     unsharded = Transformer(config)
-    model = Transformer(config, comm)
+    model = Transformer(config, comm, options.overlap)
     model.load_unsharded(unsharded.state_dict())
     dtype = getattr(torch, options.dtype)
     return model.to(comm.device, dtype), unsharded.to(comm.device, dtype)

@@ -48,34 +48,36 @@ class ModelConfig:
         return ""
 
 
-def column_linear(in_features: int, out_features: int, comm: Communicator | None) -> nn.Module:
+def column_linear(in_features: int, out_features: int, comm: Communicator | None, overlap: Any) -> nn.Module:
     """[seq/N, .., in] -> [seq, .., out/N]: gathers the sequence, computes this rank's outputs."""
     if comm is None:
         return nn.Linear(in_features, out_features)
     import pynccl_autograd as ad
 
-    return ad.ColumnParallelLinear(in_features, out_features, comm, sequence_parallel=True, device="cpu")
+    options = {"sequence_parallel": True, "device": "cpu", "overlap": overlap}
+    return ad.ColumnParallelLinear(in_features, out_features, comm, **options)
 
 
-def row_linear(in_features: int, out_features: int, comm: Communicator | None) -> nn.Module:
+def row_linear(in_features: int, out_features: int, comm: Communicator | None, overlap: Any) -> nn.Module:
     """[seq, .., in/N] -> [seq/N, .., out]: sums the ranks' partial products, keeps this rank's positions."""
     if comm is None:
         return nn.Linear(in_features, out_features)
     import pynccl_autograd as ad
 
-    return ad.RowParallelLinear(in_features, out_features, comm, sequence_parallel=True, device="cpu")
+    options = {"sequence_parallel": True, "device": "cpu", "overlap": overlap}
+    return ad.RowParallelLinear(in_features, out_features, comm, **options)
 
 
 class Attention(nn.Module):
     """Causal self-attention; a rank computes heads/N heads over the whole sequence."""
 
-    def __init__(self, config: ModelConfig, comm: Communicator | None) -> None:
+    def __init__(self, config: ModelConfig, comm: Communicator | None, overlap: Any) -> None:
         super().__init__()
         self.head_width = config.width // config.heads
         # Rows of the weight are ordered [head, (q, k, v), head_width], so that a contiguous slice of rows is a set of
         # whole heads. In the usual order, q then k then v, half of the rows would be q and half of k.
-        self.qkv = column_linear(config.width, 3 * config.width, comm)
-        self.out = row_linear(config.width, config.width, comm)
+        self.qkv = column_linear(config.width, 3 * config.width, comm, overlap)
+        self.out = row_linear(config.width, config.width, comm, overlap)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
@@ -88,13 +90,13 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm: what is added to the residual stream comes back from a reduce-scatter, already cut by position."""
 
-    def __init__(self, config: ModelConfig, comm: Communicator | None) -> None:
+    def __init__(self, config: ModelConfig, comm: Communicator | None, overlap: Any) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.width)
-        self.attention = Attention(config, comm)
+        self.attention = Attention(config, comm, overlap)
         self.norm2 = nn.LayerNorm(config.width)
-        self.up = column_linear(config.width, 4 * config.width, comm)
-        self.down = row_linear(4 * config.width, config.width, comm)
+        self.up = column_linear(config.width, 4 * config.width, comm, overlap)
+        self.down = row_linear(4 * config.width, config.width, comm, overlap)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -102,15 +104,17 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Byte-level language model. comm=None: unsharded, of nn.Linear. Both have the same names."""
+    """Byte-level language model. comm=None: unsharded, of nn.Linear. Both have the same names.
 
-    def __init__(self, config: ModelConfig, comm: Communicator | None = None) -> None:
+    overlap  of the parallel layers: "auto", "off", or what else they take"""
+
+    def __init__(self, config: ModelConfig, comm: Communicator | None = None, overlap: Any = "auto") -> None:
         super().__init__()
         self.config, self.comm = config, comm
         self.rank, self.ranks = (comm.rank, comm.size) if comm else (0, 1)
         self.embedding = nn.Embedding(VOCABULARY, config.width)
         self.position = nn.Parameter(torch.empty(config.seq, 1, config.width))
-        self.blocks = nn.ModuleList(Block(config, comm) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, comm, overlap) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         for parameter in (self.embedding.weight, self.position, self.head.weight):

@@ -34,6 +34,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (%(default)s)")
     parser.add_argument("--data", metavar="FILE", help=f"text to learn; default: {SHIPPED}, which comes with Python")
     parser.add_argument("--out", default="out", help="folder for loss.png and checkpoint.pt (%(default)s)")
+    parser.add_argument(
+        "--overlap",
+        choices=("auto", "off"),
+        default="auto",
+        help="hide communication behind matmuls: auto, where it pays, or off (%(default)s)",
+    )
     parser.add_argument("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
     options = parser.parse_args()
     ranks = os.environ.get("WORLD_SIZE", "1")

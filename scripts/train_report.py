@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 import pynccl
+from pynccl_autograd.overlap import lanes
 
 COMPARED_STEPS = 50
 # Largest relative difference of the two losses within COMPARED_STEPS. Only the order of summation differs, but training
@@ -17,10 +19,21 @@ COMPARED_STEPS = 50
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
 
 
+class _Blocked(lanes.Observer):
+    """Tells the meter how long overlapped layers have waited for their communication."""
+
+    def __init__(self, meter: CommMeter) -> None:
+        self._meter = meter
+
+    def closed(self, lanes: lanes.Lanes) -> None:
+        self._meter.add(getattr(lanes.main, "blocked", 0.0))
+
+
 class CommMeter:
     """Seconds that this rank spends in collectives of one communicator, waiting for other ranks included.
 
-    The methods of `comm` are wrapped. On the CPU a collective returns when it is done, so its time is that of the call.
+    The methods of `comm` are wrapped. On the CPU a collective returns when it is done, so its time is that of the call;
+    of one beside matmuls it is the time that the matmuls waited for it, which overlapped layers tell their observers.
     On a GPU the call returns at once: CUDA events on its stream, before and after, tell how long it held the stream.
     """
 
@@ -31,6 +44,9 @@ class CommMeter:
         self.how = "time inside collectives" + ("" if comm.library.is_host else " by CUDA events on their stream")
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._open = contextlib.ExitStack()
+        if comm.library.is_host:
+            self._open.enter_context(lanes.observed(_Blocked(self)))
         for name in self.METHODS:
             method = getattr(comm, name)
             setattr(comm, name, self._on_cpu(method) if comm.library.is_host else self._on_gpu(method))
@@ -41,8 +57,14 @@ class CommMeter:
         self._events.clear()
         return self._seconds
 
+    def add(self, seconds: float) -> None:
+        self._seconds += seconds
+
     def _on_cpu(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
+            if options.get("stream") is not None:
+                self.calls += 1
+                return method(*args, **options)
             started = time.perf_counter()
             try:
                 return method(*args, **options)

@@ -6,11 +6,12 @@ and those that it writes, so that a test can prove each dependency, and a timeli
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,23 +31,35 @@ class Point(NamedTuple):
     event: Any
 
 
-class Observer(Protocol):
+class Observer:
     """Who is told what runs on the lanes: the report, the timeline, the tests of the schedule."""
 
-    timing: bool  # whether it wants `begin` and `end`
+    timing = False  # whether it wants `begin` and `end`
 
     def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
         """Work was issued: tensors that it reads and writes, marks of the lane around it."""
 
-    def recorded(self, lane: Lane, point: Point) -> None: ...
+    def recorded(self, lane: Lane, point: Point) -> None:
+        """A point of a lane."""
 
-    def waited(self, lane: Lane, point: Point) -> None: ...
+    def waited(self, lane: Lane, point: Point) -> None:
+        """The lane waits for the point."""
 
     def closed(self, lanes: Lanes) -> None:
         """The caller has waited for all that ran on the lanes."""
 
 
 _observers: list[Observer] = []  # of this process: a backward pass runs in other threads
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """The observer is told of all operations that begin in the block, of all threads."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 class Lane:
@@ -103,8 +116,12 @@ class Lane:
             observer.ran(self, name, reads, writes, begin, end)
 
 
-class _CallerLane(Lane):
-    """The caller of the host library: his work is done when it returns."""
+class CallerLane(Lane):
+    """The caller of the host library: his work is done when it returns.
+
+    blocked  seconds that he has spent waiting for the other lanes"""
+
+    blocked = 0.0
 
     def _do(self, work: Callable[[], object]) -> None:
         work()
@@ -114,7 +131,9 @@ class _CallerLane(Lane):
 
     def _wait(self, event: Any) -> None:
         if event is not None:
+            begin = time.perf_counter()
             event.synchronize()
+            self.blocked += time.perf_counter() - begin
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -298,7 +317,7 @@ def make_lanes(
     """(main, comm, those of matmuls)"""
     side: Any = side_stream(comm, priority)
     if comm.library.is_host:
-        main: Lane = _CallerLane("main", lanes)
+        main: Lane = CallerLane("main", lanes)
         return main, main if serial else HostLane("comm", lanes, side._stream), [main]
     current = torch.cuda.current_stream(side.device)
     main = _MainLane("main", lanes, current)

@@ -1,4 +1,4 @@
-"""CommOverlapHelper, CommOverlap, CommOverlapP2P beside the unsharded layer: buffers of their own, and where ranks are."""
+"""CommOverlapHelper, CommOverlap, CommOverlapP2P beside the unsharded layer: where ranks are, buffers of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankPool, each_size
-from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
@@ -153,9 +152,12 @@ def refused(comm: Communicator) -> None:
     for call, kind, text in wrong:
         with pytest.raises(kind, match=text):
             call()
-    with ad.CommOverlap(helper, (8, 8)) as overlap, pytest.raises(ValueError, match="collective is 'gather', expected"):
-        with overlap.bulk("gather", torch.ones(2), torch.ones(2)):
-            pass
+    with (
+        ad.CommOverlap(helper, (8, 8)) as overlap,
+        pytest.raises(ValueError, match="collective is 'gather', expected"),
+        overlap.bulk("gather", torch.ones(2), torch.ones(2)),
+    ):
+        pass
 
 
 def test_what_has_no_meaning_is_refused(ranks: RankPool) -> None:

@@ -1,9 +1,8 @@
-"""Overlapped matmuls against torch alone on the unsharded tensors: every way, forwards and backwards, on 2, 3, 4 ranks."""
+"""Overlapped matmuls against torch alone on the unsharded tensors: every way, forwards and backwards."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
