@@ -15,7 +15,7 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
 
-SEQUENCE, BATCH, WIDTH, HIDDEN = 24, 2, 20, 36  # SEQUENCE is divisible by 2, 3 and 4, the rows not by all chunks
+SEQUENCE, BATCH, WIDTH, HIDDEN = 24, 2, 96, 144  # SEQUENCE is divisible by 2, 3 and 4, the rows not by all chunks
 WAYS = (
     OverlapConfig("slices", chunks=1),
     OverlapConfig("slices", chunks=3),
@@ -73,8 +73,8 @@ def whole_tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     return (
-        draw(SEQUENCE, BATCH, WIDTH * 12), draw(HIDDEN * 12, WIDTH * 12) / 16, draw(HIDDEN * 12),
-        draw(SEQUENCE, BATCH, HIDDEN * 12),
+        draw(SEQUENCE, BATCH, WIDTH), draw(HIDDEN, WIDTH) / 10, draw(HIDDEN),
+        draw(SEQUENCE, BATCH, HIDDEN),
     )  # fmt: skip
 
 
@@ -114,3 +114,167 @@ def check_ways(comm: Communicator, name: str, ways: tuple[OverlapConfig, ...], d
 @pytest.mark.parametrize("name", CASES)
 def test_every_way_equals_the_unsharded_layer(ranks: RankPool, n: int, name: str) -> None:
     ranks.run(n, check_ways, name, WAYS, torch.float64)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_types_of_training(ranks: RankPool, name: str, dtype: torch.dtype) -> None:
+    ranks.run(3, check_ways, name, WAYS[1:2] + WAYS[5:6] + WAYS[9:11], dtype)
+
+
+def check_reduce_dtype(comm: Communicator, name: str) -> None:
+    """Sums of bfloat16 that travel as float32 are those of float32, rounded once."""
+    case = CASES[name]
+    x, w, _, g = whole_tensors(torch.bfloat16)
+    for way in (OverlapConfig("slices", chunks=3), OverlapConfig("ring"), OverlapConfig("exchange", chunks=2)):
+        found = []
+        for reduce_dtype in (None, torch.float32):
+            own = part(x, case.x_dim, comm).clone().requires_grad_()
+            y = case.function(own, part(w, case.w_dim, comm), comm, overlap=way, reduce_dtype=reduce_dtype)
+            y.backward(part(g, case.y_dim, comm))
+            found.append((y.detach(), own.grad))
+        exact = reference(torch.bfloat16)
+        at = 1 if name in ("all_gather_matmul", "copy_matmul") else 0  # of (y, dx): the one that is a sum
+        whole = part(exact["x"] if at else exact["y"] - whole_tensors(torch.bfloat16)[2].double(), None, comm)
+        dim = case.x_dim if at else case.y_dim
+        errors = [float((pair[at].double() - part(whole, dim, comm)).abs().mean()) for pair in found]  # type: ignore[union-attr]
+        assert found[1][at].dtype is torch.bfloat16  # type: ignore[union-attr]
+        if way.method == "ring" and comm.size > 2:  # which rounds what it passes on
+            assert errors[1] < errors[0], (name, way, errors)
+        assert errors[1] <= errors[0], (name, way, errors)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_sums_may_travel_in_a_wider_type(ranks: RankPool, n: int, name: str) -> None:
+    ranks.run(n, check_reduce_dtype, name)
+
+
+def bits_of_gathering(comm: Communicator, dtype: torch.dtype) -> None:
+    """Rows of 64 and more: BLAS gives a row of a product the same bits, however many other rows there are."""
+    torch.manual_seed(comm.rank)
+    x = torch.randn(256, 96).to(dtype)
+    torch.manual_seed(7)
+    w, bias = torch.randn(128, 96).to(dtype), torch.randn(128).to(dtype)
+    whole = comm.all_gather(x, x.new_empty(comm.size * 256, 96))
+    for with_bias in (None, bias):
+        expected = F.linear(whole, w, with_bias)
+        for way in (
+            *(OverlapConfig("slices", chunks=k) for k in (1, 2, 3, 4)),
+            OverlapConfig("ring"),
+            OverlapConfig("bulk"),
+        ):
+            y, gathered = ad.all_gather_matmul(x, w, comm, with_bias, overlap=way, return_gathered=True)
+            assert torch.equal(gathered, whole)
+            assert torch.equal(y, expected), (way, float((y - expected).abs().max()))
+
+
+@each_size
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cut_and_uncut_gathers_give_the_same_bits(ranks: RankPool, n: int, dtype: torch.dtype) -> None:
+    ranks.run(n, bits_of_gathering, dtype)
+
+
+def bits_of_exchange(comm: Communicator, name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(comm.rank)
+    x, w = torch.randn(comm.size * 192, 64).to(dtype), torch.randn(96, 64).to(dtype)
+    results = []
+    for chunks in (1, 2, 3, 3):
+        way = OverlapConfig("exchange", chunks=chunks, deterministic=True)
+        results.append(CASES[name].function(x, w, comm, overlap=way))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    parts = comm.all_gather(F.linear(x, w), x.new_empty(comm.size, comm.size * 192, 96))
+    total = parts[0].to(torch.promote_types(dtype, torch.float32))
+    for other in parts[1:]:
+        total = total + other
+    assert torch.equal(results[0], part(total.to(dtype), CASES[name].y_dim, comm))
+
+
+@each_size
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_sums_by_exchange_have_the_same_bits_however_they_are_cut(
+    ranks: RankPool, n: int, name: str, dtype: torch.dtype
+) -> None:
+    ranks.run(n, bits_of_exchange, name, dtype)
+
+
+def gathered_too(comm: Communicator) -> None:
+    """What was gathered has a gradient of its own."""
+    torch.manual_seed(comm.rank)
+    x = torch.randn(12, 8, dtype=torch.float64)
+    torch.manual_seed(1)
+    w = torch.randn(6, 8, dtype=torch.float64)
+    found = []
+    for way in ("off", OverlapConfig("slices", chunks=3), OverlapConfig("ring", save_gathered=False)):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        y, whole = ad.all_gather_matmul(*leaves, comm, overlap=way, return_gathered=True)  # type: ignore[arg-type]
+        only_whole = torch.autograd.grad((whole**3).sum(), leaves[0], retain_graph=True)[0]
+        ((y**2).sum() + (whole**3).sum()).backward()
+        found.append((y, whole, only_whole, *(leaf.grad for leaf in leaves)))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@each_size
+def test_what_was_gathered_can_be_had_and_derived(ranks: RankPool, n: int) -> None:
+    ranks.run(n, gathered_too)
+
+
+def slice_by_slice(comm: Communicator, method: str) -> list[tuple[int, int]]:
+    torch.manual_seed(comm.rank)
+    x, w = torch.randn(20, 8, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
+    torch.manual_seed(4)
+    bias, g = torch.randn(6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
+    expected = ad.matmul_all_reduce(leaves[0], leaves[1], comm, leaves[2], overlap="off").relu()
+    expected.backward(g)
+    mine = [t.clone().requires_grad_() for t in (x, w, bias)]
+    way = OverlapConfig(method, chunks=3)
+    slices = ad.matmul_all_reduce(mine[0], mine[1], comm, mine[2], overlap=way, hand_off=True)
+    done = [rows.relu_() for rows in slices]  # in place: each slice is a tensor of its own
+    torch.testing.assert_close(torch.cat(done), expected, rtol=1e-12, atol=1e-12)
+    torch.cat(done).backward(g)
+    for found, leaf in zip(mine, leaves, strict=True):
+        torch.testing.assert_close(found.grad, leaf.grad, rtol=1e-12, atol=1e-12)
+    again = ad.matmul_all_reduce(x, w, comm, overlap=way, hand_off=True)
+    assert torch.equal(again[-1], again.whole()[again.rows[-1]]) and len(again[:2]) == min(2, len(again))
+    return [(rows.start, rows.stop) for rows in slices.rows]
+
+
+@each_size
+@pytest.mark.parametrize("method", ["slices", "exchange", "ring"])
+def test_an_all_reduce_is_handed_out_slice_by_slice(ranks: RankPool, n: int, method: str) -> None:
+    rows = [(0, 20)] if method == "ring" else [(0, 6), (6, 13), (13, 20)]
+    assert ranks.run(n, slice_by_slice, method) == [rows] * n
+
+
+def accumulated(comm: Communicator, name: str, overlap: Any) -> None:
+    case = CASES[name]
+    torch.manual_seed(1)
+    x, w, _, g = whole_tensors(torch.bfloat16)
+    own = part(w, case.w_dim, comm).clone().requires_grad_()
+    start = torch.randn_like(own, dtype=torch.float32)
+    own.main_grad = start.clone()  # type: ignore[attr-defined]
+    mine = part(x, case.x_dim, comm)
+    for _ in range(2):
+        y = case.function(mine, own, comm, overlap=overlap, grad_accumulation_fusion=True)
+        y.backward(part(g, case.y_dim, comm))
+    assert own.grad is None
+    expected = start.double() + 2 * part(reference(torch.bfloat16)["w"], case.w_dim, comm)
+    torch.testing.assert_close(own.main_grad.double(), expected, rtol=2e-2, atol=0.3)  # type: ignore[attr-defined]
+    own.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    hooked: list[Tensor] = []
+    own.register_post_accumulate_grad_hook(hooked.append)  # type: ignore[arg-type]
+    case.function(mine, own, comm, overlap=overlap, grad_accumulation_fusion=True).backward(part(g, case.y_dim, comm))
+    assert own.grad_added_to_main_grad and hooked and not own.grad.any()  # type: ignore[attr-defined, union-attr]
+    del own.main_grad  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"weight\.main_grad, which is None; expected a tensor"):
+        case.function(mine, own, comm, overlap=overlap, grad_accumulation_fusion=True)
+
+
+@pytest.mark.parametrize("overlap", ["off", OverlapConfig("slices", chunks=3), OverlapConfig("ring")])
+@pytest.mark.parametrize("name", CASES)
+def test_weight_gradients_are_added_where_the_optimizer_wants_them(ranks: RankPool, name: str, overlap: Any) -> None:
+    ranks.run(2, accumulated, name, overlap)
