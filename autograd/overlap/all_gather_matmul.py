@@ -207,5 +207,5 @@ def _composed(
         assert x is not None
         whole = run(comm, AllGather, x, 0, "sum", None, options.reduce_dtype)
     dw = unfused.weight_grad(gy, whole, options.main_grad, options.parameter) if ctx.needs_input_grad[1] else None
-    db = gy.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    db = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return dx, dw, db

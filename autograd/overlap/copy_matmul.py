@@ -119,5 +119,5 @@ def _composed(ctx: Any, gy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor | None
     options: Options = ctx.options
     dx = run(options.comm, AllReduce, gy @ w, "sum", "replicated", options.reduce_dtype)
     dw = unfused.weight_grad(gy, x, options.main_grad, options.parameter) if ctx.needs_input_grad[1] else None
-    db = gy.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    db = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return dx, dw, db

@@ -18,6 +18,7 @@ from pynccl.bindings.values import attribute
 from ..arguments import check_divisible
 from ..collective import require_grad, run
 from ..ops.all_gather import AllGather
+from ..ops.all_reduce import AllReduce
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap, as_config
@@ -153,5 +154,8 @@ def _composed(ctx: Any, gy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor | None
     g = run(options.comm, AllGather, gy, 0, "sum", None, options.reduce_dtype)
     dx = g @ w if ctx.needs_input_grad[0] else None
     dw = unfused.weight_grad(g, x, options.main_grad, options.parameter) if ctx.needs_input_grad[1] else None
-    db = g.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    db = None
+    if ctx.has_bias:  # every rank has the bias: its gradient is equal on all of them, and so are what derives it again
+        own = gy.reshape(-1, gy.shape[-1]).sum(0)
+        db = run(options.comm, AllReduce, own, "sum", "replicated", options.reduce_dtype)
     return dx, dw, db

@@ -116,7 +116,7 @@ def told_of_main_grad(parameter: Any) -> Tensor | None:
 
 def weight_grad(g: Tensor, a: Tensor, main_grad: Tensor | None, parameter: Any) -> Tensor | None:
     """g.T @ a over all rows, differentiable; None if it was added to main_grad.   g [.., n], a [.., k] -> [n, k]"""
-    dw = g.flatten(0, -2).t() @ a.flatten(0, -2)
+    dw = g.reshape(-1, g.shape[-1]).t() @ a.reshape(-1, a.shape[-1])
     if main_grad is None:
         return dw
     with torch.no_grad():
