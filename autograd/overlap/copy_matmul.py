@@ -16,7 +16,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import attribute
 
 from ..collective import require_grad, run
-from ..ops.all_reduce import AllReduce
+from ..ops.all_reduce import AllReduce, CopyView
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap, as_config
@@ -118,6 +118,7 @@ def _composed(ctx: Any, gy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor | None
     """The same of operations that have derivatives."""
     options: Options = ctx.options
     dx = run(options.comm, AllReduce, gy @ w, "sum", "replicated", options.reduce_dtype)
+    x = run(options.comm, CopyView, x, options.reduce_dtype)  # as the forward pass had it
     dw = unfused.weight_grad(gy, x, options.main_grad, options.parameter) if ctx.needs_input_grad[1] else None
     db = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return dx, dw, db
