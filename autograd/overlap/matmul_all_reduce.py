@@ -225,9 +225,9 @@ class MatmulAllReduce(Function):
         gy = cotangents[0] if len(cotangents) == 1 else torch.cat(cotangents)
         Remembered.check(ctx, gy)
         options: Options = ctx.options
-        call = AllReduce.adjoint(gy, options.comm, gy.shape, "sum", "replicated", options.reduce_dtype)
+        function, gy, params = AllReduce.adjoint(gy, options.comm, gy.shape, "sum", "replicated", options.reduce_dtype)
         db = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        gy = run(options.comm, *call)
+        gy = run(options.comm, function, gy, *params)
         dx = gy @ w if ctx.needs_input_grad[0] else None
         dw = unfused.weight_grad(gy, x, options.main_grad, options.parameter) if ctx.needs_input_grad[1] else None
         return dx, dw, db, None, None, None
