@@ -1,0 +1,138 @@
+"""What overlap did in some steps, layer by layer: efficiency, exposed time, what the planner chose and why."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .lanes import observed
+from .planner import Decision
+from .trace import Operation, Trace
+
+_FORWARD = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pass of one layer. Times in seconds, medians over its calls; nan where nothing was overlapped.
+
+    layer       name in the model, or type, sizes and a number
+    what        "forward" or "backward"
+    pattern     as the planner calls it
+    decision    the last one: method, chunks, reason, predicted times
+    calls       how often it ran, or was decided not to overlap
+    comm, mm    in which something travelled, and was multiplied
+    wall        from begin to end
+    exposed     wall - mm: what the communication added
+    efficiency  the part of what can be hidden that was: 1.0 is the ideal, 0.0 one after the other
+    """
+
+    layer: str
+    what: str
+    pattern: str
+    decision: Decision
+    calls: int
+    comm: float
+    mm: float
+    wall: float
+    exposed: float
+    efficiency: float
+
+
+class Report(Trace):
+    """`report()` gives one; print it after the block, or read `rows()`."""
+
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self._named = {id(module): name or "model" for name, module in model.named_modules()} if model else {}
+        self._owners: list[Any] = []  # kept, so that no number is given twice
+        self._declined: dict[tuple[str, str], list[Decision]] = {}
+
+    def name(self, owner: Any) -> str:
+        """What a layer is called: its name in the model; else its type, its sizes and a number."""
+        if owner is None:
+            return "(function)"
+        if id(owner) in self._named:
+            return self._named[id(owner)]
+        if not any(owner is known for known in self._owners):
+            self._owners.append(owner)
+        number = next(at for at, known in enumerate(self._owners) if known is owner)
+        return f"{type(owner).__name__}({owner.in_features}, {owner.out_features}) #{number}"
+
+    def decided(self, owner: Any, decision: Decision) -> None:
+        if decision.method == "off":
+            self._declined.setdefault((self.name(owner), decision.pattern), []).append(decision)
+
+    def rows(self) -> list[Row]:
+        """Layers in the order in which they were first seen; the forward pass of each before its backward pass."""
+        groups: dict[tuple[str, str], list[Operation]] = {}
+        for operation in self.operations():
+            groups.setdefault((operation.owner, operation.pattern), []).append(operation)
+        ran = [_measured(owner, pattern, ones) for (owner, pattern), ones in groups.items()]
+        seen = {(row.layer, row.pattern) for row in ran}
+        rows = ran + [_off(*key, ones) for key, ones in self._declined.items() if key not in seen]
+        order = {name: at for at, name in enumerate(dict.fromkeys(row.layer for row in rows))}
+        return sorted(rows, key=lambda row: (order[row.layer], row.what == "backward"))
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        if not rows:
+            return "overlap: no layer with overlap ran"
+        table = [_HEADINGS, *(_cells(row) for row in rows)]
+        widths = [max(len(line[at]) for line in table) for at in range(len(_HEADINGS))]
+        lines = [_line(line, widths) for line in table]
+        whys = dict.fromkeys(f"  {row.layer}, {row.what}: {row.decision.reason}" for row in rows)
+        return "\n".join([*lines, *whys])
+
+
+_HEADINGS = ("layer", "pass", "chosen", "calls", "comm us", "mm us", "wall us", "exposed us", "efficiency")
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    left = [cell.ljust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
+    right = [cell.rjust(width) for cell, width in zip(cells[3:], widths[3:], strict=True)]
+    return "  ".join([*left, *right]).rstrip()
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    chosen = row.decision.method + (f" {row.decision.chunks}" if row.decision.method in ("slices", "exchange") else "")
+    times = ["-" if math.isnan(s) else f"{s * 1e6:,.0f}" for s in (row.comm, row.mm, row.wall, row.exposed)]
+    return row.layer, row.what, chosen, str(row.calls), *times, "-" if math.isnan(row.wall) else f"{row.efficiency:.2f}"
+
+
+def _what(pattern: str) -> str:
+    return "forward" if pattern in _FORWARD else "backward"
+
+
+def _measured(owner: str, pattern: str, ones: Sequence[Operation]) -> Row:
+    def median(name: str) -> float:
+        return statistics.median(getattr(one, name) for one in ones)
+
+    seconds = (median(name) for name in ("comm", "compute", "wall", "exposed", "efficiency"))
+    return Row(owner, _what(pattern), pattern, ones[-1].decision, len(ones), *seconds)
+
+
+def _off(owner: str, pattern: str, decisions: Sequence[Decision]) -> Row:
+    nan = math.nan
+    return Row(owner, _what(pattern), pattern, decisions[-1], len(decisions), nan, nan, nan, nan, nan)
+
+
+@contextlib.contextmanager
+def report(model: torch.nn.Module | None = None) -> Iterator[Report]:
+    """What overlap does in the block, of all layers of this process.
+
+        with ad.overlap.report(model) as report:
+            for _ in range(10):
+                train_step(model)
+        print(report)
+
+    model  gives the layers their names. The marks cost some microseconds a piece; medians over the calls are shown."""
+    found = Report(model)
+    with observed(found):
+        yield found
