@@ -37,7 +37,9 @@ ORDER: dict[str, str] = {
     "pynccl_autograd": """
         torch_internals levels recompute wire arguments agreement checks collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
-        operators streams work overlap.unfused overlap layers.linear layers nn
+        operators streams work
+        overlap.config overlap.machine overlap.schedule overlap.planner
+        overlap.unfused overlap layers.linear layers nn
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint testing
         __init__
     """,
