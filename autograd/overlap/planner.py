@@ -115,16 +115,21 @@ def work_of(
     m: int, n: int, k: int, dtype: Any, ranks: int, link: Any, device: Any, *, pattern: str, config: OverlapConfig
 ) -> Work:
     """The same arguments, checked."""
-    if pattern not in PATTERNS:
-        raise ValueError(f"plan: pattern is {shown(pattern)}, expected one of {', '.join(PATTERNS)}")
-    if not isinstance(config, OverlapConfig):
-        raise TypeError(f"plan: config is {shown(config)}, expected an OverlapConfig")
-    for name, value in (("m", m), ("n", n), ("k", k), ("ranks", ranks)):
-        integer(value, f"plan: {name}", low=1, high=1 << 62, expected="an integer >= 1")
+    check_pass("plan", m, n, k, ranks, pattern, config)
     regather = pattern == "column_backward" and not config.save_gathered
     name = str(dtype).removeprefix("torch.")
     item_size(dtype)
     return Work(pattern, m, n, k, name, ranks, link_of(link), device_of(device), regather)
+
+
+def check_pass(owner: str, m: int, n: int, k: int, ranks: int, pattern: str, config: OverlapConfig) -> None:
+    """ValueError, TypeError for what is no pass of a layer."""
+    if pattern not in PATTERNS:
+        raise ValueError(f"{owner}: pattern is {shown(pattern)}, expected one of {', '.join(PATTERNS)}")
+    if not isinstance(config, OverlapConfig):
+        raise TypeError(f"{owner}: config is {shown(config)}, expected an OverlapConfig")
+    for name, value in (("m", m), ("n", n), ("k", k), ("ranks", ranks)):
+        integer(value, f"{owner}: {name}", low=1, high=1 << 62, expected="an integer >= 1")
 
 
 def kept_method(config: OverlapConfig, pattern: str) -> str:
@@ -146,7 +151,7 @@ def streams_of(config: OverlapConfig, chunks: int, of_device: int) -> int:
 
 def _too_few(work: Work) -> str:
     if work.m < work.device.fewest_rows:
-        return f"{work.m} rows are too few to overlap anything: fewer than {work.device.fewest_rows}"
+        return f"{work.m} rows are fewer than {work.device.fewest_rows}: too few to overlap"
     return "" if work.rows else f"{work.m} rows are fewer than the {work.ranks} ranks"
 
 
@@ -175,7 +180,7 @@ def _decision(work: Work, method: str, chunks: int, streams: int, seconds: float
 
 
 def way_in_words(method: str, chunks: int) -> str:
-    return {"bulk": "bulk, uncut", "ring": f"a ring of {chunks} ranks", "off": "one after the other"}.get(
+    return {"bulk": "bulk", "ring": f"a ring of {chunks} ranks", "off": "one after the other"}.get(
         method, f"{method} in {chunks}"
     )
 
@@ -193,8 +198,8 @@ def _lost(work: Work, method: str, chunks: int, seconds: float) -> str:
     if comm < LEAST_GAIN * (comm + mm):
         return f"communication is {microseconds(comm)} of {microseconds(comm + mm)}: too little to hide"
     return (
-        f"the best way, {way_in_words(method, chunks)}, takes {microseconds(seconds)} against "
-        f"{microseconds(comm + mm)} one after the other: less than {LEAST_GAIN:.0%} to gain"
+        f"{way_in_words(method, chunks)} would take {microseconds(seconds)} against {microseconds(comm + mm)} one after the "
+        f"other: less than {LEAST_GAIN:.0%} to gain"
     )
 
 

@@ -38,6 +38,11 @@ TABLE = {
 PATTERNS = tuple(TABLE)
 
 
+def most_slices(pattern: str, m: int, ranks: int) -> int:
+    """That m rows can be cut into: each takes some of every owner's, where rows have owners."""
+    return m if TABLE[pattern].operation == "all_reduce" else m // ranks
+
+
 COMM, COMPUTE = "comm", "compute"
 
 
@@ -113,8 +118,7 @@ class Work:
 
     @cached_property
     def rows(self) -> int:
-        """Most slices that its rows can be cut into: each takes some of every owner's, where rows have owners."""
-        return self.m if self.form.operation == "all_reduce" else self.m // self.ranks
+        return most_slices(self.pattern, self.m, self.ranks)
 
     def collective(self, operation: str, parts: int = 1) -> float:
         return self.link.seconds(operation, self.nbytes / parts, self.ranks)
