@@ -206,7 +206,10 @@ def as_json(rows: Sequence[Row], machine: Machine, model: Model) -> dict[str, An
         }
         for row in rows
     ]
-    return {**asdict(machine), "model": asdict(model), "passes": passes, "totals": totals(rows, model.layers)}
+    found = asdict(machine)
+    if math.isinf(found["link"]["bandwidth"]):  # one rank has no link, and JSON no infinity
+        found["link"]["bandwidth"] = None
+    return {**found, "model": asdict(model), "passes": passes, "totals": totals(rows, model.layers)}
 
 
 # ---------------------------------------------------------------------------------------------- the command

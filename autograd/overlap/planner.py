@@ -194,12 +194,13 @@ def _won(work: Work, method: str, chunks: int, seconds: float, config: OverlapCo
 
 
 def _lost(work: Work, method: str, chunks: int, seconds: float) -> str:
-    comm, mm = work.t_comm, work.t_mm
-    if comm < LEAST_GAIN * (comm + mm):
-        return f"communication is {microseconds(comm)} of {microseconds(comm + mm)}: too little to hide"
+    comm, t_seq = microseconds(work.t_comm), work.t_comm + work.t_mm
+    if work.t_comm < LEAST_GAIN * t_seq:
+        return f"communication is {comm} of {microseconds(t_seq)}: too little to hide"
+    way = way_in_words(method, chunks)
     return (
-        f"{way_in_words(method, chunks)} would take {microseconds(seconds)} against {microseconds(comm + mm)} one after the "
-        f"other: less than {LEAST_GAIN:.0%} to gain"
+        f"{way} would take {microseconds(seconds)} against {microseconds(t_seq)} one after the other: "
+        f"less than {LEAST_GAIN:.0%} to gain"
     )
 
 

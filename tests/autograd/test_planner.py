@@ -12,8 +12,8 @@ import torch
 
 from pynccl_autograd.overlap.config import OverlapConfig
 from pynccl_autograd.overlap.machine import H100, INFINIBAND, NVLINK, Device, Link, device, link
-from pynccl_autograd.overlap.planner import PATTERNS, Decision, plan
-from pynccl_autograd.overlap.schedule import Piece, pipeline_seconds, simulated
+from pynccl_autograd.overlap.planner import Decision, plan
+from pynccl_autograd.overlap.schedule import PATTERNS, Piece, pipeline_seconds, simulated
 
 US = 1e-6
 # Round numbers for sums by hand: 10 us a collective and 1 us a step, 1 byte a nanosecond, 1 FLOP a picosecond.
