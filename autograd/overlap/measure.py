@@ -23,7 +23,7 @@ MOST_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 LONG_SECONDS = {"cpu": 5e-3, "cuda": 5e-4}
 # Matmuls of squares from the first size to the last, and the bytes of a copy that no cache holds.
 SQUARES = {"cpu": (256, 1024), "cuda": (2048, 8192)}
-COPY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
+COPY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 27}
 
 
 def measured(comm: Communicator, dtypes: Iterable[str]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from ranks import RankPool
 
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl_autograd.__main__ import main
-from pynccl_autograd.overlap import calibrate as calibration
 from pynccl_autograd.overlap.calibrate import calibrate, known_machine, machine_of
 from pynccl_autograd.overlap.config import OverlapConfig
 from pynccl_autograd.overlap.decide import decide
 from pynccl_autograd.overlap.machine import Machine
 from pynccl_autograd.overlap.planner import Decision
+
+calibration, decision = (sys.modules[function.__module__] for function in (calibrate, decide))
 
 MODELLED = "latency=50us,bandwidth=60MB/s"
 # What a file of two ranks may say.
@@ -291,6 +293,38 @@ def test_ranks_that_would_cut_differently_are_an_error_on_all(ranks: RankPool, o
 def test_with_pynccl_check_every_call_is_compared(ranks: RankPool) -> None:
     first, second = ranks.run(2, disagreed, DISAGREEMENTS["chunks"], True)
     assert first == second and "rank 1: matmul_reduce_scatter" in first and "a ring of 2 ranks" in first
+
+
+def in_a_capture(comm: Communicator, folder: str) -> list[Decision]:
+    """Rank 0 alone decides as in the capture of a CUDA graph, for which there has to be a GPU: before and after it has
+    calibrated with the other."""
+    set_cache(folder)
+    if comm.rank == 0:
+        put(comm, TIMES)
+    comm.barrier()
+    configs = [AUTO, OverlapConfig(deterministic=True), OverlapConfig("slices", chunks=3), OverlapConfig("slices")]
+    found = []
+    with comm.split(0, comm.rank) as own, pytest.MonkeyPatch.context() as patch:
+        for _ in range(2):
+            if comm.rank == 0:
+                patch.setattr(decision, "_captures", lambda comm: True)
+                found += [decide(own, *LARGE, config) for config in configs]
+                patch.undo()
+            machine_of(own)
+        known = decide(own, *LARGE, AUTO)
+        patch.setattr(decision, "_captures", lambda comm: True)
+        assert decide(own, *LARGE, AUTO) is known
+    return found
+
+
+def test_in_a_capture_nothing_is_measured_or_compared(ranks: RankPool, tmp_path: Path) -> None:
+    found, _ = ranks.run(2, in_a_capture, str(tmp_path), timeout=15)
+    before, after = found[:4], found[4:]
+    assert [(one.method, one.chunks) for one in before] == [("off", 1), ("exchange", 1), ("slices", 3), ("slices", 1)]
+    assert before[0].reason == "not calibrated before the capture: run one step first"
+    assert after[0].method != "off" and after[0].t_overlap < after[0].t_seq
+    assert [one.method for one in after[1:]] == ["exchange", "slices", "slices"]
+    assert after[3].chunks > 1
 
 
 # ---------------------------------------------------------------------------------------------- the command
