@@ -37,9 +37,11 @@ ORDER: dict[str, str] = {
     "pynccl_autograd": """
         torch_internals levels recompute wire arguments agreement checks collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
-        operators streams work overlap.unfused overlap layers.linear layers nn
+        operators streams work
+        overlap.config overlap.machine overlap.schedule overlap.planner overlap.measure overlap.calibrate overlap.decide
+        overlap.models overlap.unfused overlap layers.linear layers nn
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint testing
-        __init__
+        __init__ __main__
     """,
 }
 # What is in the folder of a package, but a package of its own here.
