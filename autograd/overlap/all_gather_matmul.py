@@ -19,7 +19,6 @@ from ..ops.all_gather import AllGather, ReduceScatter
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap, as_config
-from .decision import Decision
 from .gathering import gather, keep
 from .lanes import Lane
 from .matmul import linear_into, linear_plus, linear_rows, sum_rows
@@ -35,6 +34,7 @@ from .passes import (
     opened,
     tensors_for,
 )
+from .planner import Decision
 from .reducing import Sums, reduce_scatter
 
 
@@ -186,12 +186,16 @@ def _on_lanes(
             else:
                 lane.run(linear_rows if into.dtype is g.dtype else linear_into, g[ranks, at], w, out=into)
 
-        reduce_scatter(Sums(lanes, work, dx, options.reduce_dtype or dx.dtype), cut, multiply)
-        if db is not None:
-            lanes.main.run(sum_rows, g, out=db)
-        if arrived is not None:
-            lanes.main.wait(arrived)
-        grad.add(lanes, g, whole.reshape(size, -1, w.shape[1]))
+        rows = whole.reshape(size, -1, w.shape[1])
+
+        def weight_and_bias() -> None:
+            if db is not None:
+                lanes.main.run(sum_rows, g, out=db)
+            if arrived is not None and grad.wanted:
+                lanes.main.wait(arrived)
+            grad.add(lanes, g, rows)
+
+        reduce_scatter(Sums(lanes, work, dx, options.reduce_dtype or dx.dtype), cut, multiply, weight_and_bias)
     return dx.view(ctx.shape), grad.result(), db
 
 

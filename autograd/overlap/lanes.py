@@ -23,6 +23,12 @@ from pynccl.interop.streams import Handle
 from ..streams import HIGH, side_stream
 
 
+def tell_decided(owner: Any, decision: Any) -> None:
+    """Tell all observers of a planner's decision."""
+    for observer in _observers:
+        observer.decided(owner, decision)
+
+
 class Point(NamedTuple):
     """A moment in the order of a lane: all that it was given before."""
 
@@ -47,6 +53,9 @@ class Observer:
 
     def closed(self, lanes: Lanes) -> None:
         """The caller has waited for all that ran on the lanes."""
+
+    def decided(self, owner: Any, decision: Any) -> None:
+        """How a pass of a layer is to overlap: asked for before it, and for a backward pass once more in it."""
 
 
 _observers: list[Observer] = []  # of this process: a backward pass runs in other threads

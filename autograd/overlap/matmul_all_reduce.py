@@ -24,7 +24,6 @@ from ..ops.all_reduce import AllReduce
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap, as_config
-from .decision import Decision
 from .lanes import Lane, Lanes, Point
 from .matmul import add, linear_into, linear_rows
 from .passes import (
@@ -37,6 +36,7 @@ from .passes import (
     opened,
     tensors_for,
 )
+from .planner import Decision
 from .reducing import Sums, all_reduce
 
 

@@ -22,7 +22,6 @@ from ..ops.all_reduce import AllReduce
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap, as_config
-from .decision import Decision
 from .gathering import gather
 from .lanes import Lane
 from .matmul import add_sum_rows, linear_into, linear_rows, sum_rows
@@ -38,6 +37,7 @@ from .passes import (
     opened,
     tensors_for,
 )
+from .planner import Decision
 from .reducing import Sums, reduce_scatter
 
 

@@ -28,11 +28,12 @@ from ..torch_internals import (
     transforms_active,
 )
 from .config import OverlapConfig
-from .decision import Decision, decide
+from .decide import decide
 from .gathering import Cut
-from .lanes import Lanes
+from .lanes import Lanes, tell_decided
 from .limits import limited
 from .matmul import add_outer_rows, outer_rows
+from .planner import Decision
 from .unfused import told_of_main_grad
 from .workspace import Workspace, workspace_of
 
@@ -135,7 +136,9 @@ def opened(options: Options, decision: Decision, config: OverlapConfig, like: Te
 
 def decided(options: Options, pattern: str, rows: int, w: Tensor, config: OverlapConfig) -> Decision:
     """Whether and how to overlap; the same on all ranks.   rows: of the whole, w [out, in]: of this rank"""
-    return decide(options.comm, pattern, rows, w.shape[0], w.shape[1], w.dtype, config)
+    decision = decide(options.comm, pattern, rows, w.shape[0], w.shape[1], w.dtype, config)
+    tell_decided(options.owner, decision)
+    return decision
 
 
 class Remembered:

@@ -45,13 +45,20 @@ class Sums(NamedTuple):
         return self.buffer("total", len(self.out)) if self.converts else self.out
 
 
-def reduce_scatter(sums: Sums, cut: Cut, multiply: Multiply) -> None:
-    """out = (sum over ranks of the partial products) [rows of this rank], when the lanes have been joined."""
+def nothing() -> None:
+    """No other work."""
+
+
+def reduce_scatter(sums: Sums, cut: Cut, multiply: Multiply, meanwhile: Callable[[], None] = nothing) -> None:
+    """out = (sum over ranks of the partial products) [rows of this rank], when the lanes have been joined.
+
+    meanwhile()  issues other work of the caller's, which hides the last of the sums"""
     if cut.method == "ring":
-        _scatter_around_the_ring(sums, multiply)
+        _scatter_around_the_ring(sums, multiply, meanwhile)
     else:
         chunks = bounds(len(sums.out), 1 if cut.method == "bulk" else cut.chunks)
         _scatter_by_slices(sums, chunks, multiply, cut.method == "exchange")
+        meanwhile()
 
 
 def _scatter_by_slices(sums: Sums, chunks: list[slice], multiply: Multiply, exchange: bool) -> None:
@@ -76,7 +83,7 @@ def _scatter_by_slices(sums: Sums, chunks: list[slice], multiply: Multiply, exch
                 lanes.comm.run(copy, total[at], out=sums.out[at])
 
 
-def _scatter_around_the_ring(sums: Sums, multiply: Multiply) -> None:
+def _scatter_around_the_ring(sums: Sums, multiply: Multiply, meanwhile: Callable[[], None]) -> None:
     """Step i makes the partial product for rank r-1-i, adds what the rank before has summed for it, and passes it on.
 
     The own rows come last. Two buffers take turns: one is sent while the next is made."""
@@ -91,6 +98,8 @@ def _scatter_around_the_ring(sums: Sums, multiply: Multiply) -> None:
         last = step == size - 1
         into = sums.total() if last else made[step % 2]
         multiply(main, slice(target, target + 1), whole, into[None])
+        if last:
+            meanwhile()
         if arrived is not None:
             main.wait(arrived)
             main.run(add, received, into, out=into)

@@ -39,7 +39,9 @@ ORDER: dict[str, str] = {
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work
         overlap.config overlap.machine overlap.schedule overlap.planner overlap.measure overlap.calibrate overlap.decide
-        overlap.models overlap.unfused overlap layers.linear layers nn
+        overlap.models overlap.unfused overlap.lanes overlap.trace overlap.report overlap.limits overlap.workspace
+        overlap.matmul overlap.gathering overlap.reducing overlap.passes overlap.all_gather_matmul overlap.copy_matmul
+        overlap.matmul_reduce_scatter overlap.matmul_all_reduce overlap.comm_overlap overlap layers.linear layers nn
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint testing
         __init__ __main__
     """,
