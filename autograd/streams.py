@@ -90,8 +90,10 @@ class _CudaSide:
     def __init__(self, comm: Communicator, stream: Any = None, priority: int = HIGH) -> None:
         self.device = torch.device(comm.device)
         # Of a high priority: a collective must be resident before a large matmul fills the GPU.
-        self.owner = stream or pynccl.create_stream(comm.device, priority=priority, library=comm.library)
-        self._number = int(stream_handle(self.owner) if stream else self.owner.handle)
+        self.owner = (
+            pynccl.create_stream(comm.device, priority=priority, library=comm.library) if stream is None else stream
+        )
+        self._number = int(self.owner.handle if stream is None else stream_handle(stream))
         self._torch: Any = torch.cuda.ExternalStream(self._number, device=self.device)
 
     def handle(self, keeper: Keeper) -> Any:
@@ -125,6 +127,12 @@ class _CudaSide:
         share(made, on)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the caller's work on a GPU is captured into a CUDA graph."""
+    with torch.cuda.device(device):  # torch asks the current stream of the current GPU
+        return torch.cuda.is_current_stream_capturing()
+
+
 def made_on(x: Tensor) -> Any:
     """The stream on which the caller makes something of x now; None for what is done when it is made."""
     return torch.cuda.current_stream(x.device) if x.is_cuda else None
@@ -151,12 +159,18 @@ def side_stream(comm: Communicator, priority: int = HIGH) -> SideStream:
     return side
 
 
+def share_side_streams(comm: Communicator, child: Communicator) -> None:
+    """Let another communicator of the same GPU use the side streams of `comm`: what is issued on both runs in one
+    order, on every rank. Two communicators at work at once may wait for each other's multiprocessors for ever."""
+    _sides[child] = _sides.setdefault(comm, {})
+
+
 def set_side_stream(comm: Communicator, stream: Any) -> None:
     """Let start() and overlapped layers communicate on a stream of the caller's: of torch, of cuda.core, of pynccl.
 
     Call it before the first of them on every rank; RuntimeError afterwards, when work may be under way on another one.
     The stream has to be of the communicator's device, and to live as long as the communicator."""
-    if comm in _sides:
+    if _sides.get(comm):
         raise RuntimeError("set_side_stream: the communicator has used its own side stream; call it before that")
     if comm.library.is_host:
         if not isinstance(stream, pynccl.Stream) or not hasattr(stream, "submit"):
@@ -166,4 +180,4 @@ def set_side_stream(comm: Communicator, stream: Any) -> None:
         side: SideStream = _HostSide(comm, stream)
     else:
         side = _CudaSide(comm, stream)
-    _sides[comm] = {HIGH: side}
+    _sides.setdefault(comm, {})[HIGH] = side

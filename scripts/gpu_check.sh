@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, offline, in three calls that each take at most 8.5 minutes. Not yet run on a GPU.
 #
-#   scripts/gpu_check.sh probe     versions, doctor, tests/gpu with 1 rank; do two ranks that share a GPU reach each other
+#   scripts/gpu_check.sh probe     versions, doctor, tests/gpu with 1 rank; two ranks that share a GPU, overlap
 #   scripts/gpu_check.sh ranks     tests/gpu with 2 and 4 ranks (sharing one GPU if there is only one), transforms last
 #   scripts/gpu_check.sh train     train.py --check; PYNCCL_CHECK=1; memory; a hung peer; launch overhead; a profile
 #   scripts/gpu_check.sh           all three in a row

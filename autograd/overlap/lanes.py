@@ -20,7 +20,7 @@ import pynccl
 from pynccl import CollConfig, Communicator
 from pynccl.interop.streams import Handle
 
-from ..streams import HIGH, side_stream
+from ..streams import HIGH, is_capturing, side_stream
 
 
 def tell_decided(owner: Any, decision: Any) -> None:
@@ -184,6 +184,11 @@ class _CudaLane(Lane):
         super().__init__(name, lanes)
         self.stream = stream
 
+    def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
+        if self is not self.lanes.main:  # whose memory it is: it would use it anew before this lane has got there
+            self.lanes.hold((inputs, out))
+        super().run(work, *inputs, out=out)
+
     def _do(self, work: Callable[[], object]) -> None:
         with torch.cuda.stream(self.stream):
             work()
@@ -263,7 +268,8 @@ class Lanes:
         if kind is not None and self.nccl.library.is_host:
             return  # whose streams keep their buffers; the peers may never come, of whom the error speaks
         for lane in dict.fromkeys((*self._computing, self.comm)):
-            if lane is not self.main and lane.issued > self.main.seen.get(lane, 0):
+            begun = lane.issued or lane.seen  # a lane that has only waited is part of a captured graph, too
+            if lane is not self.main and begun and lane.issued > self.main.seen.get(lane, -1):
                 self.main.wait(lane.record())
         self._kept.clear()
         for observer in self.observers:
@@ -339,12 +345,14 @@ def make_lanes(
 
 
 _make = make_lanes  # which tests replace
-_seconds: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
+_seconds: weakref.WeakKeyDictionary[Communicator, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
 def _second_stream(comm: Communicator, device: torch.device) -> Any:
-    """The communicator's second stream for matmuls; made once."""
-    stream = _seconds.get(comm)
-    if stream is None:
-        stream = _seconds[comm] = torch.cuda.Stream(device)
-    return stream
+    """The communicator's second stream for matmuls; made once. What is captured into a CUDA graph has another one:
+    the graph keeps cuBLAS's workspace of the stream, and may run beside what is issued later."""
+    made = _seconds.setdefault(comm, {})
+    captured = is_capturing(device)
+    if captured not in made:
+        made[captured] = torch.cuda.Stream(device)
+    return made[captured]

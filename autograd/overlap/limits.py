@@ -7,6 +7,7 @@ import weakref
 
 from pynccl import CollConfig, CommConfig, Communicator
 
+from ..streams import share_side_streams
 from ..torch_internals import sm_carveout
 from .config import OverlapConfig
 
@@ -21,7 +22,7 @@ def limited(
     """(communicator, configuration of each collective, context of the matmuls) that keep to the limits.
 
     Before NCCL 2.31, and of send and recv, the limit is that of a communicator, which is split off when it is first
-    asked for."""
+    asked for, and works on the side streams of the first."""
     most = config.num_comm_ctas
     if most is None:
         return comm, None, contextlib.nullcontext()
@@ -36,5 +37,6 @@ def _with_cap(comm: Communicator, most: int) -> Communicator:
     if most not in made:
         child = comm.split(0, comm.rank, CommConfig(max_ctas=most))
         assert child is not None
+        share_side_streams(comm, child)
         made[most] = child
     return made[most]

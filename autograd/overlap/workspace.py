@@ -13,6 +13,8 @@ from torch import Tensor
 
 from pynccl import Communicator
 
+from ..streams import is_capturing
+
 ALIGNMENT = 256  # bytes; of torch's own allocator on GPUs is 512
 
 
@@ -20,15 +22,18 @@ class Workspace:
     """Buffers by role, each as large as the largest that was asked for: steps of a training loop allocate nothing.
 
     A buffer is free again when the operation that took it has ended, on the stream that the operation's caller had. A
-    caller with another stream first lets it wait for that. One operation has the workspace at a time; another thread's,
-    and what is captured into a CUDA graph, gets memory of its own.
+    caller with another stream gets others: torch's memory goes back to the stream that made it, so no other may have
+    used it. Of an allocator that knows no streams he gets the same, and his stream first waits for that end. One
+    operation has the workspace at a time; another thread's, and what is captured into a CUDA graph, gets memory of its
+    own.
 
-    allocate  (bytes, device) -> memory as a tensor of uint8; None: torch's
+    allocate  (bytes, device) -> memory as a tensor of uint8, which outlives what was issued; None: torch's
     fixed     whose it is, if its buffers are reserved once and do not grow
     """
 
     def __init__(self, allocate: Callable[[int, torch.device], Tensor] | None = None, fixed: str | None = None) -> None:
-        self._allocate, self._fixed = allocate or _of_torch, fixed
+        self._allocate, self._knows_streams = allocate or _of_torch, allocate is None
+        self._fixed = fixed
         self.broken_off = False  # the last operation: what it has launched may still be using the buffers
         self._buffers: dict[str, Tensor] = {}
         self._lock = threading.Lock()
@@ -68,13 +73,14 @@ class Workspace:
     @contextmanager
     def lent(self, like: Tensor) -> Iterator[Workspace]:
         """The workspace, for one operation; after an exception in it, its buffers are given up: they may be in use."""
-        capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing or not self._lock.acquire(blocking=False):
+        if (like.is_cuda and is_capturing(like.device)) or not self._lock.acquire(blocking=False):
             yield Workspace(None)
             return
+        home = None
         try:
             if like.is_cuda:
-                self._begin(torch.cuda.current_stream(like.device))
+                home = torch.cuda.current_stream(like.device)
+                self._begin(home)
             yield self
             self.broken_off = False
         except BaseException:
@@ -84,13 +90,16 @@ class Workspace:
                 self.broken_off = True
             raise
         finally:
-            if like.is_cuda:
-                self._last = torch.cuda.current_stream(like.device).record_event()
+            if home is not None:  # which need not be current any more, where slices are handed out
+                self._last = home.record_event()
             self._lock.release()
 
     def _begin(self, here: torch.cuda.Stream) -> None:
-        if self._last is not None and here != self._home:
-            here.wait_event(self._last)
+        if here != self._home:
+            if self._knows_streams:
+                self._buffers = {}
+            elif self._last is not None:
+                here.wait_event(self._last)
         self._home = here
 
 

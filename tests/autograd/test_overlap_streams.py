@@ -1,0 +1,207 @@
+"""Overlapped layers on CUDA streams: who waits for whom, and which memory is kept until then.
+
+torch's streams stand in here, and write down what they are told; tests/gpu/test_gpu_overlap.py has real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pynccl
+from pynccl_autograd import OverlapConfig, streams
+from pynccl_autograd.overlap import lanes, limits
+from pynccl_autograd.overlap.lanes import Lanes
+from pynccl_autograd.overlap.matmul import copy
+from pynccl_autograd.overlap.workspace import Workspace
+
+
+class FakeStream:
+    """torch.cuda.Stream, as far as it is used."""
+
+    log: list[str]
+    device = torch.device("cuda", 0)
+    cuda_stream = 0x51DE
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        return f"an event of {self.name}"
+
+
+class Comm:
+    """A communicator of two ranks on a GPU."""
+
+    library = SimpleNamespace(is_host=False, version=(2, 28, 0))
+    device, rank, size = "cuda:0", 0, 2
+
+    def split(self, color: int, key: int, config: Any) -> Comm:
+        return Comm()
+
+
+class Caller:
+    """Whose current stream this is, and whether he captures."""
+
+    def __init__(self) -> None:
+        self.stream, self.captures = FakeStream("main"), False
+
+    @contextlib.contextmanager
+    def under(self, stream: FakeStream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+    monkeypatch.setattr(FakeStream, "log", log, raising=False)
+    return log
+
+
+@pytest.fixture
+def caller(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
+    caller, numbers = Caller(), itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: caller.captures)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", caller.under)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(f"second {next(numbers)}"))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: FakeStream("comm"))
+    monkeypatch.setattr(pynccl, "create_stream", lambda *_, **__: SimpleNamespace(handle=0x51DE))
+    monkeypatch.setattr(streams, "_sides", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(lanes, "_seconds", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(limits, "_capped", weakref.WeakKeyDictionary())
+    return caller
+
+
+class Like(SimpleNamespace):
+    """A tensor on a GPU whose memory is the CPU's."""
+
+    is_cuda, dtype, device = True, torch.float32, torch.device("cpu")
+
+
+LIKE: Any = Like()
+
+
+@pytest.mark.parametrize("lane", ["comm", "second"])
+def test_what_another_lane_works_on_is_kept_until_the_caller_has_waited(
+    caller: Caller, log: list[str], lane: str
+) -> None:
+    with Lanes(Comm(), compute_streams=2) as opened:  # type: ignore[arg-type]
+        opened.compute()
+        other = opened.compute() if lane == "second" else opened.comm
+        source, result = torch.ones(3), torch.zeros(3)
+        other.run(copy, source, out=result)
+        kept = [weakref.ref(source), weakref.ref(result)]
+        del source, result
+        assert all(reference() is not None for reference in kept)
+        log.clear()
+    assert log == [f"main waits for an event of {'comm' if lane == 'comm' else 'second 1'}"]
+    assert all(reference() is None for reference in kept)
+
+
+def test_what_the_caller_works_on_goes_back_at_once(caller: Caller) -> None:
+    with Lanes(Comm()) as opened:  # type: ignore[arg-type]
+        source = torch.ones(3)
+        opened.main.run(copy, source, out=torch.zeros(3))
+        kept = weakref.ref(source)
+        del source
+        assert kept() is None
+
+
+def test_a_lane_that_has_only_waited_is_joined(caller: Caller, log: list[str]) -> None:
+    """Under capture it belongs to the graph, which cannot end without it."""
+    with Lanes(Comm(), compute_streams=2) as opened:  # type: ignore[arg-type]
+        opened.compute()
+        assert opened.compute() is not opened.main
+        opened.comm.wait(opened.begun)
+    assert log == [
+        "second 1 waits for an event of main",
+        "comm waits for an event of main",
+        "main waits for an event of second 1",
+        "main waits for an event of comm",
+    ]
+
+
+def test_lanes_that_were_not_used_are_not_waited_for(caller: Caller, log: list[str]) -> None:
+    with Lanes(Comm(), compute_streams=2) as opened:  # type: ignore[arg-type]
+        opened.main.run(copy, torch.ones(3), out=torch.zeros(3))
+    assert not log
+
+
+def test_what_is_captured_has_a_second_stream_of_its_own(caller: Caller) -> None:
+    """Each kind always the same one."""
+    comm: Any = Comm()
+    names = []
+    for captures in (False, True, False, True):
+        caller.captures = captures
+        names.append(Lanes(comm, compute_streams=2)._computing[1].stream.name)  # type: ignore[attr-defined]
+    assert names == ["second 1", "second 2"] * 2
+
+
+def test_a_communicator_with_fewer_ctas_works_on_the_same_side_stream(caller: Caller) -> None:
+    comm: Any = Comm()
+    own = FakeStream("the user's")
+    streams.set_side_stream(comm, own)
+    child, _, _ = limits.limited(comm, OverlapConfig("slices", num_comm_ctas=4), "slices")
+    assert child is not comm
+    assert streams.side_stream(child) is streams.side_stream(comm)
+    assert streams.side_stream(comm).owner is own  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="has used its own side stream"):
+        streams.set_side_stream(comm, own)
+
+
+def buffer_of(work: Workspace) -> Tensor:
+    with work.lent(LIKE) as lent:
+        return lent.empty("gathered", (100,), LIKE)
+
+
+def test_memory_of_torch_is_used_on_the_stream_that_made_it_alone(caller: Caller, log: list[str]) -> None:
+    """It goes back to that stream when it is dropped, and is used anew there at once."""
+    work = Workspace()
+    first = buffer_of(work)
+    assert buffer_of(work).data_ptr() == first.data_ptr()
+    with caller.under(FakeStream("another")):
+        second = buffer_of(work)
+        assert second.data_ptr() != first.data_ptr()
+        assert buffer_of(work).data_ptr() == second.data_ptr()
+    assert work.nbytes == 400 and not log
+
+
+def test_memory_that_knows_no_streams_is_waited_for(caller: Caller, log: list[str]) -> None:
+    work = Workspace(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))
+    first = buffer_of(work)
+    assert buffer_of(work).data_ptr() == first.data_ptr() and not log
+    with caller.under(FakeStream("another")):
+        assert buffer_of(work).data_ptr() == first.data_ptr()
+    assert log == ["another waits for an event of main"]
+
+
+def test_an_operation_ends_on_the_stream_on_which_it_began(caller: Caller, log: list[str]) -> None:
+    """Of slices that are handed out, the last one may be taken under another stream, by the garbage collector too."""
+    work = Workspace(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))
+    lent = work.lent(LIKE)
+    lent.__enter__()
+    with caller.under(FakeStream("another")):
+        lent.__exit__(None, None, None)
+        buffer_of(work)
+    assert log == ["another waits for an event of main"]
+
+
+def test_what_is_captured_gets_memory_of_its_own(caller: Caller, log: list[str]) -> None:
+    work = Workspace()
+    first = buffer_of(work)
+    caller.captures = True
+    assert buffer_of(work).data_ptr() != first.data_ptr() and work.nbytes == first.nbytes and not log

@@ -1,0 +1,156 @@
+"""Overlapped matmuls on a GPU equal the unsharded layer of torch: every pattern and way, forwards and backwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpu.overlapped import CASES, assert_same, forward_and_backward, inputs, needs_peers, parts, reference, to
+from torch import Tensor
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+from pynccl_autograd import OverlapConfig
+from pynccl_autograd.overlap import limits
+from pynccl_autograd.torch_internals import _get_carveout
+
+WAYS = (
+    OverlapConfig("slices", chunks=1),
+    OverlapConfig("slices", chunks=3),
+    OverlapConfig("slices", chunks=4),
+    OverlapConfig("slices", chunks=4, save_gathered=False),
+    OverlapConfig("slices", chunks=4, compute_streams=2),
+    OverlapConfig("ring"),
+    OverlapConfig("ring", aggregate=True),
+    OverlapConfig("ring", compute_streams=2, save_gathered=False),
+    OverlapConfig("exchange", chunks=1),
+    OverlapConfig("exchange", chunks=4),
+    OverlapConfig("exchange", chunks=3, compute_streams=2),
+    OverlapConfig("bulk"),
+    OverlapConfig("bulk", save_gathered=False),
+    OverlapConfig("slices", chunks=3, dgrad=OverlapConfig("ring")),
+    OverlapConfig("slices", chunks=3, dgrad=OverlapConfig("off")),
+)
+TOLERANCE = {
+    torch.float64: {"rtol": 1e-10, "atol": 1e-10},
+    torch.float32: {"rtol": 1e-4, "atol": 1e-4},
+    torch.bfloat16: {"rtol": 3e-2, "atol": 6e-2},
+}
+SOME = (WAYS[1], WAYS[5], WAYS[10], WAYS[11])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_exact_sums_have_the_same_bits_in_every_way(comm: Communicator, name: str, dtype: torch.dtype) -> None:
+    case, whole = CASES[name], inputs(comm, seed=1)
+    own, expected = to(parts(case, whole, comm), dtype), parts(case, reference(whole), comm)
+    for way in WAYS:
+        assert_same(forward_and_backward(case, own, comm, way), expected, way)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_random_values_come_out_as_close_as_the_type_allows(comm: Communicator, name: str, dtype: torch.dtype) -> None:
+    case, whole = CASES[name], to(inputs(comm, seed=2, exact=False), dtype)
+    own, expected = parts(case, whole, comm), parts(case, reference(whole), comm)
+    for way in SOME:
+        found = forward_and_backward(case, own, comm, way)
+        for got, wanted in zip(found, expected, strict=True):
+            assert got.dtype is dtype
+            torch.testing.assert_close(got.double(), wanted, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_summed_in_reduce_dtype_comes_out_in_the_type_of_x(comm: Communicator, name: str) -> None:
+    case, whole = CASES[name], inputs(comm, seed=3)
+    own, expected = to(parts(case, whole, comm), torch.bfloat16), parts(case, reference(whole), comm)
+    for way in WAYS:
+        found = forward_and_backward(case, own, comm, way, reduce_dtype=torch.float32)
+        assert {got.dtype for got in found} == {torch.bfloat16}
+        assert_same(found, expected, way)
+
+
+@pytest.mark.parametrize("function", [ad.matmul_reduce_scatter, ad.matmul_all_reduce])
+def test_an_exchange_sums_in_the_order_of_the_ranks(comm: Communicator, function: Any) -> None:
+    """Each rank has one feature, so that a partial product is one rounding, whichever kernel makes it."""
+    rows = 40 * comm.size
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(rows, comm.size, generator=generator)
+    w = torch.randn(64, comm.size, generator=generator)
+    expected = x[:, :1] * w[:, 0]
+    for rank in range(1, comm.size):
+        expected = expected + x[:, rank, None] * w[:, rank]
+    if function is ad.matmul_reduce_scatter:
+        expected = expected.chunk(comm.size)[comm.rank]
+    own = [t[:, comm.rank, None].contiguous().to(comm.device) for t in (x, w)]
+    for chunks in (1, 3, 5, 40):
+        config = OverlapConfig("exchange", chunks=chunks, deterministic=True)
+        assert torch.equal(function(*own, comm, overlap=config).cpu(), expected), chunks
+
+
+def test_handed_out_slices_make_the_whole(comm: Communicator) -> None:
+    case, whole = CASES["matmul_all_reduce"], inputs(comm, seed=5)
+    whole = whole._replace(x=whole.x.flatten(0, 1), y=whole.y.flatten(0, 1))
+    expected = parts(case._replace(x_dim=1), reference(whole), comm)
+    own = to(parts(case._replace(x_dim=1), whole, comm), torch.float32)
+    for way in WAYS:
+        x, w, bias = (t.clone().requires_grad_() for t in own[:3])
+        slices = ad.matmul_all_reduce(x, w, comm, bias, overlap=way, hand_off=True)
+        rows: list[Tensor] = [y * 1 for y in slices]
+        assert len(rows) == len(slices.rows)
+        grads = torch.autograd.grad(torch.cat(rows), (x, w, bias), own.y)
+        assert_same(type(own)(*grads, torch.cat(rows).detach()), expected, way)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_layers_equal_those_without_overlap(comm: Communicator, sequence_parallel: bool) -> None:
+    whole = inputs(comm, seed=6)
+    x = whole.x.chunk(comm.size)[comm.rank] if sequence_parallel else whole.x
+    results = []
+    for overlap in ("off", OverlapConfig("slices", chunks=3, compute_streams=2)):
+        column = ad.ColumnParallelLinear(
+            64, 96, comm, sequence_parallel=sequence_parallel, overlap=overlap, dtype=torch.float64
+        )
+        row = ad.RowParallelLinear(
+            96, 64, comm, sequence_parallel=sequence_parallel, overlap=overlap, dtype=torch.float64
+        )
+        column.load_full(whole.w, whole.bias)
+        row.load_full(whole.w.t().contiguous(), whole.w[0].clone())
+        own = x.clone().requires_grad_()
+        y = row(column(own))
+        (y * y).sum().backward()
+        found = [y.detach(), own.grad, column.weight.grad, row.weight.grad]
+        results.append([t for t in found if t is not None])
+    assert [len(found) for found in results] == [4, 4]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("method", ["slices", "ring"])
+def test_a_cap_of_ctas_keeps_the_result_and_the_carve_out(child: Communicator, method: str) -> None:
+    """Of the call's configuration, or before NCCL 2.31 and around the ring of a communicator that is split off."""
+    needs_peers(child)
+    case, whole = CASES["matmul_reduce_scatter"], inputs(child, seed=7)
+    own, expected = to(parts(case, whole, child), torch.float32), parts(case, reference(whole), child)
+    config = OverlapConfig(method, chunks=3, num_comm_ctas=4, set_sm_margin=True)
+    before = _get_carveout()
+    for _ in range(2):
+        assert_same(forward_and_backward(case, own, child, config), expected, config)
+    assert _get_carveout() == before
+    capped = limits._capped.get(child, {})
+    by_call = child.library.version >= limits.COLL_CONFIG_SINCE and method != "ring"
+    assert len(capped) == (0 if by_call else 1)
+    torch.cuda.synchronize()
+    for communicator in capped.values():
+        communicator.destroy()
+
+
+def test_another_gpu_may_be_the_current_one(comm: Communicator) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    case, whole = CASES["all_gather_matmul"], inputs(comm, seed=8)
+    own, expected = to(parts(case, whole, comm), torch.float32), parts(case, reference(whole), comm)
+    other = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+    with torch.cuda.device(other):
+        assert_same(forward_and_backward(case, own, comm, WAYS[4]), expected, WAYS[4])
+        assert torch.cuda.current_device() == other

@@ -1,0 +1,307 @@
+"""Overlapped matmuls on CUDA streams: the caller's streams, memory that is reused, CUDA graphs, and the timeline."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from gpu.overlapped import (
+    BUSY_CYCLES,
+    CASES,
+    HIDDEN,
+    SEQUENCE,
+    WIDTH,
+    assert_same,
+    delay,
+    forward_and_backward,
+    inputs,
+    needs_peers,
+    part,
+    parts,
+    reference,
+    to,
+    trample,
+    untouched,
+)
+from torch import Tensor
+
+import pynccl
+import pynccl_autograd as ad
+from pynccl import Communicator
+from pynccl.interop.devices import core_device
+from pynccl_autograd import OverlapConfig
+from pynccl_autograd.overlap import lanes
+from pynccl_autograd.overlap.lanes import Lane, seconds_between
+
+WAYS = {
+    "slices": OverlapConfig("slices", chunks=3),
+    "two compute streams": OverlapConfig("slices", chunks=4, compute_streams=2),
+    "ring": OverlapConfig("ring"),
+    "exchange": OverlapConfig("exchange", chunks=3, compute_streams=2),
+    "gathered twice": OverlapConfig("bulk", save_gathered=False),
+}
+REPLAYS = 10
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_caller_may_have_a_stream_of_his_own(comm: Communicator, name: str, way: str) -> None:
+    """Whose work is late: who does not wait for it reads zeros."""
+    case, whole = CASES[name], inputs(comm, seed=11)
+    own, expected = to(parts(case, whole, comm), torch.float32), parts(case, reference(whole), comm)
+    late = type(own)(*(torch.zeros_like(t) for t in own))
+    forward_and_backward(case, own, comm, WAYS[way])  # memory is there
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream := torch.cuda.Stream()):
+        torch.cuda._sleep(BUSY_CYCLES)
+        for into, t in zip(late, own, strict=True):
+            into.copy_(t)
+        found = forward_and_backward(case, late, comm, WAYS[way])
+    stream.synchronize()
+    assert_same(found, expected, way)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_callers_on_two_streams_may_take_turns(comm: Communicator, name: str) -> None:
+    """Each time with more rows, so that buffers are made anew while the other stream is at work."""
+    case, made = CASES[name], []
+    for i in range(6):
+        whole = inputs(comm, seed=20 + i, sequence=SEQUENCE * (1 + i // 2))
+        made.append((to(parts(case, whole, comm), torch.float32), parts(case, reference(whole), comm)))
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    found = []
+    for i, (own, _) in enumerate(made):
+        with torch.cuda.stream(streams[i % 2]):
+            torch.cuda._sleep(BUSY_CYCLES // 4)
+            found.append(forward_and_backward(case, own, comm, WAYS["two compute streams"]))
+        with torch.cuda.stream(streams[(i + 1) % 2]):
+            trample(comm)
+    torch.cuda.synchronize()
+    for got, (_, expected) in zip(found, made, strict=True):
+        assert_same(got, expected, name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_dropped_is_not_used_anew_too_early(comm: Communicator, name: str, way: str) -> None:
+    needs_peers(comm)
+    case, whole = CASES[name], inputs(comm, seed=30)
+    expected, kept = parts(case, reference(whole), comm), list[Tensor]()
+    for _ in range(2):
+        own = to(parts(case, whole, comm), torch.float32)
+        x, w, bias = (t.requires_grad_() for t in own[:3])
+        delay(comm)
+        y = case.function(x, w, comm, bias, overlap=WAYS[way])
+        kept += trample(comm)
+        delay(comm)
+        grads = torch.autograd.grad(y, (x, w, bias), own.y)
+        found = type(own)(*grads, y.detach())
+        del own, x, w, bias, y, grads
+        kept += trample(comm)
+        assert_same(found, expected, way)
+    assert untouched(kept)
+
+
+def test_slices_under_way_keep_what_they_need(comm: Communicator) -> None:
+    """The bias and the rows that autocast has converted are nobody else's."""
+    needs_peers(comm)
+    case, whole = CASES["matmul_all_reduce"], inputs(comm, seed=31)
+    x, w, bias = (t.float() for t in parts(case, whole, comm)[:3])
+    expected = reference(whole).y.flatten(0, 1)
+    config = OverlapConfig("slices", chunks=4, compute_streams=2)
+    for how in ("taken", "dropped"):
+        delay(comm)
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            slices = ad.matmul_all_reduce(x.flatten(0, 1), w, comm, bias, overlap=config, hand_off=True)
+        kept = trample(comm)
+        if how == "taken":
+            assert torch.equal(slices.whole().double(), expected)
+        else:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                del slices
+            kept += trample(comm)
+        torch.cuda.synchronize()
+        assert untouched(kept)
+
+
+def test_many_steps_take_no_more_memory(comm: Communicator) -> None:
+    config = OverlapConfig("slices", chunks=2, compute_streams=2, save_gathered=False)
+    column = ad.ColumnParallelLinear(WIDTH, HIDDEN, comm, sequence_parallel=True, overlap=config)
+    row = ad.RowParallelLinear(HIDDEN, WIDTH, comm, sequence_parallel=True, overlap=config)
+    layers = torch.nn.Sequential(column, row).to(comm.device)
+    x = torch.randn(SEQUENCE // comm.size, 2, WIDTH, device=comm.device)
+
+    def allocated(steps: int) -> int:
+        for _ in range(steps):
+            layers(x).sum().backward()
+            layers.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    before = allocated(5)
+    assert allocated(200 if comm.size <= 2 else 40) <= before  # many ranks on one GPU take turns, which takes long
+
+
+@contextmanager
+def captured(step: Callable[[], Sequence[Tensor]]) -> Iterator[tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]]:
+    """The graph of a step, and where it leaves its results."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # NCCL connects, cuBLAS makes its handles: that cannot be captured
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = step()
+        yield graph, results
+    finally:
+        torch.cuda.synchronize()
+        graph.reset()  # NCCL's destroy waits for it
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_captured_forward_pass_repeats_itself_on_new_inputs(comm: Communicator, name: str, way: str) -> None:
+    case = CASES[name]
+    x, w, bias, _ = to(parts(case, inputs(comm, seed=40), comm), torch.float32)
+
+    def step() -> list[Tensor]:
+        with torch.no_grad():
+            return [case.function(x, w, comm, bias, overlap=WAYS[way])]
+
+    with captured(step) as (graph, (y,)):
+        for i in range(REPLAYS):
+            whole = inputs(comm, seed=40 + i)
+            for t, dim, new in zip((x, w, bias), (case.x_dim, case.w_dim, case.bias_dim), whole[:3], strict=True):
+                t.copy_(part(new, dim, comm))
+            graph.replay()
+            assert torch.equal(y.double(), part(reference(whole).y, case.y_dim, comm)), i
+            assert torch.equal(step()[0], y)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_captured_backward_pass_repeats_itself_on_new_inputs(comm: Communicator, name: str, way: str) -> None:
+    case = CASES[name]
+    own = to(parts(case, inputs(comm, seed=50), comm), torch.float32)
+
+    def step() -> Sequence[Tensor]:
+        return forward_and_backward(case, own, comm, WAYS[way])
+
+    with captured(step) as (graph, results):
+        for i in range(REPLAYS):
+            whole = inputs(comm, seed=50 + i)
+            for t, new in zip(own, parts(case, whole, comm), strict=True):
+                t.copy_(new)
+            graph.replay()
+            assert_same(type(own)(*results), parts(case, reference(whole), comm), (way, i))
+
+
+def test_slices_that_are_all_taken_can_be_captured(comm: Communicator) -> None:
+    case = CASES["matmul_all_reduce"]
+    x, w, bias, _ = to(parts(case, inputs(comm, seed=60), comm), torch.float32)
+
+    def step() -> list[Tensor]:
+        with torch.no_grad():
+            config = WAYS["two compute streams"]
+            slices = ad.matmul_all_reduce(x.flatten(0, 1), w, comm, bias, overlap=config, hand_off=True)
+            return [torch.cat([y * 2 for y in slices])]
+
+    with captured(step) as (graph, (y,)):
+        for i in range(REPLAYS):
+            whole = inputs(comm, seed=60 + i)
+            x.copy_(part(whole.x, case.x_dim, comm))
+            w.copy_(part(whole.w, case.w_dim, comm))
+            bias.copy_(whole.bias)
+            graph.replay()
+            assert torch.equal(y.double(), 2 * reference(whole).y.flatten(0, 1)), i
+
+
+class Span(NamedTuple):
+    """What ran on a lane, between two events."""
+
+    lane: Lane
+    name: str
+    begin: Any
+    end: Any
+
+
+class Timeline:
+    """An observer of the lanes that keeps the events."""
+
+    timing = True
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
+        self.spans.append(Span(lane, name, begin, end))
+
+    def recorded(self, lane: Lane, point: Any) -> None: ...
+
+    def waited(self, lane: Lane, point: Any) -> None: ...
+
+    def closed(self, opened: Any) -> None: ...
+
+    def on(self, *names: str) -> list[Span]:
+        return [span for span in self.spans if span.lane.name in names]
+
+
+@pytest.fixture
+def timeline() -> Iterator[Timeline]:
+    observer = Timeline()
+    lanes._observers.append(observer)
+    yield observer
+    lanes._observers.remove(observer)
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_communication_runs_while_matmuls_do(comm: Communicator, timeline: Timeline, name: str) -> None:
+    needs_peers(comm)
+    case, width = CASES[name], 4096
+    x = torch.randn(8192, 1, width, device=comm.device, dtype=torch.bfloat16)
+    w = torch.randn(width, width, device=comm.device, dtype=torch.bfloat16)
+    x, w = part(x, case.x_dim, comm), part(w, case.w_dim, comm)
+    for _ in range(2):  # the first connects and allocates
+        timeline.spans.clear()
+        torch.cuda._sleep(BUSY_CYCLES)  # all is issued when the first of it begins
+        with torch.no_grad():
+            case.function(x, w, comm, overlap=OverlapConfig("slices", chunks=4))
+        torch.cuda.synchronize()
+    collectives, matmuls = timeline.on("comm"), timeline.on("main")
+    assert len(collectives) == 4 and len(matmuls) >= 4
+    assert all(seconds_between(span.begin, span.end) >= 0 for span in timeline.spans)
+    assert seconds_between(collectives[0].begin, matmuls[-1].end) > 0
+    assert seconds_between(matmuls[0].begin, collectives[-1].end) > 0
+
+
+@pytest.mark.parametrize("kind", ["torch", "cuda.core", "pynccl"])
+def test_communication_runs_on_the_stream_that_was_set(child: Communicator, timeline: Timeline, kind: str) -> None:
+    needs_peers(child)
+    device = core_device(child.device)
+    device.set_current()  # cuda.core wants to be told, whatever is current
+    stream: Any = {
+        "torch": lambda: torch.cuda.Stream(priority=-1),
+        "cuda.core": device.create_stream,
+        "pynccl": lambda: pynccl.create_stream(child.device, library=child.library),
+    }[kind]()
+    number = stream.cuda_stream if kind == "torch" else int(stream.handle)
+    ad.set_side_stream(child, stream)
+    case, whole = CASES["all_gather_matmul"], inputs(child, seed=70)
+    own, expected = to(parts(case, whole, child), torch.float32), parts(case, reference(whole), child)
+    for way in ("two compute streams", "exchange"):
+        delay(child)
+        assert_same(forward_and_backward(case, own, child, WAYS[way]), expected, way)
+    used: set[int] = {span.lane.stream.cuda_stream for span in timeline.on("comm")}  # type: ignore[attr-defined]
+    assert used == {number}
+    with pytest.raises(RuntimeError, match="has used its own side stream"):
+        ad.set_side_stream(child, stream)
+    torch.cuda.synchronize()
