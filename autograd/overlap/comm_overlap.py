@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 import pynccl
-from pynccl import Communicator, NcclError
+from pynccl import CommConfig, Communicator, NcclError
 from pynccl.bindings.values import shown
 
 from ..agreement import gathered
 from ..arguments import as_int, check_comm
+from ..streams import share_side_streams
 from .all_gather_matmul import all_gather_matmul
 from .config import OverlapConfig
 from .lanes import Lanes
@@ -36,6 +37,7 @@ from .matmul_all_reduce import matmul_all_reduce
 from .matmul_reduce_scatter import matmul_reduce_scatter
 from .workspace import Workspace
 
+CTA_POLICY_ZERO = 0x02  # NCCL_CTA_POLICY_ZERO
 HOST_ID = "NCCL_HOSTID"  # by which NCCL tells hosts apart, where it is set
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -92,6 +94,8 @@ class CommOverlap:
     set_sm_margin   leave as many multiprocessors out of the matmuls
     deterministic   sums by exchange, in the order of the ranks
     save_gathered   see `OverlapConfig`; here the backward pass gathers once more, as TransformerEngine's does
+    copy_engines    let NCCL >= 2.28 carry what only copies (gathers, exchanges, not sums) on the GPU's copy engines,
+                    which takes no multiprocessor from the matmuls (CTA policy ZERO), on a communicator split off for it
 
     config      what it is as an OverlapConfig
     memory      "window": a symmetric window (NCCL >= 2.27), "registered" (>= 2.19), or "plain": torch's
@@ -112,6 +116,7 @@ class CommOverlap:
         set_sm_margin: bool = False,
         deterministic: bool = False,
         save_gathered: bool = False,
+        copy_engines: bool = False,
     ) -> None:
         method = "exchange" if deterministic else "slices"
         config = OverlapConfig(
@@ -125,7 +130,7 @@ class CommOverlap:
         )
         # What reduces by slices needs no buffer to receive into.
         roles = {"gathered": 1.0, "partial": 1.0, **({"received": 1.0, "total": 1.0} if deterministic else {})}
-        self._begin(helper, tensor_shape, dtype, config, roles)
+        self._begin(helper, tensor_shape, dtype, config, roles, copy_engines)
 
     def _begin(
         self,
@@ -134,6 +139,7 @@ class CommOverlap:
         dtype: torch.dtype,
         config: OverlapConfig,
         roles: dict[str, float],
+        copy_engines: bool = False,
     ) -> None:
         name = type(self).__name__
         if not isinstance(helper, CommOverlapHelper):
@@ -150,14 +156,25 @@ class CommOverlap:
         self.config = config
         self._closing: list[Callable[[], object]] = []
         self.memory = "plain"
+        self._carrier = self.comm
+        if copy_engines:
+            self._carrier = self._split_off()
         nbytes = math.prod(shape) * dtype.itemsize
-        self.workspace = Workspace(self._allocate, fixed=name)
+        self.workspace = Workspace(self._allocate, fixed=name, carrier=self._carrier)
         for role, share in roles.items():
             self.workspace.reserve(role, math.ceil(nbytes * share), torch.device(self.comm.device))
 
     @property
     def nbytes(self) -> int:
         return self.workspace.nbytes
+
+    def _split_off(self) -> Communicator:
+        """A communicator whose copies go by copy engines; NcclVersionError where NCCL is too old for that."""
+        child = self.comm.split(0, self.comm.rank, CommConfig(cta_policy=CTA_POLICY_ZERO))
+        assert child is not None
+        share_side_streams(self.comm, child)
+        self._closing.append(child.destroy)
+        return child
 
     def _allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Memory of NCCL's, as a symmetric window if the ranks can have one, registered if not, torch's if neither.
@@ -173,11 +190,11 @@ class CommOverlap:
         self.memory = "plain"
         if library.version >= (2, 27):
             with contextlib.suppress(NcclError, ValueError):  # declined: no memory of each other, no symmetric kernels
-                self._closing.append(self.comm.window(memory).close)
+                self._closing.append(self._carrier.window(memory).close)
                 self.memory = "window"
         if self.memory == "plain":
             with contextlib.suppress(NcclError):
-                self._closing.append(self.comm.register(memory).close)
+                self._closing.append(self._carrier.register(memory).close)
                 self.memory = "registered"
         return torch.from_dlpack(memory)
 
@@ -206,7 +223,7 @@ class CommOverlap:
         """
         if collective not in COLLECTIVES:
             raise ValueError(f"bulk: collective is {shown(collective)}, expected one of {', '.join(COLLECTIVES)}")
-        comm, limit, margin = limited(self.comm, self.config, "bulk")
+        comm, limit, margin = limited(self._carrier, self.config, "bulk")
         lanes = Lanes(comm, priority=self.config.priority, config=limit)
         with lanes:
             lanes.comm.wait(lanes.begun)

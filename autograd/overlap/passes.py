@@ -114,9 +114,9 @@ class Pass(NamedTuple):
 @contextmanager
 def opened(options: Options, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
     """The lanes of a pass; serial ones if it was decided not to overlap."""
-    comm, limit, margin = limited(options.comm, config, decision.method)
-    overlaps = decision.method != "off"
     workspace = options.workspace or workspace_of(options.comm)
+    comm, limit, margin = limited(workspace.carrier or options.comm, config, decision.method)
+    overlaps = decision.method != "off"
     lanes = Lanes(
         comm,
         compute_streams=decision.compute_streams,

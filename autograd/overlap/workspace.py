@@ -29,9 +29,16 @@ class Workspace:
 
     allocate  (bytes, device) -> memory as a tensor of uint8, which outlives what was issued; None: torch's
     fixed     whose it is, if its buffers are reserved once and do not grow
+    carrier   the communicator over which they are to travel; None: the operation's
     """
 
-    def __init__(self, allocate: Callable[[int, torch.device], Tensor] | None = None, fixed: str | None = None) -> None:
+    def __init__(
+        self,
+        allocate: Callable[[int, torch.device], Tensor] | None = None,
+        fixed: str | None = None,
+        carrier: Communicator | None = None,
+    ) -> None:
+        self.carrier = carrier
         self._allocate, self._knows_streams = allocate or _of_torch, allocate is None
         self._fixed = fixed
         self.broken_off = False  # the last operation: what it has launched may still be using the buffers

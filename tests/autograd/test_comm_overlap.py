@@ -55,7 +55,8 @@ def made(comm: Communicator, kind: str) -> Any:
     shape = (ROWS, max(WIDTH, HIDDEN))
     if kind == "ring":
         return ad.CommOverlapP2P(helper, shape, torch.float64, aggregate=comm.size > 2)
-    return ad.CommOverlap(helper, shape, torch.float64, num_splits=3, deterministic=kind == "exchange")
+    by_copies = {"copy_engines": kind == "copy engines", "deterministic": kind in ("exchange", "copy engines")}
+    return ad.CommOverlap(helper, shape, torch.float64, num_splits=3, **by_copies)
 
 
 def check_layers(comm: Communicator, kind: str) -> str:
@@ -97,7 +98,7 @@ def check_layers(comm: Communicator, kind: str) -> str:
 
 
 @each_size
-@pytest.mark.parametrize("kind", ["slices", "ring", "exchange"])
+@pytest.mark.parametrize("kind", ["slices", "ring", "exchange", "copy engines"])
 def test_layers_with_buffers_of_their_own_equal_the_unsharded_ones(ranks: RankPool, n: int, kind: str) -> None:
     assert ranks.run(n, check_layers, kind) == ["window"] * n
 
