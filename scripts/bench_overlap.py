@@ -49,6 +49,8 @@ from pynccl.host.link import parse
 
 METHODS = ("slices", "exchange", "ring", "bulk")
 SECTIONS = (*BY_NAME, MLP, SMALL)
+_SECTIONS = f"all of {', '.join(SECTIONS)} unless named"
+_LEAST = {"ranks": 2, "rounds": 1, "width": 1, "hidden": 1, "milliseconds": 0.1, "balance": 0.01}
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from pynccl_autograd.overlap.lanes import Lane, Lanes, Point
 @contextlib.contextmanager
 def passes_on(kind: type[Lanes]) -> Iterator[None]:
     """The passes of layers run on lanes of this kind."""
-    hook, before = "Lanes", passes.Lanes
+    hook = "Lanes"
+    before = getattr(passes, hook)
     setattr(passes, hook, kind)
     try:
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.lanes import Lanes
 
 MLP, SMALL = "mlp", "small"
+CONTROLS = ("one stream", "apart")
 # Shapes of which nothing can be hidden on a CPU: (tokens, width, hidden).
 SMALL_SHAPES = ((16, 64, 128), (32, 64, 256), (64, 128, 256), (64, 128, 512))
 Row = dict[str, Any]
@@ -102,7 +102,7 @@ def _seconds(options: Options, step: Step) -> float:
 
 
 def _link(options: Options, case_steps: int, nbytes: float, t_mm: float) -> str:
-    """The link on which so many bytes take `balance` times as long as the matmuls; "" on a GPU, which has a real one."""
+    """The link on which so many bytes take `balance` times as long as the matmuls; "" on a GPU."""
     if options.device == "cuda":
         return ""
     if options.link is not None:
@@ -134,15 +134,11 @@ class _Pass:
             f"{method} {chunks}" if chunks else method: case.config(method, chunks) for method, chunks in options.ways
         }
         calls, model = self._calls(comm, ways, self._control(decision)), Model(case, self.shape, comm)
-        with contextlib.ExitStack() as stack:
-            torch_link = ModelledLink(link) if link else None
-            plain = torch_step(case, self.tensors)
-            calls["torch"] = plain
-            if torch_link is not None:
-                calls["torch, link"] = _through(torch_link, plain)
-            self._check(calls)
-            times = rounds_of(options.device, calls, options.rounds)
-            stack.close()
+        calls["torch"] = torch_step(case, self.tensors)
+        if link:
+            calls["torch, link"] = _through(ModelledLink(link), calls["torch"])
+        self._check(calls)
+        times = rounds_of(options.device, calls, options.rounds)
         return self._row(link, decision, times, ways, model)
 
     def _control(self, decision: Row) -> OverlapConfig:
@@ -173,10 +169,8 @@ class _Pass:
 
     def _check(self, calls: Mapping[str, Step]) -> None:
         """The same results, whatever way: of all that compute and communicate."""
-        check_equal(
-            self.case,
-            {name: call() for name, call in calls.items() if name not in ("comm", "mm") and name[:3] != "mm "},
-        )
+        whole = [name for name in calls if name.split()[0] not in ("comm", "mm")]
+        check_equal(self.case, {name: calls[name]() for name in whole})
 
     def _row(
         self,
@@ -206,8 +200,7 @@ class _Pass:
                 }
             )
         row["controls"] = [
-            {"way": name, "seconds": median[name], "efficiency": efficiency(times, name)}
-            for name in ("one stream", "apart")
+            {"way": name, "seconds": median[name], "efficiency": efficiency(times, name)} for name in CONTROLS
         ]
         row["times"] = {name: list(values) for name, values in times.items()}
         return row

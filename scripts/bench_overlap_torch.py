@@ -73,17 +73,23 @@ class ModelledLink:
         return there
 
 
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def gathered(x: Tensor) -> Tensor:
     """Of all ranks; torch 2.13 calls the function otherwise."""
     function = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
-    whole: Tensor = function(x, 0, dist.group.WORLD)
+    whole: Tensor = function(x, 0, _world())
     return _arrived(whole)
 
 
 def scattered(x: Tensor) -> Tensor:
     """This rank's rows of the sum."""
     function = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
-    part: Tensor = function(x, "sum", 0, dist.group.WORLD)
+    part: Tensor = function(x, "sum", 0, _world())
     return _arrived(part)
 
 
@@ -104,7 +110,7 @@ class _Copied(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        return _arrived(funcol.all_reduce(cotangents[0], "sum", dist.group.WORLD))
+        return _arrived(funcol.all_reduce(cotangents[0], "sum", _world()))
 
 
 def torch_step(case: Case, tensors: Tensors) -> Step:
@@ -118,7 +124,7 @@ def torch_step(case: Case, tensors: Tensors) -> Step:
             return scattered(F.linear(x, w))
         if case.layer == "copy_matmul":
             return F.linear(_Copied.apply(x), w)
-        return _arrived(funcol.all_reduce(F.linear(x, w).detach(), "sum", dist.group.WORLD))
+        return _arrived(funcol.all_reduce(F.linear(x, w).detach(), "sum", _world()))
 
     if not case.backward:
         return lambda: (layer().detach(),)
@@ -173,12 +179,11 @@ class Mlp:
     def _step(self, model: nn.Module) -> Step:
         def step() -> tuple[Tensor, ...]:
             model.zero_grad(set_to_none=True)
-            self.x.grad = None
-            y = model(self.x)
+            del self.x.grad
+            y = _arrived(model(self.x))  # what DTensor leaves under way, the next operation would wait for
             y.backward(self.gy)
-            assert self.x.grad is not None
             grads = [parameter.grad for parameter in model.parameters()]
-            return y.detach(), self.x.grad, *(_local(grad) for grad in grads)
+            return y.detach(), _arrived(self.x.grad), *(_local(grad) for grad in grads)
 
         return step
 

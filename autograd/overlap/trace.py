@@ -193,8 +193,8 @@ def _resolve(record: _Record, first: Any) -> Operation:
     intervals = []
     for lane, what, begin, end, shape, nbytes in record.work:
         number = counts[what] = counts.get(what, -1) + 1
-        times = (seconds_between(record.begin, mark) for mark in (begin, end))
-        intervals.append(Interval(lane, what, number, *times, shape, nbytes))
+        begun, ended = (seconds_between(record.begin, mark) for mark in (begin, end))
+        intervals.append(Interval(lane, what, number, begun, ended, shape, nbytes))
     said = record.decision
     return Operation(
         record.owner,
@@ -232,8 +232,8 @@ def _names(rank: int, operations: Sequence[Operation]) -> list[dict[str, Any]]:
     return events
 
 
-def _metadata(name: str, rank: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args}
+def _metadata(what: str, rank: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": args}
 
 
 def _events(rank: int, operation: Operation, offset: float) -> list[dict[str, Any]]:
