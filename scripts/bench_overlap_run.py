@@ -64,7 +64,7 @@ class Options:
 
 def run(rank: int, options: Options) -> Row:
     """All that was asked for, on one rank."""
-    shape = _shape(options)
+    shape = shape_of(options)
     found: Row = {"shape": shape._asdict() | {"dtype": str(shape.dtype).removeprefix("torch.")}}
     found["patterns"] = [
         _Pass(BY_NAME[name], shape, rank, options).row() for name in options.sections if name in BY_NAME
@@ -74,7 +74,7 @@ def run(rank: int, options: Options) -> Row:
     return found
 
 
-def _shape(options: Options) -> Shape:
+def shape_of(options: Options) -> Shape:
     """With so many tokens that a forward matmul takes the milliseconds that were asked for."""
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     unit = 16 * options.ranks
@@ -88,7 +88,7 @@ def _shape(options: Options) -> Shape:
     return Shape(tokens, options.width, options.hidden, dtype)
 
 
-def _on(lanes: type[Lanes], step: Step) -> Step:
+def on_lanes(lanes: type[Lanes], step: Step) -> Step:
     def call() -> Any:
         with passes_on(lanes):
             return step()
@@ -96,12 +96,12 @@ def _on(lanes: type[Lanes], step: Step) -> Step:
     return call
 
 
-def _seconds(options: Options, step: Step) -> float:
+def seconds_of(options: Options, step: Step) -> float:
     """Of one call, the median of a few."""
     return statistics.median(rounds_of(options.device, {"": step}, 5)[""])
 
 
-def _link(options: Options, case_steps: int, nbytes: float, t_mm: float) -> str:
+def link_for(options: Options, case_steps: int, nbytes: float, t_mm: float) -> str:
     """The link on which so many bytes take `balance` times as long as the matmuls; "" on a GPU."""
     if options.device == "cuda":
         return ""
@@ -121,9 +121,9 @@ class _Pass:
     def row(self) -> Row:
         case, options = self.case, self.options
         with linked(options.device, "") as comm:
-            whole = _on(MatmulsAlone, step_of(case, self.tensors, comm, case.config("bulk")))
-            t_mm = _seconds(options, whole)
-        link = _link(options, *case.wire(self.shape, options.ranks), t_mm)
+            whole = on_lanes(MatmulsAlone, step_of(case, self.tensors, comm, case.config("bulk")))
+            t_mm = seconds_of(options, whole)
+        link = link_for(options, *case.wire(self.shape, options.ranks), t_mm)
         with linked(options.device, link) as comm:
             return self._measured(comm, link)
 
@@ -153,15 +153,15 @@ class _Pass:
         controlled = self._step(comm, control)
         calls: dict[str, Step] = {
             "off": self._step(comm, self.case.config("off")),
-            "seq": _on(OneStream, uncut),
-            "comm": _on(CommunicationAlone, uncut),
-            "mm": _on(MatmulsAlone, uncut),
-            "one stream": _on(OneStream, controlled),
-            "apart": _on(Apart, controlled),
+            "seq": on_lanes(OneStream, uncut),
+            "comm": on_lanes(CommunicationAlone, uncut),
+            "mm": on_lanes(MatmulsAlone, uncut),
+            "one stream": on_lanes(OneStream, controlled),
+            "apart": on_lanes(Apart, controlled),
         }
         for name, step in steps.items():
             calls[name] = step
-            calls[f"mm {name}"] = _on(MatmulsAlone, step)
+            calls[f"mm {name}"] = on_lanes(MatmulsAlone, step)
         return calls
 
     def _step(self, comm: Communicator, config: OverlapConfig) -> Step:
@@ -230,7 +230,7 @@ def _mlp(shape: Shape, rank: int, options: Options) -> Row:
     inner = shape.hidden // options.ranks
     x, w = (torch.randn(rows, shape.width).to(here(options.device), shape.dtype) for rows in (shape.tokens, inner))
     steps, nbytes = BY_NAME["all_gather_matmul"].wire(shape, options.ranks)
-    link = _link(options, 4 * steps, 4 * nbytes, 6 * _seconds(options, lambda: x @ w.t()))
+    link = link_for(options, 4 * steps, 4 * nbytes, 6 * seconds_of(options, lambda: x @ w.t()))
     with linked(options.device, link) as comm:
         calls: dict[str, Step] = {"auto": mlp.ours(comm, "auto"), "off": mlp.ours(comm, "off")}
         calls |= {
