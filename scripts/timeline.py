@@ -200,17 +200,8 @@ def _bar(axes: Any, one: Interval, row: float, span: float, gathers: bool) -> No
     text = label_of(one, gathers)
     if text and width > span * 0.011 * len(text):
         box = {"facecolor": COLORS[kind_of(one)], "edgecolor": "none", "pad": 1.0}  # readable over hatching
-        axes.text(
-            begin + width / 2,
-            row + HEIGHT / 2,
-            text,
-            ha="center",
-            va="center",
-            fontsize=8,
-            color="white",
-            bbox=box,
-            zorder=5,
-        )
+        middle = (begin + width / 2, row + HEIGHT / 2)
+        axes.text(*middle, text, ha="center", va="center", fontsize=8, color="white", bbox=box, zorder=5)
 
 
 # ---------------------------------------------------------------------------------------------------- command line
