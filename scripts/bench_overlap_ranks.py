@@ -31,7 +31,8 @@ def run_ranks(ranks: int, device: str, fn: Callable[..., Any], *arguments: Any) 
         port = probe.getsockname()[1]
         probe.close()
         os.environ["PYNCCL_CACHE"] = cache  # constants of the machine are measured anew, under this run's link
-        context = multiprocessing.get_context("spawn")
+        # A fork has all modules already, and this process has started no threads of torch. CUDA wants no forks.
+        context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
         results: Any = context.Queue()
         workers = [
             context.Process(target=_run, args=(rank, ranks, device, port, results, fn, arguments), daemon=True)
