@@ -17,6 +17,8 @@ efficiency is (T_seq - T) / min(T_comm, T_mm), the median of that of each round;
 is T - T_mm; tax what cutting costs the matmuls, T_mm(k) - T_mm; "model" the efficiency that the planner's simulation
 of the schedule comes to with T_comm and T_mm as measured and slices that cost nothing: what the schedule allows. Of
 both controls the efficiency has to be about 0. All ways are compared with each other before they are timed.
+column_backward_regather gathers x once more for the weight's gradient, which the rows "off" and "torch" do not: they
+have kept it, and move half as much.
 
 On a CPU communication takes the time of a modelled link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each pass
 such that T_comm is --balance times T_mm. torch's collectives run over gloo; "torch, link" and "DTensor, link" give each
