@@ -133,6 +133,13 @@ class HostEvent(Shared):
     def query(self) -> bool:
         return self._completion is None or self._completion.happened.is_set()
 
+    @property
+    def moment(self) -> float:
+        """When it was completed, in seconds of time.perf_counter(), which all processes of a machine share."""
+        if self._completion is None or not self.query():
+            raise ValueError("moment: the event has to be recorded and completed; call synchronize() first")
+        return self._completion.moment
+
     def elapsed_time(self, end: HostEvent) -> float:
         """Milliseconds from this event to `end`; both have to be recorded and completed."""
         if not isinstance(end, HostEvent):

@@ -1,0 +1,255 @@
+"""What overlapped operations did, and when: their events as intervals on lanes, totals of each, a file for Perfetto."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .lanes import Lane, Lanes, Observer, Point, _observers, seconds_between
+
+COMM = "comm"
+# Work of these names is communication also where it runs on the caller's stream, one thing after the other.
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
+_ROWS = ("main", "second", COMM)  # of a process in a trace, from above
+
+
+class Interval(NamedTuple):
+    """A piece of work.
+
+    lane        "main", "second" or "comm": all communication is there
+    number      the how many-th of its name in the operation, from 0
+    begin, end  seconds from the operation's begin
+    shape       of what it writes, and its bytes
+    """
+
+    lane: str
+    what: str
+    number: int
+    begin: float
+    end: float
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One pass of a layer that has ended. Plain values: it can be pickled.
+
+    owner    name of the layer's type; "" of a function that was called by itself
+    pattern  as the planner calls it; "" where nothing was planned
+    start    seconds: of time.perf_counter() on the CPU, on a GPU from the begin of the trace's first operation
+    wall     seconds from the caller's begin to where his stream has waited for all the others
+    """
+
+    owner: str
+    pattern: str
+    method: str
+    chunks: int
+    start: float
+    wall: float
+    intervals: tuple[Interval, ...]
+
+    @property
+    def comm(self) -> float:
+        """Seconds in which something travels, waits for peers included."""
+        return _covered(one for one in self.intervals if one.lane == COMM)
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which something is computed."""
+        return _covered(one for one in self.intervals if one.lane != COMM)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which nothing is computed."""
+        return self.wall - self.compute
+
+    @property
+    def efficiency(self) -> float:
+        """The part of what can be hidden that was: 1.0 is the ideal, 0.0 one after the other."""
+        comm, compute = self.comm, self.compute
+        can = min(comm, compute)
+        return (comm + compute - self.wall) / can if can > 0 else 0.0
+
+
+def _covered(intervals: Iterator[Interval]) -> float:
+    """Seconds that lie in at least one of the intervals."""
+    seconds = upto = 0.0
+    for begin, end in sorted((one.begin, one.end) for one in intervals):
+        seconds += max(0.0, end - max(begin, upto))
+        upto = max(upto, end)
+    return seconds
+
+
+class _Work(NamedTuple):
+    """A piece of work, with the marks of its lane around it."""
+
+    lane: str
+    what: str
+    begin: Any
+    end: Any
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass
+class _Record:
+    """An operation whose marks may not have happened yet. No tensor is kept, and no layer."""
+
+    begin: Any
+    work: list[_Work]
+    owner: str = ""
+    decision: Any = None
+    end: Any = None
+
+
+class Trace(Observer):
+    """Records what runs on lanes.
+
+        with recording() as trace:
+            layer(x).sum().backward()
+        for operation in trace.operations():
+            print(operation.owner, operation.efficiency)
+        trace.to_chrome("trace.json")                    # for ui.perfetto.dev
+
+    Operations that have not ended, or were broken off, are not in it. On a GPU its marks are events with times, which
+    cost little; on the CPU they are moments of one clock. Not for what is captured into a CUDA graph, whose events have no
+    times."""
+
+    timing = True
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakKeyDictionary[Lanes, _Record] = weakref.WeakKeyDictionary()
+        self._ended: list[_Record] = []
+        self._resolved: list[Operation] = []
+        self._first: Any = None  # mark at which the first operation began
+        self._lock = threading.Lock()  # a backward pass runs in threads of its own
+
+    def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
+        """See Observer."""
+        row = COMM if name in _COLLECTIVES else lane.name
+        shape = tuple(writes[0].shape) if writes else ()
+        work = _Work(row, name, begin, end, shape, sum(one.nbytes for one in writes))
+        self._record(lane.lanes).work.append(work)
+
+    def recorded(self, lane: Lane, point: Point) -> None:
+        """See Observer. The first point of all is the caller's, at which the operation begins."""
+        self._record(lane.lanes)
+
+    def waited(self, lane: Lane, point: Point) -> None:
+        """See Observer."""
+
+    def closed(self, lanes: Lanes) -> None:
+        """See Observer."""
+        record = self._record(lanes)
+        record.owner = "" if lanes.owner is None else type(lanes.owner).__name__
+        record.decision, record.end = lanes.decision, lanes.main.mark()
+        with self._lock:
+            self._open.pop(lanes, None)
+            self._ended.append(record)
+
+    def _record(self, lanes: Lanes) -> _Record:
+        with self._lock:
+            found = self._open.get(lanes)
+            if found is None:
+                found = self._open[lanes] = _Record(lanes.main.mark(), [])
+                self._first = found.begin if self._first is None else self._first
+            return found
+
+    def operations(self) -> list[Operation]:
+        """Those that have ended, in the order in which they did. Waits for them."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            for record in ended:
+                self._resolved.append(_resolve(record, self._first))
+            return list(self._resolved)
+
+    def to_chrome(self, path: str | Path, rank: int = 0) -> None:
+        """Write the file of one rank: see `write_chrome`."""
+        write_chrome(path, {rank: self.operations()})
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Trace]:
+    """Record the operations that begin in the block, of all threads."""
+    trace = Trace()
+    _observers.append(trace)
+    try:
+        yield trace
+    finally:
+        _observers.remove(trace)
+
+
+def _resolve(record: _Record, first: Any) -> Operation:
+    if hasattr(record.end, "synchronize"):
+        record.end.synchronize()  # the caller's stream has waited for the others: so all marks have happened
+    start = record.begin if isinstance(record.begin, float) else seconds_between(first, record.begin)
+    counts: dict[str, int] = {}
+    intervals = []
+    for lane, what, begin, end, shape, nbytes in record.work:
+        number = counts[what] = counts.get(what, -1) + 1
+        begun, ended = (seconds_between(record.begin, mark) for mark in (begin, end))
+        intervals.append(Interval(lane, what, number, begun, ended, shape, nbytes))
+    said = record.decision
+    return Operation(
+        record.owner,
+        getattr(said, "pattern", ""),
+        getattr(said, "method", ""),
+        getattr(said, "chunks", 1),
+        start,
+        seconds_between(record.begin, record.end),
+        tuple(intervals),
+    )
+
+
+def write_chrome(path: str | Path, by_rank: Mapping[int, Sequence[Operation]]) -> None:
+    """Write Chrome's trace format, which ui.perfetto.dev shows: a process for each rank, a thread for each lane.
+
+    Ranks of one machine share the clock of the CPU. GPUs have clocks of their own: there each rank's time begins with
+    its first operation, so let the ranks meet at a barrier before it if they are to be compared."""
+    zero = min((one.start for operations in by_rank.values() for one in operations), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, operations in by_rank.items():
+        events += _names(rank, operations)
+        for one in operations:
+            events += _events(rank, one, one.start - zero)
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _names(rank: int, operations: Sequence[Operation]) -> list[dict[str, Any]]:
+    """Metadata: what processes and threads are called, and how threads are ordered."""
+    used = {interval.lane for one in operations for interval in one.intervals}
+    events: list[dict[str, Any]] = [_metadata("process_name", rank, 0, name=f"rank {rank}")]
+    for tid, lane in enumerate(_ROWS):
+        if lane in used:
+            events.append(_metadata("thread_name", rank, tid, name=lane))
+            events.append(_metadata("thread_sort_index", rank, tid, sort_index=tid))
+    return events
+
+
+def _metadata(what: str, rank: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": args}
+
+
+def _events(rank: int, operation: Operation, offset: float) -> list[dict[str, Any]]:
+    """Its intervals as complete events; times in microseconds."""
+    said = {"owner": operation.owner, "pattern": operation.pattern, "method": operation.method}
+    return [
+        {
+            "ph": "X",
+            "name": f"{one.what} {one.number}",
+            "cat": "comm" if one.lane == COMM else "compute",
+            "pid": rank,
+            "tid": _ROWS.index(one.lane),
+            "ts": (offset + one.begin) * 1e6,
+            "dur": max(one.end - one.begin, 0.0) * 1e6,
+            "args": {**said, "shape": list(one.shape), "bytes": one.nbytes},
+        }
+        for one in operation.intervals
+    ]

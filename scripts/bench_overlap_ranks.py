@@ -1,0 +1,153 @@
+"""What the programs that measure overlap share: rank processes, links that they make, and times of several calls."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import socket
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pynccl import Communicator
+from pynccl.host.link import VARIABLE as LINK
+
+Call = Callable[[], Any]
+LATENCY = 50e-6  # seconds a step, of the modelled link
+
+
+def run_ranks(ranks: int, device: str, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What fn(rank, *arguments) returns on each of so many processes. RuntimeError with the first rank's traceback."""
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as cache:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        os.environ["PYNCCL_CACHE"] = cache  # constants of the machine are measured anew, under this run's link
+        # A fork has all modules already, and this process has started no threads of torch. CUDA wants no forks.
+        context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
+        results: Any = context.Queue()
+        workers = [
+            context.Process(target=_run, args=(rank, ranks, device, port, results, fn, arguments), daemon=True)
+            for rank in range(ranks)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            return _collected(workers, results)
+        finally:
+            for worker in workers:
+                worker.join(timeout=10.0)
+                worker.kill()
+
+
+def _collected(workers: Sequence[Any], results: Any) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(workers):
+        dead = [rank for rank, worker in enumerate(workers) if rank not in found and worker.exitcode is not None]
+        try:
+            rank, error, value = results.get(timeout=1.0)
+        except queue.Empty:
+            if dead:
+                code = workers[dead[0]].exitcode
+                raise RuntimeError(f"rank {dead[0]} ended with exit code {code} and said nothing") from None
+            continue
+        if error:
+            raise RuntimeError(f"rank {rank} failed:\n{error}")
+        found[rank] = value
+    return [found[rank] for rank in range(len(workers))]
+
+
+def _run(
+    rank: int, ranks: int, device: str, port: int, results: Any, fn: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    try:
+        for name in (LINK, "PYNCCL_CHECK", "PYNCCL_TRACE"):
+            os.environ.pop(name, None)
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames functional collectives
+        backend = "gloo"
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+            backend = "cpu:gloo,cuda:nccl"  # gloo for the moment at which all begin
+        else:
+            os.environ["PYNCCL_LIBRARY"] = "host"
+        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+        value = fn(rank, *arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+        raise
+    results.put((rank, "", value))
+
+
+def here(device: str) -> torch.device:
+    """This rank's."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def linked(device: str, link: str) -> Iterator[Communicator]:
+    """A communicator of all ranks over the modelled link; "": over none, as on GPUs. Each reads the variable when it is
+    made."""
+    os.environ[LINK] = link
+    comm = Communicator.from_process_group(device=here(device))
+    try:
+        yield comm
+    finally:
+        os.environ.pop(LINK)
+        comm.destroy()
+
+
+def link_text(bandwidth: float, latency: float = LATENCY) -> str:
+    """As PYNCCL_HOST_LINK has it.   bandwidth in bytes/s, latency in seconds"""
+    return f"latency={latency * 1e6:g}us,bandwidth={bandwidth / 1e6:.4f}MB/s"
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks."""
+    found = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def measure(device: str, call: Call, batch: int = 1) -> float:
+    """Seconds per call of a batch, of the slowest rank, from a moment at which all begin: a barrier alone lets them go
+    one after the other."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = slowest(time.perf_counter() + 0.001)
+    time.sleep(max(start - time.perf_counter(), 0.0))
+    if device == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(batch):
+            call()
+        end.record()
+        end.synchronize()
+        return slowest(begin.elapsed_time(end) / 1e3 / batch)
+    for _ in range(batch):
+        call()
+    return slowest((time.perf_counter() - start) / batch)
+
+
+def rounds_of(device: str, calls: Mapping[str, Call], rounds: int, batch: int = 1) -> dict[str, list[float]]:
+    """Seconds per call, one number per round: in each, all of them in turn, beginning with another one every time. One
+    round more goes before them, to warm up."""
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = measure(device, calls[name], batch)
+            if number:
+                times[name].append(seconds)
+    return times

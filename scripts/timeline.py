@@ -1,0 +1,283 @@
+"""A picture of what a layer's pass computes and communicates when: on one stream, and overlapped.
+
+    python scripts/timeline.py [--pattern NAME ...] [--chunks 4] [--out out/timeline.png] [--trace out/trace.json]
+
+Two ranks over a modelled link on which communication takes as long as the matmuls (--balance). Each pass runs --rounds
+times both ways, in turn; drawn is rank 0 in the round of median length. T_seq and T_ov are the caller's time on that
+rank, median of the rounds; efficiency is (T_seq - T_ov) / min(T_comm, T_mm), where T_comm and T_mm are what the pass on
+one stream spent on either. Communication is hatched while nothing is computed: that is what it costs.
+
+The trace holds both ranks, both ways, of the rounds drawn: open it at ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench_overlap_cases import BY_NAME, Case, Shape, Step, step_of, tensors_of
+from bench_overlap_lanes import MatmulsAlone, OneStream, passes_on
+from bench_overlap_ranks import here, linked, measure, run_ranks
+from bench_overlap_run import Options, link_for, on_lanes, seconds_of, shape_of
+
+from pynccl_autograd.overlap.lanes import Lanes
+from pynccl_autograd.overlap.trace import Interval, Operation, recording, write_chrome
+
+CPU, RANKS = "cpu", 2
+DEFAULT = ("all_gather_matmul", "column_backward", "matmul_reduce_scatter", "row_backward")
+METHODS = ("auto", "slices", "exchange", "ring", "bulk")
+
+
+class Both(NamedTuple):
+    """A pass on one rank, both ways: the rounds. Plain values."""
+
+    name: str
+    way: str
+    link: str
+    serial: list[Operation]
+    overlapped: list[Operation]
+
+    def drawn(self) -> tuple[Operation, Operation]:
+        return _median_one(self.serial), _median_one(self.overlapped)
+
+    def times(self) -> tuple[float, float, float]:
+        """(T_seq, T_ov, efficiency)"""
+        t_seq, t_ov = (statistics.median(one.wall for one in rounds) for rounds in (self.serial, self.overlapped))
+        t_comm, t_mm = (statistics.median(getattr(one, lane) for one in self.serial) for lane in ("comm", "compute"))
+        return t_seq, t_ov, (t_seq - t_ov) / min(t_comm, t_mm)
+
+
+def _median_one(rounds: Sequence[Operation]) -> Operation:
+    return sorted(rounds, key=lambda one: one.wall)[(len(rounds) - 1) // 2]
+
+
+def run(rank: int, options: Options) -> list[Both]:
+    """The passes, both ways, on one rank."""
+    shape = shape_of(options)
+    return [_both(BY_NAME[name], shape, rank, options) for name in options.sections]
+
+
+def _both(case: Case, shape: Shape, rank: int, options: Options) -> Both:
+    tensors = tensors_of(case, shape, rank, RANKS, here(CPU))
+    with linked(CPU, "") as comm:
+        t_mm = seconds_of(options, on_lanes(MatmulsAlone, step_of(case, tensors, comm, case.config("bulk"))))
+    link = link_for(options, *case.wire(shape, RANKS), t_mm)
+    method = options.methods[0]
+    chunks = options.chunks[0] if method in ("slices", "exchange") else None
+    with linked(CPU, link) as comm:
+        serial = step_of(case, tensors, comm, case.config("bulk"))
+        overlapped = step_of(case, tensors, comm, case.config(method, chunks))
+        rounds = [(_recorded(serial, OneStream), _recorded(overlapped, Lanes)) for _ in range(options.rounds + 1)][1:]
+    said = rounds[0][1]
+    if said is None:
+        raise RuntimeError(f"{case.name}: the planner declines to overlap this; pass --method slices, or larger sizes")
+    way = f"{said.method} {said.chunks}" if said.method in ("slices", "exchange") else said.method
+    one, other = ([found for found in rounds_of if found is not None] for rounds_of in zip(*rounds, strict=True))
+    return Both(case.name, way, link, one, other)
+
+
+def _recorded(step: Step, lanes: type[Lanes]) -> Operation | None:
+    """None of a pass that ran on no lanes."""
+    with recording() as trace, passes_on(lanes):
+        measure(CPU, step)
+    found = trace.operations()
+    return found[-1] if found else None
+
+
+# ---------------------------------------------------------------------------------------------------- the picture
+
+COLORS = {"matmul": "#4c78a8", "wgrad": "#72b7b2", "other": "#9d9d9d", "comm": "#f58518"}
+NAMES = {
+    "matmul": "matmul of rows: forward, or gradient of the input",
+    "wgrad": "gradient of the weight",
+    "other": "copies, local sums",
+    "comm": "communication",
+    "exposed": "communication while nothing is computed",
+}
+HEIGHT = 0.8
+ROWS = {
+    ("serial", "compute"): 3.3,
+    ("serial", "comm"): 2.4,
+    ("overlapped", "compute"): 0.9,
+    ("overlapped", "comm"): 0.0,
+}
+
+
+def kind_of(interval: Interval) -> str:
+    if interval.lane == "comm":
+        return "comm"
+    if interval.what.startswith("linear_"):
+        return "matmul"
+    return "wgrad" if "outer_rows" in interval.what else "other"
+
+
+def label_of(interval: Interval, gathers: bool) -> str:
+    """The number of its slice, from 1. Where rows are gathered, this rank's own come first and need no slice."""
+    if kind_of(interval) == "other":
+        return ""
+    number = interval.number
+    if interval.lane == "comm":
+        return str(number + 1)
+    if interval.what == "add_outer_rows":  # the first is outer_rows
+        number += 1
+    if not gathers:
+        return "wgrad" if kind_of(interval) == "wgrad" else str(number + 1)
+    return "own" if number == 0 else str(number)
+
+
+def uncovered(interval: Interval, others: Sequence[Interval]) -> list[tuple[float, float]]:
+    """The parts of an interval in which none of the others runs."""
+    parts, at = [], interval.begin
+    for other in sorted(others, key=lambda one: one.begin):
+        if other.end <= at or other.begin >= interval.end:
+            continue
+        if other.begin > at:
+            parts.append((at, other.begin))
+        at = max(at, other.end)
+    if at < interval.end:
+        parts.append((at, interval.end))
+    return parts
+
+
+def draw(found: Sequence[Both], path: Path) -> None:
+    from matplotlib.figure import Figure  # no window, no display
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(11, 0.9 + 2.5 * len(found)), layout="constrained")
+    for axes, both in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
+        _draw_one(axes, both)
+    patches = [Patch(facecolor=color, label=NAMES[kind]) for kind, color in COLORS.items()]
+    patches.append(Patch(facecolor=COLORS["comm"], hatch="////", edgecolor="black", label=NAMES["exposed"]))
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_one(axes: Any, both: Both) -> None:
+    serial, overlapped = both.drawn()
+    span = max(serial.wall, overlapped.wall) * 1e3
+    gathers = any(one.what == "all_gather" for one in overlapped.intervals) and "regather" not in both.name
+    gathers = gathers or (both.way == "ring" and both.name in ("all_gather_matmul", "row_backward"))
+    for way, operation in (("serial", serial), ("overlapped", overlapped)):
+        computed = [one for one in operation.intervals if one.lane != "comm"]
+        for one in operation.intervals:
+            row = ROWS[way, "comm" if one.lane == "comm" else "compute"]
+            _bar(axes, one, row, span, gathers)
+            for begin, end in uncovered(one, computed) if one.lane == "comm" else ():
+                part = (begin * 1e3, (end - begin) * 1e3)
+                axes.broken_barh([part], (row, HEIGHT), facecolor="none", edgecolor="black", hatch="////", linewidth=0)
+        top = ROWS[way, "compute"] + HEIGHT
+        axes.plot([operation.wall * 1e3] * 2, [ROWS[way, "comm"], top], color="black", linewidth=1.2)
+        axes.text(
+            operation.wall * 1e3 + span * 0.006,
+            (ROWS[way, "comm"] + top) / 2,
+            f"{operation.wall * 1e3:.1f} ms",
+            va="center",
+            fontsize=9,
+        )
+    t_seq, t_ov, efficiency = both.times()
+    axes.set_title(
+        f"{both.name}, {both.way}:  $T_{{seq}}$ {t_seq * 1e3:.1f} ms,  $T_{{ov}}$ {t_ov * 1e3:.1f} ms,  "
+        f"efficiency {efficiency:.2f}",
+        fontsize=11,
+        loc="left",
+    )
+    axes.set_yticks([y + HEIGHT / 2 for y in ROWS.values()], [f"{way}: {lane}" for way, lane in ROWS], fontsize=9)
+    axes.set_xlim(0, span * 1.09)
+    axes.set_xlabel("ms", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _bar(axes: Any, one: Interval, row: float, span: float, gathers: bool) -> None:
+    begin, width = one.begin * 1e3, (one.end - one.begin) * 1e3
+    axes.broken_barh([(begin, width)], (row, HEIGHT), facecolor=COLORS[kind_of(one)], edgecolor="white", linewidth=0.8)
+    text = label_of(one, gathers)
+    if text and width > span * 0.011 * len(text):
+        box = {"facecolor": COLORS[kind_of(one)], "edgecolor": "none", "pad": 1.0}  # readable over hatching
+        middle = (begin + width / 2, row + HEIGHT / 2)
+        axes.text(*middle, text, ha="center", va="center", fontsize=8, color="white", bbox=box, zorder=5)
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+def main() -> None:
+    asked = _arguments()
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        sys.exit("timeline.py: matplotlib is not installed; pip install matplotlib")
+    options = Options(
+        ranks=RANKS,
+        device=CPU,
+        sections=tuple(asked.pattern),
+        chunks=(asked.chunks,),
+        methods=(asked.method,),
+        rounds=asked.rounds,
+        tokens=asked.tokens,
+        width=asked.width,
+        hidden=asked.hidden,
+        milliseconds=asked.milliseconds,
+        balance=asked.balance,
+    )
+    try:
+        by_rank: list[list[Both]] = run_ranks(RANKS, CPU, run, options)
+    except RuntimeError as error:
+        sys.exit(f"timeline.py: {str(error).strip().splitlines()[-1]}")
+    draw(by_rank[0], asked.out)
+    asked.trace.parent.mkdir(parents=True, exist_ok=True)
+    write_chrome(
+        asked.trace, {rank: [one for both in found for one in both.drawn()] for rank, found in enumerate(by_rank)}
+    )
+    for both in by_rank[0]:
+        t_seq, t_ov, efficiency = both.times()
+        print(
+            f"{both.name:24} {both.way:10} T_seq {t_seq * 1e3:8.2f} ms  T_ov {t_ov * 1e3:8.2f} ms  efficiency "
+            f"{efficiency:6.3f}  link {both.link}"
+        )
+    print(f"wrote {asked.out} and {asked.trace}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = f"of {', '.join(BY_NAME)} (default {' '.join(DEFAULT)})"
+    parser.add_argument("--pattern", nargs="+", choices=tuple(BY_NAME), default=DEFAULT, metavar="NAME", help=names)
+    parser.add_argument("--method", choices=METHODS, default="slices", help="default slices")
+    parser.add_argument("--chunks", type=int, default=4, help="of slices and exchange (default 4)")
+    parser.add_argument("--rounds", type=int, default=7, help="default 7")
+    parser.add_argument("--milliseconds", type=float, default=40.0, help="of one forward matmul (default 40)")
+    parser.add_argument("--tokens", type=int, help="rows of both ranks, in place of --milliseconds")
+    parser.add_argument("--width", type=int, default=512, help="features of what travels (default 512)")
+    parser.add_argument("--hidden", type=int, default=2048, help="features between the layers (default 2048)")
+    parser.add_argument("--balance", type=float, default=1.0, help="T_comm / T_mm of the modelled link (default 1)")
+    parser.add_argument("--out", type=Path, default=Path("out/timeline.png"), help="default out/timeline.png")
+    parser.add_argument("--trace", type=Path, default=Path("out/trace.json"), help="default out/trace.json")
+    asked = parser.parse_args()
+    if problem := _problem(asked):
+        parser.exit(2, f"timeline.py: {problem}\n")
+    return asked
+
+
+def _problem(asked: argparse.Namespace) -> str:
+    """What is wrong with the options; "" if nothing is."""
+    least = {"chunks": 1, "rounds": 1, "milliseconds": 0.1, "width": 1, "hidden": RANKS, "balance": 0.01}
+    for name, value in least.items():
+        if getattr(asked, name) < value:
+            return f"--{name} is {getattr(asked, name)}, expected at least {value}"
+    for name in ("tokens", "hidden"):
+        value = getattr(asked, name)
+        if value is not None and (value < RANKS or value % RANKS):
+            return f"--{name} is {value}, expected a multiple of {RANKS} ranks"
+    if asked.out.suffix not in (".png", ".svg", ".pdf"):
+        return f"--out is {asked.out}, expected a file that ends in .png, .svg or .pdf"
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""scripts/timeline.py draws and writes what ran; Trace records it, and its totals are those of the intervals."""
+
+from __future__ import annotations
+
+import gc
+import json
+import pickle
+import subprocess
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+from pynccl_autograd import ColumnParallelLinear, OverlapConfig
+from pynccl_autograd.overlap import lanes as lanes_module
+from pynccl_autograd.overlap.trace import Interval, Operation, recording, write_chrome
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import timeline  # noqa: E402
+
+TINY = ["--tokens", "24", "--width", "8", "--hidden", "12", "--rounds", "2", "--chunks", "3"]
+
+
+def interval(lane: str, begin: float, end: float, what: str = "linear_rows", number: int = 0) -> Interval:
+    return Interval(lane, what, number, begin, end, (2, 3), 24)
+
+
+# comm is busy for 4 + 3 seconds, compute from 0 to 6: its streams overlap from 3 to 4. Nothing is computed from 6 to 9.
+PIECES = (
+    interval("comm", 1, 5, "all_gather"),
+    interval("comm", 6, 9, "all_gather", 1),
+    interval("main", 0, 1, number=2),
+    interval("main", 1, 4),
+    interval("second", 3, 6, number=1),
+)
+OPERATION = Operation("ColumnParallelLinear", "all_gather_matmul", "slices", 2, 100.0, 9.0, PIECES)
+
+
+def test_totals_of_an_operation() -> None:
+    assert OPERATION.comm == 7
+    assert OPERATION.compute == 6
+    assert OPERATION.exposed == 3
+    assert OPERATION.efficiency == pytest.approx((7 + 6 - 9) / 6)
+
+
+def test_one_after_the_other_is_efficiency_0_and_nothing_to_hide_as_well() -> None:
+    pieces = (interval("comm", 0, 2, "all_gather"), interval("main", 2, 5))
+    assert Operation("", "", "off", 1, 0.0, 5.0, pieces).efficiency == 0
+    assert Operation("", "", "off", 1, 0.0, 5.0, pieces[1:]).efficiency == 0
+
+
+def test_the_trace_file_has_a_process_per_rank_and_a_thread_per_lane(tmp_path: Path) -> None:
+    later = Operation("", "row_backward", "slices", 2, 102.5, 9.0, PIECES[:1])
+    write_chrome(tmp_path / "trace.json", {0: [OPERATION], 1: [later]})
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    assert names == {(0, 0): "main", (0, 1): "second", (0, 2): "comm", (1, 2): "comm"}
+    assert {one["args"]["name"] for one in events if one["name"] == "process_name"} == {"rank 0", "rank 1"}
+    complete = [one for one in events if one["ph"] == "X"]
+    assert len(complete) == 6
+    first = complete[0]
+    assert (first["name"], first["ts"], first["dur"]) == ("all_gather 0", 1e6, 4e6)
+    assert first["args"]["bytes"] == 24
+    assert complete[-1]["ts"] == pytest.approx(3.5e6)  # 2.5 s after the other rank, and 1 s in
+
+
+def recorded(comm: Communicator) -> list[Operation]:
+    layer = ColumnParallelLinear(8, 12, comm, bias=False, sequence_parallel=True, overlap=OverlapConfig("slices", 3))
+    x = torch.randn(12, 8, requires_grad=True)
+    with recording() as trace:
+        layer(x).sum().backward()
+        assert trace in lanes_module._observers
+    layer(x)
+    assert trace not in lanes_module._observers
+    first = trace.operations()
+    assert trace.operations() == first  # asked again, the same
+    return first
+
+
+def test_what_a_layer_ran_is_recorded_in_order(ranks: RankPool) -> None:
+    for forward, backward in ranks.run(2, recorded):
+        assert (forward.owner, forward.method, forward.chunks) == ("ColumnParallelLinear", "slices", 3)
+        counts = Counter((one.lane, one.what) for one in forward.intervals)
+        assert counts["comm", "all_gather"] == 3 and counts["main", "linear_rows"] == 4
+        counts = Counter((one.lane, one.what) for one in backward.intervals)
+        assert counts["comm", "reduce_scatter"] == 3 and counts["main", "outer_rows"] == 1
+        assert forward.start + forward.wall <= backward.start
+        for operation in (forward, backward):
+            assert all(0 <= one.begin <= one.end <= operation.wall for one in operation.intervals)
+            sent = [one.number for one in operation.intervals if one.lane == "comm"]
+            assert sent == [0, 1, 2]
+            assert pickle.loads(pickle.dumps(operation)) == operation
+
+
+def test_a_gather_of_slice_j_is_there_before_its_matmul(ranks: RankPool) -> None:
+    for forward, _ in ranks.run(2, recorded):
+        arrived = {one.number: one.end for one in forward.intervals if one.what == "all_gather"}
+        matmuls = {one.number: one.begin for one in forward.intervals if one.what == "linear_rows"}
+        assert all(arrived[number] <= matmuls[number + 1] for number in range(3))  # 0 are this rank's own rows
+
+
+def kept_alive(comm: Communicator) -> bool:
+    x, w = torch.randn(6, 4), torch.randn(3, 4)
+    with recording() as trace:
+        y = ad.all_gather_matmul(x, w, comm, overlap=OverlapConfig("slices", 2))
+    dropped = [weakref.ref(x), weakref.ref(w), weakref.ref(y)]
+    del x, w, y
+    gc.collect()
+    return any(one() is not None for one in dropped) or len(trace.operations()) != 1
+
+
+def test_a_trace_keeps_no_tensor(ranks: RankPool) -> None:
+    assert ranks.run(2, kept_alive) == [False, False]
+
+
+# ------------------------------------------------------------------------------------------------ the program
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / "timeline.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_it_writes_a_picture_and_a_trace_of_both_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture, trace = tmp_path / "a" / "timeline.png", tmp_path / "b" / "trace.json"
+    done = run(*TINY, "--pattern", "all_gather_matmul", "row_backward", "--out", str(picture), "--trace", str(trace))
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["all_gather_matmul", "row_backward", "wrote"]
+    events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
+    gathers = Counter(one["pid"] for one in events if one["ph"] == "X" and one["name"].startswith("all_gather"))
+    assert gathers == {0: 8, 1: 8}  # of each pass one on one stream, and three slices
+
+
+def test_the_efficiency_is_that_of_the_medians() -> None:
+    def taking(wall: float, comm: float, compute: float) -> Operation:
+        pieces = (interval("comm", 0, comm, "all_gather"), interval("main", comm, comm + compute))
+        return Operation("", "", "slices", 4, 0.0, wall, pieces)
+
+    both = timeline.Both("", "", "", [taking(10, 4, 6), taking(12, 5, 7), taking(11, 4, 7)], [taking(7, 4, 6)])
+    assert both.times() == pytest.approx((11, 7, 4 / 4))
+    assert both.drawn()[0].wall == 11
+
+
+def test_communication_counts_as_exposed_where_nothing_is_computed() -> None:
+    computed = [interval("main", 0, 2), interval("second", 1, 3), interval("main", 5, 6)]
+    assert timeline.uncovered(interval("comm", 1, 7), computed) == [(3, 5), (6, 7)]
+    assert timeline.uncovered(interval("comm", 1, 2), computed) == []
+    assert timeline.uncovered(interval("comm", 3, 5), computed) == [(3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--chunks", "0"], "--chunks is 0, expected at least 1"),
+        (["--tokens", "5"], "--tokens is 5, expected a multiple of 2 ranks"),
+        (["--out", "timeline.txt"], "--out is timeline.txt, expected a file that ends in .png"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_in_a_line(
+    options: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["timeline.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        timeline.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert text in said and len(said.splitlines()) == 1
