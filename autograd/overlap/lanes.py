@@ -61,6 +61,8 @@ class Lane:
 
     def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
         """Issue work(*inputs, out=out), which allocates nothing that outlives it."""
+        if self is not self.lanes.main:
+            self.lanes.hold((inputs, out))
         self._issue(getattr(work, "__name__", "work"), inputs, (out,), lambda: work(*inputs, out=out))
 
     def record(self) -> Point:
@@ -237,9 +239,9 @@ class Lanes:
         for lane in dict.fromkeys((*self._computing, self.comm)):
             if lane is not self.main and lane.issued > self.main.seen.get(lane, 0):
                 self.main.wait(lane.record())
-        self._kept.clear()
         for observer in self.observers:
             observer.closed(self)
+        self._kept.clear()
 
     def compute(self) -> Lane:
         """The lane of the next piece of a matmul: they take turns."""
