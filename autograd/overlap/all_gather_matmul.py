@@ -123,8 +123,7 @@ class AllGatherMatmul(Function):
         whole = own.new_empty(comm.size, *own.shape) if kept else None
         with opened(options, decision, options.config, own) as (lanes, work, cut):
             for piece in gather(lanes, work, own, cut, whole):
-                lane = lanes.compute()
-                piece.wait(lane)
+                lane = lanes.compute(piece.arrived)
                 for block in piece.blocks:
                     lane.run(linear_rows, block.rows, w.t(), bias, out=block.of(y))
                 if whole is not None:

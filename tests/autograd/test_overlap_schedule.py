@@ -1,0 +1,127 @@
+"""The order of overlapped layers, proven from what they issue: nothing meets in memory, and every wait is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import RankPool, each_size
+from test_overlap import CASES, part
+from torch import Tensor
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+from pynccl_autograd import OverlapConfig
+from pynccl_autograd.testing import Log, Schedule, deferred_lanes, races, redundant_waits
+
+ROWS, WIDTH = 12, 12  # divisible by 2, 3 and 4
+ON_ONE = (
+    OverlapConfig("slices", chunks=1),
+    OverlapConfig("slices", chunks=3),
+    OverlapConfig("slices", chunks=100),
+    OverlapConfig("ring"),
+    OverlapConfig("exchange", chunks=1),
+    OverlapConfig("exchange", chunks=5),
+    OverlapConfig("bulk"),
+)
+ON_TWO = tuple(replace(way, compute_streams=2) for way in ON_ONE if way.chunks != 100)
+OTHERS = (
+    OverlapConfig("ring", aggregate=True),
+    OverlapConfig("slices", chunks=2, dgrad=OverlapConfig("off")),
+    OverlapConfig("off", dgrad=OverlapConfig("slices", chunks=2)),
+)
+NOT_KEPT = tuple(replace(way, save_gathered=False) for way in (*ON_ONE, ON_TWO[1], *OTHERS) if way.chunks != 100)
+SOME = (ON_ONE[1], ON_ONE[3], ON_ONE[5], ON_TWO[1], ON_TWO[4])
+
+
+class Variant(NamedTuple):
+    """A way to overlap, and what else is asked for.
+
+    strided  x is no contiguous tensor"""
+
+    way: OverlapConfig
+    bias: bool = True
+    dtype: torch.dtype = torch.float32
+    strided: bool = False
+    more: tuple[tuple[str, Any], ...] = ()
+
+    def __repr__(self) -> str:
+        way = ", ".join(f"{name}={value}" for name, value in vars(self.way).items() if value not in (None, False))
+        return f"{way}; bias={self.bias}, strided={self.strided}, {dict(self.more)}"
+
+
+WIDE = (("reduce_dtype", torch.float32),)
+ALL = (
+    *(Variant(way) for way in (*ON_ONE, *ON_TWO, *OTHERS)),
+    *(Variant(way, bias=False) for way in SOME),
+    *(Variant(way, dtype=torch.bfloat16, more=WIDE) for way in SOME),
+    *(Variant(way, strided=True) for way in SOME[:2]),
+)
+SPECIAL = {
+    "all_gather_matmul": (
+        *(Variant(way) for way in NOT_KEPT),
+        *(Variant(way, strided=True) for way in NOT_KEPT[1:4]),
+        *(Variant(way, more=(("return_gathered", True),)) for way in (*SOME, NOT_KEPT[1])),
+    ),
+    "matmul_all_reduce": tuple(
+        Variant(way, bias, torch.bfloat16 if wide else torch.float32, strided, (("hand_off", True), *wide))
+        for way in (*ON_ONE, *ON_TWO)
+        for bias, strided, wide in ((True, False, ()), (False, True, ()), (True, True, WIDE))
+    ),
+}
+
+
+def tensors(name: str, variant: Variant, comm: Communicator) -> list[Tensor]:
+    """x, w and bias of this rank; x is a matrix."""
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(7)
+    x, w, bias = (torch.randn(*shape, generator=generator) for shape in ((ROWS, WIDTH), (WIDTH, WIDTH), (WIDTH,)))
+    x_dim = None if case.x_dim is None else min(case.x_dim, 1)
+    own = [part(x, x_dim, comm), part(w, case.w_dim, comm), part(bias, case.bias_dim, comm)]
+    return [t.to(variant.dtype).clone().requires_grad_() for t in own]
+
+
+def step(name: str, variant: Variant, comm: Communicator) -> None:
+    """Forward and backward pass. What the caller passes and does not keep himself is gone at once."""
+    x, w, bias = tensors(name, variant, comm)
+    y = CASES[name].function(
+        x.t().contiguous().t() if variant.strided else x,
+        w,
+        comm,
+        bias + 0 if variant.bias else None,
+        overlap=variant.way,
+        **dict(variant.more),
+    )
+    if isinstance(y, ad.overlap.Slices):
+        y = torch.cat([part * 2 for part in y])  # each is used when it is there
+    sum(part.sum() for part in y).backward() if isinstance(y, tuple) else y.sum().backward()
+
+
+def recorded(name: str, variant: Variant, comm: Communicator) -> list[Log]:
+    with deferred_lanes(), Schedule() as schedule:
+        step(name, variant, comm)
+    return schedule.logs
+
+
+def prove(comm: Communicator, name: str) -> int:
+    """Passes that were proven; each rank, whose blocks of rows lie elsewhere, proves some of them."""
+    proven = 0
+    for at, variant in enumerate((*ALL, *SPECIAL.get(name, ()))):
+        logs = recorded(name, variant, comm)
+        off = "off" in (variant.way.method, variant.way.backward.method)
+        assert off or len(logs) == (1 if name in ("matmul_all_reduce", "copy_matmul") else 2)
+        if at % comm.size == comm.rank:
+            for log in logs:
+                assert log.closed and (off or log.waits)
+                assert not races(log), f"{name}, {variant}: {races(log)}\n{log.lines()}"
+                assert not redundant_waits(log), f"{name}, {variant}: {redundant_waits(log)}\n{log.lines()}"
+                proven += 1
+    return proven
+
+
+@each_size
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_meets_in_memory_and_each_wait_is_needed(ranks: RankPool, n: int, name: str) -> None:
+    assert sum(ranks.run(n, prove, name)) > len(ALL) / 2
