@@ -109,7 +109,8 @@ class _Return:
         if isinstance(lanes.main, DeferredLane):
             lanes.main.stream.synchronize()
             for event in self._waited.pop(lanes, []):
-                event.synchronize()
+                if event.query():  # it has happened, if main waited for it as it said
+                    event.synchronize()
 
 
 @contextmanager
