@@ -124,8 +124,7 @@ class AllGatherMatmul(Function):
         whole = own.new_empty(comm.size, *own.shape) if kept else None
         with opened(options, decision, options.config, own) as (lanes, work, cut):
             for piece in gather(lanes, work, own, cut, whole):
-                lane = lanes.compute()
-                piece.wait(lane)
+                lane = lanes.compute(piece.arrived)
                 for block in piece.blocks:
                     lane.run(linear_rows, block.rows, w.t(), bias, out=block.of(y))
                 if whole is not None:
@@ -170,11 +169,11 @@ def _on_lanes(
     grad = WeightGrad(options, w, ctx.needs_input_grad[1])
     db = g.new_empty(w.shape[0]) if ctx.has_bias and ctx.needs_input_grad[2] else None
     decision = decided(options, "column_backward", size * g.shape[1], w, config)
+    own = None if x is None else flat_rows(x)  # a copy, if need be, before the lanes begin
     with opened(options, decision, config, g) as (lanes, work, cut):
         arrived = None
         if whole is None:  # on every rank, whether or not it needs the gradient of its weight
-            assert x is not None
-            own = flat_rows(x)
+            assert own is not None
             whole = work.empty("gathered", (size, *own.shape), own)
             lanes.comm.wait(lanes.begun)
             lanes.collective("all_gather", own, whole)

@@ -34,10 +34,6 @@ class Piece(NamedTuple):
     arrived: Point | None
     blocks: list[Block]
 
-    def wait(self, lane: Lane) -> None:
-        if self.arrived is not None:
-            lane.wait(self.arrived)
-
 
 class Cut(NamedTuple):
     """How a pass is cut: what the planner has decided."""

@@ -35,6 +35,7 @@ class Point(NamedTuple):
     lane: Lane
     issued: int  # how much that was
     event: Any
+    seen: dict[Lane, int]  # of other lanes, how much had happened then
 
 
 class Observer:
@@ -78,24 +79,31 @@ class Lane:
 
     def __init__(self, name: str, lanes: Lanes) -> None:
         self.name, self.lanes = name, lanes
-        self.issued = 0
-        self.seen: dict[Lane, int] = {}  # of other lanes, how much this one has waited for
+        self.issued = 0  # how much it was given: work, and points
+        self.seen: dict[Lane, int] = {}  # of other lanes, how much this one has waited for, also through others
 
     def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
         """Issue work(*inputs, out=out), which allocates nothing that outlives it."""
+        if self is not self.lanes.main:  # whose memory it is: it would use it anew before this lane has got there
+            self.lanes.hold((inputs, out))
         self._issue(getattr(work, "__name__", "work"), inputs, (out,), lambda: work(*inputs, out=out))
 
     def record(self) -> Point:
-        point = Point(self, self.issued, self._record())
+        self.issued += 1
+        point = Point(self, self.issued, self._record(), dict(self.seen))
         for observer in self.lanes.observers:
             observer.recorded(self, point)
         return point
 
     def wait(self, point: Point) -> None:
-        """What is issued from now on starts after the point."""
+        """What is issued from now on starts after the point; nothing is issued for that where it does so already."""
+        if point.lane is self or self.seen.get(point.lane, 0) >= point.issued:
+            return
         for observer in self.lanes.observers:
             observer.waited(self, point)
-        self.seen[point.lane] = max(point.issued, self.seen.get(point.lane, 0))
+        for lane, issued in (*point.seen.items(), (point.lane, point.issued)):
+            if lane is not self:
+                self.seen[lane] = max(issued, self.seen.get(lane, 0))
         self._wait(point.event)
 
     def mark(self) -> Any:
@@ -184,11 +192,6 @@ class _CudaLane(Lane):
         super().__init__(name, lanes)
         self.stream = stream
 
-    def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
-        if self is not self.lanes.main:  # whose memory it is: it would use it anew before this lane has got there
-            self.lanes.hold((inputs, out))
-        super().run(work, *inputs, out=out)
-
     def _do(self, work: Callable[[], object]) -> None:
         with torch.cuda.stream(self.stream):
             work()
@@ -228,8 +231,7 @@ class Lanes:
             lanes.comm.wait(lanes.begun)                     # what the caller has made is there
             lanes.collective("all_gather", x, gathered)
             arrived = lanes.comm.record()
-            lane = lanes.compute()
-            lane.wait(arrived)
+            lane = lanes.compute(arrived)
             lane.run(torch.mm, gathered, w, out=y)
                                                              # the caller's stream has waited for the others
 
@@ -267,20 +269,21 @@ class Lanes:
     ) -> None:
         if kind is not None and self.nccl.library.is_host:
             return  # whose streams keep their buffers; the peers may never come, of whom the error speaks
-        for lane in dict.fromkeys((*self._computing, self.comm)):
+        others = {*self._computing, self.comm} - {self.main}
+        # First the lane that has waited for most: then main knows of the others through it.
+        for lane in sorted(others, key=lambda lane: lane.issued + sum(lane.seen.values()), reverse=True):
             begun = lane.issued or lane.seen  # a lane that has only waited is part of a captured graph, too
-            if lane is not self.main and begun and lane.issued > self.main.seen.get(lane, -1):
+            if begun and lane.issued > self.main.seen.get(lane, -1):
                 self.main.wait(lane.record())
-        self._kept.clear()
         for observer in self.observers:
             observer.closed(self)
+        self._kept.clear()
 
-    def compute(self) -> Lane:
-        """The lane of the next piece of a matmul: they take turns."""
+    def compute(self, after: Point | None = None) -> Lane:
+        """The lane of the next piece of a matmul, which starts after the point: they take turns."""
         lane = self._computing[self._turn % len(self._computing)]
         self._turn += 1
-        if lane is not self.main and not lane.seen:
-            lane.wait(self.begun)
+        lane.wait(after or self.begun)
         return lane
 
     def collective(self, name: str, send: Tensor, recv: Tensor, *args: Any) -> None:

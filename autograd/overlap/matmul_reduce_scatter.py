@@ -127,13 +127,12 @@ def _on_lanes(ctx: Any, gy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor | None
         grad = WeightGrad(options, w, ctx.needs_input_grad[1], sum(len(piece.blocks) for piece in pieces))
         begun = False
         for piece in pieces:
-            lane = lanes.compute()
-            piece.wait(lane)
+            lane = lanes.compute(piece.arrived)
             if dx is not None:
                 for block in piece.blocks:
                     lane.run(linear_rows, block.rows, w, out=block.of(dx))
-            if lane is not lanes.main:
-                piece.wait(lanes.main)
+            if piece.arrived is not None:
+                lanes.main.wait(piece.arrived)
             for block in piece.blocks:
                 grad.add(lanes, block.rows, block.of(a))
                 if db is not None and begun:

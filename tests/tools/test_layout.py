@@ -42,7 +42,8 @@ ORDER: dict[str, str] = {
         overlap.models overlap.unfused overlap.lanes overlap.trace overlap.report overlap.limits overlap.workspace
         overlap.matmul overlap.gathering overlap.reducing overlap.passes overlap.all_gather_matmul overlap.copy_matmul
         overlap.matmul_reduce_scatter overlap.matmul_all_reduce overlap.comm_overlap overlap layers.linear layers nn
-        partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint testing
+        partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
+        testing.deferred testing.schedule testing
         __init__ __main__
     """,
 }
