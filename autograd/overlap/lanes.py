@@ -47,7 +47,7 @@ class Observer(Protocol):
         """The caller has waited for all that ran on the lanes."""
 
 
-_observers: list[Observer] = []  # of this process: a backward pass runs in other threads
+observers: list[Observer] = []  # of this process: a backward pass runs in other threads
 
 
 class Lane:
@@ -221,9 +221,9 @@ class Lanes:
         serial: bool = False,
     ) -> None:
         self.nccl, self.config = comm, config
-        self.observers = tuple(_observers)
+        self.observers = tuple(observers)
         self._kept: list[Any] = []
-        self.main, self.comm, self._computing = _make(self, comm, compute_streams, priority, serial)
+        self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority, serial)
         self._turn = 0
         self.owner: Any = None
         self.decision: Any = None
@@ -318,7 +318,7 @@ def make_lanes(
     return main, _CudaLane("comm", lanes, side._torch), computing
 
 
-_make = make_lanes  # which tests replace
+maker = make_lanes  # which tests replace
 _seconds: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
 
 
