@@ -38,8 +38,8 @@ ORDER: dict[str, str] = {
         torch_internals levels recompute wire arguments agreement checks collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work overlap.unfused overlap layers.linear layers nn
-        partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint testing.deferred
-        testing.schedule testing
+        partition.cartesian partition.transfer partition.modules partition
+        testing.gradients testing.adjoint testing.deferred testing.schedule testing
         __init__
     """,
 }
