@@ -25,7 +25,7 @@ from ..streams import HIGH, is_capturing, side_stream
 
 def tell_decided(owner: Any, decision: Any) -> None:
     """Tell all observers of a planner's decision."""
-    for observer in _observers:
+    for observer in observers:
         observer.decided(owner, decision)
 
 
@@ -59,17 +59,17 @@ class Observer:
         """How a pass of a layer is to overlap: asked for before it, and for a backward pass once more in it."""
 
 
-_observers: list[Observer] = []  # of this process: a backward pass runs in other threads
+observers: list[Observer] = []  # of this process: a backward pass runs in other threads
 
 
 @contextlib.contextmanager
 def observed(observer: Observer) -> Iterator[None]:
     """The observer is told of all operations that begin in the block, of all threads."""
-    _observers.append(observer)
+    observers.append(observer)
     try:
         yield
     finally:
-        _observers.remove(observer)
+        observers.remove(observer)
 
 
 class Lane:
@@ -249,9 +249,9 @@ class Lanes:
         serial: bool = False,
     ) -> None:
         self.nccl, self.config = comm, config
-        self.observers = tuple(_observers)
+        self.observers = tuple(observers)
         self._kept: list[Any] = []
-        self.main, self.comm, self._computing = _make(self, comm, compute_streams, priority, serial)
+        self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority, serial)
         self._turn = 0
         self.owner: Any = None
         self.decision: Any = None
@@ -347,7 +347,7 @@ def make_lanes(
     return main, _CudaLane("comm", lanes, side._torch), computing
 
 
-_make = make_lanes  # which tests replace
+maker = make_lanes  # which tests replace
 _seconds: weakref.WeakKeyDictionary[Communicator, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 

@@ -50,12 +50,11 @@ class _Streams:
         main = self.lane("main", lanes, comm)
         if serial:
             return main, main, [main]
-        side: Any = side_stream(comm, priority)
         second = [self.lane("second", lanes, comm)] if compute_streams > 1 else []
-        return main, DeferredLane("comm", lanes, side._stream), [main, *second]
+        return main, DeferredLane("comm", lanes, side_stream(comm, priority).handle(lanes)), [main, *second]
 
 
-class _Delays:
+class _Delays(lanes.Observer):
     """An observer that lets each lane sleep before what it is given next.
 
     It sleeps where other lanes are about to go by it: behind each point, and behind each wait."""
@@ -85,7 +84,7 @@ class _Delays:
             lane.stream.submit(partial(time.sleep, seconds))
 
 
-class _Return:
+class _Return(lanes.Observer):
     """An observer that lets the caller go on only when his lane is done: his own code does not wait for it.
 
     What failed on a lane that was waited for is raised here."""
@@ -124,7 +123,7 @@ def deferred_lanes(seed: int | None = None, delay: float | Mapping[str, float] =
 
     It holds for all threads, and not for what is still under way when it ends: read all `Slices` within."""
     returning = _Return()
-    before, plain = lanes_module._make, _Flight.wait
+    before, plain = lanes_module.maker, _Flight.wait
 
     def wait(self: _Flight, at: int) -> None:
         lanes = self._lanes
@@ -133,14 +132,14 @@ def deferred_lanes(seed: int | None = None, delay: float | Mapping[str, float] =
             returning.closed(lanes)
 
     observers: list[Observer] = [returning, _Delays(seed, delay)]
-    lanes_module._make, _Flight.wait = _Streams().make, wait  # type: ignore[method-assign]
-    lanes_module._observers[:0] = observers  # first: when the others hear of an end, it has come
+    lanes_module.maker, _Flight.wait = _Streams().make, wait  # type: ignore[method-assign]
+    lanes_module.observers[:0] = observers  # first: when the others hear of an end, it has come
     try:
         yield
     finally:
-        lanes_module._make, _Flight.wait = before, plain  # type: ignore[method-assign]
+        lanes_module.maker, _Flight.wait = before, plain  # type: ignore[method-assign]
         for observer in observers:
-            lanes_module._observers.remove(observer)
+            lanes_module.observers.remove(observer)
 
 
 @contextmanager

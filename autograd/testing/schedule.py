@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..overlap import lanes as lanes_module
 from ..overlap.lanes import Lane, Lanes, Point
+from ..torch_internals import DispatchMode, arguments_of
 from .deferred import DeferredLane
 
 Span = tuple[int, int]  # bytes of a storage, from and up to
@@ -200,7 +200,7 @@ def _unordered(events: Sequence[Event], conflicts: Sequence[_Conflict]) -> list[
     ]
 
 
-class Schedule:
+class Schedule(lanes.Observer):
     """An observer of the lanes of this process: `logs`, one for each pass. Use it as a context.
 
     Under `deferred_lanes` it also sees what the caller does between the pieces that he issues, which on a GPU is work
@@ -213,11 +213,11 @@ class Schedule:
         self._open: dict[int, _Recording] = {}
 
     def __enter__(self) -> Schedule:
-        lanes_module._observers.append(self)
+        lanes_module.observers.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        lanes_module._observers.remove(self)
+        lanes_module.observers.remove(self)
         for recording in self._open.values():
             recording.end()
         self._open.clear()
@@ -256,7 +256,7 @@ class _Recording:
         self._callers: _CallersWork | None = None
         if isinstance(lanes.main, DeferredLane):
             self._callers = _CallersWork(self.log.events)
-            self._callers.__enter__()
+            self._callers.enter()
 
     def end(self) -> None:
         if self._callers is not None:
@@ -284,15 +284,19 @@ class _Recording:
         return [text for text, storage in self._off_main if storage.expired()]
 
 
-class _CallersWork(TorchDispatchMode):
+class _CallersWork(DispatchMode):
     """What the caller runs himself while lanes are deferred, all of which run in threads of their own."""
 
     def __init__(self, events: list[Event]) -> None:
         super().__init__()
         self._events, self._thread = events, threading.get_ident()
 
+    def enter(self) -> None:
+        if DispatchMode is not object:
+            self.__enter__()
+
     def leave(self) -> None:
-        if threading.get_ident() == self._thread:
+        if DispatchMode is not object and threading.get_ident() == self._thread:
             self.__exit__(None, None, None)
 
     def __torch_dispatch__(
@@ -328,7 +332,7 @@ def _tensors(tree: Sequence[Any]) -> list[Tensor]:
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that the operation writes to, as its schema says."""
-    schema = func._schema.arguments
+    schema = arguments_of(func)
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
     written = [arg.name for arg in schema if arg.alias_info is not None and arg.alias_info.is_write]
     return _tensors([given[name] for name in written if name in given])

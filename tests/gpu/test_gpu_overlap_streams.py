@@ -258,9 +258,9 @@ class Timeline:
 @pytest.fixture
 def timeline() -> Iterator[Timeline]:
     observer = Timeline()
-    lanes._observers.append(observer)
+    lanes.observers.append(observer)
     yield observer
-    lanes._observers.remove(observer)
+    lanes.observers.remove(observer)
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
