@@ -119,8 +119,8 @@ class Trace(Observer):
         trace.to_chrome("trace.json")                    # for ui.perfetto.dev
 
     Operations that have not ended, or were broken off, are not in it. On a GPU its marks are events with times, which
-    cost little; on the CPU they are moments of one clock. Not for what is captured into a CUDA graph, whose events have no
-    times."""
+    cost little; on the CPU they are moments of one clock. Not for what is captured into a CUDA graph: the events of a
+    graph have no times."""
 
     timing = True
 
