@@ -17,7 +17,7 @@ import torch
 import pynccl
 from pynccl import Communicator, NcclError
 
-from .overlap.calibrate import calibrate
+from .overlap.calibration import calibrate
 from .overlap.machine import DEVICES, DTYPES, LINKS, Machine, device, link
 from .overlap.models import MODELS, Layer, Model, layers_of
 from .overlap.planner import Decision, plan

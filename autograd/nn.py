@@ -24,10 +24,10 @@ from .ops.all_to_all import all_to_all
 from .ops.halo import Halo, halo_exchange
 from .ops.permute import check_edges, permute
 from .ops.rooted import broadcast, gather, reduce, scatter
-from .overlap.all_gather_matmul import all_gather_matmul
+from .overlap.ag_matmul import all_gather_matmul
 from .overlap.config import Overlap, as_config
-from .overlap.matmul_all_reduce import matmul_all_reduce
-from .overlap.matmul_reduce_scatter import matmul_reduce_scatter
+from .overlap.matmul_ar import matmul_all_reduce
+from .overlap.matmul_rs import matmul_reduce_scatter
 from .torch_internals import is_hooked
 from .wire import Dtype, Splits
 

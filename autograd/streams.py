@@ -59,16 +59,16 @@ class Keeper(Protocol):
 
 class _HostSide:
     def __init__(self, comm: Communicator, stream: Any = None) -> None:
-        self._stream = stream or pynccl.create_stream(library=comm.library)  # which keeps the buffers itself
+        self.stream = stream or pynccl.create_stream(library=comm.library)  # which keeps the buffers itself
 
     def handle(self, keeper: Keeper) -> Any:
-        return self._stream
+        return self.stream
 
     def wait_for_caller(self) -> None:
         """The caller's work is done when it returns."""
 
     def record(self) -> Any:
-        return self._stream.record()
+        return self.stream.record()
 
     def wait(self, event: Any) -> None:
         event.synchronize()
@@ -94,7 +94,7 @@ class _CudaSide:
             pynccl.create_stream(comm.device, priority=priority, library=comm.library) if stream is None else stream
         )
         self._number = int(self.owner.handle if stream is None else stream_handle(stream))
-        self._torch: Any = torch.cuda.ExternalStream(self._number, device=self.device)
+        self.stream: Any = torch.cuda.ExternalStream(self._number, device=self.device)
 
     def handle(self, keeper: Keeper) -> Any:
         handle = Handle(self._number)
@@ -103,11 +103,11 @@ class _CudaSide:
 
     def wait_for_caller(self) -> Any:
         home = torch.cuda.current_stream(self.device)
-        self._torch.wait_stream(home)
+        self.stream.wait_stream(home)
         return home
 
     def record(self) -> Any:
-        return self._torch.record_event()
+        return self.stream.record_event()
 
     def wait(self, event: Any) -> Any:
         here = torch.cuda.current_stream(self.device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,7 +12,9 @@ from torch import Tensor
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap import passes
+from pynccl_autograd.overlap import passes, plan
+from pynccl_autograd.overlap.calibration import machine_of
+from pynccl_autograd.overlap.machine import dtype_name
 
 Step = Callable[[], Any]
 
@@ -133,26 +133,18 @@ def decision_of(case: Case, shape: Shape, comm: Communicator, config: OverlapCon
     return said
 
 
-def has_planner() -> bool:
-    return importlib.util.find_spec("pynccl_autograd.overlap.planner") is not None
-
-
 class Model:
     """The planner's simulation of a pass, with the times that were measured of its parts in place of its own constants,
     and slices that cost nothing: the efficiency that a schedule allows at most. Making one is a collective."""
 
     def __init__(self, case: Case, shape: Shape, comm: Communicator) -> None:
         self._case, self._shape, self._ranks = case, shape, comm.size
-        self._machine: Any = None
-        if has_planner():
-            calibrate = importlib.import_module("pynccl_autograd.overlap.calibrate")
-            self._machine = calibrate.machine_of(comm, shape.dtype)
+        self._machine = machine_of(comm, dtype_name(shape.dtype))
 
     def efficiency(self, method: str, chunks: int, t_comm: float, t_mm: float) -> float | None:
-        """None where there is no planner, or nothing to be said."""
-        if self._machine is None or method == "off":
+        """None where nothing is to be said."""
+        if method == "off":
             return None
-        planner = importlib.import_module("pynccl_autograd.overlap.planner")
         case, shape, ranks = self._case, self._shape, self._ranks
         link = self._machine.link
         steps, nbytes = case.wire(shape, ranks)
@@ -162,7 +154,7 @@ class Model:
         name = str(shape.dtype).removeprefix("torch.")
         device = replace(self._machine.device, flops={name: case.flop(shape, ranks) / t_mm}, overhead=0.0)
         config = case.config(method, chunks if method in ("slices", "exchange") else None)
-        found = planner.plan(
+        found = plan(
             *case.sizes(shape, ranks),
             shape.dtype,
             ranks,

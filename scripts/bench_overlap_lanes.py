@@ -100,8 +100,8 @@ class Apart(Lanes):
         else:
             self._later.append(lambda: issue(name, reads, writes, launch))
 
-    def compute(self) -> Lane:
-        lane = super().compute()
+    def compute(self, after: Point | None = None) -> Lane:
+        lane = super().compute(after)
         if self._gathered is not None:
             lane.wait(self._gathered)
         return lane

@@ -17,11 +17,11 @@ from pynccl.bindings.values import INT_MAX, attribute, shown
 
 from ..arguments import as_int, check_comm
 from ..ops.all_gather import all_gather
-from ..overlap.all_gather_matmul import all_gather_matmul
+from ..overlap.ag_matmul import all_gather_matmul
 from ..overlap.config import Overlap, as_config
-from ..overlap.copy_matmul import copy_matmul
-from ..overlap.matmul_all_reduce import matmul_all_reduce
-from ..overlap.matmul_reduce_scatter import matmul_reduce_scatter
+from ..overlap.matmul_ar import matmul_all_reduce
+from ..overlap.matmul_rs import matmul_reduce_scatter
+from ..overlap.replicated_matmul import copy_matmul
 from ..wire import Dtype
 
 

@@ -12,7 +12,7 @@ import torch
 from pynccl import Communicator, NcclInvalidUsage
 
 from ..agreement import gathered
-from .calibrate import known_machine, machine_of
+from .calibration import known_machine, machine_of
 from .config import METHODS, OverlapConfig
 from .machine import CPU_ROWS, DTYPES, GPU_ROWS, Machine, dtype_name
 from .planner import Decision, check_pass, clamped, kept_method, plan, streams_of, way_in_words

@@ -336,7 +336,7 @@ def make_lanes(
     side: Any = side_stream(comm, priority)
     if comm.library.is_host:
         main: Lane = CallerLane("main", lanes)
-        return main, main if serial else HostLane("comm", lanes, side._stream), [main]
+        return main, main if serial else HostLane("comm", lanes, side.stream), [main]
     current = torch.cuda.current_stream(side.device)
     main = _MainLane("main", lanes, current)
     if serial:
@@ -344,7 +344,7 @@ def make_lanes(
     computing: list[Lane] = [main]
     if compute_streams > 1:
         computing.append(_CudaLane("second", lanes, _second_stream(comm, side.device)))
-    return main, _CudaLane("comm", lanes, side._torch), computing
+    return main, _CudaLane("comm", lanes, side.stream), computing
 
 
 maker = make_lanes  # which tests replace

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .lanes import Lane, Lanes, Observer, Point, _observers, seconds_between
+from .lanes import Lane, Lanes, Observer, Point, observed, seconds_between
 
 COMM = "comm"
 # Work of these names is communication also where it runs on the caller's stream, one thing after the other.
@@ -45,6 +45,7 @@ class Operation:
     pattern  as the planner calls it; "" where nothing was planned
     start    seconds: of time.perf_counter() on the CPU, on a GPU from the begin of the trace's first operation
     wall     seconds from the caller's begin to where his stream has waited for all the others
+    decision the planner's, with its reason
     """
 
     owner: str
@@ -54,6 +55,7 @@ class Operation:
     start: float
     wall: float
     intervals: tuple[Interval, ...]
+    decision: Any = None
 
     @property
     def comm(self) -> float:
@@ -138,6 +140,10 @@ class Trace(Observer):
         work = _Work(row, name, begin, end, shape, sum(one.nbytes for one in writes))
         self._record(lane.lanes).work.append(work)
 
+    def name(self, owner: Any) -> str:
+        """What a layer is called in the trace."""
+        return "" if owner is None else type(owner).__name__
+
     def recorded(self, lane: Lane, point: Point) -> None:
         """See Observer. The first point of all is the caller's, at which the operation begins."""
         self._record(lane.lanes)
@@ -148,7 +154,7 @@ class Trace(Observer):
     def closed(self, lanes: Lanes) -> None:
         """See Observer."""
         record = self._record(lanes)
-        record.owner = "" if lanes.owner is None else type(lanes.owner).__name__
+        record.owner = self.name(lanes.owner)
         record.decision, record.end = lanes.decision, lanes.main.mark()
         with self._lock:
             self._open.pop(lanes, None)
@@ -179,11 +185,8 @@ class Trace(Observer):
 def recording() -> Iterator[Trace]:
     """Record the operations that begin in the block, of all threads."""
     trace = Trace()
-    _observers.append(trace)
-    try:
+    with observed(trace):
         yield trace
-    finally:
-        _observers.remove(trace)
 
 
 def _resolve(record: _Record, first: Any) -> Operation:
@@ -205,6 +208,7 @@ def _resolve(record: _Record, first: Any) -> Operation:
         start,
         seconds_between(record.begin, record.end),
         tuple(intervals),
+        said,
     )
 
 

@@ -18,7 +18,7 @@ from pynccl import Communicator
 
 from ..overlap import lanes as lanes_module
 from ..overlap.lanes import HostLane, Lane, Lanes, Observer, Point, make_lanes
-from ..overlap.matmul_all_reduce import _Flight
+from ..overlap.matmul_ar import _Flight
 from ..overlap.workspace import Workspace
 from ..streams import side_stream
 
@@ -54,7 +54,7 @@ class _Streams:
         return main, DeferredLane("comm", lanes, side_stream(comm, priority).handle(lanes)), [main, *second]
 
 
-class _Delays(lanes.Observer):
+class _Delays(Observer):
     """An observer that lets each lane sleep before what it is given next.
 
     It sleeps where other lanes are about to go by it: behind each point, and behind each wait."""
@@ -84,7 +84,7 @@ class _Delays(lanes.Observer):
             lane.stream.submit(partial(time.sleep, seconds))
 
 
-class _Return(lanes.Observer):
+class _Return(Observer):
     """An observer that lets the caller go on only when his lane is done: his own code does not wait for it.
 
     What failed on a lane that was waited for is raised here."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..overlap import lanes as lanes_module
-from ..overlap.lanes import Lane, Lanes, Point
+from ..overlap.lanes import Lane, Lanes, Observer, Point
 from ..torch_internals import DispatchMode, arguments_of
 from .deferred import DeferredLane
 
@@ -200,7 +200,7 @@ def _unordered(events: Sequence[Event], conflicts: Sequence[_Conflict]) -> list[
     ]
 
 
-class Schedule(lanes.Observer):
+class Schedule(Observer):
     """An observer of the lanes of this process: `logs`, one for each pass. Use it as a context.
 
     Under `deferred_lanes` it also sees what the caller does between the pieces that he issues, which on a GPU is work

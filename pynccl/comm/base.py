@@ -65,6 +65,11 @@ class Comm(Shared):
         self._timeout = seconds(timeout, zero=True)
 
     @property
+    def config(self) -> CommConfig | None:
+        """With which it was made; None: all was left to NCCL."""
+        return self._config
+
+    @property
     def handle(self) -> int:
         """ncclComm_t as an integer, for calls into `library`. NcclInvalidUsage after the end."""
         if self._handle is None:

@@ -18,7 +18,7 @@ from ranks import RankPool
 
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl_autograd.__main__ import main
-from pynccl_autograd.overlap.calibrate import calibrate, known_machine, machine_of
+from pynccl_autograd.overlap.calibration import calibrate, known_machine, machine_of
 from pynccl_autograd.overlap.config import OverlapConfig
 from pynccl_autograd.overlap.decide import decide
 from pynccl_autograd.overlap.machine import Machine

@@ -161,7 +161,7 @@ def transformed(comm: Communicator, overlap: Any) -> list[Tensor]:
         return (torch.func.functional_call(block, values, (rows,)) ** 2).sum()
 
     by_func = torch.func.grad(loss)(state, x)
-    _, tangent = torch.func.jvp(lambda rows: loss(state, rows), (x,), (torch.ones_like(x),))
+    tangent = torch.func.jvp(lambda rows: loss(state, rows), (x,), (torch.ones_like(x),))[1]
     batched = torch.func.vmap(block)(torch.stack([x, 2 * x]))
     y = block(x.clone().requires_grad_())
     leaf = x.clone().requires_grad_()

@@ -66,6 +66,7 @@ class Report(Trace):
         return f"{type(owner).__name__}({owner.in_features}, {owner.out_features}) #{number}"
 
     def decided(self, owner: Any, decision: Decision) -> None:
+        """See Observer."""
         if decision.method == "off":
             self._declined.setdefault((self.name(owner), decision.pattern), []).append(decision)
 

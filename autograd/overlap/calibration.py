@@ -125,7 +125,7 @@ def _key(comm: Communicator, host: str, nodes: int) -> dict[str, Any]:
         "host": host,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "library": [Path(comm.library.path).name, *comm.library.version],
-        "config": str(comm._config),  # of which max_ctas, for one, is felt
+        "config": str(comm.config),  # of which max_ctas, for one, is felt
         "ranks": comm.size,
         "nodes": nodes,
         "settings": {name: value for name, value in settings.items() if value and not name.startswith(_BESIDE)},
