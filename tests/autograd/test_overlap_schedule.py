@@ -155,7 +155,7 @@ ORDERS: dict[str, tuple[str, OverlapConfig, list[str]]] = {
             "comm waits main, copy on main, send_recv on comm, linear_rows on main, "
             "main waits comm, linear_rows on main",
             "linear_rows on main, comm waits main, send_recv on comm, "
-            "linear_rows on main, main waits comm, add on main, sum_rows on main, outer_rows on main",
+            "linear_rows on main, sum_rows on main, outer_rows on main, main waits comm, add on main",
         ],
     ),
     "reduce-scatter by slices": (
@@ -299,4 +299,5 @@ def waits_of_a_lane_that_knows(comm: Communicator) -> list[str]:
 
 def test_what_was_waited_for_is_not_waited_for_again(ranks: RankPool) -> None:
     expected = ["second waits main", "comm waits main", "main waits comm", "second waits main", "comm waits main"]
+    expected += ["main waits second"]  # at the end: a lane that has only waited belongs to a captured graph, too
     assert ranks.run(2, waits_of_a_lane_that_knows) == [expected] * 2
