@@ -90,10 +90,10 @@ def all_gather_matmul(
     config = as_config(name, overlap, "column")
     reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
     main_grad = main_grad_of(name, w, grad_accumulation_fusion)
-    if cast := tensors_for(comm, config, x, w, bias):
+    rows = x.numel() // max(x.shape[-1], 1) * comm.size
+    if cast := tensors_for(comm, config, rows, x, w, bias):
         options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
-        rows = x.numel() // x.shape[-1] * comm.size
         forward = decided(options, name, rows, w, config)
         backward = decided(options, "column_backward", rows, w, config.backward)
         if forward.method != "off" or (backward.method != "off" and torch.is_grad_enabled()):

@@ -26,7 +26,7 @@ from .machine import CPU_ROWS, GPU_ROWS, Device, Link, Machine, dtype_name
 from .measure import apart, measured
 
 CACHE = "PYNCCL_CACHE"  # the folder of the files
-_ALWAYS = ("all_gather", "all_reduce", "wire", "overhead", "copy")
+_ALWAYS = ("all_gather", "all_reduce", "wire", "overhead", "copy", "gather", "matmul", "both")
 _ALWAYS_POSITIVE = ("overhead", "copy")
 # Settings of NCCL that say where it writes or whom it meets, not how fast it is.
 _BESIDE = ("NCCL_DEBUG", "NCCL_COMM_ID", "NCCL_HOSTID", "NCCL_RAS")
@@ -110,7 +110,10 @@ def _machine(comm: Communicator, times: Mapping[str, float]) -> Machine:
     rates = {name.partition(":")[2]: 1 / seconds for name, seconds in times.items() if name.startswith("flop:")}
     on = torch.device(comm.device).type
     rows = CPU_ROWS if comm.library.is_host else GPU_ROWS
-    device = Device(on, rates, overhead=times["overhead"], memory_bandwidth=1 / times["copy"], **rows)
+    shorter = min(times["gather"], times["matmul"])
+    hidden = (times["gather"] + times["matmul"] - times["both"]) / shorter if shorter else 0.0
+    beside = min(max(hidden, 0.0), 1.0)
+    device = Device(on, rates, overhead=times["overhead"], memory_bandwidth=1 / times["copy"], beside=beside, **rows)
     return Machine(Link("measured", latency, hop, bandwidth), device)
 
 

@@ -71,10 +71,17 @@ class OverlapConfig:
                 '"auto" or "exchange"'
             )
 
+        backward = self if self.dgrad is None else replace(self.dgrad, save_gathered=self.save_gathered)
+        object.__setattr__(self, "_backward", None if backward is self else backward)
+
     @property
     def backward(self) -> OverlapConfig:
         """That of the backward pass."""
-        return self if self.dgrad is None else replace(self.dgrad, save_gathered=self.save_gathered)
+        return self._backward or self  # type: ignore[attr-defined]
+
+    @property
+    def leaves_all_to_the_planner(self) -> bool:
+        return self.method == "auto" and self.dgrad is None and not self.deterministic
 
 
 class Buffered(Protocol):

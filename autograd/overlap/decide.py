@@ -33,6 +33,8 @@ class Pass(NamedTuple):
     config: OverlapConfig
 
 
+MOST_KEPT = 4096  # decisions of a communicator that are looked up at once
+_quick: weakref.WeakKeyDictionary[Communicator, dict[Any, tuple[OverlapConfig, Decision]]] = weakref.WeakKeyDictionary()
 _decisions: weakref.WeakKeyDictionary[Communicator, dict[Pass, Decision]] = weakref.WeakKeyDictionary()
 
 
@@ -46,18 +48,37 @@ def decide(comm: Communicator, pattern: str, m: int, n: int, k: int, dtype: Any,
     Without any communication: method "off", one rank, and with "auto" what is too small on any machine. In the capture
     of a CUDA graph nothing is measured or compared, and what would have to be measured is declined.
     """
+    quick = _quick.get(comm)
+    if quick is None:
+        quick = _quick[comm] = {}
+    key = pattern, m, n, k, dtype, id(config)
+    kept = quick.get(key)
+    if kept is not None and not comm.checking:
+        return kept[1]
+    found, final = _decide(comm, pattern, m, n, k, dtype, config)
+    if final:
+        if len(quick) >= MOST_KEPT:
+            quick.clear()
+        quick[key] = config, found  # the configuration too, so that no other one gets its id
+    return found
+
+
+def _decide(
+    comm: Communicator, pattern: str, m: int, n: int, k: int, dtype: Any, config: OverlapConfig
+) -> tuple[Decision, bool]:
+    """The decision, and whether it is the same at every call."""
     if config.method == "off":
-        return unpredicted(pattern, "off", 'method="off" was asked for')
+        return unpredicted(pattern, "off", 'method="off" was asked for'), True
     if comm.size == 1:
-        return unpredicted(pattern, "off", "one rank has nothing to communicate")
+        return unpredicted(pattern, "off", "one rank has nothing to communicate"), True
     check_pass("decide", m, n, k, comm.size, pattern, config)
     asked = Pass(pattern, m, n, k, dtype_name(dtype), config)
     if (small := _too_small(comm, asked)) and kept_method(config, pattern) == "auto":
-        return unpredicted(pattern, "off", small)
+        return unpredicted(pattern, "off", small), True
     known = _decisions.setdefault(comm, {})
     found = known.get(asked)
     if _captures(comm):
-        return found or _captured(comm, asked)
+        return found or _captured(comm, asked), False
     if found is None:
         found = _as_asked(comm, asked, small)
         if found is None:
@@ -67,7 +88,7 @@ def decide(comm: Communicator, pattern: str, m: int, n: int, k: int, dtype: Any,
         known[asked] = found
     elif comm.checking:
         _compare(comm, asked, found)
-    return found
+    return found, True
 
 
 def unpredicted(pattern: str, method: str, reason: str, chunks: int = 1, compute_streams: int = 1) -> Decision:
@@ -76,13 +97,19 @@ def unpredicted(pattern: str, method: str, reason: str, chunks: int = 1, compute
     return Decision(pattern, method, chunks, compute_streams, nan, nan, nan, nan, nan, reason)
 
 
+def is_tiny(comm: Communicator, m: int, n: int, k: int) -> bool:
+    """Whether nothing is to be gained on any machine: m rows of the whole, n output and k input features of a rank."""
+    return 2.0 * m * n * k < FEWEST_FLOP if comm.library.is_host else m < GPU_ROWS["fewest_rows"]
+
+
 def _too_small(comm: Communicator, asked: Pass) -> str:
     """Why nothing is to be gained on any machine; "" where something may be."""
+    if not is_tiny(comm, asked.m, asked.n, asked.k):
+        return ""
     if comm.library.is_host:
         flop = 2.0 * asked.m * asked.n * asked.k
-        return f"{flop:.1e} FLOP are fewer than {FEWEST_FLOP:.0e}: too few to overlap" if flop < FEWEST_FLOP else ""
-    fewest = GPU_ROWS["fewest_rows"]
-    return f"{asked.m} rows are fewer than {fewest}: too few to overlap" if asked.m < fewest else ""
+        return f"{flop:.1e} FLOP are fewer than {FEWEST_FLOP:.0e}: too few to overlap"
+    return f"{asked.m} rows are fewer than {GPU_ROWS['fewest_rows']}: too few to overlap"
 
 
 def _as_asked(comm: Communicator, asked: Pass, small: str) -> Decision | None:

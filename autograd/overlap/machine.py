@@ -57,6 +57,8 @@ class Device:
     min_rows          rows of a slice with fewer of which cutting does not pay
     fewest_rows       rows in all with fewer of which nothing is overlapped
     compute_streams   on which the slices take turns
+    beside            part of the time of a collective in which matmuls run beside it as fast as alone, 0..1: what
+                      moves the bytes may take cores, multiprocessors or memory from them
     """
 
     name: str
@@ -66,6 +68,7 @@ class Device:
     min_rows: int
     fewest_rows: int
     compute_streams: int
+    beside: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops", dict(self.flops))  # of its own: the caller may go on changing his
@@ -104,8 +107,9 @@ GPU_ROWS = {"min_rows": 1024, "fewest_rows": 512, "compute_streams": 2}
 CPU_ROWS = {"min_rows": 32, "fewest_rows": 32, "compute_streams": 1}
 
 # 700 TFLOP/s is what large bf16 matmuls reach of the data sheet's 989. Assumed: float16 is as fast, float32 (as TF32)
-# half as fast, which is the data sheet's ratio; 5 us for the launch of a kernel and the wait for an event. float64 is
-# missing, since nothing is known of it. The memory bandwidth is the data sheet's.
+# half as fast, which is the data sheet's ratio; matmuls beside collectives as fast as alone; 5 us for the launch of a
+# kernel and the wait for an event. float64 is missing, since nothing is known of it. The memory bandwidth is the data
+# sheet's.
 _HOPPER = {"bfloat16": 700e12, "float16": 700e12, "float32": 350e12}
 H100 = Device("h100", _HOPPER, overhead=5e-6, memory_bandwidth=3.35e12, **GPU_ROWS)
 H200 = replace(H100, name="h200", memory_bandwidth=4.8e12)

@@ -92,10 +92,11 @@ def matmul_all_reduce(
     config = as_config(name, overlap, "row")
     reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
     main_grad = main_grad_of(name, w, grad_accumulation_fusion)
-    if cast := tensors_for(comm, config, x, w, bias):
+    rows = x.numel() // max(x.shape[-1], 1)
+    if cast := tensors_for(comm, config, rows, x, w, bias):
         options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
-        decision = decided(options, name, x.numel() // x.shape[-1], w, config)
+        decision = decided(options, name, rows, w, config)
         if decision.method != "off":
             if hand_off:  # what the caller does between the slices has the whole GPU
                 flight, options = _Flight(), options._replace(config=replace(config, set_sm_margin=False))

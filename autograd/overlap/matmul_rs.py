@@ -66,10 +66,10 @@ def matmul_reduce_scatter(
     config = as_config(name, overlap, "row")
     reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
     main_grad = main_grad_of(name, w, grad_accumulation_fusion)
-    if cast := tensors_for(comm, config, x, w, bias):
+    rows = x.numel() // max(x.shape[-1], 1)
+    if cast := tensors_for(comm, config, rows, x, w, bias):
         options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
-        rows = x.numel() // x.shape[-1]
         forward = decided(options, name, rows, w, config)
         backward = decided(options, "row_backward", rows, w, config.backward)
         if forward.method != "off" or (backward.method != "off" and torch.is_grad_enabled()):

@@ -33,9 +33,10 @@ def measured(comm: Communicator, dtypes: Iterable[str]) -> dict[str, float]:
     wire                     a byte on the wire
     overhead                 a slice more
     copy                     a byte read or written
+    gather, matmul, both     a long all_gather, matmuls of about that time, and both at once
     flop:float32, ..         a FLOP of a large matmul, for each of dtypes
     """
-    times = {**_collectives(comm), "overhead": _overhead(comm), "copy": _copy(comm)}
+    times = {**_collectives(comm), "overhead": _overhead(comm), "copy": _copy(comm), **_beside(comm)}
     return times | {f"flop:{dtype}": _flop(comm, getattr(torch, dtype)) for dtype in dtypes}
 
 
@@ -168,6 +169,46 @@ def _overhead(comm: Communicator) -> float:
     slices_on_both()
     on_both = _shortest(comm, slices_on_both) / slices
     return alone + max(0.0, on_both - _shortest(comm, slice_on_one, calls=slices))
+
+
+def _beside(comm: Communicator) -> dict[str, float]:
+    """A collective, matmuls of about the same time, and both at once, on all ranks together."""
+    if comm.size == 1:
+        return {"gather": 0.0, "matmul": 0.0, "both": 0.0}
+    kind = torch.device(comm.device).type
+    nbytes = FIRST_BYTES
+    while True:
+        send, recv = _buffers(comm, nbytes)
+        comm.all_gather(send, recv)
+        gather = _agreed(comm, _shortest(comm, lambda send=send, recv=recv: comm.all_gather(send, recv)))  # type: ignore[misc]
+        if nbytes >= MOST_BYTES[kind] or gather >= LONG_SECONDS[kind]:
+            break
+        nbytes *= 4
+    square = _numbers(comm, SQUARES[kind][0], torch.float32)
+    out = torch.empty_like(square)
+
+    def multiply() -> None:
+        torch.mm(square, square, out=out)
+
+    multiply()
+    calls = max(1, round(gather / max(_agreed(comm, _shortest(comm, multiply, calls=4)), 1e-9)))
+    side, keeper = side_stream(comm), _Keeper()
+
+    def both() -> None:
+        side.wait_for_caller()
+        comm.all_gather(send, recv, stream=side.handle(keeper))
+        arrived = side.record()
+        for _ in range(calls):
+            multiply()
+        side.wait(arrived)
+
+    def matmuls() -> None:
+        for _ in range(calls):
+            multiply()
+
+    both()
+    runs = {"gather": lambda: comm.all_gather(send, recv), "matmul": matmuls, "both": both}
+    return {name: _shortest(comm, run, repetitions=5) for name, run in runs.items()}
 
 
 def _copy(comm: Communicator) -> float:

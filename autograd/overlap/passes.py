@@ -28,9 +28,9 @@ from ..torch_internals import (
     transforms_active,
 )
 from .config import OverlapConfig
-from .decide import decide
+from .decide import decide, is_tiny
 from .gathering import Cut
-from .lanes import Lanes, tell_decided
+from .lanes import Lanes, observers, tell_decided
 from .limits import limited
 from .matmul import add_outer_rows, outer_rows
 from .planner import Decision
@@ -65,13 +65,16 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def tensors_for(
-    comm: Communicator, config: OverlapConfig, x: Tensor, w: Tensor, bias: Tensor | None
+    comm: Communicator, config: OverlapConfig, rows: int, x: Tensor, w: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """The tensors as the pattern's Function is to have them; None: it cannot do it. What decides is alike on all ranks.
+    """The tensors as the pattern's Function is to have them; None: it cannot, or is not to do it. What decides is alike
+    on all ranks.   rows: of the whole
 
     Under torch.autocast they have its type, so that it is what travels, too."""
-    if (config.method == config.backward.method == "off") or comm.size == 1 or torch.compiler.is_compiling():
+    if comm.size == 1 or torch.compiler.is_compiling() or (config.method == config.backward.method == "off"):
         return None
+    if config.leaves_all_to_the_planner and not observers and is_tiny(comm, rows, *w.shape):
+        return None  # as `decide` would say, in less time than that takes
     if x.dim() < 2 or not x.numel() or not w.numel() or not is_plain(x, w, bias):
         return None
     if torch.is_autocast_enabled(x.device.type):
@@ -137,7 +140,8 @@ def opened(options: Options, decision: Decision, config: OverlapConfig, like: Te
 def decided(options: Options, pattern: str, rows: int, w: Tensor, config: OverlapConfig) -> Decision:
     """Whether and how to overlap; the same on all ranks.   rows: of the whole, w [out, in]: of this rank"""
     decision = decide(options.comm, pattern, rows, w.shape[0], w.shape[1], w.dtype, config)
-    tell_decided(options.owner, decision)
+    if observers:
+        tell_decided(options.owner, decision)
     return decision
 
 

@@ -88,7 +88,7 @@ def plan(
     config   its method and chunks are kept to. "auto" declines where less than 3% of T_seq is to be gained, and where
              there are too few rows; a method that is named is never declined.
 
-    The model knows no competition of collectives and matmuls for multiprocessors and memory. ValueError, TypeError.
+    What collectives take from matmuls beside them is one number of the device, `beside`. ValueError, TypeError.
     """
     work = work_of(m, n, k, dtype, ranks, link, device, pattern=pattern, config=config)
     if config.method == "off":
@@ -99,7 +99,7 @@ def plan(
     if method == "auto" and (problem := _too_few(work)):
         return _declined(work, problem)
     timed = [
-        (simulated(work.schedule(way, chunks, config.aggregate)), chunks, way)
+        (_seconds(work, way, chunks, config.aggregate), chunks, way)
         for way, chunks in _candidates(work, method, config.chunks)
     ]
     fastest = min(timed)[0]
@@ -109,6 +109,12 @@ def plan(
         return _declined(work, _lost(work, way, chunks, seconds))
     streams = streams_of(config, chunks, work.device.compute_streams)
     return _decision(work, way, chunks, streams, seconds, _won(work, way, chunks, seconds, config))
+
+
+def _seconds(work: Work, way: str, chunks: int, aggregate: bool) -> float:
+    """What the schedule takes. Of what it hides, only that part is gained in which communication costs no matmul."""
+    seconds, t_seq = simulated(work.schedule(way, chunks, aggregate)), work.t_comm + work.t_mm
+    return seconds + max(0.0, t_seq - seconds) * (1 - work.device.beside)
 
 
 def work_of(

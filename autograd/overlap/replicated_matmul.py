@@ -61,10 +61,11 @@ def copy_matmul(
     config = as_config(name, overlap, "column")
     reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
     main_grad = main_grad_of(name, w, grad_accumulation_fusion)
-    if torch.is_grad_enabled() and (cast := tensors_for(comm, config, x, w, bias)):
+    rows = x.numel() // max(x.shape[-1], 1)
+    if torch.is_grad_enabled() and (cast := tensors_for(comm, config, rows, x, w, bias)):
         options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
-        if decided(options, "copy_backward", x.numel() // x.shape[-1], w, config.backward).method != "off":
+        if decided(options, "copy_backward", rows, w, config.backward).method != "off":
             y: Tensor = CopyMatmul.apply(require_grad(x), w, bias, options)
             return y
     return unfused.copy_matmul(x, w, comm, bias, reduce_dtype, main_grad)

@@ -1,8 +1,8 @@
-"""How often the kernel lets a thread run beside others: short turns, taken early, for the threads of streams.
+"""How soon the kernel lets a thread run beside others: short turns for the threads of streams.
 
-A stream's thread works little and sleeps much, and whoever waits for it waits for all ranks. Linux (6.12 and later, EEVDF)
-gives every thread turns of some 3 ms; where cores are busy with matmuls, a thread that has given its core away waits for
-that long. A thread may ask for shorter turns: it gets no more of the processor, but sooner. No privilege is needed.
+A stream's thread works little and sleeps much, and all ranks wait for it. Linux (6.12 and later) gives every thread
+turns of a millisecond and more; where cores are busy with matmuls, a thread that has given its core away waits for that
+long. A thread may ask for shorter turns: it gets no more of the processor, but sooner. No privilege is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shorten(seconds: float = SECONDS) -> bool:
     attributes = ctypes.create_string_buffer(_LAYOUT.size)
     if syscall(get, 0, attributes, _LAYOUT.size, 0) != 0:
         return False
-    size, policy, flags, nice, priority, runtime, deadline, period = _LAYOUT.unpack(attributes.raw)
+    size, policy, flags, nice, priority, _runtime, deadline, period = _LAYOUT.unpack(attributes.raw)
     if policy != _SCHED_OTHER:
         return False
     wanted = _LAYOUT.pack(size, policy, flags, nice, priority, int(seconds * 1e9), deadline, period)

@@ -28,7 +28,10 @@ calibration, decision = (sys.modules[function.__module__] for function in (calib
 
 MODELLED = "latency=50us,bandwidth=60MB/s"
 # What a file of two ranks may say.
-TIMES = {"all_gather": 3e-4, "all_reduce": 5e-4, "wire": 1e-8, "overhead": 1e-5, "copy": 1e-10, "flop:float32": 1e-10}
+TIMES = {
+    **{"all_gather": 3e-4, "all_reduce": 5e-4, "wire": 1e-8, "overhead": 1e-5, "copy": 1e-10, "flop:float32": 1e-10},
+    **{"gather": 10e-3, "matmul": 8e-3, "both": 12e-3},
+}
 
 
 def set_cache(folder: str) -> None:
@@ -88,6 +91,7 @@ def test_a_modelled_link_is_found_and_kept_for_all_ranks(ranks: RankPool, tmp_pa
     assert list(device.flops) == ["float32"] and 1e8 < device.flops["float32"] < 1e13
     assert 0 < device.overhead < 0.1 and 1e8 < device.memory_bandwidth < 1e13
     assert (device.min_rows, device.compute_streams) == (32, 1)
+    assert 0 <= device.beside <= 1
 
 
 def from_files(comm: Communicator, folder: str, factors: Sequence[float]) -> Machine:
@@ -104,6 +108,7 @@ def test_of_all_files_the_shortest_times_count(ranks: RankPool, tmp_path: Path) 
         assert machine.device.flops["float32"] == pytest.approx(1e10)
         assert machine.device.overhead == pytest.approx(1e-5)
         assert machine.device.memory_bandwidth == pytest.approx(1e10)
+        assert machine.device.beside == pytest.approx(0.75)  # of 8 ms that could be hidden, 10 + 8 - 12 were
 
 
 def with_one_file_only(comm: Communicator, folder: str) -> tuple[Machine, list[str]]:

@@ -235,6 +235,18 @@ def test_latency_bound_layers_are_declined() -> None:
     assert "less than 3%" in found.reason
 
 
+@pytest.mark.parametrize("beside", [1.0, 0.5, 0.0])
+def test_what_communication_takes_from_matmuls_is_not_gained(beside: float) -> None:
+    """In two slices 127 + 2 * 763 = 1653 us are to be had of 250 + 1513 = 1763, so 110 are gained: half of them, none."""
+    chip = replace(CHIP, beside=beside)
+    config = OverlapConfig("slices", chunks=2)
+    found = plan(*SIZES, "float32", 4, WIRE, chip, pattern="matmul_reduce_scatter", config=config)
+    assert found.t_seq == pytest.approx(1763e-6)
+    assert found.t_overlap == pytest.approx((1763 - 110 * beside) * 1e-6)
+    auto = plan(*SIZES, "float32", 4, WIRE, chip, pattern="matmul_reduce_scatter")
+    assert (auto.method == "off") == (beside == 0.0)
+
+
 def test_little_communication_is_declined() -> None:
     found = plan(8192, 65536, 512, "bfloat16", 2, "nvlink", "h100", pattern="all_gather_matmul")
     assert found.t_comm < 0.03 * found.t_seq
