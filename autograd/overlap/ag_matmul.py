@@ -95,8 +95,10 @@ def all_gather_matmul(
         options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
         forward = decided(options, name, rows, w, config)
-        backward = decided(options, "column_backward", rows, w, config.backward)
-        if forward.method != "off" or (backward.method != "off" and torch.is_grad_enabled()):
+        backwards = (
+            torch.is_grad_enabled() and decided(options, "column_backward", rows, w, config.backward).method != "off"
+        )
+        if forward.method != "off" or backwards:
             y, *gathered = AllGatherMatmul.apply(
                 require_grad(x), w, bias, options, forward, return_gathered or config.save_gathered
             )

@@ -157,9 +157,7 @@ def from_keys(owner: str, keys: Mapping[str, Any], kind: str) -> OverlapConfig:
         if not isinstance(value, Mapping):
             raise TypeError(f"{owner}: overlap[{name!r}] is {shown(value)}, expected a dict")
     defaults = DEFAULTS[kind]
-    fprop, dgrad = (
-        {**defaults[name], **_known(owner, own.get(name, {}), defaults[name])} for name in ("fprop", "dgrad")
-    )
+    fprop, dgrad = (_known(owner, own.get(name, {}), defaults[name]) for name in ("fprop", "dgrad"))
     wgrad = own.get("wgrad", {}).get("method", "bulk")
     if wgrad not in ("bulk", "none", "external"):
         raise ValueError(f"{owner}: overlap: method of wgrad is {shown(wgrad)}, expected 'bulk'")

@@ -71,8 +71,10 @@ def matmul_reduce_scatter(
         options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
         forward = decided(options, name, rows, w, config)
-        backward = decided(options, "row_backward", rows, w, config.backward)
-        if forward.method != "off" or (backward.method != "off" and torch.is_grad_enabled()):
+        backwards = (
+            torch.is_grad_enabled() and decided(options, "row_backward", rows, w, config.backward).method != "off"
+        )
+        if forward.method != "off" or backwards:
             y: Tensor = MatmulReduceScatter.apply(require_grad(x), w, bias, options, forward)
             return y
     return unfused.matmul_reduce_scatter(x, w, comm, bias, reduce_dtype, main_grad)

@@ -62,7 +62,7 @@ class Report(Trace):
             return self._named[id(owner)]
         if not any(owner is known for known in self._owners):
             self._owners.append(owner)
-        number = next(at for at, known in enumerate(self._owners) if known is owner)
+        number = next(at for at, known in enumerate(self._owners, 1) if known is owner)
         return f"{type(owner).__name__}({owner.in_features}, {owner.out_features}) #{number}"
 
     def decided(self, owner: Any, decision: Decision) -> None:

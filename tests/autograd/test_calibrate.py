@@ -29,8 +29,15 @@ calibration, decision = (sys.modules[function.__module__] for function in (calib
 MODELLED = "latency=50us,bandwidth=60MB/s"
 # What a file of two ranks may say.
 TIMES = {
-    **{"all_gather": 3e-4, "all_reduce": 5e-4, "wire": 1e-8, "overhead": 1e-5, "copy": 1e-10, "flop:float32": 1e-10},
-    **{"gather": 10e-3, "matmul": 8e-3, "both": 12e-3},
+    "all_gather": 3e-4,
+    "all_reduce": 5e-4,
+    "wire": 1e-8,
+    "overhead": 1e-5,
+    "copy": 1e-10,
+    "flop:float32": 1e-10,
+    "gather": 10e-3,
+    "matmul": 8e-3,
+    "both": 12e-3,
 }
 
 

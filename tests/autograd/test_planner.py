@@ -237,7 +237,7 @@ def test_latency_bound_layers_are_declined() -> None:
 
 @pytest.mark.parametrize("beside", [1.0, 0.5, 0.0])
 def test_what_communication_takes_from_matmuls_is_not_gained(beside: float) -> None:
-    """In two slices 127 + 2 * 763 = 1653 us are to be had of 250 + 1513 = 1763, so 110 are gained: half of them, none."""
+    """Two slices take 127 + 2 * 763 = 1653 us, all in turn 250 + 1513 = 1763: so 110 are gained, half of them, none."""
     chip = replace(CHIP, beside=beside)
     config = OverlapConfig("slices", chunks=2)
     found = plan(*SIZES, "float32", 4, WIRE, chip, pattern="matmul_reduce_scatter", config=config)

@@ -1,0 +1,83 @@
+"""report(): what is said of layers that overlapped, and of those that did not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from ranks import RankPool
+from torch import nn
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+from pynccl_autograd import OverlapConfig
+from pynccl_autograd.overlap.reporting import Report, Row
+
+WIDTH, HIDDEN, ROWS = 16, 32, 64
+
+
+class Model(nn.Module):
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        options = {"sequence_parallel": True}
+        self.up = ad.ColumnParallelLinear(WIDTH, HIDDEN, comm, overlap=OverlapConfig("slices", chunks=2), **options)
+        self.down = ad.RowParallelLinear(HIDDEN, WIDTH, comm, overlap="auto", **options)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down(self.up(x).relu())
+
+
+def steps(comm: Communicator, named: bool) -> tuple[list[Row], str, str]:
+    model = Model(comm)
+    x = torch.randn(ROWS // comm.size, WIDTH)
+    model(x).sum().backward()  # before the block: not in the report
+    with ad.overlap.report(model if named else None) as report:
+        for _ in range(3):
+            model(x).sum().backward()
+    model(x).sum().backward()  # behind it: neither
+    return report.rows(), str(report), str(Report())
+
+
+def test_each_layer_has_its_passes_in_order(ranks: RankPool) -> None:
+    rows, text, nothing = ranks.run(2, steps, True)[0]
+    assert [(row.layer, row.what, row.decision.method) for row in rows] == [
+        ("up", "forward", "slices"),
+        ("up", "backward", "slices"),
+        ("down", "forward", "off"),
+        ("down", "backward", "off"),
+    ]
+    up, back, *off = rows
+    for row in (up, back):
+        assert row.calls == 3
+        assert 0 < row.mm < row.wall and row.comm > 0 and math.isclose(row.exposed, row.wall - row.mm, rel_tol=0.9)
+        assert row.efficiency <= 1.0
+    assert all(math.isnan(row.wall) and row.calls == 3 for row in off)
+    lines = text.splitlines()
+    assert lines[0].split() == [
+        "layer",
+        "pass",
+        "chosen",
+        "calls",
+        "comm",
+        "us",
+        "mm",
+        "us",
+        "wall",
+        "us",
+        "exposed",
+        "us",
+        "efficiency",
+    ]
+    assert lines[1].split()[:5] == ["up", "forward", "slices", "2", "3"]
+    assert lines[3].split() == ["down", "forward", "off", "3", "-", "-", "-", "-", "-"]
+    assert lines[7].startswith("  down, forward: ") and "too few to overlap" in lines[7]
+    assert nothing == "overlap: no layer with overlap ran"
+
+
+def test_layers_without_names_are_numbered(ranks: RankPool) -> None:
+    rows, _, _ = ranks.run(2, steps, False)[0]
+    assert list(dict.fromkeys(row.layer for row in rows)) == [
+        "ColumnParallelLinear(16, 32) #1",
+        "RowParallelLinear(32, 16) #2",
+    ]
