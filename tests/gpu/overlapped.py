@@ -102,7 +102,7 @@ def needs_peers(comm: Communicator) -> None:
 def delay(comm: Communicator) -> None:
     """Let the communicator's side stream be late by far."""
     side: Any = side_stream(comm)
-    with torch.cuda.stream(side._torch):
+    with torch.cuda.stream(side.stream):
         torch.cuda._sleep(BUSY_CYCLES)
 
 

@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.overlapped import CASES, assert_same, forward_and_backward, inputs, needs_peers, parts, reference, to
+from gpu.overlapped import (
+    BATCH,
+    CASES,
+    HIDDEN,
+    SEQUENCE,
+    WIDTH,
+    assert_same,
+    forward_and_backward,
+    inputs,
+    needs_peers,
+    parts,
+    reference,
+    to,
+)
 from torch import Tensor
 
 import pynccl_autograd as ad
@@ -143,6 +156,31 @@ def test_a_cap_of_ctas_keeps_the_result_and_the_carve_out(child: Communicator, m
     torch.cuda.synchronize()
     for communicator in capped.values():
         communicator.destroy()
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("kind", ["slices", "exchange", "copy engines", "ring"])
+def test_objects_with_buffers_of_their_own_keep_the_result(child: Communicator, kind: str, name: str) -> None:
+    """In NCCL's memory, as windows where it can, over three steps; the copy engines' communicator is another one."""
+    needs_peers(child)
+    if kind == "copy engines" and child.library.version < (2, 28):
+        pytest.skip("needs NCCL >= 2.28")
+    helper, shape = ad.CommOverlapHelper(child), (SEQUENCE, BATCH, max(WIDTH, HIDDEN))
+    made: ad.CommOverlap
+    if kind == "ring":
+        made = ad.CommOverlapP2P(helper, shape, torch.float32)
+    else:
+        options = {"deterministic": kind != "slices", "copy_engines": kind == "copy engines"}
+        made = ad.CommOverlap(helper, shape, torch.float32, num_splits=3, **options)
+    with made as overlap:
+        assert overlap.memory in ("window", "registered")
+        held = overlap.nbytes
+        for seed in range(3):
+            case, whole = CASES[name], inputs(child, seed=seed)
+            own, expected = to(parts(case, whole, child), torch.float32), parts(case, reference(whole), child)
+            assert_same(forward_and_backward(case, own, child, overlap), expected, overlap)
+        assert overlap.nbytes == held
+        torch.cuda.synchronize()
 
 
 def test_another_gpu_may_be_the_current_one(comm: Communicator) -> None:
