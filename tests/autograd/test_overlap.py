@@ -151,7 +151,7 @@ def test_sums_may_travel_in_a_wider_type(ranks: RankPool, n: int, name: str) -> 
 
 
 def bits_of_gathering(comm: Communicator, dtype: torch.dtype) -> None:
-    """Rows of 64 and more: BLAS gives a row of a product the same bits, however many other rows there are."""
+    """Slices of 64 rows and more: there BLAS gives a row of a product the same bits, however many others there are."""
     torch.manual_seed(comm.rank)
     x = torch.randn(256, 96).to(dtype)
     torch.manual_seed(7)
