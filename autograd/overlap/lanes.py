@@ -269,7 +269,7 @@ class Lanes:
     ) -> None:
         if kind is not None and self.nccl.library.is_host:
             return  # whose streams keep their buffers; the peers may never come, of whom the error speaks
-        others = {*self._computing, self.comm} - {self.main}
+        others = [lane for lane in dict.fromkeys((*self._computing, self.comm)) if lane is not self.main]
         # First the lane that has waited for most: then main knows of the others through it.
         for lane in sorted(others, key=lambda lane: lane.issued + sum(lane.seen.values()), reverse=True):
             begun = lane.issued or lane.seen  # a lane that has only waited is part of a captured graph, too

@@ -70,7 +70,7 @@ def thousand_steps(comm: Communicator, way: OverlapConfig) -> list[Held]:
 def test_a_thousand_steps_take_no_more_than_the_first(ranks: RankPool, way: OverlapConfig) -> None:
     for first, warm, last in ranks.run(2, thousand_steps, way, timeout=110):
         assert first.workspace == last.workspace > 0
-        assert (first.tensors, first.threads) == (last.tensors, last.threads)
+        assert last.tensors <= first.tensors and last.threads <= first.threads
         assert last.resident - warm.resident < GROWTH, (warm, last)
 
 

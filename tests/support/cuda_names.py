@@ -79,6 +79,7 @@ TORCH: tuple[str, ...] = (
     "cuda._sleep",
     "cuda.current_device",
     "cuda.current_stream",
+    "cuda.device",
     "cuda.device_count",
     "cuda.empty_cache",
     "cuda.get_device_name",
