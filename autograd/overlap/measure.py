@@ -23,6 +23,7 @@ MOST_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 LONG_SECONDS = {"cpu": 5e-3, "cuda": 5e-4}
 # Matmuls of squares from the first size to the last, and the bytes of a copy that no cache holds.
 SQUARES = {"cpu": (256, 1024), "cuda": (2048, 8192)}
+BESIDE_SECONDS = 0.3  # for what runs at once, and each alone
 COPY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 27}
 
 
@@ -209,7 +210,8 @@ def _beside(comm: Communicator) -> dict[str, float]:
     both()
     runs = {"gather": lambda: comm.all_gather(send, recv), "matmul": matmuls, "both": both}
     # In turns: what disturbs a machine for a tenth of a second then disturbs all three, and not one alone.
-    rounds = [{name: _shortest(comm, run, repetitions=1) for name, run in runs.items()} for _ in range(8)]
+    count = max(3, min(8, int(BESIDE_SECONDS / (3 * max(gather, 1e-9)))))
+    rounds = [{name: _shortest(comm, run, repetitions=1) for name, run in runs.items()} for _ in range(count)]
     return {name: min(one[name] for one in rounds) for name in runs}
 
 
