@@ -24,14 +24,15 @@ from .lanes import Lane
 from .matmul import linear_into, linear_plus, linear_rows, sum_rows
 from .passes import (
     Options,
-    Remembered,
     WeightGrad,
+    check_backward,
     checked_reduce_dtype,
     decided,
     flat_rows,
     is_plain,
     main_grad_of,
     opened,
+    remember,
     tensors_for,
 )
 from .planner import Decision
@@ -82,6 +83,7 @@ def all_gather_matmul(
     reduce_dtype              type of the sum in the backward reduce-scatter
     grad_accumulation_fusion  dw is added to w.main_grad, and w.grad left alone
     return_gathered           return (y, all_gather(x)), both differentiable
+    owner                     the module that `overlap.report()` is to name
 
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
@@ -137,18 +139,18 @@ class AllGatherMatmul(Function):
         y = y.view(*shape, w.shape[0])
         if whole is None:
             ctx.save_for_backward(x, w)
-            Remembered.keep(ctx, "all_gather_matmul", options)
+            remember(ctx, "all_gather_matmul", options)
             return (y,)
         whole = whole.view(*shape, x.shape[-1])
         ctx.save_for_backward(None, w, whole)
-        Remembered.keep(ctx, "all_gather_matmul", options)
+        remember(ctx, "all_gather_matmul", options)
         return y, whole
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         gy, g_whole = (*cotangents, None)[:2]
         x, w, *kept = ctx.saved_tensors
-        Remembered.check(ctx)
+        check_backward(ctx)
         options: Options = ctx.options
         if gy is None:
             gy = w.new_zeros(ctx.shape[0] * options.comm.size, *ctx.shape[1:-1], w.shape[0])

@@ -28,12 +28,13 @@ from .lanes import Lane, Lanes, Point
 from .matmul import add, linear_into, linear_rows
 from .passes import (
     Options,
-    Remembered,
+    check_backward,
     checked_reduce_dtype,
     decided,
     flat_rows,
     main_grad_of,
     opened,
+    remember,
     tensors_for,
 )
 from .planner import Decision
@@ -80,7 +81,7 @@ def matmul_all_reduce(
 
     The adjoint communicates nothing: dy must be equal on all ranks, as where each computes the same loss.
 
-    overlap, reduce_dtype, grad_accumulation_fusion    see `all_gather_matmul`; reduce_dtype is that of the forward sum
+    The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum
     hand_off    return `Slices` of the rows, each of which can be used as soon as it is there; x has to be [s, in/N]
 
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
@@ -215,7 +216,7 @@ class MatmulAllReduce(Function):
                 flight.take(lanes, stack.pop_all())
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, w)
-        Remembered.keep(ctx, "matmul_all_reduce", options)
+        remember(ctx, "matmul_all_reduce", options)
         if flight is not None:
             return tuple(_apart(y[at]) for at in flight.rows)
         return (y.view(*x.shape[:-1], w.shape[0]),)
@@ -224,7 +225,7 @@ class MatmulAllReduce(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         gy = cotangents[0] if len(cotangents) == 1 else torch.cat(cotangents)
-        Remembered.check(ctx, gy)
+        check_backward(ctx, gy)
         options: Options = ctx.options
         function, gy, params = AllReduce.adjoint(gy, options.comm, gy.shape, "sum", "replicated", options.reduce_dtype)
         db = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None

@@ -27,14 +27,15 @@ from .lanes import Lane
 from .matmul import add_sum_rows, linear_into, linear_rows, sum_rows
 from .passes import (
     Options,
-    Remembered,
     WeightGrad,
+    check_backward,
     checked_reduce_dtype,
     decided,
     flat_rows,
     is_plain,
     main_grad_of,
     opened,
+    remember,
     tensors_for,
 )
 from .planner import Decision
@@ -56,7 +57,7 @@ def matmul_reduce_scatter(
 
     The adjoint: dy is all-gathered; dbias is the sum of all ranks' rows. The bias is added once, after the sum.
 
-    overlap, reduce_dtype, grad_accumulation_fusion    see `all_gather_matmul`; reduce_dtype is that of the forward sum
+    The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum
 
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
@@ -103,14 +104,14 @@ class MatmulReduceScatter(Function):
             y.add_(bias)
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, w)
-        Remembered.keep(ctx, "matmul_reduce_scatter", options)
+        remember(ctx, "matmul_reduce_scatter", options)
         return y.view(x.shape[0] // size, *x.shape[1:-1], w.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (gy,) = cotangents
         x, w = ctx.saved_tensors
-        Remembered.check(ctx)
+        check_backward(ctx)
         if torch.is_grad_enabled() or not is_plain(gy, x, w):
             return *_composed(ctx, gy, x, w), None, None
         return *_on_lanes(ctx, gy, x, w), None, None

@@ -18,8 +18,8 @@ from pynccl import Communicator
 from pynccl.bindings.values import shown
 
 from ..arguments import check_reduce_dtype
-from ..checks import ForwardCall, compare_backward, number_call
-from ..recompute import AskForToken, save_token
+from ..checks import compare_backward, number_call
+from ..recompute import save_token
 from ..torch_internals import (
     dispatch_modes,
     has_storage,
@@ -145,26 +145,19 @@ def decided(options: Options, pattern: str, rows: int, w: Tensor, config: Overla
     return decision
 
 
-class Remembered:
-    """What a Function's context keeps for the backward pass, of every collective: see `Collective.setup_context`."""
+def remember(ctx: Any, name: str, options: Options) -> None:
+    """After the communication of a forward pass: what the backward pass asks for; see `Collective`."""
+    ctx.options = options
+    ctx.ask_for_token = None if saved_tensors_hooks(False) is None else save_token()
+    ctx.call = number_call(options.comm, name) if options.comm.checking else None
 
-    ask_for_token: AskForToken = None
-    call: ForwardCall | None = None
 
-    @staticmethod
-    def keep(ctx: Any, name: str, options: Options) -> None:
-        """After the communication of the forward pass."""
-        ctx.options = options
-        ctx.ask_for_token = None if saved_tensors_hooks(False) is None else save_token()
-        ctx.call = number_call(options.comm, name) if options.comm.checking else None
-
-    @staticmethod
-    def check(ctx: Any, replicated: Tensor | None = None) -> None:
-        """Before the communication of the backward pass."""
-        if ctx.ask_for_token is not None:
-            ctx.ask_for_token()
-        if ctx.call is not None:
-            compare_backward(ctx.options.comm, ctx.call, replicated)
+def check_backward(ctx: Any, replicated: Tensor | None = None) -> None:
+    """Before the communication of a backward pass."""
+    if ctx.ask_for_token is not None:
+        ctx.ask_for_token()
+    if ctx.call is not None:
+        compare_backward(ctx.options.comm, ctx.call, replicated)
 
 
 class WeightGrad:

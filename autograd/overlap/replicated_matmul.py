@@ -24,14 +24,15 @@ from .lanes import Lane
 from .matmul import linear_into, linear_rows, sum_rows
 from .passes import (
     Options,
-    Remembered,
     WeightGrad,
+    check_backward,
     checked_reduce_dtype,
     decided,
     flat_rows,
     is_plain,
     main_grad_of,
     opened,
+    remember,
     tensors_for,
 )
 from .reducing import Sums, all_reduce
@@ -52,7 +53,7 @@ def copy_matmul(
 
     The adjoint: dx is summed over the ranks (all_reduce), dw and dbias are this rank's own.
 
-    overlap, reduce_dtype, grad_accumulation_fusion    see `all_gather_matmul`; reduce_dtype is that of dx's sum
+    The options are those of `all_gather_matmul`; reduce_dtype is that of dx's sum
 
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
@@ -82,14 +83,14 @@ class CopyMatmul(Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: Options) -> Tensor:
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, w)
-        Remembered.keep(ctx, "copy_matmul", options)
+        remember(ctx, "copy_matmul", options)
         return F.linear(x, w, bias)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (gy,) = cotangents
         x, w = ctx.saved_tensors
-        Remembered.check(ctx)
+        check_backward(ctx)
         if torch.is_grad_enabled() or not is_plain(gy, x, w):
             return *_composed(ctx, gy, x, w), None
         return *_on_lanes(ctx, gy, x, w), None

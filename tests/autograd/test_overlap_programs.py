@@ -295,3 +295,51 @@ def differing_cotangents(comm: Communicator) -> None:
 
 def test_cotangents_that_differ_are_found(ranks: RankPool) -> None:
     ranks.run(2, differing_cotangents)
+
+
+def by_keys(comm: Communicator, overlap: Any) -> list[Tensor]:
+    """By TransformerEngine's defaults and keys, whose limits of CTAs a communicator of its own keeps around a ring."""
+    results = []
+    for keys in ({}, {"fprop": {"method": "ring_exchange"}, "dgrad": {"method": "pipeline", "num_splits": 3}}):
+        block = Block(comm, "off" if overlap == "off" else keys)
+        x = own_rows(comm).requires_grad_()
+        y = block(x)
+        (y**2).sum().backward()
+        results += [y, *gradients(block, x)]
+    return results
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_keys_of_transformer_engine_compute_the_same(ranks: RankPool, n: int) -> None:
+    ranks.run(n, alike, by_keys)
+
+
+def on_a_stream_of_his(comm: Communicator) -> list[str]:
+    """Communication runs on the stream that was given, and on no other; too late, it is refused."""
+    child = comm.split(0, comm.rank)
+    assert child is not None
+    stream: Any = pynccl.create_stream(library=comm.library)
+    with pytest.raises(TypeError, match=r"set_side_stream: stream is 3, expected one that pynccl\.create_stream"):
+        ad.set_side_stream(child, 3)
+    ad.set_side_stream(child, stream)
+    names: list[str] = []
+    submit = stream.submit
+
+    def counted(work: Any) -> None:
+        names.append("submitted")
+        submit(work)
+
+    stream.submit = counted
+    w = torch.randn(4, WIDTH, dtype=torch.float64)
+    x = own_rows(comm)
+    found = ad.all_gather_matmul(x, w, child, overlap=WAYS[0])
+    torch.testing.assert_close(found, ad.all_gather_matmul(x, w, child, overlap="off"), rtol=1e-11, atol=1e-11)
+    with pytest.raises(RuntimeError, match="has used its own side stream; call it before that"):
+        ad.set_side_stream(child, stream)
+    child.destroy()
+    return names
+
+
+def test_the_callers_own_stream_carries_the_communication(ranks: RankPool) -> None:
+    for names in ranks.run(2, on_a_stream_of_his):
+        assert len(names) >= 3  # a collective for each slice
