@@ -1,0 +1,186 @@
+"""What the flight recorder of a process says, as values: processes, their communicators, the calls of those.
+
+Read from its file by reader.py, carried as JSON between machines by asking.py, judged by verdict.py. Times are seconds
+since the epoch by the clock of the process's machine; 0.0 where a time is not known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+# How far a call has come. INSIDE: its C function has not returned, as far as is known. ISSUED: it has; the call is on a
+# stream, and COMPLETED once the stream has passed it, which is learnt by polls only. FAILED: it has raised.
+INSIDE, ISSUED, COMPLETED, FAILED = "inside", "issued", "completed", "failed"
+
+# What a process is. UNKNOWN: on another machine, or in another container.
+RUNNING, STOPPED, DEAD, UNKNOWN = "running", "stopped", "dead", "unknown"
+
+
+@dataclass
+class CallRecord:
+    """One call of a communicator.
+
+    entry       its number among all the calls of this communicator on this rank, from 1
+    number      its number among the collective ones, from 1, the same on all ranks that agree; 0: it is none of them
+                (send, recv, one-sided, shrink, finalize, ...)
+    operation   "all_reduce", "send", "split", "barrier", "init", "group plan", ...
+    count       elements; -1 where there is none. dtype: "FLOAT32" or ""; op: "SUM" or ""
+    root, peer  ranks of the communicator; -1 where there is none
+    group       calls of one rank with the same number here were issued as one group; 0: in none
+    site        file:line of the call; "" where it was not recorded (PYNCCL_WATCH=sites records it always)
+    function    "AllReduce.backward" where an autograd function made it; forward_site: the line of its forward call
+    detail      what else there is to say: "color=0, key=1" of a split, the calls of a group plan
+    """
+
+    entry: int
+    number: int
+    operation: str
+    count: int = -1
+    dtype: str = ""
+    op: str = ""
+    root: int = -1
+    peer: int = -1
+    stream: int = 0
+    group: int = 0
+    plan: bool = False
+    site: str = ""
+    function: str = ""
+    forward_site: str = ""
+    detail: str = ""
+    issued: float = 0.0
+    returned: float = 0.0
+    completed: float = 0.0
+    state: str = COMPLETED
+    error: str = ""  # what it raised, first line
+
+    @property
+    def collective(self) -> bool:
+        return self.number > 0
+
+
+@dataclass
+class CommRecord:
+    """One communicator as one rank has it.
+
+    uid      the same on all its ranks, on every machine; aliases: other names for it (of a communicator that has grown)
+    name     for messages: CommConfig.comm_name, else what made it: "init", "split of init, color 0"
+    entered  number of the last collective call that it has entered; completed: of the last one that has completed
+    calls    the last ones, oldest first
+    ended    "" while it lives, else "destroyed", "aborted", "aborted at exit", ...; ended_site, ended_at: where, when
+    """
+
+    uid: str
+    name: str
+    rank: int
+    size: int
+    device: str = ""
+    made_at: str = ""
+    made: float = 0.0
+    parent: str = ""
+    aliases: tuple[str, ...] = ()
+    entered: int = 0
+    completed: int = 0
+    calls: list[CallRecord] = field(default_factory=list)
+    ended: str = ""
+    ended_site: str = ""
+    ended_at: float = 0.0
+
+    def last(self) -> CallRecord | None:
+        """The newest call."""
+        return self.calls[-1] if self.calls else None
+
+    def numbered(self, number: int) -> CallRecord | None:
+        """The collective call with this number, if it is still recorded."""
+        return next((call for call in reversed(self.calls) if call.number == number), None)
+
+
+@dataclass
+class ProcessRecord:
+    """One process.
+
+    host       host name; machine: what tells machines (and containers) apart
+    rank       RANK of the launch, -1 without one
+    now        when this was read; heartbeat: when its watchdog last wrote into the file
+    where      "data.py:41 next_batch": the innermost line of the user in its main thread, at where_at
+    stack      the main thread, or the thread that is inside a call: one line per frame, outermost first; "" if unknown
+    state      RUNNING, STOPPED (SIGSTOP, or a debugger), DEAD, UNKNOWN
+    end        how it ended, in words, "" while it runs: "ValueError: no such file", "exit", "killed or crashed";
+               end_site: the user's line of the exception; end_at: when
+    """
+
+    pid: int
+    host: str
+    machine: str = ""
+    job: str = ""
+    rank: int = -1
+    path: str = ""
+    command: str = ""
+    started: float = 0.0
+    now: float = 0.0
+    heartbeat: float = 0.0
+    where: str = ""
+    where_at: float = 0.0
+    stack: str = ""
+    state: str = RUNNING
+    end: str = ""
+    end_site: str = ""
+    end_at: float = 0.0
+    comms: list[CommRecord] = field(default_factory=list)
+
+
+def to_json(process: ProcessRecord) -> dict[str, Any]:
+    """As plain values for json.dumps; what has its default is left out."""
+    return _plain(process)
+
+
+def from_json(values: Any) -> ProcessRecord:
+    """The record of what `to_json` gave; ValueError for anything else."""
+    return _record(ProcessRecord, values)
+
+
+_NESTED: dict[str, type] = {"comms": CommRecord, "calls": CallRecord}
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    values = {}
+    for one in dataclasses.fields(record):
+        value = getattr(record, one.name)
+        if one.name in _NESTED:
+            value = [_plain(item) for item in value]
+        elif one.default is not dataclasses.MISSING and value == one.default:
+            continue
+        values[one.name] = value
+    return values
+
+
+def _record(kind: Any, values: Any) -> Any:
+    if not isinstance(values, dict):
+        raise ValueError(f"{kind.__name__}: expected an object, got {type(values).__name__}")
+    known = {one.name: one for one in dataclasses.fields(kind)}
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            continue  # of a newer version
+        if name in _NESTED:
+            if not isinstance(value, list):
+                raise ValueError(f"{kind.__name__}.{name}: expected a list")
+            given[name] = [_record(_NESTED[name], item) for item in value]
+        else:
+            given[name] = _checked(f"{kind.__name__}.{name}", str(known[name].type), value)
+    required = {name for name, one in known.items() if one.default is one.default_factory is dataclasses.MISSING}
+    if missing := sorted(required - given.keys()):
+        raise ValueError(f"{kind.__name__}: {', '.join(missing)} missing")
+    return kind(**given)
+
+
+def _checked(what: str, kind: str, value: Any) -> Any:
+    if kind.startswith("tuple"):
+        if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+    elif kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif type(value).__name__ == kind:
+        return value
+    raise ValueError(f"{what}: expected {kind}, got {type(value).__name__}")
