@@ -10,7 +10,7 @@ import torch
 
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl.comm.consistency import exchange
-from pynccl.comm.frames import call_site
+from pynccl.watch.frames import call_site
 
 from .torch_internals import is_tracing, unwrapped
 

@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl.comm.consistency import exchange
-from pynccl.comm.frames import call_site
+from pynccl.watch.frames import call_site
 
 from .levels import DependentZeros, beneath
 from .torch_internals import reentrant_checkpoints, transforms_active

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pynccl.comm.frames import outwards
+from pynccl.watch.frames import outwards
 
 NAMES: list[str] = []  # all that are looked up below
 

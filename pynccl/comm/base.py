@@ -8,7 +8,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from ..bindings.abi import Result
 from ..bindings.errors import NcclInvalidUsage
@@ -18,8 +18,9 @@ from ..bindings.structs import CommConfig
 from ..bindings.values import seconds
 from ..interop.buffers import CPU, device_name
 from ..interop.devices import on_device
+from ..watch.frames import call_site
+from ..watch.track import Identity, Track, new_track, uid_of
 from .deadline import wait_nonblocking
-from .frames import call_site
 from .scratch import Scratch
 
 DEFAULT_TIMEOUT = 60.0  # seconds that an init or an end waits for the other ranks
@@ -36,6 +37,7 @@ class Comm(Shared):
         library: Library,
         timeout: float | None = DEFAULT_TIMEOUT,
         config: CommConfig | None = None,
+        track: Track | Identity | None = None,
     ) -> None:
         self._handle: int | None = handle
         self._c_handle: Any = to_pointer(handle)  # the same, finished for C
@@ -54,6 +56,11 @@ class Comm(Shared):
         self._scratch: Scratch | None = None
         self._unused_operators: list[int] = []  # nobody holds them any more: see redop.OpHandle
         self._site = call_site()
+        if not isinstance(track, Track):
+            track = new_track(track, self.rank, self.size, library.path == "host")
+        self._track = track
+        if self._track is not None:
+            self._track.made(self.device, self._site)
 
     @property
     def timeout(self) -> float | None:
@@ -142,11 +149,41 @@ class Comm(Shared):
             return
         self.check_alive()  # that another thread has ended the communicator explains more than the code
         code = wait_nonblocking(self.library, self._handle, code, self.timeout, what)
-        self.library.check(code, what, self._handle)
+        if code:
+            self._raise(self.library.error(code, what, self._handle))
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        """Raise the error of the newest call, which the record has then, too."""
+        if self._track is not None:
+            self._track.failed_last(error)
+        raise error
+
+    def _recorded(
+        self, operation: str, *, weight: int = 1, detail: str = ""
+    ) -> contextlib.AbstractContextManager[None]:
+        """For a call that is not made often: what runs within, under the lock, is in the record as this."""
+        if self._track is None:
+            return contextlib.nullcontext()
+        return self._track.call(operation, weight=weight, detail=detail)
+
+    def _child(self, config: CommConfig | None, operation: str, part: Any) -> Identity | None:
+        """Who a new communicator of some ranks of this one is, in the flight recorder."""
+        parent = self._track
+        if parent is None:
+            return None
+        parent.children[operation] = number = parent.children.get(operation, 0) + 1
+        uid = uid_of(parent.uid, operation, number, part)
+        name = comm_name(config, f"{parent.name}.{operation}{number}" + (f"-{part}" if operation == "split" else ""))
+        return Identity(uid, name, parent.uid)
 
     def __repr__(self) -> str:
         state = "" if self.alive else f", {self._end}"
         return f"<pynccl.Communicator rank {self.rank} of {self.size} on {self.device}{state}>"
+
+
+def comm_name(config: CommConfig | None, otherwise: str) -> str:
+    """What messages call a communicator that is made with this."""
+    return (config and config.comm_name) or otherwise
 
 
 def check_is_on() -> bool:

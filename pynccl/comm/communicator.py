@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ..bindings.abi import DataType, MemStat, RedOp, Result
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
+from ..watch.track import Identity, Track
 from .base import DEFAULT_TIMEOUT
 from .collectives import Collectives
 from .collectives_v import CollectivesV
@@ -53,9 +54,12 @@ class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
         library: Library,
         timeout: float | None = DEFAULT_TIMEOUT,
         config: CommConfig | None = None,
+        track: Track | Identity | None = None,
     ) -> None:
-        """Take over an ncclComm_t (its integer value) that was made by `library`, with `config` if that is known."""
-        super().__init__(handle, library, timeout, config)
+        """Take over an ncclComm_t (its integer value) that was made by `library`, with `config` if that is known.
+
+        track  its place in the flight recorder, where it has one already"""
+        super().__init__(handle, library, timeout, config, track)
         register_open(self)
 
     # How the ranks find each other
@@ -110,12 +114,12 @@ class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
 
     def suspend(self) -> None:
         """Give NCCL's dynamic memory back until resume(); no operation may run in between (NCCL >= 2.29)."""
-        with self.lock:
+        with self.lock, self._recorded("suspend", weight=0):
             self._status("ncclCommSuspend", 1)
 
     def resume(self) -> None:
         """End a suspend()."""
-        with self.lock:
+        with self.lock, self._recorded("resume", weight=0):
             self._status("ncclCommResume")
 
     def register(self, buf: Any) -> Registration:
@@ -147,6 +151,7 @@ class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
             self.check_alive()
             scratch = self.scratch(4)
             args = (scratch.address, scratch.address, 1, int(DataType.INT32), int(RedOp.SUM))
-            self._check_result(self.library.ncclAllReduce(*args, self.handle, scratch.stream), "barrier")
-            scratch.wait()
+            with self._recorded("barrier"):
+                self._check_result(self.library.ncclAllReduce(*args, self.handle, scratch.stream), "barrier")
+                scratch.wait()
             self.check_alive()  # an abort ends the wait too, and is no meeting of the ranks

@@ -20,9 +20,10 @@ from ..bindings.abi import DataType, Result
 from ..bindings.errors import NcclInvalidUsage
 from ..bindings.library import Library, gpu_count
 from ..interop.devices import cuda_core
+from ..watch.frames import call_site
 from .base import Comm, check_group_result, lock
 from .call import UNCOMPARED, Call
-from .frames import call_site
+from .scratch import Scratch
 
 RECORD_BYTES = 1024
 _WHAT = "all_gather of PYNCCL_CHECK"
@@ -123,6 +124,18 @@ def _gathered(comms: list[Comm], texts: dict[Comm, str]) -> list[list[str]]:
     memory = [comm.scratch((comm.size + 1) * RECORD_BYTES) for comm in comms]
     for comm, scratch in zip(comms, memory, strict=True):
         _write(texts[comm], scratch.address)
+    with contextlib.ExitStack() as records:
+        for comm in comms:
+            what = texts[comm].partition("\0")[0]
+            records.enter_context(comm._recorded("check", weight=0, detail=what))
+        _gather(comms, memory)
+    return [
+        [_record(scratch.address + RECORD_BYTES * (rank + 1)) for rank in range(comm.size)]
+        for comm, scratch in zip(comms, memory, strict=True)
+    ]
+
+
+def _gather(comms: list[Comm], memory: list[Scratch]) -> None:
     library = comms[0].library
     library.check(library.ncclGroupStart(), "ncclGroupStart")
     code = 0
@@ -140,10 +153,6 @@ def _gathered(comms: list[Comm], texts: dict[Comm, str]) -> list[list[str]]:
     for comm, scratch in zip(comms, memory, strict=True):
         scratch.wait()
         comm.check_alive()  # an abort ends the wait too
-    return [
-        [_record(scratch.address + RECORD_BYTES * (rank + 1)) for rank in range(comm.size)]
-        for comm, scratch in zip(comms, memory, strict=True)
-    ]
 
 
 def _write(text: str, address: int) -> None:

@@ -12,11 +12,12 @@ from ..bindings.library import Library, to_pointer, without_argtypes
 from ..bindings.structs import CollConfig, CommConfig, struct_of
 from ..interop.buffers import TORCH, adapter, tensor_types
 from ..interop.streams import Handle, hold
+from ..watch.track import Identity, Track
 from .base import DEFAULT_TIMEOUT, Comm
 from .call import Call, after_launch, call_text
 from .consistency import compare
 from .fast_path import GROWTH, FastPath
-from .groups import recorder, records
+from .groups import enter, leave, recorder, records
 from .redop import PreMulSum
 
 
@@ -46,8 +47,9 @@ class Enqueue(Comm):
         library: Library,
         timeout: float | None = DEFAULT_TIMEOUT,
         config: CommConfig | None = None,
+        track: Track | Identity | None = None,
     ) -> None:
-        super().__init__(handle, library, timeout, config)
+        super().__init__(handle, library, timeout, config, track)
         self._detours = [None] if self._check else records
         self._functions = Functions(library)
         self._acquire, self._release = self.lock.acquire, self.lock.release
@@ -80,7 +82,12 @@ class Enqueue(Comm):
         try:
             if self._handle is None:  # ended by another thread since the arguments were checked
                 self.check_alive()
-            code = call(*args, self._c_handle, to_pointer(stream))
+            if (track := self._track) is None:
+                code = call(*args, self._c_handle, to_pointer(stream))
+            else:
+                slot = track.enter(operation, args, stream, detail=compared)
+                code = call(*args, self._c_handle, to_pointer(stream))
+                track.leave(slot)
         finally:
             self._release()
         if code:
@@ -124,7 +131,9 @@ class Enqueue(Comm):
             compare([call])
         with self.lock:
             self.check_alive()
+            slots = enter([call])
             code = call.function(*call.args)
+            leave(slots)
         if code:
             self._check_result(code, call_text(operation, args))
         after_launch([call])

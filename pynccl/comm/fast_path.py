@@ -18,6 +18,9 @@ from ..bindings.abi import RedOp
 from ..bindings.library import to_pointer, without_argtypes
 from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import hold, stream_handle
+from ..watch.frames import call_site
+from ..watch.recorder import now
+from ..watch.track import Track, notes
 from .base import Comm
 from .call import call_text
 
@@ -55,16 +58,17 @@ class FastPath:
         # By the number of elements of send: guards of send alone, and chains of calls. Those are plain tuples, since it
         # takes three times as long to unpack a NamedTuple: guard, operator, root, address of send, of recv, bytes of
         # both, device, stream, what counts the version of recv, C function, its finished arguments, (those behind the
-        # addresses, all as integers), the next call. Of a single tensor the address of recv is 0 where C takes no
-        # second one, and there are no bytes where C takes no first one.
+        # addresses, all as integers), its row in the flight recorder, the next call. Of a single tensor the address of
+        # recv is 0 where C takes no second one, and there are no bytes where C takes no first one.
         self._sent: dict[int, list[Callable[..., bool]]] = {}
         self._single: dict[int, Any] = {}
         self._paired: dict[int, Any] = {}
         self.launch = self._launcher(comm)
 
-    def _launcher(self, comm: Comm) -> Launch:
+    def _launcher(self, comm: Comm) -> Launch:  # noqa: PLR0915  # each function that it calls would cost as much as all
         # A closure: attributes would be a tenth of its time.
         single, paired, new_recv = self._single.get, self._paired.get, self._new_recv
+        ring, cursor, issued, row_on, noted = _recording(comm._track)
         detours, alive, library, fail = comm._detours, comm._alive, comm.library, self._fail
         acquire, release = comm.lock.acquire, comm.lock.release
 
@@ -76,7 +80,22 @@ class FastPath:
             except Exception:  # of what is no tensor: the general way knows what it is
                 return None
             while kept is not None:
-                accepts, its_op, its_root, source, target, sizes, device, stream, counts, call, args, more, kept = kept
+                (
+                    accepts,
+                    its_op,
+                    its_root,
+                    source,
+                    target,
+                    sizes,
+                    device,
+                    stream,
+                    counts,
+                    call,
+                    args,
+                    more,
+                    row,
+                    kept,
+                ) = kept
                 if (op is not its_op and (type(op) is not str or op != its_op)) or root != its_root:
                     continue
                 if send is recv:
@@ -93,10 +112,16 @@ class FastPath:
                     return None
                 if at != stream:
                     args = (*args[:-1], to_pointer(at))
+                    row = row and row_on(row, at)
                 acquire()
                 try:
                     if not alive:  # ended by another thread: the general way says so
                         return None
+                    if row:
+                        ring[slot := next(cursor)] = row
+                        issued[slot] = now()
+                        if notes:
+                            noted(slot)
                     code = call(*args)
                 finally:
                     release()
@@ -159,7 +184,7 @@ class FastPath:
         if not all(found) or _length(kept.get(size)) >= MOST_ALIKE or (accepts := guard(tensors)) is None:
             return
         if len(kept) >= MOST_SIZES:
-            kept.clear()
+            self._forget(kept)
             self._sent.clear()
         if send is not recv and (alone := guard([send])) is not None:
             self._sent.setdefault(size, []).append(alone)
@@ -171,12 +196,41 @@ class FastPath:
         rest = args[2:] if target else args[1:]
         counts = TORCH.count_change if writes else None
         where = (found[0], target, sizes, send.get_device(), stream)
-        kept[size] = (accepts, op, root, *where, counts, self._function, args, (rest, inputs), kept.get(size))
+        call, row = self._recorded(inputs, stream)
+        kept[size] = (accepts, op, root, *where, counts, call, args, (rest, inputs), row, kept.get(size))
+
+    def _recorded(self, inputs: tuple[int, ...], stream: int) -> tuple[Any, int]:
+        """The C function, and the row that `launch` writes into the flight recorder; 0: none, or the function does."""
+        comm, function = self._comm(), self._function
+        track = None if comm is None else comm._track
+        if track is None:
+            return function, 0
+        row = track.describe(self._operation, inputs, stream, site=call_site())
+        if track.careful or not row:
+            return track.around(function, self._operation, inputs, stream, row), 0
+        return function, row
+
+    def _forget(self, kept: dict[int, Any]) -> None:
+        comm = self._comm()
+        track = None if comm is None else comm._track
+        chains = [] if track is None else list(kept.values())
+        kept.clear()
+        for chain in chains:
+            while chain is not None:
+                *_, row, chain = chain
+                track.give_back(row)  # type: ignore[union-attr]
 
     def _fail(self, code: int, inputs: tuple[int, ...]) -> None:
         comm = self._comm()
         assert comm is not None  # it is in the middle of a call
         comm._check_result(code, call_text(self._operation, inputs))
+
+
+def _recording(track: Track | None) -> tuple[Any, ...]:
+    """What `launch` needs of the flight recorder, where it writes into it itself."""
+    if track is None:
+        return None, None, None, None, None
+    return track.ring, track.cursor, track.issued, track.row_on, track.note_own
 
 
 def _with_one(address: int, target: int, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> tuple[Any, ...] | None:

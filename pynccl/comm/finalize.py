@@ -20,6 +20,8 @@ from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.values import attribute, listed, seconds, shown
+from ..watch.frames import call_site
+from ..watch.track import Track
 from .base import Comm
 from .deadline import call_at_exit, call_with_deadline, leak, prepare_exit, wait_nonblocking
 
@@ -42,12 +44,16 @@ class Released:
     it is kept until the C call that ends the communicator has returned, and is dropped where that has its deadline.
     """
 
-    def __init__(self, handle: int, memory: Any = None) -> None:
+    def __init__(self, handle: int, memory: Any = None, track: Track | None = None, end: str = "") -> None:
         self.handle, self.memory = handle, memory
+        self._track, self._end, self._site = track, end, call_site() if track is not None else ""
 
     def drop(self) -> None:
         """Let go of the memory: the communicator has been ended."""
         self.memory = None
+        if self._track is not None:
+            self._track.end(self._end, self._site)
+            self._track = None
 
 
 class Finalize(Comm):
@@ -57,7 +63,7 @@ class Finalize(Comm):
 
     def finalize(self) -> None:
         """Flush what is in flight; afterwards only destroy() is left to do."""
-        with self.lock:
+        with self.lock, self._recorded("finalize", weight=0):
             self._flush(self.handle)
         self._finalized = True
 
@@ -86,13 +92,14 @@ class Finalize(Comm):
             self.lock.release()
         if released is None:  # another thread was faster
             return
-        try:
-            if not self._finalized:
-                self._flush(released.handle)
-        except NcclError as error:
-            abort_released(self.library, [released])
-            raise type(error)(f"{error}\n  the communicator was aborted instead") from None
-        destroy_released(self.library, released, self.timeout, what)
+        with self._recorded("destroy", weight=0):
+            try:
+                if not self._finalized:
+                    self._flush(released.handle)
+            except NcclError as error:
+                abort_released(self.library, [released])
+                raise type(error)(f"{error}\n  the communicator was aborted instead") from None
+            destroy_released(self.library, released, self.timeout, what)
 
     def abort(self) -> None:
         """Stop what is in flight, also from another thread, and free the communicator. Twice is harmless.
@@ -111,7 +118,7 @@ class Finalize(Comm):
         self._c_handle = None  # NULL, which every library refuses
         self._alive.clear()
         memory, self._scratch = self._scratch, None
-        return Released(handle, memory)
+        return Released(handle, memory, self._track, end)
 
     def _close_at_exit(self, failed: bool) -> Released | None:
         """Close what the program left open; `failed` if it ends by an exception. What is to go last is returned."""
@@ -122,6 +129,7 @@ class Finalize(Comm):
         released = self._release_handle("aborted at exit")
         if released is not None:
             self.library.ncclCommAbort(released.handle)
+            released.drop()
         return released
 
     def _flush(self, handle: int) -> None:

@@ -15,14 +15,15 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from ..bindings.abi import Result
+from ..watch.frames import outwards
+from ..watch.track import Track
 from .base import Comm, check_group_result, lock
 from .call import Call, after_launch
 from .consistency import compare
-from .frames import outwards
 from .redop import free_unused
 
 # CO_GENERATOR, CO_COROUTINE, CO_ITERABLE_COROUTINE, CO_ASYNC_GENERATOR: `inspect` would be a fifth of our own import.
@@ -159,22 +160,46 @@ def launch(calls: list[Call]) -> None:
     after_launch(calls)
 
 
+def enter(calls: Sequence[Call]) -> list[tuple[Track, int]]:
+    """Calls that are about to be made together, for the record; returns what `leave` takes once they have returned."""
+    tracks = {track: track.new_group() for call in calls if (track := call.comm._track) is not None}
+    group = len(calls) > 1
+    return [
+        (
+            track,
+            track.enter(call.operation, call.inputs, call.stream, detail=call.compared, group=group and tracks[track]),
+        )
+        for call in calls
+        if (track := call.comm._track) is not None
+    ]
+
+
+def leave(slots: list[tuple[Track, int]], error: BaseException | None = None) -> None:
+    for track, slot in slots:
+        if error is None:
+            track.leave(slot)
+        else:
+            track.failed(slot, error)
+
+
 def replay(calls: list[Call], end: Callable[[], int], comms: list[Comm]) -> None:
     """The calls, all of them of `comms`, as one group that `end` closes. The caller holds the locks."""
     library = calls[0].comm.library
     library.check(library.ncclGroupStart(), "ncclGroupStart")
-    code = 0
+    code, slots = 0, []
     try:
+        slots = enter(calls)
         for call in calls:
             code = call.function(*call.args)
             if code and code != Result.IN_PROGRESS:
                 raise library.error(code, call.text(), call.comm._handle)
-    except (
-        BaseException
-    ):  # Ctrl-C too. NCCL launches nothing of a group in which a call failed, but it must not stay open
+    except BaseException as error:
+        # Ctrl-C too. NCCL launches nothing of a group in which a call failed, but it must not stay open.
         end()
+        leave(slots, error)
         raise
     code = end()
+    leave(slots)
     if code:
         names = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
         check_group_result(comms, code, f"group of {len(calls)} calls: {names}")

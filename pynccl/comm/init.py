@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ..bindings.abi import SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Config, Result, UniqueId
@@ -12,8 +13,9 @@ from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, INT_MIN, integer, listed, seconds
 from ..interop.devices import current_device, device_ordinal, on_device
+from ..watch.track import Identity, new_track, uid_of
 from .argcheck import check_rank
-from .base import DEFAULT_TIMEOUT, Comm
+from .base import DEFAULT_TIMEOUT, Comm, comm_name
 from .consistency import compare_texts
 from .deadline import call_with_deadline, wait_nonblocking
 from .finalize import abort_handle
@@ -55,7 +57,9 @@ class Init(Comm):
             raise ValueError(f"unique_id is a list of {len(ids)} ids, expected 1 to {nranks} for {nranks} ranks")
         library = chosen(library)
         ordinal = choose_device(library, device)
-        return cls(comm_init_rank(library, nranks, ids, rank, ordinal, config, timeout), library, timeout, config)
+        with _beginning(uid_of(*map(bytes, ids)), rank, nranks, library, config, "init") as track:
+            handle = comm_init_rank(library, nranks, ids, rank, ordinal, config, timeout)
+        return cls(handle, library, timeout, config, track)
 
     @classmethod
     def init_all(
@@ -77,7 +81,8 @@ class Init(Comm):
             ordinals = list(range(integer(devices, "devices", 0, _MOST_DEVICES, "a number of devices, or a list")))
         if not ordinals:
             raise ValueError(f"devices is {devices!r}, expected at least one")
-        return [cls(handle, library) for handle in comm_init_all(library, ordinals)]
+        known = Identity(uid_of(), "world", "")
+        return [cls(handle, library, track=known) for handle in comm_init_all(library, ordinals)]
 
     @classmethod
     def join_grown(
@@ -97,7 +102,9 @@ class Init(Comm):
         ordinal = choose_device(library, device)
         struct = struct_of(config, CommConfig, library)
         identity = as_unique_id(unique_id)
-        return cls(comm_grow(library, 0, nranks, identity, rank, ordinal, struct, timeout), library, timeout, config)
+        with _beginning(uid_of(bytes(identity)), rank, nranks, library, config, "init") as track:
+            handle = comm_grow(library, 0, nranks, identity, rank, ordinal, struct, timeout)
+        return cls(handle, library, timeout, config, track)
 
     # Others of its ranks
 
@@ -116,6 +123,9 @@ class Init(Comm):
             lambda new: self.library.ncclCommSplit(self.handle, number, key, new, struct),
             f"ncclCommSplit(color={number}, key={key}) on rank {self.rank} of {self.size}",
             config,
+            "split",
+            f"color={number}, key={key}",
+            number,
         )
 
     def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: CommConfig | None = None) -> Self:
@@ -133,6 +143,9 @@ class Init(Comm):
             lambda new: self.library.ncclCommShrink(self.handle, array, len(ranks), new, struct, int(abort)),
             f"ncclCommShrink(exclude={ranks}) on rank {self.rank} of {self.size}",
             config,
+            "shrink",
+            f"exclude={ranks}",
+            sorted(ranks),
         )
         assert made is not None  # only a split leaves ranks without
         return made
@@ -155,17 +168,35 @@ class Init(Comm):
         nranks = integer(nranks, "grow: nranks", self.size + 1, INT_MAX, more)
         struct = struct_of(config, CommConfig, self.library, "grow")
         identity = None if unique_id is None else as_unique_id(unique_id)
-        with self.lock:
+        with self.lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
             handle = comm_grow(
                 self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout
             )
-        return type(self)(handle, self.library, self.timeout, config or self._config)
+        made = type(self)(
+            handle, self.library, self.timeout, config or self._config, self._child(config, "grow", nranks)
+        )
+        if identity is not None and made._track is not None:
+            made._track.write("alias", uid_of(bytes(identity)))  # as the new ranks call it
+        return made
 
-    def _derive(self: Self, call: Callable[[Any], int], what: str, config: CommConfig | None) -> Self | None:
+    def _derive(
+        self: Self,
+        call: Callable[[Any], int],
+        what: str,
+        config: CommConfig | None,
+        operation: str,
+        detail: str,
+        part: Any,
+    ) -> Self | None:
+        """Another communicator of some of its ranks; `part` tells it from those that others get of the same call."""
         self.check_alive()
-        with self.lock:
+        weight = 1 if operation == "split" else 0
+        with self.lock, self._recorded(operation, weight=weight, detail=detail):
             handle = make(self.library, call, what, self._own_ordinal(), self.timeout, self.handle)
-        return type(self)(handle, self.library, self.timeout, config or self._config) if handle else None
+        track = self._child(config, operation, part)
+        if not handle:
+            return None
+        return type(self)(handle, self.library, self.timeout, config or self._config, track)
 
 
 # The C calls; they return handles
@@ -200,6 +231,26 @@ def comm_init_rank(
         return int(library.ncclCommInitRankConfig(handle, nranks, ids[0], rank, struct))
 
     return make(library, call, f"ncclCommInitRank(rank={rank}, nranks={nranks})", ordinal, timeout)
+
+
+@contextlib.contextmanager
+def _beginning(
+    uid: str, rank: int, nranks: int, library: Library, config: CommConfig | None, how: str
+) -> Iterator[Any]:
+    """The track of a communicator whose ranks are about to meet, in which its init is the first call."""
+    track = new_track(Identity(uid, comm_name(config, "world"), ""), rank, nranks, library.path == "host")
+    if track is None:
+        yield None
+        return
+    slot = track.enter(how, weight=1)
+    try:
+        yield track
+    except BaseException as error:
+        track.failed(slot, error)
+        track.end("never made")
+        raise
+    track.leave(slot)
+    track.unnumbered(slot)  # its first collective is number 1
 
 
 def make(

@@ -12,7 +12,8 @@ they lie in a tuple, which ctypes takes as it is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,11 +23,13 @@ from ..bindings.resource import Shared
 from ..bindings.values import attribute, listed, shown
 from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import Handle, hold, stream_handle
+from ..watch.frames import call_site
+from ..watch.track import Track, weight_of
 from .base import Comm, check_group_result
 from .call import Call, call_text
 from .collectives import Collectives
 from .collectives_v import CollectivesV
-from .groups import launch, recorder, recording
+from .groups import launch, leave, recorder, recording
 from .redop import free_unused
 from .rma import Rma
 
@@ -54,6 +57,11 @@ class Plan(Protocol):
 def _plan_one(call: Call) -> Plan:
     comm, prepared = call.comm, _prepare(call)
     function, args = prepared
+    track, row = comm._track, _row_of((call,), comm._track)
+    if track is not None and (track.careful or not row):
+        function, row = track.around(function, call.operation, call.inputs, call.stream, row), 0
+    ring: Any = None if track is None else track.ring
+    cursor: Any = None if track is None else track.cursor
     acquire, release, alive, detours = comm.lock.acquire, comm.lock.release, comm._alive, comm._detours
     count_change, written, held = TORCH.count_change, _written((call,)), _held((call,))
 
@@ -65,6 +73,8 @@ def _plan_one(call: Call) -> Plan:
         try:
             if not alive:
                 comm.check_alive()
+            if row:
+                ring[next(cursor)] = row
             code = function(*args)
         finally:
             release()
@@ -75,7 +85,7 @@ def _plan_one(call: Call) -> Plan:
         if held:
             _hold(held)
 
-    return _finish(plan, (call,), (prepared,))
+    return _finish(plan, (call,), (prepared,), [(track, row)])
 
 
 def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
@@ -85,19 +95,28 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
     start, end = first.library.ncclGroupStart, first.library.ncclGroupEnd
     detours = next((comm._detours for comm in comms if comm.checking), first._detours)
     count_change, written, held = TORCH.count_change, _written(calls), _held(calls)
+    rows = [
+        (comm._track, _row_of([call for call in calls if call.comm is comm], comm._track))
+        for comm in comms
+        if comm._track is not None
+    ]
 
     def launch_all() -> None:
         for comm in comms:
             comm.check_alive()
+        slots = [(track, track.enter("group plan", row=row)) for track, row in rows]
         first.library.check(start(), "ncclGroupStart")
         try:
             for function, args in prepared:
                 if (code := function(*args)) and code != Result.IN_PROGRESS:
                     raise first.library.error(code, repr(plan), first._handle)
-        except BaseException:  # Ctrl-C too: the group must not stay open
+        except BaseException as error:  # Ctrl-C too: the group must not stay open
             end()
+            leave(slots, error)
             raise
-        if code := end():
+        code = end()
+        leave(slots)
+        if code:
             check_group_result(comms, code, repr(plan))
         if written:
             count_change(written)
@@ -116,13 +135,36 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
                     locks.enter_context(comm.lock)
                 launch_all()
 
-    return _finish(plan, calls, prepared)
+    return _finish(plan, calls, prepared, rows)
 
 
-def _finish(plan: Any, calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
+def _row_of(calls: Sequence[Call], track: Track | None) -> int:
+    """The row that describes a launch of these calls, all of one communicator, in the flight recorder; 0: none."""
+    if track is None:
+        return 0
+    if len(calls) == 1:
+        (call,) = calls
+        return track.describe(
+            call.operation, call.inputs, call.stream, detail=call.compared, site=call_site(), plan=True
+        )
+    texts = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
+    detail = f"{len(calls)} calls: {texts}"
+    weight = sum(weight_of(call.operation) for call in calls)
+    return track.describe("group plan", (), calls[0].stream, weight=weight, detail=detail, site=call_site(), plan=True)
+
+
+def _finish(
+    plan: Any,
+    calls: tuple[Call, ...],
+    prepared: tuple[Prepared, ...],
+    rows: list[tuple[Any, int]],
+) -> Plan:
     texts = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
     plan.calls, plan.prepared, plan.recv = calls, prepared, None
     plan.__qualname__ = f"plan of {texts}" if len(calls) == 1 else f"group plan of {len(calls)}: {texts}"
+    for track, row in rows:
+        if row:
+            weakref.finalize(plan, track.give_back, row).atexit = False
     finished: Plan = plan
     return finished
 

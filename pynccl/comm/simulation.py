@@ -122,7 +122,7 @@ def _children(comms: list[Comm]) -> dict[Comm, Communicator]:
         lock(locks, comms)
         handles = comm_split_all(library, comms, configs, timeout)
     return {
-        comm: Communicator(handle, library, comm.timeout, config)
+        comm: Communicator(handle, library, comm.timeout, config, comm._child(None, "simulate", 0))
         for comm, handle, config in zip(comms, handles, configs, strict=True)
     }
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.frames import call_site
+from pynccl.watch.frames import call_site
 
 
 def checked(comm: Communicator) -> Communicator:

@@ -1,0 +1,185 @@
+"""The flight recorder of this process: its file, with what is true of the whole process. Calls are written by track.py.
+
+The file is mapped into memory, so what was written is there after kill -9, os._exit or a crash. It is made with the
+first communicator, its room taken from the file system at once, so that a full disk is an error then and not a crash
+later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+from . import folder, layout
+from .settings import OFF, settings
+
+now = time.monotonic_ns
+_FORGOTTEN = 8  # communicators that have ended stay in the file until so many more have
+
+
+class Recorder:
+    """The file of this process."""
+
+    def __init__(self) -> None:
+        chosen = settings()
+        self.settings, self.pid = chosen, os.getpid()
+        self.region = layout.region(chosen.calls)
+        self.tracks: list[Any] = []  # of the communicators that are alive
+        self._lock = threading.Lock()
+        self._strings = {"": 0}
+        self._regions = 0
+        self._ended: list[memoryview] = []  # regions of communicators that have ended, oldest first
+        self.path, self._file = self._open()
+        self.head = self._map(0, layout.REGIONS_AT)
+        self._write_head()
+
+    def _open(self) -> tuple[str, int]:
+        """The path of the file and its descriptor; ("", -1): in memory alone, where the default folder is of no use."""
+        try:
+            where = folder.prepare()
+            name = folder.name_of_file(_rank(), self.pid, folder.started())
+            path = os.path.join(where, name)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of an earlier recorder of this process
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.posix_fallocate(file, 0, layout.REGIONS_AT)
+            except OSError:
+                os.close(file)
+                os.unlink(path)
+                raise
+            folder.remove_old(os.path.dirname(where), where)
+            return path, file
+        except Exception as error:
+            if self.settings.folder:
+                raise
+            warnings.warn(f"no flight recorder: {error}", RuntimeWarning, stacklevel=5)
+            return "", -1
+
+    def _map(self, at: int, nbytes: int) -> memoryview:
+        if self._file < 0:
+            return memoryview(mmap.mmap(-1, nbytes))
+        os.posix_fallocate(self._file, at, nbytes)
+        return memoryview(mmap.mmap(self._file, nbytes, offset=at))
+
+    def _write_head(self) -> None:
+        head, region = self.head, self.region
+        texts = {
+            "host": os.uname().nodename,
+            "machine": folder.machine(),
+            "job": folder.job(),
+            "command": " ".join(sys.orig_argv[:1] + sys.argv) or "python",
+        }
+        for name, text in texts.items():
+            layout.put(head, *layout.TEXTS[name], text)
+        layout.IDENTITY.pack_into(
+            head,
+            layout.IDENTITY_AT,
+            self.pid,
+            folder.started(),
+            _rank(),
+            _integer("WORLD_SIZE"),
+            time.time_ns(),
+            now(),
+            region.slots,
+            region.segments,
+            layout.ROWS,
+            layout.STRINGS,
+        )
+        layout.LOOK.pack_into(head, layout.LOOK_AT, now(), 0, 0)
+        layout.FIXED.pack_into(head, 0, layout.MAGIC, layout.VERSION, layout.ORDER)  # last: from now on it can be read
+
+    def string(self, text: str) -> int:
+        """The row that holds this text; that of "(...)" where the table is full."""
+        number = self._strings.get(text)
+        if number is None:
+            with self._lock:
+                number = self._strings.get(text)
+                if number is None:
+                    number = self._new_string(text)
+        return number
+
+    def _new_string(self, text: str) -> int:
+        number = len(self._strings)
+        if number >= layout.STRINGS - 1:
+            number, text = layout.STRINGS - 1, "(...)"
+        at = layout.HEADER_BYTES + number * layout.STRING_BYTES
+        layout.put(self.head, at, layout.STRING_BYTES, text)
+        if number < layout.STRINGS - 1:
+            self._strings[text] = number
+        return number
+
+    def new_region(self) -> memoryview | None:
+        """Memory for one more communicator: of one that has ended long ago, else at the end of the file."""
+        with self._lock:
+            if len(self._ended) > _FORGOTTEN:
+                memory = self._ended.pop(0)
+                memory[:] = bytes(len(memory))
+                return memory
+            if self._regions >= layout.MOST_REGIONS:
+                return None
+            memory = self._map(layout.REGIONS_AT + self._regions * self.region.nbytes, self.region.nbytes)
+            self._regions += 1
+            seen, where, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
+            layout.LOOK.pack_into(self.head, layout.LOOK_AT, seen, where, self._regions)
+            return memory
+
+    def free(self, track: Any) -> None:
+        """The communicator has ended; its region may be used again, once some more have."""
+        with self._lock:
+            if track in self.tracks:
+                self.tracks.remove(track)
+                if track.kept:
+                    self._ended.append(track.memory)
+
+    @property
+    def mine(self) -> bool:
+        """Whether this is still the process that made it, not a forked child."""
+        return _recorder is self
+
+
+_recorder: Recorder | None = None
+_starting = threading.Lock()
+
+
+def recorder() -> Recorder | None:
+    """That of this process, started if it is the first time; None with PYNCCL_WATCH=off."""
+    global _recorder
+    if settings().mode == OFF:
+        return None
+    if _recorder is None:
+        with _starting:
+            if _recorder is None:
+                _recorder = Recorder()
+    return _recorder
+
+
+def started() -> Recorder | None:
+    """That of this process, if there is one."""
+    return _recorder
+
+
+def _rank() -> int:
+    return _integer("RANK")
+
+
+def _integer(name: str) -> int:
+    try:
+        return int(os.environ.get(name, "-1"))
+    except ValueError:
+        return -1
+
+
+def _after_fork_in_child() -> None:
+    global _recorder
+    _recorder = None  # the file is the parent's
+    _starting._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,374 @@
+"""The calls of one communicator in the flight recorder: entered, returned, failed, and how it ended.
+
+Written by whoever holds the lock of the communicator. See layout.py for what it writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from . import layout
+from .frames import call_site
+from .recorder import Recorder, now, recorder
+from .settings import SITES
+
+# Which of the C arguments of an operation are its count, operator and rank (root or peer); -1: none. How many
+# collective calls it is: sends and what not every rank calls are not numbered.
+_BOTH = (2, -1, -1, 1)  # send, recv, count, type
+SHAPES: dict[str, tuple[int, int, int, int]] = {
+    "all_reduce": (2, 4, -1, 1),
+    "reduce_scatter": (2, 4, -1, 1),
+    "reduce": (2, 4, 5, 1),
+    "broadcast": (2, -1, 4, 1),
+    "gather": (2, -1, 4, 1),
+    "scatter": (2, -1, 4, 1),
+    "all_gather": _BOTH,
+    "all_to_all": _BOTH,
+    "alltoall": _BOTH,
+    "send": (1, -1, 3, 0),
+    "recv": (1, -1, 3, 0),
+    "put_signal": (1, -1, 3, 0),
+    "signal": (-1, -1, 0, 0),
+    "wait_signal": (-1, -1, -1, 0),
+}
+_FEW = 16  # rows that are sooner counted one by one
+_PEERS = ("send", "recv", "put_signal", "signal")
+
+notes: dict[
+    int, tuple[str, str]
+] = {}  # thread -> the autograd function that it is in, and the line of its forward call
+
+
+def weight_of(operation: str) -> int:
+    """How many collective calls this one counts as, on every rank."""
+    return SHAPES.get(operation, _BOTH)[3]
+
+
+class Identity(NamedTuple):
+    """Who a communicator is: uid, the same on all its ranks and only there; its name, and its parent's uid."""
+
+    uid: str
+    name: str
+    parent: str
+
+
+class Track:
+    """The calls of one communicator: `enter` before the C call, `leave` after it, under the communicator's lock.
+
+    `ring` and `cursor` are for those who cannot afford a call of Python: `ring[next(cursor)] = row` is all they do,
+    with a row of `describe`, and the watchdog notices when it has returned. Where `careful` is true nobody does so:
+    each call also gets the time when it returned, and with PYNCCL_WATCH=sites its line."""
+
+    def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int, careful: bool) -> None:
+        memory = recorder.new_region()
+        self.kept = memory is not None
+        if memory is None:  # more communicators than the file has room for: written, but nowhere to be read
+            memory = memoryview(mmap.mmap(-1, recorder.region.nbytes))
+        region = recorder.region
+        self.recorder, self.memory, self.region = recorder, memory, region
+        self.number = next(_numbers)
+        self.uid, self.name, self.rank, self.size = known.uid, known.name, rank, size
+        self.sites = recorder.settings.mode == SITES
+        self.careful = careful or self.sites
+        self.children: dict[str, int] = {}  # how many were made of it, by what made them: for their names
+        self._row_bytes = layout.ROW.size
+        self.ring = self._array(region.ring, "H", region.slots)
+        self.issued = self._array(region.issued, "Q", region.slots)
+        self.returned = self._array(region.returned, "Q", region.slots)
+        self._site = self._array(region.site, "H", region.slots)
+        self._function = self._array(region.function, "H", region.slots)
+        self._forward = self._array(region.forward, "H", region.slots)
+        self._bases = self._array(region.bases, "Q", 2 * region.segments)
+        self._odd = {layout.INLINE_UNNUMBERED: 0}  # rows that count as another number of collective calls than 1
+        self._rows = iter(range(1, layout.ROWS))
+        self._on_streams: dict[tuple[int, int], int] = {}
+        self._free_rows: list[tuple[int, int]] = []  # and the segment in which they were given back
+        self._groups = itertools.count(1)
+        self.segment = -1
+        self.cursor: Iterator[int] = itertools.chain.from_iterable(self._segments())
+        for what, text in known._asdict().items():
+            self.write(what, text)
+        layout.COMM.pack_into(memory, 0, layout.LIVE, rank, size, size + 1, now())
+        recorder.tracks.append(self)
+
+    def made(self, device: str, site: str) -> None:
+        """The communicator is there."""
+        self.write("device", device)
+        self.write("made_at", site)
+
+    def _array(self, at: int, kind: Literal["B", "H", "Q"], length: int) -> memoryview:
+        size = {"B": 1, "H": 2, "Q": 8}[kind]
+        return self.memory[at : at + size * length].cast(kind)
+
+    def write(self, what: str, text: str) -> None:
+        """A text of the region: name, device, made_at, parent, alias, error."""
+        layout.put(self.memory, *layout.COMM_TEXTS[what], text)
+
+    def _segments(self) -> Iterator[range]:
+        """The slots, one segment after the other; each is cleared before it is written to again."""
+        region, entries, numbered, slots = self.region, 0, 0, range(0)
+        length = region.segment
+        short, wide = memoryview(bytes(2 * length)).cast("H"), memoryview(bytes(8 * length)).cast("Q")
+        failed = self._array(region.failed, "B", region.slots)
+        for self.segment in itertools.count():
+            entries += len(slots)
+            numbered += self._numbered_in(slots)
+            place = self.segment % region.segments
+            slots = range(place * length, (place + 1) * length)
+            span = slice(slots.start, slots.stop)
+            for array in (self.ring, self._site, self._function, self._forward):
+                array[span] = short
+            for array in (self.issued, self.returned):
+                array[span] = wide
+            failed[span] = bytes(length)
+            self._bases[2 * place], self._bases[2 * place + 1] = entries, numbered
+            _, *rest = layout.RING.unpack_from(self.memory, layout.RING_AT)
+            layout.RING.pack_into(self.memory, layout.RING_AT, self.segment, *rest)
+            yield slots
+
+    def _numbered_in(self, slots: range) -> int:
+        rows = self.ring[slots.start : slots.stop].tolist()
+        if len(self._odd) > _FEW:
+            return sum(self._odd.get(row, 1) for row in rows)
+        return len(rows) + sum((weight - 1) * rows.count(row) for row, weight in self._odd.items())
+
+    # Calls
+
+    def describe(
+        self,
+        operation: str,
+        inputs: tuple[Any, ...],
+        stream: int,
+        *,
+        weight: int | None = None,
+        detail: str = "",
+        site: str = "",
+        plan: bool = False,
+    ) -> int:
+        """The row that describes a call which will be made again; 0: there is none left, `enter` describes it."""
+        number = self._take_row()
+        if number:
+            weight = weight_of(operation) if weight is None else weight
+            self._count_as(number, weight)
+            at = self.region.table + number * self._row_bytes
+            self._write_row(at, operation, inputs, stream, weight, detail, site, 0, plan)
+        return number
+
+    def _count_as(self, row: int, weight: int) -> None:
+        self._odd.pop(row, None)
+        if weight != 1:
+            self._odd[row] = weight
+
+    def unnumbered(self, slot: int) -> None:
+        """The call that was entered there counts as none after all."""
+        self.ring[slot] = layout.INLINE_UNNUMBERED
+
+    def _take_row(self) -> int:
+        # A row that was given back is described in slots until all segments have been written anew.
+        if self._free_rows and self._free_rows[0][1] + self.region.segments < self.segment:
+            return self._free_rows.pop(0)[0]
+        return next(self._rows, 0)
+
+    def give_back(self, row: int) -> None:
+        """The row is not needed any more."""
+        if row:
+            for key in [key for key in self._on_streams if key[0] == row]:
+                if (other := self._on_streams.pop(key)) != row:
+                    self._free_rows.append((other, self.segment))
+            self._free_rows.append((row, self.segment))
+
+    def enter(
+        self,
+        operation: str,
+        inputs: tuple[Any, ...] = (),
+        stream: int = 0,
+        *,
+        row: int = 0,
+        weight: int | None = None,
+        detail: str = "",
+        group: int = 0,
+        site: str = "",
+    ) -> int:
+        """A call is about to be made. Returns the slot, for `leave`."""
+        slot = next(self.cursor)
+        self.returned[slot] = 0
+        self.issued[slot] = now()
+        if not row:
+            if weight is None:
+                weight = weight_of(operation)
+            at = self.region.inline + slot * self._row_bytes
+            self._write_row(at, operation, inputs, stream, weight, detail, site, group, False)
+            row = layout.INLINE if weight else layout.INLINE_UNNUMBERED
+        self.ring[slot] = row
+        if self.sites and not site:
+            self._site[slot] = self.recorder.string(call_site())
+        if notes:
+            self.note_own(slot)
+        return slot
+
+    def note_own(self, slot: int) -> None:
+        """The autograd function that this thread is in, if any, makes this call."""
+        if (note := notes.get(threading.get_ident())) is not None:
+            self.note(slot, note)
+
+    def note(self, slot: int, note: tuple[str, str]) -> None:
+        """An autograd function makes this call."""
+        self._function[slot] = self.recorder.string(note[0])
+        self._forward[slot] = self.recorder.string(note[1])
+
+    def leave(self, slot: int) -> None:
+        """The call has returned."""
+        self.returned[slot] = now()
+
+    @contextlib.contextmanager
+    def call(self, operation: str, *, weight: int = 1, detail: str = "") -> Iterator[None]:
+        """What runs within is one call that is not made often: an init, a split, a barrier."""
+        slot = self.enter(operation, weight=weight, detail=detail)
+        try:
+            yield
+        except BaseException as error:
+            self.failed(slot, error)
+            raise
+        self.leave(slot)
+
+    def around(self, function: Any, operation: str, inputs: tuple[Any, ...], stream: int, row: int) -> Any:
+        """The C function, with each call of it in the record: of a track that is careful."""
+
+        def recorded(*args: Any) -> int:
+            slot = self.enter(operation, inputs, stream, row=row)
+            try:
+                code: int = function(*args)
+            except BaseException as error:
+                self.failed(slot, error)
+                raise
+            self.leave(slot)
+            return code
+
+        return recorded
+
+    def row_on(self, row: int, stream: int) -> int:
+        """The row of the same call on another stream; the same row where there is none left."""
+        other = self._on_streams.get((row, stream))
+        if other is None:
+            size, table = self._row_bytes, self.region.table
+            number = self._take_row()
+            if number:
+                values = list(layout.ROW.unpack_from(self.memory, table + row * size))
+                values[9] = stream
+                layout.ROW.pack_into(self.memory, table + number * size, *values)
+                self._count_as(number, self._odd.get(row, 1))
+            other = self._on_streams[row, stream] = number or row
+        return other
+
+    def failed_last(self, error: BaseException | str) -> None:
+        """The newest call has raised."""
+        if number := self.head():
+            length = self.region.segment
+            place = self.segment % self.region.segments
+            self.failed(place * length + (number - 1 - int(self._bases[2 * place])), error)
+
+    def failed(self, slot: int, error: BaseException | str) -> None:
+        """The call has raised."""
+        self.returned[slot] = now()
+        self.memory[self.region.failed + slot] = 1
+        self._site[slot] = self._site[slot] or self.recorder.string(call_site())
+        self.write("error", _line(error))
+
+    def new_group(self) -> int:
+        """A number for the calls that are issued together."""
+        return next(self._groups)
+
+    def head(self) -> int:
+        """The number of the newest call; for whoever holds the lock, or can bear one that is a little old."""
+        if self.segment < 0:
+            return 0
+        place, length = self.segment % self.region.segments, self.region.segment
+        rows = self.ring[place * length : (place + 1) * length].tolist()
+        return int(self._bases[2 * place]) + (rows.index(0) if 0 in rows else length)
+
+    def seen(self, returned: int | None = None, completed: int | None = None) -> None:
+        """By the watchdog: up to these calls all have returned, have completed."""
+        segment, old_returned, old_completed, *times = layout.RING.unpack_from(self.memory, layout.RING_AT)
+        if returned is not None:
+            old_returned, times[0] = returned, now()
+        if completed is not None:
+            old_completed, times[1] = completed, now()
+        # The segment is the writer's: it is not touched here.
+        packed = layout.RING.pack(segment, old_returned, old_completed, *times)
+        self.memory[layout.RING_AT + 8 : layout.RING_AT + layout.RING.size] = packed[8:]
+
+    def end(self, how: str, site: str = "") -> None:
+        """The communicator has ended."""
+        if not self.recorder.mine:
+            return
+        self.write("ended", how)
+        self.write("ended_site", site)
+        layout.COMM_END.pack_into(self.memory, layout.COMM_END_AT, now())
+        _, *rest = layout.COMM.unpack_from(self.memory, 0)
+        layout.COMM.pack_into(self.memory, 0, layout.ENDED, *rest)
+        self.recorder.free(self)
+
+    def _write_row(
+        self,
+        at: int,
+        operation: str,
+        inputs: tuple[Any, ...],
+        stream: int,
+        weight: int,
+        detail: str,
+        site: str,
+        group: int,
+        plan: bool,
+    ) -> None:
+        count_at, op_at, rank_at, _ = SHAPES.get(operation, (-1, -1, -1, 1))
+        string = self.recorder.string
+        flags = (layout.PLAN if plan else 0) | (
+            layout.PEER if operation in _PEERS else layout.ROOT if rank_at >= 0 else 0
+        )
+        count, dtype = (inputs[count_at], inputs[count_at + 1]) if count_at >= 0 and inputs else (layout.NO_COUNT, -1)
+        layout.ROW.pack_into(
+            self.memory,
+            at,
+            string(operation),
+            string(detail) if detail else 0,
+            flags,
+            dtype,
+            weight,
+            inputs[op_at] if op_at >= 0 and inputs else -1,
+            inputs[rank_at] if rank_at >= 0 and inputs else -1,
+            group,
+            count,
+            stream,
+            string(site) if site else 0,
+        )
+
+
+_numbers = itertools.count(1)
+
+
+def new_track(known: Identity | None, rank: int, size: int, careful: bool) -> Track | None:
+    """A track for a communicator; None with PYNCCL_WATCH=off."""
+    own = recorder()
+    return None if own is None else Track(own, known or Identity(uid_of(), "communicator", ""), rank, size, careful)
+
+
+def uid_of(*parts: Any) -> str:
+    """The name of a communicator that all its ranks can make for themselves of what they all know."""
+    import hashlib
+
+    known = parts or (os.getpid(), now(), next(_numbers))  # of nothing: a name that no other rank has
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:32]
+
+
+def _line(error: BaseException | str) -> str:
+    text = str(error) if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return text.partition("\n")[0]
+
+
+os.register_at_fork(after_in_child=notes.clear)
