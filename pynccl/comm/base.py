@@ -11,7 +11,14 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from ..bindings.abi import Result
-from ..bindings.errors import NcclInvalidUsage
+from ..bindings.errors import (
+    NcclError,
+    NcclInternalError,
+    NcclInvalidUsage,
+    NcclRemoteError,
+    NcclSystemError,
+    NcclTimeout,
+)
 from ..bindings.library import Library, gpu_count, to_pointer
 from ..bindings.resource import Shared
 from ..bindings.structs import CommConfig
@@ -24,6 +31,9 @@ from .deadline import wait_nonblocking
 from .scratch import Scratch
 
 DEFAULT_TIMEOUT = 60.0  # seconds that an init or an end waits for the other ranks
+
+
+_OF_OTHERS = (NcclRemoteError, NcclTimeout, NcclSystemError, NcclInternalError, NcclInvalidUsage)
 
 
 class Comm(Shared):
@@ -53,6 +63,7 @@ class Comm(Shared):
         self.device = device_name(self._ordinal)
         self._check = check_is_on()
         self._end = ""  # how it ended, for messages
+        self._late = ""  # why the watchdog has aborted it, if it has
         self._scratch: Scratch | None = None
         self._unused_operators: list[int] = []  # nobody holds them any more: see redop.OpHandle
         self._site = call_site()
@@ -60,7 +71,7 @@ class Comm(Shared):
             track = new_track(track, self.rank, self.size, library.path == "host")
         self._track = track
         if self._track is not None:
-            self._track.made(self.device, self._site)
+            self._track.made(self, self.device, self._site)
 
     @property
     def timeout(self) -> float | None:
@@ -100,6 +111,8 @@ class Comm(Shared):
 
     def check_alive(self) -> None:
         if self._handle is None:
+            if self._late:
+                raise NcclTimeout(self._late)
             raise NcclInvalidUsage(
                 f"this communicator (rank {self.rank} of {self.size} on {self.device}) was {self._end}; "
                 "make a new one with Communicator.init"
@@ -152,11 +165,12 @@ class Comm(Shared):
         if code:
             self._raise(self.library.error(code, what, self._handle))
 
-    def _raise(self, error: BaseException) -> NoReturn:
-        """Raise the error of the newest call, which the record has then, too."""
-        if self._track is not None:
-            self._track.failed_last(error)
-        raise error
+    def _raise(self, error: NcclError) -> NoReturn:
+        """Raise the error of the newest call, with what the other ranks' records say about it."""
+        if self._track is None:
+            raise error
+        self._track.failed_last(error)
+        raise explained(error, self._track)
 
     def _recorded(
         self, operation: str, *, weight: int = 1, detail: str = ""
@@ -184,6 +198,21 @@ class Comm(Shared):
 def comm_name(config: CommConfig | None, otherwise: str) -> str:
     """What messages call a communicator that is made with this."""
     return (config and config.comm_name) or otherwise
+
+
+def explained(error: NcclError, track: Track | None) -> NcclError:
+    """The error of a call, with what the records of all ranks say about it, where another rank may have caused it."""
+    if track is None or track.size == 1 or not isinstance(error, _OF_OTHERS) or track.explains:
+        return error
+    track.explains = True  # once: what fails afterwards fails for the same reason
+    from ..watch.diagnosis import explain
+
+    text = explain(track)
+    if not text:
+        return error
+    told = type(error)(f"{error}\n  " + "\n  ".join(text.splitlines()))
+    told.code = error.code
+    return told
 
 
 def check_is_on() -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ..bindings.abi import DataType, MemStat, RedOp, Result
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
+from ..watch import watchdog
 from ..watch.track import Identity, Track
 from .base import DEFAULT_TIMEOUT
 from .collectives import Collectives
@@ -61,6 +62,7 @@ class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
         track  its place in the flight recorder, where it has one already"""
         super().__init__(handle, library, timeout, config, track)
         register_open(self)
+        watchdog.prepare()
 
     # How the ranks find each other
 

@@ -20,6 +20,7 @@ from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.values import attribute, listed, seconds, shown
+from ..watch import ends, watchdog
 from ..watch.frames import call_site
 from ..watch.track import Track
 from .base import Comm
@@ -46,7 +47,8 @@ class Released:
 
     def __init__(self, handle: int, memory: Any = None, track: Track | None = None, end: str = "") -> None:
         self.handle, self.memory = handle, memory
-        self._track, self._end, self._site = track, end, call_site() if track is not None else ""
+        by_user = track is not None and not sys.is_finalizing() and "exit" not in end
+        self._track, self._end, self._site = track, end, call_site() if by_user else ""
 
     def drop(self) -> None:
         """Let go of the memory: the communicator has been ended."""
@@ -105,6 +107,11 @@ class Finalize(Comm):
         """Stop what is in flight, also from another thread, and free the communicator. Twice is harmless.
 
         For several communicators of one process, `pynccl.abort(comms)`, which also says what happens to CUDA graphs."""
+        abort([self])
+
+    def abort_late(self, text: str) -> None:
+        """By the watchdog: abort it, so that a call that is under way raises NcclTimeout with this text."""
+        self._late = text
         abort([self])
 
     def _release_handle(self, end: str) -> Released | None:
@@ -267,14 +274,17 @@ def register_open(comm: Finalize) -> None:
     """A communicator was made: it is closed at the end of the process, if nobody does before."""
     if not _open:
         # Registered here, after the library was loaded, to run before what the library itself does at exit.
+        ends.register_removal()
         atexit.unregister(_close_everything)
         atexit.register(_close_everything)
+        ends.prepare()
     _open.add(comm)
     prepare_exit()
 
 
 def _close_everything() -> None:
     """Destroy what is open; abort it if the process ends by an exception, since the peers may be gone."""
+    watchdog.stop()
     comms, failed = list(_open), getattr(sys, "last_value", None) is not None
     if (comms or _leaked) and not call_at_exit(lambda: _close(comms, failed), EXIT_SECONDS):
         late = f"{len(comms)} open communicators did not close within {EXIT_SECONDS:g} s{graph_hint()}"

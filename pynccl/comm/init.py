@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ..bindings.abi import SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Config, Result, UniqueId
-from ..bindings.errors import NcclTimeout
+from ..bindings.errors import NcclError, NcclTimeout
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, INT_MIN, integer, listed, seconds
 from ..interop.devices import current_device, device_ordinal, on_device
+from ..watch import watchdog
 from ..watch.track import Identity, new_track, uid_of
 from .argcheck import check_rank
-from .base import DEFAULT_TIMEOUT, Comm, comm_name
+from .base import DEFAULT_TIMEOUT, Comm, comm_name, explained
 from .consistency import compare_texts
 from .deadline import call_with_deadline, wait_nonblocking
 from .finalize import abort_handle
@@ -242,13 +243,15 @@ def _beginning(
     if track is None:
         yield None
         return
+    watchdog.prepare()
     slot = track.enter(how, weight=1)
     try:
         yield track
     except BaseException as error:
         track.failed(slot, error)
+        told = explained(error, track) if isinstance(error, NcclError) else error
         track.end("never made")
-        raise
+        raise told from None
     track.leave(slot)
     track.unnumbered(slot)  # its first collective is number 1
 

@@ -9,7 +9,7 @@ import stat
 import time
 
 from ..bindings.errors import NcclSystemError
-from .layout import SUFFIX
+from .layout import END, END_AT, HEADER_BYTES, SUFFIX
 from .settings import settings
 
 _KEPT_SECONDS = 7 * 86400.0  # for the files of jobs that went wrong
@@ -44,7 +44,8 @@ def files(folder: str) -> list[str]:
 def job() -> str:
     """A name that the processes of one job on this machine share, and others do not: of what started them.
 
-    torchrun's run and restart, the job of SLURM or of an MPI, else the process that started this one."""
+    torchrun's run and restart, the job of SLURM or of an MPI, where rank 0 is met, else the process that started
+    this one."""
     environ = os.environ
     if "TORCHELASTIC_RUN_ID" in environ:
         names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -55,6 +56,8 @@ def job() -> str:
     for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"):
         if environ.get(name):
             return _plain(f"mpi-{environ[name]}")
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return _plain(f"{environ['MASTER_ADDR']}-{environ['MASTER_PORT']}")
     parent = os.getppid()
     return f"process-{parent}-{started(parent)}"
 
@@ -115,6 +118,13 @@ def remove(folder: str, paths: list[str]) -> None:
 
 def name_of_file(rank: int, pid: int, start: int) -> str:
     return f"rank{rank if rank >= 0 else ''}-{pid}-{start}{SUFFIX}"
+
+
+def end_of(path: str) -> tuple[int, bool]:
+    """How the process of this file has ended, 0 if it did not say, and whether it is still there."""
+    with open(path, "rb") as file:
+        head = file.read(HEADER_BYTES)
+    return (END.unpack_from(head, END_AT)[1] if len(head) == HEADER_BYTES else 0), _alive(path)
 
 
 def _alive(path: str) -> bool:

@@ -31,7 +31,7 @@ def call_site() -> str:
     while frame is not None:
         outermost, between = frame, _known.get(frame.f_code)
         if between is None:
-            between = _is_between(frame)
+            between = is_between(frame)
         if not between:
             break
         frame = frame.f_back
@@ -40,10 +40,11 @@ def call_site() -> str:
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's from this one outwards; None where there is none."""
-    return next((one for one in outwards(frame) if not _is_between(one)), None)
+    return next((one for one in outwards(frame) if not is_between(one)), None)
 
 
-def _is_between(frame: FrameType) -> bool:
+def is_between(frame: FrameType) -> bool:
+    """Whether a frame lies between the user's line and a call of this package."""
     code = frame.f_code
     if code in _known:
         return _known[code]

@@ -100,6 +100,14 @@ class Region(NamedTuple):
     def segment(self) -> int:
         return self.slots // self.segments
 
+    def short(self) -> dict[str, int]:
+        """Where the arrays of two bytes a slot begin."""
+        return {"ring": self.ring, "site": self.site, "function": self.function, "forward": self.forward}
+
+    def clocks(self) -> dict[str, int]:
+        """Where those of eight bytes a slot begin."""
+        return {"issued": self.issued, "returned": self.returned}
+
 
 def region(calls: int = CALLS, segments: int = SEGMENTS) -> Region:
     """The region whose ring keeps at least so many calls."""

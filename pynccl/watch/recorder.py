@@ -34,6 +34,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._strings = {"": 0}
         self._regions = 0
+        self.ended = 0  # how, once this process is about to end
         self._ended: list[memoryview] = []  # regions of communicators that have ended, oldest first
         self.path, self._file = self._open()
         self.head = self._map(0, layout.REGIONS_AT)
@@ -129,6 +130,21 @@ class Recorder:
             seen, where, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
             layout.LOOK.pack_into(self.head, layout.LOOK_AT, seen, where, self._regions)
             return memory
+
+    def look(self, where: str) -> None:
+        """The watchdog has looked: at this time the main thread was there."""
+        layout.put(self.head, layout.WHERE_AT, layout.WHERE_BYTES, where)
+        layout.LOOK.pack_into(self.head, layout.LOOK_AT, now(), now(), self._regions)
+
+    def write_stack(self, text: str) -> None:
+        layout.put(self.head, layout.STACK_AT, layout.STACK_BYTES, text)
+
+    def end(self, kind: int, text: str, site: str) -> None:
+        """The process is about to end."""
+        self.ended = kind
+        layout.put(self.head, layout.END_TEXT_AT, layout.END_TEXT_BYTES, text)
+        layout.put(self.head, layout.END_SITE_AT, layout.END_SITE_BYTES, site)
+        layout.END.pack_into(self.head, layout.END_AT, now(), kind)
 
     def free(self, track: Any) -> None:
         """The communicator has ended; its region may be used again, once some more have."""

@@ -10,7 +10,8 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from . import layout
@@ -63,7 +64,7 @@ class Track:
 
     `ring` and `cursor` are for those who cannot afford a call of Python: `ring[next(cursor)] = row` is all they do,
     with a row of `describe`, and the watchdog notices when it has returned. Where `careful` is true nobody does so:
-    each call also gets the time when it returned, and with PYNCCL_WATCH=sites its line."""
+    each call gets its line, too, and the time when it returned."""
 
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int, careful: bool) -> None:
         memory = recorder.new_region()
@@ -74,8 +75,8 @@ class Track:
         self.recorder, self.memory, self.region = recorder, memory, region
         self.number = next(_numbers)
         self.uid, self.name, self.rank, self.size = known.uid, known.name, rank, size
-        self.sites = recorder.settings.mode == SITES
-        self.careful = careful or self.sites
+        # The host library's calls take so long that the line of each costs nothing beside them.
+        self.careful = careful or recorder.settings.mode == SITES
         self.children: dict[str, int] = {}  # how many were made of it, by what made them: for their names
         self._row_bytes = layout.ROW.size
         self.ring = self._array(region.ring, "H", region.slots)
@@ -90,6 +91,8 @@ class Track:
         self._on_streams: dict[tuple[int, int], int] = {}
         self._free_rows: list[tuple[int, int]] = []  # and the segment in which they were given back
         self._groups = itertools.count(1)
+        self.explains = False  # an error of this communicator has been explained
+        self.comm: Callable[[], Any] = lambda: None  # the communicator, once it is there, and while it is
         self.segment = -1
         self.cursor: Iterator[int] = itertools.chain.from_iterable(self._segments())
         for what, text in known._asdict().items():
@@ -97,8 +100,9 @@ class Track:
         layout.COMM.pack_into(memory, 0, layout.LIVE, rank, size, size + 1, now())
         recorder.tracks.append(self)
 
-    def made(self, device: str, site: str) -> None:
+    def made(self, comm: Any, device: str, site: str) -> None:
         """The communicator is there."""
+        self.comm = weakref.ref(comm)
         self.write("device", device)
         self.write("made_at", site)
 
@@ -206,8 +210,8 @@ class Track:
             self._write_row(at, operation, inputs, stream, weight, detail, site, group, False)
             row = layout.INLINE if weight else layout.INLINE_UNNUMBERED
         self.ring[slot] = row
-        if self.sites and not site:
-            self._site[slot] = self.recorder.string(call_site())
+        if self.careful:
+            self._site[slot] = self.recorder.string(site or call_site())
         if notes:
             self.note_own(slot)
         return slot
@@ -269,9 +273,34 @@ class Track:
     def failed_last(self, error: BaseException | str) -> None:
         """The newest call has raised."""
         if number := self.head():
-            length = self.region.segment
-            place = self.segment % self.region.segments
-            self.failed(place * length + (number - 1 - int(self._bases[2 * place])), error)
+            self.failed(self._slot(number), error)
+
+    def _slot(self, number: int) -> int:
+        """That of the newest call, by its number."""
+        place, length = self.segment % self.region.segments, self.region.segment
+        return place * length + (number - 1 - self._bases[2 * place]) % length
+
+    def has_returned(self, number: int) -> bool:
+        """Whether the newest call has returned, where tracks are careful."""
+        return bool(self.returned[self._slot(number)])
+
+    def locate(self, number: int, site: str) -> None:
+        """By the watchdog: the line of the newest call, which has not returned."""
+        slot = self._slot(number)
+        if site and not self._site[slot]:
+            self._site[slot] = self.recorder.string(site)
+
+    def streams(self, after: int) -> set[int]:
+        """Those of the calls after this number: of the newest ones, where there are too many."""
+        found, head, length = set(), self.head(), self.region.segment
+        place = self.segment % self.region.segments
+        for number in range(max(after, head - length, self._bases[2 * place]) + 1, head + 1):
+            slot = self._slot(number)
+            row = self.ring[slot]
+            inline = row >= layout.INLINE_UNNUMBERED
+            at = self.region.inline + slot * self._row_bytes if inline else self.region.table + row * self._row_bytes
+            found.add(layout.ROW.unpack_from(self.memory, at)[9])
+        return found
 
     def failed(self, slot: int, error: BaseException | str) -> None:
         """The call has raised."""

@@ -1,0 +1,86 @@
+"""How this process ends, told to those who wait for it: by an exception, with its line, or in good order.
+
+What cannot be told (kill -9, os._exit, a crash) is seen by the others: the process is gone, and its file says nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from types import TracebackType
+
+from . import folder, layout, recorder, stacks
+
+_prepared: list[object] = []  # what multiprocessing runs when its process ends
+
+
+def prepare() -> None:
+    """A communicator is there: its end is told before anything of it is closed, and files go after that."""
+    atexit.unregister(_tell)
+    atexit.register(_tell)
+    process = sys.modules.get("multiprocessing.process")
+    util = sys.modules.get("multiprocessing.util")
+    if process is not None and util is not None and process.parent_process() is not None and not _prepared:
+        # It catches what the function of the process raises, and prints it itself; only here can it be seen.
+        _prepared.append(util.Finalize(None, _tell, exitpriority=1000))
+
+
+def register_removal() -> None:
+    """Registered before whatever closes communicators, so that it runs after that."""
+    atexit.unregister(_remove)
+    atexit.register(_remove)
+
+
+def _tell() -> None:
+    own = recorder.started()
+    if own is None or not own.mine or own.ended:
+        return
+    error = _cause(getattr(sys, "last_value", None) or sys.exc_info()[1])
+    if isinstance(error, SystemExit):
+        text = "exit" if error.code in (None, 0) else f"exit({error.code!r})"
+        own.end(layout.CLEAN if error.code in (None, 0) else layout.EXCEPTION, text, "")
+    elif error is not None:
+        first = str(error).strip().partition("\n")[0]
+        own.end(layout.EXCEPTION, f"{type(error).__name__}{': ' if first else ''}{first}", line_of(error))
+    else:
+        own.end(layout.CLEAN, "exit", "")
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """Of a sys.exit() in a handler of another exception, as launchers make it, that other one."""
+    if isinstance(error, SystemExit) and error.code not in (None, 0) and error.__context__ is not None:
+        return error.__context__
+    return error
+
+
+def line_of(error: BaseException) -> str:
+    """The user's innermost line that the exception came through."""
+    found = ""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        if stacks.is_users(trace.tb_frame):
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _remove() -> None:
+    """Files go once a job has ended well: each process removes its own, or leaves it to the last one, since those who
+    still run may have to be told how it ended."""
+    own = recorder.started()
+    if own is None or not own.mine or not own.path or own.ended != layout.CLEAN:
+        return
+    job = os.path.dirname(own.path)
+    gone, waiting = [own.path], False
+    for path in folder.files(job):
+        if path == own.path:
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            kind, alive = folder.end_of(path)
+            waiting = waiting or alive
+            if kind == layout.CLEAN and not alive:
+                gone.append(path)
+    if not waiting:
+        folder.remove(job, gone)

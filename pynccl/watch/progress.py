@@ -1,0 +1,55 @@
+"""How far the streams of a communicator have come: one event at a time, recorded by the watchdog, never by a call.
+
+An event is recorded where nothing was issued for a while: a program that goes on issuing goes on, and one that waits,
+also for a stream that hangs, does not. So the capture of a CUDA graph, which an event in its stream would spoil, would
+have to begin in the very moment between a look at the stream and the event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, NamedTuple
+
+from ..bindings.library import Library, host_module
+from ..interop.devices import cuda_core
+from ..interop.keepalive import capturing
+from ..interop.streams import CudaStream
+
+
+class Mark(NamedTuple):
+    """Behind the calls up to this one."""
+
+    entry: int
+    made: float
+    events: list[Any]
+
+    def passed(self) -> bool:
+        """Whether all of the calls have completed. True too where the streams cannot be asked any more."""
+        try:
+            return all(event.query() for event in self.events)
+        except Exception:  # a closed stream, a capture, an error of an earlier launch that others will report
+            return True
+
+
+def mark(library: Library, ordinal: int, entry: int, streams: set[int]) -> Mark | None:
+    """A mark on these streams now; None where one of them cannot take any."""
+    events = []
+    for handle in streams:
+        with contextlib.suppress(Exception):
+            event = _host_event(handle) if library.is_host else _cuda_event(handle, ordinal)
+            if event is None:
+                return None
+            events.append(event)
+    return Mark(entry, time.monotonic(), events)
+
+
+def _host_event(handle: int) -> Any:
+    stream = host_module().made_here(handle) if handle else None
+    return None if stream is None else stream.record()
+
+
+def _cuda_event(handle: int, ordinal: int) -> Any:
+    core = cuda_core().Stream.from_handle(handle)
+    stream = CudaStream(core, ordinal)
+    return None if capturing(core) else stream.record()

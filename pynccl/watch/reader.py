@@ -1,0 +1,309 @@
+"""The file of a flight recorder -> a ProcessRecord. Whoever wrote it may have been killed at any moment, may still be
+writing, or may be an enemy: nothing in it is trusted, nothing is run, and what makes no sense is a `BadRecord`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ..bindings.abi import DataType, RedOp
+from . import folder, layout
+from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, RUNNING, STOPPED, UNKNOWN, CallRecord, CommRecord
+from .records import ProcessRecord as Process
+
+_MOST_BYTES = 1 << 31
+_MOST_FILES = 20_000
+_TRIES = 5  # copies of a region that is being written to
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_STACK = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+class BadRecord(ValueError):
+    """A file that is no flight recorder's, or was cut short, or damaged; says which, and how."""
+
+
+def read_folder(path: str, *, uid: str = "") -> tuple[list[Process], list[str]]:
+    """The records of all files in this folder, and in the folders of jobs in it; and the problems met.
+
+    uid  only those of processes that are or were in this communicator"""
+    records, problems = [], []
+    paths = [path] if not os.path.isdir(path) else sorted(_paths(path))
+    for one in paths[:_MOST_FILES]:
+        try:
+            if not uid or mentions(one, uid):
+                records.append(read_file(one))
+        except BadRecord as error:
+            problems.append(str(error))
+        except FileNotFoundError:
+            continue  # its process has ended well meanwhile
+        except OSError as error:
+            problems.append(f"{one}: {error.strerror or error}")
+    if len(paths) > _MOST_FILES:
+        problems.append(f"{path}: {len(paths)} files, of which the first {_MOST_FILES} were read")
+    return records, problems
+
+
+def _paths(path: str) -> Iterator[str]:
+    yield from folder.files(path)
+    for job in folder.jobs(path):
+        yield from folder.files(job)
+
+
+def mentions(path: str, uid: str) -> bool:
+    """Whether a communicator of this name is in the file: a quick look at the heads of its regions."""
+    data = _Bytes(path)
+    with data:
+        return any(uid in (data.text(at, "uid"), data.text(at, "alias")) for at in data.regions())
+
+
+def read_file(path: str) -> Process:
+    """What the file says. BadRecord if it is none; OSError if it cannot be opened."""
+    with _Bytes(path) as data:
+        return data.process()
+
+
+class _Bytes:
+    """A file that is looked at with care. It is read, never mapped: a file that shrinks would kill the reader."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            self._check()
+        except BaseException:
+            os.close(self.file)
+            raise
+
+    def __enter__(self) -> _Bytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.file)
+
+    def bad(self, why: str) -> BadRecord:
+        return BadRecord(f"{self.path}: {why}")
+
+    def _check(self) -> None:
+        found = os.fstat(self.file)
+        if not stat.S_ISREG(found.st_mode):
+            raise self.bad("no regular file")
+        if found.st_size > _MOST_BYTES:
+            raise self.bad(f"{found.st_size:,} bytes, which is more than a flight recorder writes")
+        self.nbytes = found.st_size
+        if self.nbytes < layout.REGIONS_AT:
+            raise self.bad(f"no flight recorder of pynccl, or cut short: {self.nbytes:,} bytes")
+        self.head = self.at(0, layout.REGIONS_AT)
+        magic, version, order = layout.FIXED.unpack_from(self.head)
+        if magic.rstrip(b"\0") != layout.MAGIC.rstrip(b"\0"):
+            raise self.bad("no flight recorder of pynccl, or one that is only being made")
+        if order != layout.ORDER:
+            raise self.bad("written on a machine of the other byte order; read it there")
+        if version != layout.VERSION:
+            raise self.bad(f"version {version} of the format, this pynccl reads version {layout.VERSION}")
+        self.identity = layout.IDENTITY.unpack_from(self.head, layout.IDENTITY_AT)
+        slots, segments, rows, strings = self.identity[6:]
+        if not (2 <= segments <= 64 and 0 < slots <= 1 << 16 and slots % segments == 0):
+            raise self.bad(f"damaged: {slots} slots in {segments} segments")
+        if (rows, strings) != (layout.ROWS, layout.STRINGS):
+            raise self.bad(f"damaged: {rows} rows and {strings} strings")
+        self.region = layout.region(slots // segments * (segments - 1), segments)
+        self.wall = (self.identity[4] - self.identity[5]) / 1e9  # of the clock since then, unless it was set
+
+    def at(self, where: int, nbytes: int) -> bytes:
+        data = os.pread(self.file, nbytes, where)
+        if len(data) != nbytes:
+            raise self.bad(f"cut short: {where + len(data):,} bytes")
+        return data
+
+    def regions(self) -> Iterator[int]:
+        """Where the regions begin."""
+        _, _, count = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
+        room = (self.nbytes - layout.REGIONS_AT) // self.region.nbytes
+        for number in range(min(count, room, layout.MOST_REGIONS)):
+            yield layout.REGIONS_AT + number * self.region.nbytes
+
+    def text(self, region: int, what: str) -> str:
+        where, nbytes = layout.COMM_TEXTS[what]
+        return _clean(layout.get(self.at(region + where, nbytes), 0, nbytes))
+
+    def seconds(self, clock: int) -> float:
+        """Of the machine's clock since the epoch; 0.0 for 0, and for nonsense."""
+        return clock / 1e9 + self.wall if 0 < clock < 1 << 62 else 0.0
+
+    def string(self, number: int) -> str:
+        if not 0 < number < layout.STRINGS:
+            return ""
+        at = layout.HEADER_BYTES + number * layout.STRING_BYTES
+        return _clean(layout.get(self.head, at, layout.STRING_BYTES))
+
+    def process(self) -> Process:
+        pid, start, rank, _, wall, *_ = self.identity
+        seen, where_at, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
+        ended, kind = layout.END.unpack_from(self.head, layout.END_AT)
+        texts = {name: _clean(layout.get(self.head, *place)) for name, place in layout.TEXTS.items()}
+        end = _clean(layout.get(self.head, layout.END_TEXT_AT, layout.END_TEXT_BYTES))
+        record = Process(
+            pid=pid,
+            host=texts["host"],
+            machine=texts["machine"],
+            job=texts["job"],
+            command=texts["command"],
+            rank=rank,
+            path=self.path,
+            started=wall / 1e9,
+            now=time.time(),
+            heartbeat=self.seconds(seen),
+            where=_clean(layout.get(self.head, layout.WHERE_AT, layout.WHERE_BYTES)),
+            where_at=self.seconds(where_at),
+            stack=_STACK.sub("?", layout.get(self.head, layout.STACK_AT, layout.STACK_BYTES)),
+            end=end or ("exit" if ended and kind == layout.CLEAN else ""),
+            end_site=_clean(layout.get(self.head, layout.END_SITE_AT, layout.END_SITE_BYTES)),
+            end_at=self.seconds(ended),
+        )
+        here = texts["machine"] == folder.machine()
+        record.state = state_of(pid, start) if here else DEAD if ended else UNKNOWN
+        if here:
+            record.now = self.seconds(time.monotonic_ns())  # by the clock of the file, also if the other was set
+        if record.state == DEAD and not record.end:
+            record.end_at = max(self.seconds(seen), os.fstat(self.file).st_mtime if not here else 0.0)
+        record.comms = [comm for at in self.regions() if (comm := self.comm(at, record.state)) is not None]
+        return record
+
+    def comm(self, at: int, state: str) -> CommRecord | None:
+        """The communicator of the region there; None where there is none."""
+        for _ in range(_TRIES):
+            before = self.at(at, layout.REGION_HEAD)
+            data = self.at(at, self.region.nbytes)
+            after = self.at(at, layout.REGION_HEAD)
+            ring = layout.RING_AT
+            if before[ring : ring + 8] == after[ring : ring + 8] and before[128:192] == after[128:192]:
+                break
+        kind, rank, size, check, made = layout.COMM.unpack_from(data)
+        if kind not in (layout.LIVE, layout.ENDED) or check != size + 1:
+            return None  # free, or only being made
+        if not 0 <= rank < size:
+            raise self.bad(f"damaged: rank {rank} of {size}")
+        texts = {what: _clean(layout.get(data, *place)) for what, place in layout.COMM_TEXTS.items()}
+        (ended_at,) = layout.COMM_END.unpack_from(data, layout.COMM_END_AT)
+        comm = CommRecord(
+            uid=texts["uid"],
+            name=texts["name"],
+            rank=rank,
+            size=size,
+            device=texts["device"],
+            made_at=texts["made_at"],
+            made=self.seconds(made),
+            parent=texts["parent"],
+            aliases=(texts["alias"],) if texts["alias"] else (),
+            ended=texts["ended"] if kind == layout.ENDED else "",
+            ended_site=texts["ended_site"],
+            ended_at=self.seconds(ended_at),
+        )
+        self._calls(data, comm, texts["error"])
+        comm.entered = max((call.number for call in comm.calls), default=0)
+        done = [call.number for call in comm.calls if call.state == COMPLETED]
+        comm.completed = max(done, default=0)
+        return comm
+
+    def _calls(self, data: bytes, comm: CommRecord, error: str) -> None:
+        """Fill in the calls of the ring, oldest first."""
+        region, view = self.region, memoryview(data)
+        short = {name: view[at:][: 2 * region.slots].cast("H") for name, at in region.short().items()}
+        clocks = {name: view[at:][: 8 * region.slots].cast("Q") for name, at in region.clocks().items()}
+        bases = view[region.bases :][: 16 * region.segments].cast("Q")
+        segment, returned, completed, returned_at, completed_at = layout.RING.unpack_from(data, layout.RING_AT)
+        length, calls = region.segment, comm.calls
+        for number in range(max(0, segment - region.segments + 1), segment + 1):
+            place = number % region.segments
+            entry, collective = bases[2 * place], bases[2 * place + 1]
+            for slot in range(place * length, (place + 1) * length):
+                row = short["ring"][slot]
+                if not row:
+                    break
+                entry += 1
+                call, weight = self._call(view, row, slot)
+                collective += weight
+                call.entry, call.number = entry, collective if weight else 0
+                call.site = self.string(short["site"][slot]) or call.site
+                call.function = self.string(short["function"][slot])
+                call.forward_site = self.string(short["forward"][slot])
+                call.issued = self.seconds(clocks["issued"][slot])
+                call.returned = self.seconds(clocks["returned"][slot])
+                if view[region.failed + slot]:
+                    call.state, call.error = FAILED, "it raised"
+                elif call.returned or entry <= returned:
+                    call.returned = call.returned or self.seconds(returned_at)
+                    synchronous = not call.stream and comm.device == "cpu"
+                    call.state = COMPLETED if synchronous or entry <= completed else ISSUED
+                    if call.state == COMPLETED:
+                        call.completed = call.returned if synchronous else self.seconds(completed_at)
+                else:
+                    call.state = INSIDE
+                calls.append(call)
+        self._settle(calls, error)
+
+    def _settle(self, calls: list[CallRecord], error: str) -> None:
+        """What later calls say of those before them: they have returned, unless they were issued together."""
+        newest = calls[-1] if calls else None
+        for call in calls[:-1]:
+            if newest is not None and call.state == INSIDE and not (call.group and call.group == newest.group):
+                call.state = ISSUED
+        failed = [call for call in calls if call.state == FAILED]
+        if failed and error:
+            failed[-1].error = error
+
+    def _call(self, view: memoryview, row: int, slot: int) -> tuple[CallRecord, int]:
+        """The description of what the slot holds, and how many collective calls it is."""
+        region, size = self.region, layout.ROW.size
+        inline = row in (layout.INLINE, layout.INLINE_UNNUMBERED)
+        if not inline and row >= layout.ROWS:
+            raise self.bad(f"damaged: a call of row {row}")
+        at = region.inline + slot * size if inline else region.table + row * size
+        operation, detail, flags, dtype, weight, op, rank, group, count, stream, site = layout.ROW.unpack_from(view, at)
+        call = CallRecord(
+            entry=0,
+            number=0,
+            operation=self.string(operation) or "call",
+            count=count if count < 1 << 63 else -1,
+            dtype=_name(DataType, dtype),
+            op=_name(RedOp, op) or ("PRE_MUL_SUM" if op > 0 else ""),
+            stream=stream,
+            group=group,
+            plan=bool(flags & layout.PLAN),
+            site=self.string(site),
+            detail=self.string(detail),
+        )
+        if flags & layout.PEER:
+            call.peer = rank
+        elif flags & layout.ROOT:
+            call.root = rank
+        if row == layout.INLINE_UNNUMBERED:
+            weight = 0
+        return call, weight
+
+
+def state_of(pid: int, start: int) -> str:
+    """What the process with this number, started at that tick, is doing on this machine."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            words = file.read().rpartition(b")")[2].split()
+        letter, ticks = words[0], int(words[19])
+    except (OSError, IndexError, ValueError):
+        return DEAD
+    if ticks != start or letter in (b"Z", b"X"):
+        return DEAD
+    return STOPPED if letter in (b"T", b"t") else RUNNING
+
+
+def _name(kind: Any, value: int) -> str:
+    return str(kind(value).name) if value in kind._value2member_map_ else ""
+
+
+def _clean(text: str) -> str:
+    """Without what a terminal would obey."""
+    return _UNPRINTABLE.sub("?", text)

@@ -1,0 +1,166 @@
+"""The watchdog: a thread of the process that looks at all its communicators, and speaks up when a call does not return.
+
+It starts with the first communicator and ends with the process; a forked child has none until it makes a communicator
+of its own. It takes no lock that a call may hold for long, and never calls into NCCL but to abort.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from typing import Any
+
+from . import progress, recorder, stacks
+from .settings import RAISE
+from .track import Track
+
+_JOIN_SECONDS = 0.5
+
+
+class Stuck:
+    """A call that has been under way for too long."""
+
+    def __init__(self, track: Track, entry: int, seconds: float, inside: bool) -> None:
+        self.track, self.entry, self.seconds, self.inside = track, entry, seconds, inside
+
+
+class Watched:
+    """What the watchdog remembers of a communicator from look to look."""
+
+    def __init__(self) -> None:
+        self.entry = 0  # the newest call, at the last look
+        self.since = time.monotonic()  # it has been the newest one for so long
+        self.completed = 0
+        self.mark: progress.Mark | None = None
+        self.reported = 0  # the newest call that was reported as stuck
+
+
+class Watchdog:
+    """The thread."""
+
+    def __init__(self, own: recorder.Recorder) -> None:
+        self.recorder, self.settings = own, own.settings
+        self._watched: dict[int, Watched] = {}
+        self._stop = threading.Event()
+        self.looks = 0
+        self._thread = threading.Thread(target=self._work, name="pynccl watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it; at most half a second."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_SECONDS)
+
+    def _work(self) -> None:
+        while not self._stop.wait(self.settings.poll):
+            if not self.recorder.mine:
+                return
+            with contextlib.suppress(Exception):  # a watchdog that dies tells nothing
+                self.look()
+
+    def look(self) -> None:
+        """One look at everything."""
+        self.looks += 1
+        self.recorder.look(stacks.where(stacks.main_frame()))
+        tracks = list(self.recorder.tracks)
+        for gone in self._watched.keys() - {track.number for track in tracks}:
+            del self._watched[gone]
+        for track in tracks:
+            watched = self._watched.setdefault(track.number, Watched())
+            stuck = self._look_at(track, watched)
+            if stuck is not None and self.settings.timeout and watched.reported < stuck.entry:
+                watched.reported = stuck.entry
+                self._report(stuck)
+
+    def _look_at(self, track: Track, watched: Watched) -> Stuck | None:
+        comm = track.comm()
+        head, inside = self._newest(track, comm)
+        if head != watched.entry:
+            watched.entry, watched.since = head, time.monotonic()
+            return None
+        if not head:
+            return None
+        if inside:
+            seconds = time.monotonic() - watched.since
+            track.locate(head, stacks.site(stacks.frame_inside(comm)))
+            return Stuck(track, head, seconds, True) if seconds > self.settings.timeout else None
+        return self._look_at_streams(track, comm, watched)
+
+    def _newest(self, track: Track, comm: Any) -> tuple[int, bool]:
+        """The number of the newest call, and whether it is still inside its C function."""
+        if track.careful or comm is None:
+            head = track.head()
+            return head, bool(head) and not track.has_returned(head)
+        if not comm.lock.acquire(blocking=False):
+            return track.head(), True
+        try:
+            head = track.head()
+        finally:
+            comm.lock.release()
+        track.seen(returned=head)
+        return head, False
+
+    def _look_at_streams(self, track: Track, comm: Any, watched: Watched) -> Stuck | None:
+        """Nothing was issued since the last look: have the streams passed what was issued before?"""
+        if comm is None or watched.completed == watched.entry:
+            return None
+        if watched.mark is None:
+            streams = track.streams(watched.completed)
+            if comm.library.is_host:
+                streams.discard(0)  # the caller's, who has returned
+            watched.mark = progress.mark(comm.library, comm.ordinal, watched.entry, streams)
+            if watched.mark is None:
+                return None
+        if watched.mark.passed():
+            watched.completed = watched.mark.entry
+            track.seen(completed=watched.completed)
+            watched.mark = None
+            return None
+        seconds = time.monotonic() - max(watched.mark.made, watched.since)
+        return Stuck(track, watched.mark.entry, seconds, False) if seconds > self.settings.timeout else None
+
+    def _report(self, stuck: Stuck) -> None:
+        """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise abort the communicator, too."""
+        from . import diagnosis  # what it imports takes long: not before it is needed
+
+        track, comm = stuck.track, stuck.track.comm()
+        frame = stacks.frame_inside(comm) if stuck.inside else stacks.main_frame()
+        own_stack = stacks.stack(frame)
+        self.recorder.write_stack(own_stack)
+        text = diagnosis.report(track)
+        aborts = self.settings.action == RAISE and comm is not None
+        who = f"rank {track.rank} of {track.size} (comm {track.name!r})"
+        lines = [
+            f"pynccl watchdog: {who} has waited {stuck.seconds:.1f} s",
+            *text.splitlines(),
+            "this rank's stack, innermost line last:",
+            *own_stack.splitlines(),
+            *(["the communicator is aborted (PYNCCL_WATCH_ACTION=raise)"] if aborts else []),
+        ]
+        print("\n  ".join(lines), file=sys.stderr, flush=True)
+        if aborts:
+            comm.abort_late(f"rank {track.rank} waited {stuck.seconds:.1f} s: {text}")
+
+
+_watchdog: Watchdog | None = None
+
+
+def prepare() -> None:
+    """A communicator is there, or is about to be: the watchdog runs from now on."""
+    global _watchdog
+    own = recorder.started()
+    if own is None or (_watchdog is not None and _watchdog.recorder is own):
+        return
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
+        _watchdog = Watchdog(own)
+
+
+def stop() -> None:
+    """At the end of the process."""
+    global _watchdog
+    if _watchdog is not None and _watchdog.recorder.mine:
+        _watchdog.stop()
+    _watchdog = None
