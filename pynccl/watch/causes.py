@@ -1,0 +1,354 @@
+"""Causes among ranks that live: who has not come, whose calls are crossed, differ or have failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .disagreements import Disagreement, disagreement, other_bytes, sizes
+from .findings import (
+    SHOWN,
+    Case,
+    Finding,
+    ago,
+    briefly,
+    called,
+    chain,
+    concern,
+    describe,
+    standing,
+    standings,
+    waiting,
+)
+from .members import Group, Member, rank_name
+from .records import FAILED, CallRecord
+from .waits import LEFT, Meeting, Step, consequence
+from .wording import Range, at, call_name, call_text, clean, line_of, ranks_text, seconds
+
+NO_RECORD = "left no record here (another machine? another PYNCCL_WATCH_DIR?)"
+_STALLED_SECONDS = 10.0  # a call that all ranks are inside of may take a while
+_SHOWN_CROSSED = 3
+
+
+def missing(case: Case) -> list[Finding]:
+    """A finding for each meeting that waits for ranks which wait for nothing themselves, or will never come."""
+    found = []
+    for meeting in case.stuck():
+        idle = [meeting.group.members[rank] for rank in meeting.idle()]
+        found += _away(case, meeting, [one for one in idle if not one.silent], "missing")
+        found += _away(case, meeting, [one for one in idle if one.silent], "unreachable")
+        found += _left(case, meeting)
+        if meeting.unknown:
+            found.append(_unknown(case, meeting, only=not meeting.away and not meeting.gone))
+    return found
+
+
+def _away(case: Case, meeting: Meeting, members: Sequence[Member], kind: str) -> list[Finding]:
+    if not members:
+        return []
+    ranks, there = names_of(members), describe(meeting.call, meeting.group, case.paths)
+    if kind == "unreachable":
+        hosts = sorted({clean(one.process.host, 60) for one in members})
+        text = (
+            f"{ranks} on host {', '.join(hosts[:4])} cannot be asked, and as far as is known here never entered {there}"
+        )
+        text += f"; {waiting(meeting)}"
+    elif meeting.collective:
+        text = f"{ranks} never entered {there}; {waiting(meeting)}"
+    else:
+        kind, (waiter, call) = "unmatched", next(iter(meeting.here.items()))
+        there = describe(call, meeting.group, case.paths)
+        wanted = {"send": f"recv from rank {waiter}", "recv": f"send to rank {waiter}"}.get(call.operation, "signal")
+        text = f"{ranks} has not called {wanted}: {waiting(meeting, '')} in {there}"
+    found = Finding(kind, text, 50 if kind == "unreachable" else 40, standings(case, members, meeting))
+    if len(members) == 1 and not meeting.away[1:] and len(meeting.here) == 1 and not meeting.collective:
+        found.details.append(f"{ranks_text(meeting.here)}: waits there")
+    if meeting.call.operation in ("shrink", "grow"):
+        found.details.append("ranks that it leaves out need not call it")
+    found.details += chain(case, meeting)
+    found.culprits = [(meeting.group.uid, one.rank) for one in members]
+    return [concern(case, found, [meeting], members)]
+
+
+def names_of(members: Sequence[Member]) -> str:
+    """ "rank 3", "rank 3 (rank 19 of the launch)", "ranks 3 and 5-7"."""
+    if len(members) == 1:
+        return rank_name(members[0].rank, members[0].process)
+    return ranks_text(one.rank for one in members)
+
+
+def _unknown(case: Case, meeting: Meeting, only: bool) -> Finding:
+    there = describe(meeting.call, meeting.group, case.paths)
+    ranks: list[Range] = meeting.unknown
+    single = len(ranks) == 1 and ranks[0][0] == ranks[0][1]
+    its = "its process has" if single else "their processes have"
+    text = f"nothing is known of {ranks_text(ranks)}: {its} {NO_RECORD}; {waiting(meeting, '')} in {there}"
+    found = Finding("missing", text, 55 if only else 60, chain(case, meeting))
+    for first, last in ranks:
+        found.culprits += [(meeting.group.uid, rank) for rank in range(first, min(last, first + 1024) + 1)]
+    return concern(case, found, [meeting], [])
+
+
+def _left(case: Case, meeting: Meeting) -> list[Finding]:
+    """Ranks whose own end of the communicator has ended."""
+    members = [meeting.group.members[rank] for rank, why in meeting.gone.items() if why == LEFT]
+    if not members:
+        return []
+    members.sort(key=lambda one: one.comm.ended_at if one.comm else 0.0)
+    comm = members[0].comm
+    assert comm is not None
+    who = names_of(members[:1])
+    text = (
+        f"{who}'s comm '{clean(meeting.group.name, 60)}' was {clean(comm.ended)}{at(comm.ended_site, case.paths)}"
+        f"{ago(members[0].process, comm.ended_at)}; {waiting(meeting, '')} in "
+        f"{describe(meeting.call, meeting.group, case.paths)}"
+    )
+    if len(members) > 1:
+        text += f"; {ranks_text(one.rank for one in members[1:])} ended theirs, too"
+    found = Finding("left", text, 35, [*standings(case, members, meeting), *chain(case, meeting)])
+    found.culprits = [(meeting.group.uid, one.rank) for one in members]
+    found.lines = [line for one in members if one.comm and (line := line_of(one.comm.ended_site))]
+    return [concern(case, found, [meeting], [] if found.lines else members)]
+
+
+def failures(case: Case) -> list[Finding]:
+    """Calls that have raised on ranks which live on: a finding for each communicator."""
+    found = []
+    for group in case.job.groups:
+        rows = []
+        for member in group.members.values():
+            last = member.comm.last() if member.comm and not member.dead else None
+            if last and last.state == FAILED:
+                rows.append((member, last))
+        if rows:
+            found.append(_failure(case, group, rows))
+    return found
+
+
+def _failure(case: Case, group: Group, rows: list[tuple[Member, CallRecord]]) -> Finding:
+    several = len({member.process.machine for member, _ in rows}) > 1
+    # Clocks of two machines are not compared.
+    rows.sort(key=lambda row: (consequence(row[1].error), 0.0 if several else row[1].returned or row[1].issued))
+    member, call = rows[0]
+    meetings = [one for one in case.waits.meetings if one.group is group and one.gone.get(member.rank) == FAILED]
+    text = f"{names_of([member])}'s {describe(call, group, case.paths)} raised {clean(call.error) or 'an exception'}"
+    text += ago(member.process, call.returned)
+    text += f"; {waiting(meetings[0])}" if meetings else ""
+    found = Finding("failed", text, 80 if consequence(call.error) else 33)
+    for other, theirs in rows[1:SHOWN]:
+        found.details.append(f"{names_of([other])}: {call_name(theirs)} raised {clean(theirs.error) or 'an exception'}")
+    if len(rows) > SHOWN:
+        found.details.append(f"and {len(rows) - SHOWN:,} more ranks whose calls raised")
+    found.culprits, found.comms = [(group.uid, member.rank)], [group.uid]
+    found.lines = [line for line in [line_of(call.site)] if line]
+    return concern(case, found, meetings, [])
+
+
+def stalled(case: Case) -> list[Finding]:
+    """Calls that all ranks have entered, alike, and that do not go on."""
+    found = []
+    for meeting in case.waits.meetings:
+        age = meeting.age()
+        if meeting.blocked or meeting.first or age < max(case.patience, _STALLED_SECONDS):
+            continue
+        there = describe(meeting.call, meeting.group, case.paths)
+        every = f"all {len(meeting.here)} ranks are" if len(meeting.here) > 1 else f"{ranks_text(meeting.here)} is"
+        text = (
+            f"{every} in {there} and nobody is missing, but it has not moved for {seconds(age)}: "
+            "the network, a GPU, or the work before it on its stream"
+        )
+        members = [meeting.group.members[rank] for rank in list(meeting.here)[:4]]
+        details = [f"{names_of([one])}: {standing(case, one, meeting)}" for one in members]
+        one = Finding("stalled", text, 65, details, [], [], [meeting.group.uid])
+        found.append(concern(case, one, [meeting], []))
+    return found
+
+
+def crossings(case: Case) -> list[Finding]:
+    """Circles of ranks that wait for each other."""
+    found = list(_ids(case))
+    for circle in case.waits.circles():
+        if any(meeting.age() < case.patience for meeting in circle):
+            continue
+        if all(meeting.call.operation == "init" for meeting in circle):
+            continue  # said by _ids
+        found.append(_crossing(case, circle))
+    return found
+
+
+def _crossing(case: Case, circle: Sequence[Meeting]) -> Finding:
+    edges = [(one, other, one.first[other]) for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)]
+    texts = [_edge(case, later, earlier, steps) for later, earlier, steps in edges]
+    more = f"; and {len(texts) - _SHOWN_CROSSED:,} more ranks in this circle" if len(texts) > _SHOWN_CROSSED else ""
+    text = "ranks wait for each other: " + "; ".join(reversed(texts[:_SHOWN_CROSSED])) + more
+    certain = all(any(step.certain for step in steps) for _, _, steps in edges)
+    details = []
+    if any(step.then for _, _, steps in edges for step in steps):
+        details.append("every rank has to make the calls of two communicators in the same order")
+    found = Finding("crossed", text, 20 if certain else 45, details)
+    for _, _, steps in edges[:SHOWN]:
+        step = steps[0]
+        found.details.append(f"{case.job.name(step.member.process)}: {standing(case, step.member, None)}")
+        found.lines += [line for call in (step.first, step.then) if call and (line := line_of(call.site))]
+    for _, earlier, steps in edges:
+        found.culprits += [(earlier.group.uid, step.member.rank) for step in steps]
+    found.culprits = list(dict.fromkeys(found.culprits))
+    return concern(case, found, circle, [])
+
+
+def _edge(case: Case, later: Meeting, earlier: Meeting, steps: Sequence[Step]) -> str:
+    step = steps[0]
+    names = sorted({one.member.process.rank if one.member.process.rank >= 0 else one.member.rank for one in steps})
+    who = ranks_text(names) if len(names) > 1 else case.job.name(step.member.process, earlier.group)
+    first = f"{briefly(step.first, earlier.group)}{called(step.first, case.paths)}"
+    if step.then is not None:
+        then = f"{briefly(step.then, later.group)}{called(step.then, case.paths)}"
+        return f"{who} call{'s' if len(names) == 1 else ''} {first}, then {then}"
+    verb = "waits" if len(names) == 1 else "wait"
+    target = briefly(later.call, later.group)
+    if not later.collective:
+        rank = next(iter(later.here))
+        target = f"{'recv from' if later.call.operation == 'send' else 'send to'} rank {rank}"
+        return f"{who} {verb} in {first} before its {target}"
+    return f"{who} {verb} in {first} and {'has' if len(names) == 1 else 'have'} not entered {target}"
+
+
+def _ids(case: Case) -> list[Finding]:
+    """Ranks of one job that came to init with different unique ids."""
+    waiting_in = [one for one in case.stuck() if one.call.operation == "init" and one.call.number == 1]
+    for size in {meeting.group.size for meeting in waiting_in}:
+        same = [one for one in waiting_in if one.group.size == size]
+        ranks = [rank for one in same for rank in one.here]
+        of_launch = all(one.group.members[rank].process.rank in (-1, rank) for one in same for rank in one.here)
+        if len(same) < 2 or not of_launch or len(ranks) != size or set(ranks) != set(range(size)):
+            continue
+        same.sort(key=lambda one: -len(one.here))
+        who = " and ".join(ranks_text(one.here) for one in same[:4])
+        text = f"{who} wait in init of {size:,} ranks, each with another unique id: all ranks need the one of rank 0"
+        found = Finding("mismatch", text, 8)
+        found.culprits = [(one.group.uid, rank) for one in same[1:] for rank in one.here]
+        found.lines = [line for one in same for call in one.here.values() if (line := line_of(call.site))]
+        return [concern(case, found, same, [])]
+    return []
+
+
+def disagreements(case: Case) -> list[Finding]:
+    """A finding for each communicator whose ranks made different calls, and for sends and recvs of other sizes."""
+    found = []
+    for group in case.job.groups:
+        if differ := sizes(group):
+            found.append(_sizes(group, *differ))
+        if one := disagreement(group):
+            found.append(_mismatch(case, one))
+    for meeting in case.waits.meetings:
+        if meeting.call.operation in ("send", "recv") and len(meeting.here) == 2:
+            calls = {call.operation: (rank, call) for rank, call in meeting.here.items()}
+            if len(calls) == 2 and other_bytes(calls["send"][1], calls["recv"][1]):
+                found.append(_bytes(case, meeting, *calls["send"], *calls["recv"]))
+    return found
+
+
+def _sizes(group: Group, odd: dict[int, int], usual: int) -> Finding:
+    size = next(iter(odd.values()))
+    text = f"{ranks_text(odd)} made comm '{clean(group.name, 60)}' for {size:,} ranks, the others for {usual:,}"
+    lines = [line for one in odd if (comm := group.members[one].comm) and (line := line_of(comm.made_at))]
+    return Finding("mismatch", text, 9, [], [(group.uid, one) for one in odd], lines, [group.uid])
+
+
+def _bytes(case: Case, meeting: Meeting, source: int, send: CallRecord, target: int, recv: CallRecord) -> Finding:
+    name = clean(meeting.group.name, 60)
+    text = (
+        f"rank {source} sends {send.dtype} x {send.count:,}{called(send, case.paths)} to rank {target}, "
+        f"which expects {recv.dtype} x {recv.count:,}{called(recv, case.paths)} (comm '{name}')"
+    )
+    found = Finding("mismatch", text, 10, [], [(meeting.group.uid, source), (meeting.group.uid, target)])
+    found.lines = [line for call in (send, recv) if (line := line_of(call.site))]
+    return concern(case, found, [meeting], [])
+
+
+def _mismatch(case: Case, one: Disagreement) -> Finding:
+    sentence = {"left out": _left_out, "extra": _extra}.get(one.shift, _other_call)(case, one)
+    group = one.group
+    meetings = [
+        meeting for meeting in case.waits.meetings if meeting.group is group and meeting.call.number == one.number
+    ]
+    if meetings and meetings[0].here:
+        sentence += f"; {waiting(meetings[0])}"
+    found = Finding("mismatch", sentence, 10, _sides(case, one))
+    ranks = {**one.odd, **one.usual} if one.even else one.odd
+    found.culprits, found.comms = [(group.uid, rank) for rank in sorted(ranks)], [group.uid]
+    found.lines = [line for rank in sorted(ranks) if (line := line_of(ranks[rank].site))]
+    if one.shift == "left out" and not one.even:
+        found.lines += [line for line in [line_of(next(iter(one.usual.values())).site)] if line]
+    return concern(case, found, meetings, [])
+
+
+def _rows(one: Disagreement) -> list[tuple[list[int], CallRecord]]:
+    """The ranks of each kind of call, the odd ones first."""
+    rows: dict[str, tuple[list[int], CallRecord]] = {}
+    for calls in (one.odd, one.usual):
+        for rank, call in calls.items():
+            rows.setdefault(call_text(call), ([], call))[0].append(rank)
+    return list(rows.values())
+
+
+def _side(case: Case, ranks: list[int], call: CallRecord) -> str:
+    verb = "calls" if len(ranks) == 1 else "call"
+    return f"{ranks_text(ranks)} {verb} {call_text(call)}{called(call, case.paths)}"
+
+
+def _sides(case: Case, one: Disagreement) -> list[str]:
+    lines = [_side(case, ranks, call) for ranks, call in _rows(one)[:SHOWN]]
+    return [*lines, "every rank must make the same collective calls in the same order"]
+
+
+def _where(one: Disagreement) -> str:
+    count = f"{one.group.size:,} rank{'s' if one.group.size != 1 else ''}"
+    return f"comm '{clean(one.group.name, 60)}', {count}"
+
+
+def _other_call(case: Case, one: Disagreement) -> str:
+    if one.even:
+        sides = ", ".join(_side(case, ranks, call) for ranks, call in _rows(one)[:4])
+        return f"the ranks disagree about call #{one.number:,} ({_where(one)}): {sides}"
+    odd = next(iter(one.odd.values()))
+    alike = len({call_text(call) for call in one.odd.values()}) == 1
+    verb = "calls" if len(one.odd) == 1 else "call"
+    what = f"{call_text(odd)}{called(odd, case.paths)}" if alike else "other collectives"
+    usual = next(iter(one.usual.values()))
+    return (
+        f"{ranks_text(one.odd)} {verb} {what} as #{one.number:,} ({_where(one)}), "
+        f"where the others call {call_text(usual)}{called(usual, case.paths)}"
+    )
+
+
+def _left_out(case: Case, one: Disagreement) -> str:
+    usual, odd = next(iter(one.usual.values())), next(iter(one.odd.values()))
+    its = "its" if len(one.odd) == 1 else "their"
+    text = f"{ranks_text(one.odd)} left out {call_name(usual)} ({_where(one)}{_on_the_others(case, usual)}): "
+    if one.earlier:
+        return (
+            text
+            + f"{its} #{one.number:,} is {_operation(odd)}{called(odd, case.paths)}, "
+            + f"which came after it in #{one.earlier + 1:,}"
+        )
+    return (
+        text + f"{its} #{one.number:,}, {_operation(odd)}{called(odd, case.paths)}, is the others' #{one.number + 1:,}"
+    )
+
+
+def _extra(case: Case, one: Disagreement) -> str:
+    odd = next(iter(one.odd.values()))
+    its = "its" if len(one.odd) == 1 else "their"
+    return (
+        f"{ranks_text(one.odd)} made one call more than the others: {call_name(odd)} ({_where(one)})"
+        f"{called(odd, case.paths)}; {its} #{one.number + 1:,} is the others' #{one.number:,}"
+    )
+
+
+def _on_the_others(case: Case, call: CallRecord) -> str:
+    where = called(call, case.paths)
+    return f",{where} on the others" if where else ""
+
+
+def _operation(call: CallRecord) -> str:
+    return clean(call.operation, 60)

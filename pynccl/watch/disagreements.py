@@ -1,0 +1,166 @@
+"""Ranks that made other calls than the others: another operation, count, type, operator or root; one left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from .members import Group, Member
+from .records import CallRecord
+from .wording import ITEMSIZE
+
+_UNCOMPARED = ("init", "split", "group plan", "barrier", "grow", "shrink")  # by their name alone
+_ENOUGH = 2  # lines of code in a row, for a call that is like all others to be known as left out
+
+Key = tuple[str, int, str, str, int]
+
+
+@dataclass(eq=False)
+class Disagreement:
+    """Of one communicator, at the first number at which ranks differ.
+
+    odd     the ranks that differ from the most; usual: the others, or those of the other half
+    shift   "left out": the odd ranks left out the call `number`; "extra": they made one more; "": neither can be told
+    earlier the number after which the odd ranks' call came in an earlier step, where that is how `shift` is known
+    """
+
+    group: Group
+    number: int
+    odd: dict[int, CallRecord]
+    usual: dict[int, CallRecord]
+    even: bool  # neither side has the majority
+    shift: str = ""
+    earlier: int = 0
+
+
+def disagreement(group: Group) -> Disagreement | None:
+    """The first one of a communicator, if there is any that is still recorded."""
+    keys: dict[int, set[Key]] = {}
+    for member in group.members.values():
+        for number, call in member.numbered.items():
+            keys.setdefault(number, set()).add(key(call))
+    for number in sorted(number for number, found in keys.items() if len(found) > 1):
+        return _at(group, number)
+    return _compared_text(group) or _by_lines(group)
+
+
+def key(call: CallRecord) -> Key:
+    """What the ranks must agree on."""
+    if call.operation in _UNCOMPARED:
+        return call.operation, -1, "", "", -1
+    count = -1 if call.operation.endswith("_v") else call.count
+    return call.operation, count, call.dtype, call.op, call.root
+
+
+def sizes(group: Group) -> tuple[dict[int, int], int] | None:
+    """(the sizes that some ranks gave, the one that most gave), where they differ."""
+    given = {rank: member.comm.size for rank, member in group.members.items() if member.comm is not None}
+    grown = any(member.comm and member.comm.aliases for member in group.members.values())
+    odd = {rank: size for rank, size in given.items() if size != group.size}
+    return (odd, group.size) if odd and not grown else None
+
+
+def other_bytes(send: CallRecord, recv: CallRecord) -> bool:
+    """Whether a send and its recv are of other sizes."""
+    if send.count < 0 or recv.count < 0 or not {send.dtype, recv.dtype} <= ITEMSIZE.keys():
+        return False
+    return send.count * ITEMSIZE[send.dtype] != recv.count * ITEMSIZE[recv.dtype]
+
+
+def _at(group: Group, number: int) -> Disagreement:
+    calls = {rank: member.numbered[number] for rank, member in group.members.items() if number in member.numbered}
+    return _explained(_divided(group, number, calls, Counter(key(call) for call in calls.values()), key))
+
+
+def _divided(group: Group, number: int, calls: Mapping[int, CallRecord], counts: Counter, of) -> Disagreement:  # type: ignore
+    (most, votes), *_ = counts.most_common()
+    odd = {rank: call for rank, call in calls.items() if of(call) != most}
+    usual = {rank: call for rank, call in calls.items() if of(call) == most}
+    return Disagreement(group, number, odd, usual, even=2 * votes <= len(calls))
+
+
+def _compared_text(group: Group) -> Disagreement | None:
+    """Calls that PYNCCL_CHECK=1 is comparing now, which are not made yet."""
+    checking: dict[int, dict[int, CallRecord]] = {}
+    for rank, member in group.members.items():
+        for call in member.pending:
+            if member.checking and call.number == member.checking:
+                checking.setdefault(member.checking, {})[rank] = call
+    for number, calls in sorted(checking.items()):
+        texts = Counter(call.detail for call in calls.values())
+        if len(texts) > 1:
+            return _divided(group, number, calls, texts, lambda call: call.detail)
+        rest = {rank: one.numbered[number] for rank, one in group.members.items() if number in one.numbered}
+        name = next(iter(calls.values())).operation
+        if other := {rank: call for rank, call in rest.items() if call.operation != name}:
+            odd, usual = (calls, other) if len(calls) <= len(other) else (other, calls)
+            return Disagreement(group, number, odd, usual, even=len(odd) == len(usual))
+    return None
+
+
+def _explained(found: Disagreement) -> Disagreement:
+    """With `shift`, where the calls around it tell one."""
+    if found.even:
+        return found
+    usual = _longest(found.group, found.usual)
+    for rank in found.odd:
+        how, earlier = _shift(found.group.members[rank], usual, found.number)
+        if not how or (found.shift and how != found.shift):
+            found.shift = ""
+            return found
+        found.shift, found.earlier = how, earlier
+    return found
+
+
+def _longest(group: Group, ranks: Mapping[int, CallRecord]) -> Member:
+    return max((group.members[rank] for rank in ranks), key=lambda member: member.entered)
+
+
+def _shift(odd: Member, usual: Member, number: int) -> tuple[str, int]:
+    for how, ahead, behind in (("left out", usual, odd), ("extra", odd, usual)):
+        pairs = list(_moved(behind, ahead, number))
+        if pairs and all(_like(a, b) for a, b in pairs):
+            return how, 0
+    # The others are inside the call and have made none after it: what came after it in an earlier step?
+    before, now, other = usual.numbered.get(number - 1), usual.numbered[number], odd.numbered[number]
+    for earlier in sorted(usual.numbered, reverse=True):
+        after = usual.numbered.get(earlier + 1)
+        if earlier + 1 < number and after and _like(usual.numbered[earlier], now) and _like(after, other):
+            previous = usual.numbered.get(earlier - 1)
+            if before is None or previous is None or _like(previous, before):
+                return "left out", earlier
+    return "", 0
+
+
+def _moved(behind: Member, ahead: Member, number: int) -> Iterator[tuple[CallRecord, CallRecord]]:
+    """From `number` on: each call of the one with the call after it of the other."""
+    while number in behind.numbered and number + 1 in ahead.numbered:
+        yield behind.numbered[number], ahead.numbered[number + 1]
+        number += 1
+
+
+def _like(a: CallRecord, b: CallRecord) -> bool:
+    return key(a) == key(b) and (not a.site or not b.site or a.site == b.site)
+
+
+def _by_lines(group: Group) -> Disagreement | None:
+    """Calls that are all alike: a rank that left one out is known by its lines of code, where they are recorded."""
+    entered = [member.entered for member in group.members.values() if member.comm is not None]
+    if len(entered) < 3 or min(entered) == max(entered):
+        return None
+    sites: dict[int, Counter[str]] = {}
+    for member in group.members.values():
+        for number, call in member.numbered.items():
+            if call.site:
+                sites.setdefault(number, Counter())[call.site] += 1
+    for number in sorted(number for number, found in sites.items() if len(found) > 1):
+        calls = {rank: one.numbered[number] for rank, one in group.members.items() if number in one.numbered}
+        found = _divided(group, number, calls, sites[number], lambda call: call.site)
+        usual = _longest(group, found.usual)
+        pairs = [list(_moved(group.members[rank], usual, number)) for rank in found.odd]
+        alike = all(len(one) >= _ENOUGH and all(_like(a, b) for a, b in one) for one in pairs)
+        if not found.even and alike:
+            found.shift = "left out"
+            return found
+    return None

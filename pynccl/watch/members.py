@@ -1,0 +1,216 @@
+"""The records of all processes, put together by communicator: which process is which rank, and what it waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .records import DEAD, INSIDE, ISSUED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
+from .wording import Paths, Range
+
+# The end of a process that nobody heard from is later than its last heartbeat, by less than this.
+_SILENT_SECONDS = 5.0
+
+
+@dataclass(eq=False)
+class Member:
+    """One rank of one communicator. `comm` is None where its process is known, and has not come to the communicator."""
+
+    rank: int
+    process: ProcessRecord
+    comm: CommRecord | None
+    entered: int = 0
+    completed: int = 0
+    numbered: dict[int, CallRecord] = field(default_factory=dict)
+    pending: list[CallRecord] = field(default_factory=list)  # calls that have not completed, oldest first
+    checking: int = 0  # the number of the call that PYNCCL_CHECK=1 compares now
+
+    @property
+    def dead(self) -> bool:
+        return self.process.state == DEAD
+
+    @property
+    def stopped(self) -> bool:
+        return self.process.state == STOPPED
+
+    @property
+    def silent(self) -> bool:
+        return self.process.state == UNKNOWN
+
+    @property
+    def left(self) -> bool:
+        return self.comm is not None and bool(self.comm.ended)
+
+    def waited(self, call: CallRecord) -> float:
+        """Seconds by the clock of the process's own machine, up to its end."""
+        last = last_seen(self.process) if self.dead else self.process.now
+        return max(0.0, last - call.issued) if call.issued > 0 and last > 0 else 0.0
+
+
+@dataclass(eq=False)
+class Group:
+    """One communicator as its ranks have it. `unknown`: the ranks of which no process is known."""
+
+    uid: str
+    name: str
+    size: int
+    members: dict[int, Member]
+    unknown: list[Range]
+    stale: list[str] = field(default_factory=list)
+    claimed: list[tuple[int, ProcessRecord, ProcessRecord]] = field(default_factory=list)
+
+
+class Job:
+    """All communicators of the processes, and who is who in them."""
+
+    def __init__(self, processes: Sequence[ProcessRecord]) -> None:
+        self.given = list(processes)
+        self.groups = _groups(self.given)
+        self.members: dict[int, list[tuple[Group, Member]]] = {}  # by id() of the process
+        for group in self.groups:
+            for member in group.members.values():
+                self.members.setdefault(id(member.process), []).append((group, member))
+        # One without a communicator counts too; one whose every rank is another's now is of an earlier run.
+        self.processes = [one for one in self.given if not one.comms or id(one) in self.members]
+        self.paths = Paths(_sites(self.given))
+
+    def name(self, process: ProcessRecord, group: Group | None = None) -> str:
+        """ "rank 2": by its rank in the communicator, else of the launch, else by its number."""
+        places = self.members.get(id(process), [])
+        inside = [member.rank for one, member in places if one is group]
+        if inside:
+            return rank_name(inside[0], process)
+        if process.rank >= 0:
+            return f"rank {process.rank}"
+        if places:
+            largest, member = max(places, key=lambda place: place[0].size)
+            return f"rank {member.rank} of comm '{largest.name}'"
+        return f"process {process.pid}"
+
+    def key(self, process: ProcessRecord, group: Group | None = None) -> tuple[str, int]:
+        """(uid, rank) for `culprits`; the uid is "" where it has no communicator."""
+        places = self.members.get(id(process), [])
+        for one, member in places:
+            if one is group:
+                return one.uid, member.rank
+        if places:
+            largest, member = max(places, key=lambda place: place[0].size)
+            return largest.uid, member.rank
+        return "", process.rank
+
+
+def rank_name(rank: int, process: ProcessRecord) -> str:
+    return f"rank {rank}" if process.rank in (-1, rank) else f"rank {rank} (rank {process.rank} of the launch)"
+
+
+def last_seen(process: ProcessRecord) -> float:
+    """When a process ended, or the last time that it is known to have lived."""
+    return process.end_at or process.heartbeat or process.now
+
+
+def ended_about(process: ProcessRecord) -> float:
+    """When a process ended, to put ends of one machine in order."""
+    return process.end_at or (process.heartbeat + _SILENT_SECONDS if process.heartbeat else process.now)
+
+
+def under_way(call: CallRecord, comm: CommRecord) -> bool:
+    return call.state in (INSIDE, ISSUED) and not 0 < call.number <= comm.completed
+
+
+def _groups(processes: Sequence[ProcessRecord]) -> list[Group]:
+    canonical = _canonical(processes)
+    found: dict[str, list[tuple[ProcessRecord, CommRecord]]] = {}
+    for process in processes:
+        for comm in process.comms:
+            found.setdefault(canonical[comm.uid], []).append((process, comm))
+    launched = {one.rank: one for one in sorted(processes, key=lambda one: one.started) if one.rank >= 0}
+    return [_group(uid, rows, launched) for uid, rows in found.items()]
+
+
+def _canonical(processes: Sequence[ProcessRecord]) -> dict[str, str]:
+    """One name for each communicator: names that a record holds together are the same one's."""
+    above: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while above.setdefault(name, name) != name:
+            above[name] = above[above[name]]
+            name = above[name]
+        return name
+
+    for process in processes:
+        for comm in process.comms:
+            for other in (comm.uid, *comm.aliases):
+                above[find(other)] = find(comm.uid)
+    return {name: find(name) for name in list(above)}
+
+
+def _group(uid: str, rows: list[tuple[ProcessRecord, CommRecord]], launched: dict[int, ProcessRecord]) -> Group:
+    chosen: dict[int, tuple[ProcessRecord, CommRecord]] = {}
+    stale, claimed = [], []
+    for process, comm in sorted(rows, key=lambda row: (row[0].state != DEAD, row[0].started, row[1].made)):
+        if before := chosen.get(comm.rank):
+            older = before[0]
+            if older is not process and older.state != DEAD and process.state != DEAD and older.pid != process.pid:
+                claimed.append((comm.rank, older, process))
+            elif older is not process:
+                stale.append(f"rank {comm.rank}: the record of process {older.pid} is of an earlier run, not used")
+        chosen[comm.rank] = (process, comm)
+    size = Counter(comm.size for _, comm in chosen.values()).most_common(1)[0][0]
+    name = next((comm.name for _, comm in chosen.values() if comm.name), uid[:12])
+    members = {rank: _member(process, comm) for rank, (process, comm) in sorted(chosen.items())}
+    group = Group(uid, name, size, members, [], stale, claimed)
+    _add_launched(group, launched)
+    group.unknown = gaps(group.members, size)
+    return group
+
+
+def _add_launched(group: Group, launched: dict[int, ProcessRecord]) -> None:
+    """Ranks that do not know the communicator yet, where its ranks are those of the launch."""
+    present = {id(member.process) for member in group.members.values()}
+    known = [member for member in group.members.values() if member.process.rank >= 0]
+    if not known or any(member.rank != member.process.rank for member in known):
+        return
+    jobs = {member.process.job for member in known}
+    for rank, process in launched.items():
+        if rank < group.size and rank not in group.members and process.job in jobs and id(process) not in present:
+            group.members[rank] = Member(rank, process, None)
+
+
+def gaps(known: Iterable[int], size: int) -> list[Range]:
+    """The runs of [0, size) that are not in `known`; `size` may be absurd."""
+    found, start = [], 0
+    for rank in sorted(rank for rank in set(known) if 0 <= rank < size):
+        if rank > start:
+            found.append((start, rank - 1))
+        start = rank + 1
+    if start < size:
+        found.append((start, size - 1))
+    return found
+
+
+def _member(process: ProcessRecord, comm: CommRecord) -> Member:
+    pending = [call for call in comm.calls if under_way(call, comm)]
+    numbered = {call.number: call for call in comm.calls if call.number > 0}
+    entered = max(comm.entered, max(numbered, default=0))
+    member = Member(comm.rank, process, comm, entered, comm.completed, numbered, pending)
+    for index, call in enumerate(pending):
+        if call.operation == "check":
+            # Stands for the call that it compares, which the rank is about to enter.
+            name = call.detail.partition("(")[0] or "check"
+            pending[index] = dataclasses.replace(call, number=entered + 1, operation=name)
+            member.checking = entered + 1
+    return member
+
+
+def _sites(processes: Sequence[ProcessRecord]) -> Iterable[str]:
+    for process in processes:
+        yield process.where
+        yield process.end_site
+        for comm in process.comms:
+            yield comm.ended_site
+            yield comm.made_at
+            for call in comm.calls:
+                yield call.site
+                yield call.forward_site

@@ -1,0 +1,199 @@
+"""The verdict: from the records of all processes, which rank or call keeps the job from going on, in one sentence.
+
+    verdict = judge(processes)
+    print(render(verdict))
+
+Times are taken from one record only, or from two of one machine: clocks of two machines are not compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .causes import crossings, disagreements, failures, missing, stalled
+from .endings import dead, killed, normal, stopped
+from .findings import Case, Finding, frozen, standing
+from .members import Job, rank_name
+from .records import DEAD, ProcessRecord
+from .waits import Waits, consequence
+from .wording import clean, line_of, ranks_text, seconds
+
+NOTHING_WRONG = ("running", "finished", "straggling", "empty")
+_HUNG_BEFORE = 5.0  # seconds that ranks had waited when all processes were killed, for the wait to be the reason
+_SHOWN_FINDINGS = 4
+
+
+@dataclass
+class Verdict:
+    """What is wrong, the cause first.
+
+    kind      "running", "straggling", "finished", "empty": nothing is wrong. "missing": a rank has not entered a
+              collective; "unmatched": a send without recv, or the reverse; "crossed": ranks wait for each other;
+              "mismatch": they made other calls; "dead", "stopped", "left" (its communicator has ended), "failed" (its
+              call raised), "unreachable" (on another machine), "duplicate" (two processes are one rank), "frozen" (it
+              runs, but shows no life), "stalled" (all ranks are there, and it does not go on)
+    sentence  what a person wants to know first; details: a line for each rank concerned
+    culprits  (uid of the communicator, rank in it); lines: their lines of code, in full
+    comms     the uids concerned
+    findings  all that was found, the first one being this
+    """
+
+    kind: str
+    sentence: str
+    details: list[str] = field(default_factory=list)
+    culprits: list[tuple[str, int]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    comms: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> bool:
+        return self.kind not in NOTHING_WRONG
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values for json.dumps."""
+        return dataclasses.asdict(self)
+
+
+def judge(processes: Sequence[ProcessRecord], *, patience: float = 0.0) -> Verdict:
+    """What keeps the ranks from going on. A wait younger than `patience` seconds is none."""
+    if not processes:
+        text = "there are no records: no process has written any here (another machine? another PYNCCL_WATCH_DIR?)"
+        return Verdict("empty", text)
+    job = Job(processes)
+    all_dead = all(process.state == DEAD for process in job.processes)
+    case = Case(job, Waits(job, post_mortem=all_dead), patience)
+    found = [*_found(case), *_frozen(case)]
+    if all_dead:
+        _weigh_after_the_end(case, found)
+    else:
+        _weigh(found)
+    found.sort(key=lambda one: (one.weight, -one.waiting, -one.age))
+    if not found:
+        found = [_going_on(case)]
+    notes = [clean(note) for group in job.groups for note in group.stale]
+    first = found[0]
+    return Verdict(
+        first.kind, first.sentence, first.details, first.culprits, first.lines, first.comms, found, notes[:4]
+    )
+
+
+def render(verdict: Verdict) -> str:
+    """All of it as text."""
+    lines = [verdict.sentence, *verdict.details]
+    for one in verdict.findings[1:_SHOWN_FINDINGS]:
+        lines += [f"also: {one.sentence}", *(f"  {detail}" for detail in one.details[:4])]
+    if len(verdict.findings) > _SHOWN_FINDINGS:
+        lines.append(f"and {len(verdict.findings) - _SHOWN_FINDINGS:,} more findings")
+    return "\n".join([*lines, *verdict.notes])
+
+
+def about(verdict: Verdict, uid: str, rank: int) -> str:
+    """What an exception of this rank of this communicator should say too; "" where there is nothing to say."""
+    others = [
+        one
+        for one in verdict.findings
+        if one.kind not in NOTHING_WRONG and not (one.kind == "failed" and one.culprits == [(uid, rank)])
+    ]
+    concerned = [one for one in others if uid in one.comms] or others
+    if not concerned:
+        return ""
+    return "\n".join([concerned[0].sentence, *concerned[0].details[:3]])
+
+
+def _found(case: Case) -> list[Finding]:
+    ends = [one for one in (dead(case), stopped(case)) if one]
+    return [
+        *_duplicates(case),
+        *ends,
+        *disagreements(case),
+        *crossings(case),
+        *missing(case),
+        *failures(case),
+        *stalled(case),
+    ]
+
+
+def _weigh(found: list[Finding]) -> None:
+    """Calls that disagree come before the ends that NCCL's own errors have brought about."""
+    ends = [one for one in found if one.kind == "dead" and " left by Nccl" in one.sentence]
+    if ends and any(one.kind == "mismatch" for one in found):
+        ends[0].weight = max(ends[0].weight, 15)
+
+
+def _weigh_after_the_end(case: Case, found: list[Finding]) -> None:
+    """All have ended: what held them before is the cause if they were killed, or gave up, after a wait."""
+    silent = all(killed(one) or normal(one) or consequence(one.end) for one in case.job.processes)
+    for one in found:
+        if one.kind not in ("dead", "mismatch", "duplicate"):
+            one.weight += 0 if silent and one.age >= _HUNG_BEFORE else 100
+        elif one.kind == "dead" and silent:
+            one.weight = 50
+    _weigh(found)
+
+
+def _duplicates(case: Case) -> list[Finding]:
+    found = []
+    for group in case.job.groups:
+        for rank, older, newer in group.claimed[:1]:
+            more = f" (and {len(group.claimed) - 1:,} more ranks are claimed twice)" if len(group.claimed) > 1 else ""
+            who = f"rank {rank} of comm '{clean(group.name, 60)}'"
+            text = f"{who} is claimed by two processes, {older.pid} and {newer.pid}{more}"
+            lines = [line for line in (line_of(older.where), line_of(newer.where)) if line]
+            found.append(Finding("duplicate", text, 5, [], [(group.uid, rank)], lines, [group.uid]))
+    return found
+
+
+def _frozen(case: Case) -> list[Finding]:
+    """Processes that run and show no life."""
+    silent = [process for process in case.job.processes if frozen(process)]
+    if not silent:
+        return []
+    lines = [f"{case.job.name(process)}: {frozen(process)}" for process in silent[:8]]
+    more = f" (and {len(silent) - 1:,} more processes)" if len(silent) > 1 else ""
+    text = f"{case.job.name(silent[0])}'s process {silent[0].pid} runs, but {frozen(silent[0])}{more}"
+    culprits = [case.job.key(process) for process in silent]
+    places = [line for process in silent[:8] if (line := line_of(process.where))]
+    return [Finding("frozen", text, 70, lines[1:], culprits, places, [uid for uid, _ in culprits])]
+
+
+def _going_on(case: Case) -> Finding:
+    processes = case.job.processes
+    ended = sum(process.state == DEAD for process in processes)
+    who = f"{len(processes):,} ranks" if len(processes) > 1 else case.job.name(processes[0])
+    if ended == len(processes):
+        return Finding("finished", f"all {who} have finished" if ended > 1 else f"{who} has finished", 0)
+    if late := _straggler(case):
+        return late
+    rest = f"; {ended:,} of them {'has' if ended == 1 else 'have'} finished" if ended else ""
+    return Finding("running", f"no rank is stuck: {who} {'are' if len(processes) > 1 else 'is'} running{rest}", 0)
+
+
+def _straggler(case: Case) -> Finding | None:
+    """The communicator whose ranks are furthest apart; one call apart is no news, unless others are waiting."""
+    best: Finding | None = None
+    widest = 0
+    for group in case.job.groups:
+        living = [one for one in group.members.values() if one.comm is not None and not one.left and not one.dead]
+        if len(living) < 2:
+            continue
+        first, last = max(one.entered for one in living), min(one.entered for one in living)
+        meeting = next((one for one in case.waits.meetings if one.group is group and one.away), None)
+        if first - last <= (0 if meeting else 1) or first - last <= widest:
+            continue
+        widest = first - last
+        behind = [one for one in living if one.entered == last]
+        since = f", for {seconds(meeting.age())}" if meeting else ""
+        text = (
+            f"no rank is stuck, but {ranks_text(one.rank for one in behind)} of comm '{clean(group.name, 60)}' "
+            f"{'is' if len(behind) == 1 else 'are'} {widest:,} call{'s' if widest != 1 else ''} behind{since}: "
+            f"last entered #{last:,}, the first rank #{first:,}"
+        )
+        details = [f"{rank_name(one.rank, one.process)}: {standing(case, one, meeting)}" for one in behind[:4]]
+        lines = [line for one in behind[:8] if (line := line_of(one.process.where))]
+        best = Finding("straggling", text, 0, details, [(group.uid, one.rank) for one in behind], lines, [group.uid])
+    return best

@@ -1,0 +1,318 @@
+"""Who waits for whom: where ranks have to meet, who is there, who is not, and what has to go on first.
+
+A meeting is a collective call of one number, or a send with its recv. It waits for another one where a rank that it
+needs is inside that one, or issued that one first. Meetings that wait for each other in a circle are crossed calls; one
+that waits for a rank which waits for nothing has that rank as its cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .members import Group, Job, Member
+from .records import COMPLETED, DEAD, FAILED, INSIDE, STOPPED, CallRecord
+from .wording import Range
+
+LEFT = "left"  # a rank whose communicator has ended, or (FAILED) whose call has raised: it will not come
+# Not numbered, but a call of all ranks. `shrink` and `grow` may leave some out.
+_TOGETHER = ("finalize", "destroy", "shrink", "grow", "split", "init")
+_LOOKED_AT = 16  # numbers of one communicator: the lowest ones explain the others
+
+
+@dataclass(eq=False)
+class Step:
+    """Why one meeting waits for another: the process that is needed has called `first`, and `then` later or not yet."""
+
+    member: Member
+    first: CallRecord
+    then: CallRecord | None
+    certain: bool  # its thread, or its stream, is held there
+
+
+@dataclass(eq=False)
+class Meeting:
+    """`here` waits; `away` has not come; `gone` will not: DEAD, STOPPED, LEFT, FAILED; of `unknown` nothing is known."""
+
+    group: Group
+    call: CallRecord
+    here: dict[int, CallRecord] = field(default_factory=dict)
+    away: list[int] = field(default_factory=list)
+    gone: dict[int, str] = field(default_factory=dict)
+    unknown: list[Range] = field(default_factory=list)
+    first: dict[Meeting, list[Step]] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)  # those of `away` that wait elsewhere
+
+    @property
+    def blocked(self) -> bool:
+        return bool(self.away or self.gone or self.unknown)
+
+    @property
+    def collective(self) -> bool:
+        return self.call.operation not in ("send", "recv", "wait_signal")
+
+    def age(self) -> float:
+        """Seconds that the first one has waited."""
+        return max((self.group.members[rank].waited(call) for rank, call in self.here.items()), default=0.0)
+
+    def idle(self) -> list[int]:
+        """The ranks that have not come although they wait for nothing that is known: the causes."""
+        return [rank for rank in self.away if rank not in self.held]
+
+
+class Waits:
+    """All meetings of a job. Post mortem: of processes that have all ended, as they were before."""
+
+    def __init__(self, job: Job, post_mortem: bool = False) -> None:
+        self.job, self.post_mortem = job, post_mortem
+        self.meetings = [meeting for group in job.groups for meeting in self._of(group)]
+        self._at: dict[int, list[tuple[Meeting, Member, CallRecord]]] = {}
+        for meeting in self.meetings:
+            for rank, call in meeting.here.items():
+                member = meeting.group.members[rank]
+                if call.state != FAILED:
+                    self._at.setdefault(id(member.process), []).append((meeting, member, call))
+        self._order()
+        self._link()
+
+    def circles(self) -> list[list[Meeting]]:
+        """Meetings that wait for each other, each circle once, as short as it can be."""
+        found = []
+        for part in _components(self.meetings):
+            if len(part) > 1:
+                found.append(_shortest(part))
+        return found
+
+    def behind(self, meeting: Meeting) -> list[Meeting]:
+        """The meetings that wait for this one, directly or not, nearest first."""
+        above: dict[Meeting, list[Meeting]] = {}
+        for one in self.meetings:
+            for other in one.first:
+                above.setdefault(other, []).append(one)
+        seen = [meeting]
+        for one in seen:
+            seen += [other for other in above.get(one, []) if other not in seen]
+        return seen[1:]
+
+    def elsewhere(self, member: Member, meeting: Meeting | None = None) -> list[tuple[Meeting, CallRecord]]:
+        """What the member's process waits in, other than `meeting`."""
+        return [(one, call) for one, _, call in self._at.get(id(member.process), []) if one is not meeting]
+
+    def _of(self, group: Group) -> Iterator[Meeting]:
+        yield from self._collectives(group)
+        yield from self._pairs(group)
+        yield from self._others(group)
+
+    def _acting(self, member: Member) -> list[CallRecord]:
+        """The calls in which a rank waits, or waited until it gave up."""
+        if member.dead and not self.post_mortem and not _gave_up(member):
+            return []
+        last = _gave_up(member)
+        return ([] if member.dead and not self.post_mortem else member.pending) + ([last] if last else [])
+
+    def _collectives(self, group: Group) -> Iterator[Meeting]:
+        numbers: set[int] = set()
+        inside: set[int] = set()
+        for member in group.members.values():
+            waiting = [call.number for call in self._acting(member) if call.number > 0]
+            inside |= set(waiting)
+            numbers |= {min(waiting), max(waiting)} if waiting else set()
+        lowest = min((member.entered for member in group.members.values()), default=0) + 1
+        if lowest in inside:
+            numbers.add(lowest)
+        for number in sorted(numbers)[:_LOOKED_AT]:
+            meeting = Meeting(group, CallRecord(0, number, ""), unknown=group.unknown)
+            for member in group.members.values():
+                self._place(meeting, member, number)
+            if meeting.here:
+                meeting.call = next(iter(meeting.here.values()))
+                yield meeting
+
+    def _place(self, meeting: Meeting, member: Member, number: int) -> None:
+        """Put the rank where it is, as seen from collective `number`."""
+        call = next((one for one in self._acting(member) if one.number == number), None) or member.numbered.get(number)
+        if number <= member.completed or (call and call.state == COMPLETED):
+            return
+        if call and call.state == FAILED and consequence(call.error):
+            meeting.here[member.rank] = call
+        elif why := self._gone(member, call):
+            meeting.gone[member.rank] = why
+        elif call:
+            meeting.here[member.rank] = call
+        elif member.entered < number:
+            meeting.away.append(member.rank)
+
+    def _gone(self, member: Member, call: CallRecord | None) -> str:
+        if member.dead and not self.post_mortem:
+            return DEAD
+        if call and call.state == FAILED:
+            return FAILED
+        if member.left and (call is None or call.state != FAILED):
+            return LEFT
+        return STOPPED if member.stopped else ""
+
+    def _pairs(self, group: Group) -> Iterator[Meeting]:
+        waiting: dict[tuple[int, int], dict[str, list[CallRecord]]] = {}
+        for member in group.members.values():
+            for call in self._acting(member):
+                if call.operation in ("send", "recv"):
+                    pair = (member.rank, call.peer) if call.operation == "send" else (call.peer, member.rank)
+                    waiting.setdefault(pair, {"send": [], "recv": []})[call.operation].append(call)
+        for (source, target), calls in waiting.items():
+            sends, recvs = calls["send"], calls["recv"]
+            for send, recv in zip(sends, recvs, strict=False):
+                yield Meeting(group, recv, {source: send, target: recv})
+            for rank, peer, more in ((source, target, sends[len(recvs) :]), (target, source, recvs[len(sends) :])):
+                if more and not _answered(group, rank, peer, more[0]):
+                    yield self._for_peer(Meeting(group, more[0], {rank: more[0]}), peer)
+
+    def _for_peer(self, meeting: Meeting, peer: int) -> Meeting:
+        """The same, without the rank that it is for."""
+        member = meeting.group.members.get(peer)
+        if member is None:
+            meeting.unknown = [(peer, peer)]
+        elif why := self._gone(member, None):
+            meeting.gone[peer] = why
+        elif peer not in meeting.here:
+            meeting.away.append(peer)
+        return meeting
+
+    def _others(self, group: Group) -> Iterator[Meeting]:
+        found: dict[str, Meeting] = {}
+        for member in group.members.values():
+            for call in self._acting(member):
+                if call.number > 0 or call.operation in ("send", "recv") or call.state != INSIDE:
+                    continue
+                if call.operation == "wait_signal" and call.peer >= 0:
+                    yield self._for_peer(Meeting(group, call, {member.rank: call}), call.peer)
+                    continue
+                meeting = found.setdefault(call.operation, Meeting(group, call))
+                meeting.here[member.rank] = call
+        for operation, meeting in found.items():
+            if operation in _TOGETHER:
+                self._complete(meeting, operation)
+            yield meeting
+
+    def _complete(self, meeting: Meeting, operation: str) -> None:
+        meeting.unknown = meeting.group.unknown
+        for member in meeting.group.members.values():
+            called = member.comm is not None and any(call.operation == operation for call in member.comm.calls)
+            if member.rank in meeting.here or called or (member.left and operation in ("finalize", "destroy")):
+                continue
+            if why := self._gone(member, None):
+                meeting.gone[member.rank] = why
+            else:
+                meeting.away.append(member.rank)
+
+    def _order(self) -> None:
+        """A call that its rank has issued after another one waits for that one."""
+        for rows in self._at.values():
+            for later, member, then in rows:
+                for earlier, other, first in rows:
+                    if later is earlier or not _before(first, then, other is member):
+                        continue
+                    certain = first.stream == then.stream
+                    later.first.setdefault(earlier, []).append(Step(other, first, then, certain))
+
+    def _link(self) -> None:
+        """A meeting waits for those in which the ranks are that it lacks."""
+        stuck = {meeting for meeting in self.meetings if meeting.blocked or meeting.first}
+        for meeting in self.meetings:
+            for rank in meeting.away:
+                process = meeting.group.members[rank].process
+                for other, member, call in self._at.get(id(process), []):
+                    if other is meeting or not (call.state == INSIDE or other in stuck):
+                        continue
+                    meeting.held.add(rank)
+                    step = Step(member, call, None, call.state == INSIDE)
+                    meeting.first.setdefault(other, []).append(step)
+
+
+def consequence(error: str) -> bool:
+    """Whether an error says that others did not come, or have gone: then it is no cause."""
+    return any(word in error for word in ("Timeout", "timed out", "RemoteError", "Aborted", "lost rank"))
+
+
+def _gave_up(member: Member) -> CallRecord | None:
+    last = member.comm.last() if member.comm else None
+    return last if last and last.state == FAILED and consequence(last.error) else None
+
+
+def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:
+    if first.group and first.group == then.group:
+        return False
+    if first.state == then.state == INSIDE:
+        return False  # in two threads
+    if same_comm:
+        return first.entry < then.entry
+    return 0 < first.issued < then.issued
+
+
+def _answered(group: Group, rank: int, peer: int, call: CallRecord) -> bool:
+    """Whether the other side of this send or recv is known to have come, though it was not seen to complete."""
+    member, own = group.members.get(peer), group.members[rank]
+    if member is None or member.comm is None:
+        return False
+    other = "recv" if call.operation == "send" else "send"
+    answers = [one for one in member.comm.calls if one.operation == other and one.peer == rank]
+    done = [one for one in answers if one.state == COMPLETED]
+    if member.process.machine == own.process.machine and any(one.completed >= call.issued > 0 for one in done):
+        return True
+    if own.comm is None or own.comm.calls[0].entry != 1 or member.comm.calls[0].entry != 1:
+        return False
+    asked = [one for one in own.comm.calls if one.operation == call.operation and one.peer == peer]
+    return len(answers) > next((index for index, one in enumerate(asked) if one is call), len(asked))
+
+
+def _components(meetings: Sequence[Meeting]) -> list[list[Meeting]]:
+    """Strongly connected components, by two passes (Kosaraju)."""
+    order: list[Meeting] = []
+    seen: set[Meeting] = set()
+    for root in meetings:
+        if root in seen:
+            continue
+        seen.add(root)
+        path = [(root, iter(root.first))]
+        while path:
+            node, left = path[-1]
+            after = next((one for one in left if one not in seen), None)
+            if after is None:
+                order.append(node)
+                path.pop()
+            else:
+                seen.add(after)
+                path.append((after, iter(after.first)))
+    above: dict[Meeting, list[Meeting]] = {}
+    for one in meetings:
+        for other in one.first:
+            above.setdefault(other, []).append(one)
+    parts, taken = [], set[Meeting]()
+    for root in reversed(order):
+        if root in taken:
+            continue
+        taken.add(root)
+        part = [root]
+        for node in part:
+            fresh = [one for one in above.get(node, []) if one not in taken]
+            taken.update(fresh)
+            part += fresh
+        parts.append(part)
+    return parts
+
+
+def _shortest(part: list[Meeting]) -> list[Meeting]:
+    """A shortest circle through the first meeting of a component; each waits for the next one."""
+    start, inside = part[0], set(part)
+    came: dict[Meeting, Meeting] = {}
+    queue = [start]
+    for node in queue:
+        for after in node.first:
+            if after is start:
+                path = [node]
+                while path[-1] is not start:
+                    path.append(came[path[-1]])
+                return path[::-1]
+            if after in inside and after not in came:
+                came[after] = node
+                queue.append(after)
+    return part
