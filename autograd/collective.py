@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pynccl import Communicator
+from pynccl.watch.frames import call_site
+from pynccl.watch.notes import noting
 
 from . import levels
 from .arguments import check_comm
@@ -65,9 +67,12 @@ class Collective(Function):
     dims_at: ClassVar[tuple[int, ...]] = ()  # indices in params of the tensor's dimensions
     linear: ClassVar[bool] = True  # else its derivatives need x and y
     communicates: ClassVar[bool] = True
+    forward_name: ClassVar[str]  # in the flight recorder
+    backward_name: ClassVar[str]
     operator: ClassVar[Callable[..., Tensor]]  # (x, key of the communicator, *params): torch.ops.pynccl.<name>
 
     def __init_subclass__(cls) -> None:
+        cls.forward_name, cls.backward_name = f"{cls.__name__}.forward", f"{cls.__name__}.backward"
         if name := getattr(cls, "name", ""):
 
             def operator(x: Tensor, key: str, *params: Any) -> Tensor:
@@ -121,7 +126,11 @@ class Collective(Function):
                 x, lambda t, batched: cls.forward(t, comm, *(cls.batched(*params) if batched else params))
             )
         launch, result = cls.prepare(x, comm, *params)
-        launch(None)
+        if comm.recorded:
+            with noting(cls.forward_name):
+                launch(None)
+        else:
+            launch(None)
         return result()
 
     @classmethod
@@ -130,6 +139,7 @@ class Collective(Function):
         ctx.comm, ctx.shape, ctx.params = comm, x.shape, params
         ctx.ask_for_token = None if saved_tensors_hooks(False) is None else save_token()
         ctx.call = number_call(comm, cls.name) if comm.checking else None
+        ctx.site = call_site() if comm.recorded and not torch.compiler.is_compiling() else ""
 
     @classmethod
     def pull_back(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,8 +148,16 @@ class Collective(Function):
             ctx.ask_for_token()
         if ctx.call is not None:
             compare_backward(ctx.comm, ctx.call, g if cls.is_replicated(ctx.params) else None)
-        dx = cls.cotangent(run, ctx.comm, g, ctx.shape, (), ctx.params)
+        with cls.in_backward(ctx):
+            dx = cls.cotangent(run, ctx.comm, g, ctx.shape, (), ctx.params)
         return dx, None, *(None,) * len(ctx.params)
+
+    @classmethod
+    def in_backward(cls, ctx: Any) -> contextlib.AbstractContextManager[None]:
+        """What runs within is in the flight recorder as the backward pass of this call."""
+        if ctx.site and not torch.compiler.is_compiling():
+            return noting(cls.backward_name, ctx.site)
+        return contextlib.nullcontext()
 
     @classmethod
     def cotangent(

@@ -25,6 +25,8 @@ from torch.autograd import Function
 
 from pynccl import Communicator
 from pynccl.bindings.values import attribute, shown
+from pynccl.watch.frames import call_site
+from pynccl.watch.notes import noting
 
 from . import levels
 from .checks import compare_backward, number_call
@@ -115,6 +117,7 @@ class _Pending:
     ) -> None:
         self.comm, self.function, self.shape, self.params = comm, function, shape, params
         self.call = number_call(comm, function.name) if comm.checking else None
+        self.site = call_site() if comm.recorded else ""
         # Under what wait() has to be called, and what its node has to ask for before it communicates.
         self.recording, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.tokens: list[AskForToken] = []
@@ -207,5 +210,6 @@ class Waited(Function):
             replicated = pending.function.is_replicated(pending.params)
             compare_backward(pending.comm, pending.call, g if replicated else None)
         call = pending.function.adjoint(g, pending.comm, pending.shape, *pending.params)
-        adjoint = pending.adjoint = _start(pending.comm, call)
+        with noting(pending.function.backward_name, pending.site):
+            adjoint = pending.adjoint = _start(pending.comm, call)
         return g.new_zeros(()) if adjoint._pending is None else adjoint._token, None

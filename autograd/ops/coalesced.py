@@ -16,6 +16,8 @@ from torch.autograd import Function
 
 import pynccl
 from pynccl import Communicator
+from pynccl.watch.frames import call_site
+from pynccl.watch.notes import noting
 
 from ..checks import ForwardCall, compare_backward, number_call
 from ..collective import Call, Collective, require_grad, run, sees_operators
@@ -91,6 +93,7 @@ class Coalesced(Function):
         ctx.differentiable = [has_derivative(x) for x in xs]
         ctx.mark_non_differentiable(*(y for y in output if not has_derivative(y)))
         ctx.call = number_call(ctx.plan.comm, ctx.plan.name) if ctx.plan.comm.checking else None
+        ctx.site = call_site() if ctx.plan.comm.recorded else ""
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,7 +107,8 @@ class Coalesced(Function):
             )
             if wanted
         ]
-        gradients = iter(run_together(plan.comm, calls))
+        with noting("Coalesced.backward", ctx.site):
+            gradients = iter(run_together(plan.comm, calls))
         return None, *(next(gradients) if wanted else None for wanted in differentiable)
 
 

@@ -69,7 +69,8 @@ class Elementwise(Collective):
         saved = ctx.saved_tensors  # before anything is communicated: a checkpoint may compute its region anew here
         if ctx.call is not None:
             compare_backward(ctx.comm, ctx.call, g if cls.is_replicated(ctx.params) else None)
-        dx = cls.cotangent(run, ctx.comm, g, ctx.shape, saved, ctx.params)
+        with cls.in_backward(ctx):
+            dx = cls.cotangent(run, ctx.comm, g, ctx.shape, saved, ctx.params)
         return dx, None, *(None,) * len(ctx.params)
 
     @classmethod

@@ -29,6 +29,7 @@ from .passes import (
     checked_reduce_dtype,
     decided,
     flat_rows,
+    in_backward,
     is_plain,
     main_grad_of,
     opened,
@@ -147,6 +148,7 @@ class AllGatherMatmul(Function):
         return y, whole
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         gy, g_whole = (*cotangents, None)[:2]
         x, w, *kept = ctx.saved_tensors

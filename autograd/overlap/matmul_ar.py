@@ -32,6 +32,7 @@ from .passes import (
     checked_reduce_dtype,
     decided,
     flat_rows,
+    in_backward,
     main_grad_of,
     opened,
     remember,
@@ -222,6 +223,7 @@ class MatmulAllReduce(Function):
         return (y.view(*x.shape[:-1], w.shape[0]),)
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         gy = cotangents[0] if len(cotangents) == 1 else torch.cat(cotangents)

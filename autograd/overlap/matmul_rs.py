@@ -32,6 +32,7 @@ from .passes import (
     checked_reduce_dtype,
     decided,
     flat_rows,
+    in_backward,
     is_plain,
     main_grad_of,
     opened,
@@ -108,6 +109,7 @@ class MatmulReduceScatter(Function):
         return y.view(x.shape[0] // size, *x.shape[1:-1], w.shape[0])
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (gy,) = cotangents
         x, w = ctx.saved_tensors

@@ -7,7 +7,8 @@ rules for all that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from pynccl import Communicator
 from pynccl.bindings.values import shown
+from pynccl.watch.frames import call_site
+from pynccl.watch.notes import noting
 
 from ..arguments import check_reduce_dtype
 from ..checks import compare_backward, number_call
@@ -150,6 +153,7 @@ def remember(ctx: Any, name: str, options: Options) -> None:
     ctx.options = options
     ctx.ask_for_token = None if saved_tensors_hooks(False) is None else save_token()
     ctx.call = number_call(options.comm, name) if options.comm.checking else None
+    ctx.site = call_site() if options.comm.recorded else ""
 
 
 def check_backward(ctx: Any, replicated: Tensor | None = None) -> None:
@@ -158,6 +162,20 @@ def check_backward(ctx: Any, replicated: Tensor | None = None) -> None:
         ctx.ask_for_token()
     if ctx.call is not None:
         compare_backward(ctx.options.comm, ctx.call, replicated)
+
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def in_backward(backward: Backward) -> Backward:
+    """A backward pass whose calls are in the flight recorder as those of its forward call; see `remember`."""
+
+    @functools.wraps(backward)
+    def noted(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
+        with noting(backward.__qualname__, ctx.site):
+            return backward(ctx, *cotangents)
+
+    return noted
 
 
 class WeightGrad:

@@ -29,6 +29,7 @@ from .passes import (
     checked_reduce_dtype,
     decided,
     flat_rows,
+    in_backward,
     is_plain,
     main_grad_of,
     opened,
@@ -87,6 +88,7 @@ class CopyMatmul(Function):
         return F.linear(x, w, bias)
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (gy,) = cotangents
         x, w = ctx.saved_tensors

@@ -109,6 +109,11 @@ class Comm(Shared):
         """Whether calls are compared across ranks (PYNCCL_CHECK=1 when it was made)."""
         return self._check
 
+    @property
+    def recorded(self) -> bool:
+        """Whether its calls are in the flight recorder: unless PYNCCL_WATCH=off when it was made."""
+        return self._track is not None
+
     def check_alive(self) -> None:
         if self._handle is None:
             if self._late:

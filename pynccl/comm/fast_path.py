@@ -19,8 +19,9 @@ from ..bindings.library import to_pointer, without_argtypes
 from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import hold, stream_handle
 from ..watch.frames import call_site
+from ..watch.notes import notes
 from ..watch.recorder import now
-from ..watch.track import Track, notes
+from ..watch.track import Track
 from .base import Comm
 from .call import call_text
 

@@ -72,15 +72,29 @@ def _remove() -> None:
     own = recorder.started()
     if own is None or not own.mine or not own.path or own.ended != layout.CLEAN:
         return
-    job = os.path.dirname(own.path)
     gone, waiting = [own.path], False
-    for path in folder.files(job):
-        if path == own.path:
-            continue
+    for path in _relatives(own.path):
         with contextlib.suppress(OSError, ValueError):
             kind, alive = folder.end_of(path)
-            waiting = waiting or alive
+            waiting = waiting or (alive and not kind)
             if kind == layout.CLEAN and not alive:
                 gone.append(path)
     if not waiting:
-        folder.remove(job, gone)
+        for path in gone:
+            folder.remove(os.path.dirname(path), [path])
+
+
+def _relatives(own: str) -> list[str]:
+    """The files of other processes that are or were in a communicator with this one: of its job, or started apart."""
+    job = os.path.dirname(own)
+    found = [path for path in folder.files(job) if path != own]
+    elsewhere = [path for other in folder.jobs(os.path.dirname(job)) if other != job for path in folder.files(other)]
+    if elsewhere:
+        from . import reader  # what it imports takes long
+
+        uids = reader.uids(own)
+        for path in elsewhere:
+            with contextlib.suppress(OSError, ValueError):
+                if uids & reader.uids(path):
+                    found.append(path)
+    return found

@@ -35,7 +35,7 @@ def read_folder(path: str, *, uid: str = "") -> tuple[list[Process], list[str]]:
     paths = [path] if not os.path.isdir(path) else sorted(_paths(path))
     for one in paths[:_MOST_FILES]:
         try:
-            if not uid or mentions(one, uid):
+            if not uid or uid in uids(one):
                 records.append(read_file(one))
         except BadRecord as error:
             problems.append(str(error))
@@ -54,11 +54,10 @@ def _paths(path: str) -> Iterator[str]:
         yield from folder.files(job)
 
 
-def mentions(path: str, uid: str) -> bool:
-    """Whether a communicator of this name is in the file: a quick look at the heads of its regions."""
-    data = _Bytes(path)
-    with data:
-        return any(uid in (data.text(at, "uid"), data.text(at, "alias")) for at in data.regions())
+def uids(path: str) -> set[str]:
+    """The names of the communicators in the file: a quick look at the heads of its regions."""
+    with _Bytes(path) as data:
+        return {data.text(at, what) for at in data.regions() for what in ("uid", "alias")} - {""}
 
 
 def read_file(path: str) -> Process:
@@ -166,11 +165,10 @@ class _Bytes:
             end_at=self.seconds(ended),
         )
         here = texts["machine"] == folder.machine()
-        record.state = state_of(pid, start) if here else DEAD if ended else UNKNOWN
+        # What has said that it ends counts as gone, though it may still be closing what it has open.
+        record.state = DEAD if ended else state_of(pid, start) if here else UNKNOWN
         if here:
             record.now = self.seconds(time.monotonic_ns())  # by the clock of the file, also if the other was set
-        if record.state == DEAD and not record.end:
-            record.end_at = max(self.seconds(seen), os.fstat(self.file).st_mtime if not here else 0.0)
         record.comms = [comm for at in self.regions() if (comm := self.comm(at, record.state)) is not None]
         return record
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from . import layout
 from .frames import call_site
+from .notes import notes
 from .recorder import Recorder, now, recorder
 from .settings import SITES
 
@@ -40,10 +41,6 @@ SHAPES: dict[str, tuple[int, int, int, int]] = {
 }
 _FEW = 16  # rows that are sooner counted one by one
 _PEERS = ("send", "recv", "put_signal", "signal")
-
-notes: dict[
-    int, tuple[str, str]
-] = {}  # thread -> the autograd function that it is in, and the line of its forward call
 
 
 def weight_of(operation: str) -> int:
@@ -398,6 +395,3 @@ def uid_of(*parts: Any) -> str:
 def _line(error: BaseException | str) -> str:
     text = str(error) if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return text.partition("\n")[0]
-
-
-os.register_at_fork(after_in_child=notes.clear)
