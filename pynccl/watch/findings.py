@@ -164,8 +164,10 @@ def alive(case: Case, process: ProcessRecord) -> str:
 def progress(member: Member) -> str:
     if member.comm is None:
         return "has not come to the communicator's init"
-    if member.completed < member.entered:
+    if 0 < member.completed < member.entered:
         return f"last entered #{member.entered:,}, last completed #{member.completed:,}"
+    if member.completed < member.entered:
+        return f"last entered #{member.entered:,}, completed none"
     return f"last completed #{member.completed:,}" if member.completed > 0 else "has completed none"
 
 

@@ -103,7 +103,8 @@ class Played:
             for rank in range(size):
                 clock += 0.01
                 moved |= self._issue(rank, clock)
-            moved |= any([self._complete(rank) for rank in range(size)])
+            for rank in range(size):
+                moved |= self._complete(rank)
         return all(self.done[rank] == len(program) for rank, program in enumerate(self.programs))
 
     def _issue(self, rank: int, clock: float) -> bool:
