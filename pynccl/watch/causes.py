@@ -15,11 +15,12 @@ from .findings import (
     chain,
     concern,
     describe,
+    names_of,
     standing,
     standings,
     waiting,
 )
-from .members import Group, Member, rank_name
+from .members import Group, Member
 from .records import FAILED, CallRecord
 from .waits import LEFT, Meeting, Step, consequence
 from .wording import Range, at, call_name, call_text, clean, line_of, ranks_text, seconds
@@ -60,20 +61,11 @@ def _away(case: Case, meeting: Meeting, members: Sequence[Member], kind: str) ->
         wanted = {"send": f"recv from rank {waiter}", "recv": f"send to rank {waiter}"}.get(call.operation, "signal")
         text = f"{ranks} has not called {wanted}: {waiting(meeting, '')} in {there}"
     found = Finding(kind, text, 50 if kind == "unreachable" else 40, standings(case, members, meeting))
-    if len(members) == 1 and not meeting.away[1:] and len(meeting.here) == 1 and not meeting.collective:
-        found.details.append(f"{ranks_text(meeting.here)}: waits there")
     if meeting.call.operation in ("shrink", "grow"):
         found.details.append("ranks that it leaves out need not call it")
     found.details += chain(case, meeting)
     found.culprits = [(meeting.group.uid, one.rank) for one in members]
     return [concern(case, found, [meeting], members)]
-
-
-def names_of(members: Sequence[Member]) -> str:
-    """ "rank 3", "rank 3 (rank 19 of the launch)", "ranks 3 and 5-7"."""
-    if len(members) == 1:
-        return rank_name(members[0].rank, members[0].process)
-    return ranks_text(one.rank for one in members)
 
 
 def _unknown(case: Case, meeting: Meeting, only: bool) -> Finding:
@@ -100,7 +92,7 @@ def _left(case: Case, meeting: Meeting) -> list[Finding]:
     text = (
         f"{who}'s comm '{clean(meeting.group.name, 60)}' was {clean(comm.ended)}{at(comm.ended_site, case.paths)}"
         f"{ago(members[0].process, comm.ended_at)}; {waiting(meeting, '')} in "
-        f"{describe(meeting.call, meeting.group, case.paths)}"
+        f"{describe(meeting.call, meeting.group, case.paths)}, which it never entered"
     )
     if len(members) > 1:
         text += f"; {ranks_text(one.rank for one in members[1:])} ended theirs, too"
@@ -151,7 +143,9 @@ def stalled(case: Case) -> list[Finding]:
         if meeting.blocked or meeting.first or age < max(case.patience, _STALLED_SECONDS):
             continue
         there = describe(meeting.call, meeting.group, case.paths)
-        every = f"all {len(meeting.here)} ranks are" if len(meeting.here) > 1 else f"{ranks_text(meeting.here)} is"
+        count = len(meeting.here)
+        every = "both ranks are" if count == 2 else f"all {count:,} ranks are"
+        every = every if count > 1 else f"{ranks_text(meeting.here)} is"
         text = (
             f"{every} in {there} and nobody is missing, but it has not moved for {seconds(age)}: "
             "the network, a GPU, or the work before it on its stream"
@@ -185,7 +179,7 @@ def _crossing(case: Case, circle: Sequence[Meeting]) -> Finding:
     if any(step.then for _, _, steps in edges for step in steps):
         details.append("every rank has to make the calls of two communicators in the same order")
     found = Finding("crossed", text, 20 if certain else 45, details)
-    for _, _, steps in edges[:SHOWN]:
+    for _, _, steps in reversed(edges[:SHOWN]):
         step = steps[0]
         found.details.append(f"{case.job.name(step.member.process)}: {standing(case, step.member, None)}")
         found.lines += [line for call in (step.first, step.then) if call and (line := line_of(call.site))]
@@ -222,8 +216,11 @@ def _ids(case: Case) -> list[Finding]:
         if len(same) < 2 or not of_launch or len(ranks) != size or set(ranks) != set(range(size)):
             continue
         same.sort(key=lambda one: -len(one.here))
-        who = " and ".join(ranks_text(one.here) for one in same[:4])
-        text = f"{who} wait in init of {size:,} ranks, each with another unique id: all ranks need the one of rank 0"
+        who = ", ".join(f"{ranks_text(one.here)} with another" for one in same[1:4])
+        text = (
+            f"{ranks_text(same[0].here)} wait in init of {size:,} ranks with one unique id, {who}: "
+            "all ranks need the one of rank 0"
+        )
         found = Finding("mismatch", text, 8)
         found.culprits = [(one.group.uid, rank) for one in same[1:] for rank in one.here]
         found.lines = [line for one in same for call in one.here.values() if (line := line_of(call.site))]

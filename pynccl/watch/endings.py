@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .findings import SHOWN, Case, Finding, ago, briefly, concern, describe, waiting
+from .findings import SHOWN, SILENT_SECONDS, Case, Finding, ago, briefly, concern, describe, progress, waiting
 from .members import Group, Member, ended_about
 from .records import DEAD, INSIDE, STOPPED, ProcessRecord
 from .waits import Meeting, consequence
@@ -35,24 +35,29 @@ def dead(case: Case) -> Finding | None:
 
     def order(process: ProcessRecord) -> tuple[bool, bool, int, float]:
         # Clocks of two machines are not compared: there, the rank that made the fewest calls is taken for the first.
-        progress = sum(comm.entered for comm in process.comms) if len(machines) > 1 else 0
-        return consequence(process.end), normal(process), progress, ended_about(process)
+        made = sum(comm.entered for comm in process.comms) if len(machines) > 1 else 0
+        return consequence(process.end), normal(process), made, ended_about(process)
 
     first = min(blamed, key=order)
     meetings = awaited.get(id(first), [])
-    every = f"all {len(ended):,} processes have ended; first " if len(ended) == len(case.job.processes) > 1 else ""
+    rivals = [one for one in blamed if one is not first and order(one)[:2] == order(first)[:2] and _close(one, first)]
+    every = f"all {len(ended):,} processes have ended: " if len(ended) == len(case.job.processes) > 1 else ""
     sentence = every + ending(case, first, meetings)
-    found = Finding("dead", sentence, 30 if consequence(first.end) else 0)
+    found = Finding("dead", sentence, 75 if consequence(first.end) else 0)
     found.details = _doing(case, first, meetings) + _others(case, [one for one in ended if one is not first])
-    if len(machines) > 1 and len(blamed) > 1:
-        found.details.append(
-            "the ends are on several machines, whose clocks are not compared: another may be the first"
-        )
+    if rivals:
+        found.details.append(f"which one of {len(rivals) + 1:,} processes was the first to end cannot be told")
     group = meetings[0].group if meetings else None
     found.culprits, found.comms = [case.job.key(first, group)], [comm.uid for comm in first.comms]
     line = line_of(first.end_site) or _inside_line(first) or line_of(first.where)
     found.lines = [line] if line else []
     return concern(case, found, meetings, [])
+
+
+def _close(one: ProcessRecord, other: ProcessRecord) -> bool:
+    """Whether it cannot be told which of two ended first: on two machines, or without a word within a few seconds."""
+    apart = abs(ended_about(one) - ended_about(other))
+    return one.machine != other.machine or apart <= (0.0 if one.end_at and other.end_at else SILENT_SECONDS)
 
 
 def stopped(case: Case) -> Finding | None:
@@ -148,9 +153,8 @@ def _doing(case: Case, first: ProcessRecord, meetings: Sequence[Meeting]) -> lis
     member = next(
         (one for group, one in case.job.members.get(id(first), []) if not meetings or group is meetings[0].group), None
     )
-    progress = f"last entered #{member.entered:,}, last completed #{member.completed:,}" if member else ""
     inside = _inside(case, first)
-    words = [word for word in (progress, f"inside {inside}" if inside else "") if word]
+    words = [word for word in (progress(member) if member else "", f"inside {inside}" if inside else "") if word]
     words += [f"its main thread was last in {case.paths.short(first.where)}"] if first.where else []
     group = _group_of(case, member) if member else None
     return [f"{case.job.name(first, group)}: {'; '.join(words)}"] if words else []
@@ -169,7 +173,7 @@ def _others(case: Case, ended: Sequence[ProcessRecord]) -> list[str]:
     for manner, processes in rows.items():
         ranks = [one.rank if one.rank >= 0 else case.job.key(one)[1] for one in processes]
         who = ranks_text(ranks) if min(ranks) >= 0 else f"{len(processes):,} processes"
-        lines.append(f"{who} ended {'too' if normal(processes[0]) else 'later, or as a consequence'}: {manner}")
+        lines.append(f"{who} ended too: {manner}")
     return lines[:SHOWN] + ([f"and {len(lines) - SHOWN:,} other ways of ending"] if len(lines) > SHOWN else [])
 
 

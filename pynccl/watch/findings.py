@@ -12,13 +12,14 @@ from .wording import Paths, at, call_name, clean, have, line_of, maker, ranks_te
 
 SHOWN = 8  # lines about single ranks in one finding
 _SHOWN_CHAIN = 4
+_STANDINGS = 64  # ranks that are looked at for such lines
 _NAMED = 10_000  # culprits of one finding, for whoever reads the JSON
 SILENT_SECONDS = 10.0  # a watchdog writes more often than this
 
 
 @dataclass
 class Finding:
-    """As Verdict has it. Findings of a lower `weight` come first. `waiting`: how many wait because of it; `age`: how long."""
+    """As Verdict has it. A lower `weight` comes first. `waiting`: how many wait because of it; `age`: for how long."""
 
     kind: str
     sentence: str
@@ -54,6 +55,8 @@ def describe(call: CallRecord, group: Group, paths: Paths) -> str:
     if call.count >= 0:
         words.append(f"{clean(call.dtype, 20)} x {call.count:,}".strip())
     words += [f"root {call.root}"] if call.root >= 0 else []
+    if call.detail.startswith(f"{call.operation}("):  # compared by PYNCCL_CHECK=1, not made yet
+        words.append(clean(call.detail[len(call.operation) + 1 :].rstrip(")")))
     made = maker(call, paths)
     if call.function and made:
         return f"{call_name(call)} ({made}; {', '.join(words)})"
@@ -119,19 +122,31 @@ def chain(case: Case, meeting: Meeting) -> list[str]:
 
 
 def standings(case: Case, members: Sequence[Member], meeting: Meeting) -> list[str]:
-    """A line for each of the first ranks."""
-    lines = [f"{rank_name(one.rank, one.process)}: {standing(case, one, meeting)}" for one in members[:SHOWN]]
-    left = len(members) - SHOWN
-    return lines + ([f"and {left:,} more ranks, which have not come either"] if left > 0 else [])
+    """A line for each rank, or for several that stand alike."""
+    rows: dict[str, list[Member]] = {}
+    for member in members[:_STANDINGS]:
+        rows.setdefault(standing(case, member, meeting), []).append(member)
+    lines = [f"{names_of(same)}: {text}" for text, same in rows.items()][:SHOWN]
+    left = len(members) - sum(len(same) for same in list(rows.values())[:SHOWN])
+    return lines + ([f"and {left:,} more ranks"] if left > 0 else [])
+
+
+def names_of(members: Sequence[Member]) -> str:
+    if len(members) == 1:
+        return rank_name(members[0].rank, members[0].process)
+    return ranks_text(one.rank for one in members)
 
 
 def standing(case: Case, member: Member, meeting: Meeting | None) -> str:
     """ "process alive, last completed #40; its main thread is in data.py:41 next_batch"."""
-    words = [f"{alive(case, member.process)}, {_progress(member)}"]
+    words = [f"{alive(case, member.process)}, {progress(member)}"]
     for other, call in case.waits.elsewhere(member, meeting)[:2]:
         how = "it waits itself in" if call.state == INSIDE else "not completed on its stream:"
         words.append(f"{how} {briefly(call, other.group)}, for {seconds(member.waited(call))}")
-    words += [one for one in (whereabouts(case, member.process), frozen(member.process)) if one]
+    where = whereabouts(case, member.process)
+    if not where and len(words) == 1 and meeting and member.rank in meeting.away:
+        where = "where its main thread is, is not known"
+    words += [one for one in (where, frozen(member.process)) if one]
     return "; ".join(words)
 
 
@@ -146,17 +161,19 @@ def alive(case: Case, process: ProcessRecord) -> str:
     return f"process {process.pid} on host {clean(process.host, 60)} alive" if len(hosts) > 1 else "process alive"
 
 
-def _progress(member: Member) -> str:
+def progress(member: Member) -> str:
     if member.comm is None:
         return "has not come to the communicator's init"
-    if member.completed < member.entered:
+    if 0 < member.completed < member.entered:
         return f"last entered #{member.entered:,}, last completed #{member.completed:,}"
+    if member.completed < member.entered:
+        return f"last entered #{member.entered:,}, completed none"
     return f"last completed #{member.completed:,}" if member.completed > 0 else "has completed none"
 
 
 def whereabouts(case: Case, process: ProcessRecord) -> str:
     if not process.where:
-        return "" if process.state == DEAD else "where its main thread is, is not known"
+        return ""
     age = process.now - process.where_at if process.where_at > 0 else 0.0
     if process.state == DEAD:
         return f"its main thread was last in {case.paths.short(process.where)}"

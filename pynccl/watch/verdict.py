@@ -67,7 +67,8 @@ def judge(processes: Sequence[ProcessRecord], *, patience: float = 0.0) -> Verdi
     job = Job(processes)
     all_dead = all(process.state == DEAD for process in job.processes)
     case = Case(job, Waits(job, post_mortem=all_dead), patience)
-    found = [*_found(case), *_frozen(case)]
+    found = _found(case)
+    found += _frozen(case, {culprit for one in found for culprit in one.culprits})
     if all_dead:
         _weigh_after_the_end(case, found)
     else:
@@ -75,6 +76,8 @@ def judge(processes: Sequence[ProcessRecord], *, patience: float = 0.0) -> Verdi
     found.sort(key=lambda one: (one.weight, -one.waiting, -one.age))
     if not found:
         found = [_going_on(case)]
+    for one in found:
+        one.sentence = one.sentence.rstrip(".") + "."
     notes = [clean(note) for group in job.groups for note in group.stale]
     first = found[0]
     return Verdict(
@@ -107,15 +110,10 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
 
 def _found(case: Case) -> list[Finding]:
     ends = [one for one in (dead(case), stopped(case)) if one]
-    return [
-        *_duplicates(case),
-        *ends,
-        *disagreements(case),
-        *crossings(case),
-        *missing(case),
-        *failures(case),
-        *stalled(case),
-    ]
+    differ = disagreements(case)
+    known = {uid for one in differ for uid in one.comms}
+    hangs = [one for one in stalled(case) if not known.intersection(one.comms)]
+    return [*_duplicates(case), *ends, *differ, *crossings(case), *missing(case), *failures(case), *hangs]
 
 
 def _weigh(found: list[Finding]) -> None:
@@ -148,17 +146,21 @@ def _duplicates(case: Case) -> list[Finding]:
     return found
 
 
-def _frozen(case: Case) -> list[Finding]:
-    """Processes that run and show no life."""
+def _frozen(case: Case, named: set[tuple[str, int]]) -> list[Finding]:
+    """Processes that run and show no life, other than those that are named already."""
+    places = case.job.members
     silent = [process for process in case.job.processes if frozen(process)]
+    silent = [
+        one for one in silent if not any((group.uid, place.rank) in named for group, place in places.get(id(one), []))
+    ]
     if not silent:
         return []
     lines = [f"{case.job.name(process)}: {frozen(process)}" for process in silent[:8]]
     more = f" (and {len(silent) - 1:,} more processes)" if len(silent) > 1 else ""
     text = f"{case.job.name(silent[0])}'s process {silent[0].pid} runs, but {frozen(silent[0])}{more}"
     culprits = [case.job.key(process) for process in silent]
-    places = [line for process in silent[:8] if (line := line_of(process.where))]
-    return [Finding("frozen", text, 70, lines[1:], culprits, places, [uid for uid, _ in culprits])]
+    where = [line for process in silent[:8] if (line := line_of(process.where))]
+    return [Finding("frozen", text, 70, lines[1:], culprits, where, [uid for uid, _ in culprits])]
 
 
 def _going_on(case: Case) -> Finding:

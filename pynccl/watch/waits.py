@@ -32,7 +32,7 @@ class Step:
 
 @dataclass(eq=False)
 class Meeting:
-    """`here` waits; `away` has not come; `gone` will not: DEAD, STOPPED, LEFT, FAILED; of `unknown` nothing is known."""
+    """`here` waits; `away` has not come; `gone` will not: DEAD, STOPPED, LEFT, FAILED; `unknown` left no record."""
 
     group: Group
     call: CallRecord

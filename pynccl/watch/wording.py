@@ -115,7 +115,7 @@ def call_name(call: CallRecord) -> str:
         return f"send to rank {call.peer}"
     if call.operation in ("recv", "wait_signal") and call.peer >= 0:
         return f"{operation} {'from' if operation == 'recv' else 'of'} rank {call.peer}"
-    return f"{operation} #{call.number:,}" if call.number > 0 else operation
+    return f"{operation} #{call.number:,}" if call.number > 0 and operation != "init" else operation
 
 
 def call_text(call: CallRecord) -> str:

@@ -1,0 +1,719 @@
+"""The verdict names the rank, the call and the line that keep a job from going on, in its first sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+import time
+from typing import Any
+
+import pytest
+from watched import COMPLETED, DEAD, INSIDE, ISSUED, NOW, STOPPED, Do, Played, behind, call, comm, process, waiting
+
+from pynccl.watch.records import FAILED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
+from pynccl.watch.verdict import Verdict, about, judge, render
+
+WHERE = "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"
+
+
+def three_wait() -> list[ProcessRecord]:
+    return [waiting(rank, 4) for rank in range(3)]
+
+
+def dp(rank: int, *calls: CallRecord, size: int = 2) -> CommRecord:
+    return comm(rank, size, calls, uid="u-dp", name="dp")
+
+
+def test_a_rank_that_never_came_is_named_with_where_it_is() -> None:
+    verdict = judge([*three_wait(), behind(3, 4)])
+    assert render(verdict) == (
+        f"rank 3 never entered {WHERE}; 3 ranks have waited 12.3 s there.\n"
+        "rank 3: process alive, last completed #40; its main thread is in data.py:41 next_batch"
+    )
+    assert (verdict.kind, verdict.culprits, verdict.lines) == ("missing", [("u-tp", 3)], ["/home/me/data.py:41"])
+
+
+def test_several_missing_ranks_are_ranges() -> None:
+    absent = (3, 5, *range(7, 13))
+    verdict = judge([behind(rank, 13) if rank in absent else waiting(rank, 13) for rank in range(13)])
+    assert verdict.sentence.startswith("ranks 3, 5 and 7-12 never entered all_reduce #41 (comm 'tp', 13 ranks")
+    assert [rank for _, rank in verdict.culprits] == list(absent)
+
+
+def test_a_call_on_a_stream_waits_as_one_inside_does() -> None:
+    records = [*three_wait(), behind(3, 4)]
+    for one in records[:3]:
+        one.comms[0].calls[-1].state = ISSUED
+    assert judge(records).culprits == [("u-tp", 3)]
+
+
+def test_ranks_far_ahead_on_their_stream_wait_for_the_first_missing_call() -> None:
+    ahead = [call(40, age=20), *(call(number, state=ISSUED, age=60 - number) for number in range(41, 50))]
+    verdict = judge([process(0, comm(0, 3, ahead)), process(1, comm(1, 3, ahead[:5])), behind(2, 3)])
+    assert verdict.sentence.startswith("rank 2 never entered all_reduce #41")
+    assert verdict.culprits == [("u-tp", 2)]
+
+
+def test_a_rank_without_a_record_is_said_to_be_unknown() -> None:
+    verdict = judge(three_wait())
+    assert verdict.sentence.startswith(
+        "nothing is known of rank 3: its process has left no record here (another machine?"
+    )
+    assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 3)])
+
+
+def test_a_known_absentee_comes_before_an_unknown_one() -> None:
+    verdict = judge([waiting(0, 1024), waiting(1, 1024), behind(7, 1024)])
+    assert verdict.culprits == [("u-tp", 7)]
+    assert "nothing is known of ranks 2-6 and 8-1023" in render(verdict)
+
+
+def test_a_rank_that_waits_elsewhere_is_not_to_blame() -> None:
+    third = process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=INSIDE, site="/m/opt.py:5")))
+    ninth = process(9, dp(1, call(6)), where="/m/data.py:41 next_batch")
+    verdict = judge([*three_wait(), third, ninth])
+    assert verdict.culprits == [("u-dp", 1)]
+    assert verdict.sentence.startswith("rank 1 (rank 9 of the launch) never entered all_reduce #7 (comm 'dp'")
+    assert verdict.comms == ["u-dp", "u-tp"]
+    assert (
+        "rank 3 has not entered all_reduce #41 of comm 'tp', where 3 ranks have waited 12.3 s, "
+        "because it is itself waiting in all_reduce #7 of comm 'dp'"
+    ) in verdict.details
+    assert about(verdict, "u-tp", 0).startswith("rank 1 (rank 9 of the launch) never entered")
+
+
+def test_a_rank_held_by_its_own_stream_is_not_to_blame() -> None:
+    third = process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=ISSUED)), where="/m/loss.py:3 item")
+    assert judge([*three_wait(), third, process(9, dp(1, call(6)))]).culprits == [("u-dp", 1)]
+
+
+def test_two_communicators_in_two_orders_are_named_with_both_lines() -> None:
+    first = process(0, comm(0, 2, [call(5, state=INSIDE, site="/m/a.py:1")]), dp(0, call(6)))
+    second = process(1, comm(1, 2, [call(4)]), dp(1, call(7, state=INSIDE, site="/m/b.py:2")))
+    verdict = judge([first, second])
+    assert verdict.kind == "crossed"
+    assert sorted(verdict.culprits) == [("u-dp", 1), ("u-tp", 0)]
+    assert sorted(verdict.lines) == ["/m/a.py:1", "/m/b.py:2"]
+    assert verdict.sentence == (
+        "ranks wait for each other: "
+        "rank 0 waits in all_reduce #5 of comm 'tp' at a.py:1 and has not entered all_reduce #7 of comm 'dp'; "
+        "rank 1 waits in all_reduce #7 of comm 'dp' at b.py:2 and has not entered all_reduce #5 of comm 'tp'."
+    )
+
+
+def both_issued(rank: int, tp_age: float, dp_age: float, **more: Any) -> ProcessRecord:
+    tp_call = call(5, state=ISSUED, age=tp_age, site=f"/m/{rank}.py:5", **more)
+    return process(
+        rank, comm(rank, 2, [tp_call]), dp(rank, call(7, state=ISSUED, age=dp_age, site=f"/m/{rank}.py:7", **more))
+    )
+
+
+def test_two_orders_on_streams_are_seen_by_the_times_of_issue() -> None:
+    verdict = judge([both_issued(0, 9, 8), both_issued(1, 7, 8)])
+    assert verdict.kind == "crossed"
+    assert (
+        "rank 0 calls all_reduce #5 of comm 'tp' at 0.py:5, then all_reduce #7 of comm 'dp' at 0.py:7"
+        in verdict.sentence
+    )
+    assert (
+        "rank 1 calls all_reduce #7 of comm 'dp' at 1.py:7, then all_reduce #5 of comm 'tp' at 1.py:5"
+        in verdict.sentence
+    )
+
+
+def test_calls_of_one_group_have_no_order() -> None:
+    records = [both_issued(0, 3, 2, group=4), both_issued(1, 1, 2, group=9)]
+    assert judge(records).kind == "running"
+
+
+def test_one_order_on_all_ranks_is_not_crossed() -> None:
+    assert judge([both_issued(0, 3, 2), both_issued(1, 2, 1)]).kind == "running"
+
+
+def ring(size: int) -> list[ProcessRecord]:
+    return [
+        process(r, comm(r, size, [call(0, "recv", INSIDE, peer=(r - 1) % size, site="/m/ring.py:3")]))
+        for r in range(size)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 64])
+def test_ranks_that_all_receive_first_wait_for_each_other(size: int) -> None:
+    verdict = judge(ring(size))
+    assert verdict.kind == "crossed"
+    assert {rank for _, rank in verdict.culprits} == set(range(size))
+    assert verdict.lines == ["/m/ring.py:3"]
+    assert len(verdict.sentence) < 600
+
+
+def odd_call(*odd: tuple[int, CallRecord], size: int = 4) -> Verdict:
+    calls = dict(odd)
+    usual = [waiting(rank, size) for rank in range(size) if rank not in calls]
+    return judge([*usual, *(process(rank, comm(rank, size, [call(40), one])) for rank, one in calls.items())])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"operation": "all_gather"}, "all_gather(count=33,554,432, BFLOAT16)"),
+        ({"count": 7}, "all_reduce(count=7, BFLOAT16, SUM)"),
+        ({"dtype": "FLOAT32"}, "all_reduce(count=33,554,432, FLOAT32, SUM)"),
+        ({"op": "MAX"}, "all_reduce(count=33,554,432, BFLOAT16, MAX)"),
+        ({"root": 1}, "root=1)"),
+    ],
+)
+@pytest.mark.parametrize("state", [INSIDE, ISSUED, COMPLETED, FAILED])
+def test_the_odd_call_out_is_named_beside_the_others(change: dict[str, Any], words: str, state: str) -> None:
+    values = {"operation": "all_reduce", "state": state, "site": "/home/me/moe.py:95", **change}
+    verdict = odd_call((2, call(41, **values)))
+    assert (verdict.kind, verdict.culprits, verdict.lines) == ("mismatch", [("u-tp", 2)], ["/home/me/moe.py:95"])
+    assert words in verdict.sentence and "at moe.py:95" in verdict.sentence
+    assert "the others call all_reduce(count=33,554,432, BFLOAT16, SUM) at model.py:88" in verdict.sentence
+    assert "stalled" not in {one.kind for one in verdict.findings}
+
+
+def test_of_two_ranks_that_differ_both_are_named() -> None:
+    verdict = odd_call((1, call(41, state=INSIDE, count=5, site="/home/me/b.py:9")), size=2)
+    assert verdict.culprits == [("u-tp", 0), ("u-tp", 1)]
+    assert verdict.lines == ["/home/me/model.py:88", "/home/me/b.py:9"]
+
+
+def test_the_first_of_several_differences_is_named() -> None:
+    usual = [process(r, comm(r, 3, [call(number) for number in range(38, 42)])) for r in range(2)]
+    odd = process(2, comm(2, 3, [call(38), call(39, count=1), call(40, count=2), call(41, count=3)]))
+    assert "as #39" in judge([*usual, odd]).sentence
+
+
+@pytest.mark.parametrize("operation", ["all_gather_v", "all_to_all_v", "split", "group plan", "barrier"])
+def test_calls_that_may_differ_are_no_mismatch(operation: str) -> None:
+    records = [
+        process(r, comm(r, 3, [call(41, operation, count=r + 1, detail=f"color={r}")]), state=DEAD, end="exit")
+        for r in range(3)
+    ]
+    assert judge(records).kind == "finished"
+
+
+def lines_of_code(rank: int, *steps: tuple[int, str, int], state: str = INSIDE) -> ProcessRecord:
+    calls = [call(number, operation, site=f"/m/model.py:{line}") for number, operation, line in steps]
+    calls[-1].state = state
+    return process(rank, comm(rank, 3, calls))
+
+
+def test_a_call_left_out_is_known_by_the_calls_after_it() -> None:
+    usual = ((40, "broadcast", 80), (41, "all_reduce", 88), (42, "all_gather", 95))
+    odd = lines_of_code(2, (40, "broadcast", 80), (41, "all_gather", 95), state=COMPLETED)
+    verdict = judge([lines_of_code(0, *usual), lines_of_code(1, *usual), odd])
+    assert verdict.sentence.startswith(
+        "rank 2 left out all_reduce #41 (comm 'tp', 3 ranks, at model.py:88 on the others): "
+        "its #41, all_gather at model.py:95, is the others' #42"
+    )
+    assert verdict.culprits == [("u-tp", 2)]
+    assert "/m/model.py:88" in verdict.lines
+
+
+def test_a_call_left_out_is_known_by_earlier_steps_where_the_others_are_inside_it() -> None:
+    step = ((37, "broadcast", 80), (38, "all_reduce", 88), (39, "all_gather", 95), (40, "broadcast", 80))
+    usual = (*step, (41, "all_reduce", 88))
+    verdict = judge(
+        [lines_of_code(0, *usual), lines_of_code(1, *usual), lines_of_code(2, *step, (41, "all_gather", 95))]
+    )
+    assert verdict.sentence.startswith("rank 2 left out all_reduce #41")
+    assert "which came after it in #39" in verdict.sentence
+
+
+def test_one_call_too_many_is_known_by_the_calls_after_it() -> None:
+    usual = ((40, "broadcast", 80), (41, "all_reduce", 88))
+    odd = lines_of_code(2, (40, "broadcast", 80), (41, "all_gather", 9), (42, "all_reduce", 88))
+    verdict = judge([*(lines_of_code(rank, *usual, state=COMPLETED) for rank in (0, 1)), odd])
+    assert verdict.sentence.startswith("rank 2 made one call more than the others: all_gather #41")
+    assert "its #42 is the others' #41" in verdict.sentence
+
+
+def test_a_left_out_call_like_all_others_is_known_by_the_lines() -> None:
+    usual = [(number, "all_reduce", number) for number in range(30, 42)]
+    odd = [(number, "all_reduce", number + (number >= 38)) for number in range(30, 41)]
+    others = [lines_of_code(rank, *usual) for rank in (0, 1)]
+    verdict = judge([*others, lines_of_code(2, *odd, state=COMPLETED)])
+    assert verdict.sentence.startswith(
+        "rank 2 left out all_reduce #38 (comm 'tp', 3 ranks, at model.py:38 on the others)"
+    )
+
+
+def test_a_branch_on_the_rank_is_not_a_call_left_out() -> None:
+    usual = [(number, "all_reduce", 88) for number in range(30, 42)]
+    other = [(number, "all_reduce", 90) for number in range(30, 41)]
+    verdict = judge([lines_of_code(0, *usual), lines_of_code(1, *usual), lines_of_code(2, *other, state=COMPLETED)])
+    assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 2)])
+
+
+def pair(*calls: CallRecord, **more: Any) -> list[ProcessRecord]:
+    """Rank 1 waits for a message of rank 2, which has made `calls`."""
+    recv = call(0, "recv", INSIDE, peer=2, site="/m/pp.py:3", count=4)
+    return [process(1, comm(1, 3, [recv])), process(2, comm(2, 3, calls), **{"where": "/m/x.py:4 f", **more})]
+
+
+def test_a_recv_without_its_send_names_the_sender() -> None:
+    verdict = judge(pair(call(1, "barrier")))
+    assert (verdict.kind, verdict.culprits, verdict.lines) == ("unmatched", [("u-tp", 2)], ["/m/x.py:4"])
+    assert verdict.sentence.startswith(
+        "rank 2 has not called send to rank 1: rank 1 has waited 12.3 s in recv from rank 2"
+    )
+
+
+def test_a_send_without_its_recv_names_the_receiver() -> None:
+    send = call(0, "send", INSIDE, peer=1, site="/m/pp.py:9")
+    verdict = judge([process(1, comm(1, 2)), process(0, comm(0, 2, [send]))])
+    assert (verdict.kind, verdict.culprits) == ("unmatched", [("u-tp", 1)])
+    assert verdict.sentence.startswith("rank 1 has not called recv from rank 0")
+
+
+def test_a_recv_from_the_dead_names_the_dead() -> None:
+    verdict = judge(pair(call(1, "barrier"), state=DEAD, end="killed or crashed", end_at=NOW - 2))
+    assert (verdict.kind, verdict.culprits) == ("dead", [("u-tp", 2)])
+    assert "rank 1 has waited 12.3 s for it in recv from rank 2" in verdict.sentence
+
+
+def test_a_send_and_a_recv_of_other_sizes() -> None:
+    verdict = judge(pair(call(0, "send", INSIDE, peer=1, count=8, site="/m/pp.py:9")))
+    assert verdict.sentence.startswith(
+        "rank 2 sends BFLOAT16 x 8 at pp.py:9 to rank 1, which expects BFLOAT16 x 4 at pp.py:3"
+    )
+    assert (verdict.kind, verdict.lines) == ("mismatch", ["/m/pp.py:9", "/m/pp.py:3"])
+
+
+def test_as_many_bytes_of_another_type_fit() -> None:
+    assert judge(pair(call(0, "send", INSIDE, peer=1, count=2, dtype="FLOAT32")), patience=60).kind == "running"
+
+
+def test_a_send_that_was_received_is_not_unmatched() -> None:
+    done = call(0, "recv", COMPLETED, peer=0, completed=NOW - 1)
+    pending = call(0, "send", ISSUED, age=2, peer=1)
+    assert judge([process(0, comm(0, 2, [pending])), process(1, comm(1, 2, [done]))]).kind == "running"
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ({"end": "ValueError: no such file", "end_site": "/x/train.py:31"}, "left by ValueError at train.py:31 3.1 s ago: no such file"),
+        ({"end": "KeyboardInterrupt", "end_site": "/x/train.py:31"}, "left by KeyboardInterrupt at train.py:31 3.1 s ago"),
+        ({"end": "killed or crashed"}, "process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"),
+        ({}, "process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"),
+        ({"end": "SIGTERM"}, "process 1002 ended 3.1 s ago at data.py:41 next_batch: SIGTERM"),
+        ({"end": "exit"}, "exited normally 3.1 s ago without entering all_reduce #41"),
+    ],
+)  # fmt: skip
+def test_how_a_process_ended_is_said_first(end: dict[str, str], said: str) -> None:
+    verdict = judge([waiting(0, 4), waiting(1, 4), waiting(3, 4), behind(2, 4, state=DEAD, end_at=NOW - 3.1, **end)])
+    assert verdict.sentence.startswith("rank 2") and said in verdict.sentence
+    assert "3 ranks have waited 12.3 s" in verdict.sentence
+    assert (verdict.kind, verdict.culprits) == ("dead", [("u-tp", 2)])
+
+
+def test_a_rank_killed_inside_a_call() -> None:
+    records = [waiting(0, 4), waiting(1, 4), waiting(3, 4), waiting(2, 4, 40, state=DEAD, heartbeat=NOW - 3.1)]
+    sentence = judge(records).sentence
+    assert "was killed or crashed (no last word) within the last 3.1 s inside all_reduce #40 of comm 'tp'" in sentence
+
+
+def test_the_first_to_end_is_to_blame_and_errors_about_others_are_not() -> None:
+    records = [
+        behind(0, 4, state=DEAD, end="NcclRemoteError: lost rank 3", end_at=NOW - 9),
+        behind(1, 4, state=DEAD, end="RuntimeError: later", end_at=NOW - 3),
+        behind(2, 4, state=DEAD, end="ValueError: first", end_at=NOW - 5),
+        waiting(3, 4),
+    ]
+    verdict = judge(records)
+    assert verdict.culprits == [("u-tp", 2)]
+    assert "rank 1 ended too: RuntimeError: later" in verdict.details
+
+
+def test_clocks_of_two_machines_are_not_compared() -> None:
+    early = behind(0, 3, 30, state=DEAD, end="ValueError: a", end_at=NOW - 3)
+    fast = behind(1, 3, 40, state=DEAD, end="ValueError: b", end_at=NOW - 4000, machine="n")
+    verdict = judge([early, fast, waiting(2, 3)])
+    assert verdict.culprits == [("u-tp", 0)]
+    assert "which one of 2 processes was the first to end cannot be told" in verdict.details
+
+
+def test_a_dead_rank_comes_before_those_that_are_late() -> None:
+    dead = behind(2, 4, state=DEAD, end="ValueError: x", end_at=NOW - 1)
+    verdict = judge([waiting(0, 4), waiting(1, 4), dead, behind(3, 4)])
+    assert [one.kind for one in verdict.findings] == ["dead", "missing"]
+
+
+def test_calls_that_differ_come_before_the_errors_that_they_cause() -> None:
+    odd = process(1, comm(1, 2, [call(40), call(41, state=FAILED, count=3)]), state=DEAD)
+    odd.end, odd.end_at = "NcclInvalidUsage: the ranks disagree", NOW - 1
+    assert judge([waiting(0, 2), odd]).kind == "mismatch"
+
+
+def test_a_communicator_that_has_ended_on_one_rank() -> None:
+    ended = comm(3, 4, [call(40)], ended="destroyed", ended_site="/home/me/t.py:9", ended_at=NOW - 4.2)
+    verdict = judge([*three_wait(), process(3, ended)])
+    assert verdict.sentence == (
+        f"rank 3's comm 'tp' was destroyed at t.py:9 4.2 s ago; 3 ranks have waited 12.3 s in {WHERE}, which it never entered."
+    )
+    assert (verdict.kind, verdict.lines) == ("left", ["/home/me/t.py:9"])
+
+
+def test_a_stopped_process_and_how_to_continue_it() -> None:
+    for state in (behind(3, 4, state=STOPPED), waiting(3, 4, state=STOPPED)):
+        verdict = judge([*three_wait(), state])
+        assert verdict.sentence.startswith("rank 3's process 1003 is stopped (SIGSTOP, or a debugger): kill -CONT 1003")
+        assert (verdict.kind, verdict.culprits) == ("stopped", [("u-tp", 3)])
+
+
+def test_a_process_without_a_heartbeat_is_said_to_be_frozen() -> None:
+    said = "its watchdog has not written for 31.0 s: a C call holds the GIL, or the machine is overloaded"
+    verdict = judge([*three_wait(), behind(3, 4, heartbeat=NOW - 31)])
+    assert verdict.kind == "missing" and said in verdict.details[0]
+    alone = judge([behind(0, 2), behind(1, 2, heartbeat=NOW - 31)])
+    assert (alone.kind, alone.culprits) == ("frozen", [("u-tp", 1)]) and said in alone.sentence
+
+
+def test_a_rank_on_another_machine_that_does_not_answer() -> None:
+    verdict = judge([*three_wait(), behind(3, 4, state=UNKNOWN, host="node7", machine="n7")])
+    assert verdict.sentence.startswith("rank 3 on host node7 cannot be asked")
+    assert (verdict.kind, verdict.culprits) == ("unreachable", [("u-tp", 3)])
+
+
+def in_init(rank: int, uid: str = "u-w", **more: Any) -> ProcessRecord:
+    init = call(1, "init", INSIDE, site="/m/train.py:3")
+    return process(rank, comm(rank, 4, [init], uid=uid, name="world"), **more)
+
+
+def test_who_has_not_come_to_init() -> None:
+    verdict = judge([in_init(0), in_init(1), in_init(2), process(3, where="/m/data.py:3 load")])
+    assert (
+        verdict.sentence
+        == "rank 3 never entered init (comm 'world', 4 ranks, train.py:3); 3 ranks have waited 12.3 s there."
+    )
+    assert verdict.details == [
+        "rank 3: process alive, has not come to the communicator's init; its main thread is in data.py:3 load"
+    ]
+    unknown = judge([in_init(0), in_init(2)])
+    assert unknown.sentence.startswith("nothing is known of ranks 1 and 3")
+
+
+def test_a_rank_that_died_before_init() -> None:
+    verdict = judge(
+        [in_init(0), in_init(1), in_init(2), process(3, state=DEAD, end="ImportError: torch", end_at=NOW - 1)]
+    )
+    assert verdict.sentence.startswith(
+        "rank 3 left by ImportError 1.0 s ago: torch; 3 ranks have waited 12.3 s for it in init"
+    )
+
+
+def test_ranks_with_other_unique_ids() -> None:
+    verdict = judge([in_init(0), in_init(1), in_init(2), in_init(3, "u-x")])
+    assert verdict.sentence.startswith("ranks 0-2 wait in init of 4 ranks with one unique id, rank 3 with another")
+    assert verdict.culprits == [("u-x", 3)]
+
+
+def test_two_processes_that_are_one_rank() -> None:
+    verdict = judge([in_init(0), in_init(0, pid=77), in_init(1), in_init(2)])
+    assert (verdict.kind, verdict.culprits) == ("duplicate", [("u-w", 0)])
+    assert "1000" in verdict.sentence and "77" in verdict.sentence
+
+
+def test_a_call_that_is_being_compared_counts_as_the_call() -> None:
+    def check(rank: int, text: str = "all_reduce(count=4, FLOAT32, SUM)") -> ProcessRecord:
+        return process(rank, comm(rank, 3, [call(40), call(41, "check", INSIDE, detail=text, site="/m/t.py:3")]))
+
+    verdict = judge([check(0), check(1), behind(2, 3)])
+    assert verdict.sentence.startswith(
+        "rank 2 never entered all_reduce #41 (comm 'tp', 3 ranks, count=4, FLOAT32, SUM, t.py:3)"
+    )
+    differ = judge([check(0), check(1), check(2, "all_reduce(count=5, FLOAT32, SUM)")])
+    assert (differ.kind, differ.culprits) == ("mismatch", [("u-tp", 2)])
+
+
+def test_a_call_that_failed_keeps_the_others_waiting() -> None:
+    failed = call(41, state=FAILED, error="NcclSystemError: the link broke", returned=NOW - 2, site="/m/t.py:3")
+    verdict = judge([process(0, comm(0, 3, [call(40), failed])), waiting(1, 3), waiting(2, 3)])
+    assert (verdict.kind, verdict.culprits, verdict.lines) == ("failed", [("u-tp", 0)], ["/m/t.py:3"])
+    assert "raised NcclSystemError: the link broke 2.0 s ago; 2 ranks have waited 12.3 s there" in verdict.sentence
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["alive", "ended"])
+def test_ranks_that_gave_up_waiting_are_not_to_blame(gone: bool) -> None:
+    error = "NcclTimeout: no answer"
+    ends = {"state": DEAD, "end": error, "end_at": NOW - 2} if gone else {}
+    failed = call(41, state=FAILED, error=error, returned=NOW - 2.3)
+    verdict = judge([*(process(r, comm(r, 3, [call(40), failed]), **ends) for r in (0, 1)), behind(2, 3)])
+    assert verdict.sentence.startswith("rank 2 never entered all_reduce #41")
+    assert "2 ranks gave up after 10.0 s" in verdict.sentence
+    assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 2)])
+
+
+def test_a_job_killed_in_a_hang_names_who_was_missing() -> None:
+    killed = {"state": DEAD, "end": "killed or crashed", "heartbeat": NOW - 1}
+    verdict = judge([*(waiting(rank, 4, **killed) for rank in range(3)), behind(3, 4, **killed)])
+    assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 3)])
+    assert "3 ranks have waited 11.3 s" in verdict.sentence
+    assert "ranks 1 and 2 ended too: killed or crashed inside all_reduce #41 of comm 'tp'" in render(verdict)
+
+
+def test_a_job_that_ended_by_an_error_names_the_error() -> None:
+    killed = {"state": DEAD, "end": "SIGTERM", "end_at": NOW - 1}
+    error = behind(3, 4, state=DEAD, end="ValueError: x", end_at=NOW - 2, end_site="/m/t.py:3")
+    verdict = judge([*(waiting(rank, 4, **killed) for rank in range(3)), error])
+    assert verdict.sentence.startswith("all 4 processes have ended: rank 3 left by ValueError at t.py:3 2.0 s ago: x")
+    assert verdict.lines == ["/m/t.py:3"]
+
+
+def test_a_rank_that_is_late_but_not_too_late() -> None:
+    verdict = judge([waiting(0, 3, 45), waiting(1, 3, 45), behind(2, 3)], patience=30)
+    assert (verdict.kind, verdict.culprits, verdict.wrong) == ("straggling", [("u-tp", 2)], False)
+    assert "rank 2 of comm 'tp' is 5 calls behind, for 12.3 s: last entered #40, the first rank #45" in verdict.sentence
+
+
+def test_nothing_is_wrong() -> None:
+    assert judge([behind(rank, 4) for rank in range(4)]).kind == "running"
+    finished = judge([behind(rank, 4, state=DEAD, end="exit", end_at=NOW - 1) for rank in range(4)])
+    assert (finished.kind, finished.sentence) == ("finished", "all 4 ranks have finished.")
+    assert judge([]).kind == "empty"
+    assert about(finished, "u-tp", 0) == ""
+
+
+def test_all_are_there_and_nothing_moves() -> None:
+    verdict = judge([waiting(rank, 4) for rank in range(4)])
+    assert verdict.kind == "stalled" and verdict.sentence.startswith(
+        f"all 4 ranks are in {WHERE} and nobody is missing"
+    )
+    assert judge([waiting(rank, 4) for rank in range(4)], patience=60).kind == "running"
+
+
+def test_a_call_of_autograd_is_named_by_its_function_and_forward_line() -> None:
+    records = [*three_wait(), behind(3, 4)]
+    for one in records[:3]:
+        one.comms[0].calls[-1].function = "AllReduce.backward"
+        one.comms[0].calls[-1].forward_site = "/home/me/model.py:70"
+    assert "all_reduce #41 (AllReduce.backward of the forward call at model.py:70; comm 'tp'" in judge(records).sentence
+
+
+def test_files_of_one_name_are_told_apart() -> None:
+    records = [waiting(0, 3, site="/a/one/model.py:88"), waiting(1, 3, site="/a/two/model.py:88"), behind(2, 3)]
+    assert "one/model.py:88" in judge(records).sentence
+
+
+def test_the_newest_of_two_runs_counts() -> None:
+    old = waiting(3, 4, state=DEAD, end="killed or crashed", started=NOW - 5000, pid=9)
+    verdict = judge([old, *three_wait(), behind(3, 4)])
+    assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 3)])
+    assert "rank 3: the record of process 9 is of an earlier run, not used" in render(verdict)
+
+
+def test_names_of_a_communicator_that_has_grown_are_one() -> None:
+    records = [*three_wait(), behind(3, 4)]
+    records[0].comms[0].uid, records[0].comms[0].aliases = "grown", ("u-tp",)
+    assert judge(records).sentence.startswith("rank 3 never entered")
+
+
+def test_the_text_for_an_exception_is_short_and_does_not_repeat_it() -> None:
+    failed = call(41, state=FAILED, error="NcclTimeout: x", returned=NOW - 2)
+    verdict = judge([process(0, comm(0, 2, [call(40), failed])), behind(1, 2)])
+    assert about(verdict, "u-tp", 0).startswith("rank 1 never entered")
+    own = judge([process(0, comm(0, 2, [failed])), process(1, comm(1, 2, [call(41)]))])
+    assert (own.kind, about(own, "u-tp", 0)) == ("failed", "")
+
+
+def test_it_can_be_written_as_json() -> None:
+    values = json.loads(json.dumps(judge([*three_wait(), behind(3, 4)]).to_json()))
+    assert (values["kind"], values["culprits"]) == ("missing", [["u-tp", 3]])
+    assert values["findings"][0]["sentence"] == values["sentence"]
+
+
+SIZE = 4
+TP, PP, WORLD = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [0, 1, 2, 3]
+COMMS = {"tp0": TP[0], "tp1": TP[1], "pp0": PP[0], "pp1": PP[1], "world": WORLD}
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+
+def job(rng: random.Random) -> Played:
+    """Four ranks of a 2 x 2 grid that all run one program, of 40 steps in a random order."""
+    steps = [(rng.choice(["tp", "pp", "world"]), rng.choice(OPERATIONS), line) for line in range(40)]
+    programs: list[list[Do]] = []
+    for rank in range(SIZE):
+        names = {
+            kind: next(n for n, ranks in COMMS.items() if n.startswith(kind) and rank in ranks)
+            for kind in ("tp", "pp", "world")
+        }
+        programs.append([Do(names[kind], operation, line) for kind, operation, line in steps])
+    return Played(COMMS, programs, ahead=rng.choice([1, 1, 4]))
+
+
+def blamed(verdict: Verdict) -> set[int]:
+    """The culprits as ranks of the launch."""
+    return {COMMS[uid[2:]][rank] for uid, rank in verdict.culprits}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_job_that_runs_to_its_end_has_no_culprit(seed: int) -> None:
+    one = job(random.Random(seed))
+    assert one.play()
+    assert judge(one.records()).kind == "running"
+
+
+@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("state", ["late", "dead", "stopped"])
+def test_whoever_halts_is_blamed_in_any_program(seed: int, state: str) -> None:
+    rng = random.Random(seed)
+    one = job(rng)
+    rank = rng.randrange(SIZE)
+    one.halted = {rank: rng.randrange(2, 30)}
+    assert not one.play()
+    records = one.records()
+    if state != "late":
+        records[rank].state = {"dead": DEAD, "stopped": STOPPED}[state]
+    verdict = judge(records)
+    assert (verdict.kind, blamed(verdict)) == ({"late": "missing"}.get(state, state), {rank}), render(verdict)
+    assert verdict.lines == ["/job/data.py:7"]
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_whoever_makes_another_call_is_blamed_in_any_program(seed: int) -> None:
+    rng = random.Random(seed)
+    one = job(rng)
+    rank = rng.randrange(SIZE)
+    at = rng.randrange(2, 30)
+    one.programs[rank][at] = dataclasses.replace(one.programs[rank][at], count=7, line=99)
+    assert not one.play()
+    verdict = judge(one.records())
+    assert verdict.kind == "mismatch" and rank in blamed(verdict), render(verdict)
+    assert "/job/train.py:99" in verdict.lines
+    if one.programs[rank][at].comm == "world":
+        assert blamed(verdict) == {rank}
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_whoever_swaps_two_communicators_is_blamed_in_any_program(seed: int) -> None:
+    rng = random.Random(seed)
+    one = job(rng)
+    rank = rng.randrange(SIZE)
+    program = one.programs[rank]
+    at = rng.choice([n for n in range(2, 30) if program[n].comm != program[n + 1].comm])
+    program[at], program[at + 1] = program[at + 1], program[at]
+    if one.play():
+        pytest.skip("the ranks can make these calls in either order")
+    verdict = judge(one.records())
+    assert verdict.kind == "crossed" and rank in blamed(verdict), render(verdict)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_whoever_leaves_out_a_call_of_all_ranks_is_blamed(seed: int) -> None:
+    rng = random.Random(seed)
+    one = job(rng)
+    rank = rng.randrange(SIZE)
+    program = one.programs[rank]
+    del program[rng.choice([n for n in range(2, 30) if program[n].comm == "world"])]
+    assert not one.play()
+    verdict = judge(one.records())
+    assert rank in blamed(verdict), render(verdict)
+    assert verdict.kind in ("mismatch", "crossed", "missing")
+
+
+def big(size: int = 1024) -> list[ProcessRecord]:
+    """Ranks with 64 recorded calls each in two communicators, of which one third is missing, and one waits elsewhere."""
+    records = []
+    for rank in range(size):
+        calls = [call(number, site=f"/m/model.py:{number % 7}") for number in range(1, 65)]
+        if rank % 3:
+            calls[-1].state = INSIDE
+        else:
+            calls.pop()
+        other = [
+            call(number, "all_gather", uid_site, site="/m/dp.py:1")
+            for number, uid_site in ((1, COMPLETED), (2, ISSUED))
+        ]
+        records.append(process(rank, comm(rank, size, calls), dp(rank % 8, *other, size=8), where="/m/data.py:9 load"))
+        records[-1].comms[1].uid = f"u-dp{rank // 8}"
+    return records
+
+
+def test_a_thousand_ranks_are_judged_at_once_and_in_few_words() -> None:
+    records = big()
+    start = time.process_time()
+    verdict = judge(records)
+    spent = time.process_time() - start
+    assert verdict.kind == "missing" and len(verdict.culprits) == 342
+    assert "and 336 more never entered" in verdict.sentence
+    assert len(render(verdict)) < 3000
+    assert spent < 1.0, f"{spent:.2f} s"
+
+
+def test_a_thousand_ranks_that_all_died() -> None:
+    records = big()
+    for one in records:
+        one.state, one.end = DEAD, "killed or crashed"
+    assert len(render(judge(records))) < 4000
+
+
+@pytest.mark.parametrize("size", [0, -5, 10**18, sys.maxsize])
+def test_absurd_sizes_and_ranks_do_not_break_it(size: int) -> None:
+    verdict = judge([waiting(0, size), waiting(-7, size), waiting(10**17, size), behind(0, size)])
+    assert len(render(verdict)) < 5000
+    json.dumps(verdict.to_json())
+
+
+def hostile(rng: random.Random, kind: type, depth: int = 0) -> Any:
+    """A record with whatever its types allow."""
+    texts = [
+        "",
+        "u-tp",
+        "\x00\n\x1b[31m",
+        "x" * 9999,
+        "a:b:c",
+        ":",
+        "all_reduce",
+        "recv",
+        "send",
+        "init",
+        "check",
+        INSIDE,
+        DEAD,
+    ]
+    numbers = [-1, 0, 1, 2, 3, 2**63, -(2**63), 10**30]
+    made: dict[str, Any] = {}
+    for one in dataclasses.fields(kind):
+        word = str(one.type)
+        if word.startswith("list"):
+            inner = {"comms": CommRecord, "calls": CallRecord}[one.name]
+            made[one.name] = [hostile(rng, inner) for _ in range(rng.randrange(4))]
+        elif word == "str":
+            states = [INSIDE, ISSUED, COMPLETED, FAILED, DEAD, STOPPED, UNKNOWN, "running"]
+            made[one.name] = rng.choice(states if one.name == "state" else texts)
+        elif word in ("int", "bool"):
+            made[one.name] = rng.choice(numbers)
+        elif word == "float":
+            made[one.name] = rng.choice([0.0, -1.0, NOW, NOW + 1e9, 1e308, float("inf"), float("nan")])
+        else:
+            made[one.name] = tuple(rng.choices(texts, k=rng.randrange(3)))
+    return kind(**made)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_hostile_records_do_not_break_it(seed: int) -> None:
+    rng = random.Random(seed)
+    records = [hostile(rng, ProcessRecord) for _ in range(rng.randrange(1, 6))]
+    before = json.dumps([dataclasses.asdict(one) for one in records])
+    verdict = judge(records, patience=rng.choice([0.0, 5.0]))
+    text = render(verdict)
+    assert "\x1b" not in text and "\x00" not in text
+    assert len(text) < 20_000 and " -" not in text.replace("rank -", "").replace("#-", "").replace("ranks -", "")[:0]
+    assert isinstance(about(verdict, "u-tp", 0), str)
+    json.dumps(verdict.to_json())
+    assert json.dumps([dataclasses.asdict(one) for one in records]) == before, "the records were changed"
+
+
+@pytest.mark.parametrize("ahead", [5.0, 5000.0])
+def test_no_time_is_negative(ahead: float) -> None:
+    """Where a clock was set back."""
+    records = [waiting(rank, 3) for rank in range(2)]
+    for one in records:
+        one.comms[0].calls[-1].issued = NOW + ahead
+    dead = behind(2, 3, state=DEAD, end="ValueError: x", end_at=NOW + ahead)
+    assert "-" not in judge([*records, dead]).sentence
+    assert "waited 0.0 s" in judge([*records, behind(2, 3)]).sentence

@@ -1,0 +1,177 @@
+"""Records of jobs, made by hand or by playing programs: what the verdict's tests judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pynccl.watch.records import (
+    COMPLETED,
+    DEAD,
+    INSIDE,
+    ISSUED,
+    RUNNING,
+    STOPPED,
+    CallRecord,
+    CommRecord,
+    ProcessRecord,
+)
+
+NOW = 1_000_000.0
+
+
+def call(
+    number: int, operation: str = "all_reduce", state: str = COMPLETED, age: float = 12.3, **more: Any
+) -> CallRecord:
+    """One call, issued `age` seconds ago."""
+    values: dict[str, Any] = {"entry": number, "issued": NOW - age, "state": state}
+    if operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv"):
+        values |= {"count": 33_554_432, "dtype": "BFLOAT16"}
+    if "reduce" in operation:
+        values["op"] = "SUM"
+    if operation in ("send", "recv", "finalize", "check"):
+        values["entry"], number = number or 1, 0
+    return CallRecord(number=number, operation=operation, **{**values, **more})
+
+
+def comm(
+    rank: int, size: int, calls: Sequence[CallRecord] = (), uid: str = "u-tp", name: str = "tp", **more: Any
+) -> CommRecord:
+    numbered = [one for one in calls if one.number > 0]
+    entered = max((one.number for one in numbered), default=0)
+    completed = max((one.number for one in numbered if one.state == COMPLETED), default=0)
+    values: dict[str, Any] = {"entered": entered, "completed": completed, **more}
+    return CommRecord(uid, name, rank, size, calls=list(calls), **values)
+
+
+def process(rank: int, *comms: CommRecord, **more: Any) -> ProcessRecord:
+    values: dict[str, Any] = {
+        "pid": 1000 + rank,
+        "host": "a",
+        "machine": "m",
+        "rank": rank,
+        "started": NOW - 900,
+        "now": NOW,
+    }
+    return ProcessRecord(**{**values, "heartbeat": NOW - 0.5, "comms": list(comms), **more})
+
+
+def waiting(rank: int, size: int, number: int = 41, **more: Any) -> ProcessRecord:
+    """A rank inside collective `number` of 'tp'."""
+    site = more.pop("site", "/home/me/model.py:88")
+    return process(rank, comm(rank, size, [call(number - 1, age=20), call(number, state=INSIDE, site=site)]), **more)
+
+
+def behind(rank: int, size: int, number: int = 40, **more: Any) -> ProcessRecord:
+    """A rank whose last collective call of 'tp', `number`, has completed."""
+    where = more.pop("where", "/home/me/data.py:41 next_batch")
+    return process(rank, comm(rank, size, [call(number, age=20)]), where=where, **more)
+
+
+@dataclass
+class Do:
+    """One step of a program: a collective of a communicator."""
+
+    comm: str
+    operation: str
+    line: int
+    count: int = 1024
+
+
+@dataclass
+class Played:
+    """A job of several ranks that run programs, each rank up to `ahead` calls ahead of what has completed.
+
+    A collective completes once all ranks of its communicator have issued the same call of that number as the oldest
+    one of their stream, as NCCL has it; what has not completed when nothing moves any more is a hang."""
+
+    comms: dict[str, list[int]]
+    programs: list[list[Do]]
+    ahead: int = 1
+    halted: dict[int, int] = field(default_factory=dict)  # rank -> the step that it never comes to
+    issued: list[list[tuple[Do, int, float]]] = field(default_factory=list)  # of each rank: step, number, time
+    done: list[int] = field(default_factory=list)
+
+    def play(self) -> bool:
+        """Run until nothing moves. Whether all ranks came to the end of their programs."""
+        size = len(self.programs)
+        self.issued, self.done = [[] for _ in range(size)], [0] * size
+        clock, moved = NOW - 500.0, True
+        while moved:
+            moved = False
+            for rank in range(size):
+                clock += 0.01
+                moved |= self._issue(rank, clock)
+            for rank in range(size):
+                moved |= self._complete(rank)
+        return all(self.done[rank] == len(program) for rank, program in enumerate(self.programs))
+
+    def _issue(self, rank: int, clock: float) -> bool:
+        at = len(self.issued[rank])
+        if at >= len(self.programs[rank]) or at - self.done[rank] >= self.ahead or at >= self.halted.get(rank, at + 1):
+            return False
+        step = self.programs[rank][at]
+        number = 1 + sum(other.comm == step.comm for other, _, _ in self.issued[rank])
+        self.issued[rank].append((step, number, clock))
+        return True
+
+    def _head(self, rank: int) -> tuple[Do, int] | None:
+        if self.done[rank] >= len(self.issued[rank]):
+            return None
+        step, number, _ = self.issued[rank][self.done[rank]]
+        return step, number
+
+    def _complete(self, rank: int) -> bool:
+        mine = self._head(rank)
+        if mine is None:
+            return False
+        ranks = self.comms[mine[0].comm]
+        heads = [self._head(other) for other in ranks]
+        same = all(
+            head is not None
+            and (head[0].comm, head[0].operation, head[0].count, head[1])
+            == (mine[0].comm, mine[0].operation, mine[0].count, mine[1])
+            for head in heads
+        )
+        for other in ranks if same else ():
+            self.done[other] += 1
+        return same
+
+    def records(self) -> list[ProcessRecord]:
+        return [self._record(rank) for rank in range(len(self.programs))]
+
+    def _record(self, rank: int) -> ProcessRecord:
+        comms = []
+        for name, ranks in self.comms.items():
+            if rank not in ranks:
+                continue
+            calls = []
+            for index, (step, number, when) in enumerate(self.issued[rank]):
+                if step.comm != name:
+                    continue
+                waits = INSIDE if self.ahead == 1 else ISSUED
+                state = COMPLETED if index < self.done[rank] else waits
+                more = {"count": step.count, "site": f"/job/train.py:{step.line}"}
+                calls.append(call(number, step.operation, state, issued=when, **more))
+            comms.append(comm(ranks.index(rank), len(ranks), calls[-32:], uid=f"u-{name}", name=name))
+        return process(
+            rank, *comms, where="/job/data.py:7 next_batch" if rank in self.halted else "/job/train.py:1 step"
+        )
+
+
+__all__ = [
+    "COMPLETED",
+    "DEAD",
+    "INSIDE",
+    "ISSUED",
+    "NOW",
+    "RUNNING",
+    "STOPPED",
+    "Do",
+    "Played",
+    "behind",
+    "call",
+    "comm",
+]
+__all__ += ["process", "waiting"]
