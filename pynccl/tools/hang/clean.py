@@ -17,18 +17,17 @@ _SEQUENCES = re.compile(
 
 def line(text: str, most: int = 0) -> str:
     """As one line, without what a terminal obeys or a reader cannot see; cut to `most` characters, if given."""
-    flat = " ".join(_SEQUENCES.sub("", text).split())
-    if not flat.isprintable():
-        flat = "".join(one if one.isprintable() else "?" for one in flat)
+    flat = _printable(" ".join(_SEQUENCES.sub("", text).split()))
     return cut(flat, most) if most else flat
 
 
 def lines(text: str) -> list[str]:
-    """Each of its lines by itself, its indentation kept."""
-    found = []
-    for one in _SEQUENCES.sub("", text).expandtabs(4).splitlines():
-        found.append(" " * (len(one) - len(one.lstrip())) + line(one) if one.strip() else "")
-    return found
+    """Each of its lines, so cleaned; spaces are kept within."""
+    return [_printable(one.rstrip()) for one in _SEQUENCES.sub("", text).expandtabs(4).splitlines()]
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
 
 
 def cut(text: str, most: int) -> str:
