@@ -91,20 +91,24 @@ class Said:
     """What the tool needs of a verdict."""
 
     sentence: str
-    culprits: list[ProcessRecord]
-    findings: list[str]
+    culprits: list[tuple[str, int]]
+
+    @property
+    def wrong(self) -> bool:
+        return bool(self.culprits)
 
     def to_json(self) -> dict[str, Any]:
-        return {"sentence": self.sentence, "culprits": [one.rank for one in self.culprits]}
+        return {"sentence": self.sentence, "culprits": self.culprits}
 
 
 def judge(processes: list[ProcessRecord]) -> Said:
     furthest = max((comm.entered for one in processes for comm in one.comms), default=0)
     behind = [one for one in processes if one.state == DEAD or any(comm.entered < furthest for comm in one.comms)]
     if not behind:
-        return Said("nothing is wrong: all ranks are at the same call", [], [])
+        return Said("nothing is wrong: all ranks are at the same call", [])
     names = clean.ranks(one.rank for one in behind)
-    return Said(f"rank {names} never entered all_reduce #{furthest} (comm 'tp', model.py:88)", behind, [names])
+    blamed = [(comm.uid, comm.rank) for one in behind for comm in one.comms]
+    return Said(f"rank {names} never entered all_reduce #{furthest} (comm 'tp', model.py:88)", blamed)
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +178,7 @@ def test_a_process_that_has_ended_says_how_and_what_it_was_inside() -> None:
     rows = {row.ranks[0]: row for row in table.rows(processes)}
     text = "\n".join(table.text(list(rows.values())))
     assert (rows[2].state, rows[2].doing) == ("dead", "was inside all_reduce #41")
+    assert rows[2].since == [pytest.approx(7.3)]  # when it ended
     assert "killed or crashed, 5.0 s ago" in text
     assert "ValueError: no such file at train.py:31, 3.1 s ago" in text
     assert (rows[1].state, rows[1].where) == ("stopped", "stopped by a signal or a debugger")
@@ -311,7 +316,7 @@ def test_what_json_prints_can_be_read_again_and_has_everything(tmp_path: Path, p
     text = printed()[0]
     said = json.loads(text)
     assert (said["ok"], said["job"], said["ras"]) == (False, "train", None)
-    assert said["verdict"]["culprits"] == [3]
+    assert said["verdict"]["culprits"] == [["uid1", 3]]
     (tmp_path / "again.json").write_text(text)
     assert run("--json", str(tmp_path / "again.json")) == 1
     assert json.loads(printed()[0])["processes"] == said["processes"]

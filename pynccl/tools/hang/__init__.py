@@ -76,7 +76,7 @@ def _look(arguments: argparse.Namespace, asking: bool) -> tuple[int, sources.Job
         _print(report.whole(job, verdict, answer, report.Wanted(arguments.calls, arguments.stacks, arguments.all)))
         if arguments.timeline:
             _print(f"\nwrote {arguments.timeline}: open it at ui.perfetto.dev")
-    return (1 if wrong(verdict) else 0), job
+    return (1 if verdict.wrong else 0), job
 
 
 def _lives_here(job: sources.Job) -> bool:
@@ -98,15 +98,10 @@ def _watched(arguments: argparse.Namespace) -> int:
         time.sleep(arguments.watch)
 
 
-def wrong(verdict: Any) -> bool:
-    """Whether the verdict found anything that is not as it should be."""
-    return bool(verdict.findings)
-
-
 def as_json(job: sources.Job, verdict: Any, answer: ras.Answer | None) -> dict[str, Any]:
     """All that the report is made of. The processes are those of `watch.records.to_json`: it can be read again."""
     return {
-        "ok": not wrong(verdict),
+        "ok": not verdict.wrong,
         "job": job.name,
         "verdict": verdict.to_json(),
         "processes": [to_json(one) for one in job.processes],

@@ -32,7 +32,7 @@ def whole(job: Job, verdict: Any, ras: Answer | None, wanted: Wanted = Wanted())
     parts = [
         said(verdict),
         [_heading(job), "", *_table(job, wanted)],
-        *stacks(job.processes, culprits(verdict, job.processes), wanted.stacks),
+        *stacks(job.processes, culprits(verdict, job.processes), verdict.wrong, wanted.stacks),
         *(calls(one, wanted.calls) for one in in_order(job.processes) if wanted.calls),
         ras_says(ras),
         unread(job.problems),
@@ -58,14 +58,12 @@ def said(verdict: Any) -> list[str]:
 
 
 def culprits(verdict: Any, processes: list[ProcessRecord]) -> list[ProcessRecord]:
-    """The processes that the verdict names: as records of them, or by their ranks."""
-    named = list(verdict.culprits)
-    numbers = {one if isinstance(one, int) else getattr(one, "rank", None) for one in named}
-    pids = {(one.host, one.pid) for one in named if isinstance(one, ProcessRecord)}
+    """The processes of the members that the verdict blames: (uid of a communicator, rank in it)."""
+    named = {tuple(one) for one in verdict.culprits}
     return [
         one
         for one in in_order(processes)
-        if ((one.host, one.pid) in pids if pids else table.rank_of(one) in numbers and table.rank_of(one) >= 0)
+        if any((uid, comm.rank) in named for comm in one.comms for uid in (comm.uid, *comm.aliases))
     ]
 
 
@@ -85,11 +83,13 @@ def _heading(job: Job) -> str:
 # ------------------------------------------------------------------------------------------------------- stacks
 
 
-def stacks(processes: list[ProcessRecord], blamed: list[ProcessRecord], of_all: bool) -> Iterator[list[str]]:
+def stacks(
+    processes: list[ProcessRecord], blamed: list[ProcessRecord], wrong: bool, of_all: bool
+) -> Iterator[list[str]]:
     """Of those to blame and of one that waits for them; or of all."""
     if of_all:
         chosen = in_order(processes)
-    elif blamed:
+    elif wrong:
         waiting = [one for one in in_order(processes) if one not in blamed and one.stack and table.open_call(one.comms)]
         chosen = [*blamed, *waiting[:1]]
     else:
@@ -121,7 +121,7 @@ def who(process: ProcessRecord) -> str:
 def _stack_head(group: list[ProcessRecord], blamed: list[ProcessRecord]) -> str:
     first = group[0]
     text = _all_of(group)
-    if blamed and first not in blamed and table.open_call(first.comms):
+    if first not in blamed and table.open_call(first.comms):
         text += ", waiting" if len(group) == 1 else ": waiting"
     if known(first.where_at) and known(first.now):
         text += f", as of {seconds(first.now - first.where_at)} ago"

@@ -99,10 +99,19 @@ def _row(process: ProcessRecord, rank: int, comms: list[CommRecord]) -> Row:
         row.entered, row.completed = (str(one) if one else _DASH for one in (comm.entered, comm.completed))
         several = len([one for one in comms if not one.ended]) > 1
         row.doing, moment, row.after = _doing(call, f" {comm_name(comm)}" if several else "")
-        if row.state in _LABEL and call.state == INSIDE:
-            row.doing, row.after = "was " + row.doing, " ago"
-        row.since = [process.now - moment] if known(moment) and known(process.now) else []
+        if row.state in _LABEL:
+            _as_it_ended(row, process, call)
+        elif known(moment) and known(process.now):
+            row.since = [process.now - moment]
     return row
+
+
+def _as_it_ended(row: Row, process: ProcessRecord, call: CallRecord) -> None:
+    """What it was doing then, and for how long: by now it may have been gone for hours."""
+    end = process.end_at if known(process.end_at) else process.heartbeat
+    began = call.issued if call.state in (INSIDE, ISSUED) else call.completed or call.returned or call.issued
+    row.since = [end - began] if known(end) and known(began) else []
+    row.doing, row.after = ("was " + row.doing, "") if call.state == INSIDE else (row.doing, " before")
 
 
 def comm_name(comm: CommRecord) -> str:
