@@ -31,7 +31,7 @@ from pynccl.watch.records import (
 
 JUST = report.Wanted()
 NOW = 1_760_000_000.0
-STACK = "  File train.py:88 main\n  File model.py:12 forward\n  File {}"
+STACK = "/home/me/train.py:20 main\n/home/me/train.py:35 step\n{}"
 
 
 def process(rank: int, number: int = 41, state: str = INSIDE, host: str = "node0", size: int = 4) -> ProcessRecord:
@@ -40,7 +40,6 @@ def process(rank: int, number: int = 41, state: str = INSIDE, host: str = "node0
     completed = number if state == COMPLETED else number - 1
     comm = CommRecord("uid1", "tp", rank, size, made=NOW - 100, entered=number, completed=completed, calls=calls)
     where = "/home/me/model.py:88 forward" if state == INSIDE else "/home/me/data.py:41 next_batch"
-    stack = STACK.format(where.replace("/home/me/", ""))
     return ProcessRecord(
         4000 + rank,
         host,
@@ -52,7 +51,7 @@ def process(rank: int, number: int = 41, state: str = INSIDE, host: str = "node0
         heartbeat=NOW - 0.2,
         where=where,
         where_at=NOW - 0.3,
-        stack=stack,
+        stack=STACK.format(where),
         comms=[comm],
     )
 
@@ -92,6 +91,10 @@ class Said:
 
     sentence: str
     culprits: list[tuple[str, int]]
+
+    @property
+    def comms(self) -> list[str]:
+        return [uid for uid, _ in self.culprits]
 
     @property
     def wrong(self) -> bool:
@@ -136,7 +139,7 @@ def test_the_verdict_comes_first_then_a_row_for_each_rank_then_stacks_of_who_is_
     stacks = [line for line in lines if line.startswith("rank ") and line.endswith("ago:")]
     assert [line.split(",")[0] for line in stacks] == ["rank 3 (pid 4003 on node0)", "rank 0 (pid 4000 on node0)"]
     assert "waiting" in stacks[1]
-    assert lines[lines.index(stacks[0]) + 3].endswith("File data.py:41 next_batch")
+    assert lines[lines.index(stacks[0]) + 3].strip() == "/home/me/data.py:41 next_batch"
 
 
 @pytest.mark.parametrize(("size", "hosts", "behind"), [(2, 1, (1,)), (16, 2, (3,)), (1024, 128, (77, 500, 501))])
@@ -149,7 +152,7 @@ def test_it_fits_a_screen_for_any_number_of_ranks(size: int, hosts: int, behind:
 def test_ranks_that_do_the_same_share_a_row_that_says_who_they_are() -> None:
     found = table.rows(missing(1024, (77, 500, 501), 128))
     assert [clean.ranks(row.ranks) for row in found] == ["0-76, 78-499, 502-1023", "77, 500-501"]
-    apart = table.rows(missing(1024, (77, 500, 501), 128), all_apart=True)
+    apart = table.rows(missing(1024, (77, 500, 501), 128), (), True)
     assert [row.ranks for row in apart] == [[rank] for rank in range(1024)]
 
 
@@ -192,6 +195,16 @@ def test_a_rank_on_several_communicators_shows_the_call_that_is_open() -> None:
     assert table.rows([one])[0].doing == "inside all_reduce #41 'tp'"
 
 
+def test_a_rank_that_is_in_no_call_shows_the_communicator_that_the_others_wait_in() -> None:
+    """Not the one of its last call, whose numbers would be compared with theirs."""
+    one = process(3, 40, COMPLETED)
+    newer = CallRecord(9, 9, "broadcast", issued=NOW - 1, returned=NOW - 0.9, completed=NOW - 0.9)
+    one.comms.append(CommRecord("uid0", "dp", 1, 2, made=NOW - 100, entered=9, completed=9, calls=[newer]))
+    row = table.rows([one], ["uid1"])[0]
+    assert (row.entered, row.doing) == ("40", "done all_reduce #40 'tp'")
+    assert table.rows([one])[0].doing == "done broadcast #9 'dp'"
+
+
 def test_what_has_been_issued_longest_is_what_a_gpu_rank_waits_for() -> None:
     one = process(0, 41, ISSUED)
     one.comms[0].calls.append(CallRecord(42, 42, "all_gather", issued=NOW - 1, state=ISSUED))
@@ -222,7 +235,7 @@ def test_the_last_calls_are_listed_with_what_they_were_given() -> None:
 
 def test_stacks_that_are_equal_are_printed_once() -> None:
     text = of(missing(1024, (3,)), report.Wanted(stacks=True))
-    assert text.count("File train.py:88 main") == 2
+    assert text.count("/home/me/train.py:20 main") == 2
     assert "rank 0 (pid 4000 on node0), and the same on ranks 1-2, 4-1023" in text
 
 
@@ -450,3 +463,18 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path, printed: Printed
 def test_a_timeline_that_cannot_be_written_is_said(tmp_path: Path, printed: Printed) -> None:
     assert run(saved(tmp_path / "a.json", missing(2)), "--timeline", str(tmp_path / "no" / "t.json")) == 2
     assert "t.json: No such file" in printed()[1]
+
+
+def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pytest.importorskip("pynccl.watch.verdict")
+    monkeypatch.setattr(report, "render", real.render)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    try:
+        processes = missing(4)
+        text = report.whole(sources.Job("train", processes, []), real.judge(processes), None)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "hang.md").read_text()
+    assert "\n".join("    " + line if line else "" for line in text.splitlines()) in page

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...watch.records import CallRecord, CommRecord, ProcessRecord
+from ...watch.records import DEAD, CallRecord, CommRecord, ProcessRecord
 from . import table
 from .clean import clock, cut, known, line, lines, place, ranks, seconds
 from .ras import Answer, trimmed
@@ -31,7 +31,7 @@ def whole(job: Job, verdict: Any, ras: Answer | None, wanted: Wanted = Wanted())
     """All of it, without a newline at its end."""
     parts = [
         said(verdict),
-        [_heading(job), "", *_table(job, wanted)],
+        [_heading(job), "", *_table(job, verdict, wanted)],
         *stacks(job.processes, culprits(verdict, job.processes), verdict.wrong, wanted.stacks),
         *(calls(one, wanted.calls) for one in in_order(job.processes) if wanted.calls),
         ras_says(ras),
@@ -41,8 +41,8 @@ def whole(job: Job, verdict: Any, ras: Answer | None, wanted: Wanted = Wanted())
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _table(job: Job, wanted: Wanted) -> list[str]:
-    rows = table.rows(job.processes, wanted.all_apart)
+def _table(job: Job, verdict: Any, wanted: Wanted) -> list[str]:
+    rows = table.rows(job.processes, verdict.comms, wanted.all_apart)
     return table.text(rows, len(rows) if wanted.all_apart else table.MOST)
 
 
@@ -101,7 +101,8 @@ def stacks(
         if group[0].stack:
             yield [_stack_head(group, blamed), *_frames(group[0].stack)]
         else:
-            yield [f"{_all_of(group)}: no stack was recorded"]
+            where = f"; its main thread was last in {place(group[0].where)}" if group[0].where else ""
+            yield [f"{_all_of(group)}: no stack was recorded{where if len(group) == 1 else ''}"]
 
 
 def _all_of(group: list[ProcessRecord]) -> str:
@@ -122,7 +123,7 @@ def _stack_head(group: list[ProcessRecord], blamed: list[ProcessRecord]) -> str:
     first = group[0]
     text = _all_of(group)
     if first not in blamed and table.open_call(first.comms):
-        text += ", waiting" if len(group) == 1 else ": waiting"
+        text += f"{',' if len(group) == 1 else ':'} {'was ' if first.end or first.state == DEAD else ''}waiting"
     if known(first.where_at) and known(first.now):
         text += f", as of {seconds(first.now - first.where_at)} ago"
     return text + ":"

@@ -186,7 +186,8 @@ def _file(path: str) -> tuple[list[ProcessRecord], list[str]]:
             return _from_json(path), []
         return [read_file(path)], []
     except (OSError, ValueError, RecursionError) as error:
-        return [], [f"{path}: {error or type(error).__name__}"]
+        why = str(error) or type(error).__name__
+        return [], [why if path in why else f"{path}: {why}"]
 
 
 def _from_json(path: str) -> list[ProcessRecord]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ...watch.records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, CommRecord, ProcessRecord
@@ -53,9 +53,11 @@ def last_call(comms: Iterable[CommRecord]) -> tuple[CommRecord, CallRecord] | No
     return max(found, key=lambda one: (one[1].issued, one[1].entry), default=None)
 
 
-def rows(processes: list[ProcessRecord], all_apart: bool = False) -> list[Row]:
-    """One a rank, in their order; of many ranks those that do the same together."""
-    single = [_row(process, rank, comms) for process in processes for rank, comms in _members(process)]
+def rows(processes: list[ProcessRecord], concerned: Collection[str] = (), all_apart: bool = False) -> list[Row]:
+    """One a rank, in their order; of many ranks those that do the same together.
+
+    concerned  uids of communicators of which to tell, where a rank is not inside a call of another one"""
+    single = [_row(process, rank, comms, set(concerned)) for process in processes for rank, comms in _members(process)]
     single.sort(key=lambda row: (row.ranks, row.processes[0].host, row.processes[0].pid))
     if all_apart or len(single) <= APART:
         return single
@@ -84,12 +86,13 @@ def _members(process: ProcessRecord) -> list[tuple[int, list[CommRecord]]]:
     return sorted(by_rank.items())
 
 
-def _row(process: ProcessRecord, rank: int, comms: list[CommRecord]) -> Row:
-    found = open_call(comms) or last_call(comms)
+def _row(process: ProcessRecord, rank: int, comms: list[CommRecord], concerned: set[str]) -> Row:
+    first = [comm for comm in comms if concerned.intersection((comm.uid, *comm.aliases))]
+    found = open_call(first) or open_call(comms) or last_call(first) or last_call(comms)
     row = Row([rank], [process], line(process.state), _DASH, _DASH, "no call yet", [], "", place(process.where), [])
     if process.end or process.state == DEAD:
         row.state = DEAD if process.state == DEAD else _ENDED
-        row.where = line(process.end, 80) or "ended without a word"
+        row.where = line(process.end, 80) or "killed or crashed"
         row.where += f" at {place(process.end_site)}" if process.end_site else ""
         row.ended = [process.now - process.end_at] if known(process.end_at) and known(process.now) else []
     elif not row.where:
