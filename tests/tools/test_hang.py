@@ -247,6 +247,15 @@ def test_a_deep_stack_keeps_its_innermost_frames() -> None:
     assert "... 476 outer frames" in text and "a.py:499 f" in text and "a.py:475 f" not in text
 
 
+def test_of_frames_within_this_package_the_outermost_is_shown_unless_all_are_asked_for() -> None:
+    processes = missing(2)
+    inner = [f"/venv/pynccl/host/{name}.py:{number} f" for number, name in enumerate(("call", "comm", "wait", "futex"))]
+    processes[0].stack = "\n".join(["/home/me/pynccl/train.py:3 main", "/venv/pynccl/comm/collectives.py:9 g", *inner])
+    text = of(processes)
+    assert "train.py:3 main\n    /venv/pynccl/comm/collectives.py:9 g\n    ... 4 more frames within pynccl" in text
+    assert inner[-1] in of(processes, report.Wanted(stacks=True))
+
+
 def test_unreadable_files_and_other_jobs_are_named() -> None:
     text = of(missing(2), problems=["/x/a.watch: not a record"], others=[("slurm-1", "running"), ("slurm-2", "ended")])
     assert "1 file could not be read:\n    /x/a.watch: not a record" in text

@@ -145,6 +145,7 @@ def test_the_report_shows_it_without_its_rulers() -> None:
     assert "      3 ranks have launched up to operation 41" in lines
     assert not [line for line in lines if "===" in line or not line.strip() or "CUDA runtime" in line]
     assert all(line.startswith("    ") for line in lines[1:])
+    assert "    Warnings" in lines and "    Errors" not in lines  # of which there are none
 
 
 def test_a_long_status_is_cut_and_what_is_left_out_is_counted() -> None:

@@ -146,9 +146,12 @@ def _left(until: float) -> float:
 
 
 def trimmed(text: str, most: int = 40) -> list[str]:
-    """Its lines without rulers, blank ones and versions; of a long answer the begin, and how much is left out."""
+    """Its lines without rulers, empty sections, versions of CUDA; of a long answer the begin, and what is left out."""
     kept = [one for one in text.splitlines() if one.strip() and not re.fullmatch(r"\s*[=-]{3,}\s*", one)]
     kept = [one[:200] for one in kept if not one.startswith(("CUDA runtime version", "Job summary"))]
+    titles = ("Errors", "Warnings")
+    empty = {i for i, one in enumerate(kept) if one in titles and (i + 1 == len(kept) or kept[i + 1] in titles)}
+    kept = [one for i, one in enumerate(kept) if i not in empty]
     if len(kept) > most:
         kept = [*kept[:most], f"... {len(kept) - most:,} more lines: all are in --json"]
     return kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from .sources import Job, render
 FRAMES = 24  # of a stack, the innermost
 OTHERS, PROBLEMS = 5, 10  # that are named; the rest is counted
 _INDENT = "    "
+_OWN = re.compile(r"/pynccl/(comm|host|watch|bindings)/\w+\.py:")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ def whole(job: Job, verdict: Any, ras: Answer | None, wanted: Wanted = Wanted())
 
 
 def _table(job: Job, verdict: Any, wanted: Wanted) -> list[str]:
-    rows = table.rows(job.processes, verdict.comms, wanted.all_apart)
+    waited_in = {found[0].uid for one in job.processes if (found := table.open_call(one.comms))}
+    rows = table.rows(job.processes, waited_in or verdict.comms, wanted.all_apart)
     return table.text(rows, len(rows) if wanted.all_apart else table.MOST)
 
 
@@ -99,7 +102,7 @@ def stacks(
         alike.setdefault(one.stack + ("" if one in blamed else "\n"), []).append(one)
     for group in alike.values():
         if group[0].stack:
-            yield [_stack_head(group, blamed), *_frames(group[0].stack)]
+            yield [_stack_head(group, blamed), *_frames(group[0].stack, of_all)]
         else:
             where = f"; its main thread was last in {place(group[0].where)}" if group[0].where else ""
             yield [f"{_all_of(group)}: no stack was recorded{where if len(group) == 1 else ''}"]
@@ -129,8 +132,14 @@ def _stack_head(group: list[ProcessRecord], blamed: list[ProcessRecord]) -> str:
     return text + ":"
 
 
-def _frames(stack: str) -> list[str]:
+def _frames(stack: str, full: bool) -> list[str]:
+    """The innermost frames. What a call does within this package is counted, if not all is asked for."""
     found = [cut(one, 200) for one in lines(stack) if one.strip()]
+    inner = len(found)
+    while not full and inner and _OWN.search(found[inner - 1]):
+        inner -= 1
+    if len(found) - inner > 2:
+        found[inner + 1 :] = [f"... {len(found) - inner - 1} more frames within pynccl: --stacks has them"]
     left_out = [f"{_INDENT}... {len(found) - FRAMES} outer frames"] if len(found) > FRAMES else []
     return left_out + [_INDENT + one for one in found[-FRAMES:]]
 
