@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pynccl.bindings.errors import NcclInvalidUsage
 from pynccl.tools import hang
 from pynccl.tools.hang import clean, report, sources, table
 from pynccl.watch.records import (
@@ -427,6 +428,15 @@ def test_where_nothing_is_found_it_says_where_it_looked_and_what_to_do(
     assert str(tmp_path) in text and "PYNCCL_WATCH=off" in text and "hang DIR" in text
     assert run(str(tmp_path / "nowhere")) == 2
     assert "nowhere: no such file or folder" in printed()[1]
+
+
+def test_a_variable_that_makes_no_sense_is_said(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def base() -> str:
+        raise NcclInvalidUsage("PYNCCL_WATCH='maybe': expected one of on, off, sites")
+
+    monkeypatch.setattr(sources, "base", base)
+    assert run() == 2
+    assert "PYNCCL_WATCH='maybe': expected" in printed()[1]
 
 
 def test_without_arguments_it_takes_the_newest_job_that_lives(

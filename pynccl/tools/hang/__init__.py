@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+from ...bindings.errors import NcclInvalidUsage
 from ...watch.records import RUNNING, STOPPED, to_json
 from . import ras, report, sources, timeline
 from .clean import line
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.watch is not None:
                 return _watched(arguments)
             return _look(arguments, asking=not arguments.no_ras)[0]
-    except sources.NothingFoundError as error:
+    except (sources.NothingFoundError, NcclInvalidUsage) as error:  # the latter: a variable that makes no sense
         return _refused(str(error))
     except OSError as error:
         if isinstance(error, BrokenPipeError):
