@@ -6,9 +6,12 @@ import argparse
 import os
 import sys
 
-from .tools import doctor
+from .tools import doctor, hang
 
-COMMANDS = {"doctor": (doctor, "which libnccl is used here, what is wrong with it, and how to mend that")}
+COMMANDS = {
+    "doctor": (doctor, "which libnccl is used here, what is wrong with it, and how to mend that"),
+    "hang": (hang, "which rank is missing, what each one does and where, of a job that hangs or has ended"),
+}
 
 
 def usage() -> str:

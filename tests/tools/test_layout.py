@@ -29,7 +29,9 @@ ORDER: dict[str, str] = {
         bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange
         bootstrap.stores bootstrap
         nccl_params __init__
-        tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor __main__
+        tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
+        tools.hang.clean tools.hang.sources tools.hang.table tools.hang.ras tools.hang.report tools.hang.clocks
+        tools.hang.timeline tools.hang __main__
     """,
     "pynccl.host": """
         failure interfaces store connect link memory futex segment reduction rendezvous connection channel watchdog

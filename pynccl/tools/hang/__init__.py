@@ -1,0 +1,154 @@
+"""`python -m pynccl hang`: which rank is missing, what each one does, and where, of jobs that hang or have ended."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from typing import Any
+
+from ...bindings.errors import NcclInvalidUsage
+from ...watch.records import RUNNING, STOPPED, to_json
+from . import ras, report, sources, timeline
+from .clean import line
+
+WATCH_SECONDS = 2.0
+EPILOG = """\
+without arguments: the newest job of this user on this machine that has living processes, else the newest
+exit code: 0 nothing is wrong, 1 something is, 2 there was nothing to look at
+
+several machines: run it on each with --json > NAME.json, or copy the folders, and pass all of them at once"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "dir", nargs="*", metavar="DIR", help="a job's folder, a folder of jobs, files, or saved --json"
+    )
+    parser.add_argument("--job", metavar="ID", help="the job, where there are several")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: the verdict, and all records")
+    parser.add_argument("--calls", type=_positive, default=0, metavar="N", help="also the last N calls of each rank")
+    parser.add_argument("--stacks", action="store_true", help="the Python stacks of all ranks")
+    parser.add_argument("--all", action="store_true", help="a row for each rank, also of many")
+    parser.add_argument("--timeline", metavar="FILE", help="write the last calls as a trace for ui.perfetto.dev")
+    parser.add_argument(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=WATCH_SECONDS,
+        metavar="SECONDS",
+        help="look again every SECONDS (%(const)s) while the job lives, without RAS",
+    )
+    parser.add_argument("--no-ras", action="store_true", help="do not ask NCCL's RAS service")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found: see EPILOG for the exit code."""
+    if arguments.watch is not None and arguments.json:
+        return _refused("--watch prints for people: leave --json away, or call it again and again")
+    try:
+        with contextlib.suppress(KeyboardInterrupt):  # while watching, the way to end it
+            if arguments.watch is not None:
+                return _watched(arguments)
+            return _look(arguments, asking=not arguments.no_ras)[0]
+    except (sources.NothingFoundError, NcclInvalidUsage) as error:  # the latter: a variable that makes no sense
+        return _refused(str(error))
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        return _refused(f"{error.filename or 'a file'}: {error.strerror or error}")
+    return 130
+
+
+def _look(arguments: argparse.Namespace, asking: bool) -> tuple[int, sources.Job]:
+    job = sources.find(arguments.dir, arguments.job)
+    verdict = sources.judge(job.processes)
+    if arguments.timeline:
+        timeline.write(arguments.timeline, job.processes)
+    answer = ras.ask() if asking and _lives_here(job) else None
+    if arguments.json:
+        _print(_dumped(as_json(job, verdict, answer)))
+    else:
+        _print(report.whole(job, verdict, answer, report.Wanted(arguments.calls, arguments.stacks, arguments.all)))
+        if arguments.timeline:
+            _print(f"\nwrote {arguments.timeline}: open it at ui.perfetto.dev")
+    return (1 if verdict.wrong else 0), job
+
+
+def _lives_here(job: sources.Job) -> bool:
+    """If not, the RAS service that listens on this machine would speak of another job."""
+    here = os.uname().nodename
+    return any(one.host == here and one.state in (RUNNING, STOPPED) for one in job.processes)
+
+
+def _watched(arguments: argparse.Namespace) -> int:
+    """Look again and again at the job of the first look, until none of its processes lives."""
+    while True:
+        sys.stdout.write("\x1b[H\x1b[2J" if sys.stdout.isatty() else time.strftime("---- %H:%M:%S\n"))
+        code, job = _look(arguments, asking=False)
+        if not job.living:
+            _print("\nnone of its processes lives any more")
+            return code
+        sys.stdout.flush()
+        arguments.job = arguments.job or (job.name if not arguments.dir else None)
+        time.sleep(arguments.watch)
+
+
+def as_json(job: sources.Job, verdict: Any, answer: ras.Answer | None) -> dict[str, Any]:
+    """All that the report is made of. The processes are those of `watch.records.to_json`: it can be read again."""
+    return {
+        "ok": not verdict.wrong,
+        "job": job.name,
+        "verdict": verdict.to_json(),
+        "processes": [to_json(one) for one in job.processes],
+        "problems": job.problems,
+        "other_jobs": [{"job": name, "state": state} for name, state in job.others],
+        "ras": None if answer is None else {"address": answer.address, "text": answer.text, "note": answer.note},
+    }
+
+
+def _print(text: str) -> None:
+    """Also on a terminal that does not know all letters."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _refused(text: str) -> int:
+    first, *rest = text.splitlines()
+    print("\n".join([f"hang: {line(first)}", *("  " + line(one) for one in rest)]), file=sys.stderr)
+    return 2
+
+
+def _dumped(values: dict[str, Any]) -> str:
+    """JSON has no word for NaN, which a file may hold."""
+    try:
+        return json.dumps(values, indent=1, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(values), indent=1)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of calls, 1 or more")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text) if text.replace(".", "", 1).isdecimal() else 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, 0.1 to 3600")
+    return value

@@ -1,0 +1,204 @@
+"""The last calls of all ranks as a trace for ui.perfetto.dev: a process a rank, a track a communicator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...watch.records import COMPLETED, FAILED, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
+from . import clocks
+from .clean import known, line
+from .table import call_name, rank_of
+
+Event = dict[str, Any]
+Flows = dict[tuple[str, int], list[tuple[float, int, int]]]  # (communicator, number) -> begin, pid, tid of each rank
+_OPEN = {INSIDE: " (inside)", ISSUED: " (issued)", FAILED: " (failed)"}
+
+
+@dataclass
+class _Slice:
+    """A call with its place in time. timed: whether that was recorded, not derived from the calls around it."""
+
+    call: CallRecord
+    begin: float
+    end: float
+    timed: bool
+
+
+def write(path: str | Path, processes: list[ProcessRecord]) -> None:
+    """Write Chrome's trace format, event by event: there may be millions."""
+    shifts = clocks.offsets(processes)
+    metadata = json.dumps(_metadata(shifts))
+    with open(path, "w") as file:
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {metadata}, "traceEvents": [\n')
+        for number, event in enumerate(events(processes, shifts)):
+            file.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
+        file.write("\n]}\n")
+
+
+def _metadata(shifts: dict[str, float]) -> dict[str, Any]:
+    moved = {line(name): f"{shift:+.6f} s" for name, shift in shifts.items() if shift}
+    if len(shifts) < 2:
+        said = "all ranks have the clock of one machine"
+    elif moved:
+        said = (
+            "the clocks of machines were aligned by collectives that they did together; accurate to the length of those"
+        )
+    else:
+        said = "the clocks of machines were compared by collectives that they did together, and not moved"
+    return {"clocks": said, "moved": moved, "source": "python -m pynccl hang --timeline"}
+
+
+def events(processes: list[ProcessRecord], shifts: dict[str, float]) -> Iterator[Event]:
+    """Metadata, then slices and ends, then the arrows between ranks; times in microseconds from the earliest one."""
+    ordered = sorted(processes, key=lambda one: (rank_of(one), one.host, one.pid))
+    tracks = [(pid, process, _tracks(process)) for pid, process in enumerate(ordered)]
+    begins = [
+        one.begin + shifts[clocks.machine_of(process)]
+        for _, process, found in tracks
+        for _, _, slices in found
+        for one in slices
+    ]
+    ends = [one.end_at + shifts[clocks.machine_of(one)] for one in ordered if known(one.end_at)]
+    zero = min([*begins, *ends], default=0.0)
+    flows: Flows = {}
+    for pid, process, found in tracks:
+        offset = shifts[clocks.machine_of(process)] - zero
+        yield from _names(pid, process, found)
+        for tid, (comm, _, slices) in enumerate(found, 1):
+            for one in slices:
+                yield _event(pid, tid, comm, one, offset)
+                if one.call.collective and one.timed:
+                    flows.setdefault((comm.uid, one.call.number), []).append((one.begin + offset, pid, tid))
+        yield from _end(pid, process, offset)
+    for number, (key, places) in enumerate(flows.items()):
+        yield from _arrows(number, f"#{key[1]}", sorted(places))
+
+
+def _tracks(process: ProcessRecord) -> list[tuple[CommRecord, int, list[_Slice]]]:
+    """(communicator, stream, slices): a communicator whose calls are on several streams has a track for each."""
+    found = []
+    for comm in process.comms:
+        placed = _placed(comm, process.now)
+        streams = sorted({one.call.stream for one in placed})
+        for stream in streams or [0]:
+            found.append((comm, stream, _in_turn([one for one in placed if one.call.stream == stream])))
+    return found
+
+
+def _placed(comm: CommRecord, now: float) -> list[_Slice]:
+    """Its calls; those without times are spread evenly between those around them that have some."""
+    placed: list[_Slice] = []
+    waiting: list[CallRecord] = []
+    earlier = comm.made
+    for call in comm.calls:
+        if not known(call.issued):
+            waiting.append(call)
+            continue
+        placed += _spread(waiting, earlier, call.issued)
+        placed.append(_timed(call, now))
+        waiting, earlier = [], placed[-1].end
+    later = comm.ended_at if known(comm.ended_at) else now
+    return placed + _spread(waiting, earlier, later)
+
+
+def _timed(call: CallRecord, now: float) -> _Slice:
+    end = now if call.state in (INSIDE, ISSUED) else call.completed or call.returned
+    return _Slice(call, call.issued, max(end, call.issued) if known(end) else call.issued, True)
+
+
+def _spread(calls: list[CallRecord], begin: float, end: float) -> list[_Slice]:
+    if not known(begin) and not known(end):
+        return []  # there is no place for them
+    begin = begin if known(begin) else end
+    step = max(end - begin, 0.0) / len(calls) if calls and known(end) else 0.0
+    return [_Slice(call, begin + step * i, begin + step * (i + 1), False) for i, call in enumerate(calls)]
+
+
+def _in_turn(slices: list[_Slice]) -> list[_Slice]:
+    """What runs on a stream runs one after the other: a call begins, at the earliest, when the one before has ended.
+
+    Those that are open end all at once, now, and so lie within each other."""
+    free = 0.0
+    for one in slices:
+        one.begin = max(one.begin, free)
+        one.end = max(one.end, one.begin)
+        if one.call.state in (COMPLETED, FAILED):
+            free = one.end
+    return slices
+
+
+def _names(pid: int, process: ProcessRecord, tracks: list[tuple[CommRecord, int, list[_Slice]]]) -> Iterator[Event]:
+    rank = rank_of(process)
+    yield _named("process_name", pid, 0, name=f"rank {rank}" if rank >= 0 else f"pid {process.pid}")
+    yield _named("process_labels", pid, 0, labels=f"pid {process.pid} on {line(process.host, 60)}")
+    yield _named("process_sort_index", pid, 0, sort_index=pid)
+    several = {id(comm): sum(comm is other for other, _, _ in tracks) > 1 for comm, _, _ in tracks}
+    for tid, (comm, stream, _) in enumerate(tracks, 1):
+        name = line(comm.name, 60) or "communicator"
+        yield _named("thread_name", pid, tid, name=f"{name}, stream {stream:#x}" if several[id(comm)] else name)
+        yield _named("thread_sort_index", pid, tid, sort_index=tid)
+    yield _named("thread_name", pid, 0, name="process")
+
+
+def _named(what: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def _event(pid: int, tid: int, comm: CommRecord, one: _Slice, offset: float) -> Event:
+    call = one.call
+    return {
+        "ph": "X",
+        "name": call_name(call) + _OPEN.get(call.state, ""),
+        "cat": "comm",
+        "pid": pid,
+        "tid": tid,
+        "ts": _micro(one.begin + offset),
+        "dur": _micro(one.end - one.begin),
+        "args": _args(comm, one),
+    }
+
+
+def _args(comm: CommRecord, one: _Slice) -> dict[str, Any]:
+    call = one.call
+    args: dict[str, Any] = {"comm": line(comm.name), "rank": comm.rank, "entry": call.entry, "state": line(call.state)}
+    numbers = {"number": call.number or -1, "count": call.count, "root": call.root, "peer": call.peer}
+    args |= {name: value for name, value in numbers.items() if value >= 0}
+    names = ("dtype", "op", "site", "function", "forward_site", "detail", "error")
+    args |= {name: line(getattr(call, name)) for name in names if getattr(call, name)}
+    if call.group:
+        args["group"] = call.group
+    if not one.timed:
+        args["time"] = "not recorded: spread evenly between the calls around it"
+    return args
+
+
+def _end(pid: int, process: ProcessRecord, offset: float) -> Iterator[Event]:
+    if process.end and known(process.end_at):
+        yield {
+            "ph": "i",
+            "s": "p",
+            "name": f"ended: {line(process.end, 120)}",
+            "cat": "end",
+            "pid": pid,
+            "tid": 0,
+            "ts": _micro(process.end_at + offset),
+            "args": {"site": line(process.end_site)},
+        }
+
+
+def _arrows(number: int, name: str, places: list[tuple[float, int, int]]) -> Iterator[Event]:
+    """From the rank that entered first to the one that entered last."""
+    if len(places) < 2:
+        return
+    for index, (moment, pid, tid) in enumerate(places):
+        phase = "s" if index == 0 else "f" if index == len(places) - 1 else "t"
+        event = {"ph": phase, "id": number, "name": name, "cat": "collective", "pid": pid, "tid": tid}
+        yield event | {"ts": _micro(moment)} | ({"bp": "e"} if phase == "f" else {})
+
+
+def _micro(value: float) -> float:
+    return round(max(value, 0.0) * 1e6, 3)
