@@ -48,6 +48,12 @@ TWO_TENSORS = [
     *("comm.reduce_scatter(w, t)", "comm.all_to_all(t, u)", "comm.gather(t, w)", "comm.scatter(w, t)"),
 ]
 
+# What the flight recorder costs: each way with PYNCCL_WATCH=off and =sites beside the default, on.
+RECORDED = [CHECKED, PLAN, RAW_PLAN, GROUP_PLAN, "comm.all_reduce(t)"]
+OFF, SITES = "{}, watch off", "{}, with sites"
+# (way, beside it without the recorder, in units of which way: None for its own, at most)
+ADDED = [(CHECKED, None, 0.15), (PLAN, BARE, 0.1), (RAW_PLAN, BARE, 0.1)]
+
 # (way, beside which way, ratio at most)
 BOUNDS = [
     *[(CHECKED, BARE, 1.9), (CHECKED, NCCL4PY, 0.2)],
@@ -121,8 +127,9 @@ def first_of_its_name(path: Path) -> ctypes.CDLL:
     return stub
 
 
-def communicator(path: Path) -> pynccl.Communicator:
-    """Rank 0 of 2 on the stub, for tensors in CPU memory."""
+def communicator(path: Path, watch: str = "on") -> pynccl.Communicator:
+    """Rank 0 of 2 on the stub, for tensors in CPU memory; `watch` is what PYNCCL_WATCH says."""
+    os.environ["PYNCCL_WATCH"] = watch
     library = pynccl.load(str(path))
     library.is_host = True  # its buffers are CPU memory: no GPU is looked for
     os.environ.pop("PYNCCL_CHECK", None)  # there is no rank 1 to compare calls with
@@ -157,6 +164,16 @@ def own_ways(comm: pynccl.Communicator, stub: ctypes.CDLL, t: Any, u: Any, w: An
             calls=GROUP,
         ),
     ]
+
+
+def recorded_ways(path: Path, stub: ctypes.CDLL, t: Any, u: Any, w: Any) -> list[Way]:
+    """Some of the ways without the flight recorder, and with the line of each call in it."""
+    found = []
+    for watch, name in (("off", OFF), ("sites", SITES)):
+        comm = communicator(path, watch)
+        ways = own_ways(comm, stub, t, u, w)
+        found += [way._replace(name=name.format(way.name)) for way in ways if way.name in RECORDED]
+    return found
 
 
 def torch_ways(t: Any) -> list[Way]:
@@ -227,6 +244,12 @@ def results(times: dict[str, list[float]], reached: dict[str, int], imports: dic
         for name, base, limit in BOUNDS
         if base in times
     ]
+    for name, unit, limit in ADDED:
+        off = times[OFF.format(name)]
+        rounds = zip(times[name], off, times[unit] if unit else off, strict=True)
+        found = statistics.median((on - without) / one for on, without, one in rounds)
+        what = f"recorder in {name} / {unit or 'the call'}"
+        bounds.append({"what": what, "found": found, "at_most": limit})
     bounds.append({"what": "import pynccl, ms", "found": imports["pynccl"], "at_most": IMPORT_BOUND})
     for bound in bounds:
         bound["pass"] = bound["found"] <= bound["at_most"]
@@ -288,7 +311,8 @@ def main() -> None:
 
         t, u, w = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), torch.zeros(2 * ELEMENTS)
         comm = communicator(path)
-        ways = [*own_ways(comm, stub, t, u, w), *nccl4py_ways(comm, t), *torch_ways(t)]
+        ways = [*own_ways(comm, stub, t, u, w), *recorded_ways(path, stub, t, u, w)]
+        ways += [*nccl4py_ways(comm, t), *torch_ways(t)]
         reached = check_reach(ways, stub)
         times = measure(ways, options.rounds, options.calls)
         comm.destroy()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,10 @@ from pathlib import Path
 # choose their library through the environment of their own ranks. Two cores are few: no thread team per process.
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What killed ranks leave of their flight recorders goes when the run ends.
+if "PYNCCL_WATCH_DIR" not in os.environ:
+    os.environ["PYNCCL_WATCH_DIR"] = tempfile.mkdtemp(prefix="pynccl-tests-watch-")
+    atexit.register(shutil.rmtree, os.environ["PYNCCL_WATCH_DIR"], ignore_errors=True)
 
 import pytest
 from ranks import RankPool

@@ -12,6 +12,7 @@ from ..comm.communicator import Communicator
 from ..comm.deadline import Clock
 from ..comm.init import choose_device, get_unique_id
 from ..interop.devices import names_no_ordinal
+from ..watch.recorder import recorder
 from .rendezvous import Rendezvous
 
 _LEAST_SECONDS = 1.0  # for NCCL's init, where the rendezvous took the whole timeout
@@ -28,6 +29,7 @@ class Part(NamedTuple):
 def prepare(library: Library | None, device: Any, local_rank: int | None, rank: int, config: CommConfig | None) -> Part:
     """All that can fail on one rank alone, and so has to be done before the others wait for it."""
     library = chosen(library)
+    recorder()  # which says what is wrong with PYNCCL_WATCH and its relatives
     if local_rank is not None:
         local_rank = integer(local_rank, "local_rank", 0, INT_MAX, "the number of this rank on its node, or None")
     device = default_device(library, device, local_rank)

@@ -86,8 +86,10 @@ class Wait:
 
 
 def call_with_deadline(timeout: float | None, call: Callable[[], T], library: Library, what: str) -> T:
-    """`call()` into `library`, or NcclTimeout after `timeout` seconds (None: without a deadline, in this thread)."""
-    if timeout is None:
+    """`call()` into `library`, or NcclTimeout after `timeout` seconds (None: never).
+
+    It runs beside the main thread, which hears Ctrl-C. Without a deadline, another thread makes it itself."""
+    if timeout is None and threading.current_thread() is not threading.main_thread():
         return call()
     started = time.monotonic()
 
@@ -99,7 +101,7 @@ def call_with_deadline(timeout: float | None, call: Callable[[], T], library: Li
             + "\n  a rank is missing or unreachable: were all ranks started, with the same world size and id?"
         )
 
-    return _Job(call, what).result(timeout, late)
+    return _Job(call, what).result(math.inf if timeout is None else timeout, late)
 
 
 def wait_nonblocking(library: Library, handle: int | None, code: int, timeout: float | None, what: str) -> int:

@@ -14,6 +14,7 @@ from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, INT_MIN, integer, listed, seconds
 from ..interop.devices import current_device, device_ordinal, on_device
 from ..watch import watchdog
+from ..watch.recorder import recorder
 from ..watch.track import Identity, new_track, uid_of
 from .argcheck import check_rank
 from .base import DEFAULT_TIMEOUT, Comm, comm_name, explained
@@ -53,6 +54,7 @@ class Init(Comm):
         """
         rank, nranks = check_rank_of(rank, nranks)
         timeout = seconds(timeout)
+        recorder()
         ids = [as_unique_id(one) for one in (unique_id if isinstance(unique_id, (list, tuple)) else [unique_id])]
         if not 1 <= len(ids) <= nranks:
             raise ValueError(f"unique_id is a list of {len(ids)} ids, expected 1 to {nranks} for {nranks} ranks")
@@ -74,6 +76,7 @@ class Init(Comm):
         Calls to several of them from one thread belong in one `pynccl.group`.
         """
         library = chosen(library)
+        recorder()
         if devices is None:
             devices = 1 if library.is_host else gpu_count()
         if isinstance(devices, Sequence) and not isinstance(devices, (str, bytes, bytearray)):
@@ -100,6 +103,7 @@ class Init(Comm):
         rank, nranks = check_rank_of(rank, nranks)
         timeout = seconds(timeout)
         library = chosen(library)
+        recorder()
         ordinal = choose_device(library, device)
         struct = struct_of(config, CommConfig, library)
         identity = as_unique_id(unique_id)

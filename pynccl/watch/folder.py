@@ -103,7 +103,7 @@ def remove_old(folder: str, keep: str) -> None:
     for number, path in enumerate(jobs(folder)):
         with contextlib.suppress(OSError):
             old = time.time() - os.path.getmtime(path) > _KEPT_SECONDS
-            if path != keep and (old or number >= _KEPT_JOBS) and not any(map(_alive, files(path))):
+            if path != keep and (old or number >= _KEPT_JOBS) and not any(map(alive, files(path))):
                 remove(path, files(path))
 
 
@@ -124,10 +124,11 @@ def end_of(path: str) -> tuple[int, bool]:
     """How the process of this file has ended, 0 if it did not say, and whether it is still there."""
     with open(path, "rb") as file:
         head = file.read(HEADER_BYTES)
-    return (END.unpack_from(head, END_AT)[1] if len(head) == HEADER_BYTES else 0), _alive(path)
+    return (END.unpack_from(head, END_AT)[1] if len(head) == HEADER_BYTES else 0), alive(path)
 
 
-def _alive(path: str) -> bool:
+def alive(path: str) -> bool:
+    """Whether the process of this file is still there, as far as this machine knows."""
     found = re.search(r"-(\d+)-(\d+)\.watch$", path)
     return found is None or started(int(found[1])) == int(found[2])
 

@@ -30,19 +30,19 @@ REGIONS_AT = HEADER_BYTES + STRINGS * STRING_BYTES
 PAGE = 4096
 MOST_REGIONS = 4096
 
-# The header: magic, version, byte order, then what is written once; times in ns.
+# The header: magic, version, byte order, then what is written once. Times are seconds of the machine's monotonic clock.
 FIXED = struct.Struct("=24sIQ")
 # pid, its start in ticks, rank, world, wall and monotonic clock of one moment, slots, segments, rows, strings
-IDENTITY = struct.Struct("=IQiiQQIIII")
+IDENTITY = struct.Struct("=IQiiddIIII")
 IDENTITY_AT = 64
 TEXTS = {"host": (192, 64), "machine": (256, 128), "job": (384, 128), "command": (512, 256), "library": (768, 128)}
 
 # What changes: by the watchdog at each look, and at the end.
-LOOK = struct.Struct("=QQI")  # monotonic clock of the look; of what `where` says; number of regions
+LOOK = struct.Struct("=ddI")  # monotonic clock of the look; of what `where` says; number of regions
 LOOK_AT = 896
 WHERE_AT, WHERE_BYTES = 928, 160
 STACK_AT, STACK_BYTES = 1088, 2048
-END = struct.Struct("=QI")  # monotonic clock of the end, 0: none; kind
+END = struct.Struct("=dI")  # monotonic clock of the end, 0: none; kind
 END_AT = 3136
 END_TEXT_AT, END_TEXT_BYTES = 3152, 320
 END_SITE_AT, END_SITE_BYTES = 3472, 160
@@ -51,10 +51,10 @@ CLEAN, EXCEPTION = 1, 2  # kinds of end
 # A region: its head, and behind it the arrays. Head: state, then texts.
 REGION_HEAD = 1536
 FREE, LIVE, ENDED = 0, 1, 2
-COMM = struct.Struct("=IiiiQ")  # state, rank, size, the same plus 1 as a check, monotonic clock when made
-RING = struct.Struct("=QQQQQ")  # newest segment; newest entry that has returned, that has completed; when each was seen
+COMM = struct.Struct("=Iiiid")  # state, rank, size, the same plus 1 as a check, monotonic clock when made
+RING = struct.Struct("=QQQdd")  # newest segment; newest entry that has returned, that has completed; when each was seen
 RING_AT = 64
-COMM_END = struct.Struct("=Q")
+COMM_END = struct.Struct("=d")
 COMM_END_AT = 112
 COMM_TEXTS = {
     "uid": (128, 64),
@@ -72,10 +72,15 @@ COMM_TEXTS = {
 ROW = struct.Struct("=HHBbHiiIQQH")  # operation, detail, flags, data type, weight, op, rank, group, count, stream, site
 PLAN, ROOT, PEER = 1, 2, 4
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
-INLINE, INLINE_UNNUMBERED = 0xFFFF, 0xFFFE  # slots that describe themselves; the second kind counts as no collective
-ROWS = 512  # descriptions of the table; row 0 is never used
 
-SEGMENTS = 9  # one of which is being written
+# What a slot holds. Its high byte says how many collective calls it counts as, so that a segment of them is counted by
+# counting bytes: rows of the table that count as one, as none, as another number; and slots that describe themselves.
+ONE, NONE, OTHER = range(1, 0x100), range(0x100, 0x200), range(0x200, 0x300)
+ROWS = OTHER.stop
+INLINE, INLINE_UNNUMBERED = 0x400, 0x500  # as one, as none
+HIGH = 1 if sys.byteorder == "little" else 0  # where the high byte is
+
+SEGMENTS = 5  # one of which is being written
 CALLS = 2048  # that are kept at least
 
 
@@ -85,8 +90,8 @@ class Region(NamedTuple):
     slots: int
     segments: int
     ring: int  # H: 0, a row, or INLINE
-    issued: int  # Q: monotonic clock, 0 where it was not taken
-    returned: int  # Q
+    issued: int  # d: 0 where the clock was not read
+    returned: int  # d
     site: int  # H: string
     function: int  # H: string: the autograd function
     forward: int  # H: string: its forward line
@@ -99,6 +104,11 @@ class Region(NamedTuple):
     @property
     def segment(self) -> int:
         return self.slots // self.segments
+
+    def arrays(self) -> tuple[tuple[int, int], ...]:
+        """Where those with an entry for each slot begin, and the bytes of an entry."""
+        short = (self.ring, self.site, self.function, self.forward)
+        return (*((at, 2) for at in short), (self.issued, 8), (self.returned, 8), (self.failed, 1))
 
     def short(self) -> dict[str, int]:
         """Where the arrays of two bytes a slot begin."""
@@ -130,6 +140,3 @@ def put(memory: memoryview, at: int, nbytes: int, text: str) -> None:
 def get(memory: memoryview | bytes, at: int, nbytes: int) -> str:
     """The text there, up to its end."""
     return bytes(memory[at : at + nbytes]).partition(b"\0")[0].decode("utf-8", "replace")
-
-
-LITTLE = sys.byteorder == "little"

@@ -18,6 +18,7 @@ from .records import ProcessRecord as Process
 
 _MOST_BYTES = 1 << 31
 _MOST_FILES = 20_000
+_MOST_SECONDS = 1e11
 _TRIES = 5  # copies of a region that is being written to
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _STACK = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -35,7 +36,7 @@ def read_folder(path: str, *, uid: str = "") -> tuple[list[Process], list[str]]:
     paths = [path] if not os.path.isdir(path) else sorted(_paths(path))
     for one in paths[:_MOST_FILES]:
         try:
-            if not uid or uid in uids(one):
+            if not uid or _has(one, uid):
                 records.append(read_file(one))
         except BadRecord as error:
             problems.append(str(error))
@@ -52,6 +53,18 @@ def _paths(path: str) -> Iterator[str]:
     yield from folder.files(path)
     for job in folder.jobs(path):
         yield from folder.files(job)
+
+
+_of_the_dead: dict[str, set[str]] = {}  # what is in a file that nobody writes any more
+
+
+def _has(path: str, uid: str) -> bool:
+    known = _of_the_dead.get(path)
+    if known is None:
+        known = uids(path)
+        if not folder.alive(path):
+            _of_the_dead[path] = known
+    return uid in known
 
 
 def uids(path: str) -> set[str]:
@@ -96,7 +109,8 @@ class _Bytes:
         self.nbytes = found.st_size
         if self.nbytes < layout.REGIONS_AT:
             raise self.bad(f"no flight recorder of pynccl, or cut short: {self.nbytes:,} bytes")
-        self.head = self.at(0, layout.REGIONS_AT)
+        self.head = self.at(0, layout.HEADER_BYTES)
+        self._strings = b""  # read when the first one is asked for
         magic, version, order = layout.FIXED.unpack_from(self.head)
         if magic.rstrip(b"\0") != layout.MAGIC.rstrip(b"\0"):
             raise self.bad("no flight recorder of pynccl, or one that is only being made")
@@ -111,7 +125,7 @@ class _Bytes:
         if (rows, strings) != (layout.ROWS, layout.STRINGS):
             raise self.bad(f"damaged: {rows} rows and {strings} strings")
         self.region = layout.region(slots // segments * (segments - 1), segments)
-        self.wall = (self.identity[4] - self.identity[5]) / 1e9  # of the clock since then, unless it was set
+        self.wall = self.identity[4] - self.identity[5]  # of the clock since then, unless it was set
 
     def at(self, where: int, nbytes: int) -> bytes:
         data = os.pread(self.file, nbytes, where)
@@ -130,15 +144,17 @@ class _Bytes:
         where, nbytes = layout.COMM_TEXTS[what]
         return _clean(layout.get(self.at(region + where, nbytes), 0, nbytes))
 
-    def seconds(self, clock: int) -> float:
+    def seconds(self, clock: float) -> float:
         """Of the machine's clock since the epoch; 0.0 for 0, and for nonsense."""
-        return clock / 1e9 + self.wall if 0 < clock < 1 << 62 else 0.0
+        found = clock + self.wall if 0 < clock < _MOST_SECONDS else 0.0
+        return found if 0 < found < _MOST_SECONDS else 0.0
 
     def string(self, number: int) -> str:
         if not 0 < number < layout.STRINGS:
             return ""
-        at = layout.HEADER_BYTES + number * layout.STRING_BYTES
-        return _clean(layout.get(self.head, at, layout.STRING_BYTES))
+        if not self._strings:
+            self._strings = self.at(layout.HEADER_BYTES, layout.STRINGS * layout.STRING_BYTES)
+        return _clean(layout.get(self._strings, number * layout.STRING_BYTES, layout.STRING_BYTES))
 
     def process(self) -> Process:
         pid, start, rank, _, wall, *_ = self.identity
@@ -154,7 +170,7 @@ class _Bytes:
             command=texts["command"],
             rank=rank,
             path=self.path,
-            started=wall / 1e9,
+            started=wall if 0 < wall < _MOST_SECONDS else 0.0,
             now=time.time(),
             heartbeat=self.seconds(seen),
             where=_clean(layout.get(self.head, layout.WHERE_AT, layout.WHERE_BYTES)),
@@ -168,7 +184,7 @@ class _Bytes:
         # What has said that it ends counts as gone, though it may still be closing what it has open.
         record.state = DEAD if ended else state_of(pid, start) if here else UNKNOWN
         if here:
-            record.now = self.seconds(time.monotonic_ns())  # by the clock of the file, also if the other was set
+            record.now = self.seconds(time.monotonic())  # by the clock of the file, also if the other was set
         record.comms = [comm for at in self.regions() if (comm := self.comm(at, record.state)) is not None]
         return record
 
@@ -212,7 +228,7 @@ class _Bytes:
         """Fill in the calls of the ring, oldest first."""
         region, view = self.region, memoryview(data)
         short = {name: view[at:][: 2 * region.slots].cast("H") for name, at in region.short().items()}
-        clocks = {name: view[at:][: 8 * region.slots].cast("Q") for name, at in region.clocks().items()}
+        clocks = {name: view[at:][: 8 * region.slots].cast("d") for name, at in region.clocks().items()}
         bases = view[region.bases :][: 16 * region.segments].cast("Q")
         segment, returned, completed, returned_at, completed_at = layout.RING.unpack_from(data, layout.RING_AT)
         length, calls = region.segment, comm.calls

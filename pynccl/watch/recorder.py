@@ -19,7 +19,7 @@ from typing import Any
 from . import folder, layout
 from .settings import OFF, settings
 
-now = time.monotonic_ns
+now = time.monotonic
 _FORGOTTEN = 8  # communicators that have ended stay in the file until so many more have
 
 
@@ -86,7 +86,7 @@ class Recorder:
             folder.started(),
             _rank(),
             _integer("WORLD_SIZE"),
-            time.time_ns(),
+            time.time(),
             now(),
             region.slots,
             region.segments,

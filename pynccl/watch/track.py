@@ -6,6 +6,7 @@ Written by whoever holds the lock of the communicator. See layout.py for what it
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import os
@@ -18,7 +19,7 @@ from . import layout
 from .frames import call_site
 from .notes import notes
 from .recorder import Recorder, now, recorder
-from .settings import SITES
+from .settings import SITES, settings
 
 # Which of the C arguments of an operation are its count, operator and rank (root or peer); -1: none. How many
 # collective calls it is: sends and what not every rank calls are not numbered.
@@ -39,13 +40,18 @@ SHAPES: dict[str, tuple[int, int, int, int]] = {
     "signal": (-1, -1, 0, 0),
     "wait_signal": (-1, -1, -1, 0),
 }
-_FEW = 16  # rows that are sooner counted one by one
 _PEERS = ("send", "recv", "put_signal", "signal")
 
 
 def weight_of(operation: str) -> int:
     """How many collective calls this one counts as, on every rank."""
     return SHAPES.get(operation, _BOTH)[3]
+
+
+@functools.cache
+def _slots(count: int) -> list[int]:
+    """The numbers below, made once: to make one takes as long as to write it."""
+    return list(range(count))
 
 
 class Identity(NamedTuple):
@@ -73,20 +79,21 @@ class Track:
         self.number = next(_numbers)
         self.uid, self.name, self.rank, self.size = known.uid, known.name, rank, size
         # The host library's calls take so long that the line of each costs nothing beside them.
-        self.careful = careful or recorder.settings.mode == SITES
+        self.careful = careful or settings().mode == SITES
         self.children: dict[str, int] = {}  # how many were made of it, by what made them: for their names
         self._row_bytes = layout.ROW.size
         self.ring = self._array(region.ring, "H", region.slots)
-        self.issued = self._array(region.issued, "Q", region.slots)
-        self.returned = self._array(region.returned, "Q", region.slots)
+        self.issued = self._array(region.issued, "d", region.slots)
+        self.returned = self._array(region.returned, "d", region.slots)
         self._site = self._array(region.site, "H", region.slots)
         self._function = self._array(region.function, "H", region.slots)
         self._forward = self._array(region.forward, "H", region.slots)
         self._bases = self._array(region.bases, "Q", 2 * region.segments)
-        self._odd = {layout.INLINE_UNNUMBERED: 0}  # rows that count as another number of collective calls than 1
-        self._rows = iter(range(1, layout.ROWS))
+        self._weights: dict[int, int] = {}  # of the rows that count as another number of collective calls than 0 or 1
+        self._rows = {kind: iter(kind) for kind in (layout.ONE, layout.NONE, layout.OTHER)}
         self._on_streams: dict[tuple[int, int], int] = {}
-        self._free_rows: list[tuple[int, int]] = []  # and the segment in which they were given back
+        # Rows that were given back, and in which segment.
+        self._free_rows: dict[range, list[tuple[int, int]]] = {kind: [] for kind in self._rows}
         self._groups = itertools.count(1)
         self.explains = False  # an error of this communicator has been explained
         self.comm: Callable[[], Any] = lambda: None  # the communicator, once it is there, and while it is
@@ -103,41 +110,41 @@ class Track:
         self.write("device", device)
         self.write("made_at", site)
 
-    def _array(self, at: int, kind: Literal["B", "H", "Q"], length: int) -> memoryview:
-        size = {"B": 1, "H": 2, "Q": 8}[kind]
+    def _array(self, at: int, kind: Literal["H", "Q", "d"], length: int) -> Any:
+        size = 2 if kind == "H" else 8
         return self.memory[at : at + size * length].cast(kind)
 
     def write(self, what: str, text: str) -> None:
         """A text of the region: name, device, made_at, parent, alias, error."""
         layout.put(self.memory, *layout.COMM_TEXTS[what], text)
 
-    def _segments(self) -> Iterator[range]:
+    def _segments(self) -> Iterator[list[int]]:
         """The slots, one segment after the other; each is cleared before it is written to again."""
-        region, entries, numbered, slots = self.region, 0, 0, range(0)
-        length = region.segment
-        short, wide = memoryview(bytes(2 * length)).cast("H"), memoryview(bytes(8 * length)).cast("Q")
-        failed = self._array(region.failed, "B", region.slots)
+        region, memory, entries, numbered, place = self.region, self.memory, 0, 0, 0
+        length, empty = region.segment, bytes(8 * region.segment)
+        slots = _slots(region.slots)
+        segment = self._array(layout.RING_AT, "Q", 1)
         for self.segment in itertools.count():
-            entries += len(slots)
-            numbered += self._numbered_in(slots)
+            if self.segment:
+                entries += length
+                numbered += self._numbered_in(place * length)
             place = self.segment % region.segments
-            slots = range(place * length, (place + 1) * length)
-            span = slice(slots.start, slots.stop)
-            for array in (self.ring, self._site, self._function, self._forward):
-                array[span] = short
-            for array in (self.issued, self.returned):
-                array[span] = wide
-            failed[span] = bytes(length)
+            for array, nbytes in region.arrays():
+                begin, size = array + place * length * nbytes, length * nbytes
+                memory[begin : begin + size] = empty[:size]
             self._bases[2 * place], self._bases[2 * place + 1] = entries, numbered
-            _, *rest = layout.RING.unpack_from(self.memory, layout.RING_AT)
-            layout.RING.pack_into(self.memory, layout.RING_AT, self.segment, *rest)
-            yield slots
+            segment[0] = self.segment
+            yield slots[place * length : (place + 1) * length]
 
-    def _numbered_in(self, slots: range) -> int:
-        rows = self.ring[slots.start : slots.stop].tolist()
-        if len(self._odd) > _FEW:
-            return sum(self._odd.get(row, 1) for row in rows)
-        return len(rows) + sum((weight - 1) * rows.count(row) for row, weight in self._odd.items())
+    def _numbered_in(self, first: int) -> int:
+        """The collective calls in the full segment that begins with this slot."""
+        length, at = self.region.segment, self.region.ring + 2 * first
+        kinds = bytes(self.memory[at : at + 2 * length])[layout.HIGH :: 2]
+        numbered = length - kinds.count(layout.NONE.start >> 8) - kinds.count(layout.INLINE_UNNUMBERED >> 8)
+        if kinds.count(layout.OTHER.start >> 8):
+            rows = self.ring[first : first + length].tolist()
+            numbered += sum(self._weights[row] - 1 for row in rows if row in layout.OTHER)
+        return numbered
 
     # Calls
 
@@ -153,36 +160,38 @@ class Track:
         plan: bool = False,
     ) -> int:
         """The row that describes a call which will be made again; 0: there is none left, `enter` describes it."""
-        number = self._take_row()
+        weight = weight_of(operation) if weight is None else weight
+        number = self._take_row(weight)
         if number:
-            weight = weight_of(operation) if weight is None else weight
-            self._count_as(number, weight)
             at = self.region.table + number * self._row_bytes
             self._write_row(at, operation, inputs, stream, weight, detail, site, 0, plan)
         return number
-
-    def _count_as(self, row: int, weight: int) -> None:
-        self._odd.pop(row, None)
-        if weight != 1:
-            self._odd[row] = weight
 
     def unnumbered(self, slot: int) -> None:
         """The call that was entered there counts as none after all."""
         self.ring[slot] = layout.INLINE_UNNUMBERED
 
-    def _take_row(self) -> int:
-        # A row that was given back is described in slots until all segments have been written anew.
-        if self._free_rows and self._free_rows[0][1] + self.region.segments < self.segment:
-            return self._free_rows.pop(0)[0]
-        return next(self._rows, 0)
+    def _take_row(self, weight: int) -> int:
+        """A row for what counts as so many collective calls; 0: there is none left."""
+        kind = (layout.NONE, layout.ONE)[weight] if 0 <= weight <= 1 else layout.OTHER
+        free = self._free_rows[kind]
+        if free and free[0][1] + self.region.segments < self.segment:  # no slot holds it any more
+            row = free.pop(0)[0]
+        else:
+            row = next(self._rows[kind], 0)
+        if row in layout.OTHER:
+            self._weights[row] = weight
+        return row
 
     def give_back(self, row: int) -> None:
         """The row is not needed any more."""
-        if row:
-            for key in [key for key in self._on_streams if key[0] == row]:
-                if (other := self._on_streams.pop(key)) != row:
-                    self._free_rows.append((other, self.segment))
-            self._free_rows.append((row, self.segment))
+        rows = [row]
+        for key in [key for key in self._on_streams if key[0] == row]:
+            rows.append(self._on_streams.pop(key))
+        for one in dict.fromkeys(rows):
+            for kind, free in self._free_rows.items():
+                if one in kind:
+                    free.append((one, self.segment))
 
     def enter(
         self,
@@ -258,12 +267,11 @@ class Track:
         other = self._on_streams.get((row, stream))
         if other is None:
             size, table = self._row_bytes, self.region.table
-            number = self._take_row()
+            values = list(layout.ROW.unpack_from(self.memory, table + row * size))
+            number = self._take_row(values[4])
             if number:
-                values = list(layout.ROW.unpack_from(self.memory, table + row * size))
                 values[9] = stream
                 layout.ROW.pack_into(self.memory, table + number * size, *values)
-                self._count_as(number, self._odd.get(row, 1))
             other = self._on_streams[row, stream] = number or row
         return other
 
@@ -294,7 +302,7 @@ class Track:
         for number in range(max(after, head - length, self._bases[2 * place]) + 1, head + 1):
             slot = self._slot(number)
             row = self.ring[slot]
-            inline = row >= layout.INLINE_UNNUMBERED
+            inline = row >= layout.ROWS
             at = self.region.inline + slot * self._row_bytes if inline else self.region.table + row * self._row_bytes
             found.add(layout.ROW.unpack_from(self.memory, at)[9])
         return found
