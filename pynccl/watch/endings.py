@@ -84,7 +84,8 @@ def _halted(case: Case, process: ProcessRecord, group: Group | None) -> str:
     hosts = {one.host for one in case.job.processes}
     host = f" on host {clean(process.host, 60)}" if len(hosts) > 1 else ""
     who = f"{case.job.name(process, group)}'s process {process.pid}{host}"
-    return f"{who} is stopped (SIGSTOP, or a debugger): kill -CONT {process.pid}"
+    remedy = f": kill -CONT {process.pid}" if process.pid > 1 else ""
+    return f"{who} is stopped (SIGSTOP, or a debugger){remedy}"
 
 
 def _awaited(case: Case, why: str) -> dict[int, list[Meeting]]:
@@ -104,7 +105,7 @@ def ending(case: Case, process: ProcessRecord, meetings: Sequence[Meeting] = ())
     if normal(process):
         text = f"{who} exited normally{when}" + _without(case, meetings)
     elif match:
-        text = f"{who} left by {match[1]}{at(process.end_site, case.paths)}{when}"
+        text = f"{who} left by {clean(match[1], 60)}{at(process.end_site, case.paths)}{when}"
         text += f": {clean(match[2])}" if match[2] else ""
     elif "killed" in process.end or "crashed" in process.end or not process.end:
         when = when or _within(process)

@@ -51,7 +51,7 @@ class Case:
 def describe(call: CallRecord, group: Group, paths: Paths) -> str:
     """ "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"."""
     count = f"{group.size:,} rank{'s' if group.size != 1 else ''}"
-    words = [f"comm '{clean(group.name, 60)}'", count]
+    words = [f"comm '{group.name}'", count]
     if call.count >= 0:
         words.append(f"{clean(call.dtype, 20)} x {call.count:,}".strip())
     words += [f"root {call.root}"] if call.root >= 0 else []
@@ -65,7 +65,7 @@ def describe(call: CallRecord, group: Group, paths: Paths) -> str:
 
 def briefly(call: CallRecord, group: Group) -> str:
     """ "all_reduce #41 of comm 'tp'"."""
-    return f"{call_name(call)} of comm '{clean(group.name, 60)}'"
+    return f"{call_name(call)} of comm '{group.name}'"
 
 
 def waiting(meeting: Meeting, where: str = "there") -> str:
@@ -114,7 +114,7 @@ def chain(case: Case, meeting: Meeting) -> list[str]:
             more = f" (and {len(held) - 1:,} more)" if len(held) > 1 else ""
             target = call_name(other.call) if other.collective else f"its side of {call_name(other.call)}"
             lines.append(
-                f"{who}{more} has not entered {target} of comm '{clean(other.group.name, 60)}', "
+                f"{who}{more} has not entered {target} of comm '{other.group.name}', "
                 f"where {waiting(other, '')}, because it is itself waiting in {briefly(held[0].first, first.group)}"
             )
     left = len(lines) - _SHOWN_CHAIN

@@ -117,6 +117,9 @@ class Waits:
             waiting = [call.number for call in self._acting(member) if call.number > 0]
             inside |= set(waiting)
             numbers |= {min(waiting), max(waiting)} if waiting else set()
+            if forgotten := _forgotten(member):
+                numbers.add(forgotten.number)
+                inside.add(forgotten.number)
         lowest = min((member.entered for member in group.members.values()), default=0) + 1
         if lowest in inside:
             numbers.add(lowest)
@@ -125,12 +128,15 @@ class Waits:
             for member in group.members.values():
                 self._place(meeting, member, number)
             if meeting.here:
-                meeting.call = next(iter(meeting.here.values()))
+                calls = list(meeting.here.values())
+                meeting.call = next((one for one in calls if one.entry > 0), calls[0])
                 yield meeting
 
     def _place(self, meeting: Meeting, member: Member, number: int) -> None:
         """Put the rank where it is, as seen from collective `number`."""
         call = next((one for one in self._acting(member) if one.number == number), None) or member.numbered.get(number)
+        if call is None and (forgotten := _forgotten(member)) and forgotten.number <= number <= member.entered:
+            call = forgotten
         if number <= member.completed or (call and call.state == COMPLETED):
             return
         if call and call.state == FAILED and consequence(call.error):
@@ -238,6 +244,20 @@ def _gave_up(member: Member) -> CallRecord | None:
     return last if last and last.state == FAILED and consequence(last.error) else None
 
 
+def _forgotten(member: Member) -> CallRecord | None:
+    """The call that a rank far ahead on its stream waits for, where so many came after it that its record is gone."""
+    oldest = next((call for call in member.pending if call.number > 0), None)
+    number = member.completed + 1
+    if (
+        oldest is None
+        or oldest.number <= number
+        or number in member.numbered
+        or min(member.numbered, default=0) < number
+    ):
+        return None
+    return CallRecord(0, number, "collective call", issued=oldest.issued, state=oldest.state)
+
+
 def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:
     if first.group and first.group == then.group:
         return False
@@ -258,7 +278,7 @@ def _answered(group: Group, rank: int, peer: int, call: CallRecord) -> bool:
     done = [one for one in answers if one.state == COMPLETED]
     if member.process.machine == own.process.machine and any(one.completed >= call.issued > 0 for one in done):
         return True
-    if own.comm is None or own.comm.calls[0].entry != 1 or member.comm.calls[0].entry != 1:
+    if own.comm is None or not answers or own.comm.calls[0].entry != 1 or member.comm.calls[0].entry != 1:
         return False
     asked = [one for one in own.comm.calls if one.operation == call.operation and one.peer == peer]
     return len(answers) > next((index for index, one in enumerate(asked) if one is call), len(asked))
