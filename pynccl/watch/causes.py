@@ -169,8 +169,12 @@ def stalled(case: Case) -> list[Finding]:
         count = len(meeting.here)
         every = "both ranks are" if count == 2 else f"all {count:,} ranks are"
         every = every if count > 1 else f"{ranks_text(meeting.here)} is"
+        whole = "nobody is missing"
+        if meeting.collective and count < meeting.group.size:
+            every = f"{ranks_text(meeting.here)} {'is' if count == 1 else 'are'}"
+            whole = "the other ranks have completed it"
         text = (
-            f"{every} in {there} and nobody is missing, but it has not moved for {seconds(age)}: "
+            f"{every} in {there} and {whole}, but it has not moved for {seconds(age)}: "
             "the network, a GPU, or the work before it on its stream"
         )
         members = [meeting.group.members[rank] for rank in list(meeting.here)[:4]]

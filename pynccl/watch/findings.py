@@ -70,7 +70,7 @@ def briefly(call: CallRecord, group: Group) -> str:
 
 def waiting(meeting: Meeting, where: str = "there") -> str:
     """ "3 ranks have waited 12.3 s there", "rank 0 gave up after 60.0 s"."""
-    rows = {True: [], False: []}  # type: dict[bool, list[int]]
+    rows: dict[bool, list[int]] = {True: [], False: []}
     for rank, call in meeting.here.items():
         rows[call.state == FAILED].append(rank)
     words = []
@@ -90,7 +90,7 @@ def waiting(meeting: Meeting, where: str = "there") -> str:
 
 def concern(case: Case, found: Finding, meetings: Sequence[Meeting], members: Iterable[Member]) -> Finding:
     """The finding, with how many wait because of it, the communicators concerned, and its culprits' lines."""
-    behind = {one: None for meeting in meetings for one in [meeting, *case.waits.behind(meeting)]}
+    behind = case.waits.behind(*meetings)
     found.waiting = len({id(one.group.members[rank].process) for one in behind for rank in one.here})
     found.age = max((meeting.age() for meeting in meetings), default=0.0)
     found.comms = list(dict.fromkeys([*found.comms, *(meeting.group.uid for meeting in behind)]))
@@ -105,7 +105,7 @@ def concern(case: Case, found: Finding, meetings: Sequence[Meeting], members: It
 def chain(case: Case, meeting: Meeting) -> list[str]:
     """A line for each rank that is blamed elsewhere only because it waits here."""
     lines = []
-    for other in case.waits.behind(meeting):
+    for other in case.waits.behind(meeting)[1:]:
         for first, steps in other.first.items():
             held = [step for step in steps if step.then is None]
             if not held:
@@ -156,7 +156,7 @@ def alive(case: Case, process: ProcessRecord) -> str:
     if process.state == UNKNOWN:
         return f"process {process.pid} on host {clean(process.host, 60) or '?'}, from which there is no answer"
     if process.state == DEAD:
-        return f"process {process.pid} ended"
+        return "process ended"
     hosts = {one.host for one in case.job.processes}
     return f"process {process.pid} on host {clean(process.host, 60)} alive" if len(hosts) > 1 else "process alive"
 

@@ -110,10 +110,8 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
 
 def _found(case: Case) -> list[Finding]:
     ends = [one for one in (dead(case), stopped(case)) if one]
-    differ = disagreements(case)
-    known = {uid for one in differ for uid in one.comms}
-    hangs = [one for one in stalled(case) if not known.intersection(one.comms)]
-    return [*_duplicates(case), *ends, *differ, *crossings(case), *missing(case), *failures(case), *hangs]
+    found = [*_duplicates(case), *ends, *disagreements(case), *crossings(case), *missing(case), *failures(case)]
+    return found or stalled(case)  # what does not move may do so because of anything else
 
 
 def _weigh(found: list[Finding]) -> None:

@@ -74,6 +74,7 @@ class Waits:
                     self._at.setdefault(id(member.process), []).append((meeting, member, call))
         self._order()
         self._link()
+        self._above = _reversed(self.meetings)
 
     def circles(self) -> list[list[Meeting]]:
         """Meetings that wait for each other, each circle once, as short as it can be."""
@@ -83,16 +84,16 @@ class Waits:
                 found.append(_shortest(part))
         return found
 
-    def behind(self, meeting: Meeting) -> list[Meeting]:
-        """The meetings that wait for this one, directly or not, nearest first."""
-        above: dict[Meeting, list[Meeting]] = {}
-        for one in self.meetings:
-            for other in one.first:
-                above.setdefault(other, []).append(one)
-        seen = [meeting]
-        for one in seen:
-            seen += [other for other in above.get(one, []) if other not in seen]
-        return seen[1:]
+    def behind(self, *meetings: Meeting) -> list[Meeting]:
+        """These, and the meetings that wait for them, directly or not, nearest first."""
+        seen = dict.fromkeys(meetings)
+        queue = list(seen)
+        for one in queue:
+            for other in self._above.get(one, []):
+                if other not in seen:
+                    seen[other] = None
+                    queue.append(other)
+        return queue
 
     def elsewhere(self, member: Member, meeting: Meeting | None = None) -> list[tuple[Meeting, CallRecord]]:
         """What the member's process waits in, other than `meeting`."""
@@ -284,6 +285,15 @@ def _answered(group: Group, rank: int, peer: int, call: CallRecord) -> bool:
     return len(answers) > next((index for index, one in enumerate(asked) if one is call), len(asked))
 
 
+def _reversed(meetings: Sequence[Meeting]) -> dict[Meeting, list[Meeting]]:
+    """For each meeting, those that wait for it."""
+    above: dict[Meeting, list[Meeting]] = {}
+    for one in meetings:
+        for other in one.first:
+            above.setdefault(other, []).append(one)
+    return above
+
+
 def _components(meetings: Sequence[Meeting]) -> list[list[Meeting]]:
     """Strongly connected components, by two passes (Kosaraju)."""
     order: list[Meeting] = []
@@ -302,10 +312,7 @@ def _components(meetings: Sequence[Meeting]) -> list[list[Meeting]]:
             else:
                 seen.add(after)
                 path.append((after, iter(after.first)))
-    above: dict[Meeting, list[Meeting]] = {}
-    for one in meetings:
-        for other in one.first:
-            above.setdefault(other, []).append(one)
+    above = _reversed(meetings)
     parts, taken = [], set[Meeting]()
     for root in reversed(order):
         if root in taken:

@@ -707,6 +707,20 @@ def test_a_thousand_ranks_are_judged_at_once_and_in_few_words() -> None:
     assert spent < 1.0, f"{spent:.2f} s"
 
 
+def test_a_circle_of_a_thousand_ranks_is_seen_at_once() -> None:
+    records = ring(1024)
+    start = time.process_time()
+    verdict = judge(records)
+    assert verdict.kind == "crossed" and len(render(verdict)) < 3000
+    assert time.process_time() - start < 1.0
+
+
+def test_a_rank_that_stays_in_what_the_others_have_completed() -> None:
+    verdict = judge([waiting(0, 3), *(process(rank, comm(rank, 3, [call(41)])) for rank in (1, 2))])
+    assert verdict.sentence.startswith("rank 0 is in all_reduce #41")
+    assert "the other ranks have completed it, but it has not moved for 12.3 s" in verdict.sentence
+
+
 def test_a_thousand_ranks_that_all_died() -> None:
     records = big()
     for one in records:
