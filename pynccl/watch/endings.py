@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .findings import SHOWN, SILENT_SECONDS, Case, Finding, ago, briefly, concern, describe, progress, waiting
+from .findings import SHOWN, SILENT_SECONDS, Case, Finding, ago, briefly, chain, concern, describe, progress, waiting
 from .members import Group, Member, ended_about
 from .records import DEAD, INSIDE, STOPPED, ProcessRecord
 from .waits import Meeting, consequence
@@ -44,7 +44,8 @@ def dead(case: Case) -> Finding | None:
     every = f"all {len(ended):,} processes have ended: " if len(ended) == len(case.job.processes) > 1 else ""
     sentence = every + ending(case, first, meetings)
     found = Finding("dead", sentence, 75 if consequence(first.end) else 0)
-    found.details = _doing(case, first, meetings) + _others(case, [one for one in ended if one is not first])
+    found.details = _doing(case, first, meetings) + [line for one in meetings[:1] for line in chain(case, one)]
+    found.details += _others(case, [one for one in ended if one is not first])
     if rivals:
         found.details.append(f"which one of {len(rivals) + 1:,} processes was the first to end cannot be told")
     group = meetings[0].group if meetings else None
@@ -74,6 +75,7 @@ def stopped(case: Case) -> Finding | None:
     for meeting in meetings[:1]:
         sentence += f"; {waiting(meeting, 'for it')} in {describe(meeting.call, meeting.group, case.paths)}"
     found = Finding("stopped", sentence, 25, lines[1:SHOWN])
+    found.details += [line for one in meetings[:1] for line in chain(case, one)]
     found.culprits = [case.job.key(process, group) for process in halted]
     found.comms = [comm.uid for process in halted for comm in process.comms]
     places = [member for process in halted for _, member in case.job.members.get(id(process), [])[:1]]

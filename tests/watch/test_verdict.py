@@ -335,6 +335,14 @@ def test_the_first_to_end_is_to_blame_and_errors_about_others_are_not() -> None:
     assert "rank 1 ended too: RuntimeError: later" in verdict.details
 
 
+@pytest.mark.parametrize("state", [DEAD, STOPPED])
+def test_whoever_waits_for_the_dead_or_stopped_elsewhere_is_explained(state: str) -> None:
+    third = process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=INSIDE)))
+    verdict = judge([*three_wait(), third, process(9, dp(1, call(6)), state=state)])
+    assert (verdict.kind, verdict.culprits, verdict.comms) == (state, [("u-dp", 1)], ["u-dp", "u-tp"])
+    assert "rank 3 has not entered all_reduce #41 of comm 'tp'" in "\n".join(verdict.details)
+
+
 def test_clocks_of_two_machines_are_not_compared() -> None:
     early = behind(0, 3, 30, state=DEAD, end="ValueError: a", end_at=NOW - 3)
     fast = behind(1, 3, 40, state=DEAD, end="ValueError: b", end_at=NOW - 4000, machine="n")
