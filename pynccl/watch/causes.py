@@ -32,15 +32,32 @@ _SHOWN_CROSSED = 3
 
 def missing(case: Case) -> list[Finding]:
     """A finding for each meeting that waits for ranks which wait for nothing themselves, or will never come."""
-    found = []
-    for meeting in case.stuck():
+    found: list[Finding] = []
+    known: dict[tuple[int, ...], Finding] = {}
+    for meeting in sorted(case.stuck(), key=lambda one: -one.age()):
         idle = [meeting.group.members[rank] for rank in meeting.idle()]
+        key = tuple(id(one.process) for one in idle)
+        if idle and key in known:  # in another communicator, or in a later call
+            _too(known[key], meeting)
+            idle = []
         found += _away(case, meeting, [one for one in idle if not one.silent], "missing")
         found += _away(case, meeting, [one for one in idle if one.silent], "unreachable")
+        if idle:
+            known[key] = found[-1]
         found += _left(case, meeting)
         if meeting.unknown:
             found.append(_unknown(case, meeting, only=not meeting.away and not meeting.gone))
     return found
+
+
+def _too(found: Finding, meeting: Meeting) -> None:
+    """Other ranks wait for the same processes in another communicator."""
+    if meeting.group.uid not in found.comms:
+        target = briefly(meeting.call, meeting.group)
+        verb = "has it" if len(found.culprits) == 1 else "have they"
+        found.details.append(f"nor {verb} entered {target}, where {waiting(meeting, '')}")
+        found.comms.append(meeting.group.uid)
+        found.waiting += len(meeting.here)
 
 
 def _away(case: Case, meeting: Meeting, members: Sequence[Member], kind: str) -> list[Finding]:
@@ -63,6 +80,11 @@ def _away(case: Case, meeting: Meeting, members: Sequence[Member], kind: str) ->
     found = Finding(kind, text, 50 if kind == "unreachable" else 40, standings(case, members, meeting))
     if meeting.call.operation in ("shrink", "grow"):
         found.details.append("ranks that it leaves out need not call it")
+    inside = {id(meeting.group.members[rank].process): rank for rank in meeting.here}
+    for member in members[:1]:
+        if id(member.process) in inside:
+            text = f"its process is inside as rank {inside[id(member.process)]}: calls of several ranks of one process"
+            found.details.append(f"{text} go into a pynccl.group()")
     found.details += chain(case, meeting)
     found.culprits = [(meeting.group.uid, one.rank) for one in members]
     return [concern(case, found, [meeting], members)]
@@ -90,7 +112,7 @@ def _left(case: Case, meeting: Meeting) -> list[Finding]:
     assert comm is not None
     who = names_of(members[:1])
     text = (
-        f"{who}'s comm '{clean(meeting.group.name, 60)}' was {clean(comm.ended)}{at(comm.ended_site, case.paths)}"
+        f"{who}'s comm '{meeting.group.name}' was {clean(comm.ended)}{at(comm.ended_site, case.paths)}"
         f"{ago(members[0].process, comm.ended_at)}; {waiting(meeting, '')} in "
         f"{describe(meeting.call, meeting.group, case.paths)}, which it never entered"
     )
@@ -140,14 +162,19 @@ def stalled(case: Case) -> list[Finding]:
     found = []
     for meeting in case.waits.meetings:
         age = meeting.age()
-        if meeting.blocked or meeting.first or age < max(case.patience, _STALLED_SECONDS):
+        gave_up = all(call.state == FAILED for call in meeting.here.values())
+        if gave_up or meeting.blocked or meeting.first or age < max(case.patience, _STALLED_SECONDS):
             continue
         there = describe(meeting.call, meeting.group, case.paths)
         count = len(meeting.here)
         every = "both ranks are" if count == 2 else f"all {count:,} ranks are"
         every = every if count > 1 else f"{ranks_text(meeting.here)} is"
+        whole = "nobody is missing"
+        if meeting.collective and count < meeting.group.size:
+            every = f"{ranks_text(meeting.here)} {'is' if count == 1 else 'are'}"
+            whole = "the other ranks have completed it"
         text = (
-            f"{every} in {there} and nobody is missing, but it has not moved for {seconds(age)}: "
+            f"{every} in {there} and {whole}, but it has not moved for {seconds(age)}: "
             "the network, a GPU, or the work before it on its stream"
         )
         members = [meeting.group.members[rank] for rank in list(meeting.here)[:4]]
@@ -237,22 +264,41 @@ def disagreements(case: Case) -> list[Finding]:
         if one := disagreement(group):
             found.append(_mismatch(case, one))
     for meeting in case.waits.meetings:
+        found += _checks(case, meeting)
+    for meeting in case.waits.meetings:
         if meeting.call.operation in ("send", "recv") and len(meeting.here) == 2:
             calls = {call.operation: (rank, call) for rank, call in meeting.here.items()}
-            if len(calls) == 2 and other_bytes(calls["send"][1], calls["recv"][1]):
+            if calls.keys() == {"send", "recv"} and other_bytes(calls["send"][1], calls["recv"][1]):
                 found.append(_bytes(case, meeting, *calls["send"], *calls["recv"]))
     return found
 
 
+def _checks(case: Case, meeting: Meeting) -> list[Finding]:
+    """Ranks of which some compare their calls and some do not: the comparison waits for all."""
+    members = [meeting.group.members[rank] for rank in meeting.here]
+    checking = [one for one in members if one.checking and one.checking == meeting.call.number]
+    others = [one for one in members if one.comm and not any(call.operation == "check" for call in one.comm.calls)]
+    if not checking or not others or meeting.age() < case.patience:
+        return []
+    text = (
+        f"{names_of(checking)} {'compares its' if len(checking) == 1 else 'compare their'} calls (PYNCCL_CHECK=1) and "
+        f"{names_of(others)} {'does' if len(others) == 1 else 'do'} not, in {briefly(meeting.call, meeting.group)}: "
+        "set it on all ranks, or on none"
+    )
+    fewer = min(checking, others, key=len)
+    found = Finding("mismatch", text, 9, [], [(meeting.group.uid, one.rank) for one in fewer])
+    return [concern(case, found, [meeting], [])]
+
+
 def _sizes(group: Group, odd: dict[int, int], usual: int) -> Finding:
     size = next(iter(odd.values()))
-    text = f"{ranks_text(odd)} made comm '{clean(group.name, 60)}' for {size:,} ranks, the others for {usual:,}"
+    text = f"{ranks_text(odd)} made comm '{group.name}' for {size:,} ranks, the others for {usual:,}"
     lines = [line for one in odd if (comm := group.members[one].comm) and (line := line_of(comm.made_at))]
     return Finding("mismatch", text, 9, [], [(group.uid, one) for one in odd], lines, [group.uid])
 
 
 def _bytes(case: Case, meeting: Meeting, source: int, send: CallRecord, target: int, recv: CallRecord) -> Finding:
-    name = clean(meeting.group.name, 60)
+    name = meeting.group.name
     text = (
         f"rank {source} sends {send.dtype} x {send.count:,}{called(send, case.paths)} to rank {target}, "
         f"which expects {recv.dtype} x {recv.count:,}{called(recv, case.paths)} (comm '{name}')"
@@ -300,7 +346,7 @@ def _sides(case: Case, one: Disagreement) -> list[str]:
 
 def _where(one: Disagreement) -> str:
     count = f"{one.group.size:,} rank{'s' if one.group.size != 1 else ''}"
-    return f"comm '{clean(one.group.name, 60)}', {count}"
+    return f"comm '{one.group.name}', {count}"
 
 
 def _other_call(case: Case, one: Disagreement) -> str:

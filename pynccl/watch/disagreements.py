@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .members import Group, Member
@@ -70,11 +70,14 @@ def other_bytes(send: CallRecord, recv: CallRecord) -> bool:
 
 def _at(group: Group, number: int) -> Disagreement:
     calls = {rank: member.numbered[number] for rank, member in group.members.items() if number in member.numbered}
-    return _explained(_divided(group, number, calls, Counter(key(call) for call in calls.values()), key))
+    return _explained(_divided(group, number, calls, key))
 
 
-def _divided(group: Group, number: int, calls: Mapping[int, CallRecord], counts: Counter, of) -> Disagreement:  # type: ignore
-    (most, votes), *_ = counts.most_common()
+def _divided(
+    group: Group, number: int, calls: Mapping[int, CallRecord], of: Callable[[CallRecord], object]
+) -> Disagreement:
+    """The calls of this number by what `of` says of them: most ranks, and those that differ from them."""
+    most, votes = Counter(map(of, calls.values())).most_common(1)[0]
     odd = {rank: call for rank, call in calls.items() if of(call) != most}
     usual = {rank: call for rank, call in calls.items() if of(call) == most}
     return Disagreement(group, number, odd, usual, even=2 * votes <= len(calls))
@@ -88,9 +91,8 @@ def _compared_text(group: Group) -> Disagreement | None:
             if member.checking and call.number == member.checking:
                 checking.setdefault(member.checking, {})[rank] = call
     for number, calls in sorted(checking.items()):
-        texts = Counter(call.detail for call in calls.values())
-        if len(texts) > 1:
-            return _divided(group, number, calls, texts, lambda call: call.detail)
+        if len({call.detail for call in calls.values()}) > 1:
+            return _divided(group, number, calls, lambda call: call.detail)
         rest = {rank: one.numbered[number] for rank, one in group.members.items() if number in one.numbered}
         name = next(iter(calls.values())).operation
         if other := {rank: call for rank, call in rest.items() if call.operation != name}:
@@ -149,14 +151,14 @@ def _by_lines(group: Group) -> Disagreement | None:
     entered = [member.entered for member in group.members.values() if member.comm is not None]
     if len(entered) < 3 or min(entered) == max(entered):
         return None
-    sites: dict[int, Counter[str]] = {}
+    sites: dict[int, set[str]] = {}
     for member in group.members.values():
         for number, call in member.numbered.items():
             if call.site:
-                sites.setdefault(number, Counter())[call.site] += 1
+                sites.setdefault(number, set()).add(call.site)
     for number in sorted(number for number, found in sites.items() if len(found) > 1):
         calls = {rank: one.numbered[number] for rank, one in group.members.items() if number in one.numbered}
-        found = _divided(group, number, calls, sites[number], lambda call: call.site)
+        found = _divided(group, number, calls, lambda call: call.site)
         usual = _longest(group, found.usual)
         pairs = [list(_moved(group.members[rank], usual, number)) for rank in found.odd]
         alike = all(len(one) >= _ENOUGH and all(_like(a, b) for a, b in one) for one in pairs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .findings import SHOWN, SILENT_SECONDS, Case, Finding, ago, briefly, concern, describe, progress, waiting
+from .findings import SHOWN, SILENT_SECONDS, Case, Finding, ago, briefly, chain, concern, describe, progress, waiting
 from .members import Group, Member, ended_about
 from .records import DEAD, INSIDE, STOPPED, ProcessRecord
 from .waits import Meeting, consequence
@@ -44,7 +44,8 @@ def dead(case: Case) -> Finding | None:
     every = f"all {len(ended):,} processes have ended: " if len(ended) == len(case.job.processes) > 1 else ""
     sentence = every + ending(case, first, meetings)
     found = Finding("dead", sentence, 75 if consequence(first.end) else 0)
-    found.details = _doing(case, first, meetings) + _others(case, [one for one in ended if one is not first])
+    found.details = _doing(case, first, meetings) + [line for one in meetings[:1] for line in chain(case, one)]
+    found.details += _others(case, [one for one in ended if one is not first])
     if rivals:
         found.details.append(f"which one of {len(rivals) + 1:,} processes was the first to end cannot be told")
     group = meetings[0].group if meetings else None
@@ -74,6 +75,7 @@ def stopped(case: Case) -> Finding | None:
     for meeting in meetings[:1]:
         sentence += f"; {waiting(meeting, 'for it')} in {describe(meeting.call, meeting.group, case.paths)}"
     found = Finding("stopped", sentence, 25, lines[1:SHOWN])
+    found.details += [line for one in meetings[:1] for line in chain(case, one)]
     found.culprits = [case.job.key(process, group) for process in halted]
     found.comms = [comm.uid for process in halted for comm in process.comms]
     places = [member for process in halted for _, member in case.job.members.get(id(process), [])[:1]]
@@ -84,7 +86,8 @@ def _halted(case: Case, process: ProcessRecord, group: Group | None) -> str:
     hosts = {one.host for one in case.job.processes}
     host = f" on host {clean(process.host, 60)}" if len(hosts) > 1 else ""
     who = f"{case.job.name(process, group)}'s process {process.pid}{host}"
-    return f"{who} is stopped (SIGSTOP, or a debugger): kill -CONT {process.pid}"
+    remedy = f": kill -CONT {process.pid}" if process.pid > 1 else ""
+    return f"{who} is stopped (SIGSTOP, or a debugger){remedy}"
 
 
 def _awaited(case: Case, why: str) -> dict[int, list[Meeting]]:
@@ -104,7 +107,7 @@ def ending(case: Case, process: ProcessRecord, meetings: Sequence[Meeting] = ())
     if normal(process):
         text = f"{who} exited normally{when}" + _without(case, meetings)
     elif match:
-        text = f"{who} left by {match[1]}{at(process.end_site, case.paths)}{when}"
+        text = f"{who} left by {clean(match[1], 60)}{at(process.end_site, case.paths)}{when}"
         text += f": {clean(match[2])}" if match[2] else ""
     elif "killed" in process.end or "crashed" in process.end or not process.end:
         when = when or _within(process)

@@ -51,7 +51,7 @@ class Case:
 def describe(call: CallRecord, group: Group, paths: Paths) -> str:
     """ "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"."""
     count = f"{group.size:,} rank{'s' if group.size != 1 else ''}"
-    words = [f"comm '{clean(group.name, 60)}'", count]
+    words = [f"comm '{group.name}'", count]
     if call.count >= 0:
         words.append(f"{clean(call.dtype, 20)} x {call.count:,}".strip())
     words += [f"root {call.root}"] if call.root >= 0 else []
@@ -65,12 +65,12 @@ def describe(call: CallRecord, group: Group, paths: Paths) -> str:
 
 def briefly(call: CallRecord, group: Group) -> str:
     """ "all_reduce #41 of comm 'tp'"."""
-    return f"{call_name(call)} of comm '{clean(group.name, 60)}'"
+    return f"{call_name(call)} of comm '{group.name}'"
 
 
 def waiting(meeting: Meeting, where: str = "there") -> str:
     """ "3 ranks have waited 12.3 s there", "rank 0 gave up after 60.0 s"."""
-    rows = {True: [], False: []}  # type: dict[bool, list[int]]
+    rows: dict[bool, list[int]] = {True: [], False: []}
     for rank, call in meeting.here.items():
         rows[call.state == FAILED].append(rank)
     words = []
@@ -90,7 +90,7 @@ def waiting(meeting: Meeting, where: str = "there") -> str:
 
 def concern(case: Case, found: Finding, meetings: Sequence[Meeting], members: Iterable[Member]) -> Finding:
     """The finding, with how many wait because of it, the communicators concerned, and its culprits' lines."""
-    behind = {one: None for meeting in meetings for one in [meeting, *case.waits.behind(meeting)]}
+    behind = case.waits.behind(*meetings)
     found.waiting = len({id(one.group.members[rank].process) for one in behind for rank in one.here})
     found.age = max((meeting.age() for meeting in meetings), default=0.0)
     found.comms = list(dict.fromkeys([*found.comms, *(meeting.group.uid for meeting in behind)]))
@@ -105,7 +105,7 @@ def concern(case: Case, found: Finding, meetings: Sequence[Meeting], members: It
 def chain(case: Case, meeting: Meeting) -> list[str]:
     """A line for each rank that is blamed elsewhere only because it waits here."""
     lines = []
-    for other in case.waits.behind(meeting):
+    for other in case.waits.behind(meeting)[1:]:
         for first, steps in other.first.items():
             held = [step for step in steps if step.then is None]
             if not held:
@@ -114,7 +114,7 @@ def chain(case: Case, meeting: Meeting) -> list[str]:
             more = f" (and {len(held) - 1:,} more)" if len(held) > 1 else ""
             target = call_name(other.call) if other.collective else f"its side of {call_name(other.call)}"
             lines.append(
-                f"{who}{more} has not entered {target} of comm '{clean(other.group.name, 60)}', "
+                f"{who}{more} has not entered {target} of comm '{other.group.name}', "
                 f"where {waiting(other, '')}, because it is itself waiting in {briefly(held[0].first, first.group)}"
             )
     left = len(lines) - _SHOWN_CHAIN
@@ -156,7 +156,7 @@ def alive(case: Case, process: ProcessRecord) -> str:
     if process.state == UNKNOWN:
         return f"process {process.pid} on host {clean(process.host, 60) or '?'}, from which there is no answer"
     if process.state == DEAD:
-        return f"process {process.pid} ended"
+        return "process ended"
     hosts = {one.host for one in case.job.processes}
     return f"process {process.pid} on host {clean(process.host, 60)} alive" if len(hosts) > 1 else "process alive"
 

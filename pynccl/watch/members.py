@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .records import DEAD, INSIDE, ISSUED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
-from .wording import Paths, Range
+from .wording import Paths, Range, clean
 
 # The end of a process that nobody heard from is later than its last heartbeat, by less than this.
 _SILENT_SECONDS = 5.0
@@ -158,7 +158,7 @@ def _group(uid: str, rows: list[tuple[ProcessRecord, CommRecord]], launched: dic
                 stale.append(f"rank {comm.rank}: the record of process {older.pid} is of an earlier run, not used")
         chosen[comm.rank] = (process, comm)
     size = Counter(comm.size for _, comm in chosen.values()).most_common(1)[0][0]
-    name = next((comm.name for _, comm in chosen.values() if comm.name), uid[:12])
+    name = clean(next((comm.name for _, comm in chosen.values() if comm.name), uid[:12]), 60)
     members = {rank: _member(process, comm) for rank, (process, comm) in sorted(chosen.items())}
     group = Group(uid, name, size, members, [], stale, claimed)
     _add_launched(group, launched)

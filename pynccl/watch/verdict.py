@@ -110,10 +110,8 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
 
 def _found(case: Case) -> list[Finding]:
     ends = [one for one in (dead(case), stopped(case)) if one]
-    differ = disagreements(case)
-    known = {uid for one in differ for uid in one.comms}
-    hangs = [one for one in stalled(case) if not known.intersection(one.comms)]
-    return [*_duplicates(case), *ends, *differ, *crossings(case), *missing(case), *failures(case), *hangs]
+    found = [*_duplicates(case), *ends, *disagreements(case), *crossings(case), *missing(case), *failures(case)]
+    return found or stalled(case)  # what does not move may do so because of anything else
 
 
 def _weigh(found: list[Finding]) -> None:
@@ -139,7 +137,7 @@ def _duplicates(case: Case) -> list[Finding]:
     for group in case.job.groups:
         for rank, older, newer in group.claimed[:1]:
             more = f" (and {len(group.claimed) - 1:,} more ranks are claimed twice)" if len(group.claimed) > 1 else ""
-            who = f"rank {rank} of comm '{clean(group.name, 60)}'"
+            who = f"rank {rank} of comm '{group.name}'"
             text = f"{who} is claimed by two processes, {older.pid} and {newer.pid}{more}"
             lines = [line for line in (line_of(older.where), line_of(newer.where)) if line]
             found.append(Finding("duplicate", text, 5, [], [(group.uid, rank)], lines, [group.uid]))
@@ -191,7 +189,7 @@ def _straggler(case: Case) -> Finding | None:
         behind = [one for one in living if one.entered == last]
         since = f", for {seconds(meeting.age())}" if meeting else ""
         text = (
-            f"no rank is stuck, but {ranks_text(one.rank for one in behind)} of comm '{clean(group.name, 60)}' "
+            f"no rank is stuck, but {ranks_text(one.rank for one in behind)} of comm '{group.name}' "
             f"{'is' if len(behind) == 1 else 'are'} {widest:,} call{'s' if widest != 1 else ''} behind{since}: "
             f"last entered #{last:,}, the first rank #{first:,}"
         )

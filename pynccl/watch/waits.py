@@ -74,6 +74,7 @@ class Waits:
                     self._at.setdefault(id(member.process), []).append((meeting, member, call))
         self._order()
         self._link()
+        self._above = _reversed(self.meetings)
 
     def circles(self) -> list[list[Meeting]]:
         """Meetings that wait for each other, each circle once, as short as it can be."""
@@ -83,16 +84,16 @@ class Waits:
                 found.append(_shortest(part))
         return found
 
-    def behind(self, meeting: Meeting) -> list[Meeting]:
-        """The meetings that wait for this one, directly or not, nearest first."""
-        above: dict[Meeting, list[Meeting]] = {}
-        for one in self.meetings:
-            for other in one.first:
-                above.setdefault(other, []).append(one)
-        seen = [meeting]
-        for one in seen:
-            seen += [other for other in above.get(one, []) if other not in seen]
-        return seen[1:]
+    def behind(self, *meetings: Meeting) -> list[Meeting]:
+        """These, and the meetings that wait for them, directly or not, nearest first."""
+        seen = dict.fromkeys(meetings)
+        queue = list(seen)
+        for one in queue:
+            for other in self._above.get(one, []):
+                if other not in seen:
+                    seen[other] = None
+                    queue.append(other)
+        return queue
 
     def elsewhere(self, member: Member, meeting: Meeting | None = None) -> list[tuple[Meeting, CallRecord]]:
         """What the member's process waits in, other than `meeting`."""
@@ -117,6 +118,9 @@ class Waits:
             waiting = [call.number for call in self._acting(member) if call.number > 0]
             inside |= set(waiting)
             numbers |= {min(waiting), max(waiting)} if waiting else set()
+            if forgotten := _forgotten(member):
+                numbers.add(forgotten.number)
+                inside.add(forgotten.number)
         lowest = min((member.entered for member in group.members.values()), default=0) + 1
         if lowest in inside:
             numbers.add(lowest)
@@ -125,12 +129,15 @@ class Waits:
             for member in group.members.values():
                 self._place(meeting, member, number)
             if meeting.here:
-                meeting.call = next(iter(meeting.here.values()))
+                calls = list(meeting.here.values())
+                meeting.call = next((one for one in calls if one.entry > 0), calls[0])
                 yield meeting
 
     def _place(self, meeting: Meeting, member: Member, number: int) -> None:
         """Put the rank where it is, as seen from collective `number`."""
         call = next((one for one in self._acting(member) if one.number == number), None) or member.numbered.get(number)
+        if call is None and (forgotten := _forgotten(member)) and forgotten.number <= number <= member.entered:
+            call = forgotten
         if number <= member.completed or (call and call.state == COMPLETED):
             return
         if call and call.state == FAILED and consequence(call.error):
@@ -238,6 +245,20 @@ def _gave_up(member: Member) -> CallRecord | None:
     return last if last and last.state == FAILED and consequence(last.error) else None
 
 
+def _forgotten(member: Member) -> CallRecord | None:
+    """The call that a rank far ahead on its stream waits for, where so many came after it that its record is gone."""
+    oldest = next((call for call in member.pending if call.number > 0), None)
+    number = member.completed + 1
+    if (
+        oldest is None
+        or oldest.number <= number
+        or number in member.numbered
+        or min(member.numbered, default=0) < number
+    ):
+        return None
+    return CallRecord(0, number, "collective call", issued=oldest.issued, state=oldest.state)
+
+
 def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:
     if first.group and first.group == then.group:
         return False
@@ -258,10 +279,19 @@ def _answered(group: Group, rank: int, peer: int, call: CallRecord) -> bool:
     done = [one for one in answers if one.state == COMPLETED]
     if member.process.machine == own.process.machine and any(one.completed >= call.issued > 0 for one in done):
         return True
-    if own.comm is None or own.comm.calls[0].entry != 1 or member.comm.calls[0].entry != 1:
+    if own.comm is None or not answers or own.comm.calls[0].entry != 1 or member.comm.calls[0].entry != 1:
         return False
     asked = [one for one in own.comm.calls if one.operation == call.operation and one.peer == peer]
     return len(answers) > next((index for index, one in enumerate(asked) if one is call), len(asked))
+
+
+def _reversed(meetings: Sequence[Meeting]) -> dict[Meeting, list[Meeting]]:
+    """For each meeting, those that wait for it."""
+    above: dict[Meeting, list[Meeting]] = {}
+    for one in meetings:
+        for other in one.first:
+            above.setdefault(other, []).append(one)
+    return above
 
 
 def _components(meetings: Sequence[Meeting]) -> list[list[Meeting]]:
@@ -282,10 +312,7 @@ def _components(meetings: Sequence[Meeting]) -> list[list[Meeting]]:
             else:
                 seen.add(after)
                 path.append((after, iter(after.first)))
-    above: dict[Meeting, list[Meeting]] = {}
-    for one in meetings:
-        for other in one.first:
-            above.setdefault(other, []).append(one)
+    above = _reversed(meetings)
     parts, taken = [], set[Meeting]()
     for root in reversed(order):
         if root in taken:

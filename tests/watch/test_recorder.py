@@ -198,7 +198,7 @@ def test_the_calls_outlive_the_process(tmp_path: Path, how: str) -> None:
     assert [call.operation for call in record.comms[0].calls] == ["all_reduce"] * 7 + ["broadcast"]
     assert record.comms[0].entered == 8
     assert record.end == ("ValueError: no such file" if how == "exception" else "")
-    assert record.end_site == ("<string>:9" if how == "exception" else "")
+    assert record.end_site == ("<string>:8" if how == "exception" else "")
 
 
 def test_a_clean_end_leaves_nothing(tmp_path: Path) -> None:

@@ -296,14 +296,20 @@ def test_a_send_that_was_received_is_not_unmatched() -> None:
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        ({"end": "ValueError: no such file", "end_site": "/x/train.py:31"}, "left by ValueError at train.py:31 3.1 s ago: no such file"),
-        ({"end": "KeyboardInterrupt", "end_site": "/x/train.py:31"}, "left by KeyboardInterrupt at train.py:31 3.1 s ago"),
-        ({"end": "killed or crashed"}, "process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"),
-        ({}, "process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"),
+        (
+            {"end": "ValueError: no such file", "end_site": "/x/train.py:31"},
+            "by ValueError at train.py:31 3.1 s ago: no such file",
+        ),
+        (
+            {"end": "KeyboardInterrupt", "end_site": "/x/train.py:31"},
+            "left by KeyboardInterrupt at train.py:31 3.1 s ago",
+        ),
+        ({"end": "killed or crashed"}, "was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"),
+        ({}, "rank 2's process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"),
         ({"end": "SIGTERM"}, "process 1002 ended 3.1 s ago at data.py:41 next_batch: SIGTERM"),
         ({"end": "exit"}, "exited normally 3.1 s ago without entering all_reduce #41"),
     ],
-)  # fmt: skip
+)
 def test_how_a_process_ended_is_said_first(end: dict[str, str], said: str) -> None:
     verdict = judge([waiting(0, 4), waiting(1, 4), waiting(3, 4), behind(2, 4, state=DEAD, end_at=NOW - 3.1, **end)])
     assert verdict.sentence.startswith("rank 2") and said in verdict.sentence
@@ -327,6 +333,14 @@ def test_the_first_to_end_is_to_blame_and_errors_about_others_are_not() -> None:
     verdict = judge(records)
     assert verdict.culprits == [("u-tp", 2)]
     assert "rank 1 ended too: RuntimeError: later" in verdict.details
+
+
+@pytest.mark.parametrize("state", [DEAD, STOPPED])
+def test_whoever_waits_for_the_dead_or_stopped_elsewhere_is_explained(state: str) -> None:
+    third = process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=INSIDE)))
+    verdict = judge([*three_wait(), third, process(9, dp(1, call(6)), state=state)])
+    assert (verdict.kind, verdict.culprits, verdict.comms) == (state, [("u-dp", 1)], ["u-dp", "u-tp"])
+    assert "rank 3 has not entered all_reduce #41 of comm 'tp'" in "\n".join(verdict.details)
 
 
 def test_clocks_of_two_machines_are_not_compared() -> None:
@@ -353,7 +367,8 @@ def test_a_communicator_that_has_ended_on_one_rank() -> None:
     ended = comm(3, 4, [call(40)], ended="destroyed", ended_site="/home/me/t.py:9", ended_at=NOW - 4.2)
     verdict = judge([*three_wait(), process(3, ended)])
     assert verdict.sentence == (
-        f"rank 3's comm 'tp' was destroyed at t.py:9 4.2 s ago; 3 ranks have waited 12.3 s in {WHERE}, which it never entered."
+        "rank 3's comm 'tp' was destroyed at t.py:9 4.2 s ago; "
+        f"3 ranks have waited 12.3 s in {WHERE}, which it never entered."
     )
     assert (verdict.kind, verdict.lines) == ("left", ["/home/me/t.py:9"])
 
@@ -512,6 +527,62 @@ def test_names_of_a_communicator_that_has_grown_are_one() -> None:
     assert judge(records).sentence.startswith("rank 3 never entered")
 
 
+def test_a_call_whose_record_is_gone_is_still_the_one_that_is_waited_for() -> None:
+    """A rank may be further ahead on its stream than its record goes back."""
+    ahead = comm(0, 2, [call(number, state=ISSUED) for number in range(78, 142)], completed=40)
+    verdict = judge([process(0, ahead), behind(1, 2)])
+    assert verdict.sentence.startswith("rank 1 never entered collective call #41 (comm 'tp', 2 ranks)")
+    assert len(verdict.findings) == 1
+
+
+def test_a_rank_missing_in_two_communicators_is_one_finding() -> None:
+    records = [
+        waiting(0, 2),
+        process(1, comm(1, 2, [call(40)]), dp(1, call(6))),
+        process(2, dp(0, call(7, state=INSIDE))),
+    ]
+    verdict = judge(records)
+    assert len(verdict.findings) == 1 and set(verdict.comms) == {"u-tp", "u-dp"}
+    assert "nor has it entered all_reduce #" in "\n".join(verdict.details)
+
+
+def test_ranks_of_one_process_are_told_to_call_as_a_group() -> None:
+    one = process(-1, comm(0, 2, [call(41, state=INSIDE)]), comm(1, 2, [call(40)]))
+    verdict = judge([one])
+    assert verdict.culprits == [("u-tp", 1)]
+    assert "pynccl.group()" in render(verdict)
+
+
+def test_ranks_of_which_only_some_compare_their_calls() -> None:
+    checking = process(0, comm(0, 3, [call(40), call(41, "check", INSIDE, detail="all_reduce(count=4, FLOAT32)")]))
+    verdict = judge([checking, waiting(1, 3), waiting(2, 3)])
+    assert verdict.sentence.startswith("rank 0 compares its calls (PYNCCL_CHECK=1) and ranks 1 and 2 do not")
+    assert verdict.culprits == [("u-tp", 0)]
+
+
+def test_who_has_not_come_to_finalize() -> None:
+    inside = [process(rank, comm(rank, 3, [call(40), call(41, "finalize", INSIDE)])) for rank in range(2)]
+    verdict = judge([*inside, behind(2, 3)])
+    assert verdict.sentence == "rank 2 never entered finalize (comm 'tp', 3 ranks); 2 ranks have waited 12.3 s there."
+    gone = behind(2, 3, state=DEAD, end="exit")
+    assert judge([*inside, gone]).kind == "dead"
+
+
+def test_a_collective_and_a_recv_in_two_orders() -> None:
+    first = process(0, comm(0, 2, [call(5, "barrier", INSIDE)]))
+    second = process(1, comm(1, 2, [call(4, "barrier"), call(0, "recv", INSIDE, peer=0)]))
+    verdict = judge([first, second])
+    assert verdict.kind == "crossed"
+    assert "rank 1 waits in recv from rank 0 of comm 'tp' and has not entered barrier #5" in verdict.sentence
+
+
+def test_ranks_that_were_made_for_other_sizes() -> None:
+    verdict = judge(
+        [in_init(0), in_init(1), process(2, comm(2, 8, [call(1, "init", INSIDE)], uid="u-w", name="world"))]
+    )
+    assert verdict.sentence == "rank 2 made comm 'world' for 8 ranks, the others for 4."
+
+
 def test_the_text_for_an_exception_is_short_and_does_not_repeat_it() -> None:
     failed = call(41, state=FAILED, error="NcclTimeout: x", returned=NOW - 2)
     verdict = judge([process(0, comm(0, 2, [call(40), failed])), behind(1, 2)])
@@ -550,14 +621,14 @@ def blamed(verdict: Verdict) -> set[int]:
     return {COMMS[uid[2:]][rank] for uid, rank in verdict.culprits}
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_a_job_that_runs_to_its_end_has_no_culprit(seed: int) -> None:
     one = job(random.Random(seed))
     assert one.play()
     assert judge(one.records()).kind == "running"
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(100))
 @pytest.mark.parametrize("state", ["late", "dead", "stopped"])
 def test_whoever_halts_is_blamed_in_any_program(seed: int, state: str) -> None:
     rng = random.Random(seed)
@@ -573,7 +644,7 @@ def test_whoever_halts_is_blamed_in_any_program(seed: int, state: str) -> None:
     assert verdict.lines == ["/job/data.py:7"]
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(100))
 def test_whoever_makes_another_call_is_blamed_in_any_program(seed: int) -> None:
     rng = random.Random(seed)
     one = job(rng)
@@ -588,21 +659,21 @@ def test_whoever_makes_another_call_is_blamed_in_any_program(seed: int) -> None:
         assert blamed(verdict) == {rank}
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(100))
 def test_whoever_swaps_two_communicators_is_blamed_in_any_program(seed: int) -> None:
     rng = random.Random(seed)
     one = job(rng)
     rank = rng.randrange(SIZE)
-    program = one.programs[rank]
-    at = rng.choice([n for n in range(2, 30) if program[n].comm != program[n + 1].comm])
-    program[at], program[at + 1] = program[at + 1], program[at]
-    if one.play():
-        pytest.skip("the ranks can make these calls in either order")
+    program = list(one.programs[rank])
+    for at in rng.sample(range(2, 38), 36):  # some two calls may come in either order
+        one.programs[rank] = [*program[:at], program[at + 1], program[at], *program[at + 2 :]]
+        if program[at].comm != program[at + 1].comm and not one.play():
+            break
     verdict = judge(one.records())
     assert verdict.kind == "crossed" and rank in blamed(verdict), render(verdict)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(100))
 def test_whoever_leaves_out_a_call_of_all_ranks_is_blamed(seed: int) -> None:
     rng = random.Random(seed)
     one = job(rng)
@@ -616,7 +687,7 @@ def test_whoever_leaves_out_a_call_of_all_ranks_is_blamed(seed: int) -> None:
 
 
 def big(size: int = 1024) -> list[ProcessRecord]:
-    """Ranks with 64 recorded calls each in two communicators, of which one third is missing, and one waits elsewhere."""
+    """Ranks with 64 recorded calls each in two communicators, of which one third is missing."""
     records = []
     for rank in range(size):
         calls = [call(number, site=f"/m/model.py:{number % 7}") for number in range(1, 65)]
@@ -642,6 +713,20 @@ def test_a_thousand_ranks_are_judged_at_once_and_in_few_words() -> None:
     assert "and 336 more never entered" in verdict.sentence
     assert len(render(verdict)) < 3000
     assert spent < 1.0, f"{spent:.2f} s"
+
+
+def test_a_circle_of_a_thousand_ranks_is_seen_at_once() -> None:
+    records = ring(1024)
+    start = time.process_time()
+    verdict = judge(records)
+    assert verdict.kind == "crossed" and len(render(verdict)) < 3000
+    assert time.process_time() - start < 1.0
+
+
+def test_a_rank_that_stays_in_what_the_others_have_completed() -> None:
+    verdict = judge([waiting(0, 3), *(process(rank, comm(rank, 3, [call(41)])) for rank in (1, 2))])
+    assert verdict.sentence.startswith("rank 0 is in all_reduce #41")
+    assert "the other ranks have completed it, but it has not moved for 12.3 s" in verdict.sentence
 
 
 def test_a_thousand_ranks_that_all_died() -> None:
@@ -694,7 +779,7 @@ def hostile(rng: random.Random, kind: type, depth: int = 0) -> Any:
     return kind(**made)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(200))
 def test_hostile_records_do_not_break_it(seed: int) -> None:
     rng = random.Random(seed)
     records = [hostile(rng, ProcessRecord) for _ in range(rng.randrange(1, 6))]
@@ -702,7 +787,7 @@ def test_hostile_records_do_not_break_it(seed: int) -> None:
     verdict = judge(records, patience=rng.choice([0.0, 5.0]))
     text = render(verdict)
     assert "\x1b" not in text and "\x00" not in text
-    assert len(text) < 20_000 and " -" not in text.replace("rank -", "").replace("#-", "").replace("ranks -", "")[:0]
+    assert len(text) < 40_000
     assert isinstance(about(verdict, "u-tp", 0), str)
     json.dumps(verdict.to_json())
     assert json.dumps([dataclasses.asdict(one) for one in records]) == before, "the records were changed"

@@ -40,7 +40,10 @@ def comm(
 ) -> CommRecord:
     numbered = [one for one in calls if one.number > 0]
     entered = max((one.number for one in numbered), default=0)
-    completed = max((one.number for one in numbered if one.state == COMPLETED), default=0)
+    pending = [one.number for one in numbered if one.state in (INSIDE, ISSUED)]
+    completed = (
+        min(pending) - 1 if pending else max((one.number for one in numbered if one.state == COMPLETED), default=0)
+    )
     values: dict[str, Any] = {"entered": entered, "completed": completed, **more}
     return CommRecord(uid, name, rank, size, calls=list(calls), **values)
 
