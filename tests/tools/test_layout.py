@@ -21,7 +21,7 @@ ORDER: dict[str, str] = {
         bindings.resource bindings.values bindings.abi bindings.errors bindings.soname bindings.library bindings.structs
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         watch.records
-        comm.deadline comm.frames comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
+        comm.deadline watch.store watch.asking comm.frames comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.fast_path comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
         bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange
