@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -244,7 +245,7 @@ def test_an_alarm_with_nobody_else_alive_is_judged_alone(server: dist.TCPStore) 
 def test_a_process_answers_for_a_dead_one_of_its_machine(server: dist.TCPStore) -> None:
     processes = job(server, [5, 5, 4])
     record, dead = processes[1].record, processes[2].record()
-    processes[1].exchange.answer = lambda question, _: Exchange.answer(  # type: ignore[method-assign]
+    processes[1].exchange.answer = lambda question, _: Exchange.answer(  # type: ignore[assignment, method-assign]
         processes[1].exchange, question, [record(), dead]
     )
     processes[0].stuck()
@@ -296,7 +297,7 @@ def test_a_store_that_ends_is_noticed_and_the_alarm_given_up(server: dist.TCPSto
     one.poll()
     assert one.exchange.out_of_reach == "" and one.stuck()
     gate.close()
-    _, seconds = timed(lambda: [one.poll() for _ in range(ANSWER_POLLS)])
+    _, seconds = timed(functools.partial(poll, [one], ANSWER_POLLS))
     assert one.said.startswith("the store at which the ranks met is lost (")
     assert one.exchange.out_of_reach == one.said
     assert seconds < WITHIN
@@ -310,7 +311,7 @@ def test_a_silent_store_holds_nobody_up(server: dist.TCPStore) -> None:
     assert one.stuck()
     gate.shut()
     _, first = timed(one.poll)
-    _, more = timed(lambda: [one.poll() for _ in range(ANSWER_POLLS)])
+    _, more = timed(functools.partial(poll, [one], ANSWER_POLLS))
     _, end = timed(lambda: one.exchange.tell_end(one.record()))
     _, close = timed(one.exchange.close)
     gate.close()
@@ -452,7 +453,7 @@ HOSTILE = ["", "[", "{}", "null", "[1, 2]", '{"pid": "x", "host": 1}', "[" * 100
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_store_with_anything_in_it_does_no_harm(text: str) -> None:
-    store = dist.HashStore()
+    store: Any = dist.HashStore()
     raw = text.encode(errors="surrogatepass")
     for key in ("answers/1", "ends", "roster/world"):
         store.append(f"watch/{key}", raw + b"\n")
