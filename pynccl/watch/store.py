@@ -60,6 +60,7 @@ class Reach:
         self._idle = threading.Event()
         self._idle.set()
         self._lost = ""
+        self._name = f"the store at which the ranks met{_address(store)}"
         self._pid = os.getpid()
 
     def do(self, calls: Callable[[Any], T]) -> T:
@@ -91,12 +92,12 @@ class Reach:
         self._idle.clear()
         wait = Wait(Clock(max(clock.left() - GRACE_SECONDS, 0.001)))
         try:
-            result = wait.beside(lambda: self._run(calls), _silent)
+            result = wait.beside(lambda: self._run(calls), self._silent)
         except OutOfReach:
             raise
         except Exception as error:  # of torch, or of whatever the user gave as a store
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._lost = f"the store at which the ranks met is lost ({first})"
+            self._lost = f"{self._name} is lost: {first}"
             raise OutOfReach(self._lost) from error
         self.reason = ""
         return result
@@ -109,9 +110,15 @@ class Reach:
         finally:
             self._idle.set()
 
+    def _silent(self) -> OutOfReach:
+        return OutOfReach(f"{self._name} did not answer within {OPERATION_SECONDS:g} s")
 
-def _silent() -> OutOfReach:
-    return OutOfReach(f"the store at which the ranks met did not answer within {OPERATION_SECONDS:g} s")
+
+def _address(store: Any) -> str:
+    """Of the machine that serves a TCPStore, which may be the one that is gone; "" for another store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return f" ({store.host}:{store.port})" if hasattr(store, "host") and hasattr(store, "port") else ""
 
 
 def _clone(store: Any) -> Any:
