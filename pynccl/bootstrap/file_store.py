@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.002
 
 
 class FileStore:
-    """`set`, `get`, `add` and `check` as those of torch's stores. Raises NcclTimeout past the clock's deadline."""
+    """`set`, `get`, `add`, `append` and `check` as of torch's stores. Raises NcclTimeout past the clock's deadline."""
 
     def __init__(self, path: str, clock: Clock) -> None:
         self.path = os.fspath(path)
@@ -35,6 +35,10 @@ class FileStore:
     def get(self, key: str) -> bytes:
         with self._locked() as file:
             return self._entries(file)[key]
+
+    def append(self, key: str, value: str) -> None:
+        with self._locked() as file:
+            self._append(file, key, value, "append")
 
     def check(self, keys: list[str]) -> bool:
         with self._locked() as file:
@@ -87,18 +91,18 @@ class FileStore:
             "  pass a path in a folder that exists, that all ranks share, and that they may write to"
         )
 
-    def _append(self, file: int, key: str, value: str | bytes) -> None:
+    def _append(self, file: int, key: str, value: str | bytes, *more: str) -> None:
         text = value if isinstance(value, str) else value.decode("latin-1")
         data = self._read(file)
         head = b"" if data.endswith(b"\n") else b"\n" if data else _MAGIC  # after a writer that was killed
-        os.write(file, head + json.dumps([key, text]).encode() + b"\n")  # behind what _read has read
+        os.write(file, head + json.dumps([key, text, *more]).encode() + b"\n")  # behind what _read has read
 
     def _entries(self, file: int) -> dict[str, bytes]:
-        entries = {}
+        entries: dict[str, bytes] = {}
         for line in self._read(file).splitlines()[1:]:
             with contextlib.suppress(ValueError):  # of a writer that was killed
-                key, text = json.loads(line)
-                entries[key] = text.encode("latin-1")
+                key, text, *more = json.loads(line)
+                entries[key] = (entries.get(key, b"") if more else b"") + text.encode("latin-1")
         return entries
 
     def _read(self, file: int) -> bytes:

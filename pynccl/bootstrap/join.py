@@ -13,6 +13,7 @@ from ..comm.deadline import Clock
 from ..comm.init import choose_device, get_unique_id
 from ..interop.devices import names_no_ordinal
 from ..watch.recorder import recorder
+from .file_store import FileStore
 from .rendezvous import Rendezvous
 
 _LEAST_SECONDS = 1.0  # for NCCL's init, where the rendezvous took the whole timeout
@@ -56,7 +57,18 @@ def init_at(
     except KeyboardInterrupt as error:
         rendezvous.report(error)
         raise
-    return init(rendezvous.nranks, identity, rendezvous.rank, part, config, rendezvous.clock)
+    comm = init(rendezvous.nranks, identity, rendezvous.rank, part, config, rendezvous.clock)
+    if not isinstance(rendezvous.store, FileStore):  # which is gone once all have met
+        watch_at(comm, rendezvous.store)
+    return comm
+
+
+def watch_at(comm: Communicator, store: Any) -> None:
+    """The ranks ask each other at this store where they are, if one of them is stuck."""
+    if comm.recorded and comm.size > 1:
+        from ..watch.diagnosis import exchange_at  # what it imports takes long
+
+        comm.watch_at(exchange_at(store))
 
 
 def init(nranks: int, identity: bytes, rank: int, part: Part, config: CommConfig | None, clock: Clock) -> Communicator:

@@ -1,7 +1,9 @@
 """All ranks meet at a store, where rank 0 hands out the id: who never came, came twice, or cannot go on is named.
 
 Keys: `rank/R` says who rank R is, `claims/R` counts them, `arrived/N` counts those that believe in N ranks, `id` is
-rank 0's, and `over` ends the rendezvous for all: that they met, or the error that all of them raise.
+rank 0's, and `over` ends the rendezvous for all: that they met, or the error that all of them raise. `came` lists the
+ranks that came, so that who is missing is one question. How often a rank asks the store does not depend on how many
+there are, but for the turns in which it waits.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
 from ..comm.deadline import Abandoned, Clock, Wait
+from ..watch.store import append, lines
 
 _MET = "met"
 _ERRORS: dict[str, type[NcclError]] = {"usage": NcclInvalidUsage, "remote": NcclRemoteError}
@@ -95,6 +98,7 @@ class Rendezvous:
         if self.store.add(f"claims/{self.rank}", 1) > 1:
             self._refuse_double(own)
         self.store.set(f"rank/{self.rank}", own)
+        append(self.store, "came", str(self.rank))
         if self.rank == 0:
             self.store.set("id", identity)
         if self.store.add(f"arrived/{self.nranks}", 1) == self.nranks:
@@ -143,7 +147,8 @@ class Rendezvous:
     def _missing(self) -> NcclTimeout:
         waited = f"rank {self.rank} of {self.nranks} waited {self.clock.seconds()}"
         self._step = "asking which ranks are missing"
-        missing = [r for r in range(self.nranks) if not self.store.check([f"rank/{r}"])]
+        came = set(lines(self.store, "came"))
+        missing = [rank for rank in range(self.nranks) if str(rank) not in came]
         if not missing:
             return NcclTimeout(f"{waited}: all ranks came, but one ended on the way in; look for its first error")
         return NcclTimeout(

@@ -1,38 +1,66 @@
-"""What all ranks' records say about a communicator that is in trouble: for the watchdog, and for the text of errors."""
+"""What all ranks' records say about a communicator that is in trouble: for the watchdog, and for the text of errors.
+
+The records of this machine are read from their files. Those of other machines come through the store, where there is
+one: `exchange` of a track.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+from typing import Any
 
 from . import folder, reader, verdict
-from .records import DEAD, FAILED, ProcessRecord
+from .asking import Answers, Exchange
+from .records import DEAD, FAILED, RUNNING, UNKNOWN, CommRecord, ProcessRecord
 from .track import Track
 
 _LONGEST = 1.0  # seconds that an error waits for the other ranks to say what has happened to them
 _PAUSE = 0.02
 
 
-def records(track: Track) -> list[ProcessRecord]:
+def exchange_at(store: Any) -> Exchange:
+    """This process's part in the questions of the ranks that share the store."""
+    return Exchange(store, os.uname().nodename, os.getpid(), folder.machine(), _judge)
+
+
+def records(uid: str) -> list[ProcessRecord]:
     """Of all processes on this machine that are in the communicator, or have been."""
-    found, _ = reader.read_folder(folder.base(), uid=track.uid)
+    found, _ = reader.read_folder(folder.base(), uid=uid)
     return found
 
 
-def report(track: Track) -> str:
-    """Who is missing, and where: of a call that does not return."""
-    return _about(records(track), track)
+def answers(uid: str, path: str) -> list[ProcessRecord]:
+    """What this process, whose file is `path`, answers for itself and for those of its machine that cannot."""
+    own = [reader.read_file(path)] if path else []
+    return own + [one for one in records(uid) if one.pid != os.getpid() and one.state != RUNNING]
+
+
+def all_here(track: Track) -> bool:
+    """Whether all ranks of the communicator have their files on this machine, so that nobody need be asked."""
+    return {comm.rank for one in records(track.uid) for comm in _of(one, track.uid)} == set(range(track.size))
+
+
+def report(track: Track, why_alone: str = "") -> str:
+    """Who is missing, and where: of a call that does not return; by the records of this machine alone.
+
+    why_alone  why others were not asked, where they should have been"""
+    text = _about(records(track.uid), track.uid, track.rank)
+    return f"{text}\nthe ranks on other machines could not be asked: {why_alone}" if why_alone else text
 
 
 def explain(track: Track) -> str:
     """Why a call of this communicator has failed; "" where nothing is known.
 
     The rank because of which it failed may be ending this very moment: it is given a second to say so."""
-    text, end = "", time.monotonic() + _LONGEST
+    text, end, elsewhere = "", time.monotonic() + _LONGEST, track.exchange is not None
     while True:
         with contextlib.suppress(Exception):  # the error itself is what counts
-            known = records(track)
-            text = _about(known, track)
+            known = records(track.uid)
+            if elsewhere and not all_here(track):
+                known += track.exchange.ends()
+            text = _about(known, track.uid, track.rank)
             if any(_tells(one, track) for one in known):
                 return text
         if time.monotonic() > end:
@@ -40,14 +68,31 @@ def explain(track: Track) -> str:
         time.sleep(_PAUSE)
 
 
-def _about(known: list[ProcessRecord], track: Track) -> str:
-    return verdict.about(verdict.judge(known), track.uid, track.rank)
+def _judge(found: Answers) -> str:
+    """The verdict on what all processes answered, those that did not included."""
+    uid, ended = found.question.uid, {(one.machine, one.host, one.pid) for one in found.ends}
+    known = found.ends + [one for one in found.records if (one.machine, one.host, one.pid) not in ended]
+    size = max((comm.size for one in known for comm in _of(one, uid)), default=0)
+    answered = {comm.rank for one in known for comm in _of(one, uid)}
+    for member in found.silent:
+        if member.rank not in answered and member.rank < size:
+            comm = CommRecord(uid, "", member.rank, size)
+            known.append(ProcessRecord(member.pid, member.host, member.machine, state=UNKNOWN, comms=[comm]))
+    return _about(known, uid, found.question.rank)
+
+
+def _about(known: list[ProcessRecord], uid: str, rank: int) -> str:
+    return verdict.about(verdict.judge(known), uid, rank)
+
+
+def _of(process: ProcessRecord, uid: str) -> list[CommRecord]:
+    return [comm for comm in process.comms if uid in (comm.uid, *comm.aliases)]
 
 
 def _tells(process: ProcessRecord, track: Track) -> bool:
     """Whether this process, one of another rank, has ended, or has failed."""
-    for comm in process.comms:
-        if track.uid in (comm.uid, *comm.aliases) and comm.rank != track.rank:
+    for comm in _of(process, track.uid):
+        if comm.rank != track.rank:
             failed = any(call.state == FAILED for call in comm.calls[-3:])
             return bool(process.end) or process.state == DEAD or bool(comm.ended) or failed
     return False

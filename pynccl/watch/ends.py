@@ -37,6 +37,27 @@ def _tell() -> None:
     own = recorder.started()
     if own is None or not own.mine or own.ended:
         return
+    _decide(own)
+    if own.ended != layout.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _tell_elsewhere(own)
+
+
+def _tell_elsewhere(own: recorder.Recorder) -> None:
+    """Where ranks on other machines can be told; in good order only where the store does not end with a rank."""
+    exchanges = dict.fromkeys(track.exchange for track in own.tracks if track.exchange is not None)
+    if not exchanges or not own.path:
+        return
+    from . import reader
+
+    with contextlib.suppress(Exception):  # that it ends is more important
+        record = reader.read_file(own.path)
+        for exchange in exchanges:
+            exchange.tell_end(record)
+            exchange.close()
+
+
+def _decide(own: recorder.Recorder) -> None:
+    """How this process ends."""
     error = _cause(getattr(sys, "last_value", None) or sys.exc_info()[1])
     if isinstance(error, SystemExit):
         text = "exit" if error.code in (None, 0) else f"exit({error.code!r})"

@@ -96,6 +96,10 @@ class Track:
         self._free_rows: dict[range, list[tuple[int, int]]] = {kind: [] for kind in self._rows}
         self._groups = itertools.count(1)
         self.explains = False  # an error of this communicator has been explained
+        parent = next((track for track in recorder.tracks if track.uid == known.parent), None)
+        self.exchange: Any = None  # with which the ranks on other machines are asked
+        if parent is not None and parent.exchange is not None:
+            self.join(parent.exchange)
         self.comm: Callable[[], Any] = lambda: None  # the communicator, once it is there, and while it is
         self.segment = -1
         self.cursor: Iterator[int] = itertools.chain.from_iterable(self._segments())
@@ -103,6 +107,11 @@ class Track:
             self.write(what, text)
         layout.COMM.pack_into(memory, 0, layout.LIVE, rank, size, size + 1, now())
         recorder.tracks.append(self)
+
+    def join(self, exchange: Any) -> None:
+        """The ranks of this communicator can be asked so."""
+        self.exchange = exchange
+        exchange.enrol(self.uid, self.rank)
 
     def made(self, comm: Any, device: str, site: str) -> None:
         """The communicator is there."""

@@ -35,6 +35,7 @@ class Watched:
         self.completed = 0
         self.mark: progress.Mark | None = None
         self.reported = 0  # the newest call that was reported as stuck
+        self.asked: Stuck | None = None  # of which the ranks on other machines were asked
 
 
 class Watchdog:
@@ -73,7 +74,9 @@ class Watchdog:
             stuck = self._look_at(track, watched)
             if stuck is not None and self.settings.timeout and watched.reported < stuck.entry:
                 watched.reported = stuck.entry
-                self._report(stuck)
+                self._ask(stuck, watched)
+        for exchange in list(dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)):
+            self._poll(exchange)
 
     def _look_at(self, track: Track, watched: Watched) -> Stuck | None:
         comm = track.comm()
@@ -122,15 +125,51 @@ class Watchdog:
         seconds = time.monotonic() - max(watched.mark.made, watched.since)
         return Stuck(track, watched.mark.entry, seconds, False) if seconds > self.settings.timeout else None
 
-    def _report(self, stuck: Stuck) -> None:
-        """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise abort the communicator, too."""
+    def _ask(self, stuck: Stuck, watched: Watched) -> None:
+        """Find out who is missing: from the files of this machine, or from all machines, whose answer comes later."""
         from . import diagnosis  # what it imports takes long: not before it is needed
 
+        track = stuck.track
+        self.recorder.write_stack(stacks.stack(self._frame(stuck)))
+        if track.exchange is None or diagnosis.all_here(track):
+            self._report(stuck, diagnosis.report(track))
+        elif track.exchange.raise_alarm(track.uid, track.rank, stuck.entry):
+            watched.asked = stuck
+        else:
+            self._report(stuck, diagnosis.report(track, track.exchange.out_of_reach))
+
+    def _poll(self, exchange: Any) -> None:
+        """Answer what ranks on other machines ask, and hear what they have answered."""
+        news = exchange.poll()
+        if news.question is not None:
+            from . import diagnosis
+
+            self.recorder.write_stack(stacks.stack(stacks.main_frame()))
+            exchange.answer(news.question, diagnosis.answers(news.question.uid, self.recorder.path))
+        if not news.verdict and not news.given_up:
+            return
+        for watched in self._watched.values():
+            stuck = watched.asked
+            if stuck is None or stuck.track.exchange is not exchange:
+                continue
+            watched.asked = None
+            if watched.entry != stuck.entry:
+                continue  # it has gone on meanwhile
+            stuck.seconds = time.monotonic() - watched.since
+            if news.verdict:
+                self._report(stuck, news.verdict)
+            else:
+                from . import diagnosis
+
+                self._report(stuck, diagnosis.report(stuck.track, news.given_up))
+
+    def _frame(self, stuck: Stuck) -> Any:
+        return stacks.frame_inside(stuck.track.comm()) if stuck.inside else stacks.main_frame()
+
+    def _report(self, stuck: Stuck, text: str) -> None:
+        """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise abort the communicator, too."""
         track, comm = stuck.track, stuck.track.comm()
-        frame = stacks.frame_inside(comm) if stuck.inside else stacks.main_frame()
-        own_stack = stacks.stack(frame)
-        self.recorder.write_stack(own_stack)
-        text = diagnosis.report(track)
+        own_stack = stacks.stack(self._frame(stuck))
         aborts = self.settings.action == RAISE and comm is not None
         who = f"rank {track.rank} of {track.size} (comm {track.name!r})"
         lines = [

@@ -20,10 +20,12 @@ ORDER: dict[str, str] = {
     "pynccl": """
         bindings.resource bindings.values bindings.abi bindings.errors bindings.soname bindings.library bindings.structs
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
+        comm.deadline
         watch.records watch.layout watch.settings watch.folder watch.frames watch.notes watch.recorder watch.track
         watch.reader watch.wording watch.members watch.waits watch.disagreements watch.findings watch.endings
-        watch.causes watch.verdict watch.diagnosis watch.stacks watch.ends watch.progress watch.watchdog
-        comm.deadline comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
+        watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends watch.progress
+        watch.watchdog
+        comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.fast_path comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
         bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange

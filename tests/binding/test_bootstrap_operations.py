@@ -1,0 +1,71 @@
+"""How often a rank asks the store at which ranks meet: as often among many ranks as among few."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pynccl import NcclTimeout
+from pynccl.bootstrap.rendezvous import Rendezvous, Wording
+from pynccl.comm.deadline import Clock
+
+WORDS = Wording("again", "nranks", "the server")
+
+
+class Counted:
+    """A store that counts operations, those of a turn of waiting apart."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.operations: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.store, name)
+
+        def counted(*arguments: Any) -> Any:
+            waits = name == "check" and arguments[0][0] in ("over", "rank/0")
+            self.operations["turns" if waits else "others"] += 1
+            return found(*arguments)
+
+        return counted if name in ("add", "get", "set", "check", "append") else found
+
+
+def meet(nranks: int, come: int, timeout: float) -> tuple[list[Counter[str]], list[str]]:
+    """Ranks 0..come-1 of nranks meet in threads: (operations of each, what each said)."""
+    shared = dist.HashStore()
+    stores = [Counted(shared) for _ in range(come)]
+    said = [""] * come
+
+    def one(rank: int) -> None:
+        try:
+            said[rank] = Rendezvous(stores[rank], rank, nranks, Clock(timeout), WORDS).join(b"id").decode()
+        except NcclTimeout as error:
+            said[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(come)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [store.operations for store in stores], said
+
+
+def test_ranks_that_meet_ask_the_store_as_often_among_48_as_among_3() -> None:
+    few, said = meet(3, 3, 20)
+    many, others = meet(48, 48, 20)
+    assert set(said + others) == {"id"}
+    most, least = (max(one["others"] for one in found) for found in (many, few))
+    assert most <= 8
+    assert most - least <= 1  # who comes last finds all there, and does not look at rank 0's size
+
+
+@pytest.mark.parametrize("nranks", [8, 2000])
+def test_who_is_missing_is_one_question_whatever_the_number_of_ranks(nranks: int) -> None:
+    [first, second], said = meet(nranks, 2, 0.5)
+    assert first["others"] < 10 and second["others"] < 10
+    assert all(f"of {nranks} waited 0.5 s: ranks [2, 3, 4, " in text for text in said)
+    assert all(f"{nranks - 1}] never came" in text for text in said)

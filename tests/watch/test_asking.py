@@ -1,0 +1,532 @@
+"""Processes that are stuck ask all others where they are: one question, one verdict, whatever ends meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from gate import Gate
+
+from pynccl.watch.asking import ANSWER_POLLS, ATTEMPTS, PATIENCE_POLLS, Answers, Exchange, trimmed
+from pynccl.watch.records import INSIDE, CallRecord, CommRecord, ProcessRecord, to_json
+from pynccl.watch.store import Reach, append, lines
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 0.8  # seconds for an operation in these tests
+WITHIN = LIMIT + 0.7  # seconds that a call may take, however the store is
+WORLD = "world"
+
+
+class Counted:
+    """A store that counts what is asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.operations: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.operations[name] += 1
+            return found(*arguments)
+
+        return counted if name in ("add", "get", "set", "check", "append") else found
+
+    def clone(self) -> Counted:
+        return self
+
+    def total(self) -> int:
+        return self.operations.total()
+
+
+class Process:
+    """What the watchdog of one process does, by hand: no time passes but by polls."""
+
+    def __init__(self, store: Any, rank: int, entered: int, uid: str = WORLD) -> None:
+        self.store = Counted(store)
+        self.exchange = Exchange(self.store, f"node{rank}", 1000 + rank, f"machine{rank}", verdict)
+        self.calls = {uid: (rank, entered)}
+        self.asked = 0
+        self.said = ""
+        self.exchange.enrol(uid, rank)
+
+    def record(self) -> ProcessRecord:
+        one = self.exchange
+        comms = []
+        for uid, (rank, entered) in self.calls.items():
+            call = CallRecord(entered, entered, "all_reduce", state=INSIDE)
+            comms.append(CommRecord(uid, uid, rank, 64, entered=entered, calls=[call] if entered else []))
+        return ProcessRecord(one.pid, one.host, one.machine, comms=comms)
+
+    def poll(self) -> None:
+        news = self.exchange.poll()
+        if news.question:
+            self.asked += 1
+            self.exchange.answer(news.question, [self.record()])
+        self.said = self.said or news.verdict or news.given_up
+
+    def stuck(self, uid: str = WORLD) -> bool:
+        rank, entered = self.calls[uid]
+        return self.exchange.raise_alarm(uid, rank, entered)
+
+
+def verdict(answers: Answers) -> str:
+    """Who is behind the furthest rank, in which communicator, and who did not answer."""
+    behind = []
+    comms = [comm for record in answers.records for comm in record.comms]
+    for uid in sorted({comm.uid for comm in comms}):
+        entered = {comm.rank: comm.entered for comm in comms if comm.uid == uid}
+        behind += [f"{uid}:{rank}" for rank, n in sorted(entered.items()) if n < max(entered.values())]
+    said = [f"missing {' '.join(behind)}", *(f"silent {one}" for one in answers.silent)]
+    return "; ".join([*said, *(f"ended {one.pid}: {one.end}" for one in answers.ends)])
+
+
+def job(store: Any, entered: list[int]) -> list[Process]:
+    """A process for each number: how many calls it has entered."""
+    processes = [Process(store, rank, n) for rank, n in enumerate(entered)]
+    poll(processes)
+    return processes
+
+
+def poll(processes: list[Process], times: int = 1) -> None:
+    for _ in range(times):
+        for one in processes:
+            one.poll()
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pynccl.watch.store.OPERATION_SECONDS", LIMIT)
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def client(port: int, seconds: float = 300.0) -> Any:
+    limit = timedelta(seconds=seconds)
+    return dist.PrefixStore("job", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    started = time.monotonic()
+    return call(), time.monotonic() - started
+
+
+# All is well
+
+
+def test_all_that_are_stuck_ask_one_question_and_get_one_verdict(server: dist.TCPStore) -> None:
+    processes = job(server, [41, 41, 41, 40])
+    assert all(one.stuck() for one in processes[:3])
+    poll(processes, 3)
+    assert [one.asked for one in processes] == [1] * 4
+    assert [one.said for one in processes] == ["missing world:3"] * 3 + [""]
+
+
+def test_a_verdict_comes_as_soon_as_all_have_answered(server: dist.TCPStore) -> None:
+    processes = job(server, [2, 1])
+    processes[0].stuck()
+    poll(processes, ANSWER_POLLS - 1)
+    assert processes[0].said == "missing world:1"
+
+
+def test_who_asks_is_heard_by_the_store_as_often_in_a_job_of_64_as_in_one_of_4() -> None:
+    reporters, listeners, quiet = [], [], []
+    for n in (4, 64):
+        processes = job(dist.HashStore(), [7] * (n - 1) + [6])
+        assert len({one.store.total() for one in processes}) == 1
+        before = [one.store.total() for one in processes]
+        poll(processes)
+        quiet.append({one.store.total() - b for one, b in zip(processes, before, strict=True)})
+        for one in processes[:-1]:
+            one.stuck()
+        poll(processes, 4)
+        assert {one.said for one in processes[:-1]} == {"missing world:" + str(n - 1)}
+        spent = [one.store.total() - b for one, b in zip(processes, before, strict=True)]
+        reporters.append(spent[0])
+        listeners.append(set(spent[1:-1]))
+    assert quiet == [{1}, {1}]
+    assert reporters[0] == reporters[1] < 30
+    assert listeners[0] == listeners[1] and max(listeners[0]) < 15
+
+
+@pytest.mark.parametrize("kind", ["torch's file", "python"])
+def test_a_store_without_append_will_do(tmp_path: Path, kind: str) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 3) if kind == "torch's file" else Python()
+    processes = job(store, [3, 3, 2])
+    processes[0].stuck()
+    processes[1].exchange.tell_end(ProcessRecord(7, "h", end="exit"))
+    poll(processes, 3)
+    assert processes[0].said == "missing world:2; ended 7: exit"
+
+
+class Python:
+    """A store of somebody's own: what from_store asks for, and no more."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self.values.get(key, b"0")) + amount
+        self.set(key, str(total))
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def test_two_communicators_that_hang_at_once_are_judged_together(server: dist.TCPStore) -> None:
+    processes = job(server, [5, 5, 5, 5])
+    for i, one in enumerate(processes):
+        one.calls[f"pair{i // 2}"] = (i % 2, 9 - i)
+        one.exchange.enrol(f"pair{i // 2}", i % 2)
+    assert processes[0].stuck("pair0") and processes[2].stuck("pair1")
+    poll(processes, 3)
+    assert [one.asked for one in processes] == [1] * 4
+    assert processes[0].said == processes[2].said == "missing pair0:1 pair1:1"
+
+
+def test_a_late_alarm_takes_the_answer_that_there_is_and_a_new_call_asks_anew(server: dist.TCPStore) -> None:
+    processes = job(server, [5, 5, 4])
+    processes[0].stuck()
+    poll(processes, 3)
+    processes[1].stuck()
+    poll(processes)
+    assert processes[1].said == "missing world:2"
+    assert [one.asked for one in processes] == [1] * 3
+    for one, entered in zip(processes, (8, 9, 9), strict=True):
+        one.calls[WORLD], one.said = (one.calls[WORLD][0], entered), ""
+    processes[1].stuck()
+    poll(processes, 3)
+    assert processes[1].said == "missing world:0"
+    assert [one.asked for one in processes] == [2] * 3
+
+
+# Somebody is gone
+
+
+def test_who_does_not_answer_is_named_with_its_host(server: dist.TCPStore) -> None:
+    processes = job(server, [5, 5, 5, 5])
+    for i, one in enumerate(processes):
+        one.exchange.enrol("last", 3 - i)
+    poll(processes)
+    processes[0].stuck("world")
+    poll(processes[:3], ANSWER_POLLS)
+    assert processes[0].said == "missing ; silent rank 3 (process 1003 on node3)"
+
+
+def test_an_alarm_with_nobody_else_alive_is_judged_alone(server: dist.TCPStore) -> None:
+    processes = job(server, [5, 5])
+    processes[0].stuck()
+    poll(processes[:1], ANSWER_POLLS)
+    assert processes[0].said == "missing ; silent rank 1 (process 1001 on node1)"
+
+
+def test_a_process_answers_for_a_dead_one_of_its_machine(server: dist.TCPStore) -> None:
+    processes = job(server, [5, 5, 4])
+    record, dead = processes[1].record, processes[2].record()
+    processes[1].exchange.answer = lambda question, _: Exchange.answer(  # type: ignore[assignment, method-assign]
+        processes[1].exchange, question, [record(), dead]
+    )
+    processes[0].stuck()
+    poll(processes[:2], 2)
+    assert processes[0].said == "missing world:2"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_another_one_judges_where_the_reporter_has_gone(server: dist.TCPStore, asked: bool) -> None:
+    processes = job(server, [5, 5, 5, 4])
+    if asked:
+        processes[0].stuck()  # and is gone
+    else:
+        server.add("watch/raise/1", 1)  # its last words
+    for one in processes[1:3]:
+        one.stuck()
+    poll(processes[1:], PATIENCE_POLLS + ANSWER_POLLS + 1)
+    assert [one.asked for one in processes[1:]] == [1] * 3
+    expected = "missing world:3; silent rank 0 (process 1000 on node0)"
+    assert [one.said for one in processes[1:]] == [expected, expected, ""]
+
+
+def test_a_question_that_nobody_judges_is_given_up(server: dist.TCPStore) -> None:
+    processes = job(server, [5, 5])
+    for name in ("raise/1", *(f"report/1/{i + 1}" for i in range(ATTEMPTS))):
+        server.add(f"watch/{name}", 1)
+    processes[0].stuck()
+    poll(processes, PATIENCE_POLLS * (ATTEMPTS + 1))
+    assert processes[0].said == "the processes that were to judge the answers have not done so"
+
+
+def test_a_judge_that_fails_is_heard_by_the_others(server: dist.TCPStore) -> None:
+    processes = job(server, [5, 5])
+    processes[0].exchange.judge = lambda answers: 1 / 0  # type: ignore[assignment, return-value]
+    for one in processes:
+        one.stuck()
+    poll(processes, 2)
+    assert [one.said for one in processes] == [
+        "the answers could not be judged: ZeroDivisionError: division by zero"
+    ] * 2
+
+
+# The store
+
+
+def test_a_store_that_ends_is_noticed_and_the_alarm_given_up(server: dist.TCPStore) -> None:
+    gate = Gate(server.port)
+    one = Process(client(gate.port), 0, 5)
+    one.poll()
+    assert one.exchange.out_of_reach == "" and one.stuck()
+    gate.close()
+    _, seconds = timed(functools.partial(poll, [one], ANSWER_POLLS))
+    assert one.said.startswith(f"the store at which the ranks met (127.0.0.1:{gate.port}) is lost: ")
+    assert one.exchange.out_of_reach == one.said
+    assert seconds < WITHIN
+    assert not one.stuck() and one.exchange.ends() == []
+
+
+def test_a_silent_store_holds_nobody_up(server: dist.TCPStore) -> None:
+    gate = Gate(server.port)
+    one = Process(client(gate.port), 0, 5)
+    one.poll()
+    assert one.stuck()
+    gate.shut()
+    _, first = timed(one.poll)
+    _, more = timed(functools.partial(poll, [one], ANSWER_POLLS))
+    _, end = timed(lambda: one.exchange.tell_end(one.record()))
+    _, close = timed(one.exchange.close)
+    gate.close()
+    assert one.exchange._reach._idle.wait(20)  # what torch writes to stderr is this test's
+    assert one.said == f"the store at which the ranks met (127.0.0.1:{gate.port}) did not answer within 0.8 s"
+    assert first < WITHIN and more + end + close < 0.5
+
+
+def test_a_listener_that_was_never_a_store_holds_nobody_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gate = Gate(listener.getsockname()[1])
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        passing = Gate(server.port)
+        store = client(passing.port, 2.0)
+        passing._server = listener.getsockname()[1]  # the clone meets silence
+        one = Process(store, 0, 5)
+        one.store.clone = store.clone  # type: ignore[method-assign]
+        assert timed(one.poll)[1] < WITHIN
+        assert "did not answer" in one.exchange.out_of_reach
+        gate.close()
+        passing.close()
+    assert one.exchange._reach._idle.wait(20)
+
+
+class Stopping(Python):
+    """Its next operation goes on when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.go.set()
+        self.waiting = 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.waiting += 1
+        self.go.wait(20)
+        self.waiting -= 1
+        return super().add(key, amount)
+
+
+def test_a_store_that_answers_again_is_in_reach_again_and_was_not_pestered() -> None:
+    store = Stopping()
+    processes = job(store, [5, 4])
+    store.go.clear()
+    poll(processes[:1], 5)
+    assert store.waiting == 1
+    assert processes[0].exchange.out_of_reach
+    assert not processes[0].stuck()
+    store.go.set()
+    while processes[0].exchange.out_of_reach:
+        poll(processes[:1])
+    assert processes[0].stuck()
+    poll(processes, 3)
+    assert processes[0].said == "missing world:1"
+
+
+def test_a_user_who_waits_at_the_store_is_in_nobodys_way(server: dist.TCPStore) -> None:
+    theirs = client(server.port)
+    waiting = threading.Thread(target=lambda: theirs.get("never before this"))
+    waiting.start()
+    one, other = Process(theirs, 0, 5), Process(server, 1, 4)
+    one.store.clone = theirs.clone  # type: ignore[method-assign]
+    assert timed(one.poll)[1] < WITHIN
+    assert one.exchange.out_of_reach == ""
+    dist.PrefixStore("job", server).set("never before this", "")
+    waiting.join()
+    other.exchange.close()
+
+
+def test_a_forked_child_leaves_the_connection_of_its_parent_alone(server: dist.TCPStore) -> None:
+    one = Process(server, 0, 5)
+    one.poll()
+    before = one.store.total()
+    one.exchange._reach._pid += 1  # as a child sees it
+    assert not one.stuck()
+    assert "forked" in one.exchange.out_of_reach
+    assert one.store.total() == before
+
+
+EXIT = """
+import sys, threading
+import torch.distributed as dist
+from gate import Gate
+from pynccl.watch import store
+from pynccl.watch.asking import Exchange
+store.OPERATION_SECONDS = 0.8
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+gate = Gate(server.port)
+exchange = Exchange(dist.TCPStore("127.0.0.1", gate.port, is_master=False), "h", 1, "m", str)
+exchange.poll()
+gate.shut()
+threading.Thread(target=exchange.poll, daemon=True).start()
+import atexit
+atexit.register(exchange.close)
+"""
+
+
+def test_a_process_ends_in_peace_while_the_store_is_silent() -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+    command = [sys.executable, "-c", EXIT]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Ends
+
+
+def test_an_end_is_told_to_those_who_read_meanwhile(server: dist.TCPStore) -> None:
+    one, others = Process(server, 0, 5), [Process(server, rank, 5) for rank in range(1, 6)]
+    threads = [threading.Thread(target=other.exchange.tell_end, args=(ended(other),)) for other in others]
+    for thread in threads:
+        thread.start()
+    seen = [len(one.exchange.ends()) for _ in range(50)]
+    for thread in threads:
+        thread.join()
+    assert seen == sorted(seen)
+    told = {record.pid: (record.end, record.end_site) for record in one.exchange.ends()}
+    assert told == {1000 + rank: (f"ValueError: {rank}", "train.py:31") for rank in range(1, 6)}
+    assert all(other.store.total() == 2 for other in others)
+
+
+def ended(process: Process) -> ProcessRecord:
+    record = process.record()
+    record.end, record.end_site, record.stack = f"ValueError: {record.pid - 1000}", "train.py:31", "line\n" * 10000
+    return record
+
+
+def test_a_job_that_ends_as_a_whole_does_not_flood_its_last_reader() -> None:
+    store = dist.HashStore()
+    for rank in range(200):
+        Process(store, rank, 5).exchange.tell_end(ended(Process(store, rank, 5)))
+    found = Process(store, 200, 5).exchange.ends()
+    assert 10 < len(found) < 100
+    assert len(store.get("watch/ends")) < 200_000
+
+
+# What is at the store may be anything
+
+HOSTILE = ["", "[", "{}", "null", "[1, 2]", '{"pid": "x", "host": 1}', "[" * 100000, '"\ud800"', "\x00\xff", "9" * 5000]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_store_with_anything_in_it_does_no_harm(text: str) -> None:
+    store: Any = dist.HashStore()
+    raw = text.encode(errors="surrogatepass")
+    for key in ("answers/1", "ends", "roster/world"):
+        store.append(f"watch/{key}", raw + b"\n")
+    processes = job(store, [5, 5, 4])
+    processes[0].stuck()
+    poll(processes, 3)
+    assert processes[0].said == "missing world:2"
+    store.set("watch/question/2", raw)
+    store.add("watch/rounds", 1)
+    poll(processes)
+    assert [one.asked for one in processes] == [1] * 3
+
+
+def test_a_verdict_cannot_write_on_a_terminal(server: dist.TCPStore) -> None:
+    one = Process(server, 0, 5)
+    server.add("watch/raise/1", 1)
+    one.stuck()
+    server.set("watch/verdict/1", "rank 3\n\x1b[2J\x07 is missing")
+    one.poll()
+    assert one.said == "rank 3\n?[2J? is missing"
+
+
+def test_a_large_record_is_trimmed_to_what_matters() -> None:
+    calls = [CallRecord(n, n, "all_reduce", site="a.py:1" * 20) for n in range(1, 2001)]
+    calls[1000] = CallRecord(1001, 1001, "all_gather", state=INSIDE)
+    comms = [CommRecord(f"c{i}", "x", 0, 2, calls=list(calls), ended="destroyed" if i % 2 else "") for i in range(100)]
+    record = ProcessRecord(1, "h", stack="line\n" * 10000 + "inner", comms=comms)
+    short = trimmed(record, "c40")
+    assert len(json.dumps(to_json(short))) < 4096 + 100 * 512
+    assert short.comms[0].uid == "c40" and short.comms[0].calls[0].operation == "all_gather"
+    assert short.comms[0].calls[-1].number == 2000
+    assert short.stack.endswith("inner")
+    assert len(record.comms) == 100 and len(calls) == 2000
+
+
+# The lists below it
+
+
+@pytest.fixture(params=["tcp", "hash", "prefix", "file", "own file", "python"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    from pynccl.bootstrap.file_store import FileStore
+    from pynccl.comm.deadline import Clock
+
+    makers: dict[str, Callable[[], Any]] = {
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        "hash": dist.HashStore,
+        "prefix": lambda: dist.PrefixStore("a", dist.HashStore()),
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "own file": lambda: FileStore(str(tmp_path / "store"), Clock(5)),
+        "python": Python,
+    }
+    yield makers[request.param]()
+
+
+def test_a_list_at_any_store_has_all_that_was_appended(store: Any) -> None:
+    assert lines(store, "list") == []
+    threads = [threading.Thread(target=append, args=(store, "list", f"{i}\n-{i}")) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    append(store, "other", "x")
+    assert sorted(lines(store, "list")) == sorted(str(i) for n in range(4) for i in (n, f"-{n}"))
+    assert lines(store, "other") == ["x"]
+
+
+def test_what_fails_at_the_store_is_out_of_reach_for_good() -> None:
+    reach = Reach(Python())
+    with pytest.raises(Exception, match="'nothing'"):
+        reach.do(lambda store: store.get("nothing"))
+    with pytest.raises(Exception, match="is lost"):
+        reach.do(lambda store: store.add("a", 0))
