@@ -36,7 +36,7 @@ def read(store: Any, key: str) -> str:
 
 
 def _appends(store: Any) -> bool:
-    """torch's FileStore has an append() that does nothing, and says so by has_extended_api()."""
+    """torch's FileStore has an append() that it does not vouch for: has_extended_api() says so."""
     return hasattr(store, "append") and (not hasattr(store, "has_extended_api") or bool(store.has_extended_api()))
 
 
