@@ -85,9 +85,14 @@ class Enqueue(Comm):
             if (track := self._track) is None:
                 code = call(*args, self._c_handle, to_pointer(stream))
             else:
-                slot = track.enter(operation, args, stream, detail=compared)
+                slot = (
+                    track.enter(operation, args, stream, detail=compared)
+                    if compared
+                    else track.begin(operation, args, stream)
+                )
                 code = call(*args, self._c_handle, to_pointer(stream))
-                track.leave(slot)
+                if track.careful:
+                    track.leave(slot)
         finally:
             self._release()
         if code:

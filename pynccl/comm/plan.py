@@ -60,8 +60,8 @@ def _plan_one(call: Call) -> Plan:
     track, row = comm._track, _row_of((call,), comm._track)
     if track is not None and (track.careful or not row):
         function, row = track.around(function, call.operation, call.inputs, call.stream, row), 0
-    ring: Any = None if track is None else track.ring
-    cursor: Any = None if track is None else track.cursor
+    ring: Any = track and track.ring
+    cursor: Any = track.cursor if track is not None and row else ()
     acquire, release, alive, detours = comm.lock.acquire, comm.lock.release, comm._alive, comm._detours
     count_change, written, held = TORCH.count_change, _written((call,)), _held((call,))
 
@@ -73,8 +73,9 @@ def _plan_one(call: Call) -> Plan:
         try:
             if not alive:
                 comm.check_alive()
-            if row:
-                ring[next(cursor)] = row
+            for slot in cursor:  # the quickest way to take one of them
+                ring[slot] = row
+                break
             code = function(*args)
         finally:
             release()

@@ -75,9 +75,9 @@ NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
 # What a slot holds. Its high byte says how many collective calls it counts as, so that a segment of them is counted by
 # counting bytes: rows of the table that count as one, as none, as another number; and slots that describe themselves.
-ONE, NONE, OTHER = range(1, 0x100), range(0x100, 0x200), range(0x200, 0x300)
+ONE, NONE, OTHER = range(1, 0x300), range(0x300, 0x400), range(0x400, 0x500)
 ROWS = OTHER.stop
-INLINE, INLINE_UNNUMBERED = 0x400, 0x500  # as one, as none
+INLINE, INLINE_UNNUMBERED = 0x600, 0x700  # as one, as none
 HIGH = 1 if sys.byteorder == "little" else 0  # where the high byte is
 
 SEGMENTS = 5  # one of which is being written

@@ -53,6 +53,16 @@ def line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
+def users_stack(frame: FrameType | None) -> list[str]:
+    """The same without what lies below the call of this package that the user's code has made."""
+    lines, frames = [], list(outwards(frame))
+    while len(frames) > 1 and not is_users(frames[1]):
+        frames.pop(0)
+    for one in reversed(frames[:_MOST_FRAMES]):
+        lines.append(line(one))
+    return lines
+
+
 def stack(frame: FrameType | None, most: int = 2000) -> str:
     """One line per frame, outermost first, of at most so many characters: the innermost ones."""
     lines: list[str] = []

@@ -40,6 +40,8 @@ SHAPES: dict[str, tuple[int, int, int, int]] = {
     "signal": (-1, -1, 0, 0),
     "wait_signal": (-1, -1, -1, 0),
 }
+_COUNT_AT = {operation: shape[0] for operation, shape in SHAPES.items() if shape[0] >= 0}
+_MOST_RECENT = 128
 _PEERS = ("send", "recv", "put_signal", "signal")
 
 
@@ -94,6 +96,7 @@ class Track:
         self._on_streams: dict[tuple[int, int], int] = {}
         # Rows that were given back, and in which segment.
         self._free_rows: dict[range, list[tuple[int, int]]] = {kind: [] for kind in self._rows}
+        self._recent: dict[Any, int] = {}  # the rows of calls that nobody keeps, by what they are called with
         self._groups = itertools.count(1)
         self.explains = False  # an error of this communicator has been explained
         parent = next((track for track in recorder.tracks if track.uid == known.parent), None)
@@ -202,6 +205,34 @@ class Track:
                 if one in kind:
                     free.append((one, self.segment))
 
+    def begin(self, operation: str, inputs: tuple[Any, ...], stream: int) -> int:
+        """`enter`, for what moves data and is called again and again, maybe in a new size each time."""
+        row = self._recent.get((operation, inputs[_COUNT_AT.get(operation, 0) :], stream))
+        if row is None:
+            return self._begin_anew(operation, inputs, stream)
+        for slot in self.cursor:
+            break
+        self.ring[slot] = row
+        self.issued[slot] = now()
+        if self.careful:
+            self._site[slot] = self.recorder.string(call_site())
+        if notes:
+            self.note_own(slot)
+        return slot
+
+    def _begin_anew(self, operation: str, inputs: tuple[Any, ...], stream: int) -> int:
+        at = _COUNT_AT.get(operation)
+        if at is None:  # what it is called with is no part of the description
+            return self.enter(operation, inputs, stream)
+        if len(self._recent) >= _MOST_RECENT:
+            for row in self._recent.values():
+                self.give_back(row)
+            self._recent.clear()
+        row = self.describe(operation, inputs, stream)
+        if row:
+            self._recent[operation, inputs[at:], stream] = row
+        return self.enter(operation, inputs, stream, row=row)
+
     def enter(
         self,
         operation: str,
@@ -216,7 +247,6 @@ class Track:
     ) -> int:
         """A call is about to be made. Returns the slot, for `leave`."""
         slot = next(self.cursor)
-        self.returned[slot] = 0
         self.issued[slot] = now()
         if not row:
             if weight is None:

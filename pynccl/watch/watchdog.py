@@ -169,14 +169,14 @@ class Watchdog:
     def _report(self, stuck: Stuck, text: str) -> None:
         """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise abort the communicator, too."""
         track, comm = stuck.track, stuck.track.comm()
-        own_stack = stacks.stack(self._frame(stuck))
+        own_stack = stacks.users_stack(self._frame(stuck))
         aborts = self.settings.action == RAISE and comm is not None
         who = f"rank {track.rank} of {track.size} (comm {track.name!r})"
         lines = [
             f"pynccl watchdog: {who} has waited {stuck.seconds:.1f} s",
             *text.splitlines(),
             "this rank's stack, innermost line last:",
-            *own_stack.splitlines(),
+            *own_stack,
             *(["the communicator is aborted (PYNCCL_WATCH_ACTION=raise)"] if aborts else []),
         ]
         print("\n  ".join(lines), file=sys.stderr, flush=True)
