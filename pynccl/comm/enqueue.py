@@ -85,11 +85,7 @@ class Enqueue(Comm):
             if (track := self._track) is None:
                 code = call(*args, self._c_handle, to_pointer(stream))
             else:
-                slot = (
-                    track.enter(operation, args, stream, detail=compared)
-                    if compared
-                    else track.begin(operation, args, stream)
-                )
+                slot = track.begin(operation, args, stream, compared)
                 code = call(*args, self._c_handle, to_pointer(stream))
                 if track.careful:
                     track.leave(slot)

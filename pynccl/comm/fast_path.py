@@ -66,7 +66,7 @@ class FastPath:
         self._paired: dict[int, Any] = {}
         self.launch = self._launcher(comm)
 
-    def _launcher(self, comm: Comm) -> Launch:
+    def _launcher(self, comm: Comm) -> Launch:  # noqa: PLR0915
         # A closure: attributes would be a tenth of its time.
         single, paired, new_recv = self._single.get, self._paired.get, self._new_recv
         ring, cursor, issued, row_on, noted = _recording(comm._track)
@@ -208,7 +208,7 @@ class FastPath:
         track = None if comm is None else comm._track
         if track is None:
             return function, 0
-        row = track.describe(self._operation, inputs, stream, site=call_site())
+        row = track.rows.describe(self._operation, inputs, stream, site=call_site())
         if track.careful or not row:
             return track.around(function, self._operation, inputs, stream, row), 0
         return function, row
@@ -221,7 +221,7 @@ class FastPath:
         for chain in chains:
             while chain is not None:
                 *_, row, chain = chain
-                track.give_back(row)  # type: ignore[union-attr]
+                track.rows.give_back(row)  # type: ignore[union-attr]
 
     def _fail(self, code: int, inputs: tuple[int, ...]) -> None:
         comm = self._comm()
@@ -233,7 +233,7 @@ def _recording(track: Track | None) -> tuple[Any, ...]:
     """What `launch` needs of the flight recorder, where it writes into it itself."""
     if track is None:
         return None, None, None, None, None
-    return track.ring, track.cursor, track.issued, track.row_on, track.note_own
+    return track.ring, track.cursor, track.issued, track.rows.on_stream, track.note_own
 
 
 def _with_one(address: int, target: int, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> tuple[Any, ...] | None:

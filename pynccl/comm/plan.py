@@ -24,7 +24,8 @@ from ..bindings.values import attribute, listed, shown
 from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import Handle, hold, stream_handle
 from ..watch.frames import call_site
-from ..watch.track import Track, weight_of
+from ..watch.rows import weight_of
+from ..watch.track import Track
 from .base import Comm, check_group_result
 from .call import Call, call_text
 from .collectives import Collectives
@@ -145,13 +146,15 @@ def _row_of(calls: Sequence[Call], track: Track | None) -> int:
         return 0
     if len(calls) == 1:
         (call,) = calls
-        return track.describe(
+        return track.rows.describe(
             call.operation, call.inputs, call.stream, detail=call.compared, site=call_site(), plan=True
         )
     texts = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
     detail = f"{len(calls)} calls: {texts}"
     weight = sum(weight_of(call.operation) for call in calls)
-    return track.describe("group plan", (), calls[0].stream, weight=weight, detail=detail, site=call_site(), plan=True)
+    return track.rows.describe(
+        "group plan", (), calls[0].stream, weight=weight, detail=detail, site=call_site(), plan=True
+    )
 
 
 def _finish(
@@ -165,7 +168,7 @@ def _finish(
     plan.__qualname__ = f"plan of {texts}" if len(calls) == 1 else f"group plan of {len(calls)}: {texts}"
     for track, row in rows:
         if row:
-            weakref.finalize(plan, track.give_back, row).atexit = False
+            weakref.finalize(plan, track.rows.give_back, row).atexit = False
     finished: Plan = plan
     return finished
 

@@ -19,35 +19,8 @@ from . import layout
 from .frames import call_site
 from .notes import notes
 from .recorder import Recorder, now, recorder
+from .rows import Rows, weight_of
 from .settings import SITES, settings
-
-# Which of the C arguments of an operation are its count, operator and rank (root or peer); -1: none. How many
-# collective calls it is: sends and what not every rank calls are not numbered.
-_BOTH = (2, -1, -1, 1)  # send, recv, count, type
-SHAPES: dict[str, tuple[int, int, int, int]] = {
-    "all_reduce": (2, 4, -1, 1),
-    "reduce_scatter": (2, 4, -1, 1),
-    "reduce": (2, 4, 5, 1),
-    "broadcast": (2, -1, 4, 1),
-    "gather": (2, -1, 4, 1),
-    "scatter": (2, -1, 4, 1),
-    "all_gather": _BOTH,
-    "all_to_all": _BOTH,
-    "alltoall": _BOTH,
-    "send": (1, -1, 3, 0),
-    "recv": (1, -1, 3, 0),
-    "put_signal": (1, -1, 3, 0),
-    "signal": (-1, -1, 0, 0),
-    "wait_signal": (-1, -1, -1, 0),
-}
-_COUNT_AT = {operation: shape[0] for operation, shape in SHAPES.items() if shape[0] >= 0}
-_MOST_RECENT = 128
-_PEERS = ("send", "recv", "put_signal", "signal")
-
-
-def weight_of(operation: str) -> int:
-    """How many collective calls this one counts as, on every rank."""
-    return SHAPES.get(operation, _BOTH)[3]
 
 
 @functools.cache
@@ -68,7 +41,7 @@ class Track:
     """The calls of one communicator: `enter` before the C call, `leave` after it, under the communicator's lock.
 
     `ring` and `cursor` are for those who cannot afford a call of Python: `ring[next(cursor)] = row` is all they do,
-    with a row of `describe`, and the watchdog notices when it has returned. Where `careful` is true nobody does so:
+    with one of `rows`, and the watchdog notices when it has returned. Where `careful` is true nobody does so:
     each call gets its line, too, and the time when it returned."""
 
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int, careful: bool) -> None:
@@ -83,7 +56,6 @@ class Track:
         # The host library's calls take so long that the line of each costs nothing beside them.
         self.careful = careful or settings().mode == SITES
         self.children: dict[str, int] = {}  # how many were made of it, by what made them: for their names
-        self._row_bytes = layout.ROW.size
         self.ring = self._array(region.ring, "H", region.slots)
         self.issued = self._array(region.issued, "d", region.slots)
         self.returned = self._array(region.returned, "d", region.slots)
@@ -91,12 +63,7 @@ class Track:
         self._function = self._array(region.function, "H", region.slots)
         self._forward = self._array(region.forward, "H", region.slots)
         self._bases = self._array(region.bases, "Q", 2 * region.segments)
-        self._weights: dict[int, int] = {}  # of the rows that count as another number of collective calls than 0 or 1
-        self._rows = {kind: iter(kind) for kind in (layout.ONE, layout.NONE, layout.OTHER)}
-        self._on_streams: dict[tuple[int, int], int] = {}
-        # Rows that were given back, and in which segment.
-        self._free_rows: dict[range, list[tuple[int, int]]] = {kind: [] for kind in self._rows}
-        self._recent: dict[Any, int] = {}  # the rows of calls that nobody keeps, by what they are called with
+        self.rows = Rows(memory, region, recorder.string)
         self._groups = itertools.count(1)
         self.explains = False  # an error of this communicator has been explained
         parent = next((track for track in recorder.tracks if track.uid == known.parent), None)
@@ -139,80 +106,23 @@ class Track:
         for self.segment in itertools.count():
             if self.segment:
                 entries += length
-                numbered += self._numbered_in(place * length)
+                numbered += self.rows.numbered_in(place * length)
             place = self.segment % region.segments
             for array, nbytes in region.arrays():
                 begin, size = array + place * length * nbytes, length * nbytes
                 memory[begin : begin + size] = empty[:size]
             self._bases[2 * place], self._bases[2 * place + 1] = entries, numbered
-            segment[0] = self.segment
+            segment[0] = self.rows.segment = self.segment
             yield slots[place * length : (place + 1) * length]
-
-    def _numbered_in(self, first: int) -> int:
-        """The collective calls in the full segment that begins with this slot."""
-        length, at = self.region.segment, self.region.ring + 2 * first
-        kinds = bytes(self.memory[at : at + 2 * length])[layout.HIGH :: 2]
-        numbered = length - kinds.count(layout.NONE.start >> 8) - kinds.count(layout.INLINE_UNNUMBERED >> 8)
-        if kinds.count(layout.OTHER.start >> 8):
-            rows = self.ring[first : first + length].tolist()
-            numbered += sum(self._weights[row] - 1 for row in rows if row in layout.OTHER)
-        return numbered
 
     # Calls
 
-    def describe(
-        self,
-        operation: str,
-        inputs: tuple[Any, ...],
-        stream: int,
-        *,
-        weight: int | None = None,
-        detail: str = "",
-        site: str = "",
-        plan: bool = False,
-    ) -> int:
-        """The row that describes a call which will be made again; 0: there is none left, `enter` describes it."""
-        weight = weight_of(operation) if weight is None else weight
-        number = self._take_row(weight)
-        if number:
-            at = self.region.table + number * self._row_bytes
-            self._write_row(at, operation, inputs, stream, weight, detail, site, 0, plan)
-        return number
-
-    def unnumbered(self, slot: int) -> None:
-        """The call that was entered there counts as none after all."""
-        self.ring[slot] = layout.INLINE_UNNUMBERED
-
-    def _take_row(self, weight: int) -> int:
-        """A row for what counts as so many collective calls; 0: there is none left."""
-        kind = (layout.NONE, layout.ONE)[weight] if 0 <= weight <= 1 else layout.OTHER
-        free = self._free_rows[kind]
-        if free and free[0][1] + self.region.segments < self.segment:  # no slot holds it any more
-            row = free.pop(0)[0]
-        else:
-            row = next(self._rows[kind], 0)
-        if row in layout.OTHER:
-            self._weights[row] = weight
-        return row
-
-    def give_back(self, row: int) -> None:
-        """The row is not needed any more."""
-        rows = [row]
-        for key in [key for key in self._on_streams if key[0] == row]:
-            rows.append(self._on_streams.pop(key))
-        for one in dict.fromkeys(rows):
-            for kind, free in self._free_rows.items():
-                if one in kind:
-                    free.append((one, self.segment))
-
-    def begin(self, operation: str, inputs: tuple[Any, ...], stream: int) -> int:
+    def begin(self, operation: str, inputs: tuple[Any, ...], stream: int, detail: str = "") -> int:
         """`enter`, for what moves data and is called again and again, maybe in a new size each time."""
-        row = self._recent.get((operation, inputs[_COUNT_AT.get(operation, 0) :], stream))
-        if row is None:
-            return self._begin_anew(operation, inputs, stream)
-        for slot in self.cursor:
-            break
-        self.ring[slot] = row
+        row = 0 if detail else self.rows.recent(operation, inputs, stream)
+        if not row:
+            return self.enter(operation, inputs, stream, detail=detail)
+        self.ring[slot := next(self.cursor)] = row
         self.issued[slot] = now()
         if self.careful:
             self._site[slot] = self.recorder.string(call_site())
@@ -220,18 +130,9 @@ class Track:
             self.note_own(slot)
         return slot
 
-    def _begin_anew(self, operation: str, inputs: tuple[Any, ...], stream: int) -> int:
-        at = _COUNT_AT.get(operation)
-        if at is None:  # what it is called with is no part of the description
-            return self.enter(operation, inputs, stream)
-        if len(self._recent) >= _MOST_RECENT:
-            for row in self._recent.values():
-                self.give_back(row)
-            self._recent.clear()
-        row = self.describe(operation, inputs, stream)
-        if row:
-            self._recent[operation, inputs[at:], stream] = row
-        return self.enter(operation, inputs, stream, row=row)
+    def unnumbered(self, slot: int) -> None:
+        """The call that was entered there counts as none after all."""
+        self.ring[slot] = layout.INLINE_UNNUMBERED
 
     def enter(
         self,
@@ -251,8 +152,8 @@ class Track:
         if not row:
             if weight is None:
                 weight = weight_of(operation)
-            at = self.region.inline + slot * self._row_bytes
-            self._write_row(at, operation, inputs, stream, weight, detail, site, group, False)
+            at = self.region.inline + slot * layout.ROW.size
+            self.rows.write(at, operation, inputs, stream, weight, detail, site, group, False)
             row = layout.INLINE if weight else layout.INLINE_UNNUMBERED
         self.ring[slot] = row
         if self.careful:
@@ -301,19 +202,6 @@ class Track:
 
         return recorded
 
-    def row_on(self, row: int, stream: int) -> int:
-        """The row of the same call on another stream; the same row where there is none left."""
-        other = self._on_streams.get((row, stream))
-        if other is None:
-            size, table = self._row_bytes, self.region.table
-            values = list(layout.ROW.unpack_from(self.memory, table + row * size))
-            number = self._take_row(values[4])
-            if number:
-                values[9] = stream
-                layout.ROW.pack_into(self.memory, table + number * size, *values)
-            other = self._on_streams[row, stream] = number or row
-        return other
-
     def failed_last(self, error: BaseException | str) -> None:
         """The newest call has raised."""
         if number := self.head():
@@ -339,11 +227,7 @@ class Track:
         found, head, length = set(), self.head(), self.region.segment
         place = self.segment % self.region.segments
         for number in range(max(after, head - length, self._bases[2 * place]) + 1, head + 1):
-            slot = self._slot(number)
-            row = self.ring[slot]
-            inline = row >= layout.ROWS
-            at = self.region.inline + slot * self._row_bytes if inline else self.region.table + row * self._row_bytes
-            found.add(layout.ROW.unpack_from(self.memory, at)[9])
+            found.add(self.rows.stream_of(self._slot(number)))
         return found
 
     def failed(self, slot: int, error: BaseException | str) -> None:
@@ -386,40 +270,6 @@ class Track:
         _, *rest = layout.COMM.unpack_from(self.memory, 0)
         layout.COMM.pack_into(self.memory, 0, layout.ENDED, *rest)
         self.recorder.free(self)
-
-    def _write_row(
-        self,
-        at: int,
-        operation: str,
-        inputs: tuple[Any, ...],
-        stream: int,
-        weight: int,
-        detail: str,
-        site: str,
-        group: int,
-        plan: bool,
-    ) -> None:
-        count_at, op_at, rank_at, _ = SHAPES.get(operation, (-1, -1, -1, 1))
-        string = self.recorder.string
-        flags = (layout.PLAN if plan else 0) | (
-            layout.PEER if operation in _PEERS else layout.ROOT if rank_at >= 0 else 0
-        )
-        count, dtype = (inputs[count_at], inputs[count_at + 1]) if count_at >= 0 and inputs else (layout.NO_COUNT, -1)
-        layout.ROW.pack_into(
-            self.memory,
-            at,
-            string(operation),
-            string(detail) if detail else 0,
-            flags,
-            dtype,
-            weight,
-            inputs[op_at] if op_at >= 0 and inputs else -1,
-            inputs[rank_at] if rank_at >= 0 and inputs else -1,
-            group,
-            count,
-            stream,
-            string(site) if site else 0,
-        )
 
 
 _numbers = itertools.count(1)

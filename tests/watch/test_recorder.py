@@ -74,9 +74,9 @@ def test_a_call_is_in_the_file_with_all_that_it_was_made_with(own: recorder.Reco
 def random_calls(track: Track, rng: random.Random, count: int) -> list[tuple[int, str]]:
     """Random calls of all kinds; (number among the collectives or 0, operation) of each."""
     rows = {
-        "all_reduce": track.describe("all_reduce", ALL_REDUCE, 0),
-        "recv": track.describe("recv", (0, 4, 7, 2), 0),
-        "group plan": track.describe("group plan", (), 0, weight=3),
+        "all_reduce": track.rows.describe("all_reduce", ALL_REDUCE, 0),
+        "recv": track.rows.describe("recv", (0, 4, 7, 2), 0),
+        "group plan": track.rows.describe("group plan", (), 0, weight=3),
     }
     made, number = [], 0
     for _ in range(count):
@@ -104,7 +104,7 @@ def test_the_last_calls_are_there_in_order_and_numbered(own: recorder.Recorder, 
 
 def test_ten_million_calls_leave_the_file_as_large_as_it_was(own: recorder.Recorder) -> None:
     track, calls = track_of(own), 200_000  # of the ten million: nothing in the file or the track depends on how many
-    row = track.describe("all_reduce", ALL_REDUCE, 0)
+    row = track.rows.describe("all_reduce", ALL_REDUCE, 0)
     ring, cursor = track.ring, track.cursor
     ring[next(cursor)] = row
     size, strings = os.path.getsize(own.path), len(own._strings)
@@ -118,10 +118,10 @@ def test_ten_million_calls_leave_the_file_as_large_as_it_was(own: recorder.Recor
 def test_rows_of_plans_that_have_gone_are_used_again_but_not_while_a_slot_holds_them(own: recorder.Recorder) -> None:
     track = track_of(own)
     for turn in range(20_000):
-        row = track.describe("broadcast", (0, 0, turn, 7, 1), 0)
+        row = track.rows.describe("broadcast", (0, 0, turn, 7, 1), 0)
         if row:
             track.ring[next(track.cursor)] = row
-            track.give_back(row)
+            track.rows.give_back(row)
         else:
             track.enter("broadcast", (0, 0, turn, 7, 1))
     calls = read(own).calls
@@ -300,8 +300,8 @@ def test_the_reader_keeps_up_with_a_writer_that_never_stops(own: recorder.Record
         from pynccl.watch.track import Identity, Track
         own = recorder.Recorder()
         track = Track(own, Identity("u", "busy", ""), 0, 2, False)
-        row = track.describe("all_reduce", {ALL_REDUCE}, 0)
-        other = track.describe("send", (0, 4, 7, 1), 0)
+        row = track.rows.describe("all_reduce", {ALL_REDUCE}, 0)
+        other = track.rows.describe("send", (0, 4, 7, 1), 0)
         print(own.path, flush=True)
         while True:
             for _ in range(3):
