@@ -1,0 +1,183 @@
+"""What came of a run of the fault campaign: a right result, a right error, or what is wrong.
+
+An error is right if every rank that failed names the rank that is to blame, and its line where there is one to name.
+What a rank says is what it wrote to standard error, without the frames of its tracebacks and without its own number.
+It names a rank if the first of its lines that speaks of any rank speaks of that one; a line if it is anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fault_programs import CALLS, Program
+from fault_run import Ended, Rank
+
+OUTCOMES = (
+    "right result",
+    "right error",
+    "wrong name",
+    "no error",
+    "false alarm",
+    "late",
+    "hang",
+    "crash",
+    "wrong data",
+    "left-over process",
+    "left-over file",
+    "skipped",
+)
+GOOD = OUTCOMES[:2]
+HARMLESS = ("none", "packet-loss")
+HEARD_SECONDS = 1.0  # in which Ctrl-C ends a rank
+STATUS = {"exception": 1, "os-exit": 3, "early-exit": 0, "ctrl-c": -2}  # of the rank that fails; else killed
+
+_CRASHES = re.compile(
+    r"Fatal Python error|terminate called|Segmentation fault|Exception in thread|Exception ignored|double free|Aborted"
+)
+_OWN = re.compile(r"on rank \d+ of \d+|\(rank=\d+, nranks=\d+\)")
+_RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |, and )\d+)*)|\branks? \[([\d, ]+)\]")
+
+
+@dataclass
+class Verdict:
+    """What is to be said of a run. named_rank, named_line: None where there is nothing to name."""
+
+    seed: int
+    fault: str
+    outcome: str
+    why: str = ""
+    named_rank: bool | None = None
+    named_line: bool | None = None
+    seconds: float = 0.0  # from the fault to the end of the last rank that was not to blame
+
+
+def judge(program: Program, ended: Ended) -> Verdict:
+    """The worst that can be said of it."""
+    verdict = Verdict(program.seed, program.fault.name, "right result")
+    survivors = [rank for rank in ended.ranks if rank.number != _to_blame(program)]
+    verdict.seconds = max(0.0, max(rank.at for rank in survivors) - ended.struck)
+    failed = [rank for rank in survivors if rank.status != 0]
+    if failed and program.fault.name not in HARMLESS:
+        verdict.outcome = "right error"
+        _judge_names(program, failed, verdict)
+    elif not failed and program.fault.name in CALLS:
+        verdict.outcome, verdict.why = "no error", "all ranks ended as if nothing were wrong"
+    for outcome, why in _worst(program, ended, survivors):
+        if why:
+            verdict.outcome, verdict.why = outcome, why
+            break
+    return verdict
+
+
+def _to_blame(program: Program) -> int:
+    """The rank that need not end well; -1: none."""
+    return -1 if program.fault.name == "link-cut" else program.fault.rank
+
+
+def _worst(program: Program, ended: Ended, survivors: list[Rank]) -> list[tuple[str, str]]:
+    """(outcome, why) for what must not happen, the worst first; why is "" if it did not."""
+    wrong = [line for rank in ended.ranks for line in rank.err.splitlines() if line.startswith("WRONG DATA")]
+    return [
+        ("hang", f"ranks {ended.hung} were still there" if ended.hung else ""),
+        ("crash", next(filter(None, (_crash(program, rank) for rank in ended.ranks)), "")),
+        ("wrong data", wrong[0] if wrong else ""),
+        ("left-over process", ", ".join(ended.processes)),
+        ("left-over file", ", ".join(ended.files[:5])),
+        ("late", _late(program, ended)),
+        ("false alarm", _alarm(program, survivors)),
+    ]
+
+
+def _crash(program: Program, rank: Rank) -> str:
+    """Why a rank has not ended as a rank may end."""
+    if found := _CRASHES.search(rank.err):
+        return f"rank {rank.number}: {found[0]}"
+    fault = program.fault.name
+    if rank.number == _to_blame(program) and fault not in CALLS:
+        expected = STATUS.get(fault, -9)
+        if rank.status in (expected, 0, 1):  # it may have met the end of its program, or of another rank, before
+            return ""
+        return f"rank {rank.number}, which was to end by {fault}, ended with {rank.status}, expected {expected}"
+    if rank.status == 0:
+        return ""
+    raised = last_error(rank.err)
+    if rank.status != 1 or not raised.startswith("pynccl.Nccl"):
+        return f"rank {rank.number} ended with {rank.status}: {raised[:200]}"
+    return ""
+
+
+def last_error(text: str) -> str:
+    """The first line of the exception that ended a rank; "" if there is none."""
+    found = re.findall(r"^Traceback \(most recent call last\):\n(?:^ .*\n|^\n)*^(\S.*)$", text, re.MULTILINE)
+    return str(found[-1]) if found else ""
+
+
+def _late(program: Program, ended: Ended) -> str:
+    if program.fault.name != "ctrl-c":
+        return ""
+    seconds = ended.ranks[program.fault.rank].at - ended.struck
+    return f"Ctrl-C was heard after {seconds:.1f} s" if seconds > HEARD_SECONDS else ""
+
+
+def _alarm(program: Program, survivors: list[Rank]) -> str:
+    """A run without a fault says nothing and fails nowhere."""
+    if program.fault.name not in HARMLESS:
+        return ""
+    for rank in survivors:
+        if rank.status or rank.err.strip() or "done" not in rank.out:
+            return f"rank {rank.number} ended with {rank.status}: {rank.err.strip()[-300:]}"
+    return ""
+
+
+def _judge_names(program: Program, failed: list[Rank], verdict: Verdict) -> None:
+    silent = [rank for rank in failed if not accepted(program, rank) & blamed(rank.err)]
+    verdict.named_rank = not silent
+    wanted = program.fault.lines
+    blind = [rank for rank in failed if wanted and not wanted & lines_named(rank.err)]
+    verdict.named_line = not blind if wanted else None
+    if silent or blind:
+        rank = (silent or blind)[0]
+        expected = f"line {sorted(wanted)}" if not silent else f"rank {sorted(accepted(program, rank))}"
+        verdict.outcome = "wrong name"
+        verdict.why = f"rank {rank.number} does not name {expected}: {last_error(rank.err)[:200]}"
+
+
+def accepted(program: Program, rank: Rank) -> set[int]:
+    """The numbers under which a rank may blame who is to blame: in the job, and in the communicator of its call."""
+    fault = program.fault
+    if fault.nodes:
+        return set(next(node for node in fault.nodes if rank.number not in node))
+    numbers = {fault.rank}
+    called = [int(line) for line in re.findall(r'program\.py", line (\d+)', rank.err)]
+    comm = program.comms.get(called[-1]) if called else None
+    if comm and any(rank.number in group and fault.rank in group for group in comm.groups):
+        numbers.add(comm.number(fault.rank))
+    if len(program.comms) and program.size == 2 and fault.name in CALLS:
+        numbers |= {0, 1}  # of two that disagree either may be to blame
+    return numbers
+
+
+def said(text: str) -> list[str]:
+    """Lines of standard error without the frames of tracebacks."""
+    lines, in_frame = [], False
+    for line in text.splitlines():
+        if re.match(r'\s+File ".*", line \d+', line):
+            in_frame = True
+        elif not (in_frame and line.startswith("    ")):
+            in_frame = False
+            lines.append(line)
+    return lines
+
+
+def blamed(text: str) -> set[int]:
+    """Ranks in the first line that speaks of any."""
+    for line in said(text):
+        found = _RANKS.findall(_OWN.sub("", line))
+        if found:
+            return {int(number) for one in found for number in re.findall(r"\d+", " ".join(one))}
+    return set()
+
+
+def lines_named(text: str) -> set[int]:
+    return {int(number) for number in re.findall(r'program\.py(?::|", line )(\d+)', text)}
