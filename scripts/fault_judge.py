@@ -30,11 +30,11 @@ OUTCOMES = (
 GOOD = OUTCOMES[:2]
 HARMLESS = ("none", "packet-loss")
 HEARD_SECONDS = 1.0  # in which Ctrl-C ends a rank
-STATUS = {"exception": 1, "os-exit": 3, "early-exit": 0, "ctrl-c": -2}  # of the rank that fails; else killed
 
 _CRASHES = re.compile(
     r"Fatal Python error|terminate called|Segmentation fault|Exception in thread|Exception ignored|double free|Aborted"
 )
+_OF_TORCH = re.compile(r"^\[W.*The hostname of the client socket cannot be retrieved.*\n", re.MULTILINE)  # no DNS
 _OWN = re.compile(r"on rank \d+ of \d+|\(rank=\d+, nranks=\d+\)")
 _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |, and )\d+)*)|\branks? \[([\d, ]+)\]")
 
@@ -95,7 +95,7 @@ def _crash(program: Program, rank: Rank) -> str:
         return f"rank {rank.number}: {found[0]}"
     fault = program.fault.name
     if rank.number == _to_blame(program) and fault not in CALLS:
-        expected = STATUS.get(fault, -9)
+        expected = program.fault.status
         if rank.status in (expected, 0, 1):  # it may have met the end of its program, or of another rank, before
             return ""
         return f"rank {rank.number}, which was to end by {fault}, ended with {rank.status}, expected {expected}"
@@ -116,7 +116,7 @@ def last_error(text: str) -> str:
 def _late(program: Program, ended: Ended) -> str:
     if program.fault.name != "ctrl-c":
         return ""
-    seconds = ended.ranks[program.fault.rank].at - ended.struck
+    seconds = ended.ranks[program.fault.rank].left - ended.struck
     return f"Ctrl-C was heard after {seconds:.1f} s" if seconds > HEARD_SECONDS else ""
 
 
@@ -125,8 +125,9 @@ def _alarm(program: Program, survivors: list[Rank]) -> str:
     if program.fault.name not in HARMLESS:
         return ""
     for rank in survivors:
-        if rank.status or rank.err.strip() or "done" not in rank.out:
-            return f"rank {rank.number} ended with {rank.status}: {rank.err.strip()[-300:]}"
+        text = _OF_TORCH.sub("", rank.err).strip()
+        if rank.status or text or "done" not in rank.out:
+            return f"rank {rank.number} ended with {rank.status}: {text[-300:]}"
     return ""
 
 

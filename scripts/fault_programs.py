@@ -19,6 +19,7 @@ STATEMENTS = {
     "os-exit": "os._exit(3)",
     "early-exit": "sys.exit(0)",
 }
+STATUS = {"exception": 1, "os-exit": 3, "early-exit": 0, "ctrl-c": -2}  # in which they end; the others are killed
 IN_A_CALL = ("kill-in-call", "stop-in-call", "ctrl-c", "in-init", "in-split", "in-destroy")
 WRONG = ("count", "type", "operator", "root")
 CALLS = (*WRONG, "left-out", "order")
@@ -44,7 +45,7 @@ import pynccl_autograd as ad
 class Fault:
     """What goes wrong in a run, and what an error should name.
 
-    rank     of the job; -1: none
+    rank     of the job; -1: none; status: the exit code with which it ends
     step     index of the step at which it happens
     lines    of the program: any of them is right; empty where there is no line to name
     nodes    ranks on each of two nodes, for the faults of the network
@@ -54,6 +55,7 @@ class Fault:
     rank: int = -1
     step: int = -1
     other: int = -1  # the rank that comes late, so that `rank` waits
+    status: int = -9
     lines: set[int] = field(default_factory=set)
     nodes: tuple[tuple[int, ...], ...] = ()
 
@@ -121,6 +123,7 @@ def draw_steps(rng: random.Random, size: int, count: int) -> list[Step]:
 def place(rng: random.Random, program: Program) -> None:
     """Choose rank and step of the fault; steps are added where none fits."""
     fault, steps, size = program.fault, program.steps, program.size
+    fault.status = STATUS.get(fault.name, -9)
     fault.rank = rng.randrange(size) if fault.name not in ("none", "packet-loss") else -1
     world, number = Comm("comm", (tuple(range(size)),)), 100
     at = rng.randrange(len(steps))
@@ -169,7 +172,9 @@ def write(rng: random.Random, program: Program) -> None:
     for line in HEAD.splitlines():
         out.emit(line)
     if name == "before-init":
-        out.emit(f"if RANK == {fault.rank}: {STATEMENTS[rng.choice(['kill', 'os-exit'])]}")
+        how = rng.choice(["kill", "os-exit"])
+        fault.status = STATUS.get(how, -9)
+        out.emit(f"if RANK == {fault.rank}: {STATEMENTS[how]}")
     _late(out, program, name == "in-init")
     join = "pynccl.init(" if program.meeting == "environment" else 'pynccl.from_file("meeting", RANK, SIZE, '
     out.emit(f"comm = {join}timeout={TIMEOUT})")

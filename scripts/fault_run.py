@@ -36,11 +36,15 @@ BY_CAMPAIGN = {
 
 @dataclass
 class Rank:
-    """A rank of a run: exit code (negative: signal) and time of its end, None while it runs; what it has printed."""
+    """A rank of a run: exit code (negative: signal), None while it runs; what it has printed.
+
+    left  when its program had ended, well or by an exception; at: when the process had
+    """
 
     number: int
     pid: int
     status: int | None = None
+    left: float = 0.0
     at: float = 0.0
     out: str = ""
     err: str = ""
@@ -117,21 +121,18 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None, wat
         (folder / name).mkdir(parents=True)
     (folder / "program.py").write_text(program.text)
     shared_memory = set(os.listdir("/dev/shm"))
-    if nodes and program.fault.name == "packet-loss":
-        nodes.lose(5)
+    if nodes:
+        nodes.start(0.05 if program.fault.name == "packet-loss" else 0.0, program.seed)
+    ranks = _start(program, folder, server, nodes, watch)
+    ended = Ended(ranks, struck=time.monotonic())
     try:
-        ranks = _start(program, folder, server, nodes, watch)
-        ended = Ended(ranks, struck=time.monotonic())
-        try:
-            _wait(program, folder, server, nodes, ended)
-        finally:
-            _end(server, ended)
+        _wait(program, folder, server, nodes, ended)
     finally:
-        if nodes:
-            nodes.mend()
+        _end(server, ended)
     for rank in ranks:
         rank.out = _text(folder / f"rank{rank.number}.out")
         rank.err = _text(folder / f"rank{rank.number}.err")
+        rank.left = float(_text(folder / f"rank{rank.number}.left") or rank.at)
     ended.processes = _left_processes(ranks)
     ended.files = _left_files(program, folder, ended)
     ended.files += sorted(f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared_memory)
@@ -203,7 +204,7 @@ def _wait(program: Program, folder: Path, server: Server, nodes: Nodes | None, e
         if marked and not struck and now >= marked + INSIDE_SECONDS:
             struck = ended.struck = time.monotonic()
             if nodes:
-                nodes.cut()
+                nodes.cut(silently=program.seed % 2 == 0)
             elif victim and victim.status is None:
                 os.kill(victim.pid, BY_CAMPAIGN[fault.name])
             if fault.name != "ctrl-c":
