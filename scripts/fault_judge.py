@@ -149,13 +149,13 @@ def accepted(program: Program, rank: Rank) -> set[int]:
     fault = program.fault
     if fault.nodes:
         return set(next(node for node in fault.nodes if rank.number not in node))
-    numbers = {fault.rank}
+    to_blame = fault.either or {fault.rank}
+    numbers = set(to_blame)
     called = [int(line) for line in re.findall(r'program\.py", line (\d+)', rank.err)]
     comm = program.comms.get(called[-1]) if called else None
-    if comm and any(rank.number in group and fault.rank in group for group in comm.groups):
-        numbers.add(comm.number(fault.rank))
-    if len(program.comms) and program.size == 2 and fault.name in CALLS:
-        numbers |= {0, 1}  # of two that disagree either may be to blame
+    for group in comm.groups if comm else ():
+        if rank.number in group:
+            numbers |= {group.index(one) for one in to_blame if one in group}
     return numbers
 
 

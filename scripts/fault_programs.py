@@ -47,6 +47,7 @@ class Fault:
 
     rank     of the job; -1: none; status: the exit code with which it ends
     step     index of the step at which it happens
+    either   of two ranks that disagree either may be blamed: these two; else empty
     lines    of the program: any of them is right; empty where there is no line to name
     nodes    ranks on each of two nodes, for the faults of the network
     """
@@ -56,6 +57,7 @@ class Fault:
     step: int = -1
     other: int = -1  # the rank that comes late, so that `rank` waits
     status: int = -9
+    either: set[int] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)
     nodes: tuple[tuple[int, ...], ...] = ()
 
@@ -137,12 +139,23 @@ def place(rng: random.Random, program: Program) -> None:
         while fault.name not in steps[at].wrong:
             steps.insert(at, collective(rng, number, world))
         fault.rank = rng.choice(steps[at].wrong[fault.name][0])
+        fault.either = _pair(steps[at], fault.rank)
     elif fault.name in ("left-out", "order"):
         at = _before_another(rng, steps, at, world, fault.name == "order")
         shared = [rank for rank in steps[at].ranks if any(rank in g and len(g) > 1 for g in steps[at].comm.groups)]
         fault.rank = rng.choice(shared)
+        fault.either = {0, 1} if size == 2 else set()
     fault.step = at
     fault.other = rng.choice([rank for rank in range(size) if rank != fault.rank])
+
+
+def _pair(step: Step, rank: int) -> set[int]:
+    """The two ranks that disagree if this one calls something else, where they are only two."""
+    together = next(group for group in step.comm.groups if rank in group)
+    if step.kind == "ring":  # with the one of which it receives
+        return {rank, together[together.index(rank) - 1]}
+    ranks = set(step.ranks) & set(together)
+    return ranks if len(ranks) == 2 else set()
 
 
 def _waiting(rng: random.Random, number: int, comm: Comm) -> Step:

@@ -103,7 +103,8 @@ def enter_node(network: str, node: str) -> None:
 
 
 if __name__ == "__main__":
-    preload()
+    if "--preload" in sys.argv:
+        preload()
     say({"ready": os.getpid()})
     asked = serve()
     if asked is not None:

@@ -62,13 +62,13 @@ class Ended:
 
 
 class Server:
-    """The process that forks ranks; see fault_ranks.py."""
+    """The process that forks ranks; see fault_ranks.py. torch: whether it has imported what ranks need."""
 
-    def __init__(self) -> None:
+    def __init__(self, torch: bool = True) -> None:
         paths = [str(ROOT), str(ROOT / "scripts")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "scripts" / "fault_ranks.py")],
+            [sys.executable, str(ROOT / "scripts" / "fault_ranks.py"), *(["--preload"] if torch else [])],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -206,13 +206,13 @@ def _wait(program: Program, folder: Path, server: Server, nodes: Nodes | None, e
             if nodes:
                 nodes.cut(silently=program.seed % 2 == 0)
             elif victim and victim.status is None:
-                os.kill(victim.pid, BY_CAMPAIGN[fault.name])
+                _signal(victim, BY_CAMPAIGN[fault.name])
             if fault.name != "ctrl-c":
                 go.touch()
         if struck and victim and (victim.status is not None or now > struck + 3) and not go.exists():
             go.touch()
         if "stop" in fault.name and running == [victim]:
-            os.kill(running[0].pid, signal.SIGKILL)
+            _signal(running[0], signal.SIGKILL)
 
 
 def _update(server: Server, ended: Ended) -> list[Rank]:
@@ -229,11 +229,16 @@ def _end(server: Server, ended: Ended) -> None:
     ended.hung = [rank.number for rank in running]
     for number in (signal.SIGUSR1, signal.SIGKILL):
         for rank in running:
-            os.kill(rank.pid, number)
+            _signal(rank, number)
         if running and number == signal.SIGUSR1:
             time.sleep(0.5)  # faulthandler writes from within the signal
     while _update(server, ended):
         server.poll(1)
+
+
+def _signal(rank: Rank, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and the server has not said so yet
+        os.kill(rank.pid, number)
 
 
 def _text(path: Path) -> str:
@@ -241,7 +246,7 @@ def _text(path: Path) -> str:
 
 
 def _left_processes(ranks: list[Rank]) -> list[str]:
-    """Processes of the sessions that the ranks have opened."""
+    """Processes of the sessions that the ranks have opened; they are killed."""
     sessions = {rank.pid for rank in ranks}
     left = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -249,6 +254,7 @@ def _left_processes(ranks: list[Rank]) -> list[str]:
             name, _, fields = stat.read_text().rpartition(")")
             if int(fields.split()[3]) in sessions:
                 left.append(f"{name})")
+                os.kill(int(stat.parent.name), signal.SIGKILL)
     return left
 
 
