@@ -21,7 +21,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS = 0x40000000, 0x04000000, 0x00020000
+MS_REC, MS_SLAVE = 0x4000, 0x80000
 POLL_SECONDS = 0.01
 
 
@@ -42,6 +43,15 @@ def preload() -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         print(json.dumps({"warning": f"{threads} threads before the fork"}), flush=True)
+
+
+def own_shared_memory() -> bool:
+    """A /dev/shm of this process and its children alone, so that what they leave in it is theirs; False if it may not
+    be had."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None):
+        return False
+    return not libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
 
 
 def serve() -> dict[str, Any] | None:
@@ -94,18 +104,19 @@ def become_rank(job: dict[str, Any]) -> CodeType:
 
 
 def enter_node(network: str, node: str) -> None:
-    """Join a network namespace, under a host name of its own."""
+    """Join the network namespace that this path stands for, under a host name of its own."""
     libc = ctypes.CDLL(None, use_errno=True)
-    file = os.open(f"/run/netns/{network}", os.O_RDONLY)
+    file = os.open(network, os.O_RDONLY)
     if libc.setns(file, CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS) or libc.sethostname(node.encode(), len(node)):
         raise OSError(ctypes.get_errno(), f"cannot become a process of {network}")
     os.close(file)
 
 
 if __name__ == "__main__":
+    apart = own_shared_memory()
     if "--preload" in sys.argv:
         preload()
-    say({"ready": os.getpid()})
+    say({"ready": {"pid": os.getpid(), "apart": apart}})
     asked = serve()
     if asked is not None:
         code = become_rank(asked)

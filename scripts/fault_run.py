@@ -77,7 +77,9 @@ class Server:
         self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.ended: dict[int, tuple[int, float]] = {}
         threading.Thread(target=self._listen, daemon=True).start()
-        self._next("ready")
+        ready = self._next("ready")
+        # Where it shares /dev/shm with the rest of the machine nobody can say whose files are in it.
+        self.shared_memory = Path(f"/proc/{ready['pid']}/root/dev/shm") if ready["apart"] else None
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
@@ -120,7 +122,6 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None, wat
     for name in ("cwd", "tmp", "watch/a", "watch/b"):
         (folder / name).mkdir(parents=True)
     (folder / "program.py").write_text(program.text)
-    shared_memory = set(os.listdir("/dev/shm"))
     if nodes:
         nodes.start(0.05 if program.fault.name == "packet-loss" else 0.0, program.seed)
     ranks = _start(program, folder, server, nodes, watch)
@@ -135,7 +136,9 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None, wat
         rank.left = float(_text(folder / f"rank{rank.number}.left") or rank.at)
     ended.processes = _left_processes(ranks)
     ended.files = _left_files(program, folder, ended)
-    ended.files += sorted(f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared_memory)
+    for path in server.shared_memory.iterdir() if server.shared_memory else ():
+        ended.files.append(f"/dev/shm/{path.name}")
+        path.unlink()
     return ended
 
 
@@ -167,7 +170,7 @@ def _start(program: Program, folder: Path, server: Server, nodes: Nodes | None, 
         job = {"program": str(folder / "program.py"), "folder": str(folder), "rank": rank, "env": env}
         if nodes:  # they would find out that they share memory, as no two machines do
             env["PYNCCL_HOST_TRANSPORT"] = "sockets"
-            job |= {"network": nodes.names[side], "node": f"node-{'ab'[side]}"}
+            job |= {"network": f"/proc/{os.getpid()}/root/run/netns/{nodes.names[side]}", "node": f"node-{'ab'[side]}"}
         ranks.append(Rank(rank, server.start(job)))
     return ranks
 
