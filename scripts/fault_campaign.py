@@ -23,6 +23,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import platform
 import queue
 import shutil
 import sys
@@ -31,24 +33,26 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 from fault_judge import GOOD, OUTCOMES, Verdict, judge
 from fault_nodes import Nodes, why_not
-from fault_programs import FAULTS, NODES, fault_of, make
+from fault_programs import FAULTS, NODES, Program, make
 from fault_run import Server, run
 
 
 class Campaign:
     """Runs on several workers.
 
-    watch    PYNCCL_WATCH of the ranks
-    skipped  fault -> why it cannot be had here
+    watch          PYNCCL_WATCH of the ranks
+    only           the fault of all runs; "": each seed has its own
+    without_nodes  why there can be no two nodes here; "" if there can be
     """
 
     def __init__(self, folder: Path, watch: str = "on", only: str = "") -> None:
         self.folder, self.watch, self.only = folder, watch, only
-        self.skipped = dict.fromkeys(NODES, why_not())
+        self.without_nodes = why_not()
 
     def of(self, seeds: Iterable[int], jobs: int, tell: Callable[[Verdict], None]) -> list[Verdict]:
         """Run all seeds; `tell` hears of each as it ends."""
@@ -88,22 +92,24 @@ class Campaign:
                     seed = waiting.get_nowait()
                 except queue.Empty:
                     return
-                name = self.only or fault_of(seed)
-                if name in NODES and nodes is None and not self.skipped[name]:
+                program = make(seed, self.only)
+                if program.fault.nodes and nodes is None and not self.without_nodes:
                     nodes = Nodes(slot)
-                ended(self._one(seed, name, server, nodes))
+                ended(self._one(program, server, nodes))
         finally:
             if nodes:
                 nodes.close()
             server.close()
 
-    def _one(self, seed: int, name: str, server: Server, nodes: Nodes | None) -> Verdict:
-        if name in NODES and self.skipped[name]:
-            return Verdict(seed, name, "skipped", self.skipped[name])
-        program = make(seed, self.only)
+    def _one(self, program: Program, server: Server, nodes: Nodes | None) -> Verdict:
+        seed, name = program.seed, program.fault.name
+        if name in NODES and nodes is None:
+            return Verdict(seed, name, "skipped", self.without_nodes)
+        if nodes is None:
+            program.fault.nodes = ()
         folder = self.folder / f"{seed}-{name}"
         shutil.rmtree(folder, ignore_errors=True)
-        verdict = judge(program, run(program, folder, server, nodes if name in NODES else None, self.watch))
+        verdict = judge(program, run(program, folder, server, nodes if program.fault.nodes else None, self.watch))
         if verdict.outcome in GOOD:
             shutil.rmtree(folder)
         else:
@@ -132,6 +138,20 @@ def _share(named: list[bool | None]) -> str:
     return f"{sum(known)} of {len(known)}" if known else ""
 
 
+def footer(verdicts: list[Verdict], seconds: float) -> str:
+    """Where, when and how the table was made."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    cpu = next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
+    nodes = sum(one.nodes > 1 for one in verdicts)
+    return (
+        f"`python scripts/fault_campaign.py {' '.join(sys.argv[1:])}` on {time.strftime('%Y-%m-%d')}, {seconds:.0f} s: "
+        f"seeds {verdicts[0].seed} to {verdicts[-1].seed}, {nodes} of the runs on two nodes; "
+        f"{os.cpu_count()} cores of {cpu or platform.machine()}, Python {platform.python_version()}, "
+        f"torch {version('torch')}."
+    )
+
+
 def replay(seed: int, options: argparse.Namespace, folder: Path) -> int:
     """One run, and all that its ranks say."""
     campaign = Campaign(folder, options.watch, options.only)
@@ -156,7 +176,9 @@ def main() -> int:
     parser.add_argument("--watch", default="on", choices=("off", "on", "sites"), help="PYNCCL_WATCH of the ranks")
     parser.add_argument("--replay", type=int, metavar="SEED", help="one run, with all that its ranks say")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the folders of runs that went wrong stay")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/reliability.md alone")
+    parser.add_argument(
+        "--markdown", action="store_true", help="only the table of docs/reliability.md on standard output"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all verdicts")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="pynccl-campaign-"))
@@ -169,9 +191,8 @@ def main() -> int:
 def many(options: argparse.Namespace, folder: Path) -> int:
     began = time.monotonic()
     campaign = Campaign(folder, options.watch, options.only)
-    for name, why in campaign.skipped.items():
-        if why and options.only in ("", name):
-            print(f"{name} is skipped: {why}", file=sys.stderr)
+    if campaign.without_nodes:
+        print(f"{', '.join(NODES)} are skipped, there are no two nodes: {campaign.without_nodes}", file=sys.stderr)
 
     def tell(verdict: Verdict) -> None:
         if verdict.outcome not in (*GOOD, "skipped"):
@@ -180,9 +201,9 @@ def many(options: argparse.Namespace, folder: Path) -> int:
 
     verdicts = campaign.of(range(options.seed, options.seed + options.runs), options.jobs, tell)
     print(table(verdicts))
-    if not options.markdown:
-        last = options.seed + options.runs - 1
-        print(f"\nseeds {options.seed} to {last}, {time.monotonic() - began:.0f} s; what went wrong is in {folder}")
+    print(f"\n{footer(verdicts, time.monotonic() - began)}")
+    if any(folder.iterdir()):
+        print(f"the folders of the runs that went wrong are in {folder}", file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(one) for one in verdicts], indent=1))
     if not any(folder.iterdir()):

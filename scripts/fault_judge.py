@@ -47,6 +47,8 @@ class Verdict:
     fault: str
     outcome: str
     why: str = ""
+    size: int = 0
+    nodes: int = 1
     named_rank: bool | None = None
     named_line: bool | None = None
     seconds: float = 0.0  # from the fault to the end of the last rank that was not to blame
@@ -54,7 +56,8 @@ class Verdict:
 
 def judge(program: Program, ended: Ended) -> Verdict:
     """The worst that can be said of it."""
-    verdict = Verdict(program.seed, program.fault.name, "right result")
+    verdict = Verdict(program.seed, program.fault.name, "right result", size=program.size)
+    verdict.nodes = len(program.fault.nodes) or 1
     survivors = [rank for rank in ended.ranks if rank.number != _to_blame(program)]
     verdict.seconds = max(0.0, max(rank.at for rank in survivors) - ended.struck)
     failed = [rank for rank in survivors if rank.status != 0]
@@ -147,9 +150,9 @@ def _judge_names(program: Program, failed: list[Rank], verdict: Verdict) -> None
 def accepted(program: Program, rank: Rank) -> set[int]:
     """The numbers under which a rank may blame who is to blame: in the job, and in the communicator of its call."""
     fault = program.fault
-    if fault.nodes:
-        return set(next(node for node in fault.nodes if rank.number not in node))
     to_blame = fault.either or {fault.rank}
+    if fault.name == "link-cut":  # all on the other node
+        to_blame = set(next(node for node in fault.nodes if rank.number not in node))
     numbers = set(to_blame)
     called = [int(line) for line in re.findall(r'program\.py", line (\d+)', rank.err)]
     comm = program.comms.get(called[-1]) if called else None

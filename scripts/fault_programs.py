@@ -1,7 +1,7 @@
 """Random programs of the fault campaign, written as Python with one call a line, and one fault in each.
 
-The seed says all: how many ranks, how they find each other, the steps, the fault, its rank and its place. `written`
-knows the line of every call, so what an error names can be held against it.
+The seed says all: how many ranks, on one node or two, how they find each other, the steps, the fault, its rank and its
+place. The lines of all calls are known, so that what an error names can be held against them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from fault_steps import KINDS, Block, Comm, Step, collective, draw_call, split
 
-# What ends a process where it stands; "" before it: by the campaign, when the process has said where it is.
+# What ends a process where it stands. What hits it in a call comes from the campaign, when it has said where it is.
 STATEMENTS = {
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
     "stop": "os.kill(os.getpid(), signal.SIGSTOP)",
@@ -49,7 +49,9 @@ class Fault:
     step     index of the step at which it happens
     either   of two ranks that disagree either may be blamed: these two; else empty
     lines    of the program: any of them is right; empty where there is no line to name
-    nodes    ranks on each of two nodes, for the faults of the network
+    soon     seconds until a thread of the rank kills it, whatever it does then; 0: the campaign strikes
+    place    "step", or what the rank is inside of: "init", "split", "destroy"
+    nodes    ranks on each of two nodes; empty where all are on one
     """
 
     name: str
@@ -57,6 +59,8 @@ class Fault:
     step: int = -1
     other: int = -1  # the rank that comes late, so that `rank` waits
     status: int = -9
+    soon: float = 0.0
+    place: str = "step"
     either: set[int] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)
     nodes: tuple[tuple[int, ...], ...] = ()
@@ -99,7 +103,7 @@ def make(seed: int, only: str = "") -> Program:
     rng = random.Random(f"{seed} {name}")
     size = rng.choice([2, 2, 3, 3, 4])
     program = Program(seed, size, rng.choice(["environment", "file"]), Fault(name))
-    if name in NODES:
+    if rng.random() < 0.2 or name in NODES:
         first = rng.randint(1, size - 1)
         program.fault.nodes = (tuple(range(first)), tuple(range(first, size)))
     program.steps = draw_steps(rng, size, rng.randint(8, 18))
@@ -129,10 +133,12 @@ def place(rng: random.Random, program: Program) -> None:
     fault.rank = rng.randrange(size) if fault.name not in ("none", "packet-loss") else -1
     world, number = Comm("comm", (tuple(range(size)),)), 100
     at = rng.randrange(len(steps))
-    if fault.name in ("kill-in-call", "stop-in-call", "ctrl-c"):
-        steps.insert(at, _waiting(rng, number, world))
-    elif fault.name == "in-split":
-        steps.insert(at, split(rng, number, world, "late"))
+    if fault.name in IN_A_CALL:
+        fault.place = fault.name.removeprefix("in-") if fault.name.startswith("in-") else "step"
+        if fault.name in ("stop-in-call", "ctrl-c"):
+            fault.place = rng.choice(["step", "step", "init", "split"])
+        late = split(rng, number, world, "late") if fault.place == "split" else _waiting(rng, number, world)
+        steps.insert(at, late)
     elif fault.name in WRONG:
         fits = [i for i, step in enumerate(steps) if fault.name in step.wrong]
         at = rng.choice(fits) if fits else at
@@ -145,6 +151,8 @@ def place(rng: random.Random, program: Program) -> None:
         shared = [rank for rank in steps[at].ranks if any(rank in g and len(g) > 1 for g in steps[at].comm.groups)]
         fault.rank = rng.choice(shared)
         fault.either = {0, 1} if size == 2 else set()
+    if fault.name == "in-destroy" or (fault.name == "kill-in-call" and rng.random() < 0.5):
+        fault.soon = rng.choice([0.0001, 0.0005, 0.001, 0.005, 0.02])
     fault.step = at
     fault.other = rng.choice([rank for rank in range(size) if rank != fault.rank])
 
@@ -188,7 +196,7 @@ def write(rng: random.Random, program: Program) -> None:
         how = rng.choice(["kill", "os-exit"])
         fault.status = STATUS.get(how, -9)
         out.emit(f"if RANK == {fault.rank}: {STATEMENTS[how]}")
-    _late(out, program, name == "in-init")
+    _late(out, program, "init")
     join = "pynccl.init(" if program.meeting == "environment" else 'pynccl.from_file("meeting", RANK, SIZE, '
     out.emit(f"comm = {join}timeout={TIMEOUT})")
     out.emit("ranks_comm = list(range(SIZE))")
@@ -197,21 +205,26 @@ def write(rng: random.Random, program: Program) -> None:
     for i, step in enumerate(program.steps):
         out.emit(f"# {step.number}: {step.kind}")
         if i == fault.step:
-            skip = _write_fault(rng, out, program, i)
+            skip = _write_fault(out, program, i)
         elif i != skip:
             _write_block(out, program, step, step.block)
-    if rng.random() < 0.7 or name == "in-destroy":
+    if rng.random() < 0.7 or fault.place == "destroy":
         for comm in reversed([step.makes for step in program.steps if step.makes]):
             out.emit(f"if {comm.name} is not None: {comm.name}.destroy()")
-        _late(out, program, name == "in-destroy")
+        _late(out, program, "destroy")
         out.emit("comm.destroy()")
     out.emit('print("done", flush=True)')
     program.text = "\n".join(out.lines) + "\n"
 
 
-def _late(out: Writer, program: Program, here: bool) -> None:
-    """One rank says that it is about to enter the next call; another one comes there late."""
-    if here:
+def _late(out: Writer, program: Program, place: str) -> None:
+    """If the fault is here: its rank says that it is about to enter the next call; another one comes there late."""
+    fault = program.fault
+    if fault.name not in IN_A_CALL or fault.place != place:
+        return
+    if fault.soon:
+        out.emit(f"if RANK == {fault.rank}: die_in({fault.soon})")
+    else:
         out.emit(f'if RANK == {program.fault.rank}: mark("here")')
         out.emit(f'if RANK == {program.fault.other}: wait_for("go")')
 
@@ -227,38 +240,39 @@ def _write_block(out: Writer, program: Program, step: Step, block: Block, indent
     return set(calls)
 
 
-def _write_fault(rng: random.Random, out: Writer, program: Program, at: int) -> int:
-    """The step with the fault; the number of a step that is written with it, else -1."""
+def _write_fault(out: Writer, program: Program, at: int) -> int:
+    """The step with the fault; the index of a step that is written with it, else -1."""
     fault, name, step = program.fault, program.fault.name, program.steps[at]
     mine = f"if RANK == {fault.rank}:"
+    if name in CALLS:
+        return _write_calls(out, program, at)
     if name in STATEMENTS:
         line = out.emit(f"{mine} {STATEMENTS[name]}")
         fault.lines = {line} if name == "exception" else set()
     elif name == "link-cut":
         out.emit(f'{mine} mark("here"); wait_for("go")')
-    elif name in ("kill-in-call", "stop-in-call", "ctrl-c", "in-split"):
-        _late(out, program, True)
-    elif name in WRONG:
-        _, wrong = step.wrong[name]
-        out.emit(f"if RANK != {fault.rank}:")
-        _write_block(out, program, step, step.block, "    ")
-        out.emit("else:")
-        fault.lines = _write_block(out, program, step, wrong, "    ")
-        return -1
-    elif name == "left-out":
-        if step.makes:
-            out.emit(step.block.before[0])
-        out.emit(f"if RANK != {fault.rank}:")
-        _write_block(out, program, step, step.block, "    ")
-        fault.lines = _write_block(out, program, program.steps[at + 1], program.steps[at + 1].block)
-        return at + 1
-    elif name == "order":
-        out.emit(f"if RANK != {fault.rank}:")
-        for one in (step, program.steps[at + 1]):
-            _write_block(out, program, one, one.block, "    ")
-        out.emit("else:")
-        fault.lines = _write_block(out, program, program.steps[at + 1], program.steps[at + 1].block, "    ")
-        _write_block(out, program, step, step.block, "    ")
-        return at + 1
+    elif fault.place in ("step", "split"):
+        _late(out, program, fault.place)
     _write_block(out, program, step, step.block)
+    return -1
+
+
+def _write_calls(out: Writer, program: Program, at: int) -> int:
+    """What the others call at this step, and, on lines of its own, what the rank to blame calls there."""
+    fault, name = program.fault, program.fault.name
+    step, following = program.steps[at], program.steps[at + 1 : at + 2]
+    if step.makes:
+        out.emit(step.block.before[0])  # the one that leaves the split out knows the variables, too
+    out.emit(f"if RANK != {fault.rank}:")
+    for one in (step, *following) if name == "order" else (step,):
+        _write_block(out, program, one, one.block, "    ")
+    if name == "left-out":
+        fault.lines = _write_block(out, program, following[0], following[0].block)
+        return at + 1
+    out.emit("else:")
+    if name == "order":
+        fault.lines = _write_block(out, program, following[0], following[0].block, "    ")
+        _write_block(out, program, step, step.block, "    ")
+        return at + 1
+    fault.lines = _write_block(out, program, step, step.wrong[name][1], "    ")
     return -1

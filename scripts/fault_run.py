@@ -206,7 +206,7 @@ def _wait(program: Program, folder: Path, server: Server, nodes: Nodes | None, e
             marked = now
         if marked and not struck and now >= marked + INSIDE_SECONDS:
             struck = ended.struck = time.monotonic()
-            if nodes:
+            if nodes and fault.name == "link-cut":
                 nodes.cut(silently=program.seed % 2 == 0)
             elif victim and victim.status is None:
                 _signal(victim, BY_CAMPAIGN[fault.name])
@@ -265,7 +265,8 @@ def _left_files(program: Program, folder: Path, ended: Ended) -> list[str]:
     """Files that nobody asked for. A process that ended uncleanly leaves its watch files, and those who met halfway
     the file where they met: both on purpose."""
     clean = all(rank.status == 0 for rank in ended.ranks)
-    halfway = program.fault.name in ("before-init", "in-init", "link-cut") and not clean
+    fault = program.fault
+    halfway = (fault.place == "init" or fault.name in ("before-init", "link-cut")) and not clean
     left = [path for name in ("cwd", "tmp") for path in (folder / name).rglob("*")]
     left = [path for path in left if not (halfway and path.name == "meeting")]
     if clean:

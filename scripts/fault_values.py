@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,6 +115,11 @@ def _compare(what: str, got: Any, want: Any, dtype: str) -> None:
         right = got is not None and torch.equal(got, torch.from_numpy(np.asarray(want)).to(getattr(torch, dtype)))
     if not right:
         print(f"WRONG DATA: {what} on rank {RANK}: got {got}, expected {want}", file=sys.stderr, flush=True)
+
+
+def die_in(seconds: float) -> None:
+    """Have this process killed in the middle of what it will be doing then."""
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def mark(name: str) -> None:

@@ -117,7 +117,10 @@ def test_a_report_is_read_without_its_traceback() -> None:
 
 
 def test_the_table_counts_outcomes() -> None:
-    found = [Verdict(0, "kill", "right error", "", True, None, 1.0), Verdict(1, "kill", "hang", "", False, None, 21.0)]
+    found = [
+        Verdict(0, "kill", "right error", named_rank=True, seconds=1.0),
+        Verdict(1, "kill", "hang", named_rank=False, seconds=21.0),
+    ]
     (row,) = [line for line in table(found).splitlines() if line.startswith("| kill")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1] == "2" and cells.count("1") == 2
