@@ -61,11 +61,14 @@ def judge(program: Program, ended: Ended) -> Verdict:
     survivors = [rank for rank in ended.ranks if rank.number != _to_blame(program)]
     verdict.seconds = max(0.0, max(rank.at for rank in survivors) - ended.struck)
     failed = [rank for rank in survivors if rank.status != 0]
-    if failed and program.fault.name not in HARMLESS:
-        verdict.outcome = "right error"
-        _judge_names(program, failed, verdict)
-    elif not failed and program.fault.name in CALLS:
+    wanted = program.fault.lines
+    if not failed and program.fault.name in CALLS:  # a root may be the only one that hears of it, or to be heard
+        failed = [rank for rank in ended.ranks if rank.status != 0]
+        wanted = set()  # it has the line before its eyes
         verdict.outcome, verdict.why = "no error", "all ranks ended as if nothing were wrong"
+    if failed and program.fault.name not in HARMLESS:
+        verdict.outcome, verdict.why = "right error", ""
+        _judge_names(program, failed, wanted, verdict)
     for outcome, why in _worst(program, ended, survivors):
         if why:
             verdict.outcome, verdict.why = outcome, why
@@ -134,10 +137,9 @@ def _alarm(program: Program, survivors: list[Rank]) -> str:
     return ""
 
 
-def _judge_names(program: Program, failed: list[Rank], verdict: Verdict) -> None:
+def _judge_names(program: Program, failed: list[Rank], wanted: set[int], verdict: Verdict) -> None:
     silent = [rank for rank in failed if not accepted(program, rank) & blamed(rank.err)]
     verdict.named_rank = not silent
-    wanted = program.fault.lines
     blind = [rank for rank in failed if wanted and not wanted & lines_named(rank.err)]
     verdict.named_line = not blind if wanted else None
     if silent or blind:

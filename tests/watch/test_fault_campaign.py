@@ -17,9 +17,8 @@ from fault_programs import FAULTS, Fault, Program, fault_of, make
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SEEDS = [FAULTS.index(name) for name in (
-    "none", "kill", "stop", "exception", "early-exit", "count", "left-out", "ctrl-c", "in-split"
-)]  # fmt: skip
+# A run of each of none, kill, stop, exception, early-exit, count, left-out, ctrl-c and in-split.
+SEEDS = (21, 1, 44, 66, 26, 92, 33, 77, 38)
 RECORDED = (ROOT / "pynccl" / "watch" / "recorder.py").exists()
 
 
