@@ -21,6 +21,7 @@ two.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -77,8 +78,13 @@ class Campaign:
         workers = [threading.Thread(target=work, args=(slot,)) for slot in range(jobs)]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
+        try:
+            for worker in workers:
+                worker.join()
+        finally:  # Ctrl-C: the runs under way are the last ones
+            while not waiting.empty():
+                with contextlib.suppress(queue.Empty):
+                    waiting.get_nowait()
         if failures:
             raise failures[0]
         return sorted(verdicts, key=lambda verdict: verdict.seed)

@@ -208,9 +208,15 @@ def write(rng: random.Random, program: Program) -> None:
             skip = _write_fault(out, program, i)
         elif i != skip:
             _write_block(out, program, step, step.block)
+    children = [step.makes for step in reversed(program.steps) if step.makes]
+    for comm in (
+        *children,
+        Comm("comm", (tuple(range(program.size)),)),
+    ):  # a wrong call shows at the next one at latest
+        program.comms[out.emit(f"{comm.name}.barrier()")] = comm
     if rng.random() < 0.7 or fault.place == "destroy":
-        for comm in reversed([step.makes for step in program.steps if step.makes]):
-            out.emit(f"if {comm.name} is not None: {comm.name}.destroy()")
+        for comm in children:
+            out.emit(f"{comm.name}.destroy()")
         _late(out, program, "destroy")
         out.emit("comm.destroy()")
     out.emit('print("done", flush=True)')
