@@ -2,7 +2,8 @@
 
 An error is right if every rank that failed names the rank that is to blame, and its line where there is one to name.
 What a rank says is what it wrote to standard error, without the frames of its tracebacks and without its own number.
-It names a rank if the first of its lines that speaks of any rank speaks of that one; a line if it is anywhere.
+It names a rank if the first clause (up to a semicolon) that speaks of any rank speaks of that one; a line if it is
+anywhere.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CRASHES = re.compile(
     r"Fatal Python error|terminate called|Segmentation fault|Exception in thread|Exception ignored|double free|Aborted"
 )
 _OF_TORCH = re.compile(r"^\[W.*The hostname of the client socket cannot be retrieved.*\n", re.MULTILINE)  # no DNS
-_OWN = re.compile(r"rank \d+ of \d+|\(rank=\d+, nranks=\d+\)")
+_BLAMELESS = re.compile(r"rank \d+ of \d+|\(rank=\d+, nranks=\d+\)|\(says rank \d+\)")  # itself, and who told it
 _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |, and )\d+)*)|\branks? \[([\d, ]+)\]")
 
 
@@ -177,10 +178,9 @@ def said(text: str) -> list[str]:
 
 
 def blamed(text: str) -> set[int]:
-    """Ranks in the first line that speaks of any."""
-    for line in said(text):
-        found = _RANKS.findall(_OWN.sub("", line))
-        if found:
+    """Ranks in the first clause that speaks of any."""
+    for clause in ";".join(said(text)).split(";"):
+        if found := _RANKS.findall(_BLAMELESS.sub("", clause)):
             return {int(number) for one in found for number in re.findall(r"\d+", " ".join(one))}
     return set()
 

@@ -112,6 +112,7 @@ def test_a_report_is_read_without_its_traceback() -> None:
     assert blamed(TRACEBACK) == {2}
     assert lines_named(TRACEBACK) == {7, 31}
     assert last_error(TRACEBACK).startswith("pynccl.NcclRemoteError: all_reduce failed")
+    assert blamed("lost rank 2: it aborted (says rank 1); rank 0 last waited") == {2}
     assert blamed("ranks 1 and 3 are missing") == blamed("ranks [1, 3] are missing") == {1, 3}
 
 
