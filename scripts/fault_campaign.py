@@ -1,0 +1,221 @@
+"""Faults at random points of random programs on the host library: is every end right, told, and clean?
+
+    python scripts/fault_campaign.py --runs 500 --seed 1 [--jobs 2] [--markdown] [--json FILE] [--keep DIR]
+    python scripts/fault_campaign.py --replay SEED [--only FAULT]       # that run again, with all that its ranks say
+
+A run: 2 to 4 ranks, which are processes, run a random program of collectives, groups, send and recv, splits, plans and
+backward passes. Something goes wrong at a random point: see FAULTS in fault_programs.py. Every outcome is one of
+
+    right result       all data is right, as there is no fault or it came too late to matter
+    right error        the ranks that failed name the rank that is to blame, and its line if there is one to name
+    wrong name         they do not                    no error           nobody said anything
+    false alarm        somebody did without reason    late               Ctrl-C took more than a second
+    hang, crash, wrong data, left-over process, left-over file
+
+Seeds S, S + 1, ... take the faults in turn; the folders of runs that went wrong stay in --keep. Beside this file lie
+fault_steps.py and fault_programs.py (the programs), fault_ranks.py and fault_values.py (what runs in a rank),
+fault_run.py and fault_nodes.py (a run), fault_judge.py (its outcome). Exit code 1 if an outcome was none of the first
+two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import queue
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+from fault_judge import GOOD, OUTCOMES, Verdict, judge
+from fault_nodes import Nodes, why_not
+from fault_programs import FAULTS, NODES, Program, make
+from fault_run import Server, run
+
+
+class Campaign:
+    """Runs on several workers.
+
+    watch          PYNCCL_WATCH of the ranks
+    only           the fault of all runs; "": each seed has its own
+    without_nodes  why there can be no two nodes here; "" if there can be
+    """
+
+    def __init__(self, folder: Path, watch: str = "on", only: str = "") -> None:
+        self.folder, self.watch, self.only = folder, watch, only
+        self.without_nodes = why_not()
+
+    def of(self, seeds: Iterable[int], jobs: int, tell: Callable[[Verdict], None]) -> list[Verdict]:
+        """Run all seeds; `tell` hears of each as it ends."""
+        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for seed in seeds:
+            waiting.put(seed)
+        verdicts: list[Verdict] = []
+        failures: list[BaseException] = []
+        lock = threading.Lock()
+
+        def ended(verdict: Verdict) -> None:
+            with lock:
+                verdicts.append(verdict)
+                tell(verdict)
+
+        def work(slot: int) -> None:
+            try:
+                self._work(slot, waiting, ended)
+            except BaseException as error:
+                failures.append(error)
+
+        workers = [threading.Thread(target=work, args=(slot,)) for slot in range(jobs)]
+        for worker in workers:
+            worker.start()
+        try:
+            for worker in workers:
+                worker.join()
+        finally:  # Ctrl-C: the runs under way are the last ones
+            while not waiting.empty():
+                with contextlib.suppress(queue.Empty):
+                    waiting.get_nowait()
+        if failures:
+            raise failures[0]
+        return sorted(verdicts, key=lambda verdict: verdict.seed)
+
+    def _work(self, slot: int, waiting: queue.SimpleQueue[int], ended: Callable[[Verdict], None]) -> None:
+        server = Server()
+        nodes = None
+        try:
+            while True:
+                try:
+                    seed = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                program = make(seed, self.only)
+                if program.fault.nodes and nodes is None and not self.without_nodes:
+                    nodes = Nodes(slot)
+                ended(self._one(program, server, nodes))
+        finally:
+            if nodes:
+                nodes.close()
+            server.close()
+
+    def _one(self, program: Program, server: Server, nodes: Nodes | None) -> Verdict:
+        seed, name = program.seed, program.fault.name
+        if name in NODES and nodes is None:
+            return Verdict(seed, name, "skipped", self.without_nodes)
+        if nodes is None:
+            program.fault.nodes = ()
+        folder = self.folder / f"{seed}-{name}"
+        shutil.rmtree(folder, ignore_errors=True)
+        verdict = judge(program, run(program, folder, server, nodes if program.fault.nodes else None, self.watch))
+        if verdict.outcome in GOOD:
+            shutil.rmtree(folder)
+        else:
+            (folder / "verdict.json").write_text(json.dumps(dataclasses.asdict(verdict), indent=1))
+        return verdict
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """A row a fault, a column an outcome, in Markdown."""
+    columns = [one for one in OUTCOMES if one != "skipped"]
+    head = ["fault", "runs", *columns, "rank named", "line named", "slowest s"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for name in (*FAULTS, "all"):
+        mine = [one for one in verdicts if name in (one.fault, "all") and one.outcome != "skipped"]
+        if not mine:
+            continue
+        counts = Counter(one.outcome for one in mine)
+        cells = [name, str(len(mine)), *(str(counts[one]) if counts[one] else "" for one in columns)]
+        cells += [_share([one.named_rank for one in mine]), _share([one.named_line for one in mine])]
+        lines.append("| " + " | ".join([*cells, f"{max(one.seconds for one in mine):.1f}"]) + " |")
+    return "\n".join(lines)
+
+
+def _share(named: list[bool | None]) -> str:
+    known = [one for one in named if one is not None]
+    return f"{sum(known)} of {len(known)}" if known else ""
+
+
+def footer(verdicts: list[Verdict], seconds: float) -> str:
+    """Where, when and how the table was made."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    cpu = next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
+    nodes = sum(one.nodes > 1 for one in verdicts)
+    return (
+        f"`python scripts/fault_campaign.py {' '.join(sys.argv[1:])}` on {time.strftime('%Y-%m-%d')}, {seconds:.0f} s: "
+        f"seeds {verdicts[0].seed} to {verdicts[-1].seed}, {nodes} of the runs on two nodes; "
+        f"{os.cpu_count()} cores of {cpu or platform.machine()}, Python {platform.python_version()}, "
+        f"torch {version('torch')}."
+    )
+
+
+def replay(seed: int, options: argparse.Namespace, folder: Path) -> int:
+    """One run, and all that its ranks say."""
+    campaign = Campaign(folder, options.watch, options.only)
+    program = make(seed, options.only)
+    for number, line in enumerate(program.text.splitlines(), 1):
+        print(f"{number:4} {line}")
+    print(f"\n{program.fault}")
+    place = folder / f"{seed}-{program.fault.name}"
+    (verdict,) = campaign.of([seed], 1, lambda verdict: None)
+    for rank in range(program.size if place.exists() else 0):
+        print(f"\n--- rank {rank}\n{(place / f'rank{rank}.err').read_text()}")
+    print(verdict)
+    return 0 if verdict.outcome in (*GOOD, "skipped") else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=100, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first run; the next has S + 1")
+    parser.add_argument("--jobs", type=int, default=2, metavar="J", help="runs at a time (default: 2)")
+    parser.add_argument("--only", default="", metavar="FAULT", choices=("", *FAULTS), help=", ".join(FAULTS))
+    parser.add_argument("--watch", default="on", choices=("off", "on", "sites"), help="PYNCCL_WATCH of the ranks")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="one run, with all that its ranks say")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where the folders of runs that went wrong stay")
+    parser.add_argument(
+        "--markdown", action="store_true", help="only the table of docs/reliability.md on standard output"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all verdicts")
+    options = parser.parse_args()
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="pynccl-campaign-"))
+    folder = folder.resolve()
+    if options.replay is not None:
+        return replay(options.replay, options, folder)
+    return many(options, folder)
+
+
+def many(options: argparse.Namespace, folder: Path) -> int:
+    began = time.monotonic()
+    campaign = Campaign(folder, options.watch, options.only)
+    if campaign.without_nodes:
+        print(f"{', '.join(NODES)} are skipped, there are no two nodes: {campaign.without_nodes}", file=sys.stderr)
+
+    def tell(verdict: Verdict) -> None:
+        if verdict.outcome not in (*GOOD, "skipped"):
+            only = f" --only {options.only}" if options.only else ""
+            print(f"{verdict.outcome}: --replay {verdict.seed}{only} ({verdict.fault})  {verdict.why}", file=sys.stderr)
+
+    verdicts = campaign.of(range(options.seed, options.seed + options.runs), options.jobs, tell)
+    print(table(verdicts))
+    print(f"\n{footer(verdicts, time.monotonic() - began)}")
+    if any(folder.iterdir()):
+        print(f"the folders of the runs that went wrong are in {folder}", file=sys.stderr)
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(one) for one in verdicts], indent=1))
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return 0 if all(one.outcome in (*GOOD, "skipped") for one in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Two network namespaces as two nodes, and the cable between them, which can be cut or lose packets.
+
+The cable is a thread that carries frames between two TAP devices: it needs no packet scheduler of the kernel, and what
+it loses is really lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import random
+import select
+import shutil
+import struct
+import subprocess
+import threading
+
+DEVICE = "nccl0"
+ADDRESSES = ("10.78.0.1", "10.78.0.2")
+_CLONE_NEWNET = 0x40000000
+_TUNSETIFF, _TAP_NO_PI = 0x400454CA, 0x1002
+_FRAME_BYTES = 1 << 16
+
+
+class Nodes:
+    """A pair of nodes for one run at a time; `close` removes them.
+
+    loss  share of the frames that the cable loses: 0.0 to 1.0
+    """
+
+    addresses = ADDRESSES
+
+    def __init__(self, slot: int) -> None:
+        self.names = tuple(f"pynccl-{os.getpid()}-{slot}-{side}" for side in "ab")
+        self.loss = 0.0
+        self._random = random.Random()
+        self._files: list[int] = []
+        self._closing, self._wake = os.pipe()
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> None:
+        for name in self.names:
+            command("ip", "netns", "add", name)
+        plugged = threading.Event()
+        self._thread = threading.Thread(target=self._carry, args=(plugged,), daemon=True)
+        self._thread.start()
+        plugged.wait()
+        if self._failure is not None:
+            raise self._failure
+        for name, address in zip(self.names, self.addresses, strict=True):
+            command("ip", "-n", name, "addr", "add", f"{address}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                command("ip", "-n", name, "link", "set", device, "up")
+
+    def start(self, loss: float, seed: int) -> None:
+        """A whole cable for a new run, which loses this share of the frames."""
+        self._random.seed(seed)
+        self.loss = loss
+        command("ip", "-n", self.names[0], "link", "set", DEVICE, "up")
+
+    def cut(self, silently: bool) -> None:
+        """Nothing arrives any more; not silently: the first node knows that its device is down."""
+        self.loss = 1.0
+        if not silently:
+            command("ip", "-n", self.names[0], "link", "set", DEVICE, "down")
+
+    def close(self) -> None:
+        os.write(self._wake, b"x")
+        if self._thread is not None:
+            self._thread.join()
+        for file in (*self._files, self._closing, self._wake):
+            os.close(file)
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    def _carry(self, plugged: threading.Event) -> None:
+        """In a thread of its own, whose network namespace is another one than that of the process."""
+        try:
+            self._files = [_open_tap(name) for name in self.names]
+        except (OSError, RuntimeError) as error:
+            self._failure = RuntimeError(f"cannot make a network device in a namespace: {error}")
+            return
+        finally:
+            plugged.set()
+        a, b = self._files
+        while True:
+            ready = select.select([a, b, self._closing], [], [])[0]
+            if self._closing in ready:
+                return
+            for file in ready:
+                frame = os.read(file, _FRAME_BYTES)
+                if self._random.random() >= self.loss:
+                    _send(b if file == a else a, frame)
+
+
+def _send(file: int, frame: bytes) -> None:
+    try:
+        os.write(file, frame)
+    except OSError:  # the device at the other end is down
+        return
+
+
+def _open_tap(namespace: str) -> int:
+    """The file of a new TAP device in this namespace; the calling thread is in it from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if libc.setns(place, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
+    finally:
+        os.close(place)
+    file = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+    fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _TAP_NO_PI))
+    return file
+
+
+def command(*words: str) -> None:
+    """Run it; RuntimeError with what it says if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def why_not() -> str:
+    """Why there can be no such nodes here; "" if there can be."""
+    if shutil.which("ip") is None:
+        return "needs the program ip (package iproute2)"
+    try:
+        Nodes(999).close()
+    except RuntimeError as error:
+        return str(error)
+    return ""
