@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import stat
@@ -16,9 +17,11 @@ from collections.abc import Iterator
 
 from ..bindings.errors import NcclInvalidUsage, NcclSystemError, NcclTimeout
 from ..comm.deadline import Clock
+from ..watch.layout import SUFFIX
 
 _MAGIC = b"pynccl: ranks meet here\n"
 _POLL_SECONDS = 0.002
+_QUIET_SECONDS = 1.5
 
 
 class FileStore:
@@ -115,3 +118,44 @@ class FileStore:
                 "file that does not exist yet"
             )
         return first + b"".join(chunks)
+
+
+class QuietFileStore:
+    """A FileStore that is made once somebody has something to say: for the questions of ranks that are stuck.
+
+    It lies beside the file at which the ranks met, which is gone then, and stays where a run goes wrong; the next run
+    that meets there removes it. Each operation has a deadline of its own."""
+
+    quiet = True  # who is who is not told before somebody asks
+
+    def __init__(self, meeting: str, uid: str) -> None:
+        self.path = f"{os.path.abspath(meeting)}.{uid[:12]}{SUFFIX}"
+        self._meeting = os.path.abspath(meeting)
+
+    def remove_old(self) -> None:
+        """What earlier runs have left."""
+        for path in glob.glob(f"{glob.escape(self._meeting)}.*{SUFFIX}"):
+            if path != self.path:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._there() and self._store().check(keys)
+
+    def get(self, key: str) -> bytes:
+        return self._store().get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store().add(key, amount) if amount or self._there() else 0
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store().set(key, value)
+
+    def append(self, key: str, value: str) -> None:
+        self._store().append(key, value)
+
+    def _there(self) -> bool:
+        return os.path.exists(self.path)
+
+    def _store(self) -> FileStore:
+        return FileStore(self.path, Clock(_QUIET_SECONDS))

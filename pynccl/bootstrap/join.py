@@ -13,7 +13,8 @@ from ..comm.deadline import Clock
 from ..comm.init import choose_device, get_unique_id
 from ..interop.devices import names_no_ordinal
 from ..watch.recorder import recorder
-from .file_store import FileStore
+from ..watch.track import uid_of
+from .file_store import FileStore, QuietFileStore
 from .rendezvous import Rendezvous
 
 _LEAST_SECONDS = 1.0  # for NCCL's init, where the rendezvous took the whole timeout
@@ -58,8 +59,12 @@ def init_at(
         rendezvous.report(error)
         raise
     comm = init(rendezvous.nranks, identity, rendezvous.rank, part, config, rendezvous.clock)
-    if not isinstance(rendezvous.store, FileStore):  # which is gone once all have met
-        watch_at(comm, rendezvous.store)
+    store = rendezvous.store
+    if isinstance(store, FileStore):  # which is gone once all have met
+        store = QuietFileStore(store.path, uid_of(identity))
+        if comm.rank == 0:
+            store.remove_old()
+    watch_at(comm, store)
     return comm
 
 

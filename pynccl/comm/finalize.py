@@ -23,7 +23,7 @@ from ..bindings.values import attribute, listed, seconds, shown
 from ..watch import ends, watchdog
 from ..watch.frames import call_site
 from ..watch.track import Track
-from .base import Comm
+from .base import Comm, explained
 from .deadline import call_at_exit, call_with_deadline, leak, prepare_exit, wait_nonblocking
 
 Self = TypeVar("Self", bound="Finalize")
@@ -94,14 +94,20 @@ class Finalize(Comm):
             self.lock.release()
         if released is None:  # another thread was faster
             return
-        with self._recorded("destroy", weight=0):
-            try:
-                if not self._finalized:
-                    self._flush(released.handle)
-            except NcclError as error:
-                abort_released(self.library, [released])
-                raise type(error)(f"{error}\n  the communicator was aborted instead") from None
-            destroy_released(self.library, released, self.timeout, what)
+        try:
+            with self._recorded("destroy", weight=0):
+                self._end_it(released, what)
+        except NcclError as error:
+            raise explained(error, self._track) from None
+
+    def _end_it(self, released: Released, what: str) -> None:
+        try:
+            if not self._finalized:
+                self._flush(released.handle)
+        except NcclError as error:
+            abort_released(self.library, [released])
+            raise type(error)(f"{error}\n  the communicator was aborted instead") from None
+        destroy_released(self.library, released, self.timeout, what)
 
     def abort(self) -> None:
         """Stop what is in flight, also from another thread, and free the communicator. Twice is harmless.

@@ -196,8 +196,11 @@ class Init(Comm):
         """Another communicator of some of its ranks; `part` tells it from those that others get of the same call."""
         self.check_alive()
         weight = 1 if operation == "split" else 0
-        with self.lock, self._recorded(operation, weight=weight, detail=detail):
-            handle = make(self.library, call, what, self._own_ordinal(), self.timeout, self.handle)
+        try:
+            with self.lock, self._recorded(operation, weight=weight, detail=detail):
+                handle = make(self.library, call, what, self._own_ordinal(), self.timeout, self.handle)
+        except NcclError as error:
+            raise explained(error, self._track) from None
         track = self._child(config, operation, part)
         if not handle:
             return None

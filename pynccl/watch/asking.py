@@ -110,6 +110,7 @@ class Exchange:
         self.judge = judge
         self._reach = Reach(store)
         self._roster: list[tuple[str, str]] = []  # (uid, line), not yet told
+        self._enrols = not getattr(store, "quiet", False)
         self._job = ""  # the first communicator of this process at this store
         self._rounds = 0  # how many questions there have been
         self._alarm: _Alarm | None = None
@@ -127,7 +128,8 @@ class Exchange:
         """This process has rank `rank` of a communicator. Told with the next poll, so this takes no time."""
         with self._lock:
             self._job = self._job or uid
-            self._roster.append((uid, json.dumps([rank, self.host, self.pid, self.machine])))
+            if self._enrols:
+                self._roster.append((uid, json.dumps([rank, self.host, self.pid, self.machine])))
 
     def poll(self) -> News:
         """What is new. One operation if nothing is."""

@@ -15,6 +15,7 @@ from . import folder, reader, verdict
 from .asking import Answers, Exchange
 from .records import DEAD, FAILED, RUNNING, UNKNOWN, CommRecord, ProcessRecord
 from .track import Track
+from .wording import ranks_text
 
 _LONGEST = 1.0  # seconds that an error waits for the other ranks to say what has happened to them
 _PAUSE = 0.02
@@ -54,18 +55,32 @@ def explain(track: Track) -> str:
     """Why a call of this communicator has failed; "" where nothing is known.
 
     The rank because of which it failed may be ending this very moment: it is given a second to say so."""
-    text, end, elsewhere = "", time.monotonic() + _LONGEST, track.exchange is not None
+    text, end = "", time.monotonic() + _LONGEST
+    elsewhere = track.exchange is not None and not all_here(track)
+    if elsewhere and track.recorder.path:  # the ranks there want to know, too
+        with contextlib.suppress(Exception):
+            track.exchange.tell_end(reader.read_file(track.recorder.path))
     while True:
         with contextlib.suppress(Exception):  # the error itself is what counts
             known = records(track.uid)
-            if elsewhere and not all_here(track):
-                known += track.exchange.ends()
-            text = _about(known, track.uid, track.rank)
+            if elsewhere:
+                own = {(one.machine, one.host, one.pid) for one in known}
+                known += [one for one in track.exchange.ends() if (one.machine, one.host, one.pid) not in own]
+            text = _about(known, track.uid, track.rank) or _unknown(known, track)
             if any(_tells(one, track) for one in known):
                 return text
         if time.monotonic() > end:
             return text
         time.sleep(_PAUSE)
+
+
+def _unknown(known: list[ProcessRecord], track: Track) -> str:
+    """The ranks of which there is no record."""
+    found = {comm.rank for one in known for comm in _of(one, track.uid)}
+    missing = [rank for rank in range(track.size) if rank not in found]
+    if not missing:
+        return ""
+    return f"no record of {ranks_text(missing)} was found: ended before it came here, or on another machine"
 
 
 def _judge(found: Answers) -> str:

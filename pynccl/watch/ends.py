@@ -98,7 +98,7 @@ def _remove() -> None:
         with contextlib.suppress(OSError, ValueError):
             kind, alive = folder.end_of(path)
             waiting = waiting or (alive and not kind)
-            if kind == layout.CLEAN and not alive:
+            if kind == layout.CLEAN:  # of one that is still ending, too: it may have left it to this process
                 gone.append(path)
     if not waiting:
         for path in gone:
