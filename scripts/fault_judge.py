@@ -1,7 +1,7 @@
 """What came of a run of the fault campaign: a right result, a right error, or what is wrong.
 
 An error is right if every rank that failed names the rank that is to blame, and its line where there is one to name.
-What a rank says is what it wrote to standard error, without the frames of its tracebacks and without its own number.
+What a rank says is what it wrote to standard error, without the frames of its own stack and without its own number.
 It names a rank if the first clause (up to a semicolon) that speaks of any rank speaks of that one; a line if it is
 anywhere.
 """
@@ -166,14 +166,16 @@ def accepted(program: Program, rank: Rank) -> set[int]:
 
 
 def said(text: str) -> list[str]:
-    """Lines of standard error without the frames of tracebacks."""
-    lines, in_frame = [], False
+    """Lines of standard error without the frames of its own tracebacks and of its own stack."""
+    lines, in_frame, in_stack = [], False, False
     for line in text.splitlines():
+        in_stack = in_stack and re.match(r"\s+\S+:\d+ \S+$", line) is not None
         if re.match(r'\s+File ".*", line \d+', line):
             in_frame = True
-        elif not (in_frame and line.startswith("    ")):
+        elif not in_stack and not (in_frame and line.startswith("    ")):
             in_frame = False
             lines.append(line)
+        in_stack = in_stack or "this rank's stack" in line
     return lines
 
 
@@ -186,4 +188,4 @@ def blamed(text: str) -> set[int]:
 
 
 def lines_named(text: str) -> set[int]:
-    return {int(number) for number in re.findall(r'program\.py(?::|", line )(\d+)', text)}
+    return {int(number) for line in said(text) for number in re.findall(r'program\.py(?::|", line )(\d+)', line)}
