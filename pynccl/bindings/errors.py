@@ -15,6 +15,7 @@ class NcclError(RuntimeError):
     """An NCCL call failed. `.code` is its `Result`."""
 
     code: Result | None = None
+    verdict = ""  # who caused it, in one sentence, where the records of the ranks tell
 
 
 class NcclLibraryNotFound(NcclError, ImportError):

@@ -221,7 +221,7 @@ def explained(error: NcclError, track: Track | None) -> NcclError:
     if not text:
         return error
     told = type(error)(f"{error}\n  " + "\n  ".join(text.splitlines()))
-    told.code = error.code
+    told.code, told.verdict = error.code, text.partition("\n")[0]
     return told
 
 

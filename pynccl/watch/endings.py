@@ -108,7 +108,7 @@ def ending(case: Case, process: ProcessRecord, meetings: Sequence[Meeting] = ())
         text = f"{who} exited normally{when}" + _without(case, meetings)
     elif match:
         text = f"{who} left by {clean(match[1], 60)}{at(process.end_site, case.paths)}{when}"
-        text += f": {clean(match[2])}" if match[2] else ""
+        text += f": {clean(match[2], 480)}" if match[2] else ""
     elif "killed" in process.end or "crashed" in process.end or not process.end:
         when = when or _within(process)
         text = f"{who}'s process {process.pid} was killed or crashed (no last word){when}{_place(case, process)}"

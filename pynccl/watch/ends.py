@@ -63,7 +63,7 @@ def _decide(own: recorder.Recorder) -> None:
         text = "exit" if error.code in (None, 0) else f"exit({error.code!r})"
         own.end(layout.CLEAN if error.code in (None, 0) else layout.EXCEPTION, text, "")
     elif error is not None:
-        first = str(error).strip().partition("\n")[0]
+        first = getattr(error, "verdict", "") or str(error).strip().partition("\n")[0]
         own.end(layout.EXCEPTION, f"{type(error).__name__}{': ' if first else ''}{first}", line_of(error))
     else:
         own.end(layout.CLEAN, "exit", "")

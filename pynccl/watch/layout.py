@@ -44,8 +44,8 @@ WHERE_AT, WHERE_BYTES = 928, 160
 STACK_AT, STACK_BYTES = 1088, 2048
 END = struct.Struct("=dI")  # monotonic clock of the end, 0: none; kind
 END_AT = 3136
-END_TEXT_AT, END_TEXT_BYTES = 3152, 320
-END_SITE_AT, END_SITE_BYTES = 3472, 160
+END_TEXT_AT, END_TEXT_BYTES = 3152, 640
+END_SITE_AT, END_SITE_BYTES = 3792, 160
 CLEAN, EXCEPTION = 1, 2  # kinds of end
 
 # A region: its head, and behind it the arrays. Head: state, then texts.
