@@ -105,7 +105,15 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
     concerned = [one for one in others if uid in one.comms] or others
     if not concerned:
         return ""
-    return "\n".join([concerned[0].sentence, *concerned[0].details[:3]])
+    first, root = concerned[0], others[0]
+    lines = [first.sentence, *first.details[:3]]
+    if root.kind == "mismatch" and root is not first and _by_an_error_of_nccl(first):
+        lines = [root.sentence, *root.details[:3], f"because of it {first.sentence}"]
+    return "\n".join(lines)
+
+
+def _by_an_error_of_nccl(found: Finding) -> bool:
+    return found.kind == "dead" and " left by Nccl" in found.sentence
 
 
 def _found(case: Case) -> list[Finding]:
@@ -116,7 +124,7 @@ def _found(case: Case) -> list[Finding]:
 
 def _weigh(found: list[Finding]) -> None:
     """Calls that disagree come before the ends that NCCL's own errors have brought about."""
-    ends = [one for one in found if one.kind == "dead" and " left by Nccl" in one.sentence]
+    ends = [one for one in found if _by_an_error_of_nccl(one)]
     if ends and any(one.kind == "mismatch" for one in found):
         ends[0].weight = max(ends[0].weight, 15)
 
