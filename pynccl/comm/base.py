@@ -220,7 +220,8 @@ def explained(error: NcclError, track: Track | None) -> NcclError:
     text = explain(track)
     if not text:
         return error
-    told = type(error)(f"{error}\n  " + "\n  ".join(text.splitlines()))
+    first, *rest = str(error).splitlines()
+    told = type(error)("\n".join([first, *(f"  {line}" for line in text.splitlines()), *rest]))
     told.code, told.verdict = error.code, text.partition("\n")[0]
     return told
 

@@ -108,7 +108,8 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
     first, root = concerned[0], others[0]
     lines = [first.sentence, *first.details[:3]]
     if root.kind == "mismatch" and root is not first and _by_an_error_of_nccl(first):
-        lines = [root.sentence, *root.details[:3], f"because of it {first.sentence}"]
+        left = first.sentence.partition(" ago: ")  # what comes then is the first line of its error, the same again
+        lines = [root.sentence, *root.details[:3], f"because of it {left[0]} ago." if left[1] else first.sentence]
     return "\n".join(lines)
 
 
