@@ -144,15 +144,17 @@ def _share(named: list[bool | None]) -> str:
     return f"{sum(known)} of {len(known)}" if known else ""
 
 
-def footer(verdicts: list[Verdict], seconds: float) -> str:
+def footer(verdicts: list[Verdict], options: argparse.Namespace, seconds: float) -> str:
     """Where, when and how the table was made."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     cpu = next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
     nodes = sum(one.nodes > 1 for one in verdicts)
+    given = {"runs": len(verdicts), "seed": verdicts[0].seed, "watch": options.watch, "only": options.only}
+    words = " ".join(f"--{name} {value}" for name, value in given.items() if value not in ("", "on"))
     return (
-        f"`python scripts/fault_campaign.py {' '.join(sys.argv[1:])}` on {time.strftime('%Y-%m-%d')}, {seconds:.0f} s: "
-        f"seeds {verdicts[0].seed} to {verdicts[-1].seed}, {nodes} of the runs on two nodes; "
+        f"`python scripts/fault_campaign.py {words} --markdown` on {time.strftime('%Y-%m-%d')}, {seconds:.0f} s: "
+        f"{nodes} of the runs on two nodes; "
         f"{os.cpu_count()} cores of {cpu or platform.machine()}, Python {platform.python_version()}, "
         f"torch {version('torch')}."
     )
@@ -207,7 +209,7 @@ def many(options: argparse.Namespace, folder: Path) -> int:
 
     verdicts = campaign.of(range(options.seed, options.seed + options.runs), options.jobs, tell)
     print(table(verdicts))
-    print(f"\n{footer(verdicts, time.monotonic() - began)}")
+    print(f"\n{footer(verdicts, options, time.monotonic() - began)}")
     if any(folder.iterdir()):
         print(f"the folders of the runs that went wrong are in {folder}", file=sys.stderr)
     if options.json:
