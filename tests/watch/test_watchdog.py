@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hanging import SPEAKS, elsewhere, place_of, said, standard_error
+from processes import process
 from ranks import HOST, RankPool
 
 TIMEOUT = 0.5
@@ -158,7 +159,7 @@ def test_who_waits_is_told_who_is_missing_and_where(watched: RankPool, tmp_path:
     assert text.count(SPEAKS) == 1
     assert EXPECTED[body] in text
     assert (f"its main thread is in {place_of('elsewhere')} elsewhere" in text) == (body is not init)
-    assert place(body.__name__) in text.partition("this rank's stack")[0]
+    assert place("forward" if body is backward else body.__name__) in text.partition("this rank's stack")[0]
     assert re.search(rf"/test_watchdog.py:\d+ {body.__name__}\n", text)  # in the stack
 
 
@@ -257,7 +258,6 @@ def forks(comm: Any, folder: str) -> tuple[str, list[str]]:
                 Path(folder, "raised").write_text(repr(error))
         os._exit(0)
     os.waitpid(child, 0)
-    comm.library  # the parent's own goes on
     return said(folder, 0), [one.read_text() for one in Path(folder).glob("raised")]
 
 
@@ -287,6 +287,28 @@ def test_a_forked_child_is_watched_once_it_has_a_communicator(watched: RankPool,
 
 
 # What is not said
+
+
+DROPPED = """
+import time
+from pynccl.watch import watchdog
+comm = make()
+run = comm.plan.all_reduce(X, Y, stream=0)
+run()
+run()
+del comm, run
+gc.collect()
+looks = watchdog._watchdog.looks
+while watchdog._watchdog.looks < looks + 12:
+    time.sleep(0.01)
+"""
+
+
+def test_nobody_waits_in_a_communicator_that_was_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYNCCL_WATCH_TIMEOUT", "0.2")
+    ended = process(tmp_path, DROPPED)
+    assert ended.code == 0 and "was never closed" in ended.err
+    assert SPEAKS not in ended.err
 
 
 def comes_late(comm: Any, folder: str, seconds: float) -> tuple[str, list[str]]:
