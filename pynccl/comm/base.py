@@ -19,13 +19,14 @@ from ..bindings.errors import (
     NcclSystemError,
     NcclTimeout,
 )
-from ..bindings.library import Library, gpu_count, to_pointer
+from ..bindings.library import Library, gpu_count, host_module, to_pointer
 from ..bindings.resource import Shared
 from ..bindings.structs import CommConfig
 from ..bindings.values import seconds
 from ..interop.buffers import CPU, device_name
 from ..interop.devices import on_device
 from ..watch.frames import call_site
+from ..watch.recorder import started
 from ..watch.track import Identity, Track, new_track, uid_of
 from .deadline import wait_nonblocking
 from .scratch import Scratch
@@ -72,6 +73,8 @@ class Comm(Shared):
         self._track = track
         if self._track is not None:
             self._track.made(self, self.device, self._site)
+            if library.is_host:
+                host_module().stream.explain = _explained_on_a_stream
 
     @property
     def timeout(self) -> float | None:
@@ -224,6 +227,19 @@ def explained(error: NcclError, track: Track | None) -> NcclError:
     told = type(error)("\n".join([first, *(f"  {line}" for line in text.splitlines()), *rest]))
     told.code, told.verdict = error.code, text.partition("\n")[0]
     return told
+
+
+def _explained_on_a_stream(error: BaseException) -> BaseException:
+    """The same for an error that a stream of the host library raises: of a communicator that has failed."""
+    own = started()
+    if own is None or not isinstance(error, NcclError):
+        return error
+    comms = (track.comm() for track in own.tracks if not track.explains)
+    for comm in comms:
+        if comm is not None and comm.library.is_host and comm.alive:
+            if comm.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
+                return explained(error, comm._track)
+    return error
 
 
 def check_is_on() -> bool:

@@ -27,6 +27,7 @@ class Call(NamedTuple):
     keep: Any = None  # what must live until the launch, and until its stream has passed: buffers, an operator
     recv: Any = None  # what it writes to
     compared: str = ""  # what the ranks must agree on, where it is an operation that this call is a part of
+    site: str = ""  # file:line of the user, where lines are recorded: a group issues its calls elsewhere
 
     @property
     def args(self) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from ..bindings.library import Library, to_pointer, without_argtypes
 from ..bindings.structs import CollConfig, CommConfig, struct_of
 from ..interop.buffers import TORCH, adapter, tensor_types
 from ..interop.streams import Handle, hold
+from ..watch.frames import call_site
 from ..watch.track import Identity, Track
 from .base import DEFAULT_TIMEOUT, Comm
 from .call import Call, after_launch, call_text
@@ -123,7 +124,8 @@ class Enqueue(Comm):
             function += "Config"
             tail = (ctypes.byref(struct),)
         keep = (send, recv, op.op_handle if type(op) is PreMulSum else None, struct)
-        call = Call(self, operation, self._functions[function], args, stream, tail, keep, recv, compared)
+        site = call_site() if self._track is not None and self._track.careful else ""
+        call = Call(self, operation, self._functions[function], args, stream, tail, keep, recv, compared, site)
         record = recorder()
         if record is not None:
             record.calls.append(call)

@@ -167,7 +167,14 @@ def enter(calls: Sequence[Call]) -> list[tuple[Track, int]]:
     return [
         (
             track,
-            track.enter(call.operation, call.inputs, call.stream, detail=call.compared, group=group and tracks[track]),
+            track.enter(
+                call.operation,
+                call.inputs,
+                call.stream,
+                detail=call.compared,
+                group=group and tracks[track],
+                site=call.site,
+            ),
         )
         for call in calls
         if (track := call.comm._track) is not None

@@ -30,6 +30,11 @@ _event_handles = itertools.count(0xE7E70010, 0x10)
 _events: weakref.WeakValueDictionary[int, HostEvent] = weakref.WeakValueDictionary()
 
 
+def explain(error: BaseException) -> BaseException:
+    """An error that a stream is about to raise, with what is known about it. Replaced by whoever knows more."""
+    return error
+
+
 def as_error(failure: BaseException) -> BaseException:
     """The exception that users see: NcclError for what the C function would return as a code."""
     if isinstance(failure, HostFailure):
@@ -62,7 +67,7 @@ class _Queue:
         with self._lock:
             error, self.error = self.error, None
         if error is not None:
-            raise error
+            raise explain(error)
 
 
 class _Completion:

@@ -34,7 +34,7 @@ def missing(case: Case) -> list[Finding]:
     """A finding for each meeting that waits for ranks which wait for nothing themselves, or will never come."""
     found: list[Finding] = []
     known: dict[tuple[int, ...], Finding] = {}
-    for meeting in sorted(case.stuck(), key=lambda one: -one.age()):
+    for meeting in sorted(case.stuck(), key=lambda one: (one.group.uid != case.uid, -one.age())):
         idle = [meeting.group.members[rank] for rank in meeting.idle()]
         key = tuple(id(one.process) for one in idle)
         if idle and key in known:  # in another communicator, or in a later call
@@ -95,7 +95,10 @@ def _unknown(case: Case, meeting: Meeting, only: bool) -> Finding:
     ranks: list[Range] = meeting.unknown
     single = len(ranks) == 1 and ranks[0][0] == ranks[0][1]
     its = "its process has" if single else "their processes have"
-    text = f"nothing is known of {ranks_text(ranks)}: {its} {NO_RECORD}; {waiting(meeting, '')} in {there}"
+    why = f"{its} {NO_RECORD}"
+    if meeting.call.operation in ("init", "grow"):  # where records begin
+        why = f"{'it has' if single else 'they have'} not come to {meeting.call.operation}, or {why}"
+    text = f"nothing is known of {ranks_text(ranks)}: {why}; {waiting(meeting, '')} in {there}"
     found = Finding("missing", text, 55 if only else 60, chain(case, meeting))
     for first, last in ranks:
         found.culprits += [(meeting.group.uid, rank) for rank in range(first, min(last, first + 1024) + 1)]

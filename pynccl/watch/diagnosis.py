@@ -97,7 +97,7 @@ def _judge(found: Answers) -> str:
 
 
 def _about(known: list[ProcessRecord], uid: str, rank: int) -> str:
-    return verdict.about(verdict.judge(known), uid, rank)
+    return verdict.about(verdict.judge(known, uid=uid), uid, rank)
 
 
 def _of(process: ProcessRecord, uid: str) -> list[CommRecord]:

@@ -105,7 +105,7 @@ def ending(case: Case, process: ProcessRecord, meetings: Sequence[Meeting] = ())
     who, when = case.job.name(process, group), ago(process, process.end_at)
     match = None if killed(process) or normal(process) else _EXCEPTION.match(process.end)
     if normal(process):
-        text = f"{who} exited normally{when}" + _without(case, meetings)
+        text = f"{who} exited by itself{when}" + _without(case, meetings)
     elif match:
         text = f"{who} left by {clean(match[1], 60)}{at(process.end_site, case.paths)}{when}"
         text += f": {clean(match[2], 480)}" if match[2] else ""
@@ -123,7 +123,9 @@ def ending(case: Case, process: ProcessRecord, meetings: Sequence[Meeting] = ())
 
 
 def _without(case: Case, meetings: Sequence[Meeting]) -> str:
-    return f" without entering {describe(meetings[0].call, meetings[0].group, case.paths)}" if meetings else ""
+    # The code of a sys.exit(3) is not to be seen by what runs at exit.
+    entered = f" without entering {describe(meetings[0].call, meetings[0].group, case.paths)}" if meetings else ""
+    return f" (the end of its program, or sys.exit){entered}"
 
 
 def _within(process: ProcessRecord) -> str:
@@ -182,7 +184,7 @@ def _others(case: Case, ended: Sequence[ProcessRecord]) -> list[str]:
 
 def _manner(case: Case, process: ProcessRecord) -> str:
     if normal(process):
-        return "exited normally"
+        return "exited by itself (the end of its program, or sys.exit)"
     inside = _inside(case, process)
     if killed(process):
         how = clean(process.end) or "killed or crashed"

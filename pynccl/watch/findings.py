@@ -34,11 +34,12 @@ class Finding:
 
 @dataclass(eq=False)
 class Case:
-    """What all findings are made from. Waits younger than `patience` seconds are no findings."""
+    """What all findings are made from. Waits younger than `patience` seconds are no findings; `uid` comes first."""
 
     job: Job
     waits: Waits
     patience: float
+    uid: str = ""
 
     @property
     def paths(self) -> Paths:

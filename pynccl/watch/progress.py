@@ -33,7 +33,7 @@ class Mark(NamedTuple):
 
 
 def mark(library: Library, ordinal: int, entry: int, streams: set[int]) -> Mark | None:
-    """A mark on these streams now; None where one of them cannot take any."""
+    """A mark on these streams now; None where one of them cannot take any yet. One that is gone needs none."""
     events = []
     for handle in streams:
         with contextlib.suppress(Exception):
@@ -45,8 +45,10 @@ def mark(library: Library, ordinal: int, entry: int, streams: set[int]) -> Mark 
 
 
 def _host_event(handle: int) -> Any:
-    stream = host_module().made_here(handle) if handle else None
-    return None if stream is None else stream.record()
+    stream = host_module().made_here(handle)
+    if stream is None:
+        raise LookupError("the stream is gone: closed, or dropped")
+    return stream.record()
 
 
 def _cuda_event(handle: int, ordinal: int) -> Any:

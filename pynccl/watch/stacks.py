@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import threading
 from types import FrameType
@@ -10,6 +12,7 @@ from typing import Any
 from .frames import is_between, outwards, user_frame
 
 _MOST_FRAMES = 60
+_MAKES = os.path.join("pynccl", "comm", "init.py")
 
 
 def main_frame() -> FrameType | None:
@@ -18,18 +21,28 @@ def main_frame() -> FrameType | None:
 
 
 def frame_inside(comm: Any) -> FrameType | None:
-    """The innermost frame of the thread that is in a call of this communicator; else the main thread's."""
-    own = threading.get_ident()
+    """The innermost frame of the thread that is in a call of this communicator; else the main thread's.
+
+    None stands for one that is being made.
+    Of two, the one that the user's lines lead to: a call with a deadline runs beside its caller."""
+    own, found = threading.get_ident(), None
     for thread, innermost in sys._current_frames().items():
-        if thread == own:
-            continue
-        for number, frame in enumerate(outwards(innermost)):
-            if number > _MOST_FRAMES:
-                break
-            values = frame.f_locals if "comm" in frame.f_code.co_filename else {}
-            if any(values.get(name) is comm for name in ("self", "comm", "first")):
+        if thread != own and _is_inside(innermost, comm):
+            if user_frame(innermost) is not None:
                 return innermost
-    return main_frame()
+            found = innermost
+    return found or main_frame()
+
+
+def _is_inside(innermost: FrameType, comm: Any) -> bool:
+    for frame in itertools.islice(outwards(innermost), _MOST_FRAMES):
+        file = frame.f_code.co_filename
+        if comm is None:
+            if file.endswith(_MAKES):
+                return True
+        elif "comm" in file and any(frame.f_locals.get(name) is comm for name in ("self", "comm", "first")):
+            return True
+    return False
 
 
 def is_users(frame: FrameType) -> bool:

@@ -71,6 +71,8 @@ class Track:
         if parent is not None and parent.exchange is not None:
             self.join(parent.exchange)
         self.comm: Callable[[], Any] = lambda: None  # the communicator, once it is there, and while it is
+        self.library: Any = None  # of the communicator, once it is there; and its device
+        self.ordinal = -1
         self.segment = -1
         self.cursor: Iterator[int] = itertools.chain.from_iterable(self._segments())
         for what, text in known._asdict().items():
@@ -86,6 +88,7 @@ class Track:
     def made(self, comm: Any, device: str, site: str) -> None:
         """The communicator is there."""
         self.comm = weakref.ref(comm)
+        self.library, self.ordinal = comm.library, comm.ordinal
         self.write("device", device)
         self.write("made_at", site)
 

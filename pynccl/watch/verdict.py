@@ -59,14 +59,16 @@ class Verdict:
         return dataclasses.asdict(self)
 
 
-def judge(processes: Sequence[ProcessRecord], *, patience: float = 0.0) -> Verdict:
-    """What keeps the ranks from going on. A wait younger than `patience` seconds is none."""
+def judge(processes: Sequence[ProcessRecord], *, patience: float = 0.0, uid: str = "") -> Verdict:
+    """What keeps the ranks from going on. A wait younger than `patience` seconds is none.
+
+    uid  the communicator of which it is asked: of several that wait for the same rank, the one to be named first"""
     if not processes:
         text = "there are no records: no process has written any here (another machine? another PYNCCL_WATCH_DIR?)"
         return Verdict("empty", text)
     job = Job(processes)
     all_dead = all(process.state == DEAD for process in job.processes)
-    case = Case(job, Waits(job, post_mortem=all_dead), patience)
+    case = Case(job, Waits(job, post_mortem=all_dead), patience, uid)
     found = _found(case)
     found += _frozen(case, {culprit for one in found for culprit in one.culprits})
     if all_dead:

@@ -90,31 +90,32 @@ class Watchdog:
             seconds = time.monotonic() - watched.since
             track.locate(head, stacks.site(stacks.frame_inside(comm)))
             return Stuck(track, head, seconds, True) if seconds > self.settings.timeout else None
-        return self._look_at_streams(track, comm, watched)
+        return self._look_at_streams(track, watched)
 
     def _newest(self, track: Track, comm: Any) -> tuple[int, bool]:
         """The number of the newest call, and whether it is still inside its C function."""
-        if track.careful or comm is None:
+        if track.careful or track.library is None:
             head = track.head()
             return head, bool(head) and not track.has_returned(head)
-        if not comm.lock.acquire(blocking=False):
+        if comm is not None and not comm.lock.acquire(blocking=False):
             return track.head(), True
         try:
             head = track.head()
         finally:
-            comm.lock.release()
+            if comm is not None:  # else it was dropped, and nobody can be in a call of it
+                comm.lock.release()
         track.seen(returned=head)
         return head, False
 
-    def _look_at_streams(self, track: Track, comm: Any, watched: Watched) -> Stuck | None:
+    def _look_at_streams(self, track: Track, watched: Watched) -> Stuck | None:
         """Nothing was issued since the last look: have the streams passed what was issued before?"""
-        if comm is None or watched.completed == watched.entry:
+        if track.library is None or watched.completed == watched.entry:
             return None
         if watched.mark is None:
             streams = track.streams(watched.completed)
-            if comm.library.is_host:
+            if track.library.is_host:
                 streams.discard(0)  # the caller's, who has returned
-            watched.mark = progress.mark(comm.library, comm.ordinal, watched.entry, streams)
+            watched.mark = progress.mark(track.library, track.ordinal, watched.entry, streams)
             if watched.mark is None:
                 return None
         if watched.mark.passed():

@@ -307,7 +307,10 @@ def test_a_send_that_was_received_is_not_unmatched() -> None:
         ({"end": "killed or crashed"}, "was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"),
         ({}, "rank 2's process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"),
         ({"end": "SIGTERM"}, "process 1002 ended 3.1 s ago at data.py:41 next_batch: SIGTERM"),
-        ({"end": "exit"}, "exited normally 3.1 s ago without entering all_reduce #41"),
+        (
+            {"end": "exit"},
+            "exited by itself 3.1 s ago (the end of its program, or sys.exit) without entering all_reduce #41",
+        ),
     ],
 )
 def test_how_a_process_ended_is_said_first(end: dict[str, str], said: str) -> None:

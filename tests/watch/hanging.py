@@ -1,0 +1,76 @@
+"""Ranks that are made to wait for another one until their watchdogs have spoken: what they wrote to stderr.
+
+In a rank of a RankPool:
+
+    with standard_error(folder, comm.rank):
+        if comm.rank == 1:
+            elsewhere(folder, [0])   # until rank 0's watchdog has spoken
+        comm.all_reduce(x)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+SPEAKS = "pynccl watchdog: "
+PATIENCE = 40.0
+
+
+@contextlib.contextmanager
+def standard_error(folder: str, rank: int) -> Iterator[None]:
+    """What this process writes to file descriptor 2 goes to a file that `said` reads."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    file = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 2)
+    os.close(file)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def said(folder: str | Path, rank: int) -> str:
+    """What rank `rank` has written to stderr so far."""
+    path = _path(folder, rank)
+    return path.read_text() if path.exists() else ""
+
+
+def elsewhere(folder: str, ranks: Iterable[int]) -> None:
+    """Wait, in the one line marked so, until these ranks' watchdogs have spoken."""
+    spoken = threading.Event()
+
+    def listen() -> None:
+        end = time.monotonic() + PATIENCE
+        left = set(ranks)
+        while left and time.monotonic() < end:
+            left -= {rank for rank in left if _complete(said(folder, rank))}
+            time.sleep(0.01)
+        if not left:
+            spoken.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    assert spoken.wait(PATIENCE), "a watchdog has not spoken"  # elsewhere
+
+
+def place_of(marker: str, path: str = __file__) -> str:
+    """ "hanging.py:52": the line that ends with the comment `# marker`."""
+    lines = Path(path).read_text().splitlines()
+    [number] = [number for number, line in enumerate(lines, 1) if line.endswith(f"  # {marker}")]
+    return f"{Path(path).name}:{number}"
+
+
+def _complete(text: str) -> bool:
+    return SPEAKS in text and text.endswith("\n")
+
+
+def _path(folder: str | Path, rank: int) -> Path:
+    return Path(folder, f"stderr-{rank}")

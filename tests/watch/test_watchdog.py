@@ -1,0 +1,431 @@
+"""The watchdog on real ranks: who waits is told, on stderr, who is missing and at which line; and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hanging import SPEAKS, elsewhere, place_of, said, standard_error
+from processes import process
+from ranks import HOST, RankPool
+
+TIMEOUT = 0.5
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[RankPool]:
+    """Ranks whose watchdogs speak soon."""
+    pool = RankPool({**HOST, "PYNCCL_WATCH_TIMEOUT": str(TIMEOUT)})
+    yield pool
+    pool.close()
+
+
+def place(marker: str) -> str:
+    return place_of(marker, __file__)
+
+
+# Every kind of call that a rank can wait in: the line that waits ends with the name of its function
+
+
+def all_reduce(comm: Any) -> None:
+    comm.all_reduce(torch.ones(4))  # all_reduce
+
+
+def large(comm: Any) -> None:
+    comm.all_reduce(torch.ones(1 << 20))  # large
+
+
+def on_a_stream(comm: Any) -> None:
+    import pynccl
+
+    stream = pynccl.create_stream()
+    comm.all_reduce(torch.ones(4), stream=stream)  # on_a_stream
+    stream.synchronize()
+
+
+def recv(comm: Any) -> None:
+    if comm.rank == 0:
+        comm.recv(torch.ones(4), 1)  # recv
+    else:
+        comm.send(torch.ones(4), 0)
+
+
+def send(comm: Any) -> None:
+    if comm.rank == 0:
+        comm.send(torch.ones(1 << 20), 1)  # send
+    else:
+        comm.recv(torch.ones(1 << 20), 0)
+
+
+def split(comm: Any) -> None:
+    comm.split(0)  # split
+
+
+def barrier(comm: Any) -> None:
+    comm.barrier()  # barrier
+
+
+def plan(comm: Any) -> None:
+    x = torch.ones(4)
+    run = comm.plan.all_reduce(x, x)
+    run()  # plan
+
+
+def group(comm: Any) -> None:
+    import pynccl
+
+    with pynccl.group():
+        comm.all_gather(torch.ones(4))  # group
+        comm.all_reduce(torch.ones(4))
+
+
+def init(comm: Any) -> None:
+    import pynccl
+
+    identity = torch.zeros(128, dtype=torch.uint8)
+    if comm.rank == 0:
+        identity[:] = torch.frombuffer(bytearray(bytes(pynccl.get_unique_id())), dtype=torch.uint8)
+    comm.broadcast(identity, identity)
+    late(comm)
+    config = pynccl.CommConfig(comm_name="newer")
+    pynccl.Communicator.init(comm.size, identity.numpy().tobytes(), comm.rank, config=config)  # init
+
+
+def backward(comm: Any) -> None:
+    import pynccl_autograd as functions
+
+    y = functions.all_reduce(torch.ones(4, requires_grad=True), comm=comm, grad="sum")  # forward
+    late(comm)
+    y.sum().backward()  # backward
+
+
+# From where the other rank comes late, if not before all of it
+LATE_WITHIN = (init, backward)
+FOLDER: list[str] = []
+
+
+def late(comm: Any, seconds: float = 0.0) -> None:
+    """The last rank goes on once the others' watchdogs have spoken, and so many seconds more."""
+    if comm.rank == comm.size - 1:
+        elsewhere(FOLDER[-1], range(comm.size - 1))
+        time.sleep(seconds)
+
+
+def waits(comm: Any, folder: str, body: Callable[[Any], None], seconds: float = 0.0) -> str:
+    """The last rank comes late to a call, which is made by all; what this rank's watchdog has said meanwhile."""
+    import pynccl
+
+    FOLDER.append(folder)
+    with standard_error(folder, comm.rank):
+        own = comm.split(0, config=pynccl.CommConfig(comm_name="mine"))
+        for _ in range(2):
+            own.all_reduce(torch.ones(2))
+        if body not in LATE_WITHIN:
+            late(own, seconds)
+        body(own)
+        own.destroy()
+    return said(folder, comm.rank)
+
+
+FLOATS = "FLOAT32 x 4"
+NEVER = "rank 1 never entered {} (comm 'mine', 2 ranks, {})"
+EXPECTED = {
+    all_reduce: NEVER.format("all_reduce #3", f"{FLOATS}, {place('all_reduce')}"),
+    large: NEVER.format("all_reduce #3", f"FLOAT32 x 1,048,576, {place('large')}"),
+    on_a_stream: NEVER.format("all_reduce #3", f"{FLOATS}, {place('on_a_stream')}"),
+    split: NEVER.format("split #3", place("split")),
+    barrier: NEVER.format("barrier #3", place("barrier")),
+    plan: NEVER.format("all_reduce #3", f"{FLOATS}, {place('plan')}"),
+    group: NEVER.format("all_gather #3", f"{FLOATS}, {place('group')}"),
+    recv: "rank 1 has not called send to rank 0",
+    send: "rank 1 has not called recv from rank 0",
+    init: "nothing is known of rank 1: it has not come to init, or its process has left no record here",
+    backward: f"rank 1 never entered all_reduce #4 (AllReduce.backward of the forward call at {place('forward')}",
+}
+
+
+@pytest.mark.parametrize("body", EXPECTED, ids=lambda body: body.__name__)
+def test_who_waits_is_told_who_is_missing_and_where(watched: RankPool, tmp_path: Path, body: Any) -> None:
+    text, other = watched.run(2, waits, str(tmp_path), body)
+    assert other == ""
+    assert text.count(SPEAKS) == 1
+    assert EXPECTED[body] in text
+    assert (f"its main thread is in {place_of('elsewhere')} elsewhere" in text) == (body is not init)
+    assert place("forward" if body is backward else body.__name__) in text.partition("this rank's stack")[0]
+    assert re.search(rf"/test_watchdog.py:\d+ {body.__name__}\n", text)  # in the stack
+
+
+def test_all_that_wait_are_told_once(watched: RankPool, tmp_path: Path) -> None:
+    *texts, other = watched.run(3, waits, str(tmp_path), all_reduce, 3 * TIMEOUT)
+    assert other == ""
+    for rank, text in enumerate(texts):
+        assert text.count(SPEAKS) == 1
+        assert f"{SPEAKS}rank {rank} of 3 (comm 'mine') has waited" in text
+        assert f"rank 2 never entered all_reduce #3 (comm 'mine', 3 ranks, {FLOATS}, {place('all_reduce')})" in text
+
+
+def crossed(comm: Any, folder: str) -> tuple[str, str]:
+    import pynccl
+
+    def end() -> None:
+        elsewhere(folder, [0, 1])
+        pynccl.abort(both)
+
+    with standard_error(folder, comm.rank):
+        both = [comm.split(0, config=pynccl.CommConfig(comm_name=name)) for name in ("tp", "dp")]
+        threading.Thread(target=end).start()
+        try:
+            both[comm.rank].all_reduce(torch.ones(4))  # crossed
+        except pynccl.NcclError as error:
+            return said(folder, comm.rank), str(error)
+    return "", ""
+
+
+def test_two_communicators_in_another_order(watched: RankPool, tmp_path: Path) -> None:
+    for rank, (text, _) in enumerate(watched.run(2, crossed, str(tmp_path))):
+        first, second = ("tp", "dp") if rank == 0 else ("dp", "tp")
+        assert f"waits in all_reduce #1 of comm '{first}'" in text and f"comm '{second}'" in text
+        assert text.count(place("crossed")) >= 2
+
+
+def stopped(comm: Any, folder: str) -> tuple[int, str]:
+    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
+
+    def go_on() -> None:
+        elsewhere(folder, [0])
+        os.kill(pids[1], signal.SIGCONT)
+
+    with standard_error(folder, comm.rank):
+        comm.barrier()
+        if comm.rank == 0:
+            threading.Thread(target=go_on).start()
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        for _ in range(100):
+            comm.all_reduce(torch.ones(4))  # stopped
+    return os.getpid(), said(folder, comm.rank)
+
+
+def test_a_stopped_rank_is_named_and_the_job_goes_on_with_it(watched: RankPool, tmp_path: Path) -> None:
+    (_, text), (pid, other) = watched.run(2, stopped, str(tmp_path))
+    assert f"rank 1's process {pid} is stopped (SIGSTOP, or a debugger): kill -CONT {pid}" in text
+    assert (text.count(SPEAKS), other) == (1, "")
+
+
+def several_threads(comm: Any, folder: str) -> str:
+    import pynccl
+
+    names = [f"t{i}" for i in range(6)]
+    with standard_error(folder, comm.rank):
+        comms = [comm.split(0, config=pynccl.CommConfig(comm_name=name)) for name in names]
+        if comm.rank == 1:
+            elsewhere(folder, [0])
+            while said(folder, 0).count(SPEAKS) < len(names):
+                time.sleep(0.01)
+        threads = [threading.Thread(target=all_reduce, args=(one,)) for one in comms]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return said(folder, comm.rank)
+
+
+def test_many_threads_that_wait_are_all_told(watched: RankPool, tmp_path: Path) -> None:
+    text, other = watched.run(2, several_threads, str(tmp_path))
+    assert other == "" and text.count(SPEAKS) == 6
+    for name in (f"t{i}" for i in range(6)):
+        assert text.count(f"rank 1 never entered all_reduce #1 (comm '{name}', 2 ranks, {FLOATS}, ") == 1
+
+
+def forks(comm: Any, folder: str) -> tuple[str, list[str]]:
+    comm.all_reduce(torch.ones(2))
+    if comm.rank == 1:
+        return "", []
+    child = os.fork()
+    if child == 0:
+        with standard_error(folder, 0):
+            try:
+                in_the_child(folder)
+            except BaseException as error:
+                Path(folder, "raised").write_text(repr(error))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return said(folder, 0), [one.read_text() for one in Path(folder).glob("raised")]
+
+
+def in_the_child(folder: str) -> None:
+    import pynccl
+
+    assert "pynccl watchdog" not in [thread.name for thread in threading.enumerate()]
+    assert not own_files()
+    comms = pynccl.Communicator.init_all(2)
+    assert own_files()
+    waiter = threading.Thread(target=all_reduce, args=(comms[0],))
+    waiter.start()
+    elsewhere(folder, [0])
+    all_reduce(comms[1])
+    waiter.join()
+
+
+def own_files() -> list[Path]:
+    return list(Path(os.environ["PYNCCL_WATCH_DIR"]).glob(f"*/*-{os.getpid()}-*"))
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_is_watched_once_it_has_a_communicator(watched: RankPool, tmp_path: Path) -> None:
+    (text, raised), _ = watched.run(2, forks, str(tmp_path))
+    assert raised == []
+    assert text.count(SPEAKS) == 1 and "rank 1 never entered all_reduce #1 (comm 'world', 2 ranks" in text
+
+
+# What is not said
+
+
+DROPPED = """
+import time
+from pynccl.watch import watchdog
+comm = make()
+run = comm.plan.all_reduce(X, Y, stream=0)
+run()
+run()
+del comm, run
+gc.collect()
+looks = watchdog._watchdog.looks
+while watchdog._watchdog.looks < looks + 12:
+    time.sleep(0.01)
+"""
+
+
+def test_nobody_waits_in_a_communicator_that_was_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYNCCL_WATCH_TIMEOUT", "0.2")
+    ended = process(tmp_path, DROPPED)
+    assert ended.code == 0 and "was never closed" in ended.err
+    assert SPEAKS not in ended.err
+
+
+def comes_late(comm: Any, folder: str, seconds: float) -> tuple[str, list[str]]:
+    with standard_error(folder, comm.rank):
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(seconds)
+        comm.all_reduce(torch.ones(4))
+    return said(folder, comm.rank), [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds", "thread"),
+    [
+        ({"PYNCCL_WATCH_TIMEOUT": "3"}, 1.2, True),
+        ({"PYNCCL_WATCH_TIMEOUT": "0"}, 0.6, True),
+        ({"PYNCCL_WATCH_TIMEOUT": "0.2", "PYNCCL_WATCH": "off"}, 0.6, False),
+    ],
+    ids=["slow", "0", "off"],
+)
+def test_nothing_is_said(tmp_path: Path, settings: dict[str, str], seconds: float, thread: bool) -> None:
+    pool = RankPool({**HOST, **settings})
+    for text, threads in pool.run(2, comes_late, str(tmp_path), seconds):
+        assert text == ""
+        assert ("pynccl watchdog" in threads) == thread
+    pool.close()
+
+
+# PYNCCL_WATCH_ACTION=raise
+
+
+def raises(comm: Any, folder: str) -> Any:
+    import pynccl
+
+    with standard_error(folder, comm.rank):
+        own = comm.split(0, config=pynccl.CommConfig(comm_name="mine"))
+        if comm.rank == 1:
+            elsewhere(folder, [0])
+            return comm.all_reduce(torch.ones(1)).item()
+        with pytest.raises(pynccl.NcclTimeout) as raised:
+            all_reduce(own)
+        with pytest.raises(pynccl.NcclTimeout) as again:
+            all_reduce(own)
+        return str(raised.value), str(again.value), said(folder, 0), comm.all_reduce(torch.ones(1)).item()
+
+
+def test_the_blocked_call_raises_if_asked_to(tmp_path: Path) -> None:
+    pool = RankPool({**HOST, "PYNCCL_WATCH_TIMEOUT": str(TIMEOUT), "PYNCCL_WATCH_ACTION": "raise"})
+    (error, again, text, total), other = pool.run(2, raises, str(tmp_path))
+    pool.close()
+    sentence = f"rank 1 never entered all_reduce #1 (comm 'mine', 2 ranks, {FLOATS}, {place('all_reduce')})"
+    assert sentence in error and sentence in again and sentence in text
+    assert f"its main thread is in {place_of('elsewhere')} elsewhere" in error
+    assert "the communicator is aborted (PYNCCL_WATCH_ACTION=raise)" in text
+    assert total == other == 2
+
+
+# Ctrl-C
+
+
+def no_deadline(comm: Any) -> None:
+    comm.timeout = None
+
+
+def of_init(comm: Any) -> None:
+    import pynccl
+
+    pynccl.Communicator.init(2, pynccl.get_unique_id(), 0, timeout=None)
+
+
+def of_a_split(comm: Any) -> None:
+    comm.timeout = None
+    comm.split(0)
+
+
+def of_destroy(comm: Any) -> None:
+    import pynccl
+
+    comm.timeout = None
+    comm.all_reduce(torch.ones(4), stream=pynccl.create_stream())
+    comm.destroy()
+
+
+INTERRUPTED = (all_reduce, large, on_a_stream, recv, send, barrier, plan, group, of_init, of_a_split, of_destroy)
+
+
+def interrupts(place: Any, folder: str) -> dict[str, float]:
+    """Seconds from Ctrl-C to KeyboardInterrupt, by the call that waited."""
+    import pynccl
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    seconds = {}
+    with standard_error(folder, 0):
+        for body in INTERRUPTED:
+            comms = pynccl.Communicator.init_all(2)
+            sent: list[float] = []
+            before = said(folder, 0).count(SPEAKS)
+            threading.Thread(target=press, args=(folder, before, sent)).start()
+            try:
+                body(comms[0])
+            except KeyboardInterrupt:
+                seconds[body.__name__] = time.monotonic() - sent[0]
+            pynccl.abort(comms)
+    return seconds
+
+
+def press(folder: str, before: int, sent: list[float]) -> None:
+    """Ctrl-C, once the watchdog has spoken again."""
+    while said(folder, 0).count(SPEAKS) <= before:
+        time.sleep(0.01)
+    sent.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_is_heard_in_every_call_that_the_watchdog_looks_at(tmp_path: Path) -> None:
+    pool = RankPool({**HOST, "PYNCCL_WATCH_TIMEOUT": "0.2"}, communicators=False)
+    [seconds] = pool.run(1, interrupts, str(tmp_path))
+    pool.close()
+    assert seconds.keys() == {body.__name__ for body in INTERRUPTED}
+    assert max(seconds.values()) < 1, seconds
