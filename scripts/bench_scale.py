@@ -1,11 +1,12 @@
 """What ranks ask of their store as they grow in number, and how soon a hang among many of them is reported.
 
-    python scripts/bench_scale.py [--ranks 16 128 1024] [--timeout S] [--interval S] [--json]
+    python scripts/bench_scale.py [--ranks 16 128 1024] [--timeout S] [--processes N] [--json]
 
 The ranks are threads of a few processes, at one real TCPStore, on a stub library whose collectives return at once, or
 block in C until they are let go. Each meets the others by Communicator.from_store, splits, runs some collectives; then
-all but one enter an all_reduce that the last one never enters. Counted are the operations that each asks of the store.
-Needs a C compiler and torch.
+all but one enter an all_reduce that the last one never enters: it has a process of its own, whose main thread stays in
+next_batch(). The watchdogs of the processes find that out by themselves, through the store alone: their files lie in
+folders of their own, as on several machines. Needs a C compiler and torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ctypes
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,20 +26,20 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pynccl
 from pynccl.bindings import abi
-from pynccl.watch.asking import Answers, Exchange
-from pynccl.watch.records import COMPLETED, INSIDE, CallRecord, CommRecord, ProcessRecord
+from pynccl.watch import recorder, watchdog
+from pynccl.watch.asking import QUIET_SECONDS
 
 CALLS = 3  # collectives before the one that hangs
 PART = 8  # ranks of a communicator after the split
 QUIET_POLLS = 3
 PATIENCE_SECONDS = 60.0
-WORLD = "world"
 
 STUB = r"""
 #include <pthread.h>
@@ -97,229 +99,86 @@ def compile_stub(folder: Path) -> Path:
     return target
 
 
-# One rank
+# What is counted
 
 
 class Counted:
-    """A store, and what one rank asks of it; the turns of waiting for the others are counted apart."""
+    """A store, and what is asked of it, by thread: each rank bootstraps in a thread of its own. The turns of waiting
+    for others are counted apart, and so is what the watchdog asks: it has a clone of the store."""
 
-    def __init__(self, store: Any, watching: Any, counts: Counter[str] | None = None) -> None:
-        self._store, self._watching = store, watching
-        self.counts: Counter[str] = Counter() if counts is None else counts
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.operations: Counter[threading.Thread] = Counter()
+        self.turns: Counter[threading.Thread] = Counter()
+        self.polls = 0
+        self.asked: list[float] = []  # when a question was read
+        self.watchdogs: Counted | None = None
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._store, name)
 
         def counted(*arguments: Any) -> Any:
             waits = name == "check" and arguments[0] in (["over"], ["rank/0"])
-            self.counts["turns" if waits else "operations"] += 1
+            (self.turns if waits else self.operations)[threading.current_thread()] += 1
+            self.polls += (name, *arguments) == ("add", "watch/rounds", 0)
+            if name == "get" and arguments[0].startswith("watch/question/"):
+                self.asked.append(time.monotonic())
             return found(*arguments)
 
         return counted if name in ("add", "get", "set", "check", "append") else found
 
     def clone(self) -> Counted:
-        """All ranks of a process have one connection for this."""
-        return Counted(self._watching, self._watching, self.counts)
+        self.watchdogs = Counted(self._store.clone())
+        return self.watchdogs
+
+    def beyond_polls(self) -> int:
+        return self.operations.total() - self.polls
 
 
-class Rank:
-    """A rank of the job: what it does, and what is known of it."""
+def timed_looks() -> list[float]:
+    """Seconds of the processor that each look of the watchdog takes from now on."""
+    spent: list[float] = []
+    look = watchdog.Watchdog.look
 
-    def __init__(self, number: int, nranks: int, store: Counted) -> None:
-        self.number, self.nranks, self.store = number, nranks, store
-        self.spent: dict[str, int] = {}
-        self.entered = self.completed = 0
-        self.since = 0.0  # when it entered the call that it is in
-        self.communicators: list[pynccl.Communicator] = []
-        self._before = 0
+    def timed(own: watchdog.Watchdog) -> None:
+        start = time.thread_time()
+        look(own)
+        spent.append(time.thread_time() - start)
 
-    def start(self, library: pynccl.Library) -> None:
-        import torch
-
-        comm = pynccl.Communicator.from_store(self.store, self.number, self.nranks, library=library, timeout=120)
-        self.count("bootstrap")
-        part = comm.split(self.number // PART, self.number)
-        self.count("split")
-        assert part is not None
-        self.communicators = [comm, part]
-        self.tensor = torch.zeros(1)
-        for _ in range(CALLS):
-            self.call()
-
-    def call(self) -> None:
-        self.entered, self.since = self.entered + 1, time.time()
-        self.communicators[0].all_reduce(self.tensor, self.tensor)
-        self.completed, self.since = self.completed + 1, 0.0
-
-    def count(self, phase: str) -> None:
-        """What was asked since the last time."""
-        now = self.store.counts["operations"]
-        self.spent[phase], self._before = now - self._before, now
-
-
-# The watchdog
-
-
-class Watch(Protocol):
-    """What watches the ranks of a process: notices that one has been in a call for too long, and asks all."""
-
-    reports: dict[int, tuple[float, str]]  # rank -> when it was reported, and the text
-    questions: dict[int, list[float]]  # rank -> when it was asked
-    polls: Counter[int]  # rank -> how often it has looked whether it is asked
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-
-
-class ByHand:
-    """One Exchange a rank, as if each were a process; all of them polled by one thread once an interval."""
-
-    def __init__(self, ranks: list[Rank], timeout: float, interval: float) -> None:
-        self.timeout, self.interval = timeout, interval
-        self.reports: dict[int, tuple[float, str]] = {}
-        self.questions: dict[int, list[float]] = {}
-        self.polls: Counter[int] = Counter()
-        self._raised: set[int] = set()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.exchanges: dict[int, Exchange] = {}
-        self.ranks = {rank.number: rank for rank in ranks}
-        for number, rank in self.ranks.items():
-            exchange = Exchange(rank.store, f"node{number // PART}", 10000 + number, f"node{number // PART}", judge)
-            exchange.enrol(WORLD, number)
-            exchange.enrol(f"part{number // PART}", number % PART)
-            self.exchanges[number] = exchange
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-        for exchange in self.exchanges.values():
-            exchange.close()
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            end = time.monotonic() + self.interval
-            for number, exchange in self.exchanges.items():
-                self._poll(number, exchange)
-            self._stopped.wait(max(end - time.monotonic(), 0.0))
-
-    def _poll(self, number: int, exchange: Exchange) -> None:
-        rank = self.ranks[number]
-        news = exchange.poll()
-        self.polls[number] += 1
-        if news.question:
-            self.questions.setdefault(number, []).append(time.time())
-            exchange.answer(news.question, [record_of(rank, exchange)])
-        if text := news.verdict or news.given_up:
-            self.reports[number] = time.time(), text
-        since, entered = rank.since, rank.entered
-        if since and time.time() - since > self.timeout and number not in self._raised:
-            self._raised.add(number)
-            exchange.raise_alarm(WORLD, number, entered)
-
-
-def record_of(rank: Rank, exchange: Exchange) -> ProcessRecord:
-    state = INSIDE if rank.since else COMPLETED
-    call = CallRecord(rank.entered, rank.entered, "all_reduce", 1, "FLOAT32", "SUM", site="train.py:31", state=state)
-    comm = CommRecord(WORLD, "init", rank.number, rank.nranks, entered=rank.entered, completed=rank.completed)
-    comm.calls.append(call)
-    where = "" if rank.since else "data.py:41 next_batch"
-    return ProcessRecord(exchange.pid, exchange.host, exchange.machine, rank=rank.number, where=where, comms=[comm])
-
-
-def judge(answers: Answers) -> str:
-    """Who has entered fewer calls than others."""
-    comms = [(comm, record) for record in answers.records for comm in record.comms]
-    last = max(comm.entered for comm, _ in comms)
-    missing = [
-        f"rank {comm.rank} never entered #{last}: {record.where}" for comm, record in comms if comm.entered < last
-    ]
-    return "; ".join([*missing, *(f"{one} did not answer" for one in answers.silent)])
+    watchdog.Watchdog.look = timed  # type: ignore[method-assign]
+    return spent
 
 
 # One process, with a part of the ranks
 
 
-def child(port: int, first: int, last: int, nranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    import torch.distributed as dist
+class Rank:
+    """A rank of the job: what it does."""
 
-    clients = [dist.TCPStore("127.0.0.1", port, is_master=False) for _ in range(2)]
-    stores = [dist.PrefixStore("job", one) for one in clients]
-    ranks = [Rank(number, nranks, Counted(stores[0], stores[1])) for number in range(first, last)]
-    library = pynccl.load(options.library)
-    library.is_host = True  # its buffers are CPU memory: no GPU is looked for
-    stub = ctypes.CDLL(options.library)
-    gather = Gather(clients[0], options.processes)
+    def __init__(self, number: int, nranks: int, store: Counted) -> None:
+        self.number, self.nranks, self.store = number, nranks, store
+        self.since = 0.0  # when it entered the call that hangs
+        self.communicators: list[pynccl.Communicator] = []
 
-    gather.all_here("start")
-    started = time.time()
-    together([lambda rank=rank: rank.start(library) for rank in ranks])  # type: ignore[misc]
-    seconds = time.time() - started
-    watch: Watch = ByHand(ranks, options.timeout, options.interval)
-    quiet = quiet_polls(watch, ranks, gather)
-    polls = watch.polls.copy()
+    def bootstrap(self, library: pynccl.Library) -> None:
+        world = pynccl.Communicator.from_store(self.store, self.number, self.nranks, library=library, timeout=120)
+        self.communicators.append(world)
 
-    stub.stub_hold(1)
-    stuck = [threading.Thread(target=rank.call) for rank in ranks if rank.number != nranks - 1]
-    for thread in stuck:
-        thread.start()
-    end = time.time() + options.timeout + PATIENCE_SECONDS
-    while len(watch.reports) < len(stuck) and time.time() < end:
-        time.sleep(0.02)
-    latest = [when - ranks[number - first].since - options.timeout for number, (when, _) in watch.reports.items()]
-    watch.stop()
-    for rank in ranks:
-        rank.count("report")
-        rank.spent["report"] -= watch.polls[rank.number] - polls[rank.number]
-    stub.stub_hold(0)
-    for thread in stuck:
-        thread.join()
-    for rank in ranks:
-        for comm in rank.communicators:
-            comm.destroy()
-    gather.all_here("end")
-    return {
-        "spent": [rank.spent for rank in ranks],
-        "quiet": quiet,
-        "bootstrap seconds": seconds,
-        "turns": max(rank.store.counts["turns"] for rank in ranks),
-        "report seconds": latest,
-        "texts": sorted({text for _, text in watch.reports.values()}),
-        "asked": max(map(len, watch.questions.values()), default=0),
-        "asked at once": max((most_within(options.interval, times) for times in watch.questions.values()), default=0),
-        "stuck": len(stuck),
-    }
+    def split(self) -> None:
+        part = self.communicators[0].split(self.number // PART, self.number)
+        assert part is not None
+        self.communicators.append(part)
 
+    def call(self) -> None:
+        import torch
 
-def most_within(seconds: float, times: list[float]) -> int:
-    """The most of these times that lie within so many seconds."""
-    return max(sum(start <= one < start + seconds for one in times) for start in times)
-
-
-def quiet_polls(watch: Watch, ranks: list[Rank], gather: Gather) -> list[float]:
-    """Operations of each rank for a poll while nothing happens; what the roster takes is counted apart."""
-    watch.start()
-    while len(watch.polls) < len(ranks):
-        time.sleep(0.02)
-    gather.all_here("roster")
-    polls = watch.polls.copy()
-    for rank in ranks:
-        rank.count("roster")
-        rank.spent["roster"] -= polls[rank.number]
-    while min(watch.polls[number] - n for number, n in polls.items()) < QUIET_POLLS:
-        time.sleep(0.02)
-    more = watch.polls.copy()
-    for rank in ranks:
-        rank.count("quiet")
-    gather.all_here("quiet")
-    return [rank.spent["quiet"] / max(more[rank.number] - polls[rank.number], 1) for rank in ranks]
+        tensor = torch.zeros(1)
+        self.since = time.time()
+        self.communicators[0].all_reduce(tensor, tensor)
 
 
 class Gather:
-    """All processes at one point; not counted."""
+    """All processes, and the one that started them, at one point; not counted."""
 
     def __init__(self, store: Any, processes: int) -> None:
         self.store, self.processes = store, processes
@@ -329,6 +188,104 @@ class Gather:
         while here < self.processes:
             time.sleep(0.02)
             here = self.store.add(f"gather/{name}", 0)
+
+
+def child(port: int, first: int, last: int, nranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    looks = timed_looks()
+    gather = Gather(dist.TCPStore("127.0.0.1", port, is_master=False), options.processes)
+    store = Counted(dist.PrefixStore("job", dist.TCPStore("127.0.0.1", port, is_master=False)))
+    ranks = [Rank(number, nranks, store) for number in range(first, last)]
+    library = pynccl.load(options.library)
+    library.is_host = True  # its buffers are CPU memory: no GPU is looked for
+    stub = ctypes.CDLL(options.library)
+
+    gather.all_here("start")
+    found = start(ranks, store, library, gather)
+    while store.watchdogs is None:  # its first poll
+        time.sleep(0.02)
+    asked, own = store.watchdogs, recorder.started()
+    assert own is not None
+    found |= quiet_polls(asked, gather)
+    found["look"], before = median(looks), asked.beyond_polls()
+    looks.clear()
+
+    stub.stub_hold(1)
+    stuck = [threading.Thread(target=rank.call) for rank in ranks if rank.number != nranks - 1]
+    for thread in stuck:
+        thread.start()
+    reported = threading.Event()
+
+    def wait() -> None:
+        gather.all_here("reported")
+        reported.set()
+
+    threading.Thread(target=wait).start()
+    if last == nranks:
+        next_batch(reported)
+    reported.wait()
+    found["report"] = asked.beyond_polls() - before
+    found["longest look"] = max(looks)
+    found["asked"], found["asked at once"] = len(asked.asked), most_within(QUIET_SECONDS, asked.asked)
+    found["since"] = [rank.since for rank in ranks if rank.number != nranks - 1]
+    found["communicators"], found["file bytes"] = len(own.tracks), os.path.getsize(own.path)
+    stub.stub_hold(0)
+    for thread in stuck:
+        thread.join()
+    for rank in ranks:
+        for comm in rank.communicators:
+            comm.destroy()
+    gather.all_here("end")
+    return found
+
+
+def start(ranks: list[Rank], store: Counted, library: pynccl.Library, gather: Gather) -> dict[str, Any]:
+    """Bootstrap, split, some calls."""
+    started = time.time()
+    together([lambda rank=rank: rank.bootstrap(library) for rank in ranks])  # type: ignore[misc]
+    found: dict[str, Any] = {"bootstrap seconds": time.time() - started}
+    assert len(store.operations) == len(ranks)  # a thread each
+    found["bootstrap"], found["turns"] = max(store.operations.values()), max(store.turns.values(), default=0)
+    before = store.operations.total()
+    together([rank.split for rank in ranks])
+    for _ in range(CALLS):
+        together([rank.call for rank in ranks])
+    found["split"] = store.operations.total() - before
+    gather.all_here("split")
+    return found
+
+
+def next_batch(data: threading.Event) -> None:
+    """Where the missing rank is."""
+    data.wait()
+
+
+def quiet_polls(asked: Counted, gather: Gather) -> dict[str, Any]:
+    """What the watchdog asks while nothing happens; the roster, which it tells once, is counted apart."""
+    wait_for_polls(asked, 2)
+    gather.all_here("roster")
+    own = recorder.started()
+    assert own is not None
+    communicators = len({track.uid for track in own.tracks})
+    found: dict[str, Any] = {"roster": asked.beyond_polls() / communicators}
+    before, polls, began = asked.operations.total(), asked.polls, time.monotonic()
+    wait_for_polls(asked, QUIET_POLLS)
+    found["quiet poll"] = (asked.operations.total() - before) / (asked.polls - polls)
+    found["polls a second"] = (asked.polls - polls) / (time.monotonic() - began)
+    gather.all_here("quiet")
+    return found
+
+
+def wait_for_polls(asked: Counted, count: int) -> None:
+    end = asked.polls + count
+    while asked.polls < end:
+        time.sleep(0.02)
+
+
+def most_within(seconds: float, times: list[float]) -> int:
+    """The most of these times that lie within so many seconds."""
+    return max((sum(start <= one < start + seconds for one in times) for start in times), default=0)
 
 
 def together(bodies: list[Callable[[], None]]) -> None:
@@ -352,84 +309,163 @@ def together(bodies: list[Callable[[], None]]) -> None:
 # All processes
 
 
+class Process:
+    """One of them, and what its watchdog prints."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.popen = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        self.lines: list[tuple[float, str]] = []
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            self.lines.append((time.time(), line.rstrip("\n")))
+
+    def reports(self) -> dict[int, tuple[float, str]]:
+        """Of each rank: when it was printed, and the verdict."""
+        found: dict[int, tuple[float, str]] = {}
+        verdict = False
+        for when, line in list(self.lines):
+            head = re.match(r"pynccl watchdog: rank (\d+) of", line)
+            if head:
+                rank, verdict = int(head[1]), True
+                found[rank] = when, ""
+            elif line.startswith("  this rank's stack"):
+                verdict = False
+            elif verdict:
+                found[rank] = when, f"{found[rank][1]}\n{line.strip()}".strip()
+        return found
+
+    def result(self) -> dict[str, Any]:
+        assert self.popen.stdout is not None
+        said = self.popen.stdout.read()
+        code = self.popen.wait(60)
+        self._thread.join()
+        if code:
+            text = "\n".join(line for _, line in self.lines[-30:])
+            sys.exit(f"bench_scale.py: a process ended with {code}:\n{text}")
+        found: dict[str, Any] = json.loads(said)
+        return found
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+
 def measure(nranks: int, library: Path, options: argparse.Namespace) -> dict[str, Any]:
     """A job of so many ranks; what is printed of it."""
     import torch.distributed as dist
 
     processes = min(options.processes, max(nranks // PART, 1))
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = ["--library", str(library), "--processes", str(processes)]
-    common += ["--timeout", str(options.timeout), "--interval", str(options.interval)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("PYNCCL_CHECK", None)
-    bounds = [nranks * i // processes for i in range(processes + 1)]
-    running = []
-    for first, last in itertools.pairwise(bounds):
-        part = ["--child", str(server.port), str(first), str(last), str(nranks)]
-        command = [sys.executable, __file__, *part, *common]
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+    running = start_processes(nranks, processes, server.port, library, options.timeout)
+    gather = Gather(server, len(running) + 1)
     try:
-        said = [one.communicate(timeout=300)[0] for one in running]
+        for name in ("start", "split", "roster", "quiet"):
+            gather_or_end(gather, name, running)
+        end = time.time() + options.timeout + PATIENCE_SECONDS
+        while sum(len(one.reports()) for one in running) < nranks - 1 and time.time() < end:
+            time.sleep(0.1)
+        for name in ("reported", "end"):
+            gather_or_end(gather, name, running)
+        found = [one.result() for one in running]
     finally:
         for one in running:
-            one.kill()
-            one.wait()
-    if any(one.returncode for one in running):
-        sys.exit(f"bench_scale.py: of {nranks} ranks, processes ended with {[one.returncode for one in running]}")
-    return summary(nranks, [json.loads(text) for text in said])
+            one.end()
+    return summary(nranks, found, [one.reports() for one in running], options.timeout)
 
 
-def summary(nranks: int, found: list[dict[str, Any]]) -> dict[str, Any]:
-    spent = [one for part in found for one in part["spent"]]
-    report = sorted((one["report"] for one in spent), reverse=True)
-    seconds = [one for part in found for one in part["report seconds"]]
+def start_processes(nranks: int, processes: int, port: int, library: Path, timeout: float) -> list[Process]:
+    """Of all ranks but the last one, and one process for that."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYNCCL_WATCH_TIMEOUT": f"{timeout:g}"}
+    for name in ("PYNCCL_CHECK", "PYNCCL_WATCH", "PYNCCL_WATCH_ACTION", "RANK", "WORLD_SIZE"):
+        environment.pop(name, None)
+    bounds = [(nranks - 1) * i // processes for i in range(processes + 1)] + [nranks]
+    running = []
+    for number, (first, last) in enumerate(itertools.pairwise(bounds)):
+        part = ["--child", str(port), str(first), str(last), str(nranks)]
+        part += ["--library", str(library), "--processes", str(processes + 2)]
+        folder = str(library.parent / f"{nranks}-{number}")
+        command = [sys.executable, __file__, *part]
+        running.append(Process(command, environment | {"PYNCCL_WATCH_DIR": folder}))
+    return running
+
+
+def gather_or_end(gather: Gather, name: str, running: list[Process]) -> None:
+    """As Gather.all_here, but for processes that have failed."""
+    gather.store.add(f"gather/{name}", 1)
+    while gather.store.add(f"gather/{name}", 0) < gather.processes:
+        time.sleep(0.02)
+        for one in running:
+            if one.popen.poll():
+                one.result()
+
+
+def summary(
+    nranks: int, found: list[dict[str, Any]], reports: list[dict[int, tuple[float, str]]], timeout: float
+) -> dict[str, Any]:
+    def most(name: str) -> Any:
+        return max(one[name] for one in found)
+
+    began = min(since for one in found for since in one["since"])
+    when = [time - began - timeout for part in reports for time, _ in part.values()]
     return {
         "ranks": nranks,
-        "bootstrap": max(one["bootstrap"] for one in spent),
-        "split": max(one["split"] for one in spent),
-        "roster": max(one["roster"] for one in spent),
-        "quiet poll": sum(sum(part["quiet"]) for part in found) / nranks,
-        "report": sum(report) / nranks,
-        "report, reporter": report[0],
-        "turns of waiting": max(part["turns"] for part in found),
-        "bootstrap seconds": max(part["bootstrap seconds"] for part in found),
-        "first report seconds": min(seconds, default=-1.0),
-        "last report seconds": max(seconds, default=-1.0),
-        "reports": len(seconds),
-        "stuck": sum(part["stuck"] for part in found),
-        "asked": max(part["asked"] for part in found),
-        "asked in an interval": max(part["asked at once"] for part in found),
-        "texts": sorted({text for part in found for text in part["texts"]}),
+        "bootstrap": most("bootstrap"),
+        "split": most("split"),
+        "roster": most("roster"),
+        "quiet poll": sum(one["quiet poll"] for one in found) / len(found),
+        "polls a second": most("polls a second"),
+        "report": median(one["report"] for one in found),
+        "report, reporter": most("report"),
+        "turns of waiting": most("turns"),
+        "bootstrap seconds": most("bootstrap seconds"),
+        "first report seconds": min(when, default=-1.0),
+        "last report seconds": max(when, default=-1.0),
+        "reports": len(when),
+        "stuck": nranks - 1,
+        "asked": most("asked"),
+        "asked in a second": most("asked at once"),
+        "communicators": most("communicators"),
+        "look ms": most("look") * 1e3,
+        "longest look ms": most("longest look") * 1e3,
+        "file MB": most("file bytes") / 1e6,
+        "texts": sorted({text for part in reports for _, text in part.values()}),
     }
 
 
 COLUMNS = [
-    *["ranks", "bootstrap", "split", "roster", "quiet poll", "report", "report, reporter"],
-    *["bootstrap seconds", "first report seconds", "last report seconds", "asked", "asked in an interval"],
+    *["ranks", "bootstrap", "split", "roster", "quiet poll", "polls a second", "report", "report, reporter"],
+    *["bootstrap seconds", "first report seconds", "last report seconds", "asked", "asked in a second"],
+    *["communicators", "look ms", "longest look ms", "file MB"],
 ]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "Operations on the store, of the rank with most; of a quiet poll and a report (beyond its polls) the mean.",
-        "The turns in which a rank waits for the others to come are left out. Seconds of reports are past the timeout.",
+        "Operations on the store. Bootstrap, split: of the rank with most, without the turns in which it waits for",
+        "others. Roster (a communicator), quiet poll, report (beyond its polls; median, and who judges): of a process,",
+        "with however many ranks. Reports: seconds past the timeout of the rank that entered first. Asked: how often a",
+        "process was. A look: of the watchdog of the process with most communicators, while it is quiet, and the",
+        "longest, in milliseconds of the processor.",
     ]
     lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---:|" * len(COLUMNS)]
     for row in rows:
         cells = [f"{row[name]:.1f}" if isinstance(row[name], float) else str(row[name]) for name in COLUMNS]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        *(f"{row['ranks']}: {row['reports']} of {row['stuck']} ranks: {'; '.join(row['texts'])}" for row in rows),
-    ]
+    for row in rows:
+        lines += ["", f"{row['ranks']}: {row['reports']} of {row['stuck']} ranks that wait have said:", *row["texts"]]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 128, 1024], help="sizes (default 16 128 1024)")
-    parser.add_argument("--timeout", type=float, default=3.0, help="seconds in a call that are too long (default 3)")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between two polls (default 1)")
+    parser.add_argument("--timeout", type=float, default=3.0, help="PYNCCL_WATCH_TIMEOUT (default 3)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--processes", type=int, default=8, help="of which the ranks are threads (default 8)")
     parser.add_argument("--child", type=int, nargs=4, help=argparse.SUPPRESS)
@@ -439,8 +475,8 @@ def main() -> None:
         port, first, last, nranks = options.child
         print(json.dumps(child(port, first, last, nranks, options)))
         return
-    if min(options.ranks) < 2 or min(options.timeout, options.interval, options.processes) <= 0:
-        parser.error("--ranks is at least 2, --timeout, --interval and --processes are more than 0")
+    if min(options.ranks) < 2 or min(options.timeout, options.processes) <= 0:
+        parser.error("--ranks is at least 2, --timeout and --processes are more than 0")
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as folder:
         library = compile_stub(Path(folder))
         rows = [measure(nranks, library, options) for nranks in options.ranks]

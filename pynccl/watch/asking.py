@@ -6,8 +6,9 @@ once a poll. Every process appends its record to `answers/K`. The reporter reads
 which the others that are stuck wait; should it not come, `report/K/A` lets another one through. `roster/UID` says who
 has which rank of a communicator, `ends` who has ended.
 
-How often a process asks the store does not depend on how many there are. What it answers is somebody's text: JSON of
-bounded size, or it is left out.
+How often a process asks the store does not depend on how many there are: once a second, and every half while it waits
+for a verdict. So the answers of all are there before the reporter judges, whatever the timeout of each. What a process
+answers is somebody's text: JSON of bounded size, or it is left out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .store import OutOfReach, Reach, append, lines, read
 ANSWER_POLLS = 3  # polls after which the reporter judges without those who have not answered
 PATIENCE_POLLS = 6  # polls after which one who waits for a verdict becomes the reporter; again after as many
 ATTEMPTS = 3  # reporters of one round, before it is given up
+QUIET_SECONDS = 1.0  # between two polls of a process that waits for nothing
+WAITING_SECONDS = 0.5  # of one that waits for a verdict: ANSWER_POLLS of these are longer than QUIET_SECONDS
 FRESH_SECONDS = 30.0  # a verdict so old says nothing of a call that is still under way
 
 _MOST_ENDS = 64  # of a job that ends as a whole, the others would read megabytes
@@ -102,18 +105,19 @@ class _Alarm:
 
 
 class Exchange:
-    """One process's part. `poll` is called once an interval, by the watchdog; no method takes longer than about two
+    """One process's part. `poll` is called by the watchdog when it is `due`; no method takes longer than about two
     seconds, however the store is. A forked child cannot use it."""
 
     def __init__(self, store: Any, host: str, pid: int, machine: str, judge: Callable[[Answers], str]) -> None:
         self.host, self.pid, self.machine = host, pid, machine
-        self.judge = judge
+        self.judge, self.store = judge, store
         self._reach = Reach(store)
         self._roster: list[tuple[str, str]] = []  # (uid, line), not yet told
         self._enrols = not getattr(store, "quiet", False)
         self._job = ""  # the first communicator of this process at this store
         self._rounds = 0  # how many questions there have been
         self._alarm: _Alarm | None = None
+        self._polled_at = 0.0
         self._answered = 0  # the last round answered, when, and with which call of each (communicator, rank)
         self._answered_at = 0.0
         self._covered: dict[tuple[str, int], int] = {}
@@ -131,8 +135,14 @@ class Exchange:
             if self._enrols:
                 self._roster.append((uid, json.dumps([rank, self.host, self.pid, self.machine])))
 
+    @property
+    def due(self) -> bool:
+        """Whether it is time to poll again. The watchdog looks more often, which costs the store nothing."""
+        return time.monotonic() - self._polled_at >= (WAITING_SECONDS if self._alarm else QUIET_SECONDS)
+
     def poll(self) -> News:
         """What is new. One operation if nothing is."""
+        self._polled_at = time.monotonic()
         with self._lock:
             roster, self._roster = self._roster, []
         alarm = self._alarm

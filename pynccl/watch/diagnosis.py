@@ -13,6 +13,7 @@ from typing import Any
 
 from . import folder, reader, verdict
 from .asking import Answers, Exchange
+from .recorder import started
 from .records import DEAD, FAILED, RUNNING, UNKNOWN, CommRecord, ProcessRecord
 from .track import Track
 from .wording import ranks_text
@@ -22,7 +23,20 @@ _PAUSE = 0.02
 
 
 def exchange_at(store: Any) -> Exchange:
-    """This process's part in the questions of the ranks that share the store."""
+    """This process's part in the questions of the ranks that share the store: one, also where several of its threads
+    are ranks there, since it answers once for all of them."""
+    own = started()
+    if own is None:
+        return _new_exchange(store)
+    with own.sharing:
+        found: Exchange | None = next((one for one in own.exchanges if one.store is store), None)
+        if found is None:
+            found = _new_exchange(store)
+            own.exchanges.add(found)
+        return found
+
+
+def _new_exchange(store: Any) -> Exchange:
     return Exchange(store, os.uname().nodename, os.getpid(), folder.machine(), _judge)
 
 
@@ -40,7 +54,7 @@ def answers(uid: str, path: str) -> list[ProcessRecord]:
 
 def all_here(track: Track) -> bool:
     """Whether all ranks of the communicator have their files on this machine, so that nobody need be asked."""
-    return {comm.rank for one in records(track.uid) for comm in _of(one, track.uid)} == set(range(track.size))
+    return reader.ranks(folder.base(), track.uid) >= set(range(track.size))
 
 
 def report(track: Track, why_alone: str = "") -> str:

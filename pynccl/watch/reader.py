@@ -4,6 +4,7 @@ writing, or may be an enemy: nothing in it is trusted, nothing is run, and what 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -71,6 +72,15 @@ def uids(path: str) -> set[str]:
     """The names of the communicators in the file: a quick look at the heads of its regions."""
     with _Bytes(path) as data:
         return {data.text(at, what) for at in data.regions() for what in ("uid", "alias")} - {""}
+
+
+def ranks(path: str, uid: str) -> set[int]:
+    """Which ranks of the communicator have their records in this folder, or in the folders of jobs in it."""
+    found: set[int] = set()
+    for one in list(_paths(path))[:_MOST_FILES]:
+        with contextlib.suppress(OSError, BadRecord), _Bytes(one) as data:
+            found |= {data.rank(at) for at in data.regions() if uid in (data.text(at, "uid"), data.text(at, "alias"))}
+    return found
 
 
 def read_file(path: str) -> Process:
@@ -143,6 +153,11 @@ class _Bytes:
     def text(self, region: int, what: str) -> str:
         where, nbytes = layout.COMM_TEXTS[what]
         return _clean(layout.get(self.at(region + where, nbytes), 0, nbytes))
+
+    def rank(self, region: int) -> int:
+        """Of a communicator that is there, or has ended; -1: neither."""
+        kind, rank, size, check, _ = layout.COMM.unpack(self.at(region, layout.COMM.size))
+        return rank if kind in (layout.LIVE, layout.ENDED) and check == size + 1 else -1
 
     def seconds(self, clock: float) -> float:
         """Of the machine's clock since the epoch; 0.0 for 0, and for nonsense."""

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from typing import Any
 
 from . import folder, layout
@@ -31,6 +32,8 @@ class Recorder:
         self.settings, self.pid = chosen, os.getpid()
         self.region = layout.region(chosen.calls)
         self.tracks: list[Any] = []  # of the communicators that are alive
+        self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()  # with which ranks on other machines are asked
+        self.sharing = threading.Lock()  # of what all threads share: the exchanges, the watchdog
         self._lock = threading.Lock()
         self._strings = {"": 0}
         self._regions = 0

@@ -219,6 +219,10 @@ class Track:
         """Whether the newest call has returned, where tracks are careful."""
         return bool(self.returned[self._slot(number)])
 
+    def is_located(self, number: int) -> bool:
+        """Whether the line of the newest call is known."""
+        return bool(self._site[self._slot(number)])
+
     def locate(self, number: int, site: str) -> None:
         """By the watchdog: the line of the newest call, which has not returned."""
         slot = self._slot(number)

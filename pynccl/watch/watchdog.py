@@ -76,7 +76,8 @@ class Watchdog:
                 watched.reported = stuck.entry
                 self._ask(stuck, watched)
         for exchange in list(dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)):
-            self._poll(exchange)
+            if exchange.due:
+                self._poll(exchange)
 
     def _look_at(self, track: Track, watched: Watched) -> Stuck | None:
         comm = track.comm()
@@ -88,7 +89,8 @@ class Watchdog:
             return None
         if inside:
             seconds = time.monotonic() - watched.since
-            track.locate(head, stacks.site(stacks.frame_inside(comm)))
+            if not track.is_located(head):
+                track.locate(head, stacks.site(stacks.frame_inside(comm)))
             return Stuck(track, head, seconds, True) if seconds > self.settings.timeout else None
         return self._look_at_streams(track, watched)
 
@@ -194,8 +196,9 @@ def prepare() -> None:
     own = recorder.started()
     if own is None or (_watchdog is not None and _watchdog.recorder is own):
         return
-    with contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
-        _watchdog = Watchdog(own)
+    with own.sharing, contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
+        if _watchdog is None or _watchdog.recorder is not own:  # another thread was faster
+            _watchdog = Watchdog(own)
 
 
 def stop() -> None:
