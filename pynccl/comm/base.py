@@ -236,9 +236,10 @@ def _explained_on_a_stream(error: BaseException) -> BaseException:
         return error
     comms = (track.comm() for track in own.tracks if not track.explains)
     for comm in comms:
-        if comm is not None and comm.library.is_host and comm.alive:
-            if comm.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
-                return explained(error, comm._track)
+        if comm is None or not comm.library.is_host or not comm.alive:
+            continue
+        if comm.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
+            return explained(error, comm._track)
     return error
 
 

@@ -22,8 +22,8 @@ ORDER: dict[str, str] = {
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         comm.deadline
         watch.records watch.layout watch.settings watch.folder watch.frames watch.notes watch.recorder watch.rows
-        watch.track watch.reader watch.wording watch.members watch.waits watch.disagreements watch.findings watch.endings
-        watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends watch.progress
+        watch.track watch.reader watch.wording watch.members watch.waits watch.disagreements watch.findings
+        watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends watch.progress
         watch.watchdog
         comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.fast_path comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
