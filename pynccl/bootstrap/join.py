@@ -73,7 +73,7 @@ def watch_at(comm: Communicator, store: Any) -> None:
     if comm.recorded and comm.size > 1:
         from ..watch.diagnosis import exchange_at  # what it imports takes long
 
-        comm.watch_at(exchange_at(store))
+        comm._watch_at(exchange_at(store))
 
 
 def init(nranks: int, identity: bytes, rank: int, part: Part, config: CommConfig | None, clock: Clock) -> Communicator:

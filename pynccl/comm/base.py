@@ -117,7 +117,7 @@ class Comm(Shared):
         """Whether its calls are in the flight recorder: unless PYNCCL_WATCH=off when it was made."""
         return self._track is not None
 
-    def watch_at(self, exchange: Any) -> None:
+    def _watch_at(self, exchange: Any) -> None:
         """Its ranks are on several machines, maybe, and can be asked so where they are."""
         if self._track is not None:
             self._track.join(exchange)

@@ -115,7 +115,7 @@ class Finalize(Comm):
         For several communicators of one process, `pynccl.abort(comms)`, which also says what happens to CUDA graphs."""
         abort([self])
 
-    def abort_late(self, text: str) -> None:
+    def _abort_late(self, text: str) -> None:
         """By the watchdog: abort it, so that a call that is under way raises NcclTimeout with this text."""
         self._late = text
         abort([self])

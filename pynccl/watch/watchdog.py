@@ -184,7 +184,7 @@ class Watchdog:
         ]
         print("\n  ".join(lines), file=sys.stderr, flush=True)
         if aborts:
-            comm.abort_late(f"rank {track.rank} waited {stuck.seconds:.1f} s: {text}")
+            comm._abort_late(f"rank {track.rank} waited {stuck.seconds:.1f} s: {text}")
 
 
 _watchdog: Watchdog | None = None

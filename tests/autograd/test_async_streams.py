@@ -70,7 +70,7 @@ class Comm:
     """A communicator of two ranks on a GPU."""
 
     library = SimpleNamespace(is_host=False)
-    device, size, checking = "cuda:0", 2, False
+    device, size, checking, recorded = "cuda:0", 2, False, False
 
 
 class Current(threading.local):

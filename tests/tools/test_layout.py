@@ -23,8 +23,8 @@ ORDER: dict[str, str] = {
         comm.deadline
         watch.records watch.layout watch.settings watch.folder watch.frames watch.notes watch.recorder watch.rows
         watch.track watch.reader watch.wording watch.members watch.waits watch.disagreements watch.findings
-        watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends watch.progress
-        watch.watchdog
+        watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends
+        watch.progress watch.watchdog
         comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.fast_path comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
