@@ -14,6 +14,7 @@ from ...watch.records import RUNNING, STOPPED, ProcessRecord, from_json
 _MOST_BYTES = 1 << 28  # of a JSON file
 _DEPTH = 3  # folders within folders: collected/node0/job
 _LIVING = (RUNNING, STOPPED)
+_PATIENCE = 2.0  # seconds that a rank of a running job may wait for another
 
 
 class NothingFoundError(Exception):
@@ -73,9 +74,11 @@ def read_file(path: str) -> ProcessRecord:
 
 
 def judge(processes: list[ProcessRecord]) -> Any:
+    """The verdict. In a job that runs, ranks always wait for each other a little."""
     from ...watch import verdict
 
-    return verdict.judge(processes)
+    alive = any(process.state == RUNNING for process in processes)
+    return verdict.judge(processes, patience=_PATIENCE if alive else 0.0)
 
 
 def render(verdict_: Any) -> str:
