@@ -234,11 +234,9 @@ def _explained_on_a_stream(error: BaseException) -> BaseException:
     own = started()
     if own is None or not isinstance(error, NcclError):
         return error
-    comms = (track.comm() for track in own.tracks if not track.explains)
+    comms = [comm for track in own.tracks if not track.explains and (comm := track.comm()) is not None and comm.alive]
     for comm in comms:
-        if comm is None or not comm.library.is_host or not comm.alive:
-            continue
-        if comm.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
+        if comm.library.is_host and comm.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
             return explained(error, comm._track)
     return error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nodes import CABLE, ip, two_nodes
 
 from pynccl.host import interfaces
 from pynccl.host.failure import HostFailure
 
 ROOT = Path(__file__).parents[2]
-NODES = (f"pynccl-{os.getpid()}-a", f"pynccl-{os.getpid()}-b")
 
 JOB = """
     import os, pathlib, sys, time, torch, pynccl
@@ -39,30 +38,10 @@ JOB = """
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with one cable between them, and no way out."""
-    if shutil.which("ip") is None:
-        pytest.skip("needs the program ip (package iproute2)")
-    try:
-        try:
-            for name in NODES:
-                ip("netns", "add", name)
-            ip("link", "add", "nccl0", "netns", NODES[0], "type", "veth", "peer", "name", "nccl0", "netns", NODES[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"cannot make network namespaces here: {error.stderr.decode().strip()}")
-        for i, name in enumerate(NODES):
-            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "nccl0")
-            for device in ("lo", "nccl0"):
-                ip("-n", name, "link", "set", device, "up")
-        yield NODES
-    finally:
-        for name in NODES:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    with two_nodes() as names:
+        yield names
 
 
 def start(nodes: tuple[str, str], folder: Path, *arguments: str, **environment: str) -> list[subprocess.Popen[str]]:
@@ -100,14 +79,14 @@ def test_a_cut_cable_ends_both_sides_within_the_timeout(nodes: tuple[str, str], 
     try:
         for rank in ranks:
             assert rank.stdout is not None and rank.stdout.readline() == "3.0 2\n"
-        ip("-n", nodes[0], "link", "set", "nccl0", "down")
+        ip("-n", nodes[0], "link", "set", CABLE, "down")
         cut = time.monotonic()
         assert [rank.communicate(timeout=30)[0] for rank in ranks] == ["lost True\n"] * 2
         assert time.monotonic() - cut < 10
     finally:
         for rank in ranks:
             rank.kill()
-        ip("-n", nodes[0], "link", "set", "nccl0", "up")
+        ip("-n", nodes[0], "link", "set", CABLE, "up")
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_a_send_that_was_received_is_not_unmatched() -> None:
         ({"end": "SIGTERM"}, "process 1002 ended 3.1 s ago at data.py:41 next_batch: SIGTERM"),
         (
             {"end": "exit"},
-            "exited by itself 3.1 s ago (the end of its program, or sys.exit) without entering all_reduce #41",
+            "3.1 s ago (the end of its program, or sys.exit) without entering all_reduce #41",
         ),
     ],
 )
