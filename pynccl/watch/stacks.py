@@ -27,7 +27,7 @@ def frame_inside(comm: Any) -> FrameType | None:
             if number > _MOST_FRAMES:
                 break
             values = frame.f_locals if "comm" in frame.f_code.co_filename else {}
-            if any(values.get(name) is comm for name in ("self", "comm", "first")):
+            if values.get("self") is comm or values.get("comm") is comm or values.get("first") is comm:
                 return innermost
     return main_frame()
 
