@@ -146,7 +146,7 @@ def timed_looks() -> list[float]:
         look(own)
         spent.append(time.thread_time() - start)
 
-    watchdog.Watchdog.look = timed  # type: ignore[method-assign]
+    watchdog.Watchdog.look = timed  # type: ignore[assignment, method-assign]
     return spent
 
 
@@ -453,8 +453,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "Operations on the store. Bootstrap, split: of the rank with most, without the turns in which it waits for",
         "others. Roster (a communicator), quiet poll, report (beyond its polls; median, and who judges): of a process,",
         "with however many ranks. Polls apart: the fewest seconds between two of them. Reports: seconds past the",
-        "timeout of the rank that entered first. Asked: how often a process was. A look: of the watchdog of the process",
-        "with most communicators, while it is quiet, and the longest, in milliseconds of the processor.",
+        "timeout of the rank that entered first. Asked: how often a process was. A look: of the watchdog of the",
+        "process with most communicators, while it is quiet, and the longest, in milliseconds of the processor.",
     ]
     lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---:|" * len(COLUMNS)]
     for row in rows:

@@ -344,7 +344,7 @@ def test_lines_and_times_of_real_calls(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_threads_that_make_communicators_at_once_share_one_watchdog(own: recorder.Recorder) -> None:
-    gate = threading.Barrier(16)
+    gate, before = threading.Barrier(16), set(threading.enumerate())
 
     def prepare() -> None:
         gate.wait()
@@ -356,7 +356,8 @@ def test_threads_that_make_communicators_at_once_share_one_watchdog(own: recorde
     for thread in threads:
         thread.join()
     try:
-        assert [one.name for one in threading.enumerate()].count("pynccl watchdog") == 1
+        new = [one.name for one in threading.enumerate() if one not in before]
+        assert new == ["pynccl watchdog"]
     finally:
         watchdog.stop()
 
