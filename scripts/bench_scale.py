@@ -38,7 +38,7 @@ from pynccl.watch.asking import QUIET_SECONDS
 
 CALLS = 3  # collectives before the one that hangs
 PART = 8  # ranks of a communicator after the split
-QUIET_POLLS = 3
+QUIET_POLLS = 2
 PATIENCE_SECONDS = 60.0
 
 STUB = r"""
@@ -110,7 +110,7 @@ class Counted:
         self._store = store
         self.operations: Counter[threading.Thread] = Counter()
         self.turns: Counter[threading.Thread] = Counter()
-        self.polls = 0
+        self.polled: list[float] = []  # when it was looked whether there is a question
         self.asked: list[float] = []  # when a question was read
         self.watchdogs: Counted | None = None
 
@@ -120,7 +120,8 @@ class Counted:
         def counted(*arguments: Any) -> Any:
             waits = name == "check" and arguments[0] in (["over"], ["rank/0"])
             (self.turns if waits else self.operations)[threading.current_thread()] += 1
-            self.polls += (name, *arguments) == ("add", "watch/rounds", 0)
+            if (name, *arguments) == ("add", "watch/rounds", 0):
+                self.polled.append(time.monotonic())
             if name == "get" and arguments[0].startswith("watch/question/"):
                 self.asked.append(time.monotonic())
             return found(*arguments)
@@ -132,7 +133,7 @@ class Counted:
         return self.watchdogs
 
     def beyond_polls(self) -> int:
-        return self.operations.total() - self.polls
+        return self.operations.total() - len(self.polled)
 
 
 def timed_looks() -> list[float]:
@@ -145,7 +146,7 @@ def timed_looks() -> list[float]:
         look(own)
         spent.append(time.thread_time() - start)
 
-    watchdog.Watchdog.look = timed  # type: ignore[method-assign]
+    watchdog.Watchdog.look = timed  # type: ignore[assignment, method-assign]
     return spent
 
 
@@ -269,17 +270,18 @@ def quiet_polls(asked: Counted, gather: Gather) -> dict[str, Any]:
     assert own is not None
     communicators = len({track.uid for track in own.tracks})
     found: dict[str, Any] = {"roster": asked.beyond_polls() / communicators}
-    before, polls, began = asked.operations.total(), asked.polls, time.monotonic()
+    before, polls = asked.operations.total(), len(asked.polled)
     wait_for_polls(asked, QUIET_POLLS)
-    found["quiet poll"] = (asked.operations.total() - before) / (asked.polls - polls)
-    found["polls a second"] = (asked.polls - polls) / (time.monotonic() - began)
+    times = asked.polled[polls - 1 :]
+    found["quiet poll"] = (asked.operations.total() - before) / (len(times) - 1)
+    found["apart"] = min(second - first for first, second in itertools.pairwise(times))
     gather.all_here("quiet")
     return found
 
 
 def wait_for_polls(asked: Counted, count: int) -> None:
-    end = asked.polls + count
-    while asked.polls < end:
+    end = len(asked.polled) + count
+    while len(asked.polled) < end:
         time.sleep(0.02)
 
 
@@ -419,7 +421,7 @@ def summary(
         "split": most("split"),
         "roster": most("roster"),
         "quiet poll": sum(one["quiet poll"] for one in found) / len(found),
-        "polls a second": most("polls a second"),
+        "polls apart": min(one["apart"] for one in found),
         "report": median(one["report"] for one in found),
         "report, reporter": most("report"),
         "turns of waiting": most("turns"),
@@ -428,6 +430,7 @@ def summary(
         "last report seconds": max(when, default=-1.0),
         "reports": len(when),
         "stuck": nranks - 1,
+        "calls": CALLS + 2,  # a split, and the one that hangs
         "asked": most("asked"),
         "asked in a second": most("asked at once"),
         "communicators": most("communicators"),
@@ -439,7 +442,7 @@ def summary(
 
 
 COLUMNS = [
-    *["ranks", "bootstrap", "split", "roster", "quiet poll", "polls a second", "report", "report, reporter"],
+    *["ranks", "bootstrap", "split", "roster", "quiet poll", "polls apart", "report", "report, reporter"],
     *["bootstrap seconds", "first report seconds", "last report seconds", "asked", "asked in a second"],
     *["communicators", "look ms", "longest look ms", "file MB"],
 ]
@@ -449,9 +452,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "Operations on the store. Bootstrap, split: of the rank with most, without the turns in which it waits for",
         "others. Roster (a communicator), quiet poll, report (beyond its polls; median, and who judges): of a process,",
-        "with however many ranks. Reports: seconds past the timeout of the rank that entered first. Asked: how often a",
-        "process was. A look: of the watchdog of the process with most communicators, while it is quiet, and the",
-        "longest, in milliseconds of the processor.",
+        "with however many ranks. Polls apart: the fewest seconds between two of them. Reports: seconds past the",
+        "timeout of the rank that entered first. Asked: how often a process was. A look: of the watchdog of the",
+        "process with most communicators, while it is quiet, and the longest, in milliseconds of the processor.",
     ]
     lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---:|" * len(COLUMNS)]
     for row in rows:

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 from .records import COMPLETED, FAILED, CallRecord, CommRecord, ProcessRecord, from_json, to_json
 from .store import OutOfReach, Reach, append, lines, read
 
-ANSWER_POLLS = 3  # polls after which the reporter judges without those who have not answered
+ANSWER_POLLS = 4  # polls after which the reporter judges without those who have not answered
 PATIENCE_POLLS = 6  # polls after which one who waits for a verdict becomes the reporter; again after as many
 ATTEMPTS = 3  # reporters of one round, before it is given up
 QUIET_SECONDS = 1.0  # between two polls of a process that waits for nothing
-WAITING_SECONDS = 0.5  # of one that waits for a verdict: ANSWER_POLLS of these are longer than QUIET_SECONDS
+WAITING_SECONDS = 0.5  # of one that waits for a verdict; the reporter so gives the quiet ones time to answer
 FRESH_SECONDS = 30.0  # a verdict so old says nothing of a call that is still under way
 
 _MOST_ENDS = 64  # of a job that ends as a whole, the others would read megabytes

@@ -69,12 +69,13 @@ class Watchdog:
         tracks = list(self.recorder.tracks)
         for gone in self._watched.keys() - {track.number for track in tracks}:
             del self._watched[gone]
+        here: dict[str, bool] = {}
         for track in tracks:
             watched = self._watched.setdefault(track.number, Watched())
             stuck = self._look_at(track, watched)
             if stuck is not None and self.settings.timeout and watched.reported < stuck.entry:
                 watched.reported = stuck.entry
-                self._ask(stuck, watched)
+                self._ask(stuck, watched, here)
         for exchange in list(dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)):
             if exchange.due:
                 self._poll(exchange)
@@ -128,13 +129,17 @@ class Watchdog:
         seconds = time.monotonic() - max(watched.mark.made, watched.since)
         return Stuck(track, watched.mark.entry, seconds, False) if seconds > self.settings.timeout else None
 
-    def _ask(self, stuck: Stuck, watched: Watched) -> None:
-        """Find out who is missing: from the files of this machine, or from all machines, whose answer comes later."""
+    def _ask(self, stuck: Stuck, watched: Watched, here: dict[str, bool]) -> None:
+        """Find out who is missing: from the files of this machine, or from all machines, whose answer comes later.
+
+        here  of which communicators this look has found that all their ranks are on this machine, or not"""
         from . import diagnosis  # what it imports takes long: not before it is needed
 
         track = stuck.track
         self.recorder.write_stack(stacks.stack(self._frame(stuck)))
-        if track.exchange is None or diagnosis.all_here(track):
+        if track.exchange is not None and track.uid not in here:
+            here[track.uid] = diagnosis.all_here(track)
+        if track.exchange is None or here[track.uid]:
             self._report(stuck, diagnosis.report(track))
         elif track.exchange.raise_alarm(track.uid, track.rank, stuck.entry):
             watched.asked = stuck

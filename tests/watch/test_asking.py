@@ -14,13 +14,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from gate import Gate
 
-from pynccl.watch.asking import ANSWER_POLLS, ATTEMPTS, PATIENCE_POLLS, Answers, Exchange, trimmed
+from pynccl.watch import asking, recorder
+from pynccl.watch.asking import (
+    ANSWER_POLLS,
+    ATTEMPTS,
+    PATIENCE_POLLS,
+    QUIET_SECONDS,
+    WAITING_SECONDS,
+    Answers,
+    Exchange,
+    trimmed,
+)
+from pynccl.watch.diagnosis import exchange_at
 from pynccl.watch.records import INSIDE, CallRecord, CommRecord, ProcessRecord, to_json
 from pynccl.watch.store import Reach, append, lines
 
@@ -540,3 +552,56 @@ def test_what_fails_at_the_store_is_out_of_reach_for_good() -> None:
         reach.do(lambda store: store.get("nothing"))
     with pytest.raises(Exception, match="is lost"):
         reach.do(lambda store: store.add("a", 0))
+
+
+def test_a_process_asks_once_for_all_its_threads_that_are_ranks_at_one_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYNCCL_WATCH_DIR", str(tmp_path))
+    monkeypatch.setattr(recorder, "_recorder", recorder.Recorder())
+    store, other = dist.HashStore(), dist.HashStore()
+    gate, found = threading.Barrier(8), []
+
+    def join() -> None:
+        gate.wait()
+        found.append(exchange_at(store))
+
+    threads = [threading.Thread(target=join) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert exchange_at(other) is not found[0]
+    monkeypatch.setattr(recorder, "_recorder", recorder.Recorder())  # as in a forked child
+    assert exchange_at(store) is not found[0]
+
+
+def test_the_store_is_asked_once_a_second_and_twice_while_a_verdict_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def polls(seconds: float) -> int:
+        count, end = 0, clock[0] + seconds
+        while clock[0] < end:
+            if exchange.due:
+                exchange.poll()
+                count += 1
+            clock[0] += 0.05  # the watchdog looks
+        return count
+
+    exchange = Exchange(dist.HashStore(), "host", 1, "machine", lambda answers: "verdict")
+    assert polls(10.0) in (10, 9)
+    exchange.enrol(WORLD, 0)
+    silent = json.dumps([1, "elsewhere", 2, "machine2"])
+    append(exchange.store, f"watch/roster/{WORLD}", silent)
+    assert exchange.raise_alarm(WORLD, 0, 1)
+    assert polls(2.1) >= ANSWER_POLLS  # and then it has the verdict
+    assert polls(10.0) in (10, 9)
+
+
+def test_a_reporter_waits_longer_than_a_quiet_process_takes_to_answer() -> None:
+    assert (ANSWER_POLLS - 1) * WAITING_SECONDS >= 1.5 * QUIET_SECONDS

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,8 @@ import pytest
 import torch
 
 import pynccl
-from pynccl.watch import folder, layout, recorder
-from pynccl.watch.reader import BadRecord, read_file, read_folder, state_of
+from pynccl.watch import folder, layout, recorder, watchdog
+from pynccl.watch.reader import BadRecord, ranks, read_file, read_folder, state_of
 from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CommRecord, ProcessRecord
 from pynccl.watch.track import Identity, Track, uid_of
 
@@ -340,3 +341,35 @@ def test_lines_and_times_of_real_calls(tmp_path: Path, monkeypatch: pytest.Monke
     assert [call.site for call in record.calls] == [f"{__file__}:{line}"] * 4
     assert {call.state for call in record.calls} == {COMPLETED}
     comm.destroy()
+
+
+def test_threads_that_make_communicators_at_once_share_one_watchdog(own: recorder.Recorder) -> None:
+    gate, before = threading.Barrier(16), set(threading.enumerate())
+
+    def prepare() -> None:
+        gate.wait()
+        watchdog.prepare()
+
+    threads = [threading.Thread(target=prepare) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        new = [one.name for one in threading.enumerate() if one not in before]
+        assert new == ["pynccl watchdog"]
+    finally:
+        watchdog.stop()
+
+
+def test_whose_records_are_on_this_machine_is_told_from_the_heads_of_the_files(own: recorder.Recorder) -> None:
+    uid = uid_of("a")
+    for rank in (0, 2):
+        Track(own, Identity(uid, "a", ""), rank, 4, False)
+    grown = Track(own, Identity(uid_of("b"), "b", ""), 3, 4, False)
+    grown.write("alias", uid)
+    Track(own, Identity(uid_of("c"), "c", ""), 1, 4, False).end("destroyed")
+    base = str(Path(own.path).parent.parent)
+    assert ranks(base, uid) == {0, 2, 3}
+    assert ranks(base, uid_of("c")) == {1}
+    assert ranks(base, uid_of("d")) == set()
