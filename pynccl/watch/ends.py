@@ -23,8 +23,13 @@ def prepare() -> None:
     process = sys.modules.get("multiprocessing.process")
     util = sys.modules.get("multiprocessing.util")
     if process is not None and util is not None and process.parent_process() is not None and not _prepared:
-        # It catches what the function of the process raises, and prints it itself; only here can it be seen.
+        # It catches what the function of the process raises, and prints it itself; only here can it be seen. Handlers
+        # of atexit are not run in all such processes.
         _prepared.append(util.Finalize(None, _tell, exitpriority=1000))
+        _prepared.append(util.Finalize(None, _remove, exitpriority=0))
+
+
+os.register_at_fork(after_in_child=_prepared.clear)  # as multiprocessing does with what it was given
 
 
 def register_removal() -> None:
@@ -98,7 +103,7 @@ def _remove() -> None:
         with contextlib.suppress(OSError, ValueError):
             kind, alive = folder.end_of(path)
             waiting = waiting or (alive and not kind)
-            if kind == layout.CLEAN and not alive:
+            if kind == layout.CLEAN:  # also of one that is still about to end, and left its file to this one
                 gone.append(path)
     if not waiting:
         for path in gone:
