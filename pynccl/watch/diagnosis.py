@@ -61,7 +61,12 @@ def report(track: Track, why_alone: str = "") -> str:
     """Who is missing, and where: of a call that does not return; by the records of this machine alone.
 
     why_alone  why others were not asked, where they should have been"""
-    text = _about(records(track.uid), track.uid, track.rank)
+    known = records(track.uid)
+    found = verdict.judge(known, uid=track.uid)
+    text = verdict.about(found, track.uid, track.rank)
+    for one in known:
+        if one.state == RUNNING and any((comm.uid, comm.rank) in found.culprits for comm in _of(one, track.uid)):
+            folder.tell(one.path, text)
     return f"{text}\nthe ranks on other machines could not be asked: {why_alone}" if why_alone else text
 
 

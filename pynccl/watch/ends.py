@@ -23,8 +23,13 @@ def prepare() -> None:
     process = sys.modules.get("multiprocessing.process")
     util = sys.modules.get("multiprocessing.util")
     if process is not None and util is not None and process.parent_process() is not None and not _prepared:
-        # It catches what the function of the process raises, and prints it itself; only here can it be seen.
+        # It catches what the function of the process raises, and prints it itself; only here can it be seen. Handlers
+        # of atexit are not run in all such processes.
         _prepared.append(util.Finalize(None, _tell, exitpriority=1000))
+        _prepared.append(util.Finalize(None, _remove, exitpriority=0))
+
+
+os.register_at_fork(after_in_child=_prepared.clear)  # as multiprocessing does with what it was given
 
 
 def register_removal() -> None:

@@ -14,6 +14,8 @@ from .settings import settings
 
 _KEPT_SECONDS = 7 * 86400.0  # for the files of jobs that went wrong
 _KEPT_JOBS = 64
+_TOLD = ".told"
+_MOST_TOLD = 1 << 14
 
 
 def base() -> str:
@@ -110,8 +112,9 @@ def remove_old(folder: str, keep: str) -> None:
 def remove(folder: str, paths: list[str]) -> None:
     """Remove these files, and the folder if nothing else is in it."""
     for path in paths:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        for one in (path, path + _TOLD):
+            with contextlib.suppress(OSError):
+                os.unlink(one)
     with contextlib.suppress(OSError):
         os.rmdir(folder)
 
@@ -125,6 +128,25 @@ def end_of(path: str) -> tuple[int, bool]:
     with open(path, "rb") as file:
         head = file.read(HEADER_BYTES)
     return (END.unpack_from(head, END_AT)[1] if len(head) == HEADER_BYTES else 0), alive(path)
+
+
+def tell(path: str, text: str) -> None:
+    """Leave a text for the process of this file, whose watchdog prints it: that others wait for it."""
+    with contextlib.suppress(OSError):
+        mine = f"{path}.{os.getpid()}"
+        with open(mine, "x") as file:
+            file.write(text)
+        os.replace(mine, path + _TOLD)
+
+
+def told(path: str) -> str:
+    """What was left for the process of this file, once."""
+    with contextlib.suppress(OSError):
+        with open(path + _TOLD, errors="replace") as file:
+            text = file.read(_MOST_TOLD)
+        os.unlink(path + _TOLD)
+        return text
+    return ""
 
 
 def alive(path: str) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from . import progress, recorder, stacks
+from . import folder, progress, recorder, stacks
 from .settings import RAISE
 from .track import Track
 
@@ -46,6 +46,8 @@ class Watchdog:
         self._watched: dict[int, Watched] = {}
         self._stop = threading.Event()
         self.looks = 0
+        self._where = ""  # where the main thread was at the last look
+        self._told: set[str] = set()  # what others have told this process of itself
         self._thread = threading.Thread(target=self._work, name="pynccl watchdog", daemon=True)
         self._thread.start()
 
@@ -65,20 +67,36 @@ class Watchdog:
     def look(self) -> None:
         """One look at everything."""
         self.looks += 1
-        self.recorder.look(stacks.where(stacks.main_frame()))
+        self._look_at_program()
         tracks = list(self.recorder.tracks)
         for gone in self._watched.keys() - {track.number for track in tracks}:
             del self._watched[gone]
         here: dict[str, bool] = {}
         for track in tracks:
             watched = self._watched.setdefault(track.number, Watched())
-            stuck = self._look_at(track, watched)
-            if stuck is not None and self.settings.timeout and watched.reported < stuck.entry:
-                watched.reported = stuck.entry
-                self._ask(stuck, watched, here)
+            with contextlib.suppress(Exception):  # what goes wrong with one must not hide the others
+                stuck = self._look_at(track, watched)
+                if stuck is not None and self.settings.timeout and watched.reported < stuck.entry:
+                    watched.reported = stuck.entry
+                    self._ask(stuck, watched, here)
         for exchange in list(dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)):
             if exchange.due:
                 self._poll(exchange)
+
+    def _look_at_program(self) -> None:
+        """Where the main thread is; its stack, too, if it has stayed there; and whether others wait for it."""
+        frame = stacks.main_frame()
+        where = stacks.where(frame)
+        if where == self._where:
+            self.recorder.write_stack(stacks.stack(frame))
+        self._where = where
+        self.recorder.look(where)
+        if self.recorder.path and (text := folder.told(self.recorder.path)):
+            first, *rest = text.splitlines()
+            if first not in self._told:
+                self._told.add(first)
+                lines = ["pynccl watchdog: other ranks wait for this one", first, *rest]
+                print("\n  ".join(lines), file=sys.stderr, flush=True)
 
     def _look_at(self, track: Track, watched: Watched) -> Stuck | None:
         comm = track.comm()

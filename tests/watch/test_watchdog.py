@@ -17,7 +17,7 @@ from hanging import SPEAKS, elsewhere, place_of, said, standard_error
 from processes import process
 from ranks import HOST, RankPool
 
-TIMEOUT = 0.5
+TIMEOUT = 0.7
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,11 @@ def backward(comm: Any) -> None:
     y.sum().backward()  # backward
 
 
+def loads(comm: Any) -> None:
+    """What takes longer than the watchdog's patience."""
+    import pynccl_autograd  # noqa: F401
+
+
 # From where the other rank comes late, if not before all of it
 LATE_WITHIN = (init, backward)
 FOLDER: list[str] = []
@@ -139,7 +144,6 @@ FLOATS = "FLOAT32 x 4"
 NEVER = "rank 1 never entered {} (comm 'mine', 2 ranks, {})"
 EXPECTED = {
     all_reduce: NEVER.format("all_reduce #3", f"{FLOATS}, {place('all_reduce')}"),
-    large: NEVER.format("all_reduce #3", f"FLOAT32 x 1,048,576, {place('large')}"),
     on_a_stream: NEVER.format("all_reduce #3", f"{FLOATS}, {place('on_a_stream')}"),
     split: NEVER.format("split #3", place("split")),
     barrier: NEVER.format("barrier #3", place("barrier")),
@@ -154,6 +158,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("body", EXPECTED, ids=lambda body: body.__name__)
 def test_who_waits_is_told_who_is_missing_and_where(watched: RankPool, tmp_path: Path, body: Any) -> None:
+    if body is backward:
+        watched.run(2, loads)
     text, other = watched.run(2, waits, str(tmp_path), body)
     assert other == ""
     assert text.count(SPEAKS) == 1
@@ -164,7 +170,7 @@ def test_who_waits_is_told_who_is_missing_and_where(watched: RankPool, tmp_path:
 
 
 def test_all_that_wait_are_told_once(watched: RankPool, tmp_path: Path) -> None:
-    *texts, other = watched.run(3, waits, str(tmp_path), all_reduce, 3 * TIMEOUT)
+    *texts, other = watched.run(3, waits, str(tmp_path), all_reduce, 1.5 * TIMEOUT)
     assert other == ""
     for rank, text in enumerate(texts):
         assert text.count(SPEAKS) == 1
@@ -214,8 +220,13 @@ def stopped(comm: Any, folder: str) -> tuple[int, str]:
     return os.getpid(), said(folder, comm.rank)
 
 
-def test_a_stopped_rank_is_named_and_the_job_goes_on_with_it(watched: RankPool, tmp_path: Path) -> None:
-    (_, text), (pid, other) = watched.run(2, stopped, str(tmp_path))
+def test_a_stopped_rank_is_named_and_the_job_goes_on_with_it_and_ends_well(tmp_path: Path) -> None:
+    folder = tmp_path / "watch"
+    pool = RankPool({**HOST, "PYNCCL_WATCH_TIMEOUT": str(TIMEOUT), "PYNCCL_WATCH_DIR": str(folder)})
+    (_, text), (pid, other) = pool.run(2, stopped, str(tmp_path))
+    assert len(list(folder.glob("*/*"))) == 2
+    pool.close()
+    assert list(folder.iterdir()) == []
     assert f"rank 1's process {pid} is stopped (SIGSTOP, or a debugger): kill -CONT {pid}" in text
     assert (text.count(SPEAKS), other) == (1, "")
 
