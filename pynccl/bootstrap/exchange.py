@@ -14,7 +14,8 @@ from ..bindings.values import attribute, methods, shown
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
 from ..comm.deadline import Clock, Wait
-from .join import Part, init, prepare
+from ..watch.track import uid_of
+from .join import Part, init, prepare, watch_at
 from .rendezvous import could_not_start, first_line
 
 T = TypeVar("T")
@@ -56,7 +57,21 @@ def from_process_group(
 
     patient = _patient(exchange, f"rank {rank} of the process group's {nranks}", clock)
     part, identity = _agree(patient, library, device, int(local) if local else None, rank, config)
-    return init(nranks, identity, rank, part, config, clock)
+    comm = init(nranks, identity, rank, part, config, clock)
+    store = _store_of_torch(uid_of(identity))
+    if store is not None:
+        watch_at(comm, store)
+    return comm
+
+
+def _store_of_torch(uid: str) -> Any:
+    """A part of the default group's store, for the questions of ranks that are stuck. torch has no public name for it:
+    where it is gone, ranks on other machines are not asked."""
+    with contextlib.suppress(Exception):
+        from torch.distributed import PrefixStore, distributed_c10d
+
+        return PrefixStore(f"pynccl/{uid}", distributed_c10d._get_default_store())
+    return None
 
 
 @bootstrap

@@ -93,8 +93,9 @@ class Watchdog:
         self.recorder.look(where)
         if self.recorder.path and (text := folder.told(self.recorder.path)):
             first, *rest = text.splitlines()
-            if first not in self._told:
-                self._told.add(first)
+            what = first.partition(";")[0]  # then comes how long they have waited
+            if what not in self._told:
+                self._told.add(what)
                 lines = ["pynccl watchdog: other ranks wait for this one", first, *rest]
                 print("\n  ".join(lines), file=sys.stderr, flush=True)
 
