@@ -7,12 +7,11 @@ have to begin in the very moment between a look at the stream and the event.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any, NamedTuple
 
 from ..bindings.library import Library, host_module
-from ..interop.devices import cuda_core
+from ..interop.devices import cuda_core, on_device
 from ..interop.keepalive import capturing
 from ..interop.streams import CudaStream
 
@@ -36,11 +35,15 @@ def mark(library: Library, ordinal: int, entry: int, streams: set[int]) -> Mark 
     """A mark on these streams now; None where one of them cannot take any yet. One that is gone needs none."""
     events = []
     for handle in streams:
-        with contextlib.suppress(Exception):
+        try:
             event = _host_event(handle) if library.is_host else _cuda_event(handle, ordinal)
-            if event is None:
-                return None
-            events.append(event)
+        except LookupError:
+            continue
+        except Exception:  # the driver refuses: the program may be closing it, or capturing a graph, this moment
+            return None
+        if event is None:
+            return None
+        events.append(event)
     return Mark(entry, time.monotonic(), events)
 
 
@@ -54,4 +57,7 @@ def _host_event(handle: int) -> Any:
 def _cuda_event(handle: int, ordinal: int) -> Any:
     core = cuda_core().Stream.from_handle(handle)
     stream = CudaStream(core, ordinal)
-    return None if capturing(core) else stream.record()
+    with on_device(ordinal):
+        if capturing(core):
+            return None
+    return stream.record()
