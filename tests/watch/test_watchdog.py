@@ -386,10 +386,6 @@ def test_the_blocked_call_raises_if_asked_to(raising: RankPool, tmp_path: Path, 
 # Ctrl-C
 
 
-def no_deadline(comm: Any) -> None:
-    comm.timeout = None
-
-
 def of_init(comm: Any) -> None:
     import pynccl
 
