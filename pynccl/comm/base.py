@@ -35,6 +35,7 @@ DEFAULT_TIMEOUT = 60.0  # seconds that an init or an end waits for the other ran
 
 
 _OF_OTHERS = (NcclRemoteError, NcclTimeout, NcclSystemError, NcclInternalError, NcclInvalidUsage)
+aborted_late: list[str] = []  # why the watchdog has aborted communicators
 
 
 class Comm(Shared):
@@ -234,6 +235,8 @@ def _explained_on_a_stream(error: BaseException) -> BaseException:
     own = started()
     if own is None or not isinstance(error, NcclError):
         return error
+    if aborted_late and "was aborted" in str(error):
+        return NcclTimeout(aborted_late[-1])
     comms = [comm for track in own.tracks if not track.explains and (comm := track.comm()) is not None and comm.alive]
     for comm in comms:
         if comm.library.is_host and comm.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):

@@ -23,7 +23,7 @@ from ..bindings.values import attribute, listed, seconds, shown
 from ..watch import ends, watchdog
 from ..watch.frames import call_site
 from ..watch.track import Track
-from .base import Comm, explained
+from .base import Comm, aborted_late, explained
 from .deadline import call_at_exit, call_with_deadline, leak, prepare_exit, wait_nonblocking
 
 Self = TypeVar("Self", bound="Finalize")
@@ -118,6 +118,7 @@ class Finalize(Comm):
     def _abort_late(self, text: str) -> None:
         """By the watchdog: abort it, so that a call that is under way raises NcclTimeout with this text."""
         self._late = text
+        aborted_late[:] = [*aborted_late[-1:], text]
         abort([self])
 
     def _release_handle(self, end: str) -> Released | None:

@@ -351,7 +351,7 @@ def test_nothing_is_said(tmp_path: Path, settings: dict[str, str], seconds: floa
 # PYNCCL_WATCH_ACTION=raise
 
 
-def raises(comm: Any, folder: str) -> Any:
+def raises(comm: Any, folder: str, body: Callable[[Any], None]) -> Any:
     import pynccl
 
     with standard_error(folder, comm.rank):
@@ -360,17 +360,23 @@ def raises(comm: Any, folder: str) -> Any:
             elsewhere(folder, [0])
             return comm.all_reduce(torch.ones(1)).item()
         with pytest.raises(pynccl.NcclTimeout) as raised:
-            all_reduce(own)
+            body(own)
         with pytest.raises(pynccl.NcclTimeout) as again:
-            all_reduce(own)
+            body(own)
         return str(raised.value), str(again.value), said(folder, 0), comm.all_reduce(torch.ones(1)).item()
 
 
-def test_the_blocked_call_raises_if_asked_to(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def raising() -> Iterator[RankPool]:
     pool = RankPool({**HOST, "PYNCCL_WATCH_TIMEOUT": str(TIMEOUT), "PYNCCL_WATCH_ACTION": "raise"})
-    (error, again, text, total), other = pool.run(2, raises, str(tmp_path))
+    yield pool
     pool.close()
-    sentence = f"rank 1 never entered all_reduce #1 (comm 'mine', 2 ranks, {FLOATS}, {place('all_reduce')})"
+
+
+@pytest.mark.parametrize("body", [all_reduce, on_a_stream], ids=lambda body: body.__name__)
+def test_the_blocked_call_raises_if_asked_to(raising: RankPool, tmp_path: Path, body: Any) -> None:
+    (error, again, text, total), other = raising.run(2, raises, str(tmp_path), body)
+    sentence = f"rank 1 never entered all_reduce #1 (comm 'mine', 2 ranks, {FLOATS}, {place(body.__name__)})"
     assert sentence in error and sentence in again and sentence in text
     assert f"its main thread is in {place_of('elsewhere')} elsewhere" in error
     assert "the communicator is aborted (PYNCCL_WATCH_ACTION=raise)" in text
@@ -378,10 +384,6 @@ def test_the_blocked_call_raises_if_asked_to(tmp_path: Path) -> None:
 
 
 # Ctrl-C
-
-
-def no_deadline(comm: Any) -> None:
-    comm.timeout = None
 
 
 def of_init(comm: Any) -> None:
