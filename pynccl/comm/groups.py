@@ -181,7 +181,7 @@ def enter(calls: Sequence[Call]) -> list[tuple[Track, int]]:
     ]
 
 
-def leave(slots: list[tuple[Track, int]], error: BaseException | None = None) -> None:
+def leave(slots: list[tuple[Track, int]], error: BaseException | str | None = None) -> None:
     for track, slot in slots:
         if error is None:
             track.leave(slot)
@@ -206,7 +206,7 @@ def replay(calls: list[Call], end: Callable[[], int], comms: list[Comm]) -> None
         leave(slots, error)
         raise
     code = end()
-    leave(slots)
+    leave(slots, None if code in (Result.SUCCESS, Result.IN_PROGRESS) else library.error_string(code))
     if code:
         names = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
         check_group_result(comms, code, f"group of {len(calls)} calls: {names}")

@@ -17,6 +17,7 @@ from .wording import Range
 LEFT = "left"  # a rank whose communicator has ended, or (FAILED) whose call has raised: it will not come
 # Not numbered, but a call of all ranks. `shrink` and `grow` may leave some out.
 _TOGETHER = ("finalize", "destroy", "shrink", "grow", "split", "init")
+_MOST_TOGETHER = 64  # calls of a group
 _LOOKED_AT = 16  # numbers of one communicator: the lowest ones explain the others
 
 
@@ -106,10 +107,7 @@ class Waits:
 
     def _acting(self, member: Member) -> list[CallRecord]:
         """The calls in which a rank waits, or waited until it gave up."""
-        if member.dead and not self.post_mortem and not _gave_up(member):
-            return []
-        last = _gave_up(member)
-        return ([] if member.dead and not self.post_mortem else member.pending) + ([last] if last else [])
+        return ([] if member.dead and not self.post_mortem else member.pending) + _gave_up(member)
 
     def _collectives(self, group: Group) -> Iterator[Meeting]:
         numbers: set[int] = set()
@@ -240,9 +238,13 @@ def consequence(error: str) -> bool:
     return any(word in error for word in ("Timeout", "timed out", "RemoteError", "Aborted", "lost rank"))
 
 
-def _gave_up(member: Member) -> CallRecord | None:
+def _gave_up(member: Member) -> list[CallRecord]:
+    """The last call of a rank, with those that were issued with it, if others have made it fail."""
     last = member.comm.last() if member.comm else None
-    return last if last and last.state == FAILED and consequence(last.error) else None
+    if member.comm is None or last is None or last.state != FAILED or not consequence(last.error):
+        return []
+    together = member.comm.calls[-_MOST_TOGETHER:] if last.group else [last]
+    return [call for call in together if call.state == FAILED and call.group == last.group]
 
 
 def _forgotten(member: Member) -> CallRecord | None:
