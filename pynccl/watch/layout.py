@@ -80,7 +80,7 @@ ROWS = OTHER.stop
 INLINE, INLINE_UNNUMBERED = 0x600, 0x700  # as one, as none
 HIGH = 1 if sys.byteorder == "little" else 0  # where the high byte is
 
-SEGMENTS = 5  # one of which is being written
+SEGMENTS = 3  # one of which is being written
 CALLS = 2048  # that are kept at least
 
 
@@ -105,10 +105,14 @@ class Region(NamedTuple):
     def segment(self) -> int:
         return self.slots // self.segments
 
-    def arrays(self) -> tuple[tuple[int, int], ...]:
-        """Where those with an entry for each slot begin, and the bytes of an entry."""
-        short = (self.ring, self.site, self.function, self.forward)
-        return (*((at, 2) for at in short), (self.issued, 8), (self.returned, 8), (self.failed, 1))
+    def written(self) -> tuple[tuple[int, int], ...]:
+        """Where the arrays begin that each call writes to, and the bytes of an entry."""
+        return (self.ring, 2), (self.issued, 8)
+
+    def seldom(self) -> tuple[tuple[int, int], ...]:
+        """The same of those that few calls write to, unless tracks are careful."""
+        short = (self.site, self.function, self.forward)
+        return (*((at, 2) for at in short), (self.returned, 8), (self.failed, 1))
 
     def short(self) -> dict[str, int]:
         """Where the arrays of two bytes a slot begin."""

@@ -29,7 +29,7 @@ SHAPES: dict[str, tuple[int, int, int, int]] = {
     "signal": (-1, -1, 0, 0),
     "wait_signal": (-1, -1, -1, 0),
 }
-_COUNT_AT = {operation: shape[0] for operation, shape in SHAPES.items() if shape[0] >= 0}
+COUNT_AT = {operation: shape[0] for operation, shape in SHAPES.items() if shape[0] >= 0}
 _MOST_RECENT = 128
 _PEERS = ("send", "recv", "put_signal", "signal")
 
@@ -50,7 +50,7 @@ class Rows:
         # Rows that were given back, and in which segment.
         self._free: dict[range, list[tuple[int, int]]] = {kind: [] for kind in self._unused}
         self._on_streams: dict[tuple[int, int], int] = {}
-        self._recent: dict[Any, int] = {}  # rows of calls that nobody keeps, by what they are called with
+        self.known: dict[Any, int] = {}  # rows of calls that nobody keeps, by what they are called with
         self.segment = 0  # that is being written
 
     def describe(
@@ -73,19 +73,19 @@ class Rows:
 
     def recent(self, operation: str, inputs: tuple[Any, ...], stream: int) -> int:
         """The row of a call that may be made again; 0: there is none left, or this operation has none."""
-        at = _COUNT_AT.get(operation)
+        at = COUNT_AT.get(operation)
         if at is None:  # what it is called with is no part of its description
             return 0
         key = (operation, inputs[at:], stream)
-        row = self._recent.get(key)
+        row = self.known.get(key)
         if row is None:
-            if len(self._recent) >= _MOST_RECENT:
-                for old in self._recent.values():
+            if len(self.known) >= _MOST_RECENT:
+                for old in self.known.values():
                     self.give_back(old)
-                self._recent.clear()
+                self.known.clear()
             row = self.describe(operation, inputs, stream)
             if row:
-                self._recent[key] = row
+                self.known[key] = row
         return row
 
     def on_stream(self, row: int, stream: int) -> int:

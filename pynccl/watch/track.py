@@ -19,7 +19,7 @@ from . import layout
 from .frames import call_site
 from .notes import notes
 from .recorder import Recorder, now, recorder
-from .rows import Rows, weight_of
+from .rows import COUNT_AT, Rows, weight_of
 from .settings import SITES, settings
 
 
@@ -63,7 +63,10 @@ class Track:
         self._function = self._array(region.function, "H", region.slots)
         self._forward = self._array(region.forward, "H", region.slots)
         self._bases = self._array(region.bases, "Q", 2 * region.segments)
+        self._length = region.segment
+        self._touched = set(range(region.segments))  # segments in which more than the usual was written
         self.rows = Rows(memory, region, recorder.string)
+        self._known = self.rows.known
         self._groups = itertools.count(1)
         self.explains = False  # an error of this communicator has been explained
         parent = next((track for track in recorder.tracks if track.uid == known.parent), None)
@@ -103,7 +106,8 @@ class Track:
     def _segments(self) -> Iterator[list[int]]:
         """The slots, one segment after the other; each is cleared before it is written to again."""
         region, memory, entries, numbered, place = self.region, self.memory, 0, 0, 0
-        length, empty = region.segment, bytes(8 * region.segment)
+        length, often, seldom = region.segment, region.written(), region.seldom()
+        empty = {nbytes: bytes(nbytes * length) for nbytes in (1, 2, 8)}
         slots = _slots(region.slots)
         segment = self._array(layout.RING_AT, "Q", 1)
         for self.segment in itertools.count():
@@ -111,9 +115,10 @@ class Track:
                 entries += length
                 numbered += self.rows.numbered_in(place * length)
             place = self.segment % region.segments
-            for array, nbytes in region.arrays():
+            for array, nbytes in seldom + often if self.careful or place in self._touched else often:
                 begin, size = array + place * length * nbytes, length * nbytes
-                memory[begin : begin + size] = empty[:size]
+                memory[begin : begin + size] = empty[nbytes]
+            self._touched.discard(place)
             self._bases[2 * place], self._bases[2 * place + 1] = entries, numbered
             segment[0] = self.rows.segment = self.segment
             yield slots[place * length : (place + 1) * length]
@@ -122,9 +127,11 @@ class Track:
 
     def begin(self, operation: str, inputs: tuple[Any, ...], stream: int, detail: str = "") -> int:
         """`enter`, for what moves data and is called again and again, maybe in a new size each time."""
-        row = 0 if detail else self.rows.recent(operation, inputs, stream)
-        if not row:
-            return self.enter(operation, inputs, stream, detail=detail)
+        at = COUNT_AT.get(operation)  # what a call is known by: all but its addresses
+        row = None if at is None or detail else self._known.get((operation, inputs[at:], stream))
+        if row is None:
+            row = 0 if detail else self.rows.recent(operation, inputs, stream)
+            return self.enter(operation, inputs, stream, row=row, detail=detail)
         self.ring[slot := next(self.cursor)] = row
         self.issued[slot] = now()
         if self.careful:
@@ -172,11 +179,13 @@ class Track:
 
     def note(self, slot: int, note: tuple[str, str]) -> None:
         """An autograd function makes this call."""
+        self._touched.add(slot // self._length)
         self._function[slot] = self.recorder.string(note[0])
         self._forward[slot] = self.recorder.string(note[1])
 
     def leave(self, slot: int) -> None:
         """The call has returned."""
+        self._touched.add(slot // self._length)
         self.returned[slot] = now()
 
     @contextlib.contextmanager
@@ -227,6 +236,7 @@ class Track:
         """By the watchdog: the line of the newest call, which has not returned."""
         slot = self._slot(number)
         if site and not self._site[slot]:
+            self._touched.add(slot // self._length)
             self._site[slot] = self.recorder.string(site)
 
     def streams(self, after: int) -> set[int]:
@@ -239,6 +249,7 @@ class Track:
 
     def failed(self, slot: int, error: BaseException | str) -> None:
         """The call has raised."""
+        self._touched.add(slot // self._length)
         self.returned[slot] = now()
         self.memory[self.region.failed + slot] = 1
         self._site[slot] = self._site[slot] or self.recorder.string(call_site())
