@@ -102,11 +102,17 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
         for comm in comms
         if comm._track is not None
     ]
+    quick = [(track.ring, track.cursor, row) for track, row in rows if row and not track.careful]
+    slow = [(track, row) for track, row in rows if not row or track.careful]
 
     def launch_all() -> None:
         for comm in comms:
             comm.check_alive()
-        slots = [(track, track.enter("group plan", row=row)) for track, row in rows]
+        for ring, cursor, row in quick:
+            for slot in cursor:
+                ring[slot] = row
+                break
+        slots = [(track, track.enter("group plan", row=row)) for track, row in slow]
         first.library.check(start(), "ncclGroupStart")
         try:
             for function, args in prepared:
