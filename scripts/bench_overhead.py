@@ -176,6 +176,12 @@ def recorded_ways(path: Path, stub: ctypes.CDLL, t: Any, u: Any, w: Any) -> list
     return found
 
 
+def side_by_side(ways: list[Way], others: list[Way]) -> list[Way]:
+    """Each way right before what it is compared with, so that a machine that changes changes both alike."""
+    after = {way.name: [other for other in others if other.name.startswith(f"{way.name}, ")] for way in ways}
+    return [one for way in ways for one in (way, *after[way.name])]
+
+
 def torch_ways(t: Any) -> list[Way]:
     """torch.distributed with its fake backend, which launches nothing and so never reaches the stub."""
     try:
@@ -311,7 +317,7 @@ def main() -> None:
 
         t, u, w = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), torch.zeros(2 * ELEMENTS)
         comm = communicator(path)
-        ways = [*own_ways(comm, stub, t, u, w), *recorded_ways(path, stub, t, u, w)]
+        ways = side_by_side(own_ways(comm, stub, t, u, w), recorded_ways(path, stub, t, u, w))
         ways += [*nccl4py_ways(comm, t), *torch_ways(t)]
         reached = check_reach(ways, stub)
         times = measure(ways, options.rounds, options.calls)

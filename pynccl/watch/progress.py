@@ -7,11 +7,12 @@ have to begin in the very moment between a look at the stream and the event.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, NamedTuple
 
 from ..bindings.library import Library, host_module
-from ..interop.devices import cuda_core, on_device
+from ..interop.devices import cuda_core, cuda_driver, on_device
 from ..interop.keepalive import capturing
 from ..interop.streams import CudaStream
 
@@ -23,12 +24,12 @@ class Mark(NamedTuple):
     made: float
     events: list[Any]
 
-    def passed(self) -> bool:
-        """Whether all of the calls have completed. True too where the streams cannot be asked any more."""
+    def passed(self) -> bool | None:
+        """Whether all of the calls have completed; None: it cannot be told, and will not be."""
         try:
             return all(event.query() for event in self.events)
-        except Exception:  # a closed stream, a capture, an error of an earlier launch that others will report
-            return True
+        except Exception:  # a capture, or an error of an earlier launch, which others report
+            return None
 
 
 def mark(library: Library, ordinal: int, entry: int, streams: set[int]) -> Mark | None:
@@ -54,7 +55,25 @@ def _host_event(handle: int) -> Any:
     return stream.record()
 
 
+class _Mode(threading.local):
+    """Of CUDA's checks of what a thread does while a graph is captured anywhere in the process."""
+
+    relaxed = False
+
+
+_mode = _Mode()
+
+
+def _relax() -> None:
+    """From now on events of this thread break no capture of another one: without this, a question would."""
+    if not _mode.relaxed:
+        driver = cuda_driver()
+        driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        _mode.relaxed = True
+
+
 def _cuda_event(handle: int, ordinal: int) -> Any:
+    _relax()
     core = cuda_core().Stream.from_handle(handle)
     stream = CudaStream(core, ordinal)
     with on_device(ordinal):

@@ -140,7 +140,11 @@ class Watchdog:
             watched.mark = progress.mark(track.library, track.ordinal, watched.entry, streams)
             if watched.mark is None:
                 return None
-        if watched.mark.passed():
+        passed = watched.mark.passed()
+        if passed is None:
+            watched.mark = None
+            return None
+        if passed:
             watched.completed = watched.mark.entry
             track.seen(completed=watched.completed)
             watched.mark = None

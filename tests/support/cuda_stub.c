@@ -65,6 +65,14 @@ int cuStreamGetDevice(thing_t *stream, int *device) {
 }
 int cuStreamQuery(thing_t *stream) { NEEDS_CONTEXT; queries++; return query_code; }
 int cuStreamSynchronize(thing_t *stream) { NEEDS_CONTEXT; return 0; }
+static __thread int capture_mode; /* GLOBAL, THREAD_LOCAL, RELAXED */
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+  int before = capture_mode;
+  capture_mode = *mode;
+  *mode = before;
+  return 0;
+}
+int stub_capture_mode(void) { return capture_mode; }
 int cuStreamIsCapturing(thing_t *stream, int *found) { NEEDS_CONTEXT; *found = status; return 0; }
 int cuStreamWaitEvent(thing_t *stream, thing_t *event, unsigned flags) { NEEDS_CONTEXT; return event ? 0 : INVALID_HANDLE; }
 int cuEventCreate(thing_t **event, unsigned flags) { made_events++; return make(event); }

@@ -1,0 +1,76 @@
+"""The flight recorder on a GPU: what has completed is learnt by the watchdog's events, and no capture is disturbed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from test_gpu_streams import BUSY_CYCLES, COUNT
+
+from pynccl import Communicator
+from pynccl.watch import recorder
+from pynccl.watch.reader import read_file
+from pynccl.watch.records import COMPLETED, ISSUED, CallRecord
+
+SOON = 5.0  # seconds: some looks of the watchdog
+
+
+def last_call(comm: Communicator) -> CallRecord:
+    """The newest call of this communicator, as its file has it."""
+    own = recorder.started()
+    assert own is not None and comm._track is not None
+    found = next(one for one in read_file(own.path).comms if one.uid == comm._track.uid)
+    return found.calls[-1]
+
+
+def wait_for(comm: Communicator, state: str) -> CallRecord:
+    end = time.monotonic() + SOON
+    while (call := last_call(comm)).state != state:
+        assert time.monotonic() < end, call
+        time.sleep(0.05)
+    return call
+
+
+@pytest.fixture(autouse=True)
+def recorded(comm: Communicator) -> None:
+    if not comm.recorded:
+        pytest.skip("PYNCCL_WATCH=off")
+    comm.all_reduce(torch.zeros(COUNT, device=comm.device))
+    torch.cuda.synchronize()
+
+
+def test_a_call_is_issued_while_its_stream_is_busy_and_completed_after_that(comm: Communicator) -> None:
+    x = torch.zeros(COUNT, device=comm.device)
+    for _ in range(20):  # about two seconds
+        torch.cuda._sleep(BUSY_CYCLES)
+    comm.all_reduce(x, x, "max")
+    call = wait_for(comm, ISSUED)
+    assert (call.operation, call.op, call.count) == ("all_reduce", "MAX", COUNT)
+    torch.cuda.synchronize()
+    assert wait_for(comm, COMPLETED).completed > 0
+
+
+def test_calls_on_a_side_stream_complete_too(comm: Communicator) -> None:
+    x = torch.zeros(COUNT, device=comm.device)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    comm.all_reduce(x, x, stream=side)
+    side.synchronize()
+    assert wait_for(comm, COMPLETED).stream == side.cuda_stream
+
+
+def test_the_watchdog_disturbs_no_capture_of_a_graph(comm: Communicator) -> None:
+    x, y = torch.full((COUNT,), comm.rank + 1.0, device=comm.device), torch.zeros(COUNT, device=comm.device)
+    comm.all_reduce(x, y)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.all_reduce(x, y)
+        time.sleep(2.0)  # for some looks of the watchdog, in the middle of it
+        y *= 2
+    y.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert y.unique().tolist() == [comm.size * (comm.size + 1.0)]
+    graph.reset()
