@@ -221,7 +221,8 @@ def explained(error: NcclError, track: Track | None) -> NcclError:
     track.explains = True  # once: what fails afterwards fails for the same reason
     from ..watch.diagnosis import explain
 
-    text = explain(track)
+    # Who has waited until its own deadline has given the others time enough.
+    text = explain(track, patient=not isinstance(error, NcclTimeout))
     if not text:
         return error
     first, *rest = str(error).splitlines()

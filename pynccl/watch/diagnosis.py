@@ -70,11 +70,11 @@ def report(track: Track, why_alone: str = "") -> str:
     return f"{text}\nthe ranks on other machines could not be asked: {why_alone}" if why_alone else text
 
 
-def explain(track: Track) -> str:
+def explain(track: Track, patient: bool) -> str:
     """Why a call of this communicator has failed; "" where nothing is known.
 
-    The rank because of which it failed may be ending this very moment: it is given a second to say so."""
-    text, end = "", time.monotonic() + _LONGEST
+    patient  the rank because of which it failed may be ending this very moment: it is given a second to say so"""
+    text, end = "", time.monotonic() + (_LONGEST if patient else 0.0)
     elsewhere = track.exchange is not None and not all_here(track)
     if elsewhere and track.recorder.path:  # the ranks there want to know, too
         with contextlib.suppress(Exception):
@@ -86,7 +86,8 @@ def explain(track: Track) -> str:
                 own = {(one.machine, one.host, one.pid) for one in known}
                 known += [one for one in track.exchange.ends() if (one.machine, one.host, one.pid) not in own]
             text = _about(known, track.uid, track.rank) or _unknown(known, track)
-            if any(_tells(one, track) for one in known):
+            others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]
+            if any(_tells(one, track) for one in others) or not (others or elsewhere):
                 return text
         if time.monotonic() > end:
             return text
