@@ -53,6 +53,10 @@ class Released:
     def drop(self) -> None:
         """Let go of the memory: the communicator has been ended."""
         self.memory = None
+        self.record()
+
+    def record(self) -> None:
+        """Its end goes into the flight recorder."""
         if self._track is not None:
             self._track.end(self._end, self._site)
             self._track = None
@@ -143,7 +147,7 @@ class Finalize(Comm):
         released = self._release_handle("aborted at exit")
         if released is not None:
             self.library.ncclCommAbort(released.handle)
-            released.drop()
+            released.record()
         return released
 
     def _flush(self, handle: int) -> None:

@@ -76,7 +76,7 @@ class Rows:
         at = COUNT_AT.get(operation)
         if at is None:  # what it is called with is no part of its description
             return 0
-        key = (operation, inputs[at:], stream)
+        key = (operation, inputs[at:], int(stream))  # a handle may hold its stream
         row = self.known.get(key)
         if row is None:
             if len(self.known) >= _MOST_RECENT:
@@ -97,7 +97,7 @@ class Rows:
             if other:
                 values[9] = stream
                 layout.ROW.pack_into(self._memory, self._at(other), *values)
-            other = self._on_streams[row, stream] = other or row
+            other = self._on_streams[row, int(stream)] = other or row  # a handle may hold its stream
         return other
 
     def give_back(self, row: int) -> None:

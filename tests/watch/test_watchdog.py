@@ -156,12 +156,18 @@ EXPECTED = {
 }
 
 
+def only_told(text: str) -> bool:
+    """Whether a rank has said nothing, or that others wait for it: with its next look, or after the test."""
+    heads = [line for line in text.splitlines() if not line.startswith(" ")]
+    return set(heads) <= {f"{SPEAKS}other ranks wait for this one"}
+
+
 @pytest.mark.parametrize("body", EXPECTED, ids=lambda body: body.__name__)
 def test_who_waits_is_told_who_is_missing_and_where(watched: RankPool, tmp_path: Path, body: Any) -> None:
     if body is backward:
         watched.run(2, loads)
     text, other = watched.run(2, waits, str(tmp_path), body)
-    assert other == ""
+    assert only_told(other)
     assert text.count(SPEAKS) == 1
     assert EXPECTED[body] in text
     assert (f"its main thread is in {place_of('elsewhere')} elsewhere" in text) == (body is not init)
@@ -171,7 +177,7 @@ def test_who_waits_is_told_who_is_missing_and_where(watched: RankPool, tmp_path:
 
 def test_all_that_wait_are_told_once(watched: RankPool, tmp_path: Path) -> None:
     *texts, other = watched.run(3, waits, str(tmp_path), all_reduce, 1.5 * TIMEOUT)
-    assert other == ""
+    assert only_told(other)
     for rank, text in enumerate(texts):
         assert text.count(SPEAKS) == 1
         assert f"{SPEAKS}rank {rank} of 3 (comm 'mine') has waited" in text
@@ -251,7 +257,7 @@ def several_threads(comm: Any, folder: str) -> str:
 
 def test_many_threads_that_wait_are_all_told(watched: RankPool, tmp_path: Path) -> None:
     text, other = watched.run(2, several_threads, str(tmp_path))
-    assert other == "" and text.count(SPEAKS) == 6
+    assert only_told(other) and text.count(SPEAKS) == 6
     for name in (f"t{i}" for i in range(6)):
         assert text.count(f"rank 1 never entered all_reduce #1 (comm '{name}', 2 ranks, {FLOATS}, ") == 1
 
