@@ -20,7 +20,6 @@ from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import hold, stream_handle
 from ..watch.frames import call_site
 from ..watch.notes import notes
-from ..watch.recorder import now
 from ..watch.track import Track
 from .base import Comm
 from .call import call_text
@@ -69,11 +68,11 @@ class FastPath:
     def _launcher(self, comm: Comm) -> Launch:  # noqa: PLR0915
         # A closure: attributes would be a tenth of its time.
         single, paired, new_recv = self._single.get, self._paired.get, self._new_recv
-        ring, cursor, issued, row_on, noted = _recording(comm._track)
+        ring, cursor, row_on, noted = _recording(comm._track)
         detours, alive, library, fail = comm._detours, comm._alive, comm.library, self._fail
         acquire, release = comm.lock.acquire, comm.lock.release
 
-        def launch(send: Any, recv: Any, op: Any, root: Any, given: Any) -> Any:  # noqa: PLR0915
+        def launch(send: Any, recv: Any, op: Any, root: Any, given: Any) -> Any:
             try:
                 if detours or (recv is None and (recv := new_recv(send)) is None):
                     return None
@@ -121,7 +120,6 @@ class FastPath:
                     if row:
                         for slot in cursor:  # the quickest way to take one of them
                             ring[slot] = row
-                            issued[slot] = now()
                             if notes:
                                 noted(slot)
                             break
@@ -232,8 +230,8 @@ class FastPath:
 def _recording(track: Track | None) -> tuple[Any, ...]:
     """What `launch` needs of the flight recorder, where it writes into it itself."""
     if track is None:
-        return None, None, None, None, None
-    return track.ring, track.cursor, track.issued, track.rows.on_stream, track.note_own
+        return None, None, None, None
+    return track.ring, track.cursor, track.rows.on_stream, track.note_own
 
 
 def _with_one(address: int, target: int, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -82,6 +82,7 @@ HIGH = 1 if sys.byteorder == "little" else 0  # where the high byte is
 
 SEGMENTS = 3  # one of which is being written
 CALLS = 2048  # that are kept at least
+MARKS = 64  # the last looks of the watchdog, from which calls that did not read the clock have their time
 
 
 class Region(NamedTuple):
@@ -97,6 +98,7 @@ class Region(NamedTuple):
     forward: int  # H: string: its forward line
     failed: int  # B: 1: it raised
     bases: int  # Q, Q a segment: entries before it, collective calls before it
+    marks: int  # d, Q a mark: at this time this was the newest entry
     table: int
     inline: int
     nbytes: int  # of it all, whole pages
@@ -127,7 +129,16 @@ def region(calls: int = CALLS, segments: int = SEGMENTS) -> Region:
     """The region whose ring keeps at least so many calls."""
     slots = -(-calls // (segments - 1)) * segments
     at, places = REGION_HEAD, []
-    for nbytes in (2 * slots, 8 * slots, 8 * slots, *[2 * slots] * 3, slots, 16 * segments, ROW.size * ROWS):
+    for nbytes in (
+        2 * slots,
+        8 * slots,
+        8 * slots,
+        *[2 * slots] * 3,
+        slots,
+        16 * segments,
+        16 * MARKS,
+        ROW.size * ROWS,
+    ):
         places.append(at)
         at += -(-nbytes // 16) * 16
     places.append(at)

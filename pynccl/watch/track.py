@@ -41,7 +41,7 @@ class Track:
     """The calls of one communicator: `enter` before the C call, `leave` after it, under the communicator's lock.
 
     `ring` and `cursor` are for those who cannot afford a call of Python: `ring[next(cursor)] = row` is all they do,
-    with one of `rows`, and the watchdog notices when it has returned. Where `careful` is true nobody does so:
+    with one of `rows`, and the watchdog notices when it was made, and has returned. Where `careful` is true nobody does so:
     each call gets its line, too, and the time when it returned."""
 
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int, careful: bool) -> None:
@@ -63,6 +63,9 @@ class Track:
         self._function = self._array(region.function, "H", region.slots)
         self._forward = self._array(region.forward, "H", region.slots)
         self._bases = self._array(region.bases, "Q", 2 * region.segments)
+        self._mark_times = self._array(region.marks, "d", 2 * layout.MARKS)
+        self._mark_heads = self._array(region.marks, "Q", 2 * layout.MARKS)
+        self._marks = 0
         self._length = region.segment
         self._touched = set(range(region.segments))  # segments in which more than the usual was written
         self.rows = Rows(memory, region, recorder.string)
@@ -266,6 +269,14 @@ class Track:
         place, length = self.segment % self.region.segments, self.region.segment
         rows = self.ring[place * length : (place + 1) * length].tolist()
         return int(self._bases[2 * place]) + (rows.index(0) if 0 in rows else length)
+
+    def mark(self, head: int) -> None:
+        """By the watchdog: this is the newest call now, and has not been at its last look."""
+        place = 2 * (self._marks % layout.MARKS)
+        self._marks += 1
+        self._mark_heads[place + 1] = 0
+        self._mark_times[place] = now()
+        self._mark_heads[place + 1] = head
 
     def seen(self, returned: int | None = None, completed: int | None = None) -> None:
         """By the watchdog: up to these calls all have returned, have completed."""

@@ -103,6 +103,7 @@ class Watchdog:
         comm = track.comm()
         head, inside = self._newest(track, comm)
         if head != watched.entry:
+            track.mark(head)
             watched.entry, watched.since = head, time.monotonic()
             return None
         if not head:

@@ -116,6 +116,26 @@ def test_ten_million_calls_leave_the_file_as_large_as_it_was(own: recorder.Recor
     assert read(own).entered == track.head() > calls
 
 
+def test_calls_that_read_no_clock_have_their_time_from_the_looks_of_the_watchdog(own: recorder.Recorder) -> None:
+    track, times = track_of(own), []
+    row = track.rows.describe("all_reduce", ALL_REDUCE, 0)
+    for look in range(100):  # more than are kept
+        for _ in range(7):
+            track.ring[next(track.cursor)] = row
+        track.mark(track.head())
+        times.append(time.time())
+        if look % 10 == 0:
+            time.sleep(0.02)
+    track.ring[next(track.cursor)] = row  # after the last look
+    calls = read(own).calls
+    timed = [call for call in calls if call.issued]
+    assert len(timed) >= 7 * (layout.MARKS - 1)
+    assert [call.issued for call in timed] == sorted(call.issued for call in timed)
+    for call in timed[:-1]:
+        look = (call.entry - 1) // 7
+        assert times[look - 1] - 0.005 <= call.issued <= times[look] + 0.005
+
+
 def test_rows_of_plans_that_have_gone_are_used_again_but_not_while_a_slot_holds_them(own: recorder.Recorder) -> None:
     track = track_of(own)
     for turn in range(20_000):
