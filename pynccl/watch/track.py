@@ -41,8 +41,8 @@ class Track:
     """The calls of one communicator: `enter` before the C call, `leave` after it, under the communicator's lock.
 
     `ring` and `cursor` are for those who cannot afford a call of Python: `ring[next(cursor)] = row` is all they do,
-    with one of `rows`, and the watchdog notices when it was made, and has returned. Where `careful` is true nobody does so:
-    each call gets its line, too, and the time when it returned."""
+    with one of `rows`, and the watchdog notices when it was made, and has returned. Where `careful` is true nobody does
+    so: each call gets its line, too, and the time when it returned."""
 
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int, careful: bool) -> None:
         memory = recorder.new_region()
