@@ -119,6 +119,7 @@ if __name__ == "__main__":
     say({"ready": {"pid": os.getpid(), "apart": apart}})
     asked = serve()
     if asked is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
         code = become_rank(asked)
         left = Path(asked["folder"]) / f"rank{asked['rank']}.left"
         try:

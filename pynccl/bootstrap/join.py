@@ -62,6 +62,8 @@ def init_at(
     store = rendezvous.store
     if isinstance(store, FileStore):  # which is gone once all have met
         store = QuietFileStore(store.path, uid_of(identity))
+        if (own := recorder()) is not None:
+            own.beside.append(store.path)
         if comm.rank == 0:
             store.remove_old()
     watch_at(comm, store)

@@ -108,6 +108,9 @@ def _remove() -> None:
     if not waiting:
         for path in gone:
             folder.remove(os.path.dirname(path), [path])
+        for path in own.beside:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def _relatives(own: str) -> list[str]:

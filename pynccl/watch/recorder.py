@@ -38,6 +38,7 @@ class Recorder:
         self._strings = {"": 0}
         self._regions = 0
         self.ended = 0  # how, once this process is about to end
+        self.beside: list[str] = []  # other files that go when the job has ended well
         self._ended: list[memoryview] = []  # regions of communicators that have ended, oldest first
         self.path, self._file = self._open()
         self.head = self._map(0, layout.REGIONS_AT)
