@@ -11,7 +11,7 @@ import os
 import time
 from typing import Any
 
-from . import folder, reader, verdict
+from . import folder, reader
 from .asking import Answers, Exchange
 from .recorder import started
 from .records import DEAD, FAILED, RUNNING, UNKNOWN, CommRecord, ProcessRecord
@@ -40,9 +40,9 @@ def _new_exchange(store: Any) -> Exchange:
     return Exchange(store, os.uname().nodename, os.getpid(), folder.machine(), _judge)
 
 
-def records(uid: str) -> list[ProcessRecord]:
-    """Of all processes on this machine that are in the communicator, or have been."""
-    found, _ = reader.read_folder(folder.base(), uid=uid)
+def records(uid: str, since: float = 0.0) -> list[ProcessRecord]:
+    """Of all processes on this machine that are in the communicator, made then, or have been."""
+    found, _ = reader.read_folder(folder.base(), uid=uid, since=since)
     return found
 
 
@@ -54,14 +54,16 @@ def answers(uid: str, path: str) -> list[ProcessRecord]:
 
 def all_here(track: Track) -> bool:
     """Whether all ranks of the communicator have their files on this machine, so that nobody need be asked."""
-    return reader.ranks(folder.base(), track.uid) >= set(range(track.size))
+    return reader.ranks(folder.base(), track.uid, track.since) >= set(range(track.size))
 
 
 def report(track: Track, why_alone: str = "") -> str:
     """Who is missing, and where: of a call that does not return; by the records of this machine alone.
 
     why_alone  why others were not asked, where they should have been"""
-    known = records(track.uid)
+    from . import verdict
+
+    known = records(track.uid, track.since)
     found = verdict.judge(known, uid=track.uid)
     text = verdict.about(found, track.uid, track.rank)
     for one in known:
@@ -81,13 +83,15 @@ def explain(track: Track, patient: bool) -> str:
             track.exchange.tell_end(reader.read_file(track.recorder.path))
     while True:
         with contextlib.suppress(Exception):  # the error itself is what counts
-            known = records(track.uid)
+            known = records(track.uid, track.since)
             if elsewhere:
                 own = {(one.machine, one.host, one.pid) for one in known}
                 known += [one for one in track.exchange.ends() if (one.machine, one.host, one.pid) not in own]
-            text = _about(known, track.uid, track.rank) or _unknown(known, track)
             others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]
-            if any(_tells(one, track) for one in others) or not (others or elsewhere):
+            if not others and not elsewhere:
+                return _unknown(known, track)
+            text = _about(known, track.uid, track.rank) or _unknown(known, track)
+            if any(_tells(one, track) for one in others):
                 return text
         if time.monotonic() > end:
             return text
@@ -117,6 +121,8 @@ def _judge(found: Answers) -> str:
 
 
 def _about(known: list[ProcessRecord], uid: str, rank: int) -> str:
+    from . import verdict  # which takes long to import, and is seldom needed
+
     return verdict.about(verdict.judge(known, uid=uid), uid, rank)
 
 

@@ -121,9 +121,8 @@ def _relatives(own: str) -> list[str]:
     if elsewhere:
         from . import reader  # what it imports takes long
 
-        uids = reader.uids(own)
         for path in elsewhere:
-            with contextlib.suppress(OSError, ValueError):
-                if uids & reader.uids(path):
+            with contextlib.suppress(OSError, ValueError):  # this process's own may be gone: another one was the last
+                if reader.uids(own) & reader.uids(path):
                     found.append(path)
     return found

@@ -22,6 +22,7 @@ from .records import ProcessRecord as Process
 _MOST_BYTES = 1 << 31
 _MOST_FILES = 20_000
 _MOST_SECONDS = 1e11
+_SLACK_SECONDS = 120.0  # memory that is written to reaches the times of its file late
 _TRIES = 5  # copies of a region that is being written to
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _STACK = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -31,12 +32,13 @@ class BadRecord(ValueError):
     """A file that is no flight recorder's, or was cut short, or damaged; says which, and how."""
 
 
-def read_folder(path: str, *, uid: str = "") -> tuple[list[Process], list[str]]:
+def read_folder(path: str, *, uid: str = "", since: float = 0.0) -> tuple[list[Process], list[str]]:
     """The records of all files in this folder, and in the folders of jobs in it; and the problems met.
 
-    uid  only those of processes that are or were in this communicator"""
+    uid    only those of processes that are or were in this communicator
+    since  when that was made: what was left before is not looked into"""
     records, problems = [], []
-    paths = [path] if not os.path.isdir(path) else sorted(_paths(path))
+    paths = [path] if not os.path.isdir(path) else sorted(_paths(path, since))
     for one in paths[:_MOST_FILES]:
         try:
             if not uid or _has(one, uid):
@@ -52,10 +54,12 @@ def read_folder(path: str, *, uid: str = "") -> tuple[list[Process], list[str]]:
     return records, problems
 
 
-def _paths(path: str) -> Iterator[str]:
-    yield from folder.files(path)
-    for job in folder.jobs(path):
-        yield from folder.files(job)
+def _paths(path: str, since: float = 0.0) -> Iterator[str]:
+    for job in (path, *folder.jobs(path)):
+        for one in folder.files(job):
+            with contextlib.suppress(OSError):
+                if os.stat(one).st_mtime > since - _SLACK_SECONDS or folder.alive(one):
+                    yield one
 
 
 _of_the_dead: dict[str, set[str]] = {}  # what is in a file that nobody writes any more
@@ -76,10 +80,10 @@ def uids(path: str) -> set[str]:
         return {data.text(at, what) for at in data.regions() for what in ("uid", "alias")} - {""}
 
 
-def ranks(path: str, uid: str) -> set[int]:
+def ranks(path: str, uid: str, since: float = 0.0) -> set[int]:
     """Which ranks of the communicator have their records in this folder, or in the folders of jobs in it."""
     found: set[int] = set()
-    for one in list(_paths(path))[:_MOST_FILES]:
+    for one in list(_paths(path, since))[:_MOST_FILES]:
         with contextlib.suppress(OSError, BadRecord), _Bytes(one) as data:
             found |= {data.rank(at) for at in data.regions() if uid in (data.text(at, "uid"), data.text(at, "alias"))}
     return found

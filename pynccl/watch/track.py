@@ -11,6 +11,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -51,7 +52,7 @@ class Track:
             memory = memoryview(mmap.mmap(-1, recorder.region.nbytes))
         region = recorder.region
         self.recorder, self.memory, self.region = recorder, memory, region
-        self.number = next(_numbers)
+        self.number, self.since = next(_numbers), time.time()
         self.uid, self.name, self.rank, self.size = known.uid, known.name, rank, size
         # The host library's calls take so long that the line of each costs nothing beside them.
         self.careful = careful or settings().mode == SITES
