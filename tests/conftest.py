@@ -58,3 +58,13 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No recorder and no watchdog: for tests of how long objects live, and of how long an end takes to the tenth of a
+    second. The watchdog looks at the frames of the main thread, and what they hold lives until it has looked."""
+    from pynccl.watch import watchdog
+
+    monkeypatch.setenv("PYNCCL_WATCH", "off")
+    watchdog.stop()  # the next communicator of another test starts it again

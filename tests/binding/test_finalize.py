@@ -14,6 +14,8 @@ from ranks import RankPool
 import pynccl
 from pynccl import Communicator
 
+pytestmark = pytest.mark.usefixtures("unwatched")
+
 X, Y = (1 << 20, 12, "float32"), (1 << 30, 12, "float32")
 
 # Deadlines

@@ -19,6 +19,8 @@ from processes import A_FORK_WITH_THREADS, DESTROYED, HANGS, left_behind, proces
 import pynccl
 from pynccl import Communicator
 
+pytestmark = pytest.mark.usefixtures("unwatched")
+
 # The memory of barrier(), which must outlive what NCCL may be doing with it
 
 END = ("ncclCommAbort", "ncclCommDestroy", "ncclGroupEnd")

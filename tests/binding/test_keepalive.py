@@ -23,6 +23,8 @@ from pynccl.host import HostStream
 from pynccl.interop import keepalive, streams
 from pynccl.interop.streams import CudaStream
 
+pytestmark = pytest.mark.usefixtures("unwatched")
+
 
 class Blocked:
     """A host stream whose work waits until it is let go."""
