@@ -91,11 +91,18 @@ def explain(track: Track, patient: bool) -> str:
             if not others and not elsewhere:
                 return _unknown(known, track)
             text = _about(known, track.uid, track.rank) or _unknown(known, track)
-            if any(_tells(one, track) for one in others):
+            if any(_tells(one, track) for one in others) and _says_why(known, track):
                 return text
         if time.monotonic() > end:
             return text
         time.sleep(_PAUSE)
+
+
+def _says_why(known: list[ProcessRecord], track: Track) -> bool:
+    """Whether the verdict is more than that others have failed, too: then whoever caused it has yet to say so."""
+    from . import verdict
+
+    return verdict.judge(known, uid=track.uid).kind not in (*verdict.NOTHING_WRONG, "failed")
 
 
 def _unknown(known: list[ProcessRecord], track: Track) -> str:
