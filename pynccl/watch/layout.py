@@ -50,7 +50,7 @@ CLEAN, EXCEPTION = 1, 2  # kinds of end
 
 # A region: its head, and behind it the arrays. Head: state, then texts.
 REGION_HEAD = 1536
-FREE, LIVE, ENDED = 0, 1, 2
+LIVE, ENDED = 1, 2  # 0: nobody's
 COMM = struct.Struct("=Iiiid")  # state, rank, size, the same plus 1 as a check, monotonic clock when made
 RING = struct.Struct("=QQQdd")  # newest segment; newest entry that has returned, that has completed; when each was seen
 RING_AT = 64
