@@ -45,6 +45,7 @@ class Watchdog:
         self.recorder, self.settings = own, own.settings
         self._watched: dict[int, Watched] = {}
         self._stop = threading.Event()
+        self.looks = 0  # so far
         self._where = ""  # where the main thread was at the last look
         self._told: set[str] = set()  # what others have told this process of itself
         self._thread = threading.Thread(target=self._work, name="pynccl watchdog", daemon=True)
@@ -65,6 +66,7 @@ class Watchdog:
 
     def look(self) -> None:
         """One look at everything."""
+        self.looks += 1
         self._look_at_program()
         tracks = list(self.recorder.tracks)
         for gone in self._watched.keys() - {track.number for track in tracks}:
