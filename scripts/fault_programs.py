@@ -27,6 +27,7 @@ NODES = ("link-cut", "packet-loss")
 FAULTS = ("none", *STATEMENTS, "kill-in-call", "stop-in-call", *CALLS, "ctrl-c", "before-init", *IN_A_CALL[3:], *NODES)
 
 TIMEOUT = 5  # seconds that a communicator waits
+LOSSY_TIMEOUT = 20  # where packets are lost: TCP sends the same one again after 1, 3, 7 s
 
 HEAD = """\
 import os
@@ -200,7 +201,7 @@ def write(rng: random.Random, program: Program) -> None:
         out.emit(f"if RANK == {fault.rank}: {STATEMENTS[how]}")
     _late(out, program, "init")
     join = "pynccl.init(" if program.meeting == "environment" else 'pynccl.from_file("meeting", RANK, SIZE, '
-    out.emit(f"comm = {join}timeout={TIMEOUT})")
+    out.emit(f"comm = {join}timeout={LOSSY_TIMEOUT if name == 'packet-loss' else TIMEOUT})")
     out.emit("ranks_comm = list(range(SIZE))")
     out.emit("stream = pynccl.create_stream()")
     skip = -1

@@ -171,13 +171,15 @@ def stalled(case: Case) -> list[Finding]:
     for meeting in case.waits.meetings:
         age = max((_lasted(meeting, rank) for rank in meeting.here), default=0.0)
         alone = meeting.shared and len(meeting.here) < (meeting.group.size if meeting.collective else 2)
-        gave_up = all(call.state == FAILED for call in meeting.here.values())
-        if meeting.blocked or meeting.first or age < shortest or (gave_up and not alone):
+        if meeting.blocked or meeting.first or age < shortest:
             continue
         members = [meeting.group.members[rank] for rank in list(meeting.here)[:4]]
         details = [f"{names_of([one])}: {standing(case, one, meeting)}" for one in members]
-        text = _unfinished(case, meeting) if alone else _motionless(case, meeting, age)
-        one = Finding("stalled", text, 65, details + chain(case, meeting), [], [], [meeting.group.uid])
+        gave_up = all(call.state == FAILED for call in meeting.here.values())
+        text = (_unfinished if alone else _motionless)(case, meeting, age, gave_up)
+        # Of the messages of a group it is rather those between two machines, or containers, that do not arrive.
+        weight = 64 if len({(one.process.machine, one.process.host) for one in members}) > 1 else 65
+        one = Finding("stalled", text, weight, details + chain(case, meeting), [], [], [meeting.group.uid])
         one.culprits = [(meeting.group.uid, rank) for rank in meeting.here] if alone else []
         found.append(concern(case, one, [meeting], []))
     return found
@@ -189,20 +191,24 @@ def _lasted(meeting: Meeting, rank: int) -> float:
     return call.returned - call.issued if call.state == FAILED else meeting.group.members[rank].waited(call)
 
 
-def _motionless(case: Case, meeting: Meeting, age: float) -> str:
+def _motionless(case: Case, meeting: Meeting, age: float, gave_up: bool) -> str:
     count, there = len(meeting.here), describe(meeting.call, meeting.group, case.paths)
-    every = "both ranks are" if count == 2 else f"all {count:,} ranks are"
-    every = every if count > 1 else f"{ranks_text(meeting.here)} is"
-    return f"{every} in {there} and nobody is missing, but it has not moved for {seconds(age)}: {_NOT_TO_BE_SEEN}"
+    is_in, is_missing = ("was" if count == 1 else "were", "was") if gave_up else ("is" if count == 1 else "are", "is")
+    every = f"{ranks_text(meeting.here)} {is_in}{' both' if count == 2 else ''}"
+    every = every if count <= 2 else f"all {count:,} ranks {is_in}"
+    after = f"had not moved after {seconds(age)}" if gave_up else f"has not moved for {seconds(age)}"
+    return f"{every} in {there} and nobody {is_missing} missing, but it {after}: {_NOT_TO_BE_SEEN}"
 
 
-def _unfinished(case: Case, meeting: Meeting) -> str:
+def _unfinished(case: Case, meeting: Meeting, age: float, gave_up: bool) -> str:
     others = [meeting.call.peer]
     if meeting.collective:
         others = [rank for rank in range(min(meeting.group.size, _MOST_NAMED)) if rank not in meeting.here]
     there = describe(meeting.call, meeting.group, case.paths)
-    done = f"which {ranks_text(others)} {have(len(others))} completed"
-    return f"{waiting(meeting, '')} in {there}, {done}: {_NOT_TO_BE_SEEN}"
+    waited = f"gave up after {seconds(age)}" if gave_up else f"{have(len(meeting.here))} waited {seconds(age)}"
+    done = f"which {'it has' if len(others) == 1 else 'they have'} completed"
+    who = f"{ranks_text(meeting.here)} {waited}, for {ranks_text(others)}"
+    return f"{who}, in {there}, {done}: {_NOT_TO_BE_SEEN}"
 
 
 def crossings(case: Case) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -603,7 +604,7 @@ def test_a_rank_that_stays_in_what_the_others_have_completed() -> None:
     verdict = judge([waiting(0, 3), *(process(rank, comm(rank, 3, [call(41)])) for rank in (1, 2))])
     there = f"all_reduce #41 (comm 'tp', 3 ranks, {WHERE.partition('4 ranks, ')[2]}"
     assert verdict.sentence.startswith(
-        f"rank 0 has waited 12.3 s in {there}, which ranks 1 and 2 have completed: the network between them"
+        f"rank 0 has waited 12.3 s, for ranks 1 and 2, in {there}, which they have completed: the network between them"
     )
     assert verdict.culprits == [("u-tp", 0)]
 
@@ -616,8 +617,8 @@ def test_who_gave_up_in_what_the_others_have_completed_is_not_merely_missing(end
     gave_up = call(41, state=FAILED, error=LOST, age=5.5, returned=NOW - 0.5, site="/m/a.py:30")
     verdict = judge([waiting(0, 2, 42), process(1, comm(1, 2, [call(40), gave_up]), **end)], uid="u-tp")
     assert verdict.kind == "stalled"
-    assert verdict.sentence.startswith("rank 1 gave up after 5.0 s in all_reduce #41")
-    assert "which rank 0 has completed: the network between them" in verdict.sentence
+    assert verdict.sentence.startswith("rank 1 gave up after 5.0 s, for rank 0, in all_reduce #41")
+    assert ", which it has completed: the network between them" in verdict.sentence
     assert about(verdict, "u-tp", 1) == about(verdict, "u-tp", 0) == render(verdict).partition("\nalso")[0]
 
 
@@ -627,9 +628,29 @@ def test_a_send_that_the_other_side_has_received_keeps_its_rank_from_the_next_ca
     before = [call(1, entry=1), call(2, entry=2)]
     first = process(0, comm(0, 2, [*before, recv, call(3, state=INSIDE, entry=4, age=3)]))
     verdict = judge([first, process(1, comm(1, 2, [*before, send]))], uid="u-tp")
-    assert verdict.sentence.startswith("rank 1 has waited 4.0 s in send to rank 0")
-    assert "which rank 0 has completed" in verdict.sentence
+    assert verdict.sentence.startswith("rank 1 has waited 4.0 s, for rank 0, in send to rank 0")
+    assert ", which it has completed: " in verdict.sentence
     assert "rank 1 has not entered all_reduce #3" in render(verdict)
+
+
+def test_a_message_between_two_machines_is_named_before_one_within_a_machine() -> None:
+    records = []
+    for rank in range(3):
+        kinds = (("send", (rank + 1) % 3), ("recv", (rank + 2) % 3))
+        calls = [call(0, kind, INSIDE, 3.0, peer=peer, group=1) for kind, peer in kinds]
+        records.append(process(rank, comm(rank, 3, calls), machine="m" if rank < 2 else "n"))
+    verdict = judge(records, uid="u-tp")
+    assert verdict.kind == "stalled"
+    assert re.match(
+        "ranks (0|1) and 2 are both in (send to|recv from) rank [012] .* and nobody is miss", verdict.sentence
+    )
+
+
+def test_all_that_gave_up_though_nobody_was_missing() -> None:
+    gave_up = call(41, state=FAILED, error=LOST, age=5.5, returned=NOW - 0.5)
+    verdict = judge([process(rank, comm(rank, 2, [call(40), gave_up])) for rank in range(2)], uid="u-tp")
+    assert verdict.sentence.startswith("ranks 0 and 1 were both in all_reduce #41 (comm 'tp', 2 ranks")
+    assert "and nobody was missing, but it had not moved after 5.0 s: the network between them" in verdict.sentence
 
 
 def test_what_a_rank_gave_up_in_before_its_newest_call_explains_nothing_any_more() -> None:
