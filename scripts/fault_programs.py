@@ -27,6 +27,7 @@ NODES = ("link-cut", "packet-loss")
 FAULTS = ("none", *STATEMENTS, "kill-in-call", "stop-in-call", *CALLS, "ctrl-c", "before-init", *IN_A_CALL[3:], *NODES)
 
 TIMEOUT = 5  # seconds that a communicator waits
+LOSSY_TIMEOUT = 20  # where packets are lost: TCP sends the same one again after 1, 3, 7 s
 
 HEAD = """\
 import os
@@ -50,6 +51,7 @@ class Fault:
     either   of two ranks that disagree either may be blamed: these two; else empty
     lines    of the program: any of them is right; empty where there is no line to name
     soon     seconds until a thread of the rank kills it, whatever it does then; 0: the campaign strikes
+    comm     of the call that is left out: its rank's next call of it shows that, as its next call of all does
     place    "step", or what the rank is inside of: "init", "split", "destroy"
     nodes    ranks on each of two nodes; empty where all are on one
     """
@@ -60,6 +62,7 @@ class Fault:
     other: int = -1  # the rank that comes late, so that `rank` waits
     status: int = -9
     soon: float = 0.0
+    comm: Comm | None = None
     place: str = "step"
     either: set[int] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)
@@ -198,7 +201,7 @@ def write(rng: random.Random, program: Program) -> None:
         out.emit(f"if RANK == {fault.rank}: {STATEMENTS[how]}")
     _late(out, program, "init")
     join = "pynccl.init(" if program.meeting == "environment" else 'pynccl.from_file("meeting", RANK, SIZE, '
-    out.emit(f"comm = {join}timeout={TIMEOUT})")
+    out.emit(f"comm = {join}timeout={LOSSY_TIMEOUT if name == 'packet-loss' else TIMEOUT})")
     out.emit("ranks_comm = list(range(SIZE))")
     out.emit("stream = pynccl.create_stream()")
     skip = -1
@@ -213,7 +216,9 @@ def write(rng: random.Random, program: Program) -> None:
         *children,
         Comm("comm", (tuple(range(program.size)),)),
     ):  # a wrong call shows at the next one at latest
-        program.comms[out.emit(f"{comm.name}.barrier()")] = comm
+        line = out.emit(f"{comm.name}.barrier()")
+        program.comms[line] = comm
+        _meets_what_was_left_out(program.fault, comm, [line])
     if rng.random() < 0.7 or fault.place == "destroy":
         for comm in children:
             out.emit(f"{comm.name}.destroy()")
@@ -241,9 +246,17 @@ def _write_block(out: Writer, program: Program, step: Step, block: Block, indent
         out.emit(indent + line)
     calls = [out.emit(indent + line) for line in block.calls]
     program.comms.update(dict.fromkeys(calls, step.comm))
+    _meets_what_was_left_out(program.fault, step.comm, calls)
     for line in block.after:
         out.emit(indent + line)
     return set(calls)
+
+
+def _meets_what_was_left_out(fault: Fault, comm: Comm, calls: list[int]) -> None:
+    """Once: these are the first calls that the rank makes in the place of those that it has left out."""
+    if calls and fault.comm is not None and fault.comm.name == comm.name:
+        fault.lines |= set(calls)
+        fault.comm = None
 
 
 def _write_fault(out: Writer, program: Program, at: int) -> int:
@@ -273,6 +286,7 @@ def _write_calls(out: Writer, program: Program, at: int) -> int:
     for one in (step, *following) if name == "order" else (step,):
         _write_block(out, program, one, one.block, "    ")
     if name == "left-out":
+        fault.comm = step.comm
         fault.lines = _write_block(out, program, following[0], following[0].block)
         return at + 1
     out.emit("else:")

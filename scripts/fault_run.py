@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_nodes import Nodes
-from fault_programs import TIMEOUT, Program
+from fault_programs import LOSSY_TIMEOUT, TIMEOUT, Program
 
 ROOT = Path(__file__).resolve().parent.parent
 WATCH_SECONDS = 2
@@ -153,7 +153,7 @@ def _start(program: Program, folder: Path, server: Server, nodes: Nodes | None, 
             **kept,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]),
             "PYNCCL_LIBRARY": "host",
-            "PYNCCL_HOST_TIMEOUT": str(TIMEOUT),
+            "PYNCCL_HOST_TIMEOUT": str(LOSSY_TIMEOUT if program.fault.name == "packet-loss" else TIMEOUT),
             "PYNCCL_WATCH": watch,
             "PYNCCL_WATCH_DIR": str(folder / "watch" / "ab"[side]),
             "PYNCCL_WATCH_TIMEOUT": str(WATCH_SECONDS),

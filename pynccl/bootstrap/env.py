@@ -51,7 +51,7 @@ def from_env(
     store = _store_of_next(place, clock)
     rendezvous = Rendezvous(store, place.rank, place.nranks, clock, _IN_A_LAUNCH)
     try:
-        return init_at(rendezvous, library, device, place.local_rank, config)
+        return init_at(rendezvous, library, device, place.local_rank, config, place.serves)
     except Exception:
         if place.serves:
             atexit.register(rendezvous.linger)

@@ -60,7 +60,8 @@ def from_process_group(
     comm = init(nranks, identity, rank, part, config, clock)
     store = _store_of_torch(uid_of(identity))
     if store is not None:
-        watch_at(comm, store)
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        watch_at(comm, store, serves=dist.get_rank() == 0 and not agent)
     return comm
 
 

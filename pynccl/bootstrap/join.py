@@ -46,8 +46,9 @@ def init_at(
     device: Any,
     local_rank: int | None,
     config: CommConfig | None,
+    serves: bool = False,
 ) -> Communicator:
-    """What the rendezvous leads to."""
+    """What the rendezvous leads to. serves: its store goes with this process."""
     try:
         part = prepare(library, device, local_rank, rendezvous.rank, config)
     except BaseException as error:
@@ -66,16 +67,17 @@ def init_at(
             own.beside.append(store.path)
         if comm.rank == 0:
             store.remove_old()
-    watch_at(comm, store)
+    watch_at(comm, store, serves)
     return comm
 
 
-def watch_at(comm: Communicator, store: Any) -> None:
-    """The ranks ask each other at this store where they are, if one of them is stuck."""
+def watch_at(comm: Communicator, store: Any, serves: bool = False) -> None:
+    """The ranks ask each other at this store where they are, if one of them is stuck. serves: it goes with this
+    process."""
     if comm.recorded and comm.size > 1:
         from ..watch.diagnosis import exchange_at  # what it imports takes long
 
-        comm._watch_at(exchange_at(store))
+        comm._watch_at(exchange_at(store, serves))
 
 
 def init(nranks: int, identity: bytes, rank: int, part: Part, config: CommConfig | None, clock: Clock) -> Communicator:

@@ -122,6 +122,7 @@ class Comm(Shared):
         """Its ranks are on several machines, maybe, and can be asked so where they are."""
         if self._track is not None:
             self._track.join(exchange)
+            self._track.recorder.last_asked = self._track
 
     def check_alive(self) -> None:
         if self._handle is None:

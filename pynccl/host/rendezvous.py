@@ -190,7 +190,7 @@ def _reachable(addresses: list[str], port: int, timeout: float) -> str:
             reasons.append(f"{address}: {error}")
     tried = "; ".join(reasons) or "the unique id names no address that other machines could use"
     raise HostFailure(
-        Result.SYSTEM_ERROR,
+        Result.REMOTE_ERROR,
         f"cannot reach the process that made the unique id, port {port} ({tried}); it has to live as long as "
         f"communicators are made of its ranks; where it has several interfaces, name one with {VARIABLES[0]} there",
     )

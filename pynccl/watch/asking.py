@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .records import COMPLETED, FAILED, CallRecord, CommRecord, ProcessRecord, from_json, to_json
+from .records import COMPLETED, DEAD, FAILED, CallRecord, CommRecord, ProcessRecord, from_json, to_json
 from .store import OutOfReach, Reach, append, lines, read
 
 ANSWER_POLLS = 4  # polls after which the reporter judges without those who have not answered
@@ -32,12 +32,13 @@ WAITING_SECONDS = 0.5  # of one that waits for a verdict; the reporter so gives 
 FRESH_SECONDS = 30.0  # a verdict so old says nothing of a call that is still under way
 
 _MOST_ENDS = 64  # of a job that ends as a whole, the others would read megabytes
-_END_BYTES = 2048
+_END_BYTES = 4096
 _ANSWER_BYTES = 4096, 512  # of a process, and for each of its communicators
 _LINE_BYTES = 1 << 18
 _TEXT_BYTES = 1 << 16
 _MOST_LINES = 1 << 16
 _CALLS = 8  # of a communicator, in an answer
+_LINGER_POLL_SECONDS = 0.05
 
 
 class Member(NamedTuple):
@@ -111,6 +112,9 @@ class Exchange:
     def __init__(self, store: Any, host: str, pid: int, machine: str, judge: Callable[[Answers], str]) -> None:
         self.host, self.pid, self.machine = host, pid, machine
         self.judge, self.store = judge, store
+        self.serves = False  # whether the store goes with this process
+        self._told: set[tuple[str, str, int, str, str]] = set()  # whose ends it has told
+        self._ends: list[str] = []  # that were told, when last read
         self._reach = Reach(store)
         self._roster: list[tuple[str, str]] = []  # (uid, line), not yet told
         self._enrols = not getattr(store, "quiet", False)
@@ -192,11 +196,16 @@ class Exchange:
         return True
 
     def tell_end(self, record: ProcessRecord) -> None:
-        """This process ends, as `record.end` and `record.end_site` say, with communicators that others may wait at."""
-        line = _line(trimmed(record, "", limit=_END_BYTES), _LINE_BYTES)
+        """This process ends, as `record.end` and `record.end_site` say, with communicators that others may wait at; or
+        another one of its machine, which cannot say so. What was told is not told again."""
+        known = (*_who(record), record.state, record.end)
+        if known in self._told:
+            return
+        self._told.add(known)
+        line = _line(trimmed(replace(record, stack="", command=""), "", limit=_END_BYTES), _LINE_BYTES)
 
         def tell(store: Any) -> None:
-            if line and store.add("watch/ends/count", 1) <= _MOST_ENDS:
+            if line and store.add("watch/ends/told", 1) <= _MOST_ENDS:
                 append(store, "watch/ends", line)
 
         try:
@@ -205,11 +214,26 @@ class Exchange:
             return
 
     def ends(self) -> list[ProcessRecord]:
-        """Processes that told how they ended, the first ones; [] if the store is out of reach."""
+        """Processes of which it was told how they ended, the first ones, each once; [] if the store is out of reach."""
         try:
-            return _records(self._reach.do(lambda store: lines(store, "watch/ends")))
+            self._ends = self._reach.do(self._read_ends)
         except OutOfReach:
             return []
+        return _newest(_records(self._ends))
+
+    def _read_ends(self, store: Any) -> list[str]:
+        """One operation if none is new."""
+        told = min(store.add("watch/ends/told", 0), _MOST_ENDS)
+        return self._ends if told == len(self._ends) else lines(store, "watch/ends")
+
+    def linger(self, uid: str, others: set[int], seconds: float) -> None:
+        """Before the store goes with this process: let these ranks of a communicator, on other machines, read what was
+        told, until they have ended, too. At most so long."""
+        end = time.monotonic() + seconds
+        while others and not self._reach.reason and time.monotonic() < end:
+            ended = [comm for one in self.ends() if one.state == DEAD for comm in one.comms]
+            others = others - {comm.rank for comm in ended if uid in (comm.uid, *comm.aliases)}
+            time.sleep(_LINGER_POLL_SECONDS if others else 0)
 
     def close(self) -> None:
         """Ask and tell no more. To be called before the interpreter ends."""
@@ -257,7 +281,7 @@ class Exchange:
         for record in _records(answers[alarm.seen :]):
             alarm.records[_who(record)] = record
         alarm.seen = len(answers)
-        ended = _records(ends)
+        ended = _newest(_records(ends))
         answered = alarm.records.keys() | {_who(record) for record in ended}
         silent = [one for one in members if (one.machine, one.host, one.pid) not in answered]
         if (silent or not members) and alarm.polls < ANSWER_POLLS:
@@ -299,14 +323,14 @@ class Exchange:
 
 
 def trimmed(record: ProcessRecord, uid: str, limit: int = 0) -> ProcessRecord:
-    """What matters of a record, as JSON in at most so many bytes: communicator `uid` and those that live, their oldest
-    calls under way and their last ones, the inner end of the stack."""
+    """What matters of a record, as JSON in at most so many bytes: communicator `uid` ("": each) and those that live,
+    their oldest calls under way and their last ones, the inner end of the stack."""
     comms = sorted(record.comms, key=lambda comm: (comm.uid != uid, bool(comm.ended)))
     limit = limit or min(_ANSWER_BYTES[0] + _ANSWER_BYTES[1] * len(comms), _LINE_BYTES)
     stack = record.stack[-2048:]
     calls, short = _CALLS, record
     while calls:
-        kept = [_shortened(comm, calls if comm.uid == uid else min(calls, 2)) for comm in comms]
+        kept = [_shortened(comm, calls if uid in ("", comm.uid) else min(calls, 2)) for comm in comms]
         short = replace(record, comms=kept, stack=stack[-256 * calls :], command=record.command[:200])
         if len(json.dumps(to_json(short))) <= limit:
             return short
@@ -389,6 +413,16 @@ def _question(text: str, number: int) -> Question | None:
 def _members(found: Iterable[str]) -> list[Member]:
     members = (_values(line, int, str, int, str) for line in found)
     return list(dict.fromkeys(Member(*values) for values in members if values))
+
+
+def _newest(found: list[ProcessRecord]) -> list[ProcessRecord]:
+    """Of each process the last record, but none from before its end."""
+    newest: dict[tuple[str, str, int], ProcessRecord] = {}
+    for one in found:
+        before = newest.get(_who(one))
+        if before is None or one.state == DEAD or before.state != DEAD:
+            newest[_who(one)] = one
+    return list(newest.values())
 
 
 def _records(found: list[str]) -> list[ProcessRecord]:

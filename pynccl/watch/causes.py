@@ -23,10 +23,13 @@ from .findings import (
 from .members import Group, Member
 from .records import FAILED, CallRecord
 from .waits import LEFT, Meeting, Step, consequence
-from .wording import Range, at, call_name, call_text, clean, line_of, ranks_text, seconds
+from .wording import Range, at, call_name, call_text, clean, have, line_of, ranks_text, seconds
 
 NO_RECORD = "left no record here (another machine? another PYNCCL_WATCH_DIR?)"
 _STALLED_SECONDS = 10.0  # a call that all ranks are inside of may take a while
+_ASKED_SECONDS = 1.0  # the same where somebody asks, who has waited too long
+_NOT_TO_BE_SEEN = "the network between them, a GPU, or the work before it on its stream"
+_MOST_NAMED = 1 << 16
 _SHOWN_CROSSED = 3
 
 
@@ -152,7 +155,8 @@ def _failure(case: Case, group: Group, rows: list[tuple[Member, CallRecord]]) ->
     text += f"; {waiting(meetings[0])}" if meetings else ""
     found = Finding("failed", text, 80 if consequence(call.error) else 33)
     for other, theirs in rows[1:SHOWN]:
-        found.details.append(f"{names_of([other])}: {call_name(theirs)} raised {clean(theirs.error) or 'an exception'}")
+        what = f"{call_name(theirs)}{called(theirs, case.paths)}"
+        found.details.append(f"{names_of([other])}: {what} raised {clean(theirs.error) or 'an exception'}")
     if len(rows) > SHOWN:
         found.details.append(f"and {len(rows) - SHOWN:,} more ranks whose calls raised")
     found.culprits, found.comms = [(group.uid, member.rank)], [group.uid]
@@ -161,30 +165,50 @@ def _failure(case: Case, group: Group, rows: list[tuple[Member, CallRecord]]) ->
 
 
 def stalled(case: Case) -> list[Finding]:
-    """Calls that all ranks have entered, alike, and that do not go on."""
+    """Calls that all ranks have entered, alike, and that do not go on, or not for all of them."""
     found = []
+    shortest = max(case.patience, _ASKED_SECONDS if case.uid else _STALLED_SECONDS)
     for meeting in case.waits.meetings:
-        age = meeting.age()
-        gave_up = all(call.state == FAILED for call in meeting.here.values())
-        if gave_up or meeting.blocked or meeting.first or age < max(case.patience, _STALLED_SECONDS):
+        age = max((_lasted(meeting, rank) for rank in meeting.here), default=0.0)
+        alone = meeting.shared and len(meeting.here) < (meeting.group.size if meeting.collective else 2)
+        if meeting.blocked or meeting.first or age < shortest:
             continue
-        there = describe(meeting.call, meeting.group, case.paths)
-        count = len(meeting.here)
-        every = "both ranks are" if count == 2 else f"all {count:,} ranks are"
-        every = every if count > 1 else f"{ranks_text(meeting.here)} is"
-        whole = "nobody is missing"
-        if meeting.collective and count < meeting.group.size:
-            every = f"{ranks_text(meeting.here)} {'is' if count == 1 else 'are'}"
-            whole = "the other ranks have completed it"
-        text = (
-            f"{every} in {there} and {whole}, but it has not moved for {seconds(age)}: "
-            "the network, a GPU, or the work before it on its stream"
-        )
         members = [meeting.group.members[rank] for rank in list(meeting.here)[:4]]
         details = [f"{names_of([one])}: {standing(case, one, meeting)}" for one in members]
-        one = Finding("stalled", text, 65, details, [], [], [meeting.group.uid])
+        gave_up = all(call.state == FAILED for call in meeting.here.values())
+        text = (_unfinished if alone else _motionless)(case, meeting, age, gave_up)
+        # Of the messages of a group it is rather those between two machines, or containers, that do not arrive.
+        weight = 64 if len({(one.process.machine, one.process.host) for one in members}) > 1 else 65
+        one = Finding("stalled", text, weight, details + chain(case, meeting), [], [], [meeting.group.uid])
+        one.culprits = [(meeting.group.uid, rank) for rank in meeting.here] if alone else []
         found.append(concern(case, one, [meeting], []))
     return found
+
+
+def _lasted(meeting: Meeting, rank: int) -> float:
+    """Seconds that the rank has waited there, or had when it gave up."""
+    call = meeting.here[rank]
+    return call.returned - call.issued if call.state == FAILED else meeting.group.members[rank].waited(call)
+
+
+def _motionless(case: Case, meeting: Meeting, age: float, gave_up: bool) -> str:
+    count, there = len(meeting.here), describe(meeting.call, meeting.group, case.paths)
+    is_in, is_missing = ("was" if count == 1 else "were", "was") if gave_up else ("is" if count == 1 else "are", "is")
+    every = f"{ranks_text(meeting.here)} {is_in}{' both' if count == 2 else ''}"
+    every = every if count <= 2 else f"all {count:,} ranks {is_in}"
+    after = f"had not moved after {seconds(age)}" if gave_up else f"has not moved for {seconds(age)}"
+    return f"{every} in {there} and nobody {is_missing} missing, but it {after}: {_NOT_TO_BE_SEEN}"
+
+
+def _unfinished(case: Case, meeting: Meeting, age: float, gave_up: bool) -> str:
+    others = [meeting.call.peer]
+    if meeting.collective:
+        others = [rank for rank in range(min(meeting.group.size, _MOST_NAMED)) if rank not in meeting.here]
+    there = describe(meeting.call, meeting.group, case.paths)
+    waited = f"gave up after {seconds(age)}" if gave_up else f"{have(len(meeting.here))} waited {seconds(age)}"
+    done = f"which {'it has' if len(others) == 1 else 'they have'} completed"
+    who = f"{ranks_text(meeting.here)} {waited}, for {ranks_text(others)}"
+    return f"{who}, in {there}, {done}: {_NOT_TO_BE_SEEN}"
 
 
 def crossings(case: Case) -> list[Finding]:

@@ -22,9 +22,17 @@ _LONGEST = 1.0  # seconds that an error waits for the other ranks to say what ha
 _PAUSE = 0.02
 
 
-def exchange_at(store: Any) -> Exchange:
+def exchange_at(store: Any, serves: bool = False) -> Exchange:
     """This process's part in the questions of the ranks that share the store: one, also where several of its threads
-    are ranks there, since it answers once for all of them."""
+    are ranks there, since it answers once for all of them.
+
+    serves  the store goes with this process"""
+    exchange = _exchange_at(store)
+    exchange.serves = exchange.serves or serves
+    return exchange
+
+
+def _exchange_at(store: Any) -> Exchange:
     own = started()
     if own is None:
         return _new_exchange(store)
@@ -57,6 +65,12 @@ def all_here(track: Track) -> bool:
     return reader.ranks(folder.base(), track.uid, track.since) >= set(range(track.size))
 
 
+def linger(track: Track, seconds: float) -> None:
+    """The store goes with this process, which ends: let the ranks on other machines read there why."""
+    here = reader.ranks(folder.base(), track.uid, track.since)
+    track.exchange.linger(track.uid, set(range(track.size)) - here, seconds)
+
+
 def report(track: Track, why_alone: str = "") -> str:
     """Who is missing, and where: of a call that does not return; by the records of this machine alone.
 
@@ -77,32 +91,39 @@ def explain(track: Track, patient: bool) -> str:
 
     patient  the rank because of which it failed may be ending this very moment: it is given a second to say so"""
     text, end = "", time.monotonic() + (_LONGEST if patient else 0.0)
-    elsewhere = track.exchange is not None and not all_here(track)
+    elsewhere = track.exchange if track.exchange is not None and not all_here(track) else None
     if elsewhere and track.recorder.path:  # the ranks there want to know, too
         with contextlib.suppress(Exception):
-            track.exchange.tell_end(reader.read_file(track.recorder.path))
+            elsewhere.tell_end(reader.read_file(track.recorder.path))
     while True:
+        began, certain = time.monotonic(), False
         with contextlib.suppress(Exception):  # the error itself is what counts
-            known = records(track.uid, track.since)
-            if elsewhere:
-                own = {(one.machine, one.host, one.pid) for one in known}
-                known += [one for one in track.exchange.ends() if (one.machine, one.host, one.pid) not in own]
-            others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]
-            if not others and not elsewhere:
-                return _unknown(known, track)
-            text = _about(known, track.uid, track.rank) or _unknown(known, track)
-            if any(_tells(one, track) for one in others) and _says_why(known, track):
-                return text
-        if time.monotonic() > end:
+            text, certain = _why(track, elsewhere)
+        now = time.monotonic()
+        if certain or now > end:
             return text
-        time.sleep(_PAUSE)
+        time.sleep(max(_PAUSE, now - began))  # so that half the time is the other threads'
 
 
-def _says_why(known: list[ProcessRecord], track: Track) -> bool:
-    """Whether the verdict is more than that others have failed, too: then whoever caused it has yet to say so."""
-    from . import verdict
+def _why(track: Track, elsewhere: Exchange | None) -> tuple[str, bool]:
+    """What is known now, and whether it is all that there is to say: not only that others have failed, too, since then
+    whoever caused it has yet to say so."""
+    from . import verdict  # which takes long to import, and is seldom needed
 
-    return verdict.judge(known, uid=track.uid).kind not in (*verdict.NOTHING_WRONG, "failed")
+    known = records(track.uid, track.since)
+    if elsewhere:
+        for one in known:
+            if one.state == DEAD:  # it may have been killed, and so cannot tell it
+                elsewhere.tell_end(one)
+        own = {(one.machine, one.host, one.pid) for one in known}
+        known += [one for one in elsewhere.ends() if (one.machine, one.host, one.pid) not in own]
+    others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]
+    if not others and not elsewhere:
+        return _unknown(known, track), True
+    found = verdict.judge(known, uid=track.uid)
+    text = verdict.about(found, track.uid, track.rank) or _unknown(known, track)
+    told = any(_tells(one, track) for one in others)
+    return text, told and found.kind not in (*verdict.NOTHING_WRONG, "failed")
 
 
 def _unknown(known: list[ProcessRecord], track: Track) -> str:

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from . import folder, layout, recorder, stacks
 
+_LINGER_SECONDS = 2.0  # in which ranks on other machines hear of a failure, find out who is to blame, and end
 _prepared: list[object] = []  # what multiprocessing runs when its process ends
 
 
@@ -49,7 +50,8 @@ def _tell() -> None:
 
 def _tell_elsewhere(own: recorder.Recorder) -> None:
     """Where ranks on other machines can be told; in good order only where the store does not end with a rank."""
-    exchanges = dict.fromkeys(track.exchange for track in own.tracks if track.exchange is not None)
+    tracks = own.tracks + ([own.last_asked] if own.last_asked is not None else [])
+    exchanges = dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)
     if not exchanges or not own.path:
         return
     from . import reader
@@ -58,7 +60,20 @@ def _tell_elsewhere(own: recorder.Recorder) -> None:
         record = reader.read_file(own.path)
         for exchange in exchanges:
             exchange.tell_end(record)
-            exchange.close()
+            if not exchange.serves:
+                exchange.close()
+
+
+def _linger(own: recorder.Recorder) -> None:
+    """The communicators of a process that has failed are closed, which the others notice; where the store goes with
+    this process, it stays until they have read there what has happened."""
+    track = own.last_asked
+    if track is not None and track.exchange.serves:
+        from . import diagnosis
+
+        with contextlib.suppress(Exception):
+            diagnosis.linger(track, _LINGER_SECONDS)
+            track.exchange.close()
 
 
 def _decide(own: recorder.Recorder) -> None:
@@ -96,7 +111,11 @@ def _remove() -> None:
     """Files go once a job has ended well: each process removes its own, or leaves it to the last one, since those who
     still run may have to be told how it ended."""
     own = recorder.started()
-    if own is None or not own.mine or not own.path or own.ended != layout.CLEAN:
+    if own is None or not own.mine:
+        return
+    if own.ended == layout.EXCEPTION:
+        _linger(own)
+    if not own.path or own.ended != layout.CLEAN:
         return
     gone, waiting = [own.path], False
     for path in _relatives(own.path):

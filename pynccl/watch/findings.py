@@ -10,6 +10,7 @@ from .records import DEAD, FAILED, INSIDE, STOPPED, UNKNOWN, CallRecord, Process
 from .waits import Meeting, Waits
 from .wording import Paths, at, call_name, clean, have, line_of, maker, ranks_text, seconds
 
+CONSEQUENCE = 75  # the weight from which a finding is the consequence of something else
 SHOWN = 8  # lines about single ranks in one finding
 _SHOWN_CHAIN = 4
 _STANDINGS = 64  # ranks that are looked at for such lines

@@ -33,6 +33,7 @@ class Recorder:
         self.region = layout.region(chosen.calls)
         self.tracks: list[Any] = []  # of the communicators that are alive
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()  # with which ranks on other machines are asked
+        self.last_asked: Any = None  # the last track that ranks elsewhere ask, kept: there the end is told, too
         self.sharing = threading.Lock()  # of what all threads share: the exchanges, the watchdog
         self._lock = threading.Lock()
         self._strings = {"": 0}

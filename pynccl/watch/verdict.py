@@ -15,7 +15,7 @@ from typing import Any
 
 from .causes import crossings, disagreements, failures, missing, stalled
 from .endings import dead, killed, normal, stopped
-from .findings import Case, Finding, frozen, standing
+from .findings import CONSEQUENCE, Case, Finding, frozen, standing
 from .members import Job, rank_name
 from .records import DEAD, ProcessRecord
 from .waits import Waits, consequence
@@ -104,7 +104,12 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
         for one in verdict.findings
         if one.kind not in NOTHING_WRONG and not (one.kind == "failed" and one.culprits == [(uid, rank)])
     ]
-    concerned = [one for one in others if uid in one.comms] or others
+    concerned = [one for one in others if uid in one.comms]
+    if verdict.findings[:1] and verdict.findings[0] not in others and verdict.wrong:  # its own error is the cause
+        if verdict.details:
+            return "\n".join(verdict.details[:3])
+    else:
+        concerned = concerned or others
     if not concerned:
         return ""
     first, root = concerned[0], others[0]
@@ -122,7 +127,9 @@ def _by_an_error_of_nccl(found: Finding) -> bool:
 def _found(case: Case) -> list[Finding]:
     ends = [one for one in (dead(case), stopped(case)) if one]
     found = [*_duplicates(case), *ends, *disagreements(case), *crossings(case), *missing(case), *failures(case)]
-    return found or stalled(case)  # what does not move may do so because of anything else
+    if all(one.weight >= CONSEQUENCE for one in found):  # what does not move may do so because of anything else
+        found += stalled(case)
+    return found
 
 
 def _weigh(found: list[Finding]) -> None:

@@ -11,14 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .members import Group, Job, Member
-from .records import COMPLETED, DEAD, FAILED, INSIDE, STOPPED, CallRecord
+from .records import COMPLETED, DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
 from .wording import Range
 
 LEFT = "left"  # a rank whose communicator has ended, or (FAILED) whose call has raised: it will not come
 # Not numbered, but a call of all ranks. `shrink` and `grow` may leave some out.
 _TOGETHER = ("finalize", "destroy", "shrink", "grow", "split", "init")
 _MOST_TOGETHER = 64  # calls of a group
-_LOOKED_AT = 16  # numbers of one communicator: the lowest ones explain the others
+_LOOKED_AT = 16  # numbers of one communicator, and sends from one rank to another: the first ones explain the others
+_MOST_PAIRED = 4096  # sends and recvs of one communicator that have met, and yet go on
+_OLDEST, _NEWEST = 48, 16  # calls of one process that are put in order: those between them wait as they do
 
 
 @dataclass(eq=False)
@@ -52,6 +54,11 @@ class Meeting:
     def collective(self) -> bool:
         return self.call.operation not in ("send", "recv", "wait_signal")
 
+    @property
+    def shared(self) -> bool:
+        """Whether others than those who are here have to call it, too."""
+        return not self.collective or self.call.number > 0 or self.call.operation in _TOGETHER
+
     def age(self) -> float:
         """Seconds that the first one has waited."""
         return max((self.group.members[rank].waited(call) for rank, call in self.here.items()), default=0.0)
@@ -66,13 +73,17 @@ class Waits:
 
     def __init__(self, job: Job, post_mortem: bool = False) -> None:
         self.job, self.post_mortem = job, post_mortem
+        self._acts: dict[int, list[CallRecord]] = {}  # by id() of the member
         self.meetings = [meeting for group in job.groups for meeting in self._of(group)]
         self._at: dict[int, list[tuple[Meeting, Member, CallRecord]]] = {}
+        self._gave_up_at: dict[int, list[tuple[Meeting, Member, CallRecord]]] = {}  # and has called nothing since
         for meeting in self.meetings:
             for rank, call in meeting.here.items():
                 member = meeting.group.members[rank]
                 if call.state != FAILED:
                     self._at.setdefault(id(member.process), []).append((meeting, member, call))
+                elif call.returned >= _last_issue(member.process):
+                    self._gave_up_at.setdefault(id(member.process), []).append((meeting, member, call))
         self._order()
         self._link()
         self._above = _reversed(self.meetings)
@@ -107,7 +118,13 @@ class Waits:
 
     def _acting(self, member: Member) -> list[CallRecord]:
         """The calls in which a rank waits, or waited until it gave up."""
-        return ([] if member.dead and not self.post_mortem else member.pending) + _gave_up(member)
+        found = self._acts.get(id(member))
+        if found is None:
+            found = [] if member.dead and not self.post_mortem else member.pending
+            if member.left and not self.post_mortem:  # whatever was on a stream has gone with the communicator
+                found = [call for call in found if call.state == INSIDE]
+            found = self._acts[id(member)] = found + _gave_up(member)
+        return found
 
     def _collectives(self, group: Group) -> Iterator[Meeting]:
         numbers: set[int] = set()
@@ -163,13 +180,18 @@ class Waits:
                 if call.operation in ("send", "recv"):
                     pair = (member.rank, call.peer) if call.operation == "send" else (call.peer, member.rank)
                     waiting.setdefault(pair, {"send": [], "recv": []})[call.operation].append(call)
+        room = _MOST_PAIRED
         for (source, target), calls in waiting.items():
             sends, recvs = calls["send"], calls["recv"]
-            for send, recv in zip(sends, recvs, strict=False):
+            met = list(zip(sends, recvs, strict=False))[: min(room, _LOOKED_AT)]
+            room -= len(met)
+            for send, recv in met:
                 yield Meeting(group, recv, {source: send, target: recv})
             for rank, peer, more in ((source, target, sends[len(recvs) :]), (target, source, recvs[len(sends) :])):
-                if more and not _answered(group, rank, peer, more[0]):
-                    yield self._for_peer(Meeting(group, more[0], {rank: more[0]}), peer)
+                if not more:
+                    continue
+                meeting = Meeting(group, more[0], {rank: more[0]})
+                yield meeting if _answered(group, rank, peer, more[0]) else self._for_peer(meeting, peer)
 
     def _for_peer(self, meeting: Meeting, peer: int) -> Meeting:
         """The same, without the rank that it is for."""
@@ -211,7 +233,11 @@ class Waits:
 
     def _order(self) -> None:
         """A call that its rank has issued after another one waits for that one."""
-        for rows in self._at.values():
+        for all_rows in self._at.values():
+            rows = all_rows
+            if len(rows) > _OLDEST + _NEWEST:
+                rows = sorted(rows, key=lambda row: (row[2].issued, row[2].entry))
+                rows = rows[:_OLDEST] + rows[-_NEWEST:]
             for later, member, then in rows:
                 for earlier, other, first in rows:
                     if later is earlier or not _before(first, then, other is member):
@@ -225,17 +251,22 @@ class Waits:
         for meeting in self.meetings:
             for rank in meeting.away:
                 process = meeting.group.members[rank].process
-                for other, member, call in self._at.get(id(process), []):
-                    if other is meeting or not (call.state == INSIDE or other in stuck):
+                for other, member, call in self._at.get(id(process), []) + self._gave_up_at.get(id(process), []):
+                    if other is meeting or not (call.state in (INSIDE, FAILED) or other in stuck):
                         continue
                     meeting.held.add(rank)
-                    step = Step(member, call, None, call.state == INSIDE)
+                    step = Step(member, call, None, call.state in (INSIDE, FAILED))
                     meeting.first.setdefault(other, []).append(step)
 
 
 def consequence(error: str) -> bool:
     """Whether an error says that others did not come, or have gone: then it is no cause."""
     return any(word in error for word in ("Timeout", "timed out", "RemoteError", "Aborted", "lost rank"))
+
+
+def _last_issue(process: ProcessRecord) -> float:
+    """When it issued its newest call."""
+    return max((call.issued for comm in process.comms for call in comm.calls[-1:]), default=0.0)
 
 
 def _gave_up(member: Member) -> list[CallRecord]:

@@ -33,7 +33,7 @@ from pynccl.watch.asking import (
     trimmed,
 )
 from pynccl.watch.diagnosis import exchange_at
-from pynccl.watch.records import INSIDE, CallRecord, CommRecord, ProcessRecord, to_json
+from pynccl.watch.records import DEAD, INSIDE, CallRecord, CommRecord, ProcessRecord, to_json
 from pynccl.watch.store import Reach, append, lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -470,6 +470,51 @@ def test_a_job_that_ends_as_a_whole_does_not_flood_its_last_reader() -> None:
     found = Process(store, 200, 5).exchange.ends()
     assert 10 < len(found) < 100
     assert len(store.get("watch/ends")) < 200_000
+
+
+def test_of_each_process_the_end_counts_that_was_told_last_and_none_from_before_it(server: dist.TCPStore) -> None:
+    one, other, third = (Process(server, rank, 5) for rank in range(3))
+    failed, gone = other.record(), dead(other)
+    third.exchange.tell_end(gone)  # by one of its machine
+    other.exchange.tell_end(failed)  # late
+    other.exchange.tell_end(failed)  # again
+    assert [(record.pid, record.end) for record in one.exchange.ends()] == [(1001, "ValueError: 1")]
+    assert (third.store.total(), other.store.total()) == (2, 2)
+    before = one.store.total()
+    for _ in range(20):
+        one.exchange.ends()
+    assert one.store.total() == before + 20
+
+
+def test_the_store_stays_until_the_others_have_ended(server: dist.TCPStore) -> None:
+    one, others = Process(server, 0, 5), [Process(server, rank, 5) for rank in (1, 2)]
+    one.exchange.linger(WORLD, set(), 5)
+    start = time.monotonic()
+    one.exchange.linger(WORLD, {1, 2}, 0.3)
+    assert 0.3 <= time.monotonic() - start < 1
+    timers = [threading.Timer(0.2, other.exchange.tell_end, [dead(other)]) for other in others]
+    for timer in timers:
+        timer.start()
+    start = time.monotonic()
+    one.exchange.linger(WORLD, {1, 2}, 20)
+    assert 0.1 < time.monotonic() - start < 5
+
+
+def test_nobody_lingers_at_a_silent_store(server: dist.TCPStore) -> None:
+    gate = Gate(server.port)
+    one = Process(client(gate.port), 0, 5)
+    one.poll()
+    gate.shut()
+    _, seconds = timed(lambda: one.exchange.linger(WORLD, {1, 2}, 60))
+    gate.close()
+    assert one.exchange._reach._idle.wait(20)
+    assert seconds < WITHIN
+
+
+def dead(process: Process) -> ProcessRecord:
+    record = ended(process)
+    record.state = DEAD
+    return record
 
 
 # What is at the store may be anything

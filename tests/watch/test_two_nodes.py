@@ -136,6 +136,31 @@ def test_a_rank_on_the_other_machine_is_named_while_it_is_late_and_once_it_has_r
     assert SPEAKS not in second.text()
 
 
+ONE_IS_KILLED = """
+import os, signal, subprocess, sys, torch, pynccl
+os.environ["WORLD_SIZE"] = "3"
+if os.environ["RANK"] == "0": other = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": "2"})
+comm = pynccl.init(timeout=20)
+pair = comm.split(0 if comm.rank < 2 else None)
+comm.all_reduce(torch.ones(4))
+if comm.rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if comm.rank == 1: pair.all_reduce(torch.ones(4))
+comm.all_reduce(torch.ones(4))
+"""
+
+
+def test_who_serves_the_store_tells_of_the_dead_of_its_machine_before_it_goes(
+    nodes: tuple[str, str], tmp_path: Path, started: list[Node]
+) -> None:
+    started += start(nodes, tmp_path, "variables", ONE_IS_KILLED)
+    assert [node.launcher.wait(PATIENCE) for node in started] == [1, 1]
+    for node in started:
+        text = node.text()
+        assert re.search(r"\n  rank 2's process \d+ was killed or crashed \(no last word\)", text)
+        assert "Connection reset" not in text and "recvValue" not in text
+
+
 CUT = """
 import os, sys, torch, pynccl
 comm = pynccl.init()

@@ -72,6 +72,17 @@ def behind(rank: int, size: int, number: int = 40, **more: Any) -> ProcessRecord
     return process(rank, comm(rank, size, [call(number, age=20)]), where=where, **more)
 
 
+def dp(rank: int, *calls: CallRecord, size: int = 2, **more: Any) -> CommRecord:
+    return comm(rank, size, calls, uid="u-dp", name="dp", **more)
+
+
+def ring(size: int) -> list[ProcessRecord]:
+    return [
+        process(r, comm(r, size, [call(0, "recv", INSIDE, peer=(r - 1) % size, site="/m/ring.py:3")]))
+        for r in range(size)
+    ]
+
+
 @dataclass
 class Do:
     """One step of a program: a collective of a communicator."""
