@@ -8,6 +8,9 @@ the median of the ratios within a round, so that a machine that slows down slows
 seen to reach the stub. The tensors are in CPU memory; on a GPU torch's look-up of the current stream comes on top. The
 other bindings are measured where they can be imported. Needs a C compiler and torch.
 
+What the flight recorder costs is measured in other processes, in turn with PYNCCL_WATCH=on, off and sites, beside bare
+ctypes in each of them: a process has one of them, and CPython adapts its bytecode to what it sees there.
+
 --gpu measures on a GPU and the real libnccl instead, on the ranks of a launch, beside torch.distributed's nccl backend;
 gpu_overhead.py says how. Not yet run on a GPU.
 """
@@ -48,9 +51,10 @@ TWO_TENSORS = [
     *("comm.reduce_scatter(w, t)", "comm.all_to_all(t, u)", "comm.gather(t, w)", "comm.scatter(w, t)"),
 ]
 
-# What the flight recorder costs: each way with PYNCCL_WATCH=off and =sites beside the default, on.
+# What the flight recorder costs: these ways with each PYNCCL_WATCH.
 RECORDED = [CHECKED, PLAN, RAW_PLAN, GROUP_PLAN, "comm.all_reduce(t)"]
-OFF, SITES = "{}, watch off", "{}, with sites"
+NAMES = {"on": "{}", "off": "{}, watch off", "sites": "{}, with sites"}
+PROCESSES = 7  # for each, of as many rounds as the others have in all
 # (way, beside it without the recorder, in units of which way: None for its own, at most)
 ADDED = [(CHECKED, None, 0.15), (PLAN, BARE, 0.1), (RAW_PLAN, BARE, 0.1)]
 
@@ -166,20 +170,32 @@ def own_ways(comm: pynccl.Communicator, stub: ctypes.CDLL, t: Any, u: Any, w: An
     ]
 
 
-def recorded_ways(path: Path, stub: ctypes.CDLL, t: Any, u: Any, w: Any) -> list[Way]:
-    """Some of the ways without the flight recorder, and with the line of each call in it."""
-    found = []
-    for watch, name in (("off", OFF), ("sites", SITES)):
-        comm = communicator(path, watch)
-        ways = own_ways(comm, stub, t, u, w)
-        found += [way._replace(name=name.format(way.name)) for way in ways if way.name in RECORDED]
+def recorded(path: Path, rounds: int, calls: int) -> dict[str, list[dict[str, Any]]]:
+    """What `main_watch` says, for each PYNCCL_WATCH in several processes, which take turns."""
+    processes = max(1, min(PROCESSES, rounds // 8))
+    options = ["--rounds", str(-(-rounds // processes)), "--calls", str(calls), "--stub", str(path)]
+    found: dict[str, list[dict[str, Any]]] = {watch: [] for watch in NAMES}
+    for _ in range(processes):
+        for watch, said in found.items():
+            command = [sys.executable, __file__, *options, "--watch", watch]
+            done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+            said.append(json.loads(done.stdout))
     return found
 
 
-def side_by_side(ways: list[Way], others: list[Way]) -> list[Way]:
-    """Each way right before what it is compared with, so that a machine that changes changes both alike."""
-    after = {way.name: [other for other in others if other.name.startswith(f"{way.name}, ")] for way in ways}
-    return [one for way in ways for one in (way, *after[way.name])]
+def main_watch(options: argparse.Namespace) -> None:
+    """The ways of which the flight recorder's cost is shown, with one PYNCCL_WATCH: in a process of its own."""
+    path = Path(options.stub)
+    stub = first_of_its_name(path)
+    import torch
+
+    t, u, w = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), torch.zeros(2 * ELEMENTS)
+    comm = communicator(path, options.watch)
+    ways = [way for way in own_ways(comm, stub, t, u, w) if way.name in (BARE, *RECORDED)]
+    reached = check_reach(ways, stub)
+    rows = rows_of(measure(ways, options.rounds, options.calls), reached)
+    comm.destroy()
+    print(json.dumps({row["way"]: row for row in rows}))
 
 
 def torch_ways(t: Any) -> list[Way]:
@@ -235,27 +251,58 @@ def import_time(module: str, environment: dict[str, str]) -> float:
     return float(done.stdout)
 
 
-def results(times: dict[str, list[float]], reached: dict[str, int], imports: dict[str, float]) -> dict[str, Any]:
-    """What --json prints: nanoseconds per call, ratio to bare ctypes, calls that reached the stub; the bounds."""
+def ratio(times: dict[str, list[float]], name: str, base: str) -> float:
+    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
 
-    def ratio(name: str, base: str) -> float:
-        return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
 
-    rows = [
-        {"way": name, "ns": 1e9 * statistics.median(found), "ratio": ratio(name, BARE), "stub_calls": reached[name]}
+def rows_of(times: dict[str, list[float]], reached: dict[str, int]) -> list[dict[str, Any]]:
+    """Nanoseconds per call, ratio to bare ctypes, calls that reached the stub."""
+    return [
+        {
+            "way": name,
+            "ns": 1e9 * statistics.median(found),
+            "ratio": ratio(times, name, BARE),
+            "stub_calls": reached[name],
+        }
         for name, found in times.items()
     ]
+
+
+def recorded_rows(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Those of other processes, without the flight recorder and with the line of each call in it: medians."""
+    rows = []
+    for watch, form in NAMES.items():
+        for name in RECORDED if watch != "on" else ():
+            same = [said[name] for said in found[watch]]
+            row = {key: statistics.median(one[key] for one in same) for key in ("ns", "ratio")}
+            rows.append({"way": form.format(name), **row, "stub_calls": same[0]["stub_calls"]})
+    return rows
+
+
+def recorder_bounds(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What it adds: medians over pairs of processes that ran one after the other."""
+    bounds = []
+    for name, unit, limit in ADDED:
+        pairs = [(on[name]["ratio"], off[name]["ratio"]) for on, off in zip(found["on"], found["off"], strict=True)]
+        added = statistics.median((on - off) / (1 if unit else off) for on, off in pairs)
+        bounds.append({"what": f"recorder in {name} / {unit or 'the call'}", "found": added, "at_most": limit})
+    return bounds
+
+
+def results(
+    times: dict[str, list[float]],
+    reached: dict[str, int],
+    imports: dict[str, float],
+    watched: dict[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """What --json prints: nanoseconds per call, ratio to bare ctypes, calls that reached the stub; the bounds."""
+    rows = [*rows_of(times, reached), *recorded_rows(watched)]
     bounds: list[dict[str, Any]] = [
-        {"what": f"{name} / {base}", "found": ratio(name, base), "at_most": limit}
+        {"what": f"{name} / {base}", "found": ratio(times, name, base), "at_most": limit}
         for name, base, limit in BOUNDS
         if base in times
     ]
-    for name, unit, limit in ADDED:
-        off = times[OFF.format(name)]
-        rounds = zip(times[name], off, times[unit] if unit else off, strict=True)
-        found = statistics.median((on - without) / one for on, without, one in rounds)
-        what = f"recorder in {name} / {unit or 'the call'}"
-        bounds.append({"what": what, "found": found, "at_most": limit})
+    bounds += recorder_bounds(watched)
     bounds.append({"what": "import pynccl, ms", "found": imports["pynccl"], "at_most": IMPORT_BOUND})
     for bound in bounds:
         bound["pass"] = bound["found"] <= bound["at_most"]
@@ -303,12 +350,17 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1000, help="calls of each way in a round (default 1000)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/overhead.md")
+    parser.add_argument("--watch", choices=NAMES, help=argparse.SUPPRESS)  # of a process of `recorded`
+    parser.add_argument("--stub", help=argparse.SUPPRESS)
     parser.add_argument("--gpu", action="store_true", help="on a GPU and the real libnccl instead of the stub")
     options = parser.parse_args()
     if options.rounds < 1 or options.calls < 1:
         parser.error(f"--rounds is {options.rounds} and --calls is {options.calls}; both must be at least 1")
     if options.gpu:
         main_gpu(options)
+        return
+    if options.watch:
+        main_watch(options)
         return
     with tempfile.TemporaryDirectory(prefix="bench-overhead-") as folder:
         path = compile_stub(Path(folder))
@@ -317,12 +369,12 @@ def main() -> None:
 
         t, u, w = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), torch.zeros(2 * ELEMENTS)
         comm = communicator(path)
-        ways = side_by_side(own_ways(comm, stub, t, u, w), recorded_ways(path, stub, t, u, w))
-        ways += [*nccl4py_ways(comm, t), *torch_ways(t)]
+        ways = [*own_ways(comm, stub, t, u, w), *nccl4py_ways(comm, t), *torch_ways(t)]
         reached = check_reach(ways, stub)
         times = measure(ways, options.rounds, options.calls)
         comm.destroy()
-        found = results(times, reached, import_times(max(options.rounds // 5, 1)))
+        watched = recorded(path, options.rounds, options.calls)
+        found = results(times, reached, import_times(max(options.rounds // 5, 1)), watched)
     show = markdown if options.markdown else table
     print(json.dumps(found, indent=2) if options.json else show(found))
 

@@ -216,9 +216,9 @@ def write(rng: random.Random, program: Program) -> None:
         *children,
         Comm("comm", (tuple(range(program.size)),)),
     ):  # a wrong call shows at the next one at latest
-        line = out.emit(f"{comm.name}.barrier()")
-        program.comms[line] = comm
-        _meets_what_was_left_out(program.fault, comm, [line])
+        number = out.emit(f"{comm.name}.barrier()")
+        program.comms[number] = comm
+        _meets_what_was_left_out(program.fault, comm, [number])
     if rng.random() < 0.7 or fault.place == "destroy":
         for comm in children:
             out.emit(f"{comm.name}.destroy()")

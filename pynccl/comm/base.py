@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -30,6 +29,7 @@ from ..watch.recorder import started
 from ..watch.track import Identity, Track, new_track, uid_of
 from .deadline import wait_nonblocking
 from .scratch import Scratch
+from .turn import Turn
 
 DEFAULT_TIMEOUT = 60.0  # seconds that an init or an end waits for the other ranks
 
@@ -56,7 +56,6 @@ class Comm(Shared):
         self._alive: list[None] = [None]  # empty once it has ended: the quickest thing to look at
         self.library = library
         self._config = config
-        self.lock = threading.RLock()
         self.timeout = timeout
         self.rank = self._property("ncclCommUserRank")
         self.size = self._property("ncclCommCount")
@@ -72,6 +71,7 @@ class Comm(Shared):
         if not isinstance(track, Track):
             track = new_track(track, self.rank, self.size, library.path == "host")
         self._track = track
+        self.lock = Turn() if track is None else track.turn
         if self._track is not None:
             self._track.made(self, self.device, self._site)
             if library.is_host:

@@ -20,9 +20,10 @@ from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import hold, stream_handle
 from ..watch.frames import call_site
 from ..watch.notes import notes
-from ..watch.track import Track
+from ..watch.track import quick_of
 from .base import Comm
 from .call import call_text
+from .turn import quick
 
 # The operations, and how many times as large as send recv is: 1, 0 and -1 stand for N, 1 and 1/N.
 GROWTH = {
@@ -68,11 +69,14 @@ class FastPath:
     def _launcher(self, comm: Comm) -> Launch:  # noqa: PLR0915
         # A closure: attributes would be a tenth of its time.
         single, paired, new_recv = self._single.get, self._paired.get, self._new_recv
-        ring, cursor, row_on, noted = _recording(comm._track)
+        track = comm._track
+        take, give, waiting, wake, ring, following, open_segment = quick_of(comm.lock, track)
+        itself = track is not None and not track.careful  # it writes into the flight recorder
+        row_on, noted = (track.rows.on_stream, track.note_own) if track is not None and itself else (_same, None)
         detours, alive, library, fail = comm._detours, comm._alive, comm.library, self._fail
-        acquire, release = comm.lock.acquire, comm.lock.release
 
-        def launch(send: Any, recv: Any, op: Any, root: Any, given: Any) -> Any:
+        @quick
+        def launch(send: Any, recv: Any, op: Any, root: Any, given: Any) -> Any:  # noqa: PLR0915
             try:
                 if detours or (recv is None and (recv := new_recv(send)) is None):
                     return None
@@ -112,20 +116,26 @@ class FastPath:
                     return None
                 if at != stream:
                     args = (*args[:-1], to_pointer(at))
-                    row = row and row_on(row, at)
-                acquire()
+                    row = row_on(row, at)
+                try:
+                    slot: Any = take()
+                except IndexError:  # another thread's turn
+                    return None
                 try:
                     if not alive:  # ended by another thread: the general way says so
                         return None
-                    if row:
-                        for slot in cursor:  # the quickest way to take one of them
-                            ring[slot] = row
-                            if notes:
-                                noted(slot)
-                            break
+                    try:
+                        ring[slot] = row
+                    except IndexError:
+                        ring[slot := open_segment()] = row
+                    if notes and noted is not None:
+                        noted(slot)
                     code = call(*args)
                 finally:
-                    release()
+                    give(following[slot])
+                    slot = None
+                if waiting:
+                    wake()
                 if code:
                     fail(code, more[1])
                 if counts is not None:
@@ -198,18 +208,21 @@ class FastPath:
         counts = TORCH.count_change if writes else None
         where = (found[0], target, sizes, send.get_device(), stream)
         call, row = self._recorded(inputs, stream)
+        if call is None:
+            return
         kept[size] = (accepts, op, root, *where, counts, call, args, (rest, inputs), row, kept.get(size))
 
     def _recorded(self, inputs: tuple[int, ...], stream: int) -> tuple[Any, int]:
-        """The C function, and the row that `launch` writes into the flight recorder; 0: none, or the function does."""
+        """The C function, and the row that `launch` writes into the flight recorder: 0 where the function does so, or
+        nobody. (None, 0): there is no room for another row."""
         comm, function = self._comm(), self._function
         track = None if comm is None else comm._track
         if track is None:
             return function, 0
         row = track.rows.describe(self._operation, inputs, stream, site=call_site())
-        if track.careful or not row:
+        if track.careful:
             return track.around(function, self._operation, inputs, stream, row), 0
-        return function, row
+        return (function, row) if row else (None, 0)
 
     def _forget(self, kept: dict[int, Any]) -> None:
         comm = self._comm()
@@ -227,11 +240,8 @@ class FastPath:
         comm._check_result(code, call_text(self._operation, inputs))
 
 
-def _recording(track: Track | None) -> tuple[Any, ...]:
-    """What `launch` needs of the flight recorder, where it writes into it itself."""
-    if track is None:
-        return None, None, None, None
-    return track.ring, track.cursor, track.rows.on_stream, track.note_own
+def _same(row: int, _: int) -> int:
+    return row
 
 
 def _with_one(address: int, target: int, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -25,7 +25,7 @@ from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import Handle, hold, stream_handle
 from ..watch.frames import call_site
 from ..watch.rows import weight_of
-from ..watch.track import Track
+from ..watch.track import Track, quick_of
 from .base import Comm, check_group_result
 from .call import Call, call_text
 from .collectives import Collectives
@@ -33,6 +33,7 @@ from .collectives_v import CollectivesV
 from .groups import launch, leave, recorder, recording
 from .redop import free_unused
 from .rma import Rma
+from .turn import quick
 
 Prepared = tuple[Callable[..., int], tuple[Any, ...]]  # C function without argtypes, its arguments as finished C values
 
@@ -59,27 +60,35 @@ def _plan_one(call: Call) -> Plan:
     comm, prepared = call.comm, _prepare(call)
     function, args = prepared
     track, row = comm._track, _row_of((call,), comm._track)
+    take, give, waiting, wake, ring, following, open_segment = quick_of(comm.lock, track, row)
     if track is not None and (track.careful or not row):
-        function, row = track.around(function, call.operation, call.inputs, call.stream, row), 0
-    ring: Any = track and track.ring
-    cursor: Any = track.cursor if track is not None and row else ()
-    acquire, release, alive, detours = comm.lock.acquire, comm.lock.release, comm._alive, comm._detours
+        function = track.around(function, call.operation, call.inputs, call.stream, row)
+    alive, detours = comm._alive, comm._detours
     count_change, written, held = TORCH.count_change, _written((call,)), _held((call,))
 
+    @quick
     def plan(stream: Any = None) -> None:
         if stream is not None or detours:
             _launch_with_care([call], stream)
             return
-        acquire()
+        try:
+            slot: Any = take()
+        except IndexError:  # another thread's turn
+            launch([call])
+            return
         try:
             if not alive:
                 comm.check_alive()
-            for slot in cursor:  # the quickest way to take one of them
+            try:
                 ring[slot] = row
-                break
+            except IndexError:
+                ring[slot := open_segment()] = row
             code = function(*args)
         finally:
-            release()
+            give(following[slot])
+            slot = None
+        if waiting:
+            wake()
         if code:
             comm._check_result(code, call_text(call.operation, call.inputs))
         if written:
@@ -102,16 +111,14 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
         for comm in comms
         if comm._track is not None
     ]
-    quick = [(track.ring, track.cursor, row) for track, row in rows if row and not track.careful]
+    described = [(track, row) for track, row in rows if row and not track.careful]
     slow = [(track, row) for track, row in rows if not row or track.careful]
 
     def launch_all() -> None:
         for comm in comms:
             comm.check_alive()
-        for ring, cursor, row in quick:
-            for slot in cursor:
-                ring[slot] = row
-                break
+        for track, row in described:
+            track.add(row)
         slots = [(track, track.enter("group plan", row=row)) for track, row in slow]
         first.library.check(start(), "ncclGroupStart")
         try:

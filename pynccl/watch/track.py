@@ -10,12 +10,14 @@ import functools
 import itertools
 import mmap
 import os
+import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from ..comm.turn import Turn
 from . import layout
 from .frames import call_site
 from .notes import notes
@@ -25,9 +27,13 @@ from .settings import SITES, settings
 
 
 @functools.cache
-def _slots(count: int) -> list[int]:
-    """The numbers below, made once: to make one takes as long as to write it."""
-    return list(range(count))
+def _following(slots: int, segments: int) -> list[int]:
+    """What comes after each slot; after the last one of a segment a number that is no slot: another is to be opened."""
+    length = slots // segments
+    after = [slot + 1 for slot in range(slots)]
+    for segment in range(segments):
+        after[(segment + 1) * length - 1] = slots + segment
+    return after + [slots + segment for segment in range(segments)]
 
 
 class Identity(NamedTuple):
@@ -41,8 +47,8 @@ class Identity(NamedTuple):
 class Track:
     """The calls of one communicator: `enter` before the C call, `leave` after it, under the communicator's lock.
 
-    `ring` and `cursor` are for those who cannot afford a call of Python: `ring[next(cursor)] = row` is all they do,
-    with one of `rows`, and the watchdog notices when it was made, and has returned. Where `careful` is true nobody does
+    Who cannot afford a call of Python writes `ring[slot] = row`, with one of `rows` and the slot that `turn` hands
+    over, and the watchdog notices when it was made, and has returned: see `Quick`. Where `careful` is true nobody does
     so: each call gets its line, too, and the time when it returned."""
 
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int, careful: bool) -> None:
@@ -80,8 +86,9 @@ class Track:
         self.comm: Callable[[], Any] = lambda: None  # the communicator, once it is there, and while it is
         self.library: Any = None  # of the communicator, once it is there; and its device
         self.ordinal = -1
-        self.segment = -1
-        self.cursor: Iterator[int] = itertools.chain.from_iterable(self._segments())
+        self.segment, self._numbers = -1, [0, 0]  # calls, and collective ones, before this segment
+        self.following = _following(region.slots, region.segments)
+        self.turn = Turn(region.slots, self._next_slot)
         for what, text in known._asdict().items():
             self.write(what, text)
         layout.COMM.pack_into(memory, 0, layout.LIVE, rank, size, size + 1, now())
@@ -107,36 +114,56 @@ class Track:
         """A text of the region: name, device, made_at, parent, alias, error."""
         layout.put(self.memory, *layout.COMM_TEXTS[what], text)
 
-    def _segments(self) -> Iterator[list[int]]:
-        """The slots, one segment after the other; each is cleared before it is written to again."""
-        region, memory, entries, numbered, place = self.region, self.memory, 0, 0, 0
-        length, often, seldom = region.segment, region.written(), region.seldom()
-        empty = {nbytes: bytes(nbytes * length) for nbytes in (1, 2, 8)}
-        slots = _slots(region.slots)
-        segment = self._array(layout.RING_AT, "Q", 1)
-        for self.segment in itertools.count():
-            if self.segment:
-                entries += length
-                numbered += self.rows.numbered_in(place * length)
-            place = self.segment % region.segments
-            for array, nbytes in seldom + often if self.careful or place in self._touched else often:
-                begin, size = array + place * length * nbytes, length * nbytes
-                memory[begin : begin + size] = empty[nbytes]
-            self._touched.discard(place)
-            self._bases[2 * place], self._bases[2 * place + 1] = entries, numbered
-            segment[0] = self.rows.segment = self.segment
-            yield slots[place * length : (place + 1) * length]
+    def open_segment(self) -> int:
+        """The first slot of the next segment, which is cleared; for whoever has the turn."""
+        region, memory, length = self.region, self.memory, self.region.segment
+        if self.segment >= 0:
+            self._numbers[0] += length
+            self._numbers[1] += self.rows.numbered_in(self.segment % region.segments * length)
+        self.segment += 1
+        place = self.segment % region.segments
+        often, seldom = region.written(), region.seldom()
+        for array, nbytes in seldom + often if self.careful or place in self._touched else often:
+            begin, size = array + place * length * nbytes, length * nbytes
+            memory[begin : begin + size] = bytes(size)
+        self._touched.discard(place)
+        self._bases[2 * place], self._bases[2 * place + 1] = self._numbers
+        self.rows.segment = self.segment
+        struct.pack_into("=Q", memory, layout.RING_AT, self.segment)
+        return place * length
+
+    def _slot_of_mine(self) -> int:
+        """The next slot, for the holder of the turn; -1 for one who has interrupted a call that is only being made."""
+        slot = self.turn.slot
+        if slot >= self.region.slots:
+            slot = self.open_segment()
+        if slot >= 0:
+            self.turn.slot = self.following[slot]
+        return slot
+
+    def _next_slot(self) -> int:
+        """By what is in the ring: should nobody know it any more."""
+        region = self.region
+        if self.segment < 0:
+            return region.slots
+        place = self.segment % region.segments
+        used = self.head() - self._bases[2 * place]
+        return int(place * region.segment + used) if used < region.segment else region.slots + place
 
     # Calls
 
     def begin(self, operation: str, inputs: tuple[Any, ...], stream: int, detail: str = "") -> int:
-        """`enter`, for what moves data and is called again and again, maybe in a new size each time."""
+        """`enter`, for what moves data and is called again and again, maybe in a new size each time; by the holder of
+        the turn."""
         at = COUNT_AT.get(operation)  # what a call is known by: all but its addresses
         row = None if at is None or detail else self._known.get((operation, inputs[at:], stream))
         if row is None:
             row = 0 if detail else self.rows.recent(operation, inputs, stream)
             return self.enter(operation, inputs, stream, row=row, detail=detail)
-        self.ring[slot := next(self.cursor)] = row
+        slot = self._slot_of_mine()
+        if slot < 0:
+            return slot
+        self.ring[slot] = row
         self.issued[slot] = now()
         if self.careful:
             self._site[slot] = self.recorder.string(call_site())
@@ -144,9 +171,16 @@ class Track:
             self.note_own(slot)
         return slot
 
+    def add(self, row: int) -> None:
+        """`enter`, for what is described already, without the time; by the holder of the turn."""
+        slot = self._slot_of_mine()
+        if slot >= 0:
+            self.ring[slot] = row
+
     def unnumbered(self, slot: int) -> None:
         """The call that was entered there counts as none after all."""
-        self.ring[slot] = layout.INLINE_UNNUMBERED
+        if slot >= 0:
+            self.ring[slot] = layout.INLINE_UNNUMBERED
 
     def enter(
         self,
@@ -160,8 +194,14 @@ class Track:
         group: int = 0,
         site: str = "",
     ) -> int:
-        """A call is about to be made. Returns the slot, for `leave`."""
-        slot = next(self.cursor)
+        """A call is about to be made. Returns the slot, for `leave`; -1: it is not in the record."""
+        if self.turn.is_mine():
+            slot = self._slot_of_mine()
+        else:  # of an init, or an end
+            with self.turn:
+                slot = self._slot_of_mine()
+        if slot < 0:
+            return slot
         self.issued[slot] = now()
         if not row:
             if weight is None:
@@ -189,6 +229,8 @@ class Track:
 
     def leave(self, slot: int) -> None:
         """The call has returned."""
+        if slot < 0:
+            return
         self._touched.add(slot // self._length)
         self.returned[slot] = now()
 
@@ -253,6 +295,8 @@ class Track:
 
     def failed(self, slot: int, error: BaseException | str) -> None:
         """The call has raised."""
+        if slot < 0:
+            return
         self._touched.add(slot // self._length)
         self.returned[slot] = now()
         self.memory[self.region.failed + slot] = 1
@@ -300,6 +344,36 @@ class Track:
         _, *rest = layout.COMM.unpack_from(self.memory, 0)
         layout.COMM.pack_into(self.memory, 0, layout.ENDED, *rest)
         self.recorder.free(self)
+
+
+class Quick(NamedTuple):
+    """What makes a call in a hurry, as comm/turn.py has it: `ring[slot] = row` is its record, or does nothing. Where
+    that raises IndexError the slot is `open_segment()` instead."""
+
+    take: Callable[[], int]
+    give: Callable[[int], None]
+    waiting: list[Any]
+    wake: Callable[[], None]
+    ring: Any
+    following: list[int]
+    open_segment: Callable[[], int]
+
+
+def quick_of(turn: Turn, track: Track | None, row: int = 1) -> Quick:
+    """For calls of the communicator with this turn; row 0: `Track.around` records them, which takes the turn again."""
+    if track is None:
+        return Quick(turn.take, turn.give, turn.waiting, turn.wake, [0], [0], int)
+    if not track.careful and row:
+        return Quick(turn.take, turn.give, turn.waiting, turn.wake, track.ring, track.following, track.open_segment)
+
+    def take() -> int:
+        turn.acquire()
+        return 0
+
+    def give(_: int) -> None:
+        turn.release()
+
+    return Quick(take, give, [], turn.wake, [0], [0], int)
 
 
 _numbers = itertools.count(1)

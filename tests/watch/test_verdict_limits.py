@@ -55,7 +55,7 @@ def test_a_circle_of_a_thousand_ranks_is_seen_at_once() -> None:
 
 def exchanging(rank: int, steps: int) -> ProcessRecord:
     """A rank of a ring that has issued so many exchanges, of which none is known to have completed."""
-    calls = []
+    calls: list[CallRecord] = []
     for step in range(steps):
         for kind, peer in (("send", (rank + 1) % 4), ("recv", (rank - 1) % 4)):
             entry = len(calls) + 1
