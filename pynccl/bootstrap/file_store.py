@@ -21,6 +21,7 @@ from ..watch.layout import SUFFIX
 
 _MAGIC = b"pynccl: ranks meet here\n"
 _POLL_SECONDS = 0.002
+_LEAST_SECONDS = 0.5
 _QUIET_SECONDS = 1.5
 
 
@@ -75,11 +76,12 @@ class FileStore:
             os.close(file)
 
     def _lock(self, file: int) -> None:
+        own = time.monotonic() + _LEAST_SECONDS  # others who wait hold it for moments, also past the deadline
         while True:
             try:
                 return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if self.clock.left() <= 0:
+                if self.clock.left() <= 0 and time.monotonic() > own:
                     raise NcclTimeout(
                         f"the lock of {self.path}, where the ranks meet, was not free within {self.clock.seconds()}: "
                         "a process that holds it is stopped, or its machine is gone"

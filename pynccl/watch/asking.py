@@ -48,6 +48,7 @@ class Member(NamedTuple):
     host: str
     pid: int
     machine: str
+    uid: str
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -70,12 +71,14 @@ class Answers(NamedTuple):
     records  of all processes that answered, and of those that others answered for; of each one the last
     silent   members of the question's communicator and of the job that nobody answered for
     ends     of processes that told it, the first ones
+    job      the uid of the job: of the first communicator of the process that judges
     """
 
     question: Question
     records: list[ProcessRecord]
     silent: list[Member]
     ends: list[ProcessRecord]
+    job: str = ""
 
 
 class News(NamedTuple):
@@ -287,7 +290,7 @@ class Exchange:
         if (silent or not members) and alarm.polls < ANSWER_POLLS:
             return news
         self._alarm = None
-        text = self._judge(Answers(alarm.question, list(alarm.records.values()), silent, ended))
+        text = self._judge(Answers(alarm.question, list(alarm.records.values()), silent, ended, self._job))
         return news._replace(verdict=text)
 
     def _judge(self, answers: Answers) -> str:
@@ -304,7 +307,7 @@ class Exchange:
         members = alarm.members
         if members is None:
             uids = dict.fromkeys([alarm.question.uid, self._job])
-            members = _members(line for uid in uids for line in lines(store, f"watch/roster/{uid}"))
+            members = [one for uid in uids for one in _members(uid, lines(store, f"watch/roster/{uid}"))]
         return members, lines(store, f"watch/answers/{alarm.question.round}")[:_MOST_LINES], lines(store, "watch/ends")
 
     def _wait_in_vain(self, reason: str) -> str:
@@ -410,9 +413,9 @@ def _question(text: str, number: int) -> Question | None:
     return Question(number, *values) if values else None
 
 
-def _members(found: Iterable[str]) -> list[Member]:
+def _members(uid: str, found: Iterable[str]) -> list[Member]:
     members = (_values(line, int, str, int, str) for line in found)
-    return list(dict.fromkeys(Member(*values) for values in members if values))
+    return list(dict.fromkeys(Member(*values, uid=uid) for values in members if values))
 
 
 def _newest(found: list[ProcessRecord]) -> list[ProcessRecord]:

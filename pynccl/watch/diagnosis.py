@@ -141,11 +141,22 @@ def _judge(found: Answers) -> str:
     known = found.ends + [one for one in found.records if (one.machine, one.host, one.pid) not in ended]
     size = max((comm.size for one in known for comm in _of(one, uid)), default=0)
     answered = {comm.rank for one in known for comm in _of(one, uid)}
+    launched = _launched(known, found.job)
+    ranks = {(one.machine, one.host, one.pid): one.rank for one in found.silent if launched and one.uid == found.job}
     for member in found.silent:
-        if member.rank not in answered and member.rank < size:
+        if member.uid == uid and member.rank not in answered and member.rank < size:
             comm = CommRecord(uid, "", member.rank, size)
-            known.append(ProcessRecord(member.pid, member.host, member.machine, state=UNKNOWN, comms=[comm]))
+            who = (member.machine, member.host, member.pid)
+            silent = ProcessRecord(member.pid, member.host, member.machine, state=UNKNOWN, comms=[comm])
+            silent.rank = ranks.get(who, -1)
+            known.append(silent)
     return _about(known, uid, found.question.rank)
+
+
+def _launched(known: list[ProcessRecord], job: str) -> bool:
+    """Whether the ranks of this communicator are those of the launch, as far as is known."""
+    ranks = [(one.rank, comm.rank) for one in known for comm in _of(one, job)]
+    return bool(ranks) and all(rank == of_comm for rank, of_comm in ranks)
 
 
 def _about(known: list[ProcessRecord], uid: str, rank: int) -> str:

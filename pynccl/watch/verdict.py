@@ -105,7 +105,8 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
         if one.kind not in NOTHING_WRONG and not (one.kind == "failed" and one.culprits == [(uid, rank)])
     ]
     concerned = [one for one in others if uid in one.comms]
-    if verdict.findings[:1] and verdict.findings[0] not in others and verdict.wrong:  # its own error is the cause
+    own = verdict.findings[0] if verdict.wrong and verdict.findings[0] not in others else None
+    if own is not None and own.weight < CONSEQUENCE:  # its own error is the cause
         if verdict.details:
             return "\n".join(verdict.details[:3])
     else:

@@ -309,13 +309,14 @@ def _answered(group: Group, rank: int, peer: int, call: CallRecord) -> bool:
         return False
     other = "recv" if call.operation == "send" else "send"
     answers = [one for one in member.comm.calls if one.operation == other and one.peer == rank]
-    done = [one for one in answers if one.state == COMPLETED]
-    if member.process.machine == own.process.machine and any(one.completed >= call.issued > 0 for one in done):
-        return True
-    if own.comm is None or not answers or own.comm.calls[0].entry != 1 or member.comm.calls[0].entry != 1:
+    if own.comm is None or not answers:
         return False
-    asked = [one for one in own.comm.calls if one.operation == call.operation and one.peer == peer]
-    return len(answers) > next((index for index, one in enumerate(asked) if one is call), len(asked))
+    if own.comm.calls[0].entry == 1 == member.comm.calls[0].entry:  # all are there to be counted
+        asked = [one for one in own.comm.calls if one.operation == call.operation and one.peer == peer]
+        return len(answers) > next((index for index, one in enumerate(asked) if one is call), len(asked))
+    # That a call on a stream has completed may have been noticed late.
+    done = [one for one in answers if one.state == COMPLETED and (one.completed == one.returned or one.issued == 0)]
+    return member.process.machine == own.process.machine and any(one.completed >= call.issued > 0 for one in done)
 
 
 def _reversed(meetings: Sequence[Meeting]) -> dict[Meeting, list[Meeting]]:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from gate import Gate
+from stores import Counted
 
 from pynccl.watch import asking, recorder
 from pynccl.watch.asking import (
@@ -40,29 +40,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 0.8  # seconds for an operation in these tests
 WITHIN = LIMIT + 0.7  # seconds that a call may take, however the store is
 WORLD = "world"
-
-
-class Counted:
-    """A store that counts what is asked of it."""
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
-        self.operations: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.store, name)
-
-        def counted(*arguments: Any) -> Any:
-            self.operations[name] += 1
-            return found(*arguments)
-
-        return counted if name in ("add", "get", "set", "check", "append") else found
-
-    def clone(self) -> Counted:
-        return self
-
-    def total(self) -> int:
-        return self.operations.total()
 
 
 class Process:
@@ -409,6 +386,7 @@ EXIT = """
 import atexit, sys, threading, time
 import torch.distributed as dist
 from gate import Gate
+from stores import Counted
 from pynccl.watch import store
 from pynccl.watch.asking import Exchange
 store.OPERATION_SECONDS = 0.8

@@ -273,6 +273,17 @@ def test_as_many_bytes_of_another_type_fit() -> None:
     assert judge(pair(call(0, "send", INSIDE, peer=1, count=2, dtype="FLOAT32")), patience=60).kind == "running"
 
 
+def test_an_earlier_message_whose_end_was_noticed_late_is_no_answer() -> None:
+    early = [call(0, "send", entry=1, age=9, peer=1, returned=NOW - 9, completed=NOW - 1, stream=5)]
+    asked = [call(0, "recv", entry=1, age=9, peer=0, completed=NOW - 1), call(0, "recv", INSIDE, 3, entry=2, peer=0)]
+    for first in (1, 700):  # of the calls that are still recorded
+        for one in early + asked:
+            one.entry += first - 1
+        gone = process(0, comm(0, 2, early), state=DEAD, end="exit", end_at=NOW - 4)
+        verdict = judge([gone, process(1, comm(1, 2, asked))])
+        assert (verdict.kind, verdict.culprits) == ("dead", [("u-tp", 0)])
+
+
 def test_a_send_that_was_received_is_not_unmatched() -> None:
     done = call(0, "recv", COMPLETED, peer=0, completed=NOW - 1)
     pending = call(0, "send", ISSUED, age=2, peer=1)
@@ -592,6 +603,15 @@ def test_whose_own_error_is_the_cause_hears_of_the_others_errors_and_no_guesses(
     verdict = judge([first, second, third])
     assert about(verdict, "u-tp", 0) == f"rank 1: recv from rank 0 at a.py:54 raised {wrong}"
     assert about(verdict, "u-tp", 1).startswith("rank 0's send to rank 1 (comm 'tp'")
+
+
+def test_an_error_because_of_others_is_no_cause_and_those_of_others_like_it_say_nothing() -> None:
+    lost = "NcclRemoteError: lost rank 1"
+    calls = [call(0, kind, FAILED, error=lost, peer=1, returned=NOW - 1) for kind in ("send", "recv")]
+    records = [process(rank, comm(rank, 3, [one])) for rank, one in zip((0, 2), calls, strict=True)]
+    verdict = judge(records, uid="u-tp")
+    assert "rank 1" in about(verdict, "u-tp", 0).partition(";")[0]
+    assert "rank 1" in about(verdict, "u-tp", 2).partition(";")[0]
 
 
 def test_it_can_be_written_as_json() -> None:
