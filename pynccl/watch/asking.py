@@ -415,7 +415,9 @@ def _question(text: str, number: int) -> Question | None:
 
 def _members(uid: str, found: Iterable[str]) -> list[Member]:
     members = (_values(line, int, str, int, str) for line in found)
-    return list(dict.fromkeys(Member(*values, uid=uid) for values in members if values))
+    return list(
+        dict.fromkeys(Member(rank, host, pid, machine, uid) for rank, host, pid, machine in filter(None, members))
+    )
 
 
 def _newest(found: list[ProcessRecord]) -> list[ProcessRecord]:
