@@ -16,13 +16,17 @@ with one number in it: who pops the number has the lock, and who appends the nex
     if waiting:
         wake()
 
-A function that does so is marked `@quick`, and calls nothing that may want the same lock by the same way; its variables
-are named as here. A handler of a signal, or an object that is freed, may interrupt it and come to `with turn`, which
-finds the function among its callers, as it finds out that nobody has the number: a Ctrl-C between take() and `try`.
+A function that does so is marked `@quick`; its variables are named, and take() and give() have lines of their own, as
+here. A handler of a signal, or an object that is freed, may interrupt it and come to `with turn`, which finds the
+function among its callers, as it finds out that nobody has the number: after a Ctrl-C between take() and `try`.
+
+A handler runs after a call has returned, and before what it returned is kept. So who stands in the line of take() has
+the number, and who stands in that of give() has it no more.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -61,12 +65,12 @@ class Turn:
     def __init__(self, slot: int = 0, lost: Callable[[], int] = lambda: 0) -> None:
         """lost  says which number it is, should nobody have it any more"""
         self._numbers = [slot]
-        self.take, self.give = self._numbers.pop, self._numbers.append
+        self.take: Callable[[], int] = self._numbers.pop
+        self.give: Callable[[Any], None] = self._numbers.append
         self.waiting: list[_Waiter] = []
         self.slot = -1
-        self._lost = lost
+        self._lost, self._finding = lost, threading.RLock()
         self._owner = self._depth = 0
-        self._borrowed = False
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As that of threading.RLock."""
@@ -84,10 +88,11 @@ class Turn:
         self._depth -= 1
         if self._depth:
             return
-        slot, borrowed = self.slot, self._borrowed
-        self._owner, self._borrowed, self.slot = 0, False, -1
-        if not borrowed:
+        slot: int | None = self.slot
+        self._owner, self.slot = 0, -1
+        if slot != -1:
             self.give(slot)
+            slot = None
             if self.waiting:
                 self.wake()
 
@@ -104,7 +109,7 @@ class Turn:
     def wake(self) -> None:
         """The lock is free, and others wait: it goes to the one who came first."""
         try:
-            slot = self.take()
+            slot: int | None = self.take()
         except IndexError:  # somebody else's already
             return
         try:
@@ -112,38 +117,46 @@ class Turn:
         except IndexError:
             self.give(slot)
             return
-        waiter.slot = slot
+        waiter.slot, slot = slot, None
         waiter.bell.release()
 
     def at_fork(self) -> None:
         """In a forked child: a thread that did not come along may have it."""
         self._numbers[:] = [0]
         self.waiting.clear()
+        self._finding = threading.RLock()
         self._owner = self._depth = 0
 
     def _acquire_later(self, timeout: float) -> bool:
         if self._owner == get_ident():
             self._depth += 1
             return True
+        waiter = _Waiter()
         if self._is_interrupted():
-            self.slot, self._owner, self._depth, self._borrowed = -1, get_ident(), 1, True
-            return True
-        slot = self._wait(timeout) if timeout else None
-        if slot is None:
+            waiter.slot = -1
+        elif timeout:
+            self._wait(waiter, timeout)
+        if waiter.slot is None:
             return False
-        self.slot, self._owner, self._depth = slot, get_ident(), 1
+        self.slot, self._owner, self._depth = waiter.slot, get_ident(), 1
         return True
 
-    def _wait(self, timeout: float) -> int | None:
+    def _wait(self, waiter: _Waiter, timeout: float) -> None:
+        """Until it has the number, or it is late; -1: a function that this thread is in the middle of has got it."""
         end = time.monotonic() + timeout if timeout > 0 else float("inf")
-        waiter = _Waiter()
+        missed: int | None = None
         self.waiting.append(waiter)
         try:
             self.wake()  # it may have been given back meanwhile
             while waiter.slot is None and (left := end - time.monotonic()) > 0:
-                if not waiter.bell.acquire(timeout=min(left, _LOOK_SECONDS)) and self._nobody_has_it():
-                    self.give(self._lost())
-                    self.wake()
+                if waiter.bell.acquire(timeout=min(left, _LOOK_SECONDS)):
+                    continue
+                if waiter.slot is None and waiter not in self.waiting:  # a Ctrl-C in wake()
+                    self.waiting.append(waiter)
+                if self._is_interrupted() and self._leave(waiter):
+                    waiter.slot = -1
+                    return
+                missed = self._find(missed)
         except BaseException:  # Ctrl-C
             if not self._leave(waiter) and waiter.slot is not None:
                 self.give(waiter.slot)
@@ -151,7 +164,20 @@ class Turn:
                     self.wake()
             raise
         self._leave(waiter)
-        return waiter.slot
+
+    def _find(self, missed: int | None) -> int | None:
+        """The number that should be next, if nobody has it: made anew if it was missed at the look before, too."""
+        if not self._nobody_has_it():
+            return None
+        number = self._lost()
+        if number == missed and self._finding.acquire(blocking=False):
+            try:
+                if self._nobody_has_it() and not self._numbers:
+                    self.give(number)
+            finally:
+                self._finding.release()
+            self.wake()
+        return number
 
     def _leave(self, waiter: _Waiter) -> bool:
         """Whether it was still waiting."""
@@ -162,29 +188,49 @@ class Turn:
         return True
 
     def _is_interrupted(self) -> bool:
-        """Whether the lock is that of a quick function which this thread is in the middle of."""
-        return any(
-            self._is_of(frame) and frame.f_locals.get("slot") is not None for frame in _callers(sys._getframe(1))
-        )
+        """Whether this thread is in the middle of a function that has the number: a quick one, or one of these."""
+        return any(self._has_it(frame) for frame in _callers(sys._getframe(1)))
 
     def _nobody_has_it(self) -> bool:
         """Whether no thread is where one is that has it: a Ctrl-C came when it was taken, and before it was kept."""
         if self._owner or self._numbers:
             return False
         for ident, frame in sys._current_frames().items():
-            if ident == get_ident():
-                continue
-            if frame.f_code in _HOLDING and frame.f_locals.get("self") is self:
+            if any(self._has_it(one) for one in _callers(frame)):
                 return False
-            if any(self._is_of(one) for one in _callers(frame)):
+            if self._takes(frame) and ident != get_ident():
                 return False
         return True
 
-    def _is_of(self, frame: FrameType) -> bool:
-        return frame.f_code in _quick and frame.f_locals.get("take") == self.take
+    def _has_it(self, frame: FrameType) -> bool:
+        """Whether this function, which has called another one or was interrupted, has the number."""
+        if not self._takes(frame):
+            return False
+        if frame.f_code is Turn._acquire_later.__code__:
+            waiter = frame.f_locals.get("waiter")
+            return waiter is not None and waiter.slot not in (None, -1)
+        if frame.f_lineno == _line_of(frame.f_code, "take"):
+            return True
+        slot = frame.f_locals.get("slot")
+        return slot is not None and slot >= 0 and frame.f_lineno != _line_of(frame.f_code, "give")
+
+    def _takes(self, frame: FrameType) -> bool:
+        """Whether it is a quick function of this lock, or one of those below, in which the number is on its way."""
+        if frame.f_code in _quick:
+            return bool(frame.f_locals.get("take") == self.take)
+        return frame.f_code in _TAKING and frame.f_locals.get("self") is self
 
 
-_HOLDING = {Turn.acquire.__code__, Turn.release.__code__, Turn.wake.__code__, Turn._acquire_later.__code__}
+_TAKING = {Turn.acquire.__code__, Turn.release.__code__, Turn.wake.__code__, Turn._acquire_later.__code__}
+
+
+@functools.cache
+def _line_of(code: CodeType, name: str) -> int:
+    """The last line in which this function calls what has this name."""
+    import dis  # which takes long to import
+
+    offsets = [one.offset for one in dis.get_instructions(code) if one.argval == name]
+    return max((line or 0 for start, end, line in code.co_lines() for at in offsets if start <= at < end), default=0)
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -189,6 +189,35 @@ def test_what_interrupts_a_quick_call_can_take_the_lock_and_has_no_number() -> N
     assert one.turn.take() == 1
 
 
+def test_what_interrupts_a_wait_can_take_the_lock_that_the_wait_gets_meanwhile() -> None:
+    turn, seen, released = Turn(7), [], threading.Event()
+
+    def handler(*_: object) -> None:
+        released.set()
+        with turn:
+            seen.append(turn.slot)
+
+    def hold() -> None:
+        with turn:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            released.wait(10)
+            time.sleep(0.1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        holder = threading.Thread(target=hold)
+        holder.start()
+        start = time.monotonic()
+        with turn:
+            assert turn.slot == 7
+        assert time.monotonic() - start < 2
+        holder.join(10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen in ([-1], [7])
+    assert turn.take() == 7
+
+
 def test_a_number_that_nobody_has_is_found_again_and_not_before() -> None:
     one = Counter()
     one.turn._lost = lambda: 41
@@ -281,6 +310,26 @@ while time.monotonic() < end:
     except KeyboardInterrupt:
         interrupts += 1
 signal.setitimer(signal.ITIMER_REAL, 0)
+nested = 0
+def call_too(*_):
+    global nested
+    nested += 1
+    for call in calls:
+        call()
+    with comm.lock:
+        pass
+    signal.setitimer(signal.ITIMER_REAL, random.random() * 2e-3 + 1e-5)
+signal.signal(signal.SIGALRM, call_too)
+other = threading.Thread(target=lambda: [call() for _ in range(3000) for call in calls])
+other.start()
+signal.setitimer(signal.ITIMER_REAL, 1e-3)
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    for call in calls * 50:
+        call()
+    stub.clear()
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+other.join(20)
 slowest = 0.0
 def elsewhere():
     global slowest
@@ -291,7 +340,7 @@ def elsewhere():
 thread = threading.Thread(target=elsewhere)
 thread.start()
 thread.join(20)
-print(interrupts, thread.is_alive(), slowest < 2, len(comm.lock._numbers), flush=True)
+print(interrupts, nested > 100, thread.is_alive(), other.is_alive(), slowest < 2, len(comm.lock._numbers), flush=True)
 comm.destroy()
 """
 
@@ -302,4 +351,4 @@ def test_a_storm_of_ctrl_c_leaves_a_communicator_that_all_threads_can_use() -> N
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     interrupts, *rest = done.stdout.split()
-    assert int(interrupts) > 200 and rest == ["False", "True", "1"]
+    assert int(interrupts) > 200 and rest == ["True", "False", "False", "True", "1"]
