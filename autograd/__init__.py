@@ -9,7 +9,8 @@ if __name__ == "autograd":
 from . import nn, operators, overlap, partition, testing
 from .checks import anchor
 from .collective import Collective, key_of
-from .layers import ColumnParallelLinear, RowParallelLinear
+from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from .mesh import Mesh
 from .ops.all_gather import AllGather, ReduceScatter, Split, all_gather, reduce_scatter, split
 from .ops.all_reduce import AllReduce, Copy, PreMul, all_reduce, copy
 from .ops.all_to_all import AllToAll, all_to_all
@@ -51,6 +52,7 @@ __all__ = [
     "Gather",
     "HaloExchange",
     "HaloReduce",
+    "Mesh",
     "OverlapConfig",
     "Partition",
     "Permute",
@@ -63,6 +65,7 @@ __all__ = [
     "Scatter",
     "Split",
     "SumReduce",
+    "VocabParallelEmbedding",
     "Work",
     "all_gather",
     "all_gather_matmul",
@@ -90,5 +93,6 @@ __all__ = [
     "split",
     "start",
     "testing",
+    "vocab_parallel_cross_entropy",
     "zero_volume_tensor",
 ]
