@@ -9,7 +9,15 @@ if __name__ == "autograd":
 from . import nn, operators, overlap, partition, testing
 from .checks import anchor
 from .collective import Collective, key_of
-from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from .layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Shard,
+    VocabParallelEmbedding,
+    clip_grad_norm_,
+    finish_gradients,
+    vocab_parallel_cross_entropy,
+)
 from .mesh import Mesh
 from .ops.all_gather import AllGather, ReduceScatter, Split, all_gather, reduce_scatter, split
 from .ops.all_reduce import AllReduce, Copy, PreMul, all_reduce, copy
@@ -63,6 +71,7 @@ __all__ = [
     "Repartition",
     "RowParallelLinear",
     "Scatter",
+    "Shard",
     "Split",
     "SumReduce",
     "VocabParallelEmbedding",
@@ -73,8 +82,10 @@ __all__ = [
     "all_to_all",
     "anchor",
     "broadcast",
+    "clip_grad_norm_",
     "copy",
     "copy_matmul",
+    "finish_gradients",
     "gather",
     "halo_exchange",
     "key_of",

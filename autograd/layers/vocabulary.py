@@ -21,6 +21,7 @@ from ..arguments import as_int, check_comm, check_dim, check_splits
 from ..ops.all_gather import all_gather, reduce_scatter
 from ..ops.all_reduce import all_reduce
 from ..wire import Dtype
+from .shards import Shard, Sharded
 
 _IDS = (torch.int64, torch.int32)
 
@@ -30,7 +31,7 @@ def shares(size: int, ranks: int) -> tuple[int, ...]:
     return tuple(size // ranks + (rank < size % ranks) for rank in range(ranks))
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Sharded):
     """y = W[ids], with the rows of W [num_embeddings, embedding_dim] cut over the ranks.
 
                          ids        y               forward           backward
@@ -72,6 +73,7 @@ class VocabParallelEmbedding(nn.Module):
             device = comm.device
         rows = self.splits[comm.rank]
         self.weight = nn.Parameter(torch.empty(rows, self.embedding_dim, device=device, dtype=dtype))
+        self._mark()
         self.reset_parameters()
 
     @classmethod
@@ -106,7 +108,12 @@ class VocabParallelEmbedding(nn.Module):
         )
         own = weight.detach()[made.first : made.first + made.splits[comm.rank]].clone()
         made.weight = nn.Parameter(own, requires_grad=weight.requires_grad)
+        made._mark()
         return made.train(embedding.training)
+
+    def shards(self) -> dict[str, Shard]:
+        """Of the weight."""
+        return {"weight": Shard(self.comm, 0, (self.num_embeddings, self.embedding_dim), self.splits)}
 
     def reset_parameters(self) -> None:
         """Draw as nn.Embedding does. Every rank draws the whole and keeps its part, so the result depends on the seed
