@@ -254,7 +254,8 @@ def check_is_on() -> bool:
 def lock(locks: contextlib.ExitStack, comms: Iterable[Comm]) -> None:
     """Take the locks of all of them, which are alive, until the end of the stack."""
     for comm in sorted(comms, key=id):  # one order in all threads, so that two groups cannot wait for each other
-        locks.enter_context(comm.lock)
+        comm.lock.acquire()
+        locks.callback(comm.lock.release)
         comm.check_alive()
 
 

@@ -147,7 +147,8 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
         else:
             with contextlib.ExitStack() as locks:
                 for comm in comms:
-                    locks.enter_context(comm.lock)
+                    comm.lock.acquire()
+                    locks.callback(comm.lock.release)
                 launch_all()
 
     return _finish(plan, calls, prepared, rows)

@@ -26,7 +26,11 @@ static comm_t *late, late_value; /* a new communicator that appears when its par
 static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
 
 const char *stub_record(void) { return record; }
-void stub_clear(void) { record[used = 0] = 0; }
+void stub_clear(void) {
+  pthread_mutex_lock(&writing);
+  record[used = 0] = 0;
+  pthread_mutex_unlock(&writing);
+}
 void stub_rule(int kind, const char *name, int value) {
   snprintf(rules[kind].name, sizeof rules[kind].name, "%s", name);
   rules[kind].value = value;
