@@ -58,7 +58,7 @@ def equals(comm: Communicator, sequence_parallel: bool, seq_dim: int, shared: bo
     up = [
         ad.ColumnParallelLinear.from_linear(one, comm, gather_input=not shared, **options) for one in (whole.a, whole.b)
     ]
-    block = Block(*up, ad.RowParallelLinear.from_linear(whole.down, comm, **options))
+    block: Any = Block(*up, ad.RowParallelLinear.from_linear(whole.down, comm, **options))
     x_own = part(x.detach()).clone().requires_grad_()
     entered: Tensor = x_own
     if shared:
