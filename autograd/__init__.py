@@ -6,16 +6,20 @@ if __name__ == "autograd":
         "(the folder's own name would shadow the PyPI package autograd)"
     )
 
-from . import nn, operators, overlap, partition, testing
+from . import nn, operators, overlap, partition, plans, testing
 from .checks import anchor
 from .collective import Collective, key_of
 from .layers import (
     ColumnParallelLinear,
+    KeyValueLinear,
     RowParallelLinear,
     Shard,
     VocabParallelEmbedding,
+    VocabParallelHead,
     clip_grad_norm_,
+    describe,
     finish_gradients,
+    parallelize,
     vocab_parallel_cross_entropy,
 )
 from .mesh import Mesh
@@ -60,6 +64,7 @@ __all__ = [
     "Gather",
     "HaloExchange",
     "HaloReduce",
+    "KeyValueLinear",
     "Mesh",
     "OverlapConfig",
     "Partition",
@@ -75,6 +80,7 @@ __all__ = [
     "Split",
     "SumReduce",
     "VocabParallelEmbedding",
+    "VocabParallelHead",
     "Work",
     "all_gather",
     "all_gather_matmul",
@@ -85,6 +91,7 @@ __all__ = [
     "clip_grad_norm_",
     "copy",
     "copy_matmul",
+    "describe",
     "finish_gradients",
     "gather",
     "halo_exchange",
@@ -94,8 +101,10 @@ __all__ = [
     "nn",
     "operators",
     "overlap",
+    "parallelize",
     "partition",
     "permute",
+    "plans",
     "reduce",
     "reduce_scatter",
     "scatter",

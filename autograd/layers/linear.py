@@ -35,6 +35,8 @@ class _ParallelLinear(Sharded):
 
     dim: int  # of the weight [out, in] that is cut
     kind: str  # of TransformerEngine's defaults
+    blocks = 1  # of the outputs, each of which is cut
+    transposed = False  # where it comes from, the weight is [in, out]
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -64,8 +66,9 @@ class _ParallelLinear(Sharded):
                 "torch.float32"
             )
         name, size = ("out_features", out_features) if self.dim == 0 else ("in_features", in_features)
-        if size % comm.size:
-            raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks")
+        if size % (comm.size * self.blocks):
+            each = f" and {self.blocks} blocks" if self.blocks > 1 else ""
+            raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks{each}")
         self.in_features, self.out_features = in_features, out_features
         self.comm, self.sequence_parallel, self.seq_dim = comm, sequence_parallel, seq_dim
         config = as_config(type(self).__name__, overlap, self.kind)
@@ -82,15 +85,18 @@ class _ParallelLinear(Sharded):
 
     @classmethod
     def from_linear(
-        cls: type[Layer], linear: nn.Linear, comm: Communicator, sequence_parallel: bool = False, **options: Any
+        cls: type[Layer], linear: Any, comm: Communicator, sequence_parallel: bool = False, **options: Any
     ) -> Layer:
-        """This rank's part of an nn.Linear, which is equal on all ranks: on its device, of its type, trained or frozen
-        as it is. options: as the class takes them by name, but for device and dtype."""
-        if not isinstance(linear, nn.Linear):
+        """This rank's part of an nn.Linear, or of transformers' Conv1D, which is equal on all ranks: on its device, of
+        its type, trained or frozen as it is. options: as the class takes them by name, but for device and dtype."""
+        transposed = type(linear).__name__ == "Conv1D"  # of transformers
+        if not transposed and not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
-        sizes = (linear.in_features, linear.out_features)
-        made = cls(*sizes, comm, linear.bias is not None, sequence_parallel, "meta", linear.weight.dtype, **options)
-        own = made._own(linear.weight.detach(), cls.dim).clone()
+        weight = linear.weight.detach().t() if transposed else linear.weight.detach()
+        sizes = (weight.shape[1], weight.shape[0])
+        made = cls(*sizes, comm, linear.bias is not None, sequence_parallel, "meta", weight.dtype, **options)
+        made.transposed = transposed
+        own = made._own(weight, cls.dim).clone(memory_format=torch.contiguous_format)
         made.weight = nn.Parameter(own, requires_grad=linear.weight.requires_grad)
         if linear.bias is not None:
             bias = linear.bias.detach()
@@ -101,8 +107,16 @@ class _ParallelLinear(Sharded):
 
     def shards(self) -> dict[str, Shard]:
         """Of the weight and the bias. The gradient of a bias that every rank has is whole: the layer sums it itself."""
-        weight = Shard(self.comm, self.dim, (self.out_features, self.in_features))
-        return {"weight": weight, "bias": Shard(self.comm, 0 if self.dim == 0 else None, (self.out_features,))}
+        shape = (self.out_features, self.in_features)
+        weight = Shard(
+            self.comm,
+            self.dim,
+            shape[::-1] if self.transposed else shape,
+            blocks=self.blocks,
+            transposed=self.transposed,
+        )
+        bias = Shard(self.comm, 0 if self.dim == 0 else None, (self.out_features,), blocks=self.blocks)
+        return {"weight": weight, "bias": bias}
 
     def _features(self, name: str, value: Any) -> int:
         features = as_int(value)
@@ -140,10 +154,10 @@ class _ParallelLinear(Sharded):
     @torch.no_grad()
     def full_state(self) -> dict[str, Tensor]:
         """The unsharded layer's state_dict, on every rank. A collective: every rank must call it."""
-        state = {"weight": all_gather(self.weight, self.comm, self.dim, grad="sum")}
+        shards = self.shards()
+        state = {"weight": shards["weight"].gather(self.weight)}
         if self.bias is not None:
-            gather = self.dim == 0
-            state["bias"] = all_gather(self.bias, self.comm, 0, grad="sum") if gather else self.bias.clone()
+            state["bias"] = shards["bias"].gather(self.bias) if self.dim == 0 else self.bias.clone()
         return state
 
     def _options(self) -> dict[str, Any]:
@@ -174,7 +188,9 @@ class _ParallelLinear(Sharded):
         return y.movedim(0, dim) if dim else y
 
     def _own(self, full: Tensor, dim: int) -> Tensor:
-        return full.chunk(self.comm.size, dim)[self.comm.rank]
+        size = full.shape[dim] // self.blocks // self.comm.size
+        parts = [one.narrow(dim, size * self.comm.rank, size) for one in full.chunk(self.blocks, dim)]
+        return parts[0] if self.blocks == 1 else torch.cat(parts, dim)
 
     def extra_repr(self) -> str:
         return (
@@ -203,8 +219,10 @@ class ColumnParallelLinear(_ParallelLinear):
                               share an input get `x = ad.copy(x, comm)`, or with sequence_parallel
                               `x = ad.all_gather(x, comm, seq_dim, grad="sum")`, once
     gather_output             True: y is [s, .., out] on every rank, and so is its gradient, equal
+    blocks                    so many equal blocks follow one another in the outputs, and each rank makes its part of
+                              each: 3 for queries, keys and values in one layer
 
-    ValueError if out_features is not divisible by N.
+    ValueError if out_features, or what a block has of it, is not divisible by N.
     """
 
     dim, kind = 0, "column"
@@ -225,7 +243,11 @@ class ColumnParallelLinear(_ParallelLinear):
         seq_dim: int = 0,
         gather_input: bool = True,
         gather_output: bool = False,
+        blocks: int = 1,
     ) -> None:
+        self.blocks = blocks
+        if as_int(blocks) is None or blocks < 1:
+            raise ValueError(f"ColumnParallelLinear: blocks is {shown(blocks)}, expected an integer from 1")
         super().__init__(
             in_features,
             out_features,
@@ -241,6 +263,8 @@ class ColumnParallelLinear(_ParallelLinear):
         )
         if grad_accumulation_fusion and not gather_input:
             raise ValueError("ColumnParallelLinear: grad_accumulation_fusion needs gather_input=True")
+        if gather_output and blocks > 1:
+            raise ValueError("ColumnParallelLinear: gather_output needs blocks=1: the outputs would be out of order")
         self.gather_input, self.gather_output = gather_input, gather_output
 
     def _bias_size(self) -> int:

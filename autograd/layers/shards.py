@@ -22,12 +22,15 @@ from ..ops.all_gather import all_gather
 class Shard(Shared):
     """The place of a parameter in the whole one.
 
-    comm     whose ranks have the parts
-    dim      dimension that is cut; None: every rank has all of it
-    shape    of the whole parameter
-    splits   how much of `dim` each rank has
-    partial  of a parameter that every rank has: its gradient is a part of the whole one, of which `finish_gradients`
-             makes the sum. So it is where a layer sees a part of the sequence alone.
+    comm        whose ranks have the parts
+    dim         dimension of the parameter that is cut; None: every rank has all of it
+    shape       of the whole parameter
+    splits      how much of `dim` each rank has
+    partial     of a parameter that every rank has: its gradient is a part of the whole one, of which
+                `finish_gradients` makes the sum. So it is where a layer sees a part of the sequence alone.
+    blocks      so many equal blocks follow one another in `dim` of the whole, and each rank has a part of each of them:
+                3 for a layer that makes queries, keys and values
+    transposed  the parameter is a part of the transpose of the whole, whose `shape` this is
     """
 
     def __init__(
@@ -38,11 +41,14 @@ class Shard(Shared):
         splits: Sequence[int] | None = None,
         *,
         partial: bool = False,
+        blocks: int = 1,
+        transposed: bool = False,
     ) -> None:
         self.comm, self.dim, self.shape, self.partial = comm, dim, tuple(shape), partial
+        self.blocks, self.transposed = blocks, transposed
         self.splits: tuple[int, ...] = ()
         if dim is not None:
-            size = self.shape[dim]
+            size = (self.shape[::-1] if transposed else self.shape)[dim]
             self.splits = tuple(splits) if splits is not None else (size // comm.size,) * comm.size
             if len(self.splits) != comm.size or sum(self.splits) != size:
                 raise ValueError(
@@ -52,27 +58,38 @@ class Shard(Shared):
 
     @property
     def first(self) -> int:
-        """Index in the whole of what this rank has first."""
-        return sum(self.splits[: self.comm.rank])
+        """Index in the whole of what this rank has first; in its first block, if there are several."""
+        return sum(self.splits[: self.comm.rank]) // self.blocks
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole parameter: a view."""
+        """This rank's part of the whole parameter: a view, where there is one block."""
         if tuple(whole.shape) != self.shape:
             raise ValueError(f"the whole parameter has shape {list(self.shape)}, what was passed {list(whole.shape)}")
-        return whole if self.dim is None else whole.narrow(self.dim, self.first, self.splits[self.comm.rank])
+        whole = whole.t() if self.transposed else whole
+        if self.dim is None:
+            return whole
+        size = self.splits[self.comm.rank] // self.blocks
+        parts = [block.narrow(self.dim, self.first, size) for block in whole.chunk(self.blocks, self.dim)]
+        return parts[0] if self.blocks == 1 else torch.cat(parts, self.dim)
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole of which `part` is this rank's, on every rank. A collective: every rank must call it."""
-        if self.dim is None:
-            return part
-        whole: Tensor = all_gather(part, self.comm, self.dim, grad="sum", splits=self.splits)
-        return whole
+        whole = part
+        if self.dim is not None:
+            whole = all_gather(part, self.comm, self.dim, grad="sum", splits=self.splits)
+        if self.dim is not None and self.blocks > 1:
+            ranks = [one.chunk(self.blocks, self.dim) for one in whole.split(self.splits, self.dim)]
+            whole = torch.cat([one[block] for block in range(self.blocks) for one in ranks], self.dim)
+        return whole.t() if self.transposed else whole
 
     def __repr__(self) -> str:
         of = f"of {list(self.shape)}, rank {self.comm.rank} of {self.comm.size}"
         if self.dim is None:
             return f"Shard(all {of}{', partial gradients' if self.partial else ''})"
-        return f"Shard({self.first} to {self.first + self.splits[self.comm.rank]} of dimension {self.dim} {of})"
+        each = f" of each of {self.blocks} blocks" if self.blocks > 1 else ""
+        last = self.first + self.splits[self.comm.rank] // self.blocks
+        which = f"dimension {self.dim}{' of the transpose' if self.transposed else ''}"
+        return f"Shard({self.first} to {last}{each} of {which} {of})"
 
 
 class Sharded(nn.Module):

@@ -1,4 +1,4 @@
-"""VocabParallelEmbedding, vocab_parallel_cross_entropy: the two ends of a language model, cut over the vocabulary.
+"""VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy: the ends of a language model, cut in words.
 
 N ranks, this rank r; V words, of which rank r has V_r rows: as many as the others, or one more where V is not
 divisible by N. ids and targets are numbers in the whole vocabulary, equal on all ranks.
@@ -19,7 +19,7 @@ from pynccl.bindings.values import INT_MAX, shown
 
 from ..arguments import as_int, check_comm, check_dim, check_splits
 from ..ops.all_gather import all_gather, reduce_scatter
-from ..ops.all_reduce import all_reduce
+from ..ops.all_reduce import all_reduce, copy
 from ..wire import Dtype
 from .shards import Shard, Sharded
 
@@ -157,6 +157,89 @@ class VocabParallelEmbedding(Sharded):
         return (
             f"{self.num_embeddings}, {self.embedding_dim}{padding}, rank {self.comm.rank} of {self.comm.size}: rows "
             f"{self.first} to {self.first + len(self.weight)}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class VocabParallelHead(Sharded):
+    """y = x @ W.T + b, with the rows of W [num_embeddings, embedding_dim], one a word, cut over the ranks.
+
+    x [.., D], equal on all ranks, and so is its gradient (an all_reduce). V need not be divisible by N, so that W may
+    be the weight of a `VocabParallelEmbedding`.
+
+    gather_output  True: y is [.., V] on every rank, and so is its gradient, equal. False: [.., V_r], for
+                   `vocab_parallel_cross_entropy(..., splits=head.splits)`
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_embeddings: int,
+        comm: Communicator,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        gather_output: bool = False,
+    ) -> None:
+        super().__init__()
+        check_comm("VocabParallelHead", comm)
+        self.embedding_dim = _size("embedding_dim", embedding_dim)
+        self.num_embeddings = _size("num_embeddings", num_embeddings)
+        self.comm, self.gather_output = comm, gather_output
+        self.splits = shares(self.num_embeddings, comm.size)
+        self.first = sum(self.splits[: comm.rank])
+        if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
+            device = comm.device
+        rows = self.splits[comm.rank]
+        self.weight = nn.Parameter(torch.empty(rows, self.embedding_dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        self._mark()
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, comm: Communicator, *, gather_output: bool = False) -> VocabParallelHead:
+        """This rank's part of an nn.Linear, which is equal on all ranks."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"VocabParallelHead.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
+        weight, bias = linear.weight, linear.bias
+        sizes = (linear.in_features, linear.out_features)
+        made = cls(*sizes, comm, bias is not None, "meta", weight.dtype, gather_output=gather_output)
+        for name, whole in (("weight", weight), ("bias", bias)):
+            if whole is not None:
+                own = made.shards()[name].own(whole.detach()).clone()
+                setattr(made, name, nn.Parameter(own, requires_grad=whole.requires_grad))
+        made._mark()
+        return made.train(linear.training)
+
+    def shards(self) -> dict[str, Shard]:
+        """Of the weight and the bias."""
+        weight = Shard(self.comm, 0, (self.num_embeddings, self.embedding_dim), self.splits)
+        return {"weight": weight, "bias": Shard(self.comm, 0, (self.num_embeddings,), self.splits)}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw as nn.Linear does. Every rank draws the whole and keeps its part, as the other layers do."""
+        bound = 1 / math.sqrt(self.embedding_dim) if self.embedding_dim else 0.0
+        weight = self.weight.new_empty(self.num_embeddings, self.embedding_dim).uniform_(-bound, bound)
+        self.weight.copy_(self.shards()["weight"].own(weight))
+        if self.bias is not None:
+            bias = self.bias.new_empty(self.num_embeddings).uniform_(-bound, bound)
+            self.bias.copy_(self.shards()["bias"].own(bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.embedding_dim:
+            raise ValueError(f"VocabParallelHead: x is {_kind(x)}, expected a last dimension of {self.embedding_dim}")
+        y = F.linear(copy(x, self.comm), self.weight, self.bias)
+        if not self.gather_output:
+            return y
+        whole: Tensor = all_gather(y, self.comm, -1, grad="replicated", splits=self.splits)
+        return whole
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.embedding_dim}, {self.num_embeddings}, bias={self.bias is not None}, rank {self.comm.rank} of "
+            f"{self.comm.size}: rows {self.first} to {self.first + len(self.weight)}, "
+            f"gather_output={self.gather_output}"
         )
 
 

@@ -43,7 +43,7 @@ def whole_block(bias: bool) -> Block:
 
 
 def equals(comm: Communicator, sequence_parallel: bool, seq_dim: int, shared: bool, bias: bool) -> None:
-    whole = whole_block(bias)
+    whole: Any = whole_block(bias)
     shape = [BATCH, BATCH, WIDTH]
     shape[seq_dim] = SEQUENCE
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
