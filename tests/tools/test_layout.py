@@ -51,7 +51,7 @@ ORDER: dict[str, str] = {
         overlap.ag_matmul overlap.replicated_matmul overlap.matmul_rs overlap.matmul_ar overlap.comm_overlap
         overlap layers.shards layers.linear layers.vocabulary layers nn
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
-        testing.deferred testing.schedule testing
+        testing.model_report testing.model_gradients testing.check_model testing.deferred testing.schedule testing
         __init__ __main__
     """,
 }
