@@ -263,7 +263,7 @@ def _advice_on_factor(factor: float, ranks: int) -> str:
         )
     return (
         f"factor: 1/{1 / factor:g} of the gradient, on {ranks} ranks. Between here and the loss an operation has "
-        'grad="replicated" where the loss is the sum of the ranks\' losses (expected grad="sum"), or a mean over ranks '
+        'grad="replicated" where each rank goes on with work of its own (expected grad="sum"), or a mean over ranks '
         "is taken twice, or where a sum is meant"
     )
 

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node=4 scripts/recipes/mesh_2d.py
 
-On 2 ranks "tp" has both; from 4 on, "dp" has 2. Ranks along "tp" see the same samples, and have different weights; ranks
-along "dp" have the same weights, whose gradients are averaged.
+On 2 ranks "tp" has both; from 4 on, "dp" has 2. Ranks along "tp" see the same samples and have parts of the weights;
+ranks along "dp" have the same parts, whose gradients are averaged.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ def moe(x: Tensor, router: Tensor, expert: nn.Module, comm: pynccl.Communicator)
     gate, choice = F.softmax(x @ ad.copy(router, comm).T, -1).max(-1)
     order = choice.argsort(stable=True)  # the tokens of expert 0 first
     sends = choice.bincount(minlength=comm.size).tolist()
-    here = ad.all_to_all(x[order], comm, send_splits=sends)  # how many come is asked of the others
-    told = comm.all_to_all(torch.tensor(sends, device=x.device)).tolist()
-    back = ad.all_to_all(expert(here), comm, send_splits=told, recv_splits=sends)
+    recvs = comm.all_to_all(torch.tensor(sends, device=x.device)).tolist()  # how many come from each rank
+    here = ad.all_to_all(x[order], comm, send_splits=sends, recv_splits=recvs)
+    back = ad.all_to_all(expert(here), comm, send_splits=recvs, recv_splits=sends)
     return gate[:, None] * back[order.argsort()]
 
 
@@ -36,9 +36,8 @@ def in_one_process(x: Tensor, router: Tensor, experts: list[nn.Module]) -> Tenso
 def main(comm: pynccl.Communicator) -> str:
     torch.manual_seed(0)
     experts: list[nn.Module] = [nn.Linear(WIDTH, WIDTH).double().to(comm.device) for _ in range(comm.size)]
-    router, own = (torch.randn(comm.size, WIDTH, dtype=torch.float64).to(comm.device) for _ in range(2))
-    x = torch.randn(comm.size * TOKENS, WIDTH, dtype=torch.float64).to(comm.device) + own.mean(0)
-    router.requires_grad_()
+    router = torch.randn(comm.size, WIDTH, dtype=torch.float64).to(comm.device).requires_grad_()
+    x = torch.randn(comm.size * TOKENS, WIDTH, dtype=torch.float64).to(comm.device)
     leaves = [router, *experts[comm.rank].parameters()]
     whole = in_one_process(x, router, experts)
     expected = torch.autograd.grad(whole.square().sum(), leaves)
