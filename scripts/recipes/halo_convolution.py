@@ -28,9 +28,8 @@ def convolve(x: Tensor, weight: Tensor, comm: pynccl.Communicator) -> Tensor:
 def main(comm: pynccl.Communicator) -> str:
     torch.manual_seed(0)
     rows = [3 + rank % 2 for rank in range(comm.size)]  # uneven parts
-    kind = {"dtype": torch.float64}
-    image = torch.randn(2, CHANNELS, sum(rows), WIDTH, **kind).to(comm.device).requires_grad_()
-    weights = torch.randn(2, CHANNELS, CHANNELS, 5, 5, **kind).to(comm.device).requires_grad_()
+    image = torch.randn(2, CHANNELS, sum(rows), WIDTH, dtype=torch.float64).to(comm.device).requires_grad_()
+    weights = torch.randn(2, CHANNELS, CHANNELS, 5, 5, dtype=torch.float64).to(comm.device).requires_grad_()
     whole = F.conv2d(torch.tanh(F.conv2d(image, weights[0], padding=HALO)), weights[1], padding=HALO)
     of_image, of_weights = torch.autograd.grad(whole.square().sum(), (image, weights))
     own = image.detach().split(rows, 2)[comm.rank].clone().requires_grad_()

@@ -18,11 +18,10 @@ import pynccl_autograd as ad
 ROWS, WIDTH, HIDDEN = 4, 8, 24  # rows of the batch on each place along "dp"
 
 
-def cut(whole: nn.Sequential, comm: pynccl.Communicator) -> nn.Sequential:
-    """This rank's part: columns, what stands between, rows."""
-    up, between, down = whole
+def cut(up: nn.Linear, down: nn.Linear, comm: pynccl.Communicator) -> nn.Sequential:
+    """This rank's part: columns of the first layer, rows of the second."""
     columns = ad.ColumnParallelLinear.from_linear(up, comm)
-    return nn.Sequential(columns, between, ad.RowParallelLinear.from_linear(down, comm))
+    return nn.Sequential(columns, nn.GELU(), ad.RowParallelLinear.from_linear(down, comm))
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -34,8 +33,9 @@ def main(comm: pynccl.Communicator) -> str:
     torch.manual_seed(0)
     sizes = {"dp": 2 if comm.size >= 4 else 1, "tp": -1}
     with ad.Mesh(comm, sizes) as mesh:
-        whole = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).double().to(comm.device)
-        model = cut(whole, mesh["tp"])
+        up, down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        whole = nn.Sequential(up, nn.GELU(), down).double().to(comm.device)
+        model = cut(up, down, mesh["tp"])
         batch = tuple(torch.randn(2, mesh.size("dp") * ROWS, WIDTH, dtype=torch.float64).to(comm.device))
         first = mesh.coordinate["dp"] * ROWS
         own = tuple(x[first : first + ROWS] for x in batch)
