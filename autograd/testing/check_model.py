@@ -103,6 +103,11 @@ def _pairs(model: Any, reference: Any, loss: Any, batch_dim: Any, finish: Any, t
         raise TypeError(f"check_model: batch_dim is {shown(batch_dim)}, expected a dimension of the batch, or None")
     if tolerance is not None and not (isinstance(tolerance, float | int) and tolerance >= 0):
         raise ValueError(f"check_model: tolerance is {shown(tolerance)}, expected a number >= 0, or None")
+    if any(getattr(module, "grad_accumulation_fusion", False) for module in model.modules()):
+        raise ValueError(
+            "check_model: a layer of the model has grad_accumulation_fusion, so that gradients are in main_grad; "
+            "expected them in grad: pass a model without it"
+        )
     parts = dict(model.named_parameters())
     wholes = dict(reference.named_parameters(remove_duplicate=False))
     unknown = [name for name in parts if name not in wholes]

@@ -151,7 +151,7 @@ def _row(pair: Pair, tolerance: float | None) -> _Row:
 
 def _where(pair: Pair, rank: int, row: _Row) -> str:
     index = [int(one) for one in torch.unravel_index(torch.tensor(int(row.flat)), pair.whole.shape)]
-    return f"rank {rank} has {row.found:.6g} at {index}, expected {row.expected:.6g}"
+    return f"rank {rank} has {row.found:.6g} at {index}, expected {row.expected:.6g}: off by {row.error:.3g}"
 
 
 # ------------------------------------------------------------------------------------------------ the explanations
@@ -248,9 +248,9 @@ def _factors(ranks: int) -> list[float]:
 
 
 _NO_EXPLANATION = (
-    "not explained: it is no factor, and no sum over ranks or rank of one is missing. Look for what is wrong by more "
-    'than a factor: grad="replicated" where each rank goes on with a part of its own (docs/conventions.md), '
-    "the slice of another rank, another operation than the reference's"
+    "not explained: it is no factor, and neither a sum over ranks nor one rank's share is missing. Look for what is "
+    'wrong by more than a factor: grad="replicated" where each rank goes on with work of its own (docs/conventions.md), the '
+    "slice of another rank, an operation that the reference has not"
 )
 
 
@@ -269,17 +269,21 @@ def _advice_on_factor(factor: float, ranks: int) -> str:
 
 
 def _advice_on_sum(rows: list[_Row], times: int) -> str:
+    places = [row[:3] for row in rows if row.has]
+    ranks = max(map(places.count, places))  # that have the same part
     text = "missing sum: the gradients of the ranks "
-    if times == len(rows):
+    if times == ranks:
         return text + "have the whole as their mean: nothing averages them after backward()"
     if times > 1:
         return text + (
-            f"add up to {times} times the whole: a sum over {len(rows) // times} of the {len(rows)} ranks is missing "
-            "after backward(), as over an axis of a mesh"
+            f"add up to {times} times the whole: a sum over {ranks // times} of {ranks} ranks is missing after "
+            "backward(), as over an axis of a mesh"
         )
     text += "add up to the whole. "
     if any(row.partial for row in rows):
-        return text + "Its shard says so (partial=True): call ad.finish_gradients(model) after backward(), as finish="
+        return (
+            text + "Its shard says so (partial=True): call ad.finish_gradients(model) after backward() (finish= here)"
+        )
     return text + (
         "Say so, parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True), and call "
         "ad.finish_gradients(model) after backward(); or put ad.copy(x, comm) where each rank takes x up for a part of "

@@ -11,12 +11,12 @@ class Difference(NamedTuple):
 
     name: str  # of the parameter
     error: float  # the largest difference on any rank, relative to the largest element of the whole gradient
-    where: str  # rank, index in the whole parameter, the two values
+    where: str  # the largest difference: rank, index in the whole parameter, the two values
     explanation: str | None  # "factor", "missing sum", "missing rank"; None: none of them
     advice: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.where}; {self.error:.3g} of its largest element\n    {self.advice}"
+        return f"{self.name}: {self.where}, {self.error:.3%} of the gradient's largest element\n    {self.advice}"
 
 
 class ModelReport(NamedTuple):

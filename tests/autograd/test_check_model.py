@@ -186,7 +186,7 @@ def test_sum_for_replicated_is_a_factor_of_n(ranks: RankPool, n: int) -> None:
     for one in report.differences:
         assert one.error == pytest.approx(n - 1)
         assert f"factor: {n} times the gradient, on {n} ranks" in one.advice
-    found = re.search(r"rank \d has (\S+) at \[\d+\], expected (\S+);", str(report))
+    found = re.search(r"rank \d has (\S+) at \[\d+\], expected (\S+):", str(report))
     assert found and float(found[1]) == pytest.approx(n * float(found[2]), rel=1e-4)
     assert "losses differ" not in str(report)
 
@@ -250,7 +250,7 @@ def on_a_mesh(comm: Communicator) -> ad.testing.ModelReport:
         assert [one.explanation for one in missing.differences] == ["missing sum"] * 6
         model.down = RowLinear(whole.down, mesh["tp"], "sum")
         report = fails(model, whole, whole_batch(), comm, step, finish=finish)
-        assert "add up to 2 times the whole: a sum over 2 of the 4 ranks is missing" in str(missing)
+        assert "add up to 2 times the whole: a sum over 2 of 4 ranks is missing" in str(missing)
         return report
 
 
@@ -359,6 +359,20 @@ class Gathered(nn.Module):
         return (x + self.down(h.chunk(self.comm.size, -1)[self.comm.rank])).square().sum()
 
 
+def wrong_twice(comm: Communicator) -> ad.testing.ModelReport:
+    whole = whole_block()
+    model = Gathered(whole, comm, "replicated")
+    model.down.grad = "sum"
+    return fails(model, whole, whole_batch(), comm)
+
+
+def test_the_first_that_is_explained_is_told_beside_the_first(ranks: RankPool) -> None:
+    report = same_on_all(ranks.run(2, wrong_twice))
+    assert [one.explanation for one in report.differences] == [None] * 4 + ["factor"]
+    first, _, explained = str(report).partition("The first that is explained is")
+    assert "norm.weight: rank" in first and "down.weight: rank" in explained and "factor: 2 times" in explained
+
+
 def wrong_elementwise(comm: Communicator) -> ad.testing.ModelReport:
     whole = whole_block()
     ad.testing.check_model(Gathered(whole, comm, "sum"), whole, whole_batch(), comm)
@@ -373,8 +387,60 @@ def test_what_is_wrong_by_more_than_a_factor_is_not_explained(ranks: RankPool, n
     assert "wrong by more than a factor" in str(report) and "docs/conventions.md" in str(report)
 
 
+class Stages(nn.Module):
+    """A pipeline of two stages: this rank has that of `stage`, None: both."""
+
+    def __init__(self, stage: int | None) -> None:
+        super().__init__()
+        self.stage, self.factor = stage, 1.0
+        torch.manual_seed(6)
+        for number in range(2):
+            made = nn.Linear(WIDTH, WIDTH).double()
+            if stage in (None, number):
+                self.add_module(str(number), made)
+
+
+def run_stages(model: nn.Module, batch: Tensor, comm: Communicator) -> Tensor:
+    """The loss; 0 but on the last stage. Ranks 0 .. have the first stage, the others the second, each its own batch."""
+    assert isinstance(model, Stages)
+    first, second = (model._modules.get(name) for name in "01")
+    half = comm.size // 2
+    if first is not None and second is not None:
+        return torch.tanh(second(torch.tanh(first(batch)))).square().sum()
+    if first is not None:
+        y = torch.tanh(first(batch.chunk(half)[comm.rank]))
+        return ad.anchor(y.new_zeros(()), ad.send_recv(y, comm, target=comm.rank + half))
+    assert second is not None
+    like = torch.zeros_like(batch.chunk(half)[0], requires_grad=True)
+    return torch.tanh(second(ad.send_recv(like, comm, source=comm.rank - half))).square().sum() * model.factor
+
+
+def staged(comm: Communicator) -> list[ad.testing.ModelReport]:
+    whole, model = Stages(None), Stages(comm.rank // (comm.size // 2))
+    loss = partial(run_stages, comm=comm)
+    if comm.size == 2:
+        report = ad.testing.check_model(model, whole, whole_batch(), comm, loss)
+        assert report.parameters == 4 and list(report.losses) == pytest.approx([0.0, report.reference_loss])
+    missing = fails(model, whole, whole_batch(), comm, loss) if comm.size == 4 else None
+    model.factor = float(comm.size)
+    if missing is None:
+        return [fails(model, whole, whole_batch(), comm, loss)]
+    model.factor = 2.0  # then it is as if the loss were a mean
+    return [missing, fails(model, whole, whole_batch(), comm, loss)]
+
+
+def test_ranks_may_have_some_of_the_parameters(ranks: RankPool) -> None:
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    (factor,) = (same_on_all(list(one)) for one in zip(*ranks.run(2, staged), strict=True))
+    assert [(one.name, one.explanation) for one in factor.differences] == [(name, "factor") for name in names]
+    found = [same_on_all(list(one)) for one in zip(*ranks.run(4, staged), strict=True)]
+    for report, text in zip(found, ("add up to the whole", "have the whole as their mean"), strict=True):
+        assert [(one.name, one.explanation) for one in report.differences] == [(name, "missing sum") for name in names]
+        assert text in str(report)
+
+
 def other_forward(comm: Communicator) -> ad.testing.ModelReport:
-    """Only the last layer's weights can be explained: the report says so beside the first."""
+    """The model gets another batch than the reference."""
     whole = whole_block()
     model = cut_block(whole, comm)
 
@@ -453,6 +519,14 @@ def refused(comm: Communicator) -> None:
         comm,
     )
 
+    is_refused(
+        ValueError,
+        r"a layer of the model has grad_accumulation_fusion",
+        cut_block(whole, comm, grad_accumulation_fusion=True),
+        whole,
+        x,
+        comm,
+    )
     unmarked = cut_block(whole, comm)
     if alone:
         del unmarked.up.weight.shard
