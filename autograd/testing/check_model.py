@@ -117,6 +117,13 @@ def _pairs(model: Any, reference: Any, loss: Any, batch_dim: Any, finish: Any, t
             "the names must be the same"
         )
     pairs = [Pair(name, whole, parts.get(name)) for name, whole in wholes.items()]
+    shared = {id(part) for part in parts.values()} & {id(whole) for whole in wholes.values()}
+    if shared:
+        both = [name for name, part in parts.items() if id(part) in shared]
+        raise ValueError(
+            f"check_model: {_few(both)} of the model and of the reference are the same parameter, whose gradients "
+            "would add up; give each its own, e.g. by copy.deepcopy"
+        )
     for pair in pairs:
         _check_shape(pair)
     return pairs

@@ -249,8 +249,8 @@ def _factors(ranks: int) -> list[float]:
 
 _NO_EXPLANATION = (
     "not explained: it is no factor, and neither a sum over ranks nor one rank's share is missing. Look for what is "
-    'wrong by more than a factor: grad="replicated" where each rank goes on with work of its own (docs/conventions.md), the '
-    "slice of another rank, an operation that the reference has not"
+    'wrong by more than a factor: grad="replicated" where each rank goes on with work of its own '
+    "(docs/conventions.md), the slice of another rank, an operation that the reference has not"
 )
 
 

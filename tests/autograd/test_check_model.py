@@ -527,6 +527,8 @@ def refused(comm: Communicator) -> None:
         x,
         comm,
     )
+    sharing = Block(whole.norm, model.up, model.down)
+    is_refused(ValueError, r"norm.weight, norm.bias of the model and of the reference are", sharing, whole, x, comm)
     unmarked = cut_block(whole, comm)
     if alone:
         del unmarked.up.weight.shard
