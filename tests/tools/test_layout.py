@@ -52,7 +52,7 @@ ORDER: dict[str, str] = {
         overlap layers.shards layers.linear layers.vocabulary layers.key_value layers.plan layers.parallelize
         layers.describe layers plans nn
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
-        testing.deferred testing.schedule testing
+        testing.model_report testing.model_gradients testing.check_model testing.deferred testing.schedule testing
         __init__ __main__
     """,
 }
