@@ -1,15 +1,25 @@
 """Layers cut over the ranks of a communicator, and what their parameters are parts of."""
 
+from .checkpoint import IncompatibleKeys, full_state_dict, load_full_state_dict, save_full_state_dict
+from .checkpoint_dcp import dcp_state_dict
+from .checkpoint_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .shards import Shard, clip_grad_norm_, finish_gradients
 from .vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 __all__ = [
     "ColumnParallelLinear",
+    "IncompatibleKeys",
     "RowParallelLinear",
     "Shard",
     "VocabParallelEmbedding",
     "clip_grad_norm_",
+    "dcp_state_dict",
     "finish_gradients",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "save_full_state_dict",
     "vocab_parallel_cross_entropy",
 ]

@@ -19,6 +19,14 @@ from pynccl.bindings.values import shown
 from ..ops.all_gather import all_gather
 
 
+class Box(NamedTuple):
+    """Entries of a parameter: where they begin in the whole and in this rank's part, and how many along each dim."""
+
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    size: tuple[int, ...]
+
+
 class Shard(Shared):
     """The place of a parameter in the whole one.
 
@@ -68,6 +76,14 @@ class Shard(Shared):
         whole: Tensor = all_gather(part, self.comm, self.dim, grad="sum", splits=self.splits)
         return whole
 
+    def boxes(self) -> list[Box]:
+        """This rank's part as boxes that lie together in the whole: one, unless the part is put together otherwise."""
+        if self.dim is None:
+            return [Box((0,) * len(self.shape), (0,) * len(self.shape), self.shape)]
+        offset, size = [0] * len(self.shape), list(self.shape)
+        offset[self.dim], size[self.dim] = self.first, self.splits[self.comm.rank]
+        return [Box(tuple(offset), (0,) * len(self.shape), tuple(size))]
+
     def __repr__(self) -> str:
         of = f"of {list(self.shape)}, rank {self.comm.rank} of {self.comm.size}"
         if self.dim is None:
@@ -97,9 +113,17 @@ class Sharded(nn.Module):
         self._mark()
         return module
 
-    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:  # with assign=True they are new ones
-        super()._load_from_state_dict(*args, **options)
-        self._mark()
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *args)
+        *_, errors = args
+        for name, shard in self.shards().items():
+            given, own = state.get(prefix + name), getattr(self, name, None)
+            if isinstance(own, Tensor) and isinstance(given, Tensor) and own.shape != given.shape == shard.shape:
+                errors.append(
+                    f"{prefix}{name} is the whole parameter, of which this model has a part: load it by "
+                    "pynccl_autograd.load_full_state_dict(model, state)."
+                )
+        self._mark()  # with assign=True they are new ones
 
 
 def shard_of(parameter: Tensor) -> Shard | None:

@@ -49,7 +49,8 @@ ORDER: dict[str, str] = {
         overlap.decide overlap.models overlap.unfused overlap.lanes overlap.trace overlap.reporting
         overlap.limits overlap.workspace overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.ag_matmul overlap.replicated_matmul overlap.matmul_rs overlap.matmul_ar overlap.comm_overlap
-        overlap layers.shards layers.linear layers.vocabulary layers nn
+        overlap layers.shards layers.linear layers.vocabulary layers.safetensors_files
+        layers.checkpoint layers.checkpoint_optimizer layers.checkpoint_dcp layers nn
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
         testing.deferred testing.schedule testing
         __init__ __main__
