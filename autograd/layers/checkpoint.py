@@ -6,8 +6,7 @@ saves any other loads, and so does plain torch.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +16,11 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from ..agreement import broadcast_object, gathered, raise_alike
+from ..agreement import raise_alike
 from ..arguments import check_comm
-from .safetensors_files import Files, Row, check_rows, in_order, plan_of, write
+from .checkpoint_sources import Path_, Source, caught, source_of
+from .safetensors_files import Row, check_rows, in_order, plan_of, write
 from .shards import Shard, shard_of
-
-Path_ = str | os.PathLike[str]
 
 
 class IncompatibleKeys(NamedTuple):
@@ -81,9 +79,7 @@ def comm_of(operation: str, model: nn.Module, comm: Communicator | None) -> Comm
     return next(iter(found.values()), None)
 
 
-def full_state_dict(
-    model: nn.Module, comm: Communicator | None = None, rank0_only: bool = True
-) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_only: bool = True) -> dict[str, Any]:
     """The state dict of the unsharded model, on the CPU. Every rank must call it.
 
     comm        the ranks that do; None: the communicator that cuts the parameters
@@ -149,76 +145,12 @@ def _wholes(entries: list[Entry]) -> Iterator[tuple[Entry, Tensor]]:
         del whole
 
 
-def _without_values(operation: str, entries: list[Entry]) -> ValueError | None:
+def _without_values(operation: str, entries: list[Entry]) -> Exception | None:
     names = [entry.names[0] for entry in entries if entry.tensor.is_meta]
     return ValueError(f"{operation}: {names[0]} is on the meta device: it has no values") if names else None
 
 
-def caught(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """(what it returns, None), or (None, what it raises)."""
-    try:
-        return function(), None
-    except Exception as error:
-        return None, error
-
-
-# -------------------------------------------------------------------------------------------------------- loading
-
-
-class Given:
-    """Tensors of a dict, as `Files` has them of files."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self.state = state
-        self.shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
-        self.dtypes = {name: state[name].dtype for name in self.shapes}
-        self.ties: dict[str, str] = {}
-        self.others = {name: value for name, value in state.items() if name not in self.shapes}
-
-    def whole(self, name: str) -> Tensor:
-        tensor: Tensor = self.state[name]
-        return tensor.detach()
-
-
-class _FromRoot:
-    """What rank 0 has, broadcast when it is asked for; every rank must ask for the same."""
-
-    def __init__(self, comm: Communicator, source: Given | Files | None) -> None:
-        self.comm, self.source = comm, source
-        about = None if source is None else (source.shapes, source.dtypes, source.ties, source.others)
-        self.shapes, self.dtypes, self.ties, self.others = broadcast_object(comm, about)
-
-    def whole(self, name: str) -> Tensor:
-        if self.source is None:
-            wire = torch.empty(self.shapes[name], dtype=self.dtypes[name], device=self.comm.device)
-        else:
-            wire = self.source.whole(name).to(self.comm.device).contiguous()
-        if wire.numel():
-            sent = wire.reshape(-1).view(torch.uint8)
-            self.comm.broadcast(sent, sent, 0)
-        return wire
-
-
-Source = Given | Files | _FromRoot
-
-
-def source_of(operation: str, comm: Communicator | None, state: Any) -> Source:
-    """Where the tensors come from; what is wrong with `state` on some rank raises on all."""
-    kinds = {"nothing": state is None, "dict": isinstance(state, Mapping), "path": isinstance(state, (str, os.PathLike))}
-    kind = next((number for number, fits in enumerate(kinds.values()) if fits), 3)
-    problem: Exception | None = None
-    if kind == 3:
-        problem = TypeError(f"{operation}: state is {shown(state)}, expected a state dict, a path, or None (see the help)")
-    source, wrong = caught(lambda: Given(state) if kind == 1 else Files(operation, state) if kind == 2 else None)
-    raise_alike(comm, problem or wrong)
-    rows = [kind] if comm is None else [row[0] for row in gathered(comm, [kind])]
-    if rows[0] and not any(rows[1:]) and comm is not None and comm.size > 1:
-        return _FromRoot(comm, source)
-    if 0 in rows:
-        without = [rank for rank, row in enumerate(rows) if row == 0]
-        raise ValueError(f"{operation}: state is None on ranks {without}; expected it on none, or on all but rank 0")
-    assert source is not None
-    return source
+# --------------------------------------------------------------------------------------------------------- loading
 
 
 def load_full_state_dict(
@@ -289,7 +221,9 @@ def _left_on_meta(model: nn.Module) -> list[str]:
     kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
     left = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in kept]
     names = ", ".join(left)
-    return [f"on the meta device and in no checkpoint, since not persistent: {names}; compute them first"] if left else []
+    return (
+        [f"on the meta device and in no checkpoint, since not persistent: {names}; compute them first"] if left else []
+    )
 
 
 def _device(entry: Entry, comm: Communicator | None) -> torch.device:
@@ -309,7 +243,8 @@ def _take(model: nn.Module, entry: Entry, whole: Tensor, device: Any) -> None:
         made = nn.Parameter(made, requires_grad=entry.tensor.requires_grad)
         made.__dict__.update(entry.tensor.__dict__)
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
             for name, there in table.items():
                 if there is entry.tensor:
                     table[name] = made

@@ -16,7 +16,7 @@ _KEEP_PLACE = ("detach", "clone", "cpu", "to", "contiguous", "pin_memory", "new_
 
 
 def dcp_state_dict(model: nn.Module) -> dict[str, Any]:
-    """What torch.distributed.checkpoint saves of the model and loads into it, each rank its part, without communication.
+    """What torch.distributed.checkpoint saves of the model and loads into it, each rank its part.
 
         dcp.save(ad.dcp_state_dict(model), checkpoint_id=folder)
         dcp.load(ad.dcp_state_dict(model), checkpoint_id=folder)     # in place, on any number of ranks
@@ -30,7 +30,9 @@ def dcp_state_dict(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = dict(others)
     for entry in entries:
         if entry.tensor.is_meta:
-            raise ValueError(f"dcp_state_dict: {entry.names[0]} is on the meta device: it has no values; use to_empty()")
+            raise ValueError(
+                f"dcp_state_dict: {entry.names[0]} is on the meta device: it has no values; use to_empty()"
+            )
         tensor, shard = entry.tensor.detach(), entry.shard
         state[entry.names[0]] = tensor if shard is None or shard.dim is None else Part.of(tensor, shard)
     return state
@@ -50,6 +52,11 @@ class Part(Tensor):
         made.part, made.shard = part, shard
         return made
 
+    def size(self, dim: Any = None) -> Any:
+        """Of the whole: loading compares it with what was saved."""
+        whole = torch.Size(self.shard.shape)
+        return whole if dim is None else whole[dim]
+
     def _boxes(self) -> list[Box]:
         return [box for box in self.shard.boxes() if torch.Size(box.size).numel()]
 
@@ -64,7 +71,11 @@ class Part(Tensor):
 
         properties, size = TensorProperties.create_from_tensor(self.part), torch.Size(self.shard.shape)
         return [
-            WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, TensorWriteData(chunk, properties, size))
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
             for chunk in self.__create_chunk_list__()
         ]
 
@@ -84,6 +95,8 @@ class Part(Tensor):
         name = getattr(function, "__name__", "")
         if name == "copy_" and not isinstance(args[0], Part):
             raise TypeError(f"copy_: the target does not know that it is a part, as the source does: {args[1].shard}")
+        if name == "set_":  # by a copy that then sets `part` too, as it does with all attributes
+            return args[0]
         made = function(*map(_plain, args), **{key: _plain(value) for key, value in (kwargs or {}).items()})
         of = next((one for one in args if isinstance(one, Part)), None)
         if of is not None and isinstance(made, Tensor) and name in _KEEP_PLACE:

@@ -12,8 +12,11 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
 from ..agreement import broadcast_object, gathered, raise_alike
-from .checkpoint import Given, caught, comm_of, source_of
+from .checkpoint import comm_of
+from .checkpoint_sources import caught, source_of
 from .shards import Shard, shard_of
+
+_BETWEEN = "\0"  # a parameter's name and a key of its state
 
 
 def full_optimizer_state_dict(
@@ -69,19 +72,18 @@ def load_full_optimizer_state_dict(
     flat, problem = caught(lambda: None if state is None else _flat(operation, state))
     raise_alike(comm, problem)
     source = source_of(operation, comm, flat)
-    groups = source.others[()]
-    keys: dict[str, list[tuple[str, str]]] = {}
-    for row in (*source.shapes, *source.others):
-        if row:
-            keys.setdefault(row[0], []).append(row)
-    _, problem = caught(lambda: _check_given(operation, optimizer, names, groups, keys, source.shapes))
+    groups = source.others[""]
+    rows = [row for row in (*source.shapes, *source.others) if row]
+    _, problem = caught(lambda: _check_given(operation, optimizer, names, groups, source.shapes))
     raise_alike(comm, problem)
     numbers = {name: number for number, name in enumerate(names.values())}
     parts: dict[int, dict[str, Any]] = {}
-    for parameter, name in names.items():
-        for row in keys.get(name, ()):
-            value = source.others[row] if row in source.others else _own(source.whole(row), parameter)
-            parts.setdefault(numbers[name], {})[row[1]] = value
+    parameters = {name: parameter for parameter, name in names.items()}
+    for row in rows:
+        name, _, key = row.partition(_BETWEEN)
+        if name in parameters:
+            value = source.others[row] if row in source.others else _own(source.whole(row), parameters[name])
+            parts.setdefault(numbers[name], {})[key] = value
     packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     optimizer.load_state_dict({"state": parts, "param_groups": packed})
 
@@ -109,13 +111,14 @@ def _cut(parameter: Tensor) -> Shard | None:
 
 def _check_state(operation: str, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
     for parameter, name in names.items():
+        if _cut(parameter) is None:
+            continue
         for key, value in optimizer.state.get(parameter, {}).items():
-            if _cut(parameter) is not None and isinstance(value, Tensor) and value.dim() and value.numel() != 1:
-                if value.shape != parameter.shape:
-                    raise ValueError(
-                        f"{operation}: {key} of {name} has shape {list(value.shape)}, expected that of this rank's part "
-                        f"{list(parameter.shape)}, or one element: nothing says how to gather it"
-                    )
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{operation}: {key} of {name} has shape {list(value.shape)}, expected that of this rank's part, "
+                    f"{list(parameter.shape)}, or one element: nothing says how to gather it"
+                )
 
 
 def _check_alike(operation: str, comm: Communicator | None, held: dict[str, list[str]]) -> None:
@@ -124,7 +127,9 @@ def _check_alike(operation: str, comm: Communicator | None, held: dict[str, list
     wrong = bool(other) or len(first) != len(held)
     if comm is None or not any(row[0] for row in gathered(comm, [wrong])):
         return
-    about = f"of {other[0]}: {held[other[0]]}, on rank 0 {first.get(other[0])}" if other else "as rank 0, unlike another"
+    about = (
+        f"of {other[0]}: {held[other[0]]}, on rank 0 {first.get(other[0])}" if other else "as rank 0, unlike another"
+    )
     raise ValueError(
         f"{operation}: the ranks have other state: this one {about}; every rank needs a step of the same parameters "
         "(one without gradient has none: give it zeros)"
@@ -146,11 +151,12 @@ def _own(whole: Tensor, parameter: Tensor) -> Tensor:
     return shard.own(whole).clone()
 
 
-def _flat(operation: str, state: Any) -> dict[Any, Any]:
-    """(name, key) -> value, and () -> the groups."""
+def _flat(operation: str, state: Any) -> dict[str, Any]:
+    """Name and key of the state -> value; "" -> the groups."""
     try:
         groups = [dict(group) for group in state["param_groups"]]
-        return {(): groups, **{(name, key): one for name, row in state["state"].items() for key, one in row.items()}}
+        rows = {f"{name}{_BETWEEN}{key}": one for name, row in state["state"].items() for key, one in row.items()}
+        return {"": groups, **rows}
     except (TypeError, KeyError, AttributeError, ValueError):
         raise TypeError(
             f"{operation}: state is {shown(state)}, expected what full_optimizer_state_dict makes: "
@@ -163,32 +169,24 @@ def _check_given(
     optimizer: torch.optim.Optimizer,
     names: dict[Tensor, str],
     groups: list[dict[str, Any]],
-    keys: dict[str, list[tuple[str, str]]],
-    shapes: Mapping[Any, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    own = [[names[one] for one in group["params"]] for group in optimizer.param_groups]
-    given = [list(group.get("params", ())) for group in groups]
-    if [set(group) for group in own] != [set(group) for group in given]:
-        found = {name for group in given for name in group}
-        expected = {name for group in own for name in group}
+    own = [{names[one] for one in group["params"]} for group in optimizer.param_groups]
+    given = [set(group.get("params", ())) for group in groups]
+    if own != given:
+        found, expected = set().union(*given), set().union(*own)
         if found == expected:
-            raise ValueError(f"{operation}: the groups have the parameters in another way; expected {own}")
+            raise ValueError(f"{operation}: the groups have the parameters in another way; expected {own}, got {given}")
         raise ValueError(
             f"{operation}: the state is of other parameters: without {sorted(expected - found)}, and with "
             f"{sorted(map(str, found - expected))}, which this optimizer has not"
         )
-    whole = {name: shard_of(parameter) for parameter, name in names.items()}
-    part = {name: parameter for parameter, name in names.items()}
-    for name, rows in keys.items():
-        for row in rows:
-            shape = shapes.get(row, ())
-            shard = whole.get(name)
-            expected_shape = tuple(part[name].shape) if shard is None else shard.shape
-            if len(shape) and torch.Size(shape).numel() != 1 and shape != expected_shape and shard is not None:
-                raise RuntimeError(
-                    f"{operation}: size mismatch for {row[1]} of {name}: found {list(shape)}, expected "
-                    f"{list(expected_shape)}, that of the whole parameter"
-                )
-
-
-__all__ = ["Given", "full_optimizer_state_dict", "load_full_optimizer_state_dict"]
+    shards = {name: _cut(parameter) for parameter, name in names.items()}
+    for row, shape in shapes.items():
+        name, _, key = row.partition(_BETWEEN)
+        shard = shards.get(name)
+        if shard is not None and torch.Size(shape).numel() != 1 and shape != shard.shape:
+            raise RuntimeError(
+                f"{operation}: size mismatch for {key} of {name}: found {list(shape)}, expected {list(shard.shape)}, "
+                "that of the whole parameter"
+            )

@@ -84,7 +84,9 @@ class Files:
         self.paths.pop("", None)
         lost = [name for name in self.paths if name not in self.shapes]
         if lost:
-            raise ValueError(f"{operation}: the index {path} says that {lost[0]} is in {self.paths[lost[0]]}: it is not")
+            raise ValueError(
+                f"{operation}: the index {path} says that {lost[0]} is in {self.paths[lost[0]]}: it is not"
+            )
         self.operation = operation
 
     def whole(self, name: str) -> Tensor:
@@ -115,8 +117,8 @@ def _paths(operation: str, path: Path) -> dict[str, Path]:
         return {"": path}
     if not path.name.endswith(".safetensors.index.json"):
         raise ValueError(
-            f"{operation}: state is {path}, expected a file .safetensors, an index .safetensors.index.json, or a folder "
-            "with one of them"
+            f"{operation}: state is {path}, expected a file .safetensors, an index .safetensors.index.json, or a "
+            "folder with one of them"
         )
     files = _weight_map(operation, path)
     return {name: path.parent / file for name, file in files.items()}
@@ -145,7 +147,9 @@ def _weight_map(operation: str, index: Path) -> dict[str, str]:
             return dict(files)
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise ValueError(f"{operation}: {index} is no index: it needs a weight_map from names of tensors to files beside it")
+    raise ValueError(
+        f"{operation}: {index} is no index: it needs a weight_map from names of tensors to files beside it"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- writing
@@ -156,7 +160,7 @@ class Plan(NamedTuple):
 
     folder: Path
     files: dict[str, list[Row]]  # by their final names, in the order in which the tensors come
-    index: bool
+    indexed: bool
     old: list[str]  # files of the checkpoint that is there, and not of this one
 
 
@@ -201,7 +205,7 @@ def write(plan: Plan, tensors: Iterator[Tensor], ties: Mapping[str, str]) -> Non
     for name, rows in plan.files.items():
         _write_file(plan.folder / (name + _TEMPORARY), rows, tensors, ties)
     _replace(plan.folder, plan.files)
-    if plan.index:
+    if plan.indexed:
         weight_map = {row.name: name for name, rows in plan.files.items() for row in rows}
         total = sum(row.nbytes for rows in plan.files.values() for row in rows)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import RankError, RankPool, each_size
-from safetensors.torch import load_file, load_model
+from ranks import RankPool, each_size
+from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
@@ -55,6 +54,7 @@ class Model(nn.Module):
             self.up = ad.ColumnParallelLinear(WIDTH, HIDDEN, comm, **kind)
             self.down = ad.RowParallelLinear(HIDDEN, WIDTH, comm, **kind)
         self.norm = nn.LayerNorm(WIDTH, **kind)
+        self.norm_scale: Tensor
         self.register_buffer("norm_scale", torch.tensor(1.5, dtype=torch.float32))
         self.head = Head(self.embedding, comm)
 
@@ -191,7 +191,9 @@ def test_what_4_ranks_save_2_and_1_load(ranks: RankPool, tmp_path: Path, several
         return
     assert files[:2] == ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    tensors = {name: value for file in files if file.endswith("s") for name, value in load_file(tmp_path / file).items()}
+    tensors = {
+        name: value for file in files if file.endswith("s") for name, value in load_file(tmp_path / file).items()
+    }
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
     assert set(index["weight_map"]) == set(tensors) == set(NAMES) - {"head.weight"}
     for name, value in whole_model().state_dict().items():
@@ -221,7 +223,7 @@ KILLED = """
     import pynccl_autograd.layers.safetensors_files as files
 
     def model(seed):
-        made = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        made = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
         return made.requires_grad_(False), [p.fill_(seed) for p in made.parameters()]
 
     def killed_at(step, folder, size):
@@ -243,7 +245,7 @@ KILLED = """
         return os.waitpid(child, 0)[1] != 0
 
     rows = []
-    for before, after in ((200, 200), (1e9, 200), (200, 1e9), (1e9, 1e9), (None, 200)):
+    for before, after in ((90, 90), (1e9, 90), (90, 1e9), (1e9, 1e9), (None, 90)):
         step, ended = 0, False
         while not ended:
             folder = Path(sys.argv[1]) / f"{before}-{after}-{step}"
@@ -257,11 +259,11 @@ KILLED = """
             except FileNotFoundError:
                 assert before is None
             found = {float(value) for p in there.parameters() for value in p.flatten()}
-            ad.save_full_state_dict(model(3)[0], folder, 200)  # goes on after it
+            ad.save_full_state_dict(model(3)[0], folder, 90)  # goes on after it
             ad.load_full_state_dict(there, folder)
             index = json.loads((folder / files.INDEX).read_text())
             clean = {path.name for path in folder.iterdir()} == {files.INDEX, *index["weight_map"].values()}
-            rows.append([before, after, step, sorted(found), ended, clean, float(there[3].bias[0])])
+            rows.append([before, after, step, sorted(found), ended, clean, float(there[1].bias[0])])
             step += 1
     print(json.dumps(rows))
 """
@@ -270,7 +272,11 @@ KILLED = """
 def test_killed_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """Before each call that changes the disk, for each way in which one checkpoint replaces another."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
@@ -278,72 +284,51 @@ def test_killed_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         assert found in ([[2.0]] if ended else [[1.0 if before else 0.0], [2.0]])
         assert clean and then == 3.0
     steps = {(before, after): step + 1 for before, after, step, *_ in rows}
-    assert len(steps) == 5 and min(steps.values()) > 8  # it was killed that often
+    assert len(steps) == 5 and min(steps.values()) >= 8  # it was killed that often
     both = {(before, after, found[0]) for before, after, _, found, *_ in rows}
-    assert all((before, after, 1.0 if before else 0.0) in both and (before, after, 2.0) in both for before, after in steps)
+    assert all(
+        (before, after, 1.0 if before else 0.0) in both and (before, after, 2.0) in both for before, after in steps
+    )
 
 
 # ------------------------------------------------------------------------------------------------- memory
 
 
-MEMORY = """
-    import json, sys
-    import torch
-    import pynccl
-    import pynccl_autograd as ad
+WIDE, LAYERS = (1024, 2048), 8  # of 8 MB each
 
-    def now(key):
-        return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
-    torch.set_num_threads(1)
-    comm = pynccl.init()
-    width, hidden, layers = 1024, 2048, 8  # 8 MB each
+def resident(key: str) -> int:
+    """Bytes of this process, mapped pages of files included; VmHWM is their highest number."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+
+def peak_of_loading(comm: Communicator, path: str) -> tuple[int, int]:
+    small = nn.Linear(2, 2)
+    ad.save_full_state_dict(small, f"{path}-{comm.rank}.safetensors")
+    ad.load_full_state_dict(small, f"{path}-{comm.rank}.safetensors", comm=comm)  # what is imported and made once
     with torch.device("meta"):
-        model = torch.nn.Sequential(*(
-            ad.ColumnParallelLinear(width, hidden, comm, bias=False) if i % 2 == 0
-            else ad.RowParallelLinear(hidden, width, comm, bias=False) for i in range(layers)
-        ))
-    names = [f"{i}.weight" for i in range(layers)]
-    small = torch.nn.Linear(2, 2)
-    ad.load_full_state_dict(small, small.state_dict())  # what is imported and made once
-    if comm.rank == 0:
-        from safetensors.torch import save_file
-        state = {n: torch.zeros(p.shard.shape) for n, p in zip(names, model.parameters())}
-        save_file(state, sys.argv[1])
-        del state
-    else:
-        import safetensors.torch
+        column, row = ad.ColumnParallelLinear, ad.RowParallelLinear
+        layers = [column(*WIDE, comm, False) if i % 2 else row(*WIDE, comm, False) for i in range(LAYERS)]
+    model = nn.Sequential(*layers)
     comm.barrier()
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-    before = now("VmRSS")
-    ad.load_full_state_dict(model, sys.argv[1])
-    peak = now("VmHWM") - before
-    comm.barrier()
-    gathered = ad.full_state_dict(model)
-    del gathered
-    print(json.dumps([comm.rank, peak, sum(p.nbytes for p in model.parameters()), width * hidden * 4]))
-"""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    ad.load_full_state_dict(model, path)
+    return resident("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters())
 
 
 def test_loading_a_file_takes_the_own_part_and_one_tensor(tmp_path: Path) -> None:
-    """Resident memory, mapped pages of the file included: at most S/N and the largest tensor, of 64 MB on 2 ranks."""
-    n, port = 2, "0"
-    env = {**os.environ, "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    del port
-    from ranks import TORCHRUN
-
-    script = tmp_path / "loads.py"
-    script.write_text(textwrap.dedent(MEMORY))
-    command = [sys.executable, *TORCHRUN, f"--nproc-per-node={n}", str(script), str(tmp_path / "model.safetensors")]
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(rows) == n
-    for _, peak, own, largest in rows:
-        assert own == 32 << 20
-        assert own <= peak <= own + largest + (2 << 20), rows
+    """Resident memory, at most S/N and the largest tensor, of 64 MB on 2 ranks."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"{i}.weight": torch.ones(WIDE[1], WIDE[0]) for i in range(LAYERS)}, path)
+    pool = RankPool()  # whose memory nobody has used
+    try:
+        for peak, own in pool.run(2, peak_of_loading, str(path)):
+            assert own == 32 << 20
+            assert own <= peak <= own + (8 << 20) + (2 << 20)
+    finally:
+        pool.close()
 
 
 # ------------------------------------------------------------------------------------------------- optimizers
@@ -427,7 +412,9 @@ def optimizers_refused(comm: Communicator) -> None:
     with pytest.raises(ValueError, match=r"the ranks have other state: this one (of up.weight: \[\]|as rank 0)"):
         ad.full_optimizer_state_dict(model, optimizer)
     optimizer.state[model.up.weight] = {"row": torch.zeros(5)}
-    with pytest.raises(ValueError, match=r"row of up.weight has shape \[5\], expected that of this rank's part \[12, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"row of up.weight has shape \[5\], expected that of this rank's part, \[12, 8\]"
+    ):
         ad.full_optimizer_state_dict(model, optimizer)
 
 
@@ -496,7 +483,7 @@ def test_torch_distributed_checkpoint_of_4_ranks_loads_on_2_and_1(
 # ------------------------------------------------------------------------------------------------- bad input
 
 
-def refused(comm: Communicator, folder: str) -> None:
+def states_refused(comm: Communicator) -> None:
     model, state = loaded(comm), whole_model().state_dict()
 
     lacking = {name: value for name, value in state.items() if not name.startswith("up")}
@@ -511,6 +498,9 @@ def refused(comm: Communicator, folder: str) -> None:
     with pytest.raises(RuntimeError, match=r"size mismatch for up.weight: found \[12, 8\], expected \[24, 8\]"):
         ad.load_full_state_dict(model, {**state, "up.weight": torch.ones(12, 8)}, strict=False)
 
+
+def files_refused(comm: Communicator, folder: str) -> None:
+    model, state = loaded(comm), whole_model().state_dict()
     with pytest.raises(RuntimeError if comm.rank else ValueError, match=r"one.safetensors is no whole file"):
         ad.load_full_state_dict(model, f"{folder}/one.safetensors" if comm.rank == 0 else state)
     with pytest.raises(FileNotFoundError, match=r"has no file .safetensors that is whole"):
@@ -521,12 +511,20 @@ def refused(comm: Communicator, folder: str) -> None:
         ad.load_full_state_dict(model, f"{folder}/bad/bad.safetensors.index.json")
     with pytest.raises(ValueError, match=r"model.bin, expected a file .safetensors, an index"):
         ad.load_full_state_dict(model, f"{folder}/model.bin")
-    with pytest.raises(TypeError if comm.rank == 1 else RuntimeError, match=r"state is 3, expected a state dict, a path"):
+    with pytest.raises(
+        TypeError if comm.rank == 1 else RuntimeError, match=r"state is 3, expected a state dict, a path"
+    ):
         ad.load_full_state_dict(model, 3 if comm.rank == 1 else state)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"state is None on ranks \[0\]; expected it on none, or on all but rank 0"):
         ad.load_full_state_dict(model, state if comm.rank == 1 else None)
+    same_output(model)
 
-    with pytest.raises(RuntimeError, match=r"(?s)up.weight is the whole parameter.*pynccl_autograd.load_full_state_dict"):
+
+def models_refused(comm: Communicator, folder: str) -> None:
+    model, state = loaded(comm), whole_model().state_dict()
+    with pytest.raises(
+        RuntimeError, match=r"(?s)up.weight is the whole parameter.*pynccl_autograd.load_full_state_dict"
+    ):
         model.load_state_dict(state)
     model.load_state_dict(model.state_dict())
 
@@ -544,7 +542,7 @@ def refused(comm: Communicator, folder: str) -> None:
     with torch.device("meta"):
         empty = Model(comm)
         empty.register_buffer("table", torch.ones(2), persistent=False)
-    with pytest.raises(ValueError, match=r"embedding.weight is on the meta device: it has no values"):
+    with pytest.raises(ValueError, match=r"norm_scale is on the meta device: it has no values"):
         ad.full_state_dict(empty)
     with pytest.raises(RuntimeError, match=r"since not persistent: table; compute them first"):
         ad.load_full_state_dict(empty, state)
@@ -557,7 +555,9 @@ def test_bad_input_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> 
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "bad.safetensors.index.json").write_text('{"weight_map": {"x": "../one.safetensors"}}')
-    ranks.run(2, refused, str(tmp_path))
+    ranks.run(2, states_refused)
+    ranks.run(2, files_refused, str(tmp_path))
+    ranks.run(2, models_refused, str(tmp_path))
 
 
 def two_communicators(comm: Communicator) -> None:

@@ -50,7 +50,7 @@ ORDER: dict[str, str] = {
         overlap.limits overlap.workspace overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.ag_matmul overlap.replicated_matmul overlap.matmul_rs overlap.matmul_ar overlap.comm_overlap
         overlap layers.shards layers.linear layers.vocabulary layers.safetensors_files
-        layers.checkpoint layers.checkpoint_optimizer layers.checkpoint_dcp layers nn
+        layers.checkpoint_sources layers.checkpoint layers.checkpoint_optimizer layers.checkpoint_dcp layers nn
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
         testing.deferred testing.schedule testing
         __init__ __main__
