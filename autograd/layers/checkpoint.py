@@ -6,7 +6,7 @@ saves any other loads, and so does plain torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,11 +44,16 @@ class Entry(NamedTuple):
     def own(self, whole: Tensor) -> Tensor:
         return whole if self.shard is None else self.shard.own(whole)
 
-    def whole(self) -> Tensor:
-        """On the CPU, with no memory of the model's. A collective, where it is a part."""
+    @torch.no_grad()
+    def gather(self) -> Tensor:
+        """The whole, where the model is. A collective, if this is a part."""
         part = self.tensor.detach()
-        whole = part if self.shard is None else self.shard.gather(part)
-        return whole.cpu().clone() if whole.device.type == "cpu" and whole is part else whole.cpu()
+        return part if self.shard is None else self.shard.gather(part)
+
+    def whole(self) -> Tensor:
+        """The same on the CPU, in memory of its own."""
+        whole = self.gather()
+        return whole.to("cpu", copy=whole.data_ptr() == self.tensor.data_ptr())
 
 
 def entries_of(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
@@ -93,9 +98,11 @@ def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_on
     raise_alike(comm, _without_values("full_state_dict", entries))
     keep = not rank0_only or comm is None or comm.rank == 0
     wholes: dict[str, Any] = dict(others)
-    for entry, whole in _wholes(entries):
+    for entry in entries:
         if keep:
-            wholes.update(dict.fromkeys(entry.names, whole))
+            wholes.update(dict.fromkeys(entry.names, entry.whole()))
+        else:
+            entry.gather()
     return {name: wholes[name] for name in model.state_dict(keep_vars=True)} if keep else {}
 
 
@@ -124,25 +131,18 @@ def save_full_state_dict(
     by_name = {entry.names[0]: entry for entry in entries}
     rows = in_order(Row(name, entry.shape, entry.tensor.dtype) for name, entry in by_name.items())
     check_rows(operation, rows)
-    wholes = (whole for _, whole in _wholes([by_name[row.name] for row in rows]))
-    writer, plan, problem = comm is None or comm.rank == 0, None, _without_values(operation, entries)
-    if writer and problem is None:
+    plan, problem = None, _without_values(operation, entries)
+    if problem is None and (comm is None or comm.rank == 0):
         plan, problem = caught(lambda: plan_of(operation, Path(path), rows, max_shard_bytes))
     raise_alike(comm, problem)
+    left = iter([by_name[row.name] for row in rows])
     if plan is not None:
+        wholes = (entry.whole() for entry in left)
         ties = {tied: entry.names[0] for entry in entries for tied in entry.names[1:]}
         _, problem = caught(lambda: write(plan, wholes, ties))
-    for _ in wholes:  # on the other ranks, and on rank 0 if it failed: the others wait for it in the rest
-        pass
+    for entry in left:  # on the other ranks, and on rank 0 if it failed: the others wait for it in the rest
+        entry.gather()
     raise_alike(comm, problem)
-
-
-def _wholes(entries: list[Entry]) -> Iterator[tuple[Entry, Tensor]]:
-    for entry in entries:
-        with torch.no_grad():
-            whole = entry.whole()
-        yield entry, whole
-        del whole
 
 
 def _without_values(operation: str, entries: list[Entry]) -> Exception | None:

@@ -161,7 +161,7 @@ class Plan(NamedTuple):
     folder: Path
     files: dict[str, list[Row]]  # by their final names, in the order in which the tensors come
     indexed: bool
-    old: list[str]  # files of the checkpoint that is there, and not of this one
+    old: list[str]  # files of the checkpoint that is there, or of a save that was cut off, and not of this one
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
@@ -182,7 +182,8 @@ def plan_of(operation: str, path: Path, rows: list[Row], max_shard_bytes: float)
             groups.append([])
         groups[-1].append(row)
     there = {file.name for file in path.iterdir()} if path.is_dir() else set()
-    old = {name for name in there if _OF_SEVERAL.fullmatch(name)} | ({SINGLE, INDEX} & there)
+    own = {name for name in there if _OF_SEVERAL.fullmatch(name.removesuffix(_TEMPORARY))}
+    old = own | ({SINGLE, INDEX, SINGLE + _TEMPORARY, INDEX + _TEMPORARY} & there)
     if INDEX in there:
         old |= set(_weight_map(operation, path / INDEX).values())
     if len(groups) == 1:
@@ -217,8 +218,6 @@ def write(plan: Plan, tensors: Iterator[Tensor], ties: Mapping[str, str]) -> Non
     for name in sorted(plan.old, key=lambda name: (name != SINGLE, name != INDEX)):
         (plan.folder / name).unlink(missing_ok=True)
         _replace(plan.folder, [])
-    for left in plan.folder.glob(f"model*.safetensors*{_TEMPORARY}"):  # by a save that was cut off
-        left.unlink(missing_ok=True)
 
 
 def _write_file(path: Path, rows: list[Row], tensors: Iterator[Tensor], ties: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,37 @@ def test_what_4_ranks_save_2_and_1_load(ranks: RankPool, tmp_path: Path, several
         assert name == "head.weight" or torch.equal(tensors[name], value)
     for file in files[:2]:
         assert (tmp_path / file).stat().st_size < 2000 + 1000
+
+
+def fails_midway(comm: Communicator, path: str, monkey: int) -> None:
+    """The disk is full after some tensors, on rank 0 alone."""
+    import pynccl_autograd.layers.safetensors_files as module
+
+    files: Any = module
+
+    before, left = files._write_tensor, [monkey]
+
+    def full(*args: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(28, "No space left on device")
+        before(*args)
+
+    files._write_tensor = full
+    try:
+        with pytest.raises(RuntimeError if comm.rank else OSError, match="No space left on device"):
+            ad.save_full_state_dict(loaded(comm, 2), path, 2000)
+    finally:
+        files._write_tensor = before
+
+
+def test_a_disk_that_is_full_raises_on_every_rank_and_leaves_the_last_checkpoint(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, saves, str(tmp_path), 2000)
+    for after in (1, 4, 8):
+        ranks.run(2, fails_midway, str(tmp_path), after)
+        ranks.run(2, loads, str(tmp_path))
 
 
 def test_a_folder_is_of_the_last_checkpoint_alone(ranks: RankPool, tmp_path: Path) -> None:
@@ -472,7 +504,9 @@ def test_torch_distributed_checkpoint_of_4_ranks_loads_on_2_and_1(
     ranks.run(2, dcp_loads, folder)
     alone = Model()  # of plain torch
     state = {name: value for name, value in alone.state_dict().items() if name != "head.weight"}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody else is there, as intended
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
     same_output(alone)
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     chunks = {name: [list(chunk.sizes) for chunk in one.chunks] for name, one in metadata.items()}  # type: ignore[union-attr]
@@ -507,7 +541,7 @@ def fused(comm: Communicator, folder: str) -> None:
 
     whole = torch.arange(48.0).reshape(24, 2)
 
-    def model() -> nn.Module:
+    def model() -> Any:
         made = nn.Module()
         made.weight = nn.Parameter(torch.zeros(24 // comm.size, 2))
         made.weight.shard = QueryKey(comm, 0, (24, 2))  # type: ignore[attr-defined]
