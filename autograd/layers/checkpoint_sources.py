@@ -74,7 +74,7 @@ def source_of(operation: str, comm: Communicator | None, state: Any) -> Source:
     problem: Exception | None = None
     if kind == 3:
         problem = TypeError(
-            f"{operation}: state is {shown(state)}, expected a state dict, a path, or None (see the help)"
+            f"{operation}: state is {shown(state)}, expected a state dict, a path, or None where rank 0 alone has it"
         )
     source, wrong = caught(lambda: Given(state) if kind == 1 else Files(operation, state) if kind == 2 else None)
     raise_alike(comm, problem or wrong)

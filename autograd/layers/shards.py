@@ -113,13 +113,22 @@ class Sharded(nn.Module):
         self._mark()
         return module
 
-    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state, prefix, *args)
-        *_, errors = args
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        lists = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
         for name, shard in self.shards().items():
-            given, own = state.get(prefix + name), getattr(self, name, None)
+            given, own = state_dict.get(prefix + name), getattr(self, name, None)
             if isinstance(own, Tensor) and isinstance(given, Tensor) and own.shape != given.shape == shard.shape:
-                errors.append(
+                error_msgs.append(
                     f"{prefix}{name} is the whole parameter, of which this model has a part: load it by "
                     "pynccl_autograd.load_full_state_dict(model, state)."
                 )

@@ -571,6 +571,40 @@ def test_parts_that_are_put_together_otherwise(ranks: RankPool, tmp_path: Path) 
         ranks.run(n, fused, str(tmp_path))
 
 
+def without_rows(comm: Communicator, folder: str) -> None:
+    """A vocabulary of fewer words than ranks."""
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(1)
+    state = Model(words=2).state_dict()
+
+    def same(model: nn.Module) -> bool:
+        found = ad.full_state_dict(model, rank0_only=False)
+        return all(torch.equal(found[name], value) for name, value in state.items())
+
+    given, read, told = (Model(comm, 2) for _ in range(3))
+    ad.load_full_state_dict(given, state if comm.rank == 0 else None)
+    ad.save_full_state_dict(given, folder, 500)
+    ad.load_full_state_dict(read, folder)
+    dist = with_group(comm, f"{folder}-store-few")
+    try:
+        dcp.save(ad.dcp_state_dict(given), checkpoint_id=f"{folder}/dcp")
+        dcp.load(ad.dcp_state_dict(told), checkpoint_id=f"{folder}/dcp")
+    finally:
+        dist.destroy_process_group()
+    assert same(given) and same(read) and same(told)
+    optimizer = torch.optim.AdamW(given.parameters())
+    given(torch.tensor([[0, 1]])).sum().backward()
+    optimizer.step()
+    found = ad.full_optimizer_state_dict(given, optimizer, rank0_only=False)
+    assert found["state"]["embedding.weight"]["exp_avg"].shape == (2, WIDTH)
+    ad.load_full_optimizer_state_dict(given, optimizer, found)
+
+
+def test_a_rank_may_have_no_rows(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, without_rows, str(tmp_path / "few"))
+
+
 # ------------------------------------------------------------------------------------------------- bad input
 
 
