@@ -1,5 +1,8 @@
 """Layers cut over the ranks of a communicator, and what their parameters are parts of."""
 
+from .checkpoint import IncompatibleKeys, full_state_dict, load_full_state_dict, save_full_state_dict
+from .checkpoint_dcp import dcp_state_dict
+from .checkpoint_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .describe import describe
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -9,14 +12,21 @@ from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_paralle
 
 __all__ = [
     "ColumnParallelLinear",
+    "IncompatibleKeys",
     "KeyValueLinear",
     "RowParallelLinear",
     "Shard",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "clip_grad_norm_",
+    "dcp_state_dict",
     "describe",
     "finish_gradients",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
     "parallelize",
+    "save_full_state_dict",
     "vocab_parallel_cross_entropy",
 ]

@@ -19,6 +19,14 @@ from pynccl.bindings.values import shown
 from ..ops.all_gather import all_gather
 
 
+class Box(NamedTuple):
+    """Entries of a parameter: where they begin in the whole and in this rank's part, and how many along each dim."""
+
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    size: tuple[int, ...]
+
+
 class Shard(Shared):
     """The place of a parameter in the whole one.
 
@@ -82,6 +90,14 @@ class Shard(Shared):
             whole = torch.cat([one[block] for block in range(self.blocks) for one in ranks], self.dim)
         return whole.t() if self.transposed else whole
 
+    def boxes(self) -> list[Box]:
+        """This rank's part as boxes that lie together in the whole: one, unless the part is put together otherwise."""
+        if self.dim is None:
+            return [Box((0,) * len(self.shape), (0,) * len(self.shape), self.shape)]
+        offset, size = [0] * len(self.shape), list(self.shape)
+        offset[self.dim], size[self.dim] = self.first, self.splits[self.comm.rank]
+        return [Box(tuple(offset), (0,) * len(self.shape), tuple(size))]
+
     def __repr__(self) -> str:
         of = f"of {list(self.shape)}, rank {self.comm.rank} of {self.comm.size}"
         if self.dim is None:
@@ -114,9 +130,26 @@ class Sharded(nn.Module):
         self._mark()
         return module
 
-    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:  # with assign=True they are new ones
-        super()._load_from_state_dict(*args, **options)
-        self._mark()
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        lists = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        for name, shard in self.shards().items():
+            given, own = state_dict.get(prefix + name), getattr(self, name, None)
+            if isinstance(own, Tensor) and isinstance(given, Tensor) and own.shape != given.shape == shard.shape:
+                error_msgs.append(
+                    f"{prefix}{name} is the whole parameter, of which this model has a part: load it by "
+                    "pynccl_autograd.load_full_state_dict(model, state)."
+                )
+        self._mark()  # with assign=True they are new ones
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
