@@ -6,11 +6,13 @@ if __name__ == "autograd":
         "(the folder's own name would shadow the PyPI package autograd)"
     )
 
-from . import nn, operators, overlap, partition, testing
+from . import nn, operators, overlap, partition, rng, testing
 from .checks import anchor
 from .collective import Collective, key_of
 from .layers import (
     ColumnParallelLinear,
+    DataParallelGradients,
+    Dropout,
     RowParallelLinear,
     Shard,
     VocabParallelEmbedding,
@@ -56,6 +58,8 @@ __all__ = [
     "CommOverlapHelper",
     "CommOverlapP2P",
     "Copy",
+    "DataParallelGradients",
+    "Dropout",
     "Extremum",
     "Gather",
     "HaloExchange",
@@ -98,6 +102,7 @@ __all__ = [
     "permute",
     "reduce",
     "reduce_scatter",
+    "rng",
     "scatter",
     "send_recv",
     "set_side_stream",
