@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import math
-import os
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,22 +87,14 @@ def assert_gradients(model: nn.Module, expected: nn.Module, rtol: float = 1e-10)
             )
 
 
-def address(comm: Communicator) -> Any:
-    """Of a store that rank 0 serves; equal on all ranks."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
-    port = torch.tensor([store.port if store is not None else 0])
-    comm.broadcast(port, port, 0)
-    return store or dist.TCPStore("127.0.0.1", int(port), is_master=False)
-
-
 @contextlib.contextmanager
-def process_group(comm: Communicator) -> Iterator[None]:
+def process_group(comm: Communicator, path: str) -> Iterator[None]:
     """gloo, of the same ranks."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=address(comm), rank=comm.rank, world_size=comm.size)
+    dist.init_process_group("gloo", store=dist.FileStore(path, comm.size), rank=comm.rank, world_size=comm.size)
     try:
         yield
     finally:
+        gc.collect()  # what holds the group
         comm.barrier()
         dist.destroy_process_group()
 
@@ -135,32 +128,36 @@ def test_gradients_are_those_of_one_process_with_all_data(
     ranks.run(n, equals_one_process, bucket_bytes, as_view)
 
 
-def equals_torch(comm: Communicator, as_view: bool) -> None:
-    with process_group(comm):
-        theirs = DistributedDataParallel(
-            model_of(0), find_unused_parameters=True, gradient_as_bucket_view=as_view, bucket_cap_mb=1
-        )
-        model = model_of(0)
-        averaged = ad.DataParallelGradients(model, comm, 700, gradient_as_bucket_view=as_view)
-        optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (model, theirs)]
-        for step, branches in enumerate(["lr", "l", "lr"[comm.rank % 2], "r"]):
-            for accumulated in (True, False):
-                with averaged.no_sync() if accumulated else contextlib.nullcontext():
-                    loss_of(model, comm.rank, 2 * step + accumulated, branches).backward()
-                with theirs.no_sync() if accumulated else contextlib.nullcontext():
-                    loss_of(theirs, comm.rank, 2 * step + accumulated, branches).backward()
-            assert_gradients(model, theirs.module)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for mine, other in zip(model.parameters(), theirs.module.parameters(), strict=True):
-            torch.testing.assert_close(mine, other)
+def equals_torch(comm: Communicator, path: str, as_view: bool) -> None:
+    with process_group(comm, path):
+        steps_like_torch(comm, as_view)  # a frame of its own: what it has made ends before the process group
+
+
+def steps_like_torch(comm: Communicator, as_view: bool) -> None:
+    theirs = DistributedDataParallel(
+        model_of(0), find_unused_parameters=True, gradient_as_bucket_view=as_view, bucket_cap_mb=1
+    )
+    model = model_of(0)
+    averaged = ad.DataParallelGradients(model, comm, 700, gradient_as_bucket_view=as_view)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (model, theirs)]
+    for step, branches in enumerate(["lr", "l", "lr"[comm.rank % 2], "r"]):
+        for accumulated in (True, False):
+            with averaged.no_sync() if accumulated else contextlib.nullcontext():
+                loss_of(model, comm.rank, 2 * step + accumulated, branches).backward()
+            with theirs.no_sync() if accumulated else contextlib.nullcontext():
+                loss_of(theirs, comm.rank, 2 * step + accumulated, branches).backward()
+        assert_gradients(model, theirs.module)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, other in zip(model.parameters(), theirs.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 @pytest.mark.parametrize(("n", "as_view"), [(2, False), (2, True), (4, False)])
-def test_steps_are_those_of_distributed_data_parallel(ranks: RankPool, n: int, as_view: bool) -> None:
+def test_steps_are_those_of_distributed_data_parallel(ranks: RankPool, tmp_path: Path, n: int, as_view: bool) -> None:
     """With accumulation under no_sync, and branches that are used by all ranks, some, or none."""
-    ranks.run(n, equals_torch, as_view)
+    ranks.run(n, equals_torch, str(tmp_path / "store"), as_view)
 
 
 def unused(comm: Communicator) -> None:

@@ -120,12 +120,12 @@ class Region(nn.Module):
 def recomputes(comm: Communicator, use_reentrant: bool) -> None:
     torch.manual_seed(0)
     region = Region(comm).double()
-    x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
+    value = torch.randn(5, 16, dtype=torch.float64)
     results = []
     for way in ("plain", "checkpoint"):
         ad.rng.seed(6, comm)
         region.zero_grad()
-        x.grad = None
+        x = value.clone().requires_grad_()
         y = region(x) if way == "plain" else checkpoint(region, x, use_reentrant=use_reentrant)
         y = region(y)  # draws on, before the recomputation
         y.square().sum().backward()
