@@ -206,6 +206,7 @@ class DataParallelGradients(Shared):
         if self._pass is None:
             self._begin()
         if name in self._arrivals:
+            self._abandon()
             raise RuntimeError(
                 f"DataParallelGradients: {name} has its gradient twice in one backward pass, as of two checkpoints "
                 "with use_reentrant=True; pass use_reentrant=False to them"
@@ -250,7 +251,7 @@ class DataParallelGradients(Shared):
         bucket.fill()
         send = wire_of(bucket.flat, self._types[index])
         keep = _Kept()
-        side.wait_for_caller()
+        home = side.wait_for_caller()
         recv = send
         if self._shard is None:
             self.comm.all_reduce(send, send, "avg", stream=side.handle(keep))
@@ -258,21 +259,22 @@ class DataParallelGradients(Shared):
             size = len(send) // self.comm.size
             recv = send[self.comm.rank * size : (self.comm.rank + 1) * size]
             self.comm.reduce_scatter(send, recv, "avg", stream=side.handle(keep))
-        self._launched.append(_Launched(send, recv, side.record(), keep))
+        self._launched.append(_Launched(send, recv, home, side.record(), keep))
 
     @torch.no_grad()
     def _take(self, index: int, launched: _Launched) -> None:
         """The average of a bucket, when it is there."""
-        side_stream(self.comm).wait(launched.done)
-        bucket = self._buckets[index]
+        bucket, side = self._buckets[index], side_stream(self.comm)
+        here = side.wait(launched.done)
         if self._shard is not None:
             self._shard.take(index, launched.recv)
             for piece in bucket.pieces:
                 piece.parameter.grad = None
-            return
-        if self._types[index] is not None:
-            as_real(bucket.flat).copy_(launched.send)
-        bucket.spread(self.gradient_as_bucket_view)
+        else:
+            if self._types[index] is not None:
+                as_real(bucket.flat).copy_(launched.send)
+            bucket.spread(self.gradient_as_bucket_view)
+        side.release(launched.home, here, None)
 
 
 class _Kept(list[Any]):
@@ -286,6 +288,7 @@ class _Launched(NamedTuple):
 
     send: Tensor
     recv: Tensor
+    home: Any  # the stream on which `send` was made
     done: Any
     keep: _Kept
 

@@ -256,6 +256,23 @@ class Branches(nn.Module):
         return x
 
 
+def launched_early(comm: Communicator) -> None:
+    model = Branches(0)
+    averaged = ad.DataParallelGradients(model, comm, 1)
+    counts: list[int] = []
+    x = batch(comm.rank, 0).requires_grad_()
+    x.register_hook(lambda g: counts.append(len(averaged._launched)))
+    with averaged.no_sync():
+        model(x).sum().backward()
+    model(x).sum().backward()
+    none, most = counts
+    assert none == 0 and 10 <= most <= 12  # of 12 parameters, before the pass has ended
+
+
+def test_buckets_travel_while_the_backward_pass_goes_on(ranks: RankPool) -> None:
+    ranks.run(2, launched_early)
+
+
 def in_other_orders(comm: Communicator) -> None:
     torch.manual_seed(0)
     models = [Branches(rank) for rank in range(comm.size)]
