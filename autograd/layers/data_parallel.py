@@ -30,6 +30,7 @@ from ..torch_internals import backward_pass, queue_callback, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
 from .buckets import Bucket, Named, as_real, cut_into_buckets, wire_of
 from .optimizer_shard import MakeOptimizer, OptimizerShard
+from .shards import shard_of
 
 
 class DataParallelGradients(Shared):
@@ -48,15 +49,16 @@ class DataParallelGradients(Shared):
 
     The backward pass reduces by itself, and has done so when it returns. What ranks do not use alike is averaged with
     zeros; what no rank used keeps its gradient, None mostly. A rank whose loss uses no parameter at all must call
-    `finish()` in place of that. Steps that only accumulate are run under `no_sync()`, which every rank must do alike.
-    Layers with sequence parallelism want `ad.finish_gradients` besides, before or after.
+    `finish()` instead. Steps that only accumulate are run under `no_sync()`, which every rank must do alike.
+    Layers with sequence parallelism want `ad.finish_gradients` besides, after the backward pass.
 
     shard_optimizer. Each rank steps 1/N of all elements, and has 1/N of the optimizer's state (ZeRO, stage 1): buckets
     are reduce-scattered, `step()` steps this rank's part and gathers the parameters, which are views of flat tensors
     from now on. The function gets [(name, part)], parts of this rank, [k] each, as torch's optimizers take them; names
     are those of model.named_parameters(), by which it may make groups. The optimizer has to treat each element on its
     own, as SGD, Adam and AdamW do. It is `.optimizer`, for schedules. .grad of the model is None after a backward pass:
-    clip with `clip_grad_norm_` of this object. What no rank used has a gradient of zeros.
+    clip with `clip_grad_norm_` of this object. What no rank used has a gradient of zeros. Parameters whose gradients
+    sequence parallelism leaves partial are refused, since finish_gradients would find none.
 
     Raises, on all ranks: ValueError for a model that differs from rank to rank, is elsewhere, or has no parameters that
     require gradients; TypeError for types that NCCL does not reduce. In a backward pass: RuntimeError for a parameter
@@ -87,7 +89,9 @@ class DataParallelGradients(Shared):
             )
         named = _trained(model, comm)
         types = {parameter.dtype: _reduce_dtype(parameter, reduce_dtype) for _, parameter in named}
-        _check_equal(named, comm, (bucket_bytes, reduce_dtype, broadcast, shard_optimizer is not None))
+        _check_equal(model, named, comm, (broadcast, bucket_bytes, reduce_dtype, shard_optimizer is not None))
+        if shard_optimizer is not None:
+            _check_none_partial(named)
         if broadcast:
             _broadcast([*model.parameters(), *model.buffers()], comm, bucket_bytes)
         self.comm, self.gradient_as_bucket_view = comm, gradient_as_bucket_view
@@ -96,7 +100,6 @@ class DataParallelGradients(Shared):
         self._types = [types[bucket.flat.dtype] for bucket in self._buckets]
         self._shard = None if shard_optimizer is None else OptimizerShard(self._buckets, comm, shard_optimizer)
         self._sync = True
-        self._reduced = False  # since the last finish()
         self._reset()
         self._hooks = [model.register_forward_hook(self._note_outputs)]
         for index, bucket in enumerate(self._buckets):
@@ -119,12 +122,12 @@ class DataParallelGradients(Shared):
             self._sync = before
 
     def finish(self) -> None:
-        """Average now, if no backward pass has done so since the last finish(): for a rank whose loss uses no
-        parameter, after each of its backward passes. Elsewhere, and within no_sync(), it does nothing: all may call it.
-        """
-        if self._sync and not self._reduced:
+        """Take part in the average without a backward pass: for a rank whose loss uses no parameter, in place of it.
+
+        The others' backward passes wait for that. Nothing happens within no_sync(). What this rank has accumulated
+        counts, zeros do where it has nothing."""
+        if self._sync:
             self._reduce()
-        self._reduced = False
 
     def zero_grad(self) -> None:
         """No gradients; with gradient_as_bucket_view zeros in the buckets, to which the next pass adds."""
@@ -220,7 +223,6 @@ class DataParallelGradients(Shared):
     def _end(self) -> None:
         if self._arrivals:
             self._reduce()
-            self._reduced = True
         else:  # of torch.autograd.grad, which leaves .grad alone
             self._reset()
 
@@ -315,6 +317,16 @@ def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
     return named
 
 
+def _check_none_partial(named: list[Named]) -> None:
+    for name, parameter in named:
+        shard = shard_of(parameter)
+        if shard is not None and shard.partial and shard.comm.size > 1:
+            raise ValueError(
+                f"DataParallelGradients: sequence parallelism leaves the gradient of {name} partial, which cannot be "
+                "finished after it was cut over the ranks; leave out shard_optimizer, or sequence_parallel"
+            )
+
+
 def _reduce_dtype(parameter: Tensor, reduce_dtype: Any) -> Dtype:
     """In which it is averaged; None: as it is."""
     own = REAL_OF.get(parameter.dtype, parameter.dtype)
@@ -324,21 +336,23 @@ def _reduce_dtype(parameter: Tensor, reduce_dtype: Any) -> Dtype:
     return None if found == own else found
 
 
-def _check_equal(named: list[Named], comm: Communicator, options: tuple[Any, ...]) -> None:
-    """That all ranks have the same parameters and options."""
-    found = [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named]
-    row = [len(found), zlib.crc32("\n".join(found).encode()), zlib.crc32(repr(options).encode())]
-    rows = gathered(comm, row)
-    for rank, other in enumerate(rows):
-        if other == rows[0]:
-            continue
-        if other[:2] == rows[0][:2]:
+def _check_equal(model: nn.Module, named: list[Named], comm: Communicator, options: tuple[Any, ...]) -> None:
+    """That all ranks have the same parameters and, where they are to be broadcast, buffers; and the same options."""
+    tensors: list[tuple[str, Tensor]] = [*named]
+    if options[0]:  # broadcast
+        tensors += [*model.named_parameters(), *model.named_buffers()]
+    found = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+    rows = gathered(comm, [zlib.crc32("\n".join(found).encode()), zlib.crc32(repr(options).encode())])
+    for rank, (tensors_of, options_of) in enumerate(rows):
+        if options_of != rows[0][1]:
             what = "bucket_bytes, reduce_dtype, broadcast or shard_optimizer"
+        elif tensors_of != rows[0][0]:
+            what = "names, shapes or types of the model's parameters and buffers, or in which require gradients"
         else:
-            what = f"the parameters that require gradients, of which they have {other[0]} and {rows[0][0]}"
+            continue
         raise ValueError(
-            f"DataParallelGradients: rank {rank} and rank 0 differ in {what}, in their names, shapes or types; "
-            "all ranks must pass the same"
+            f"DataParallelGradients: rank {rank} and rank 0 differ in {what}; all ranks must pass the same "
+            f"(this is rank {comm.rank}, with {len(named)} parameters that require gradients)"
         )
 
 

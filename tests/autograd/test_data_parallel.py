@@ -169,10 +169,10 @@ def unused(comm: Communicator) -> None:
     assert model.never.weight.grad is None
     # A rank that has no loss at all:
     model.zero_grad()
-    averaged.finish()  # that of the pass above
     if comm.rank == 0:
         loss_of(model, 0, 0).backward()
-    averaged.finish()
+    else:
+        averaged.finish()
     expected = model_of(0)
     (loss_of(expected, 0, 0) / comm.size).backward()
     assert_gradients(model, expected)
@@ -213,6 +213,32 @@ def in_bfloat16(comm: Communicator) -> None:
 
 def test_reduce_dtype_is_the_type_of_the_average(ranks: RankPool) -> None:
     ranks.run(2, in_bfloat16)
+
+
+def complex_numbers(comm: Communicator, sharded: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 5, dtype=torch.complex128)
+    whole = copy.deepcopy(model)
+    make: Any = partial(torch.optim.SGD, lr=1.0) if sharded else None
+    averaged = ad.DataParallelGradients(model, comm, 100, torch.float32, shard_optimizer=make)
+    model(batch(comm.rank, 0) * (1 + 2j)).abs().square().sum().backward()
+    for rank in range(comm.size):
+        (whole(batch(rank, 0) * (1 + 2j)).abs().square().sum() / comm.size).backward()
+    if sharded:
+        averaged.step()
+        torch.optim.SGD(whole.parameters(), 1.0).step()
+        for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-4)
+            assert not torch.equal(mine, other)
+    else:
+        assert_gradients(model, whole, rtol=1e-5)
+        assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad, model.weight.grad.to(torch.complex64).to(torch.complex128))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_complex_gradients_are_averaged_in_a_real_type(ranks: RankPool, sharded: bool) -> None:
+    ranks.run(2, complex_numbers, sharded)
 
 
 def views(comm: Communicator) -> None:
@@ -500,8 +526,14 @@ def wrong(comm: Communicator) -> None:
     refuses(TypeError, "sparse gradients", nn.Embedding(4, 2, sparse=True), comm)
     small = nn.Linear(1, 1, bias=False)
     refuses(ValueError, "too small to be cut over 2 ranks", small, comm, shard_optimizer=torch.optim.SGD)
-    refuses(ValueError, "rank 1 and rank 0 differ in the parameters", nn.Linear(2, 2 + comm.rank), comm)
+    refuses(ValueError, "rank 1 and rank 0 differ in names, shapes", nn.Linear(2, 2 + comm.rank), comm)
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2 + comm.rank).requires_grad_(False))
+    refuses(ValueError, "rank 1 and rank 0 differ in names, shapes", frozen, comm)
+    ad.DataParallelGradients(frozen, comm, broadcast=False)
     refuses(ValueError, "rank 1 and rank 0 differ in bucket_bytes", model, comm, 100 + comm.rank)
+    norm = nn.LayerNorm(64)
+    norm.weight.shard = ad.Shard(comm, None, (64,), partial=True)  # type: ignore[attr-defined]
+    refuses(ValueError, "leaves the gradient of weight partial", norm, comm, shard_optimizer=torch.optim.SGD)
     fused = nn.Linear(2, 2)
     fused.weight.main_grad = torch.zeros(2, 2)  # type: ignore[attr-defined]
     refuses(ValueError, "weight has main_grad", fused, comm)
