@@ -6,11 +6,13 @@ if __name__ == "autograd":
         "(the folder's own name would shadow the PyPI package autograd)"
     )
 
-from . import nn, operators, overlap, partition, plans, testing
+from . import nn, operators, overlap, partition, plans, rng, testing
 from .checks import anchor
 from .collective import Collective, key_of
 from .layers import (
     ColumnParallelLinear,
+    DataParallelGradients,
+    Dropout,
     IncompatibleKeys,
     KeyValueLinear,
     RowParallelLinear,
@@ -67,6 +69,8 @@ __all__ = [
     "CommOverlapHelper",
     "CommOverlapP2P",
     "Copy",
+    "DataParallelGradients",
+    "Dropout",
     "Extremum",
     "Gather",
     "HaloExchange",
@@ -120,6 +124,7 @@ __all__ = [
     "plans",
     "reduce",
     "reduce_scatter",
+    "rng",
     "save_full_state_dict",
     "scatter",
     "send_recv",

@@ -3,7 +3,9 @@
 from .checkpoint import IncompatibleKeys, full_state_dict, load_full_state_dict, save_full_state_dict
 from .checkpoint_dcp import dcp_state_dict
 from .checkpoint_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
+from .data_parallel import DataParallelGradients
 from .describe import describe
+from .dropout import Dropout
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import parallelize
@@ -12,6 +14,8 @@ from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_paralle
 
 __all__ = [
     "ColumnParallelLinear",
+    "DataParallelGradients",
+    "Dropout",
     "IncompatibleKeys",
     "KeyValueLinear",
     "RowParallelLinear",

@@ -42,7 +42,7 @@ ORDER: dict[str, str] = {
         collectives register params query finalize atexit __init__
     """,
     "pynccl_autograd": """
-        torch_internals levels recompute wire arguments mesh agreement checks collective
+        torch_internals levels recompute wire arguments mesh agreement rng checks collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work
         overlap.config overlap.machine overlap.schedule overlap.planner overlap.measure overlap.calibration
@@ -51,7 +51,8 @@ ORDER: dict[str, str] = {
         overlap.ag_matmul overlap.replicated_matmul overlap.matmul_rs overlap.matmul_ar overlap.comm_overlap
         overlap layers.shards layers.linear layers.vocabulary layers.key_value layers.plan layers.parallelize
         layers.describe layers.safetensors_files layers.checkpoint_sources layers.checkpoint
-        layers.checkpoint_optimizer layers.checkpoint_dcp layers plans nn
+        layers.checkpoint_optimizer layers.checkpoint_dcp layers.dropout layers.buckets layers.optimizer_shard
+        layers.data_parallel layers plans nn
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
         testing.model_report testing.model_gradients testing.check_model testing.deferred testing.schedule testing
         __init__ __main__
