@@ -136,7 +136,7 @@ def with_dtensor(model: Any, ranks: int) -> Any:
             "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         },
     )
-    wants = {"input_kwarg_layouts": {"hidden_states": Shard(1)}}
+    wants: dict[str, Any] = {"input_kwarg_layouts": {"hidden_states": Shard(1)}}
     for layer in model.model.layers:
         parallelize_module(
             layer,

@@ -82,7 +82,7 @@ class Part(Tensor):
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         for box in self._boxes():
             if tuple(index.offset) == box.whole:
-                part = self.part
+                part = self.part.t() if self.shard.transposed else self.part
                 for dim, (first, size) in enumerate(zip(box.part, box.size, strict=True)):
                     part = part.narrow(dim, first, size)
                 return part

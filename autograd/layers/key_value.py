@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from ..arguments import check_comm
+from ..arguments import check_call, check_comm
 from ..ops.all_reduce import copy
 from .linear import ColumnParallelLinear
 
@@ -32,6 +32,7 @@ class KeyValueLinear(ColumnParallelLinear):
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
+        check_call("KeyValueLinear", x, self.comm)
         self._check(x, self.in_features, "all of")
         weight = copy(self.weight, self.shared)
         return F.linear(x, weight, None if self.bias is None else copy(self.bias, self.shared))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import INT_MAX, attribute, shown
 
-from ..arguments import as_int, check_comm, check_dim
+from ..arguments import as_int, check_call, check_comm, check_dim
 from ..ops.all_gather import all_gather
 from ..overlap.ag_matmul import all_gather_matmul
 from ..overlap.config import Overlap, as_config
@@ -170,16 +170,17 @@ class _ParallelLinear(Sharded):
         }
 
     def _check(self, x: Tensor, width: int, what: str) -> None:
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != width:
-            found = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is {shown(x)}"
+        if x.dim() == 0 or x.shape[-1] != width:
             raise ValueError(
-                f"{type(self).__name__}: x {found}, expected a last dimension of {width}, {what} in_features "
-                f"{self.in_features} on {self.comm.size} ranks"
+                f"{type(self).__name__}: x has shape {list(x.shape)}, expected a last dimension of {width}, {what} "
+                f"in_features {self.in_features} on {self.comm.size} ranks"
             )
 
-    def _along_sequence(self, function: Callable[..., Any], x: Tensor) -> Tensor:
+    def _along_sequence(self, function: Callable[..., Any], x: Any) -> Any:
         """What a function makes that wants the sequence in dimension 0."""
         name = type(self).__name__
+        if not isinstance(x, Tensor):
+            return function(x, self.weight, self.comm, self.bias, **self._options())
         dim = check_dim(name, x, self.seq_dim, "seq_dim")
         if dim == x.dim() - 1:
             raise ValueError(f"{name}: seq_dim {self.seq_dim} is the last dimension of {list(x.shape)}: the features'")
@@ -271,8 +272,9 @@ class ColumnParallelLinear(_ParallelLinear):
         return self.out_features // self.comm.size
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check(x, self.in_features, "all of")
         if not self.gather_input:
+            check_call("ColumnParallelLinear", x, self.comm)
+            self._check(x, self.in_features, "all of")
             y = F.linear(x, self.weight, self.bias)
         elif self.sequence_parallel:
             y = self._along_sequence(all_gather_matmul, x)
@@ -296,7 +298,6 @@ class RowParallelLinear(_ParallelLinear):
     dim, kind = 1, "row"
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check(x, self.in_features // self.comm.size, "this rank's part of")
         if self.sequence_parallel:
             return self._along_sequence(matmul_reduce_scatter, x)
         y: Tensor = matmul_all_reduce(x, self.weight, self.comm, self.bias, **self._options())

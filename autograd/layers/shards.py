@@ -91,12 +91,18 @@ class Shard(Shared):
         return whole.t() if self.transposed else whole
 
     def boxes(self) -> list[Box]:
-        """This rank's part as boxes that lie together in the whole: one, unless the part is put together otherwise."""
+        """This rank's part as boxes that lie together in the whole, one for each block. What is transposed is laid as
+        the whole is."""
         if self.dim is None:
             return [Box((0,) * len(self.shape), (0,) * len(self.shape), self.shape)]
-        offset, size = [0] * len(self.shape), list(self.shape)
-        offset[self.dim], size[self.dim] = self.first, self.splits[self.comm.rank]
-        return [Box(tuple(offset), (0,) * len(self.shape), tuple(size))]
+        dim = len(self.shape) - 1 - self.dim if self.transposed else self.dim
+        length, each = self.shape[dim] // self.blocks, self.splits[self.comm.rank] // self.blocks
+        boxes = []
+        for block in range(self.blocks):
+            whole, part, size = [0] * len(self.shape), [0] * len(self.shape), list(self.shape)
+            whole[dim], part[dim], size[dim] = block * length + self.first, block * each, each
+            boxes.append(Box(tuple(whole), tuple(part), tuple(size)))
+        return boxes
 
     def __repr__(self) -> str:
         of = f"of {list(self.shape)}, rank {self.comm.rank} of {self.comm.size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -703,3 +704,41 @@ def two_communicators(comm: Communicator) -> None:
 
 def test_parameters_cut_over_several_communicators(ranks: RankPool) -> None:
     ranks.run(4, two_communicators)
+
+
+def keeps_blocks(comm: Communicator, folder: str) -> None:
+    """Queries, keys and values in one layer, from [in, out] as transformers' Conv1D has them."""
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+
+    class Conv1D(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(4, 24)), nn.Parameter(torch.randn(24))
+
+    torch.manual_seed(5)
+    whole = Conv1D()
+    layer = ad.ColumnParallelLinear.from_linear(whole, comm, blocks=3)
+    rows = torch.cat([one.chunk(comm.size)[comm.rank] for one in whole.weight.t().chunk(3)])
+    assert torch.equal(layer.weight, rows)
+    found = ad.full_state_dict(layer, rank0_only=False)
+    assert torch.equal(found["weight"], whole.weight) and torch.equal(found["bias"], whole.bias)
+    empty = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in empty.parameters():
+            parameter.zero_()
+    ad.load_full_state_dict(empty, found)
+    assert torch.equal(empty.weight, layer.weight) and torch.equal(empty.bias, layer.bias)
+    with torch.no_grad():
+        for parameter in empty.parameters():
+            parameter.zero_()
+    own = f"{folder}/{comm.rank}"
+    boxes = [box.whole for box in layer.weight.shard.boxes()]  # type: ignore[attr-defined]
+    assert boxes == [(0, 8 * block + 8 // comm.size * comm.rank) for block in range(3)]
+    save(ad.dcp_state_dict(layer), storage_writer=FileSystemWriter(own), no_dist=True)
+    load(ad.dcp_state_dict(empty), storage_reader=FileSystemReader(own), no_dist=True)
+    assert torch.equal(empty.weight, layer.weight) and torch.equal(empty.bias, layer.bias)
+
+
+def test_blocks_and_transposed_weights_are_put_together(ranks: RankPool, tmp_path: Path) -> None:
+    for n in (2, 4):
+        ranks.run(n, keeps_blocks, str(tmp_path / str(n)))

@@ -130,12 +130,15 @@ def test_what_a_linear_layer_is_stays_so(ranks: RankPool) -> None:
 
 def nonsense(comm: Communicator) -> None:
     column, row = ad.ColumnParallelLinear(4, 8, comm), ad.RowParallelLinear(8, 4, comm, sequence_parallel=True)
+    shared = ad.ColumnParallelLinear(4, 8, comm, gather_input=False)
     with pytest.raises(ValueError, match=r"x has shape \[3, 8\], expected a last dimension of 4, all of in_features 4"):
-        column(torch.ones(3, 8))
-    with pytest.raises(ValueError, match=r"x has shape \[3, 8\], expected a last dimension of 4, this rank's part of "):
-        row(torch.ones(3, 8))
-    with pytest.raises(ValueError, match=r"x is 'x', expected a last dimension"):
-        column("x")
+        shared(torch.ones(3, 8))
+    for layer in (column, row):
+        with pytest.raises(ValueError, match=r"x has shape \(4, 8\), expected \[\.\., 4\]"):
+            layer(torch.ones(4, 8))
+    for wrong in (column, row, shared):
+        with pytest.raises(TypeError, match=r"x is a str, expected a torch\.Tensor"):
+            wrong("x")
     with pytest.raises(ValueError, match=r"seq_dim 1 is the last dimension of \[4, 4\]"):
         ad.RowParallelLinear(8, 4, comm, sequence_parallel=True, seq_dim=1)(torch.ones(4, 4))
     with pytest.raises(ValueError, match=r"seq_dim"):

@@ -98,7 +98,7 @@ def test_recipe_finds_a_gradient_that_is_wrong(ranks: RankPool, name: str, part:
 
 
 def test_recipes_are_short_and_say_how_they_are_run() -> None:
-    assert NAMES == ["ddp", "halo_convolution", "mesh_2d", "moe", "pipeline", "ring_attention"]
+    assert NAMES == ["ddp", "halo_convolution", "hugging_face", "mesh_2d", "moe", "pipeline", "ring_attention"]
     for name in NAMES:
         text = (FOLDER / f"{name}.py").read_text()
         assert len(text.splitlines()) < 60
