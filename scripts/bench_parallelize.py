@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--gather-logits", action="store_true", help="ours: all logits on every rank, as torch's way has")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -58,7 +59,7 @@ def measure(options: argparse.Namespace, width: int, comm: pynccl.Communicator) 
     whole = build(options, width)
     ids = torch.randint(options.words, (options.batch, options.seq))
     ways: dict[str, Callable[[], float]] = {}
-    model = ad.parallelize(copy.deepcopy(whole), comm, ad.plans.llama, gather_logits=False)
+    model = ad.parallelize(copy.deepcopy(whole), comm, ad.plans.llama, gather_logits=options.gather_logits)
     ways["parallelize"] = stepper(model, ids, lambda: ad.finish_gradients(model), ad.clip_grad_norm_)
     try:
         torch_model = with_dtensor(copy.deepcopy(whole), comm.size)
