@@ -64,7 +64,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@{ { $(PY) -m pip --version || $(PYTHON) -m venv --clear $(VENV); } \
 	    && $(PY) -m pip install -c constraints.txt torch \
 	    && extra="$$($(NCCL_EXTRA))" \
-	    && $(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[test,dev,plot$$extra]"; \
+	    && $(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[test,dev,plot,hf$$extra]"; \
 	  } >$(LOG) 2>&1 || { tail -n 20 $(LOG); \
 	    echo "make: setting up $(VENV) failed; the last lines of $(LOG) are above. The next make tries again."; exit 1; }
 	@touch $@

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +24,29 @@ def gathered(comm: Communicator, row: Sequence[int]) -> list[list[int]]:
         own = torch.tensor(row, device=comm.device, dtype=torch.int64)
         rows: list[list[int]] = comm.all_gather(own, own.new_empty(comm.size, len(row))).tolist()
     return rows
+
+
+def broadcast_object(comm: Communicator | None, value: Any, root: int = 0) -> Any:
+    """What `root` passes, on every rank, by pickle; None: this rank is alone."""
+    if comm is None or comm.size == 1:
+        return value
+    sent = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    size = gathered(comm, [sent.numel()])[root][0]
+    wire = sent.to(comm.device) if comm.rank == root else torch.empty(size, dtype=torch.uint8, device=comm.device)
+    comm.broadcast(wire, wire, root)
+    return value if comm.rank == root else pickle.loads(bytes(wire.tolist()))
+
+
+def raise_alike(comm: Communicator | None, problem: Exception | None) -> None:
+    """Raise this rank's problem; where only others have one, a RuntimeError that says theirs. Every rank must come."""
+    if comm is not None and comm.size > 1:
+        failed = [rank for rank, (wrong,) in enumerate(gathered(comm, [problem is not None])) if wrong]
+        if failed:
+            text = broadcast_object(comm, f"{type(problem).__name__}: {problem}", failed[0])
+            if problem is None:
+                raise RuntimeError(f"on rank {failed[0]}: {text}")
+    if problem is not None:
+        raise problem
 
 
 def checked_alike(comm: Communicator, options: Callable[[], str], check: Callable[[], T]) -> T:

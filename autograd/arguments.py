@@ -152,8 +152,8 @@ def check_op(operation: str, op: Any, allowed: tuple[str, ...] = SUM_OPS) -> Any
 def check_grad(operation: str, grad: object) -> None:
     if not isinstance(grad, str) or grad not in ("sum", "replicated"):
         raise ValueError(
-            f"{operation}: grad is {shown(grad)}, expected 'sum' (the loss is the sum of the ranks' losses) or "
-            "'replicated' (every rank computes the same loss from the output)"
+            f"{operation}: grad is {shown(grad)}, expected 'sum' (each rank goes on with work of its own on the "
+            "output) or 'replicated' (every rank goes on alike); docs/conventions.md"
         )
 
 

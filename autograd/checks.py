@@ -198,8 +198,8 @@ def _compare_cotangents(comm: Communicator, call: ForwardCall, g: Tensor) -> Non
     raise NcclInvalidUsage(
         f'{call}: grad="replicated", but the cotangents differ between ranks (PYNCCL_CHECK=1): at index {index} '
         f"rank 0 has {first:.9g}, rank {other} has {values[other]:.9g}\n"
-        "  every rank must compute the same loss from this output; if the loss is the sum of the ranks' losses, pass "
-        'grad="sum"'
+        "  every rank must do the same work on this output; if each goes on with its own (its columns, its samples), "
+        'pass grad="sum"'
     )
 
 

@@ -70,6 +70,15 @@ _unsafe_view = _find("torch.ops.aten._unsafe_view.default", lambda x, shape: x.v
 # All tensors in nested lists, tuples and dicts.
 _tree_leaves = _find("torch.utils._pytree.tree_leaves")
 
+
+def copy_one_by_one(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for one, value in zip(to, values, strict=True):
+        one.copy_(value)
+
+
+# Copies many tensors, on a GPU in few kernels. Replaced by one after the other.
+copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], object] = _find("torch._foreach_copy_", copy_one_by_one)
+
 _VALUES = frozenset((Tensor, torch.nn.Parameter))
 
 
@@ -223,6 +232,21 @@ def reentrant_checkpoints() -> list[bool]:
     code = _CheckpointFunction.forward.__code__
     frames = (frame for frame in outwards(sys._getframe(1)) if frame.f_code is code)
     return [any(frame.f_locals["ctx"].needs_input_grad) for frame in frames]
+
+
+# Backward passes.
+
+# Has a function called at the end of the backward pass that is under way. Nothing replaces it.
+queue_callback: Callable[[Callable[[], None]], None] = _find(
+    "torch.autograd.variable.Variable._execution_engine.queue_callback"
+)
+# The number of that pass; a reentrant checkpoint has one of its own. Without: all passes are taken for the same one.
+backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: 0)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in _tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 # Modules.

@@ -1,5 +1,36 @@
-"""Layers cut over the ranks of a communicator."""
+"""Layers cut over the ranks of a communicator, and what their parameters are parts of."""
 
+from .checkpoint import IncompatibleKeys, full_state_dict, load_full_state_dict, save_full_state_dict
+from .checkpoint_dcp import dcp_state_dict
+from .checkpoint_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
+from .data_parallel import DataParallelGradients
+from .describe import describe
+from .dropout import Dropout
+from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .parallelize import parallelize
+from .shards import Shard, clip_grad_norm_, finish_gradients
+from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+__all__ = [
+    "ColumnParallelLinear",
+    "DataParallelGradients",
+    "Dropout",
+    "IncompatibleKeys",
+    "KeyValueLinear",
+    "RowParallelLinear",
+    "Shard",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "clip_grad_norm_",
+    "dcp_state_dict",
+    "describe",
+    "finish_gradients",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "parallelize",
+    "save_full_state_dict",
+    "vocab_parallel_cross_entropy",
+]

@@ -7,15 +7,17 @@ direction at each end. N ranks, this rank r; x is [s, .., in] with the sequence 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pynccl import Communicator
 from pynccl.bindings.values import INT_MAX, attribute, shown
 
-from ..arguments import as_int, check_comm
+from ..arguments import as_int, check_call, check_comm, check_dim
 from ..ops.all_gather import all_gather
 from ..overlap.ag_matmul import all_gather_matmul
 from ..overlap.config import Overlap, as_config
@@ -23,13 +25,18 @@ from ..overlap.matmul_ar import matmul_all_reduce
 from ..overlap.matmul_rs import matmul_reduce_scatter
 from ..overlap.replicated_matmul import copy_matmul
 from ..wire import Dtype
+from .shards import Shard, Sharded
+
+Layer = TypeVar("Layer", bound="_ParallelLinear")
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(Sharded):
     """What the two layers share: a linear layer of which this rank keeps the slice `rank` of weight dimension `dim`."""
 
     dim: int  # of the weight [out, in] that is cut
     kind: str  # of TransformerEngine's defaults
+    blocks = 1  # of the outputs, each of which is cut
+    transposed = False  # where it comes from, the weight is [in, out]
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -46,6 +53,7 @@ class _ParallelLinear(nn.Module):
         overlap: Overlap = "auto",
         reduce_dtype: Dtype = None,
         grad_accumulation_fusion: bool = False,
+        seq_dim: int = 0,
     ) -> None:
         super().__init__()
         check_comm(type(self).__name__, comm)
@@ -58,10 +66,11 @@ class _ParallelLinear(nn.Module):
                 "torch.float32"
             )
         name, size = ("out_features", out_features) if self.dim == 0 else ("in_features", in_features)
-        if size % comm.size:
-            raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks")
+        if size % (comm.size * self.blocks):
+            each = f" and {self.blocks} blocks" if self.blocks > 1 else ""
+            raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks{each}")
         self.in_features, self.out_features = in_features, out_features
-        self.comm, self.sequence_parallel = comm, sequence_parallel
+        self.comm, self.sequence_parallel, self.seq_dim = comm, sequence_parallel, seq_dim
         config = as_config(type(self).__name__, overlap, self.kind)
         self.overlap: Overlap = config if attribute(overlap, "workspace") is None else overlap
         self.reduce_dtype, self.grad_accumulation_fusion = reduce_dtype, grad_accumulation_fusion
@@ -71,7 +80,43 @@ class _ParallelLinear(nn.Module):
             device = comm.device
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(self._bias_size(), device=device, dtype=dtype)) if bias else None
+        self._mark()
         self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls: type[Layer], linear: Any, comm: Communicator, sequence_parallel: bool = False, **options: Any
+    ) -> Layer:
+        """This rank's part of an nn.Linear, or of transformers' Conv1D, which is equal on all ranks: on its device, of
+        its type, trained or frozen as it is. options: as the class takes them by name, but for device and dtype."""
+        transposed = type(linear).__name__ == "Conv1D"  # of transformers
+        if not transposed and not isinstance(linear, nn.Linear):
+            raise TypeError(f"{cls.__name__}.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
+        weight = linear.weight.detach().t() if transposed else linear.weight.detach()
+        sizes = (weight.shape[1], weight.shape[0])
+        made = cls(*sizes, comm, linear.bias is not None, sequence_parallel, "meta", weight.dtype, **options)
+        made.transposed = transposed
+        own = made._own(weight, cls.dim).clone(memory_format=torch.contiguous_format)
+        made.weight = nn.Parameter(own, requires_grad=linear.weight.requires_grad)
+        if linear.bias is not None:
+            bias = linear.bias.detach()
+            own = (made._own(bias, 0) if cls.dim == 0 else bias).clone()
+            made.bias = nn.Parameter(own, requires_grad=linear.bias.requires_grad)
+        made._mark()
+        return made.train(linear.training)
+
+    def shards(self) -> dict[str, Shard]:
+        """Of the weight and the bias. The gradient of a bias that every rank has is whole: the layer sums it itself."""
+        shape = (self.out_features, self.in_features)
+        weight = Shard(
+            self.comm,
+            self.dim,
+            shape[::-1] if self.transposed else shape,
+            blocks=self.blocks,
+            transposed=self.transposed,
+        )
+        bias = Shard(self.comm, 0 if self.dim == 0 else None, (self.out_features,), blocks=self.blocks)
+        return {"weight": weight, "bias": bias}
 
     def _features(self, name: str, value: Any) -> int:
         features = as_int(value)
@@ -109,10 +154,10 @@ class _ParallelLinear(nn.Module):
     @torch.no_grad()
     def full_state(self) -> dict[str, Tensor]:
         """The unsharded layer's state_dict, on every rank. A collective: every rank must call it."""
-        state = {"weight": all_gather(self.weight, self.comm, self.dim, grad="sum")}
+        shards = self.shards()
+        state = {"weight": shards["weight"].gather(self.weight)}
         if self.bias is not None:
-            gather = self.dim == 0
-            state["bias"] = all_gather(self.bias, self.comm, 0, grad="sum") if gather else self.bias.clone()
+            state["bias"] = shards["bias"].gather(self.bias) if self.dim == 0 else self.bias.clone()
         return state
 
     def _options(self) -> dict[str, Any]:
@@ -124,8 +169,29 @@ class _ParallelLinear(nn.Module):
             "owner": self,
         }
 
+    def _check(self, x: Tensor, width: int, what: str) -> None:
+        if x.dim() == 0 or x.shape[-1] != width:
+            raise ValueError(
+                f"{type(self).__name__}: x has shape {list(x.shape)}, expected a last dimension of {width}, {what} "
+                f"in_features {self.in_features} on {self.comm.size} ranks"
+            )
+
+    def _along_sequence(self, function: Callable[..., Any], x: Any) -> Any:
+        """What a function makes that wants the sequence in dimension 0."""
+        name = type(self).__name__
+        if not isinstance(x, Tensor):
+            return function(x, self.weight, self.comm, self.bias, **self._options())
+        dim = check_dim(name, x, self.seq_dim, "seq_dim")
+        if dim == x.dim() - 1:
+            raise ValueError(f"{name}: seq_dim {self.seq_dim} is the last dimension of {list(x.shape)}: the features'")
+        moved = x.movedim(dim, 0) if dim else x
+        y: Tensor = function(moved, self.weight, self.comm, self.bias, **self._options())
+        return y.movedim(0, dim) if dim else y
+
     def _own(self, full: Tensor, dim: int) -> Tensor:
-        return full.chunk(self.comm.size, dim)[self.comm.rank]
+        size = full.shape[dim] // self.blocks // self.comm.size
+        parts = [one.narrow(dim, size * self.comm.rank, size) for one in full.chunk(self.blocks, dim)]
+        return parts[0] if self.blocks == 1 else torch.cat(parts, dim)
 
     def extra_repr(self) -> str:
         return (
@@ -149,19 +215,72 @@ class ColumnParallelLinear(_ParallelLinear):
                               or a dict of TransformerEngine's keys
     reduce_dtype              type in which sums travel; None: their own
     grad_accumulation_fusion  the weight's gradient is added to weight.main_grad
+    seq_dim                   where x and y have the sequence, if sequence_parallel
+    gather_input              False: x is whole already, and its gradient is summed by whoever made it so. Layers that
+                              share an input get `x = ad.copy(x, comm)`, or with sequence_parallel
+                              `x = ad.all_gather(x, comm, seq_dim, grad="sum")`, once
+    gather_output             True: y is [s, .., out] on every rank, and so is its gradient, equal
+    blocks                    so many equal blocks follow one another in the outputs, and each rank makes its part of
+                              each: 3 for queries, keys and values in one layer
 
-    ValueError if out_features is not divisible by N.
+    ValueError if out_features, or what a block has of it, is not divisible by N.
     """
 
     dim, kind = 0, "column"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        comm: Communicator,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        overlap: Overlap = "auto",
+        reduce_dtype: Dtype = None,
+        grad_accumulation_fusion: bool = False,
+        seq_dim: int = 0,
+        gather_input: bool = True,
+        gather_output: bool = False,
+        blocks: int = 1,
+    ) -> None:
+        self.blocks = blocks
+        if as_int(blocks) is None or blocks < 1:
+            raise ValueError(f"ColumnParallelLinear: blocks is {shown(blocks)}, expected an integer from 1")
+        super().__init__(
+            in_features,
+            out_features,
+            comm,
+            bias,
+            sequence_parallel,
+            device,
+            dtype,
+            overlap=overlap,
+            reduce_dtype=reduce_dtype,
+            grad_accumulation_fusion=grad_accumulation_fusion,
+            seq_dim=seq_dim,
+        )
+        if grad_accumulation_fusion and not gather_input:
+            raise ValueError("ColumnParallelLinear: grad_accumulation_fusion needs gather_input=True")
+        if gather_output and blocks > 1:
+            raise ValueError("ColumnParallelLinear: gather_output needs blocks=1: the outputs would be out of order")
+        self.gather_input, self.gather_output = gather_input, gather_output
 
     def _bias_size(self) -> int:
         return self.out_features // self.comm.size
 
     def forward(self, x: Tensor) -> Tensor:
-        function: Any = all_gather_matmul if self.sequence_parallel else copy_matmul
-        y: Tensor = function(x, self.weight, self.comm, self.bias, **self._options())
-        return y
+        if not self.gather_input:
+            check_call("ColumnParallelLinear", x, self.comm)
+            self._check(x, self.in_features, "all of")
+            y = F.linear(x, self.weight, self.bias)
+        elif self.sequence_parallel:
+            y = self._along_sequence(all_gather_matmul, x)
+        else:
+            y = copy_matmul(x, self.weight, self.comm, self.bias, **self._options())
+        return all_gather(y, self.comm, -1, grad="replicated") if self.gather_output else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -179,6 +298,7 @@ class RowParallelLinear(_ParallelLinear):
     dim, kind = 1, "row"
 
     def forward(self, x: Tensor) -> Tensor:
-        function: Any = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
-        y: Tensor = function(x, self.weight, self.comm, self.bias, **self._options())
+        if self.sequence_parallel:
+            return self._along_sequence(matmul_reduce_scatter, x)
+        y: Tensor = matmul_all_reduce(x, self.weight, self.comm, self.bias, **self._options())
         return y

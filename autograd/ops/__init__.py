@@ -2,12 +2,13 @@
 
 Notation: N ranks, this rank r; x_q, y_q, g_q are rank q's input, output and cotangent. Two conventions of gradient:
 
-grad="sum"         the loss is the sum of all ranks' losses; cotangents may differ from rank to rank. The true adjoint.
-grad="replicated"  every rank computes the same loss from the output, so that cotangents are equal on all ranks.
+grad="sum"         each rank goes on with work of its own on the output: its cotangent is a part of the whole one, and
+                   differs from the others'. The true adjoint.
+grad="replicated"  every rank goes on alike with the output: the cotangents are equal on all ranks, each is the whole.
 
-They differ by a factor of N, hence `grad=` has no default where they differ. Inputs and cotangents are never changed,
-and may be non-contiguous, of stride 0, of size 0, or 0-dimensional. Every output is a tensor of its own, also on one
-rank: it is no view, shares no memory with the input, and may be changed in place.
+`grad=` has no default where it matters: the wrong one is a factor of N, or worse (docs/conventions.md). Inputs and
+cotangents are never changed, and may be non-contiguous, of stride 0, of size 0, or 0-dimensional. Every output is a
+tensor of its own, also on one rank: it is no view, shares no memory with the input, and may be changed in place.
 
 Every rank must run the backward pass of every call, in the same order: the adjoints communicate too. Therefore an
 output has a gradient function on every rank, also where the input needs no gradient (use torch.no_grad() for data and

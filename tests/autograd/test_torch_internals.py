@@ -198,6 +198,25 @@ def test_reentrant_checkpoints_are_seen_and_without_their_name_not() -> None:
     assert issubclass(torch_internals.StopRecomputation, Exception)
 
 
+def test_the_end_and_the_number_of_a_backward_pass_are_known_and_without_its_name_all_are_one() -> None:
+    lacking = without("torch._C._current_graph_task_id")
+    seen: list[Any] = []
+
+    def note(g: torch.Tensor) -> None:
+        torch_internals.queue_callback(lambda: seen.append("end"))
+        seen.append((torch_internals.backward_pass(), lacking.backward_pass()))
+
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(note)
+        (x * 2).sum().backward()
+        seen.append("after")
+    (first, end, after), second = seen[:3], seen[3]
+    assert (end, after) == ("end", "after")
+    assert first[0] != second[0] and first[1] == second[1]
+    assert torch_internals.tensors_in({"a": [x, 1], "b": (x,)}) == [x, x]
+
+
 def test_a_module_with_a_hook_is_hooked_and_where_that_cannot_be_seen_every_one_is() -> None:
     module = torch.nn.Linear(1, 1)
     assert not torch_internals.is_hooked(module)
@@ -216,6 +235,10 @@ def test_a_module_with_a_hook_is_hooked_and_where_that_cannot_be_seen_every_one_
         ("torch._C._are_functorch_transforms_active", lambda module: module.transforms_active()),
         ("torch._C._functorch.TransformType", lambda module: module.TransformType.Grad),
         ("torch._C._vmapmode_increment_nesting", lambda module: module.old_vmap_level()),
+        (
+            "torch.autograd.variable.Variable._execution_engine.queue_callback",
+            lambda module: module.queue_callback(lambda: None),
+        ),
     ],
 )
 def test_what_nothing_replaces_raises_with_its_name_where_it_is_used(name: str, use: Callable[[Any], Any]) -> None:

@@ -42,16 +42,19 @@ ORDER: dict[str, str] = {
         collectives register params query finalize atexit __init__
     """,
     "pynccl_autograd": """
-        torch_internals levels recompute wire arguments agreement checks collective
+        torch_internals levels recompute wire arguments mesh agreement rng checks collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work
         overlap.config overlap.machine overlap.schedule overlap.planner overlap.measure overlap.calibration
         overlap.decide overlap.models overlap.unfused overlap.lanes overlap.trace overlap.reporting
         overlap.limits overlap.workspace overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.ag_matmul overlap.replicated_matmul overlap.matmul_rs overlap.matmul_ar overlap.comm_overlap
-        overlap layers.linear layers nn
+        overlap layers.shards layers.linear layers.vocabulary layers.key_value layers.plan layers.parallelize
+        layers.describe layers.safetensors_files layers.checkpoint_sources layers.checkpoint
+        layers.checkpoint_optimizer layers.checkpoint_dcp layers.dropout layers.buckets layers.optimizer_shard
+        layers.data_parallel layers plans nn
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
-        testing.deferred testing.schedule testing
+        testing.model_report testing.model_gradients testing.check_model testing.deferred testing.schedule testing
         __init__ __main__
     """,
 }

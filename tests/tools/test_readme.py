@@ -19,8 +19,9 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     ("example", "expected"),
     [
         (0, r"rank 0 of 2 on cpu> \[1\.0, 1\.0, 1\.0, 1\.0, 1\.0, 1\.0, 1\.0, 1\.0\]"),
+        (2, r"3\.3892\d* 4,293,376 bytes on this rank, 8,585,984 in the whole model"),
         (
-            2,
+            3,
             r"^layer +pass +chosen.*\nRowParallelLinear\(256, 64\) #1  forward   slices 4 .*\n.*backward  slices 4 +1",
         ),
         (1, r"^2676\.\d+ 25\.84\d+ (\d\.\d+e-1[5-9]|0\.0)\n$"),

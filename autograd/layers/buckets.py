@@ -1,0 +1,142 @@
+"""Bucket: many parameters' gradients as one flat tensor, which travels at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..torch_internals import copy_all
+from ..wire import Dtype
+
+ALIGNMENT = 64  # bytes: so that kernels may read a view of a flat tensor in their widest words
+
+Named = tuple[str, nn.Parameter]
+
+
+class Piece(NamedTuple):
+    """Where a parameter lies in its bucket: elements start to stop."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+
+class Bucket:
+    """Gradients of some parameters of one type and device.
+
+    flat    [n], n divisible by the number of ranks: the gradients, one after the other, then, if marked, one element a
+            parameter that is not zero where it has a gradient. The average of those tells who has one on any rank.
+    views   of it, each as its parameter
+    """
+
+    def __init__(self, parameters: Sequence[Named], ranks: int, marked: bool) -> None:
+        first = parameters[0][1]
+        step = max(1, ALIGNMENT // first.element_size())
+        self.pieces: list[Piece] = []
+        end = 0
+        for name, parameter in parameters:
+            self.pieces.append(Piece(name, parameter, end, end + parameter.numel()))
+            end = _up_to(end + parameter.numel(), step)
+        marks = len(self.pieces) if marked else 0
+        self.flat = torch.zeros(_up_to(end + marks, step * ranks), dtype=first.dtype, device=first.device)
+        self.marks = self.flat[end : end + marks]
+        self.views = self.views_of(self.flat)
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Of a tensor like `flat`: for each parameter its part, in its shape and, where that is dense, its strides."""
+        return [_like(flat[piece.start : piece.stop], piece.parameter) for piece in self.pieces]
+
+    def fill(self) -> None:
+        """The gradients into `flat`, but for those that are its views; zeros of what has none."""
+        grads = [piece.parameter.grad for piece in self.pieces]
+        there: list[tuple[Tensor, Tensor]] = []
+        for view, grad in zip(self.views, grads, strict=True):
+            if grad is None:
+                view.zero_()
+            elif not is_view(grad, view):
+                there.append((view, grad))
+        if there:
+            copy_all([view for view, _ in there], [grad for _, grad in there])
+        if len(self.marks):
+            has = [grad is not None for grad in grads]
+            if all(has):
+                self.marks.fill_(1)
+            else:
+                self.marks.copy_(torch.tensor(has))
+
+    def spread(self, as_views: bool) -> None:
+        """What is in `flat` to the gradients: also of those that have one on another rank alone."""
+        lacking = any(piece.parameter.grad is None for piece in self.pieces)
+        has = (self.marks != 0).tolist() if lacking else [True] * len(self.pieces)  # reading them waits for the GPU
+        to: list[Tensor] = []
+        values: list[Tensor] = []
+        for piece, view, somewhere in zip(self.pieces, self.views, has, strict=True):
+            grad = piece.parameter.grad
+            if not somewhere or (grad is not None and is_view(grad, view)):
+                continue
+            if as_views:
+                piece.parameter.grad = view
+            elif grad is None:
+                piece.parameter.grad = view.clone()
+            else:
+                to.append(grad)
+                values.append(view)
+        if to:
+            copy_all(to, values)
+
+
+def cut_into_buckets(parameters: Iterable[Named], nbytes: float) -> list[list[Named]]:
+    """The parameters in reverse order, about that in which a backward pass has their gradients: of one type each, up to
+    `nbytes`, or of one parameter that is larger."""
+    closed: list[list[tuple[int, Named]]] = []
+    filling: dict[torch.dtype, list[tuple[int, Named]]] = {}
+    for place, (name, parameter) in enumerate(reversed(list(parameters))):
+        bucket = filling.setdefault(parameter.dtype, [])
+        if bucket and sum(one.nbytes for _, (_, one) in bucket) + parameter.nbytes > nbytes:
+            closed.append(bucket)
+            bucket = filling[parameter.dtype] = []
+        bucket.append((place, (name, parameter)))
+    closed += filling.values()
+    closed.sort(key=lambda bucket: bucket[-1][0])  # as they get full
+    return [[named for _, named in bucket] for bucket in closed]
+
+
+def wire_of(flat: Tensor, dtype: Dtype) -> Tensor:
+    """`flat` as NCCL takes it, in the type in which it is to be summed: its own memory, if that is its type."""
+    real = as_real(flat)
+    return real if dtype is None else real.to(dtype)
+
+
+def as_real(flat: Tensor) -> Tensor:
+    """Complex numbers as pairs, in the same memory."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def is_view(grad: Tensor, view: Tensor) -> bool:
+    """Whether a gradient is that view of its bucket."""
+    return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+
+
+def _like(part: Tensor, parameter: Tensor) -> Tensor:
+    if parameter.is_contiguous() or not _is_dense(parameter):
+        return part.view(parameter.shape)
+    return part.as_strided(parameter.shape, parameter.stride())
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether its elements lie in memory without gaps, each once."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _up_to(count: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-count // step) * step

@@ -1,0 +1,375 @@
+"""DataParallelGradients: gradients averaged over the ranks while the backward pass goes on.
+
+    data_parallel = ad.DataParallelGradients(model, mesh["dp"])
+    model(x).sum().backward()        # when it returns, .grad is the average of all ranks'
+    optimizer.step()
+
+Gradients are gathered in buckets, in reverse order of the parameters. A bucket travels on the communicator's side
+stream as soon as it and all before it are full: so on every rank in one order, whatever the order of the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pynccl import Communicator
+from pynccl.bindings.resource import Shared
+from pynccl.bindings.values import attribute, instance, shown
+
+from ..agreement import gathered
+from ..arguments import check_comm, check_reduce_dtype, lost_its_memory
+from ..streams import made_on, side_stream
+from ..torch_internals import backward_pass, queue_callback, tensors_in
+from ..wire import CARRIED, REAL_OF, Dtype
+from .buckets import Bucket, Named, as_real, cut_into_buckets, wire_of
+from .optimizer_shard import MakeOptimizer, OptimizerShard
+from .shards import shard_of
+
+
+class DataParallelGradients(Shared):
+    """Averages the gradients of a model's parameters over `comm`, whose ranks have copies of it and other data.
+
+    model  on the communicator's device, in its final types; what requires a gradient now is averaged. Parameters may be
+           cut over another communicator of a Mesh: the ranks of `comm` have equal parts
+    comm   N ranks. For gradients alone where ranks may use different parameters: their buckets then leave at different
+           points of the backward pass, and would meet other calls
+    bucket_bytes             of gradients that travel at once
+    reduce_dtype             type in which they are averaged; None: their own
+    gradient_as_bucket_view  .grad are views of the buckets: no second memory for gradients. With `zero_grad()` of this
+                             object instead of the optimizer's, they are not copied at all
+    broadcast                parameters and buffers are taken from rank 0, now. Later, buffers are each rank's own
+    shard_optimizer          named -> optimizer, as lambda named: torch.optim.AdamW(named, lr=1e-3): see below
+
+    The backward pass reduces by itself, and has done so when it returns. What ranks do not use alike is averaged with
+    zeros; what no rank used keeps its gradient, None mostly. A rank whose loss uses no parameter at all must call
+    `finish()` instead. Steps that only accumulate are run under `no_sync()`, which every rank must do alike.
+    Layers with sequence parallelism want `ad.finish_gradients` besides, after the backward pass.
+
+    shard_optimizer. Each rank steps 1/N of all elements, and has 1/N of the optimizer's state (ZeRO, stage 1): buckets
+    are reduce-scattered, `step()` steps this rank's part and gathers the parameters, which are views of flat tensors
+    from now on. The function gets [(name, part)], parts of this rank, [k] each, as torch's optimizers take them; names
+    are those of model.named_parameters(), by which it may make groups. The optimizer has to treat each element on its
+    own, as SGD, Adam and AdamW do. It is `.optimizer`, for schedules. .grad of the model is None after a backward pass:
+    clip with `clip_grad_norm_` of this object. What no rank used has a gradient of zeros. Parameters whose gradients
+    sequence parallelism leaves partial are refused, since finish_gradients would find none.
+
+    Raises, on all ranks: ValueError for a model that differs from rank to rank, is elsewhere, or has no parameters that
+    require gradients; TypeError for types that NCCL does not reduce. In a backward pass: RuntimeError for a parameter
+    that has its gradient twice (which use_reentrant=True of checkpoints does), TypeError for sparse gradients.
+    Deterministic where the communicator is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        bucket_bytes: float = 25e6,
+        reduce_dtype: Dtype = None,
+        *,
+        gradient_as_bucket_view: bool = False,
+        broadcast: bool = True,
+        shard_optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        instance(model, nn.Module, "DataParallelGradients: model", "a torch.nn.Module")
+        check_comm("DataParallelGradients", comm)
+        comm.check_alive()
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, float)) or not bucket_bytes > 0:
+            raise ValueError(f"DataParallelGradients: bucket_bytes is {shown(bucket_bytes)}, expected bytes, above 0")
+        if shard_optimizer is not None and not callable(shard_optimizer):
+            raise TypeError(
+                f"DataParallelGradients: shard_optimizer is {shown(shard_optimizer)}, expected a function that makes "
+                "one, as lambda named: torch.optim.AdamW(named, lr=1e-3)"
+            )
+        named = _trained(model, comm)
+        types = {parameter.dtype: _reduce_dtype(parameter, reduce_dtype) for _, parameter in named}
+        _check_equal(model, named, comm, (broadcast, bucket_bytes, reduce_dtype, shard_optimizer is not None))
+        if shard_optimizer is not None:
+            _check_none_partial(named)
+        if broadcast:
+            _broadcast([*model.parameters(), *model.buffers()], comm, bucket_bytes)
+        self.comm, self.gradient_as_bucket_view = comm, gradient_as_bucket_view
+        cut = cut_into_buckets(named, bucket_bytes)
+        self._buckets = [Bucket(parameters, comm.size, shard_optimizer is None) for parameters in cut]
+        self._types = [types[bucket.flat.dtype] for bucket in self._buckets]
+        self._shard = None if shard_optimizer is None else OptimizerShard(self._buckets, comm, shard_optimizer)
+        self._sync = True
+        self._reset()
+        self._hooks = [model.register_forward_hook(self._note_outputs)]
+        for index, bucket in enumerate(self._buckets):
+            for piece in bucket.pieces:
+                hook = partial(self._arrived, index, piece.name)
+                self._hooks.append(piece.parameter.register_post_accumulate_grad_hook(hook))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of this rank's parts; RuntimeError without shard_optimizer."""
+        return self._sharded("optimizer").optimizer
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in the block accumulate gradients of this rank; the next one after it averages their sums."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def finish(self) -> None:
+        """Take part in the average without a backward pass: for a rank whose loss uses no parameter, in place of it.
+
+        The others' backward passes wait for that. Nothing happens within no_sync(). What this rank has accumulated
+        counts, zeros do where it has nothing."""
+        if self._sync:
+            self._reduce()
+
+    def zero_grad(self) -> None:
+        """No gradients; with gradient_as_bucket_view zeros in the buckets, to which the next pass adds."""
+        for bucket in self._buckets:
+            if self.gradient_as_bucket_view:
+                bucket.flat.zero_()
+            for piece, view in zip(bucket.pieces, bucket.views, strict=True):
+                piece.parameter.grad = view if self.gradient_as_bucket_view else None
+        if self._shard is not None:
+            self._shard.zero_grad()
+
+    def step(self) -> None:
+        """With shard_optimizer: step this rank's parts, gather the parameters. Every rank must call it."""
+        self._sharded("step").step()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """With shard_optimizer: `ad.clip_grad_norm_` of the parts, before step(). Returns the norm of the unsharded
+        model's gradient, equal on all ranks, also of the communicators that cut parameters. Every rank must call it."""
+        shard = self._sharded("clip_grad_norm_")
+        if not norm_type > 0:
+            raise ValueError(
+                f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf"
+            )
+        return shard.clip_grad_norm_(max_norm, norm_type)
+
+    def state_dict(self) -> dict[str, Any]:
+        """With shard_optimizer: {"rank", "size", "optimizer": state_dict of this rank's}, to be saved by every rank.
+
+        The model's own state_dict is whole on every rank."""
+        return self._sharded("state_dict").state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What state_dict() returned to this rank of as many, made with the same options; else ValueError."""
+        self._sharded("load_state_dict").load_state_dict(state)
+
+    def remove(self) -> None:
+        """Leave the model alone from now on; parameters and gradients stay what they are. Twice is harmless."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _sharded(self, name: str) -> OptimizerShard:
+        if self._shard is None:
+            raise RuntimeError(
+                f"{name}: it has no optimizer; use that of the model, or pass shard_optimizer to DataParallelGradients"
+            )
+        return self._shard
+
+    def _reset(self) -> None:
+        self._pass: int | None = None  # the backward pass under way
+        self._arrivals: set[str] = set()  # whose gradient is there
+        self._missing = [len(bucket.pieces) for bucket in self._buckets]
+        self._launched: list[_Launched] = []
+        self._streams: dict[Any, None] = {}  # on which gradients were made
+
+    def _note_outputs(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Their cotangents come first, in the pass at whose end to finish: reentrant checkpoints have others within."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for one in tensors_in(output):
+                if one.requires_grad:
+                    one.register_hook(self._begin)
+
+    def _begin(self, cotangent: Tensor | None = None) -> None:
+        number = backward_pass()
+        if not self._sync or number == self._pass:
+            return
+        self._abandon()
+        self._pass = number
+        queue_callback(self._end)
+
+    def _arrived(self, index: int, name: str, parameter: Tensor) -> None:
+        if not self._sync:
+            return
+        grad = parameter.grad
+        if grad is not None and grad.layout != torch.strided:
+            raise TypeError(
+                f"DataParallelGradients: the gradient of {name} is {grad.layout}, expected a dense one; pass "
+                "sparse=False to its layer"
+            )
+        if self._pass is None:
+            self._begin()
+        if name in self._arrivals:
+            self._abandon()
+            raise RuntimeError(
+                f"DataParallelGradients: {name} has its gradient twice in one backward pass, as of two checkpoints "
+                "with use_reentrant=True; pass use_reentrant=False to them"
+            )
+        self._arrivals.add(name)
+        self._missing[index] -= 1
+        self._streams[made_on(parameter)] = None
+        while len(self._launched) < len(self._buckets) and not self._missing[len(self._launched)]:
+            self._launch()
+
+    def _end(self) -> None:
+        if self._arrivals:
+            self._reduce()
+        else:  # of torch.autograd.grad, which leaves .grad alone
+            self._reset()
+
+    def _reduce(self) -> None:
+        """What is not under way yet, to the end."""
+        while len(self._launched) < len(self._buckets):
+            self._launch()
+        launched = self._launched
+        self._reset()
+        for index, one in enumerate(launched):
+            self._take(index, one)
+
+    def _abandon(self) -> None:
+        """A pass that has raised: what it launched comes to its end on the other ranks, too."""
+        launched = self._launched
+        self._reset()
+        for one in launched:
+            side_stream(self.comm).wait(one.done)
+
+    @torch.no_grad()
+    def _launch(self) -> None:
+        """The next bucket, on the side stream."""
+        index = len(self._launched)
+        bucket, side = self._buckets[index], side_stream(self.comm)
+        for stream in self._streams:
+            if stream is not None and stream != (here := torch.cuda.current_stream(stream.device)):
+                here.wait_stream(stream)
+        bucket.fill()
+        send = wire_of(bucket.flat, self._types[index])
+        keep = _Kept()
+        home = side.wait_for_caller()
+        recv = send
+        if self._shard is None:
+            self.comm.all_reduce(send, send, "avg", stream=side.handle(keep))
+        else:
+            size = len(send) // self.comm.size
+            recv = send[self.comm.rank * size : (self.comm.rank + 1) * size]
+            self.comm.reduce_scatter(send, recv, "avg", stream=side.handle(keep))
+        self._launched.append(_Launched(send, recv, home, side.record(), keep))
+
+    @torch.no_grad()
+    def _take(self, index: int, launched: _Launched) -> None:
+        """The average of a bucket, when it is there."""
+        bucket, side = self._buckets[index], side_stream(self.comm)
+        here = side.wait(launched.done)
+        if self._shard is not None:
+            self._shard.take(index, launched.recv)
+            for piece in bucket.pieces:
+                piece.parameter.grad = None
+        else:
+            if self._types[index] is not None:
+                as_real(bucket.flat).copy_(launched.send)
+            bucket.spread(self.gradient_as_bucket_view)
+        side.release(launched.home, here, None)
+
+
+class _Kept(list[Any]):
+    """What was enqueued, until it is done."""
+
+    hold = list.append
+
+
+class _Launched(NamedTuple):
+    """A bucket under way."""
+
+    send: Tensor
+    recv: Tensor
+    home: Any  # the stream on which `send` was made
+    done: Any
+    keep: _Kept
+
+
+def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
+    """The parameters that require a gradient; ValueError for those that cannot be averaged."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
+        raise ValueError("DataParallelGradients: the model has no parameter that requires a gradient")
+    for name, parameter in named:
+        if parameter.get_device() != comm.ordinal or parameter.is_meta or lost_its_memory(parameter):
+            raise ValueError(
+                f"DataParallelGradients: {name} is on {parameter.device}, the communicator on {comm.device}; call "
+                f"model.to({comm.device!r}) first (to_empty and a load, if it is on meta)"
+            )
+        if attribute(parameter, "main_grad") is not None:
+            raise ValueError(
+                f"DataParallelGradients: {name} has main_grad, where grad_accumulation_fusion leaves its gradient; "
+                "switch that off"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise TypeError(f"DataParallelGradients: {name or 'model'} has sparse gradients; pass sparse=False to it")
+    return named
+
+
+def _check_none_partial(named: list[Named]) -> None:
+    for name, parameter in named:
+        shard = shard_of(parameter)
+        if shard is not None and shard.partial and shard.comm.size > 1:
+            raise ValueError(
+                f"DataParallelGradients: sequence parallelism leaves the gradient of {name} partial, which cannot be "
+                "finished after it was cut over the ranks; leave out shard_optimizer, or sequence_parallel"
+            )
+
+
+def _reduce_dtype(parameter: Tensor, reduce_dtype: Any) -> Dtype:
+    """In which it is averaged; None: as it is."""
+    own = REAL_OF.get(parameter.dtype, parameter.dtype)
+    if own not in CARRIED and reduce_dtype is None:
+        raise TypeError(f"DataParallelGradients: NCCL does not reduce {own}; pass reduce_dtype=torch.float32")
+    found = check_reduce_dtype("DataParallelGradients", parameter, reduce_dtype)
+    return None if found == own else found
+
+
+def _check_equal(model: nn.Module, named: list[Named], comm: Communicator, options: tuple[Any, ...]) -> None:
+    """That all ranks have the same parameters and, where they are to be broadcast, buffers; and the same options."""
+    tensors: list[tuple[str, Tensor]] = [*named]
+    if options[0]:  # broadcast
+        tensors += [*model.named_parameters(), *model.named_buffers()]
+    found = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+    rows = gathered(comm, [zlib.crc32("\n".join(found).encode()), zlib.crc32(repr(options).encode())])
+    for rank, (tensors_of, options_of) in enumerate(rows):
+        if options_of != rows[0][1]:
+            what = "bucket_bytes, reduce_dtype, broadcast or shard_optimizer"
+        elif tensors_of != rows[0][0]:
+            what = "names, shapes or types of the model's parameters and buffers, or in which require gradients"
+        else:
+            continue
+        raise ValueError(
+            f"DataParallelGradients: rank {rank} and rank 0 differ in {what}; all ranks must pass the same "
+            f"(this is rank {comm.rank}, with {len(named)} parameters that require gradients)"
+        )
+
+
+@torch.no_grad()
+def _broadcast(tensors: list[Tensor], comm: Communicator, nbytes: float) -> None:
+    """From rank 0, as bytes, which all types are."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() and not tensor.is_meta:
+            alike.setdefault(tensor.dtype, []).append(tensor)
+    for found in alike.values():
+        while found:
+            some = [found.pop(0)]
+            while found and sum(one.nbytes for one in some) + found[0].nbytes <= nbytes:
+                some.append(found.pop(0))
+            flat = torch.cat([one.detach().to(comm.device).reshape(-1) for one in some])
+            as_bytes = as_real(flat).view(torch.uint8)
+            comm.broadcast(as_bytes, as_bytes, 0)
+            for one, part in zip(some, flat.split([one.numel() for one in some]), strict=True):
+                one.copy_(part.view_as(one))

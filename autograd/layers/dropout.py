@@ -1,0 +1,48 @@
+"""Dropout of activations that are cut over ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pynccl import Communicator
+from pynccl.bindings.values import instance, shown
+
+from .. import rng
+from ..arguments import check_comm
+
+
+class Dropout(nn.Dropout):
+    """torch.nn.Dropout that draws as `ad.rng` does; x [..] -> y [..].
+
+    p        how likely an element is to be zero, in training; the others are scaled by 1 / (1 - p)
+    comm     over which x is cut
+    cut      True: each rank draws its own numbers. False: x is equal on all ranks, and they draw the same ones
+    inplace  x is changed
+
+    ValueError if p is not from 0 to 1. forward raises RuntimeError before ad.rng.seed(seed, comm), but for eval().
+    Under torch.compile the drawing is a graph break where cut is True.
+    """
+
+    def __init__(self, p: float, comm: Communicator, cut: bool = True, inplace: bool = False) -> None:
+        instance(p, (int, float), "Dropout: p", "a probability, from 0 to 1")
+        if not 0 <= p <= 1:
+            raise ValueError(f"Dropout: p is {shown(p)}, expected a probability, from 0 to 1")
+        check_comm("Dropout", comm)
+        super().__init__(p, inplace)
+        self.comm, self.cut = comm, cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cut and self.training and self.p > 0:
+            return _drawn(x, self.p, self.comm, self.inplace)
+        return F.dropout(x, self.p, self.training, self.inplace)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, cut={self.cut}, rank {self.comm.rank} of {self.comm.size}"
+
+
+@torch.compiler.disable
+def _drawn(x: Tensor, p: float, comm: Communicator, inplace: bool) -> Tensor:
+    with rng.cut(comm):
+        return F.dropout(x, p, True, inplace)

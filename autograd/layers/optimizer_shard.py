@@ -1,0 +1,153 @@
+"""OptimizerShard: an optimizer for this rank's part of each bucket, whose state is 1/N of the whole (ZeRO, stage 1).
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pynccl import Communicator
+from pynccl.bindings.values import instance, shown
+
+from .buckets import Bucket, Named, Piece, as_real
+from .shards import shard_of
+
+MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
+
+
+class _Owned(NamedTuple):
+    """This rank's part of a bucket."""
+
+    values: Tensor  # [n], of all ranks: the parameters are views of it
+    own: Tensor  # [n/N], of that
+    grad: Tensor  # [n/N]
+    parts: list[tuple[nn.Parameter, Tensor, nn.Parameter]]  # what the optimizer has, its gradient, what it is part of
+
+
+class OptimizerShard:
+    """Holds all parameters in flat tensors, of which each rank steps its own block.
+
+    make   what the user gave: [(name, part)] -> optimizer; a part is a parameter [k] of this rank, of the named one
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Communicator, make: MakeOptimizer) -> None:
+        self.comm = comm
+        _check_all_own(buckets, comm)
+        self._buckets = buckets
+        self._owned = [_own(bucket, comm) for bucket in buckets]
+        names = [piece.name for bucket in buckets for piece, _, _ in _parts(bucket, comm.size, comm.rank)]
+        parts = [part for owned in self._owned for part, _, _ in owned.parts]
+        self.optimizer = make(list(zip(names, parts, strict=True)))
+        instance(
+            self.optimizer,
+            torch.optim.Optimizer,
+            "DataParallelGradients: what shard_optimizer returned",
+            "an optimizer, as of lambda params: torch.optim.AdamW(params)",
+        )
+
+    def take(self, index: int, block: Tensor) -> None:
+        """This rank's block [n/N] of the averaged gradients of a bucket: added to what is there."""
+        owned = self._owned[index]
+        if any(part.grad is not None for part, _, _ in owned.parts):
+            as_real(owned.grad).add_(block)
+        else:
+            as_real(owned.grad).copy_(block)
+        for part, grad, _ in owned.parts:
+            part.grad = grad
+
+    def step(self) -> None:
+        """Step the parts, and gather all ranks'."""
+        self.optimizer.step()
+        for owned in self._owned:
+            self.comm.all_gather(as_real(owned.own), as_real(owned.values))
+
+    def zero_grad(self) -> None:
+        for owned in self._owned:
+            for part, _, _ in owned.parts:
+                part.grad = None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
+        """See DataParallelGradients.clip_grad_norm_."""
+        largest = norm_type == math.inf
+        shards = [shard_of(piece.parameter) for bucket in self._buckets for piece in bucket.pieces]
+        comms = {id(shard.comm): shard.comm for shard in shards if shard is not None and shard.dim is not None}
+        # Whole parameters, then those that are cut over each of these communicators beside.
+        places = {key: place for place, key in enumerate(comms, 1)}
+        powers = torch.zeros(1 + len(comms), dtype=torch.float64, device=self.comm.device)
+        for owned in self._owned:
+            for part, _, parameter in owned.parts:
+                if part.grad is None:
+                    continue
+                shard = shard_of(parameter)
+                place = 0 if shard is None or shard.dim is None else places[id(shard.comm)]
+                norm = torch.linalg.vector_norm(part.grad, norm_type).to(powers)
+                powers[place] = torch.maximum(powers[place], norm) if largest else powers[place] + norm**norm_type
+        op = "max" if largest else "sum"
+        self.comm.all_reduce(powers, powers, op)
+        for key, place in places.items():
+            comms[key].all_reduce(powers[place : place + 1], powers[place : place + 1], op)
+        norm = powers.max() if largest else powers.sum() ** (1 / norm_type)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for owned in self._owned:
+            if any(part.grad is not None for part, _, _ in owned.parts):
+                owned.grad.mul_(factor)
+        return norm.float()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's."""
+        return {"rank": self.comm.rank, "size": self.comm.size, "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        instance(state, Mapping, "load_state_dict: state", "what state_dict() returned")
+        found = (state.get("rank"), state.get("size"))
+        if found != (self.comm.rank, self.comm.size):
+            raise ValueError(
+                f"load_state_dict: state is of rank {shown(found[0])} of {shown(found[1])}, expected that of rank "
+                f"{self.comm.rank} of {self.comm.size}: each rank saves its own part, and loads it"
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@torch.no_grad()
+def _own(bucket: Bucket, comm: Communicator) -> _Owned:
+    """The parameters of the bucket become views of one tensor, of which this rank owns a block."""
+    values = torch.zeros_like(bucket.flat)
+    for piece, view in zip(bucket.pieces, bucket.views_of(values), strict=True):
+        view.copy_(piece.parameter)
+        piece.parameter.data = view
+    size = len(values) // comm.size
+    own = values[comm.rank * size : (comm.rank + 1) * size]
+    grad = torch.zeros_like(own)
+    parts = [
+        (nn.Parameter(own[start:stop]), grad[start:stop], piece.parameter)
+        for piece, start, stop in _parts(bucket, comm.size, comm.rank)
+    ]
+    return _Owned(values, own, grad, parts)
+
+
+def _parts(bucket: Bucket, ranks: int, rank: int) -> list[tuple[Piece, int, int]]:
+    """What a rank's block has of each parameter: elements start to stop of the block."""
+    size = len(bucket.flat) // ranks
+    begin, end = rank * size, (rank + 1) * size
+    return [
+        (piece, max(piece.start, begin) - begin, min(piece.stop, end) - begin)
+        for piece in bucket.pieces
+        if max(piece.start, begin) < min(piece.stop, end)
+    ]
+
+
+def _check_all_own(buckets: Sequence[Bucket], comm: Communicator) -> None:
+    """That each rank's optimizer has something."""
+    idle = [rank for rank in range(comm.size) if not any(_parts(bucket, comm.size, rank) for bucket in buckets)]
+    if idle:
+        raise ValueError(
+            f"DataParallelGradients: the model is too small to be cut over {comm.size} ranks: the optimizer of rank "
+            f"{idle[0]} would have no parameter; leave out shard_optimizer"
+        )

@@ -1,0 +1,269 @@
+"""Shard: what a parameter of a parallel layer is a part of. Gradients and norms of models that have such parameters.
+
+`parameter.shard` is set by the layers; what has none is whole on every rank, with a gradient that is equal on all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pynccl import Communicator
+from pynccl.bindings.resource import Shared
+from pynccl.bindings.values import shown
+
+from ..ops.all_gather import all_gather
+
+
+class Box(NamedTuple):
+    """Entries of a parameter: where they begin in the whole and in this rank's part, and how many along each dim."""
+
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+class Shard(Shared):
+    """The place of a parameter in the whole one.
+
+    comm        whose ranks have the parts
+    dim         dimension of the parameter that is cut; None: every rank has all of it
+    shape       of the whole parameter
+    splits      how much of `dim` each rank has
+    partial     of a parameter that every rank has: its gradient is a part of the whole one, of which
+                `finish_gradients` makes the sum. So it is where a layer sees a part of the sequence alone.
+    blocks      so many equal blocks follow one another in `dim` of the whole, and each rank has a part of each of them:
+                3 for a layer that makes queries, keys and values
+    transposed  the parameter is a part of the transpose of the whole, whose `shape` this is
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        dim: int | None,
+        shape: Sequence[int],
+        splits: Sequence[int] | None = None,
+        *,
+        partial: bool = False,
+        blocks: int = 1,
+        transposed: bool = False,
+    ) -> None:
+        self.comm, self.dim, self.shape, self.partial = comm, dim, tuple(shape), partial
+        self.blocks, self.transposed = blocks, transposed
+        self.splits: tuple[int, ...] = ()
+        if dim is not None:
+            size = (self.shape[::-1] if transposed else self.shape)[dim]
+            self.splits = tuple(splits) if splits is not None else (size // comm.size,) * comm.size
+            if len(self.splits) != comm.size or sum(self.splits) != size:
+                raise ValueError(
+                    f"Shard: splits is {self.splits}, expected {comm.size} sizes that add up to {size}, that of "
+                    f"dimension {dim} of {list(self.shape)}"
+                )
+
+    @property
+    def first(self) -> int:
+        """Index in the whole of what this rank has first; in its first block, if there are several."""
+        return sum(self.splits[: self.comm.rank]) // self.blocks
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole parameter: a view, where there is one block."""
+        if tuple(whole.shape) != self.shape:
+            raise ValueError(f"the whole parameter has shape {list(self.shape)}, what was passed {list(whole.shape)}")
+        whole = whole.t() if self.transposed else whole
+        if self.dim is None:
+            return whole
+        size = self.splits[self.comm.rank] // self.blocks
+        parts = [block.narrow(self.dim, self.first, size) for block in whole.chunk(self.blocks, self.dim)]
+        return parts[0] if self.blocks == 1 else torch.cat(parts, self.dim)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole of which `part` is this rank's, on every rank. A collective: every rank must call it."""
+        whole = part
+        if self.dim is not None:
+            whole = all_gather(part, self.comm, self.dim, grad="sum", splits=self.splits)
+        if self.dim is not None and self.blocks > 1:
+            ranks = [one.chunk(self.blocks, self.dim) for one in whole.split(self.splits, self.dim)]
+            whole = torch.cat([one[block] for block in range(self.blocks) for one in ranks], self.dim)
+        return whole.t() if self.transposed else whole
+
+    def boxes(self) -> list[Box]:
+        """This rank's part as boxes that lie together in the whole, one for each block. What is transposed is laid as
+        the whole is."""
+        if self.dim is None:
+            return [Box((0,) * len(self.shape), (0,) * len(self.shape), self.shape)]
+        dim = len(self.shape) - 1 - self.dim if self.transposed else self.dim
+        length, each = self.shape[dim] // self.blocks, self.splits[self.comm.rank] // self.blocks
+        boxes = []
+        for block in range(self.blocks):
+            whole, part, size = [0] * len(self.shape), [0] * len(self.shape), list(self.shape)
+            whole[dim], part[dim], size[dim] = block * length + self.first, block * each, each
+            boxes.append(Box(tuple(whole), tuple(part), tuple(size)))
+        return boxes
+
+    def __repr__(self) -> str:
+        of = f"of {list(self.shape)}, rank {self.comm.rank} of {self.comm.size}"
+        if self.dim is None:
+            return f"Shard(all {of}{', partial gradients' if self.partial else ''})"
+        each = f" of each of {self.blocks} blocks" if self.blocks > 1 else ""
+        last = self.first + self.splits[self.comm.rank] // self.blocks
+        which = f"dimension {self.dim}{' of the transpose' if self.transposed else ''}"
+        return f"Shard({self.first} to {last}{each} of {which} {of})"
+
+
+class Sharded(nn.Module):
+    """A module some of whose parameters are parts: it marks them, also in its copies and where it is moved."""
+
+    def shards(self) -> dict[str, Shard]:
+        """name of a parameter -> what it is a part of."""
+        raise NotImplementedError
+
+    def _mark(self) -> None:
+        for name, shard in self.shards().items():
+            parameter: Any = getattr(self, name, None)
+            if isinstance(parameter, nn.Parameter):
+                parameter.shard = shard  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: Any) -> None:  # of a copy, whose parameters are new ones
+        super().__setstate__(state)
+        self._mark()
+
+    def _apply(self, *args: Any, **options: Any) -> Any:  # of to(), to_empty(), share_memory(), ...
+        module = super()._apply(*args, **options)
+        self._mark()
+        return module
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        lists = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        for name, shard in self.shards().items():
+            given, own = state_dict.get(prefix + name), getattr(self, name, None)
+            if isinstance(own, Tensor) and isinstance(given, Tensor) and own.shape != given.shape == shard.shape:
+                error_msgs.append(
+                    f"{prefix}{name} is the whole parameter, of which this model has a part: load it by "
+                    "pynccl_autograd.load_full_state_dict(model, state)."
+                )
+        self._mark()  # with assign=True they are new ones
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """What the parameter is a part of; None: it is whole."""
+    shard = getattr(parameter, "shard", None)
+    return shard if isinstance(shard, Shard) else None
+
+
+class _Bucket(NamedTuple):
+    comm: Communicator
+    grads: list[Tensor]
+
+
+def finish_gradients(parameters: nn.Module | Iterable[Tensor], bucket_bytes: float = 64e6) -> None:
+    """Sum the gradients that sequence parallelism has left partial, after backward(), before the optimizer's step.
+
+    A few all_reduce of up to `bucket_bytes` each, whatever the number of parameters. Every rank must call it, with the
+    same parameters. One whose gradient is None here and not on another rank is an error of the ranks' programs.
+    """
+    buckets: dict[tuple[int, torch.dtype], list[_Bucket]] = {}
+    for parameter in _listed(parameters, "finish_gradients"):
+        shard = shard_of(parameter)
+        if shard is None or not shard.partial or shard.comm.size == 1 or parameter.grad is None:
+            continue
+        if parameter.grad.layout != torch.strided:
+            raise TypeError(
+                f"finish_gradients: a gradient of {list(parameter.shape)} is {parameter.grad.layout}, "
+                "expected a dense one"
+            )
+        found = buckets.setdefault((id(shard.comm), parameter.grad.dtype), [_Bucket(shard.comm, [])])
+        nbytes = sum(grad.nbytes for grad in found[-1].grads)
+        if found[-1].grads and nbytes + parameter.grad.nbytes > bucket_bytes:
+            found.append(_Bucket(shard.comm, []))
+        found[-1].grads.append(parameter.grad)
+    for bucket in (one for found in buckets.values() for one in found):
+        _sum(bucket)
+
+
+@torch.no_grad()
+def _sum(bucket: _Bucket) -> None:
+    flat = torch.cat([grad.reshape(-1) for grad in bucket.grads])
+    bucket.comm.all_reduce(flat, flat)
+    for grad, total in zip(bucket.grads, flat.split([grad.numel() for grad in bucket.grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ of the unsharded model: returns its norm, equal on all ranks.
+
+    Each parameter counts once: parts are summed over the ranks that have them, what every rank has is taken from this
+    one. One all_reduce of one number for each communicator that cuts parameters. Every rank must call it, after
+    `finish_gradients`. norm_type: above 0, or math.inf.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf")
+    found = _listed(parameters, "clip_grad_norm_")
+    grads = [parameter.grad for parameter in found if parameter.grad is not None]
+    device = grads[0].device if grads else torch.device("cpu")
+    whole = torch.zeros((), dtype=torch.float64, device=device)
+    cut: dict[int, tuple[Communicator, Tensor]] = {}
+    for parameter in found:
+        shard = shard_of(parameter)
+        if shard is None or shard.dim is None:
+            whole = _add(whole, _power(parameter, norm_type, whole), norm_type)
+        else:  # also where it has no gradient here: the others may have one, and so come to the sum
+            comm, total = cut.get(id(shard.comm), (shard.comm, torch.zeros_like(whole)))
+            cut[id(comm)] = (comm, _add(total, _power(parameter, norm_type, whole), norm_type))
+    for comm, total in cut.values():
+        summed = total.reshape(1)
+        comm.all_reduce(summed, summed, op="max" if norm_type == math.inf else "sum")
+        whole = _add(whole, summed[0], norm_type)
+    norm = whole if norm_type == math.inf else whole ** (1 / norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be clipped")
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.device))
+    double = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
+    return norm if double else norm.float()
+
+
+def _power(parameter: Tensor, norm_type: float, like: Tensor) -> Tensor:
+    """Of its gradient: the sum of the entries' powers, or their maximum."""
+    grad = parameter.grad
+    if grad is None or not grad.numel():
+        return torch.zeros_like(like)
+    kind = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else None
+    norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind).to(like)
+    return norm if norm_type == math.inf else norm**norm_type
+
+
+def _add(total: Tensor, power: Tensor, norm_type: float) -> Tensor:
+    return torch.maximum(total, power) if norm_type == math.inf else total + power
+
+
+def _listed(parameters: Any, name: str) -> list[Tensor]:
+    if isinstance(parameters, nn.Module):
+        return list(parameters.parameters())
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    found = list(parameters)
+    for one in found:
+        if not isinstance(one, Tensor):
+            raise TypeError(f"{name}: expected a module or its parameters, got {shown(one)}")
+    return found

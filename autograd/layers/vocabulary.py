@@ -1,0 +1,353 @@
+"""VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy: the ends of a language model, cut in words.
+
+N ranks, this rank r; V words, of which rank r has V_r rows: as many as the others, or one more where V is not
+divisible by N. ids and targets are numbers in the whole vocabulary, equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pynccl import Communicator
+from pynccl.bindings.values import INT_MAX, shown
+
+from ..arguments import as_int, check_comm, check_dim, check_splits
+from ..ops.all_gather import all_gather, reduce_scatter
+from ..ops.all_reduce import all_reduce, copy
+from ..wire import Dtype
+from .shards import Shard, Sharded
+
+_IDS = (torch.int64, torch.int32)
+
+
+def shares(size: int, ranks: int) -> tuple[int, ...]:
+    """How many of `size` rows each rank has: the first ones one more, where they are not equal."""
+    return tuple(size // ranks + (rank < size % ranks) for rank in range(ranks))
+
+
+class VocabParallelEmbedding(Sharded):
+    """y = W[ids], with the rows of W [num_embeddings, embedding_dim] cut over the ranks.
+
+                         ids        y               forward           backward
+    default              [s, ..]    [s, .., D]      all_reduce        -
+    sequence_parallel    [s, ..]    [s/N, .., D]    reduce_scatter    all_gather(dy)
+
+    num_embeddings     V; it need not be divisible by N
+    padding_idx        row whose gradient is 0, as of nn.Embedding
+    sequence_parallel  y is cut along `seq_dim`, which N has to divide
+    reduce_dtype       type in which the sum travels; None: that of the weight
+
+    Without sequence_parallel y is equal on all ranks, and so is its gradient. IndexError for an id outside [0, V) on
+    the CPU; on a GPU, where to look would stop it, such an id has a row of zeros.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        comm: Communicator,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        seq_dim: int = 0,
+        reduce_dtype: Dtype = None,
+    ) -> None:
+        super().__init__()
+        check_comm("VocabParallelEmbedding", comm)
+        self.num_embeddings = _size("num_embeddings", num_embeddings)
+        self.embedding_dim = _size("embedding_dim", embedding_dim)
+        self.padding_idx = _padding(padding_idx, self.num_embeddings)
+        self.comm, self.sequence_parallel, self.seq_dim = comm, sequence_parallel, seq_dim
+        self.reduce_dtype = reduce_dtype
+        self.splits = shares(self.num_embeddings, comm.size)
+        self.first = sum(self.splits[: comm.rank])
+        if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
+            device = comm.device
+        rows = self.splits[comm.rank]
+        self.weight = nn.Parameter(torch.empty(rows, self.embedding_dim, device=device, dtype=dtype))
+        self._mark()
+        self.reset_parameters()
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: nn.Embedding,
+        comm: Communicator,
+        sequence_parallel: bool = False,
+        *,
+        seq_dim: int = 0,
+        reduce_dtype: Dtype = None,
+    ) -> VocabParallelEmbedding:
+        """This rank's part of an nn.Embedding, which is equal on all ranks. ValueError for max_norm,
+        scale_grad_by_freq and sparse, which look at whole rows of the gradient or the weight."""
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, name):
+                raise ValueError(
+                    f"from_embedding: the embedding has {name}={getattr(embedding, name)!r}, which a cut "
+                    "one cannot have"
+                )
+        weight = embedding.weight
+        made = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            comm,
+            embedding.padding_idx,
+            sequence_parallel,
+            torch.device("meta"),
+            weight.dtype,
+            seq_dim=seq_dim,
+            reduce_dtype=reduce_dtype,
+        )
+        own = weight.detach()[made.first : made.first + made.splits[comm.rank]].clone()
+        made.weight = nn.Parameter(own, requires_grad=weight.requires_grad)
+        made._mark()
+        return made.train(embedding.training)
+
+    def shards(self) -> dict[str, Shard]:
+        """Of the weight."""
+        return {"weight": Shard(self.comm, 0, (self.num_embeddings, self.embedding_dim), self.splits)}
+
+    def reset_parameters(self) -> None:
+        """Draw as nn.Embedding does. Every rank draws the whole and keeps its part, so the result depends on the seed
+        alone, not on N, and the ranks' generators stay in step."""
+        weight = self.weight.new_empty(self.num_embeddings, self.embedding_dim).normal_()
+        if self.padding_idx is not None:
+            weight[self.padding_idx].zero_()
+        self.load_full(weight)
+
+    @torch.no_grad()
+    def load_full(self, weight: Tensor) -> None:
+        """Take this rank's part of an unsharded weight [V, D]."""
+        full = (self.num_embeddings, self.embedding_dim)
+        if tuple(weight.shape) != full:
+            raise ValueError(f"load_full: weight has shape {tuple(weight.shape)}, expected {full}")
+        self.weight.copy_(weight[self.first : self.first + len(self.weight)])
+
+    @torch.no_grad()
+    def full_state(self) -> dict[str, Tensor]:
+        """The unsharded layer's state_dict, on every rank. A collective: every rank must call it."""
+        return {"weight": all_gather(self.weight, self.comm, 0, grad="sum", splits=self.splits)}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        _check_ids("VocabParallelEmbedding: ids", ids, self.num_embeddings)
+        own, local = _local(ids, self.first, len(self.weight))
+        if len(self.weight):
+            padding = -1 if self.padding_idx is None else self.padding_idx - self.first
+            rows = F.embedding(local, self.weight, padding if 0 <= padding < len(self.weight) else None)
+            rows = rows.masked_fill(~own.unsqueeze(-1), 0)
+        else:  # yet part of the graph: the others wait for this rank's backward pass
+            rows = self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
+        if not self.sequence_parallel:
+            y: Tensor = all_reduce(rows, self.comm, grad="replicated", reduce_dtype=self.reduce_dtype)
+            return y
+        dim = check_dim("VocabParallelEmbedding", ids, self.seq_dim, "seq_dim")
+        y = reduce_scatter(rows, self.comm, dim, reduce_dtype=self.reduce_dtype)
+        return y
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}{padding}, rank {self.comm.rank} of {self.comm.size}: rows "
+            f"{self.first} to {self.first + len(self.weight)}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class VocabParallelHead(Sharded):
+    """y = x @ W.T + b, with the rows of W [num_embeddings, embedding_dim], one a word, cut over the ranks.
+
+    x [.., D], equal on all ranks, and so is its gradient (an all_reduce). V need not be divisible by N, so that W may
+    be the weight of a `VocabParallelEmbedding`.
+
+    gather_output  True: y is [.., V] on every rank, and so is its gradient, equal. False: [.., V_r], for
+                   `vocab_parallel_cross_entropy(..., splits=head.splits)`
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_embeddings: int,
+        comm: Communicator,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        gather_output: bool = False,
+    ) -> None:
+        super().__init__()
+        check_comm("VocabParallelHead", comm)
+        self.embedding_dim = _size("embedding_dim", embedding_dim)
+        self.num_embeddings = _size("num_embeddings", num_embeddings)
+        self.comm, self.gather_output = comm, gather_output
+        self.splits = shares(self.num_embeddings, comm.size)
+        self.first = sum(self.splits[: comm.rank])
+        if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
+            device = comm.device
+        rows = self.splits[comm.rank]
+        self.weight = nn.Parameter(torch.empty(rows, self.embedding_dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        self._mark()
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, comm: Communicator, *, gather_output: bool = False) -> VocabParallelHead:
+        """This rank's part of an nn.Linear, which is equal on all ranks."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"VocabParallelHead.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
+        weight, bias = linear.weight, linear.bias
+        sizes = (linear.in_features, linear.out_features)
+        made = cls(*sizes, comm, bias is not None, "meta", weight.dtype, gather_output=gather_output)
+        for name, whole in (("weight", weight), ("bias", bias)):
+            if whole is not None:
+                own = made.shards()[name].own(whole.detach()).clone()
+                setattr(made, name, nn.Parameter(own, requires_grad=whole.requires_grad))
+        made._mark()
+        return made.train(linear.training)
+
+    def shards(self) -> dict[str, Shard]:
+        """Of the weight and the bias."""
+        weight = Shard(self.comm, 0, (self.num_embeddings, self.embedding_dim), self.splits)
+        return {"weight": weight, "bias": Shard(self.comm, 0, (self.num_embeddings,), self.splits)}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw as nn.Linear does. Every rank draws the whole and keeps its part, as the other layers do."""
+        bound = 1 / math.sqrt(self.embedding_dim) if self.embedding_dim else 0.0
+        weight = self.weight.new_empty(self.num_embeddings, self.embedding_dim).uniform_(-bound, bound)
+        self.weight.copy_(self.shards()["weight"].own(weight))
+        if self.bias is not None:
+            bias = self.bias.new_empty(self.num_embeddings).uniform_(-bound, bound)
+            self.bias.copy_(self.shards()["bias"].own(bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.embedding_dim:
+            raise ValueError(f"VocabParallelHead: x is {_kind(x)}, expected a last dimension of {self.embedding_dim}")
+        y = F.linear(copy(x, self.comm), self.weight, self.bias)
+        if not self.gather_output:
+            return y
+        whole: Tensor = all_gather(y, self.comm, -1, grad="replicated", splits=self.splits)
+        return whole
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.embedding_dim}, {self.num_embeddings}, bias={self.bias is not None}, rank {self.comm.rank} of "
+            f"{self.comm.size}: rows {self.first} to {self.first + len(self.weight)}, "
+            f"gather_output={self.gather_output}"
+        )
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    comm: Communicator,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    splits: Sequence[int] | None = None,
+) -> Tensor:
+    """F.cross_entropy of logits whose last dimension, the vocabulary, is cut over the ranks. No rank sees all of them.
+
+    logits           [.., V_r], this rank's columns    target  [..], int64 or int32, equal on all ranks
+    ignore_index     targets that do not count
+    label_smoothing  0.0 to 1.0: this share of the target is spread over the whole vocabulary
+    z_loss           its weight: z_loss * log(sum exp(logits))^2 is added for each target that counts
+    reduction        "mean" over the targets that count, "sum", "none"
+    splits           V_r of each rank; None: equal on all of them. `VocabParallelEmbedding.splits` of a tied weight
+
+    The loss, in float32 for half precision, is equal on all ranks, and so has its gradient to be: call backward() on
+    every rank. Two collectives forwards (a maximum, one sum of 2 or 3 numbers a target), none backwards. Source:
+    Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    name = "vocab_parallel_cross_entropy"
+    check_comm(name, comm)
+    splits = check_splits(name, splits, comm)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
+        raise TypeError(f"{name}: logits is {_kind(logits)}, expected a floating-point tensor [.., V_r]")
+    columns = logits.shape[-1]
+    if splits is not None and columns != splits[comm.rank]:
+        raise ValueError(
+            f"{name}: logits has {columns} columns, expected {splits[comm.rank]}, rank {comm.rank}'s of splits={splits}"
+        )
+    size = columns * comm.size if splits is None else sum(splits)
+    first = columns * comm.rank if splits is None else sum(splits[: comm.rank])
+    if isinstance(target, Tensor) and target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{name}: target has shape {list(target.shape)}, expected {list(logits.shape[:-1])}, that of logits "
+            f"{list(logits.shape)} but for the vocabulary"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing is {shown(label_smoothing)}, expected 0.0 to 1.0")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{name}: reduction is {shown(reduction)}, expected 'mean', 'sum' or 'none'")
+    _check_ids(f"{name}: target", target, size, ignore_index)
+
+    x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    least = x.new_full(x.shape[:-1], -math.inf)
+    peak = all_reduce(x.detach().amax(-1) if columns else least, comm, "max", grad="replicated")
+    shifted = x - peak.unsqueeze(-1)
+    own, local = _local(target, first, columns)
+    picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if columns else shifted.sum(-1)
+    parts = [shifted.exp().sum(-1), picked.masked_fill(~own, 0)]
+    parts += [shifted.sum(-1)] if label_smoothing else []
+    sums = all_reduce(torch.stack(parts), comm, grad="replicated")
+    log_sum = sums[0].log()
+    loss = log_sum - sums[1]
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (log_sum - sums[2] / size)
+    if z_loss:
+        loss = loss + z_loss * (log_sum + peak) ** 2
+    ignored = target == ignore_index
+    loss = loss.masked_fill(ignored, 0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / (~ignored).sum() if reduction == "mean" else loss.sum()
+
+
+def _local(ids: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """(which ids are of these rows, their numbers there; 0 for the others)."""
+    own = (ids >= first) & (ids < first + rows)
+    return own, torch.where(own, ids - first, 0).long()
+
+
+def _check_ids(what: str, ids: Tensor, size: int, besides: int | None = None) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in _IDS:
+        raise TypeError(f"{what} is {_kind(ids)}, expected a tensor of int64 or int32")
+    if ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
+        return
+    wrong = (ids < 0) | (ids >= size)
+    if besides is not None:
+        wrong &= ids != besides
+    if wrong.any():
+        raise IndexError(f"{what} has {int(ids[wrong][0])}, expected 0 to {size - 1}: the vocabulary has {size} words")
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of {value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
+
+
+def _size(name: str, value: Any) -> int:
+    size = as_int(value)
+    if size is None or not 0 <= size <= INT_MAX:
+        raise ValueError(f"VocabParallelEmbedding: {name} is {shown(value)}, expected an integer >= 0, up to {INT_MAX}")
+    return int(size)
+
+
+def _padding(value: Any, size: int) -> int | None:
+    if value is None:
+        return None
+    index = as_int(value)
+    if index is None or not -size <= index < size:
+        raise ValueError(
+            f"VocabParallelEmbedding: padding_idx is {shown(value)}, expected the number of one of the {size} rows, or "
+            "None"
+        )
+    return int(index % size)

@@ -1,0 +1,68 @@
+"""Plans of well-known models for `parallelize`: data, to be copied and changed.
+
+A plan maps a pattern of module paths to what becomes of these modules. In a pattern * is one part of a path (or a piece
+of one), ** any number of parts; a number counts the layers of a list, -1 is its last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Plan = dict[str, Any]
+
+# LlamaModel, LlamaForCausalLM, ...; Mistral, Qwen2, Qwen3 and others of the same build
+llama: Plan = {
+    "**.embed_tokens": "vocab_embedding",
+    "**.layers.0": "sequence_begin",
+    "**.layers.*.input_layernorm": "sequence",
+    "**.layers.*.self_attn": "shared_input",
+    "**.layers.*.self_attn.q_proj": ("column", {"heads": "num_attention_heads"}),
+    "**.layers.*.self_attn.[kv]_proj": ("key_value", {"heads": "num_key_value_heads"}),
+    "**.layers.*.self_attn.o_proj": "row",
+    "**.layers.*.post_attention_layernorm": "sequence",
+    "**.layers.*.mlp": "shared_input",
+    "**.layers.*.mlp.gate_proj": "column",
+    "**.layers.*.mlp.up_proj": "column",
+    "**.layers.*.mlp.down_proj": "row",
+    "**.norm": ["sequence", "sequence_end"],
+    "**.lm_head": "vocab_head",
+}
+
+# GPT2Model, GPT2LMHeadModel, ...
+gpt2: Plan = {
+    "**.wte": "vocab_embedding",
+    "**.wpe": "replicated",
+    "**.h.0": "sequence_begin",
+    "**.h.*.ln_1": "sequence",
+    "**.h.*.attn": ("divide", {"attributes": ["split_size", "num_heads"]}),
+    "**.h.*.attn.c_attn": ("column", {"heads": "num_attention_heads", "blocks": 3}),
+    "**.h.*.attn.c_proj": "row",
+    "**.h.*.ln_2": "sequence",
+    "**.h.*.mlp.c_fc": "column",
+    "**.h.*.mlp.c_proj": "row",
+    "**.ln_f": ["sequence", "sequence_end"],
+    "**.lm_head": "vocab_head",
+}
+
+# BertModel, BertForMaskedLM, ...
+bert: Plan = {
+    "**.embeddings.word_embeddings": "vocab_embedding",
+    "**.embeddings.position_embeddings": "replicated",
+    "**.embeddings.token_type_embeddings": "replicated",
+    "**.embeddings.LayerNorm": "replicated",
+    "**.encoder.layer.0": "sequence_begin",
+    "**.encoder.layer.*.attention.self": "shared_input",
+    "**.encoder.layer.*.attention.self.query": ("column", {"heads": "num_attention_heads"}),
+    "**.encoder.layer.*.attention.self.key": "column",
+    "**.encoder.layer.*.attention.self.value": "column",
+    "**.encoder.layer.*.attention.output.dense": "row",
+    "**.encoder.layer.*.attention.output.LayerNorm": "sequence",
+    "**.encoder.layer.*.intermediate.dense": "column",
+    "**.encoder.layer.*.output.dense": "row",
+    "**.encoder.layer.*.output.LayerNorm": "sequence",
+    "**.encoder.layer.-1": "sequence_end",
+    "**.pooler.dense": "replicated",
+    "**.cls.predictions": "replicated",  # whose bias is that of its decoder
+    "**.cls.predictions.transform.*": "replicated",
+    "**.cls.predictions.decoder": "vocab_head",
+}

@@ -1,0 +1,131 @@
+"""Random numbers of tensor-parallel models: equal on all ranks where activations are, different where they are cut.
+
+    ad.rng.seed(1234, comm)          # once; with data parallelism, 1234 + this rank's place along that axis
+    y = F.dropout(x, 0.1)            # x is equal on all ranks: so is y
+    with ad.rng.cut(comm):
+        y = F.dropout(x, 0.1)        # x is this rank's part: its numbers are its own
+
+torch's default generators stay equal on all ranks. A cut block takes one number from that of the CPU, and seeds with it
+and the rank the generators that are used within. So nothing has to be kept but the default generators: what saves and
+restores them, as torch.utils.checkpoint does, has the cut blocks draw the same numbers again. And they stay equal where
+ranks draw more or fewer numbers in the block than others.
+
+One rank a process: torch has one default generator. A block is refused by torch while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from pynccl import Communicator
+from pynccl.bindings.values import instance, shown
+
+from .agreement import gathered
+from .arguments import as_int, check_comm
+
+_seeded: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_blocks = threading.local()
+_LARGEST = 2**63 - 1
+_STEP = 0x9E3779B9  # odd: its multiples by less than 2**32 differ in the 32 bits that torch's CPU generator looks at
+
+
+def seed(seed: int, comm: Communicator) -> None:
+    """Seed torch's default generators equally on all ranks of `comm`, the ranks that activations are cut over.
+
+    Replicas of the model, which see other data, should pass another seed. Every rank must call it. For several
+    communicators, call it for each, with the same seed. ValueError, on all ranks, if they passed different seeds.
+    """
+    check_comm("rng.seed", comm)
+    number = as_int(seed)
+    if number is None or not 0 <= number <= _LARGEST:
+        raise ValueError(f"rng.seed: seed is {shown(seed)}, expected an integer from 0 to 2**63 - 1")
+    comm.check_alive()
+    seeds = [row[0] for row in gathered(comm, [number])]
+    if len(set(seeds)) > 1:
+        raise ValueError(f"rng.seed: the ranks passed the seeds {shown(seeds)}, expected the same one from all of them")
+    torch.manual_seed(number)
+    _seeded.add(comm)
+
+
+@contextlib.contextmanager
+def cut(comm: Communicator) -> Iterator[None]:
+    """Within the block this rank draws its own numbers, on the CPU and on the communicator's GPU.
+
+    Every rank must enter it. Blocks may be nested, over other communicators. RuntimeError before `seed(.., comm)`.
+    """
+    check_comm("rng.cut", comm)
+    if comm not in _seeded:
+        raise RuntimeError(
+            "rng.cut: the generators are not known to be equal on all ranks; call ad.rng.seed(seed, comm)"
+        )
+    number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    own = (number + comm.rank * _STEP) % 2**63
+    cpu = torch.default_generator.get_state()
+    gpu = None if comm.library.is_host else torch.cuda.default_generators[comm.ordinal]
+    state = None if gpu is None else gpu.get_state()
+    try:
+        torch.default_generator.manual_seed(own)
+        if gpu is not None:
+            gpu.manual_seed(own)
+        _blocks.depth = _depth() + 1
+        try:
+            yield
+        finally:
+            _blocks.depth -= 1
+    finally:
+        torch.default_generator.set_state(cpu)
+        if gpu is not None and state is not None:
+            gpu.set_state(state)
+
+
+def get_state() -> dict[str, Tensor]:
+    """The state of the generators, for a checkpoint: equal on all ranks of the communicators that were seeded.
+
+    {"cpu": uint8 [..], "cuda": uint8 [..] of the current GPU, where there is one}, of tensors on the CPU. So one rank's
+    serves all of them, also another number of ranks. RuntimeError before `seed`, and within a cut block.
+    """
+    _check_outside("get_state")
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_state(state: Mapping[str, Tensor]) -> None:
+    """Go on from a state of `get_state`. Call `seed` first, which tells over which ranks. Errors: see there."""
+    _check_outside("set_state")
+    instance(state, Mapping, "rng.set_state: state", "what ad.rng.get_state() returned")
+    expected = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        expected["cuda"] = torch.cuda.get_rng_state()
+    for device, like in expected.items():
+        found = state.get(device)
+        if found is None and device == "cuda":  # it was saved where there was no GPU
+            continue
+        if not isinstance(found, Tensor) or found.dtype != torch.uint8 or found.shape != like.shape:
+            what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else shown(found)
+            raise ValueError(
+                f"rng.set_state: state[{device!r}] is {what}, expected a tensor torch.uint8 {list(like.shape)}, of "
+                "ad.rng.get_state()"
+            )
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in expected and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def _depth() -> int:
+    depth: int = getattr(_blocks, "depth", 0)
+    return depth
+
+
+def _check_outside(name: str) -> None:
+    if not len(_seeded):
+        raise RuntimeError(f"rng.{name}: no generator was seeded; call ad.rng.seed(seed, comm)")
+    if _depth():
+        raise RuntimeError(f"rng.{name}: within `with ad.rng.cut(comm)` the state is this rank's own; call it outside")

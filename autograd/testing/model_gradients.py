@@ -1,0 +1,303 @@
+"""The gradients of a sharded model beside their parts of the unsharded one's, and what explains a difference.
+
+Each rank compares what it has. The numbers that it found are gathered, and what is said is made of these alone, so that
+all ranks say the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pynccl import Communicator
+
+from ..layers.shards import shard_of
+from .model_report import Difference
+
+# Of a gradient's error, relative to its largest element: rounding along a deep model, in other orders of summation.
+TOLERANCES: dict[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+_EXPLAINED = 8  # differences that are looked into: each takes a few sums over ranks of the whole parameter
+
+
+class Pair(NamedTuple):
+    """A parameter of the reference, and what this rank's model has of it: all, a part, or None."""
+
+    name: str
+    whole: Tensor
+    part: Tensor | None
+    before: Tensor | None = None  # gradient of the part as backward() left it
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor like the whole; all of it where it has none."""
+        shard = shard_of(self.part) if self.part is not None else None
+        return whole if shard is None else shard.own(whole)
+
+    def place(self) -> tuple[float, float]:
+        """Where the part is in the whole: equal on ranks that have the same part."""
+        shard = shard_of(self.part) if self.part is not None else None
+        cut = shard is not None and shard.dim is not None
+        return (float(shard.first), float(shard.splits[shard.comm.rank])) if shard and cut else (0.0, -1.0)
+
+
+class _Row(NamedTuple):
+    """What a rank says of a parameter; numbers, so that it can be gathered."""
+
+    has: float  # 1: this rank has it, or a part
+    first: float
+    size: float
+    partial: float  # 1: its shard says that backward() leaves a part of the gradient
+    error: float  # the largest difference
+    flat: float  # where, in the whole parameter counted flat
+    found: float
+    expected: float
+    scale: float  # the largest element of the whole gradient
+    tolerance: float
+    rounding: float  # of a number 1 in its type
+    missing: float  # 1: backward() left no gradient, or zeros alone
+
+
+class Compared(NamedTuple):
+    """All gradients, and the differences that count."""
+
+    parameters: int
+    error: float
+    wrong: int
+    differences: tuple[Difference, ...]
+
+
+def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> Compared:
+    """Of the gradients as they are now. Every rank must call it, with pairs of the same names."""
+    own = [_row(pair, tolerance) for pair in pairs]
+    width = len(_Row._fields)
+    flat = gathered(comm, [number for row in own for number in row])
+    table = [[_Row(*ranks[at : at + width]) for ranks in flat] for at in range(0, width * len(pairs), width)]
+    largest = max((row.scale for rows in table for row in rows if math.isfinite(row.scale)), default=0.0)
+    error, wrong = 0.0, []
+    for pair, rows in zip(pairs, table, strict=True):
+        scale = max(row.scale for row in rows)
+        worst = max(rows, key=lambda row: math.inf if math.isnan(row.error) else row.error)
+        relative = worst.error / (scale or largest or 1.0)
+        allowed = max(row.tolerance * scale + 2 * row.rounding * largest for row in rows)
+        if worst.error <= allowed:
+            error = max(error, relative)
+        else:
+            wrong.append((pair, rows, allowed, relative, _where(pair, rows.index(worst), worst)))
+            error = max(error, math.inf if math.isnan(relative) else relative)
+    differences = []
+    for pair, rows, allowed, relative, where in wrong[:_EXPLAINED]:
+        differences.append(Difference(pair.name, relative, where, *_explain(comm, pair, rows, allowed)))
+    return Compared(sum(any(row.has for row in rows) for rows in table), error, len(wrong), tuple(differences))
+
+
+def gathered(comm: Communicator, numbers: list[float]) -> list[list[float]]:
+    """Those of every rank, equally many on all."""
+    own = torch.tensor(numbers, dtype=torch.float64, device=comm.device)
+    rows: list[list[float]] = comm.all_gather(own, own.new_empty(comm.size, len(numbers))).tolist()
+    return rows
+
+
+def largest_of(x: Tensor) -> float:
+    """The largest absolute value; NaN if there is one."""
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def wide(x: Tensor) -> Tensor:
+    """In double precision, dense."""
+    dense = x.detach() if x.layout == torch.strided else x.detach().to_dense()
+    return dense.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _gradient(parameter: Tensor, grad: Tensor | None) -> Tensor:
+    """None counts as zeros."""
+    return wide(torch.zeros_like(parameter) if grad is None else grad)
+
+
+def _row(pair: Pair, tolerance: float | None) -> _Row:
+    whole = _gradient(pair.whole, pair.whole.grad)
+    if pair.part is None:
+        return _Row(*(0.0,) * 8, largest_of(whole), *(0.0,) * 3)
+    expected, found = pair.own(whole), _gradient(pair.part, pair.part.grad)
+    difference = (found - expected).abs().reshape(-1)
+    place = (0.0, 0.0, 0.0)
+    if difference.numel():
+        at = int(difference.nan_to_num(nan=math.inf).argmax())
+        indices = pair.own(torch.arange(whole.numel(), device=whole.device).view(whole.shape)).reshape(-1)
+        place = (float(indices[at]), float(found.reshape(-1)[at].real), float(expected.reshape(-1)[at].real))
+    types = (pair.part.dtype, pair.whole.dtype)
+    allowed = max(TOLERANCES.get(one, 0.1) for one in types) if tolerance is None else float(tolerance)
+    shard = shard_of(pair.part)
+    return _Row(
+        1.0,
+        *pair.place(),
+        float(shard is not None and shard.partial),
+        largest_of(difference),
+        *place,
+        largest_of(whole),
+        allowed,
+        max(torch.finfo(one).eps for one in types),
+        float(not _gradient(pair.part, pair.before).any()),
+    )
+
+
+def _where(pair: Pair, rank: int, row: _Row) -> str:
+    index = [int(one) for one in torch.unravel_index(torch.tensor(int(row.flat)), pair.whole.shape)]
+    return f"rank {rank} has {row.found:.6g} at {index}, expected {row.expected:.6g}: off by {row.error:.3g}"
+
+
+# ------------------------------------------------------------------------------------------------ the explanations
+
+
+class _Guess(NamedTuple):
+    """That a value of this rank is what a guess makes of the whole gradient; None: nothing to say of this rank."""
+
+    value: Tensor | None
+    expected: Tensor
+    factor: float = 1.0  # of the tolerance
+
+
+def _explain(comm: Communicator, pair: Pair, rows: list[_Row], allowed: float) -> tuple[str | None, str]:
+    """(the explanation that fits, what to do)."""
+    expected = pair.own(_gradient(pair.whole, pair.whole.grad))
+    part = pair.part
+    found = torch.zeros_like(expected) if part is None else _gradient(part, part.grad)
+    share = torch.zeros_like(expected) if part is None else _gradient(part, pair.before)
+
+    def fit(guesses: list[_Guess]) -> list[bool]:
+        """Which of them are right on every rank that has the parameter."""
+        own = [
+            part is None or one.value is None or largest_of(one.value - one.expected) <= allowed * one.factor
+            for one in guesses
+        ]
+        return [all(ranks) for ranks in zip(*gathered(comm, [float(one) for one in own]), strict=True)]
+
+    factors = _factors(comm.size)
+    fitting = fit([_Guess(found, expected * factor, max(1.0, factor)) for factor in factors])
+    if any(fitting) and rows[0].scale > 0:
+        return "factor", _advice_on_factor(factors[fitting.index(True)], comm.size)
+    places = [row[:3] for row in rows]
+    if len(set(places)) == len(places):  # no two ranks have the same part: nothing is summed over ranks
+        return None, _NO_EXPLANATION
+    found_sum, share_sum = _sum(comm, pair, found), _sum(comm, pair, share)
+    times = [count for count in range(1, comm.size + 1) if comm.size % count == 0]
+    fitting = fit([_Guess(found_sum / count, expected) for count in times])
+    if any(fitting):
+        return "missing sum", _advice_on_sum(rows, times[fitting.index(True)])
+    for rank in range(comm.size):
+        if not rows[rank].has or places.count(places[rank]) < 2:
+            continue
+        with_it = places[rank] == places[comm.rank]
+        its_share, its_found = _of_rank(comm, pair, share, rank), _of_rank(comm, pair, found, rank)
+        other = with_it and comm.rank != rank
+        shares, without, beside = fit(
+            [
+                _Guess(share_sum if with_it else None, expected),
+                _Guess(found if other else None, share_sum - its_share),  # left out of the sum after backward()
+                _Guess(found + its_found if other else None, expected),  # or of one within, and is left with its own
+            ]
+        )
+        if (shares and without) or beside:
+            return "missing rank", _advice_on_rank(rank)
+    empty = [rank for rank, row in enumerate(rows) if row.has and row.missing]
+    if empty and any(row.has and not row.missing for row in rows):
+        return "missing rank", _advice_on_empty(empty)
+    return None, _NO_EXPLANATION
+
+
+def _sum(comm: Communicator, pair: Pair, own: Tensor) -> Tensor:
+    """Over the ranks that have the same part."""
+    total = _placed(comm, pair, own)
+    comm.all_reduce(total, total)
+    return _taken(pair, total)
+
+
+def _of_rank(comm: Communicator, pair: Pair, own: Tensor, rank: int) -> Tensor:
+    """What that rank has, if it is of the same part."""
+    told = _placed(comm, pair, own)
+    comm.broadcast(told, told, rank)
+    return _taken(pair, told)
+
+
+def _placed(comm: Communicator, pair: Pair, own: Tensor) -> Tensor:
+    """As much as the whole on every rank, as real numbers: zeros, but for this rank's part."""
+    whole = torch.zeros_like(pair.whole, dtype=own.dtype, device=comm.device)
+    if pair.part is not None:
+        pair.own(whole).copy_(own)
+    return torch.view_as_real(whole).contiguous() if whole.is_complex() else whole.contiguous()
+
+
+def _taken(pair: Pair, numbers: Tensor) -> Tensor:
+    whole = torch.view_as_complex(numbers) if pair.whole.is_complex() else numbers
+    return pair.own(whole).to(pair.whole.device)
+
+
+def _factors(ranks: int) -> list[float]:
+    """That a convention can be wrong by: ranks of the communicator or of an axis of it, once or in several places."""
+    counts = [count for count in range(2, ranks + 1) if ranks % count == 0]
+    above: list[float] = [*reversed(counts), *(float(ranks) ** power for power in (2, 3) if ranks > 1)]
+    return [*above, *(1 / factor for factor in above)]
+
+
+_NO_EXPLANATION = (
+    "not explained: it is no factor, and neither a sum over ranks nor one rank's share is missing. Look for what is "
+    'wrong by more than a factor: grad="replicated" where each rank goes on with work of its own '
+    "(docs/conventions.md), the slice of another rank, an operation that the reference has not"
+)
+
+
+def _advice_on_factor(factor: float, ranks: int) -> str:
+    if factor > 1:
+        return (
+            f"factor: {factor:g} times the gradient, on {ranks} ranks. Between here and the loss an operation has "
+            'grad="sum" whose output every rank goes on with alike (expected grad="replicated"), or a sum over ranks '
+            "is made twice, or where a mean is meant"
+        )
+    return (
+        f"factor: 1/{1 / factor:g} of the gradient, on {ranks} ranks. Between here and the loss an operation has "
+        'grad="replicated" where each rank goes on with work of its own (expected grad="sum"), or a mean over ranks '
+        "is taken twice, or where a sum is meant"
+    )
+
+
+def _advice_on_sum(rows: list[_Row], times: int) -> str:
+    places = [row[:3] for row in rows if row.has]
+    ranks = max(map(places.count, places))  # that have the same part
+    text = "missing sum: the gradients of the ranks "
+    if times == ranks:
+        return text + "have the whole as their mean: nothing averages them after backward()"
+    if times > 1:
+        return text + (
+            f"add up to {times} times the whole: a sum over {ranks // times} of {ranks} ranks is missing after "
+            "backward(), as over an axis of a mesh"
+        )
+    text += "add up to the whole. "
+    if any(row.partial for row in rows):
+        return (
+            text + "Its shard says so (partial=True): call ad.finish_gradients(model) after backward() (finish= here)"
+        )
+    return text + (
+        "Say so, parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True), and call "
+        "ad.finish_gradients(model) after backward(); or put ad.copy(x, comm) where each rank takes x up for a part of "
+        "the work, e.g. before columns of its own"
+    )
+
+
+def _advice_on_rank(rank: int) -> str:
+    return (
+        f"missing rank: it is the sum over ranks without rank {rank}. Look for what that rank does differently: "
+        "another communicator, a condition, an output that it does not use (ad.anchor)"
+    )
+
+
+def _advice_on_empty(ranks: list[int]) -> str:
+    which = f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}"
+    return f"missing rank: backward() left no gradient, or zeros, on {which}, unlike on the others"

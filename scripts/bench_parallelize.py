@@ -1,0 +1,163 @@
+"""Steps of a Llama of Hugging Face's library: pynccl_autograd.parallelize beside torch's parallelize_module.
+
+    torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py --width 256 512
+
+On the CPU, over gloo on both sides (ours: the host library), in the same processes; steps alternate. Each step is
+forward, backward, what has to be summed besides, the norm of the gradients, and SGD. The first rounds compare losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import pynccl
+import pynccl_autograd as ad
+
+WARM = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time steps of a Llama, made parallel in two ways.")
+    parser.add_argument("--width", type=int, nargs="+", default=[256], help="columns of the residual stream")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--words", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--gather-logits", action="store_true", help="ours: all logits on every rank, as torch's way has")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with pynccl.init(library=pynccl.load("host")) as comm:
+        for width in options.width:
+            measure(options, width, comm)
+    dist.destroy_process_group()
+
+
+def measure(options: argparse.Namespace, width: int, comm: pynccl.Communicator) -> None:
+    torch.manual_seed(0)
+    whole = build(options, width)
+    ids = torch.randint(options.words, (options.batch, options.seq))
+    ways: dict[str, Callable[[], float]] = {}
+    model = ad.parallelize(copy.deepcopy(whole), comm, ad.plans.llama, gather_logits=options.gather_logits)
+    ways["parallelize"] = stepper(model, ids, lambda: ad.finish_gradients(model), ad.clip_grad_norm_)
+    try:
+        torch_model = with_dtensor(copy.deepcopy(whole), comm.size)
+        clip = torch.nn.utils.clip_grad_norm_
+        ways["parallelize_module"] = stepper(torch_model, ids, lambda: None, clip)
+        for way in ways.values():
+            way()
+    except Exception as error:
+        if comm.rank == 0:
+            print(f"parallelize_module does not run: {type(error).__name__}: {error}")
+        ways.pop("parallelize_module", None)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(options.rounds + WARM):
+        losses = {}
+        for name, way in ways.items():
+            comm.barrier()
+            start = time.perf_counter()
+            losses[name] = way()
+            if turn >= WARM:
+                times[name].append(time.perf_counter() - start)
+        if turn < WARM and len(losses) == 2:
+            ours, theirs = losses.values()
+            if abs(ours - theirs) > 1e-3 * abs(theirs):
+                print(f"rank {comm.rank}: the losses differ: {losses}")
+    if comm.rank == 0:
+        medians = {name: statistics.median(found) for name, found in times.items()}
+        row = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in medians.items())
+        ratio = medians.get("parallelize_module", float("nan")) / medians["parallelize"]
+        print(f"width {width}, {comm.size} ranks, load {os.getloadavg()[0]:.1f}: {row}, ratio {ratio:.2f}", flush=True)
+
+
+def stepper(model: Any, ids: torch.Tensor, finish: Callable[[], None], clip: Any) -> Callable[[], float]:
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    places = torch.arange(ids.shape[1]).unsqueeze(0)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids, position_ids=places, use_cache=False).loss
+        loss.backward()
+        finish()
+        clip(model.parameters(), 1.0)
+        optimizer.step()
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return float(loss.item())
+
+    return step
+
+
+def build(options: argparse.Namespace, width: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=options.words,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.kv_heads,
+            max_position_embeddings=options.seq,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def with_dtensor(model: Any, ranks: int) -> Any:
+    """What torchtitan's plan does, for the module names of transformers."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "model.norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    wants: dict[str, Any] = {"input_kwarg_layouts": {"hidden_states": Shard(1)}}
+    for layer in model.model.layers:
+        parallelize_module(
+            layer,
+            mesh,
+            {
+                "input_layernorm": SequenceParallel(),
+                "self_attn": PrepareModuleInput(**wants, desired_input_kwarg_layouts={"hidden_states": Replicate()}),
+                "self_attn.q_proj": ColwiseParallel(),
+                "self_attn.k_proj": ColwiseParallel(),
+                "self_attn.v_proj": ColwiseParallel(),
+                "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+                "post_attention_layernorm": SequenceParallel(),
+                "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+                "mlp.gate_proj": ColwiseParallel(),
+                "mlp.up_proj": ColwiseParallel(),
+                "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+            },
+        )
+    return model
+
+
+if __name__ == "__main__":
+    main()

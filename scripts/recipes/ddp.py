@@ -1,0 +1,55 @@
+"""Data parallelism by hand: each rank has its part of the batch, gradients are averaged before the optimizer's step.
+
+torchrun --nproc-per-node=2 scripts/recipes/ddp.py
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pynccl
+
+ROWS, STEPS, RATE = 6, 3, 0.1  # rows of the batch on each rank
+
+
+def average_gradients(model: nn.Module, comm: pynccl.Communicator) -> None:
+    """One all_reduce of all gradients, in one piece of memory: its latency is paid once."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    comm.all_reduce(flat, flat, "avg")
+    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))
+
+
+def train(model: nn.Module, x: Tensor, target: Tensor, comm: pynccl.Communicator | None) -> nn.Module:
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), target).backward()  # the mean of this rank's rows: the mean of the means is that of all
+        if comm is not None:
+            average_gradients(model, comm)
+        optimizer.step()
+    return model
+
+
+def main(comm: pynccl.Communicator) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double().to(comm.device)
+    x, target = (torch.randn(ROWS * comm.size, width, dtype=torch.float64).to(comm.device) for width in (8, 2))
+    alone = train(copy.deepcopy(model), x, target, None)
+    own = slice(comm.rank * ROWS, (comm.rank + 1) * ROWS)
+    train(model, x[own], target[own], comm)
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    return f"ddp: after {STEPS} steps the weights on {comm.size} ranks equal those of one process with the whole batch"
+
+
+if __name__ == "__main__":
+    with pynccl.init() as world:
+        verified = main(world)
+        if world.rank == 0:
+            print(verified)

@@ -1,0 +1,58 @@
+"""Data and tensor parallelism on a mesh: the layers are cut along "tp", the batch along "dp".
+
+torchrun --nproc-per-node=4 scripts/recipes/mesh_2d.py
+
+On 2 ranks "tp" has both; from 4 on, "dp" has 2. Ranks along "tp" see the same samples and have parts of the weights;
+ranks along "dp" have the same parts, whose gradients are averaged.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pynccl
+import pynccl_autograd as ad
+
+ROWS, WIDTH, HIDDEN = 4, 8, 24  # rows of the batch on each place along "dp"
+
+
+def cut(up: nn.Linear, down: nn.Linear, comm: pynccl.Communicator) -> nn.Sequential:
+    """This rank's part: columns of the first layer, rows of the second."""
+    columns = ad.ColumnParallelLinear.from_linear(up, comm)
+    return nn.Sequential(columns, nn.GELU(), ad.RowParallelLinear.from_linear(down, comm))
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, target = batch
+    return F.mse_loss(model(x), target)
+
+
+def main(comm: pynccl.Communicator) -> str:
+    torch.manual_seed(0)
+    sizes = {"dp": 2 if comm.size >= 4 else 1, "tp": -1}
+    with ad.Mesh(comm, sizes) as mesh:
+        up, down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        whole = nn.Sequential(up, nn.GELU(), down).double().to(comm.device)
+        model = cut(up, down, mesh["tp"])
+        batch = tuple(torch.randn(2, mesh.size("dp") * ROWS, WIDTH, dtype=torch.float64).to(comm.device))
+        first = mesh.coordinate["dp"] * ROWS
+        own = tuple(x[first : first + ROWS] for x in batch)
+
+        def average_gradients(model: nn.Module) -> None:
+            for parameter in model.parameters():
+                mesh["dp"].all_reduce(parameter.grad, parameter.grad, "avg")
+
+        def loss(of: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return loss_of(of, batch if of is whole else own)
+
+        report = ad.testing.check_model(model, whole, batch, comm, loss, finish=average_gradients)
+        return f"mesh_2d: {mesh.size('dp')} x {mesh.size('tp')} ranks: {report}"
+
+
+if __name__ == "__main__":
+    with pynccl.init() as world:
+        verified = main(world)
+        if world.rank == 0:
+            print(verified)

@@ -1,0 +1,559 @@
+"""check_model: a right model passes, and each planted mistake is named by its parameter and its explanation."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import RankPool
+from torch import Tensor, nn
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+SEQUENCE, BATCH, WIDTH, HIDDEN = 8, 3, 12, 24
+some_sizes = pytest.mark.parametrize("n", [2, 4])
+
+
+class Block(nn.Module):
+    """Its forward is the loss. up and down are nn.Linear, or layers that are cut, or told to make a mistake."""
+
+    norm: Any
+    up: Any
+    down: Any
+
+    def __init__(self, norm: nn.Module, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = norm, up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.down(torch.tanh(self.up(self.norm(x))))).square().sum()
+
+
+def whole_block(dtype: torch.dtype = torch.float64) -> Block:
+    torch.manual_seed(3)
+    block = Block(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+    nn.init.normal_(block.norm.weight)
+    return block.to(dtype)
+
+
+def whole_batch(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(SEQUENCE, BATCH, WIDTH, generator=torch.Generator().manual_seed(4), dtype=torch.float64).to(
+        dtype
+    )
+
+
+class RowLinear(nn.Module):
+    """A row-parallel linear layer by hand, whose all_reduce takes either convention."""
+
+    def __init__(self, linear: nn.Linear, comm: Communicator, grad: Any) -> None:
+        super().__init__()
+        self.comm, self.grad = comm, grad
+        whole = linear.weight.detach()
+        self.weight = nn.Parameter(whole.chunk(comm.size, 1)[comm.rank].clone())
+        self.bias = nn.Parameter(linear.bias.detach().clone())
+        self.weight.shard = ad.Shard(comm, 1, whole.shape)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ad.all_reduce(F.linear(x, self.weight), self.comm, grad=self.grad) + self.bias
+
+
+def cut_block(whole: Block, comm: Communicator, sequence_parallel: bool = False, **options: Any) -> Block:
+    assert isinstance(whole.up, nn.Linear) and isinstance(whole.down, nn.Linear)
+    up = ad.ColumnParallelLinear.from_linear(whole.up, comm, sequence_parallel, **options)
+    down = ad.RowParallelLinear.from_linear(whole.down, comm, sequence_parallel)
+    return Block(copy.deepcopy(whole.norm), up, down)
+
+
+def mark_partial(module: nn.Module, comm: Communicator) -> None:
+    for parameter in module.parameters():
+        parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
+
+
+def nothing(model: nn.Module) -> None:
+    """Leaves the gradients as backward() did."""
+
+
+def fails(*args: Any, **options: Any) -> ad.testing.ModelReport:
+    with pytest.raises(ad.testing.ModelError) as caught:
+        ad.testing.check_model(*args, **options)
+    assert str(caught.value) == str(caught.value.report)
+    return caught.value.report
+
+
+def same_on_all(reports: list[Any]) -> Any:
+    """What all ranks found, if that is one thing."""
+    assert all(report == reports[0] and str(report) == str(reports[0]) for report in reports)
+    return reports[0]
+
+
+# ------------------------------------------------------------------------------------------------------ right models
+
+
+def right(comm: Communicator, sequence_parallel: bool, dtype: torch.dtype) -> ad.testing.ModelReport:
+    whole = whole_block(dtype)
+    model = cut_block(whole, comm, sequence_parallel)
+    kept = torch.ones_like(whole.norm.weight)
+    model.norm.weight.grad = whole.norm.weight.grad = kept
+    if not sequence_parallel:
+        report = ad.testing.check_model(model, whole, whole_batch(dtype), comm)
+    else:
+        mark_partial(model.norm, comm)
+        own = whole_batch(dtype).chunk(comm.size)[comm.rank]
+        report = ad.testing.check_model(model, whole, own, comm, batch_dim=0)
+    assert model.norm.weight.grad is kept and whole.norm.weight.grad is kept
+    assert model.up.weight.grad is None
+    return report
+
+
+@some_sizes
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_right_model_passes(ranks: RankPool, n: int, sequence_parallel: bool, dtype: torch.dtype) -> None:
+    report = same_on_all(ranks.run(n, right, sequence_parallel, dtype))
+    assert (report.parameters, report.wrong, report.differences) == (6, 0, ())
+    assert report.error <= {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    assert "6 gradients equal the reference's" in str(report)
+    losses = math.fsum(report.losses) if sequence_parallel else report.losses[-1]
+    assert losses == pytest.approx(report.reference_loss, rel=2e-2)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(torch.sin(self.first(x))), y)
+
+
+def batches(comm: Communicator) -> None:
+    """Tuples and dicts, tied parameters, complex ones, a loss of the caller's, frozen ones."""
+    torch.manual_seed(1)
+    tied, x, y = Tied().double(), torch.randn(8, 4).double(), torch.randn(8, 4).double()
+    for batch in ((x, y), {"x": x, "y": y}):
+        assert ad.testing.check_model(copy.deepcopy(tied), tied, batch, comm).parameters == 1
+    own = tuple(t.split([1, 7] if comm.size == 2 else [1, 3, 2, 2])[comm.rank] for t in (x, y))
+    weight = len(own[0]) / 8
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return model(*batch) * (1.0 if model is tied else weight)
+
+    model = copy.deepcopy(tied)
+    mark_partial(model, comm)
+    report = ad.testing.check_model(model, tied, own, comm, loss, batch_dim=0)
+    assert report.losses[comm.rank] != report.reference_loss
+    z = nn.Linear(3, 3, dtype=torch.complex128)
+    z.bias.requires_grad_(False)
+
+    def norm(model: nn.Module, batch: Tensor) -> Tensor:
+        y: Tensor = model(batch)
+        return y.abs().square().sum()
+
+    ad.testing.check_model(copy.deepcopy(z), z, torch.randn(5, 3, dtype=torch.complex128), comm, norm)
+
+
+@some_sizes
+def test_batches_losses_and_parameters_of_many_kinds(ranks: RankPool, n: int) -> None:
+    ranks.run(n, batches)
+
+
+# -------------------------------------------------------------------------------------------------- planted mistakes
+
+
+def sum_for_replicated(comm: Communicator) -> ad.testing.ModelReport:
+    whole = whole_block()
+    model = cut_block(whole, comm)
+    model.down = RowLinear(whole.down, comm, "replicated")
+    ad.testing.check_model(model, whole, whole_batch(), comm)
+    model.down = RowLinear(whole.down, comm, "sum")
+    return fails(model, whole, whole_batch(), comm)
+
+
+@some_sizes
+def test_sum_for_replicated_is_a_factor_of_n(ranks: RankPool, n: int) -> None:
+    report = same_on_all(ranks.run(n, sum_for_replicated))
+    names = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]
+    assert [(one.name, one.explanation) for one in report.differences] == [(name, "factor") for name in names]
+    assert report.wrong == 5 and report.parameters == 6
+    for one in report.differences:
+        assert one.error == pytest.approx(n - 1)
+        assert f"factor: {n} times the gradient, on {n} ranks" in one.advice
+    found = re.search(r"rank \d has (\S+) at \[\d+\], expected (\S+):", str(report))
+    assert found and float(found[1]) == pytest.approx(n * float(found[2]), rel=1e-4)
+    assert "losses differ" not in str(report)
+
+
+class MeanLoss(nn.Module):
+    """The mean of all samples' losses, of which this rank has some; comm None: all of them."""
+
+    def __init__(self, comm: Communicator | None, grad: Any) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear, self.comm, self.grad = nn.Linear(WIDTH, 3).double(), comm, grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = torch.tanh(self.linear(x)).square().mean()
+        return loss if self.comm is None else ad.all_reduce(loss, self.comm, "avg", grad=self.grad)
+
+
+def add_up(model: nn.Module, comm: Communicator, *, op: str = "sum", ranks: tuple[int, ...] = ()) -> None:
+    """Gradients summed over ranks; as if one had nothing to add, if it is not among `ranks`."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        if ranks and comm.rank not in ranks:
+            parameter.grad.zero_()
+        comm.all_reduce(parameter.grad, parameter.grad, op)
+
+
+def mean_twice(comm: Communicator) -> ad.testing.ModelReport:
+    whole, own = MeanLoss(None, None), whole_batch().chunk(comm.size)[comm.rank]
+    for grad, op in (("replicated", "sum"), ("sum", "avg")):
+        model = MeanLoss(comm, grad)
+        ad.testing.check_model(model, whole, own, comm, batch_dim=0, finish=partial(add_up, comm=comm, op=op))
+    alone = fails(MeanLoss(None, None), whole, own, comm, batch_dim=0)
+    assert alone.differences[0].explanation == "missing sum" and "have the whole as their mean" in str(alone)
+    model = MeanLoss(comm, "replicated")
+    return fails(model, whole, own, comm, batch_dim=0, finish=partial(add_up, comm=comm, op="avg"))
+
+
+@some_sizes
+def test_replicated_for_sum_is_a_factor_of_one_over_n(ranks: RankPool, n: int) -> None:
+    report = same_on_all(ranks.run(n, mean_twice))
+    assert [(one.name, one.explanation) for one in report.differences] == [
+        ("linear.weight", "factor"),
+        ("linear.bias", "factor"),
+    ]
+    assert f"factor: 1/{n} of the gradient" in str(report) and 'expected grad="sum"' in str(report)
+
+
+def on_a_mesh(comm: Communicator) -> ad.testing.ModelReport:
+    """Tensor parallel along one axis, data parallel along the other; whose sum is missing, or a factor of 2 of 4."""
+    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
+        whole, own = whole_block(), whole_batch().chunk(2, 1)[mesh.coordinate["dp"]]
+        model = cut_block(whole, mesh["tp"])
+
+        def step(model: nn.Module, batch: Tensor) -> Tensor:
+            return model(whole_batch() if model is whole else own)
+
+        assert mesh["dp"].size == 2
+        finish = partial(add_up, comm=mesh["dp"])
+        ad.testing.check_model(model, whole, whole_batch(), comm, step, finish=finish)
+        missing = fails(model, whole, whole_batch(), comm, step, finish=nothing)
+        assert [one.explanation for one in missing.differences] == ["missing sum"] * 6
+        model.down = RowLinear(whole.down, mesh["tp"], "sum")
+        report = fails(model, whole, whole_batch(), comm, step, finish=finish)
+        assert "add up to 2 times the whole: a sum over 2 of 4 ranks is missing" in str(missing)
+        return report
+
+
+def test_an_axis_of_a_mesh_is_told_from_all_ranks(ranks: RankPool) -> None:
+    report = same_on_all(ranks.run(4, on_a_mesh))
+    assert [one.explanation for one in report.differences] == ["factor"] * 5
+    assert "factor: 2 times the gradient, on 4 ranks" in str(report)
+
+
+def without_finishing(comm: Communicator) -> ad.testing.ModelReport:
+    whole, own = whole_block(), whole_batch().chunk(comm.size)[comm.rank]
+    model = cut_block(whole, comm, True)
+    unmarked = fails(model, whole, own, comm, batch_dim=0)
+    assert [(one.name, one.explanation) for one in unmarked.differences] == [
+        ("norm.weight", "missing sum"),
+        ("norm.bias", "missing sum"),
+    ]
+    assert "parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)" in str(unmarked)
+    mark_partial(model.norm, comm)
+    return fails(model, whole, own, comm, batch_dim=0, finish=nothing)
+
+
+@some_sizes
+def test_gradients_that_were_not_finished_miss_a_sum(ranks: RankPool, n: int) -> None:
+    report = same_on_all(ranks.run(n, without_finishing))
+    assert [(one.name, one.explanation) for one in report.differences] == [
+        ("norm.weight", "missing sum"),
+        ("norm.bias", "missing sum"),
+    ]
+    assert "call ad.finish_gradients(model) after backward()" in str(report)
+
+
+def without_copy(comm: Communicator) -> ad.testing.ModelReport:
+    whole = whole_block()
+    return fails(cut_block(whole, comm, gather_input=False), whole, whole_batch(), comm)
+
+
+@some_sizes
+def test_columns_that_take_x_without_copy_miss_a_sum(ranks: RankPool, n: int) -> None:
+    report = same_on_all(ranks.run(n, without_copy))
+    assert [one.explanation for one in report.differences] == ["missing sum", "missing sum"]
+    assert "or put ad.copy(x, comm)" in str(report)
+
+
+def without_a_rank(comm: Communicator) -> list[ad.testing.ModelReport]:
+    whole, own = MeanLoss(None, None), whole_batch().chunk(comm.size)[comm.rank]
+    model = MeanLoss(comm, "replicated")
+    rest = tuple(rank for rank in range(comm.size) if rank != 1)
+    zero = partial(add_up, comm=comm, ranks=rest)  # it adds nothing
+
+    def silent(model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch)
+        return loss if model is whole or comm.rank != 1 else ad.anchor(loss.detach(), loss)
+
+    report = fails(model, whole, own, comm, batch_dim=0, finish=zero)
+    unused = fails(model, whole, own, comm, silent, batch_dim=0, finish=nothing)
+    if comm.size == 2:
+        return [report, unused]
+    some = comm.split(0 if comm.rank != 1 else 1, comm.rank)
+    assert some is not None
+    with some:
+        left = fails(model, whole, own, comm, batch_dim=0, finish=partial(add_up, comm=some))
+
+        def within(model: nn.Module, batch: Tensor) -> Tensor:
+            """The sum is made in the backward pass, of a parameter that was copied for it."""
+            if model is whole:
+                return model(batch)
+            assert isinstance(model, MeanLoss)
+            copied = {name: ad.copy(parameter, some) for name, parameter in model.named_parameters()}
+            return torch.func.functional_call(model, copied, (batch,))
+
+        return [report, unused, left, fails(model, whole, own, comm, within, batch_dim=0, finish=nothing)]
+
+
+@some_sizes
+def test_a_rank_that_is_missing_in_the_sum_is_named(ranks: RankPool, n: int) -> None:
+    found = ranks.run(n, without_a_rank)
+    reports = [same_on_all(list(one)) for one in zip(*found, strict=True)]
+    assert len(reports) == (2 if n == 2 else 4)
+    for number, report in enumerate(reports):
+        assert [(one.name, one.explanation) for one in report.differences] == [
+            ("linear.weight", "missing rank"),
+            ("linear.bias", "missing rank"),
+        ]
+        expected = "no gradient, or zeros, on rank 1" if number == 1 else "the sum over ranks without rank 1"
+        assert expected in str(report)
+
+
+class Gathered(nn.Module):
+    """A layer cut by rows, whose output is gathered and taken up by columns of each rank's own."""
+
+    def __init__(self, whole: Block, comm: Communicator, grad: Any) -> None:
+        super().__init__()
+        self.comm, self.grad = comm, grad
+        self.norm, self.up, self.down = (
+            copy.deepcopy(whole.norm),
+            copy.deepcopy(whole.up),
+            RowLinear(whole.down, comm, "replicated"),
+        )
+        mark_partial(self.norm, comm)
+        mark_partial(self.up, comm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = ad.split(x, self.comm)
+        h = ad.all_gather(torch.tanh(self.up(self.norm(own))), self.comm, grad=self.grad)
+        return (x + self.down(h.chunk(self.comm.size, -1)[self.comm.rank])).square().sum()
+
+
+def wrong_twice(comm: Communicator) -> ad.testing.ModelReport:
+    whole = whole_block()
+    model = Gathered(whole, comm, "replicated")
+    model.down.grad = "sum"
+    return fails(model, whole, whole_batch(), comm)
+
+
+def test_the_first_that_is_explained_is_told_beside_the_first(ranks: RankPool) -> None:
+    report = same_on_all(ranks.run(2, wrong_twice))
+    assert [one.explanation for one in report.differences] == [None] * 4 + ["factor"]
+    first, _, explained = str(report).partition("The first that is explained is")
+    assert "norm.weight: rank" in first and "down.weight: rank" in explained and "factor: 2 times" in explained
+
+
+def wrong_elementwise(comm: Communicator) -> ad.testing.ModelReport:
+    whole = whole_block()
+    ad.testing.check_model(Gathered(whole, comm, "sum"), whole, whole_batch(), comm)
+    return fails(Gathered(whole, comm, "replicated"), whole, whole_batch(), comm)
+
+
+@some_sizes
+def test_what_is_wrong_by_more_than_a_factor_is_not_explained(ranks: RankPool, n: int) -> None:
+    report = same_on_all(ranks.run(n, wrong_elementwise))
+    assert [one.name for one in report.differences] == ["norm.weight", "norm.bias", "up.weight", "up.bias"]
+    assert {one.explanation for one in report.differences} == {None}
+    assert "wrong by more than a factor" in str(report) and "docs/conventions.md" in str(report)
+
+
+class Stages(nn.Module):
+    """A pipeline of two stages: this rank has that of `stage`, None: both."""
+
+    def __init__(self, stage: int | None) -> None:
+        super().__init__()
+        self.stage, self.factor = stage, 1.0
+        torch.manual_seed(6)
+        for number in range(2):
+            made = nn.Linear(WIDTH, WIDTH).double()
+            if stage in (None, number):
+                self.add_module(str(number), made)
+
+
+def run_stages(model: nn.Module, batch: Tensor, comm: Communicator) -> Tensor:
+    """The loss; 0 but on the last stage. Ranks 0 .. have the first stage, the others the second, each its own batch."""
+    assert isinstance(model, Stages)
+    first, second = (model._modules.get(name) for name in "01")
+    half = comm.size // 2
+    if first is not None and second is not None:
+        return torch.tanh(second(torch.tanh(first(batch)))).square().sum()
+    if first is not None:
+        y = torch.tanh(first(batch.chunk(half)[comm.rank]))
+        return ad.anchor(y.new_zeros(()), ad.send_recv(y, comm, target=comm.rank + half))
+    assert second is not None
+    like = torch.zeros_like(batch.chunk(half)[0], requires_grad=True)
+    return torch.tanh(second(ad.send_recv(like, comm, source=comm.rank - half))).square().sum() * model.factor
+
+
+def staged(comm: Communicator) -> list[ad.testing.ModelReport]:
+    whole, model = Stages(None), Stages(comm.rank // (comm.size // 2))
+    loss = partial(run_stages, comm=comm)
+    if comm.size == 2:
+        report = ad.testing.check_model(model, whole, whole_batch(), comm, loss)
+        assert report.parameters == 4 and list(report.losses) == pytest.approx([0.0, report.reference_loss])
+    missing = fails(model, whole, whole_batch(), comm, loss) if comm.size == 4 else None
+    model.factor = float(comm.size)
+    if missing is None:
+        return [fails(model, whole, whole_batch(), comm, loss)]
+    model.factor = 2.0  # then it is as if the loss were a mean
+    return [missing, fails(model, whole, whole_batch(), comm, loss)]
+
+
+def test_ranks_may_have_some_of_the_parameters(ranks: RankPool) -> None:
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    (factor,) = (same_on_all(list(one)) for one in zip(*ranks.run(2, staged), strict=True))
+    assert [(one.name, one.explanation) for one in factor.differences] == [(name, "factor") for name in names]
+    found = [same_on_all(list(one)) for one in zip(*ranks.run(4, staged), strict=True)]
+    for report, text in zip(found, ("add up to the whole", "have the whole as their mean"), strict=True):
+        assert [(one.name, one.explanation) for one in report.differences] == [(name, "missing sum") for name in names]
+        assert text in str(report)
+
+
+def other_forward(comm: Communicator) -> ad.testing.ModelReport:
+    """The model gets another batch than the reference."""
+    whole = whole_block()
+    model = cut_block(whole, comm)
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch) if model is whole else model(2 * batch)
+
+    return fails(model, whole, whole_batch(), comm, step)
+
+
+def test_losses_that_differ_are_told(ranks: RankPool) -> None:
+    report = same_on_all(ranks.run(2, other_forward))
+    assert report.losses[0] != pytest.approx(report.reference_loss, rel=0.1)
+    assert "The losses differ, too" in str(report) and "Look at the forward pass first." in str(report)
+
+
+def tolerates(comm: Communicator) -> None:
+    whole = whole_block(torch.float32)
+    model = cut_block(whole, comm)
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch) * (1.0 if model is whole else 1.0 + 2e-4)
+
+    fails(model, whole, whole_batch(torch.float32), comm, step)
+    ad.testing.check_model(model, whole, whole_batch(torch.float32), comm, step, tolerance=1e-3)
+
+
+def test_the_tolerance_is_that_of_the_type_or_the_callers(ranks: RankPool) -> None:
+    ranks.run(2, tolerates)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def refused(comm: Communicator) -> None:
+    """Also by the ranks on which all is well: rank 1 is wrong alone."""
+    check, whole, x = ad.testing.check_model, whole_block(), whole_batch()
+    model = cut_block(whole, comm)
+    alone = comm.rank == 1
+
+    def is_refused(error: type[Exception], text: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(error, match=text):
+            check(*args, **options)
+
+    is_refused(
+        TypeError,
+        r"model is 'block', expected a torch.nn.Module \(on rank 1\)",
+        "block" if alone else model,
+        whole,
+        x,
+        comm,
+    )
+    is_refused(TypeError, r"loss is 3, expected a function", model, whole, x, comm, 3)
+    is_refused(TypeError, r"finish is 1, expected a function", model, whole, x, comm, finish=1)
+    is_refused(TypeError, r"batch_dim is 'rows', expected a dimension", model, whole, x, comm, batch_dim="rows")
+    is_refused(ValueError, r"tolerance is -1, expected a number >= 0", model, whole, x, comm, tolerance=-1)
+    is_refused(ValueError, r"the loss is a tensor of shape \[8, 3, 12\]", nn.Identity(), nn.Identity(), x, comm)
+    is_refused(
+        ValueError,
+        r"batch_dim is 3, but a tensor of the batch has shape \[8, 3, 12\]",
+        model,
+        whole,
+        x,
+        comm,
+        batch_dim=3,
+    )
+    is_refused(
+        ValueError, r"the reference's losses are \[.*\] on the ranks, expected one value", model, whole, x + alone, comm
+    )
+    is_refused(ValueError, r"no rank's model has norm.weight, norm.bias, up.weight, ..", nn.Identity(), whole, x, comm)
+    is_refused(
+        ValueError,
+        r"the model has norm.weight, norm.bias, up.weight, .., which the reference has not",
+        model,
+        nn.Identity(),
+        x,
+        comm,
+    )
+
+    is_refused(
+        ValueError,
+        r"a layer of the model has grad_accumulation_fusion",
+        cut_block(whole, comm, grad_accumulation_fusion=True),
+        whole,
+        x,
+        comm,
+    )
+    sharing = Block(whole.norm, model.up, model.down)
+    is_refused(ValueError, r"norm.weight, norm.bias of the model and of the reference are", sharing, whole, x, comm)
+    unmarked = cut_block(whole, comm)
+    if alone:
+        del unmarked.up.weight.shard
+    is_refused(
+        ValueError,
+        r"up.weight has shape \[12, 12\], expected \[24, 12\].*ad.Shard\(comm, dim, \[24, 12\]\) \(on rank 1\)",
+        unmarked,
+        whole,
+        x,
+        comm,
+    )
+
+    other = cut_block(whole, comm)
+    with torch.no_grad():
+        other.up.bias[3] += 0.5 * alone
+    is_refused(
+        ValueError,
+        r"up.bias differs on rank 1 from its part of the reference's, by 0.5; start both",
+        other,
+        whole,
+        x,
+        comm,
+    )
+    assert ad.testing.check_model(model, whole, x, comm).wrong == 0  # nothing that came before has left a trace
+
+
+def test_bad_input_is_refused_on_every_rank_alike(ranks: RankPool) -> None:
+    ranks.run(2, refused)
