@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--gather-logits", action="store_true", help="ours: all logits on every rank, as torch's way has")
+    parser.add_argument("--gather-logits", action="store_true", help="ours: all logits on every rank, as torch has")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
