@@ -10,7 +10,7 @@ from typing import Any
 
 Plan = dict[str, Any]
 
-# LlamaModel, LlamaForCausalLM, ...; Mistral, Qwen2, Qwen3 and others of the same build
+# LlamaModel, LlamaForCausalLM, ...; Mistral, Qwen2 and Qwen3, whose modules have the same names
 llama: Plan = {
     "**.embed_tokens": "vocab_embedding",
     "**.layers.0": "sequence_begin",
@@ -18,6 +18,7 @@ llama: Plan = {
     "**.layers.*.self_attn": "shared_input",
     "**.layers.*.self_attn.q_proj": ("column", {"heads": "num_attention_heads"}),
     "**.layers.*.self_attn.[kv]_proj": ("key_value", {"heads": "num_key_value_heads"}),
+    "**.layers.*.self_attn.[qk]_norm": "partial",
     "**.layers.*.self_attn.o_proj": "row",
     "**.layers.*.post_attention_layernorm": "sequence",
     "**.layers.*.mlp": "shared_input",

@@ -53,6 +53,7 @@ def parallelize(
     "vocab_embedding" nn.Embedding -> VocabParallelEmbedding
     "vocab_head"      nn.Linear -> VocabParallelHead
     "sequence"        stays, and sees this rank's part of the sequence: `finish_gradients` sums its gradients
+    "partial"         stays, and sees this rank's heads or columns: the same, without sequence parallelism, too
     "sequence_begin"  the input of this module is cut along the sequence
     "sequence_end"    the output of this module is gathered along the sequence
     "replicated"      stays
@@ -203,7 +204,7 @@ def _fail(module: Any, heads: int) -> nn.Module:
 def _hook(given: _Given, site: Site, within: list[Site]) -> None:
     """What is done for a module that stays: its input, its output, its parameters, its attributes."""
     comm, module, roles = given.comm, site.module, site.roles
-    if "sequence" in roles and given.sequence_parallel:
+    if "partial" in roles or ("sequence" in roles and given.sequence_parallel):
         for parameter in module.parameters():
             parameter.shard = Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
     if "sequence_begin" in roles and given.sequence_parallel:

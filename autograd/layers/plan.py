@@ -20,6 +20,7 @@ KINDS: dict[str, str] = {  # role -> what the module has to be
     "vocab_head": "a torch.nn.Linear",
     "shared_input": "",
     "sequence": "",
+    "partial": "",
     "sequence_begin": "",
     "sequence_end": "",
     "replicated": "",
