@@ -21,7 +21,7 @@ from ..wire import Dtype
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .plan import KINDS, NAME, Site, read
-from .shards import Shard, shard_of
+from .shards import Shard, Sharded, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
 
@@ -143,6 +143,8 @@ def _replacement(given: _Given, site: Site, dry: bool) -> nn.Module | None:
     module = given.model.get_submodule(site.path)
     fits = isinstance(module, nn.Embedding if role == "vocab_embedding" else nn.Linear)
     fits = fits or (type(module).__name__ == "Conv1D" and "Conv1D" in KINDS[role])
+    if isinstance(module, Sharded):
+        raise TypeError(f"{NAME}: {site.path} is {type(module).__name__} already; make a model parallel once")
     if not fits:
         raise TypeError(
             f"{NAME}: {site.path} is {type(module).__name__}, and the plan says {role!r}: expected {KINDS[role]}"

@@ -249,6 +249,10 @@ def refuses(comm: Communicator) -> None:
     said(["up"], "expected a dict of patterns", error=TypeError)
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
         ad.parallelize("model", comm, {})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="up is ColumnParallelLinear already; make a model parallel once"):
+        plan = {"up": "column", "down": "row", "norm": "replicated"}
+        once = ad.parallelize(Net(), comm, plan, sequence_parallel=False)
+        ad.parallelize(once, comm, plan, sequence_parallel=False)
     with pytest.raises(ValueError, match="pad it to a multiple of 2"):
         model = ad.parallelize(llama(), comm, ad.plans.llama)
         model(torch.zeros(1, 5, dtype=torch.int64))
