@@ -64,7 +64,8 @@ def parallelize(
     seq_dim            where hidden states have the sequence: 1 if the batch comes first
     gather_logits      False: a "vocab_head" leaves each rank its words; a model of transformers then has its loss by
                        `vocab_parallel_cross_entropy`
-    init               of a model on the meta device. None: its parts stay there, for `load_full_state_dict`. A function
+    init               of a model on the meta device. None: its parts stay there, for `load_full_state_dict`; of models
+                       of transformers the buffers that no checkpoint has are made. A function
                        of a module, such as `model._init_weights` or `lambda m: m.reset_parameters()`: a layer at a time
                        is drawn whole, and this rank's part kept: as `model.apply(init)` of the unsharded model does
                        with the same seed
@@ -84,10 +85,13 @@ def parallelize(
     _warn(model, sites)
     for path, site in sites.items():
         _hook(given, site, [one for one in sites.values() if one.parent == path])
+    theirs: Any = getattr(model, "_init_weights", None)  # of transformers
     for within in _stages(model):
-        if init is not None:
-            for module in within.values():
+        for module in within.values():
+            if init is not None:
                 _draw(module, comm, init)
+            elif theirs is not None and _is_computed(module):
+                _draw(module, comm, theirs)
         for one in within:
             if one in sites and made[one] is not None:
                 replacement = _replacement(given, sites[one], dry=False)
@@ -380,6 +384,14 @@ def _post_order(model: nn.Module, above: str = "") -> Iterator[tuple[str, nn.Mod
     for name, child in model.named_children():
         yield from _post_order(child, f"{above}.{name}".lstrip("."))
     yield above, model
+
+
+def _is_computed(module: nn.Module) -> bool:
+    """Whether it has nothing but buffers that no checkpoint has, such as the frequencies of rotary embeddings."""
+    found = dict(module.named_buffers(recurse=False))
+    saved = found.keys() - module._non_persistent_buffers_set
+    whole = not saved and not any(True for _ in module.parameters(recurse=False))
+    return whole and any(one.is_meta for one in found.values())
 
 
 def _draw(module: nn.Module, comm: Communicator, init: Callable[[nn.Module], Any]) -> None:

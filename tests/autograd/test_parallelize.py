@@ -214,6 +214,23 @@ def test_a_model_of_the_meta_device_is_drawn_as_the_unsharded_one(ranks: RankPoo
     ranks.run(2, drawn_alike, name)
 
 
+def loaded_alike(comm: Communicator, name: str) -> None:
+    torch.manual_seed(7)
+    whole: Any = MAKE[name]()
+    with torch.device("meta"):
+        model: Any = MAKE[name]()
+    ad.parallelize(model, comm, getattr(ad.plans, name))
+    assert all(one.is_meta for one in model.parameters())
+    ad.load_full_state_dict(model, whole.state_dict())
+    compare(model, whole, {"rtol": 0.0, "atol": 0.0})
+    torch.testing.assert_close(model(**batch(0)).loss, whole(**batch(0)).loss)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_model_of_the_meta_device_loads_its_parts(ranks: RankPool, name: str) -> None:
+    ranks.run(2, loaded_alike, name)
+
+
 class Net(nn.Module):
     """What a user wrote."""
 
