@@ -243,8 +243,10 @@ def _take(model: nn.Module, entry: Entry, whole: Tensor, device: Any) -> None:
         made = nn.Parameter(made, requires_grad=entry.tensor.requires_grad)
         made.__dict__.update(entry.tensor.__dict__)
     for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, there in table.items():
-                if there is entry.tensor:
-                    table[name] = made
+        own_ones = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, there in own_ones:
+            if there is entry.tensor:
+                setattr(module, name, made)

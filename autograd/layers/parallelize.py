@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy as copying
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
@@ -162,14 +162,33 @@ def _replacement(given: _Given, site: Site, dry: bool) -> nn.Module | None:
         raise type(error)(f"{NAME}: {site.path}, weight {shape}: {error}") from None
 
 
-def _on_meta(module: nn.Module) -> nn.Module:
+class Conv1D(nn.Module):
+    """What stands for transformers' Conv1D, on the meta device."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty_like(weight, device="meta"))
+        self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias, device="meta"))
+
+
+def _on_meta(module: Any) -> nn.Module:
     """A module of the same kind without its memory."""
-    empty = copying.copy(module)
-    empty._parameters = {
-        name: None if one is None else nn.Parameter(one.detach().to("meta"), one.requires_grad)
-        for name, one in module._parameters.items()
-    }
-    return empty
+    kind = module.weight.dtype
+    if isinstance(module, nn.Linear):
+        return nn.Linear(module.in_features, module.out_features, module.bias is not None, "meta", kind)
+    if not isinstance(module, nn.Embedding):
+        return Conv1D(module.weight, module.bias)
+    return nn.Embedding(
+        module.num_embeddings,
+        module.embedding_dim,
+        module.padding_idx,
+        module.max_norm,
+        module.norm_type,
+        module.scale_grad_by_freq,
+        module.sparse,
+        device="meta",
+        dtype=kind,
+    )
 
 
 def _make(given: _Given, site: Site, role: str, module: Any, dry: bool) -> nn.Module:
@@ -388,10 +407,10 @@ def _post_order(model: nn.Module, above: str = "") -> Iterator[tuple[str, nn.Mod
 
 def _is_computed(module: nn.Module) -> bool:
     """Whether it has nothing but buffers that no checkpoint has, such as the frequencies of rotary embeddings."""
-    found = dict(module.named_buffers(recurse=False))
-    saved = found.keys() - module._non_persistent_buffers_set
-    whole = not saved and not any(True for _ in module.parameters(recurse=False))
-    return whole and any(one.is_meta for one in found.values())
+    buffers = dict(module.named_buffers(recurse=False))
+    if any(True for _ in module.parameters(recurse=False)) or not any(one.is_meta for one in buffers.values()):
+        return False
+    return buffers.keys().isdisjoint(module.state_dict())
 
 
 def _draw(module: nn.Module, comm: Communicator, init: Callable[[nn.Module], Any]) -> None:

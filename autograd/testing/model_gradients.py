@@ -78,7 +78,7 @@ class Compared(NamedTuple):
 def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> Compared:
     """Of the gradients as they are now. Every rank must call it, with pairs of the same names."""
     own = [_row(pair, tolerance) for pair in pairs]
-    width = len(_Row._fields)
+    width = len(_Row.__annotations__)
     flat = gathered(comm, [number for row in own for number in row])
     table = [[_Row(*ranks[at : at + width]) for ranks in flat] for at in range(0, width * len(pairs), width)]
     largest = max((row.scale for rows in table for row in rows if math.isfinite(row.scale)), default=0.0)
