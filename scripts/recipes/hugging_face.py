@@ -36,13 +36,8 @@ def small_llama() -> nn.Module:
     """With random weights. Your own: LlamaForCausalLM.from_pretrained(folder)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-    }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, **sizes))
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_attention_heads=8, num_key_value_heads=2, **sizes))
 
 
 def main(comm: pynccl.Communicator) -> str:
