@@ -6,16 +6,18 @@ from .checkpoint_optimizer import full_optimizer_state_dict, load_full_optimizer
 from .data_parallel import DataParallelGradients
 from .describe import describe
 from .dropout import Dropout
+from .gradients import FinishedInBackward, clip_grad_norm_, finish_gradients, finish_gradients_in_backward
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import parallelize
-from .shards import Shard, clip_grad_norm_, finish_gradients
+from .shards import Shard
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
 __all__ = [
     "ColumnParallelLinear",
     "DataParallelGradients",
     "Dropout",
+    "FinishedInBackward",
     "IncompatibleKeys",
     "KeyValueLinear",
     "RowParallelLinear",
@@ -26,6 +28,7 @@ __all__ = [
     "dcp_state_dict",
     "describe",
     "finish_gradients",
+    "finish_gradients_in_backward",
     "full_optimizer_state_dict",
     "full_state_dict",
     "load_full_optimizer_state_dict",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -230,8 +231,11 @@ def _hook(given: _Given, site: Site, within: list[Site]) -> None:
     """What is done for a module that stays: its input, its output, its parameters, its attributes."""
     comm, module, roles = given.comm, site.module, site.roles
     if "partial" in roles or ("sequence" in roles and given.sequence_parallel):
-        for parameter in module.parameters():
-            parameter.shard = Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
+        marking = _Marking(
+            {name: Shard(comm, None, one.shape, partial=True) for name, one in module.named_parameters()}
+        )
+        marking(module)
+        module.register_forward_pre_hook(marking)
     if "sequence_begin" in roles and given.sequence_parallel:
         module.register_forward_pre_hook(_Entering(site.path, comm, given.seq_dim, "cut"), with_kwargs=True)
     if "shared_input" in roles:
@@ -249,6 +253,20 @@ def _hook(given: _Given, site: Site, within: list[Site]) -> None:
             if heads < comm.size:
                 whole = given.heads("num_attention_heads", one.path)
                 module.num_key_value_groups = whole // comm.size  # type: ignore[assignment]
+
+
+class _Marking:
+    """A hook: the parameters of a module say what they are parts of, also those of its copies, and those that took
+    their place."""
+
+    def __init__(self, shards: dict[str, Shard]) -> None:
+        self.shards = shards
+
+    def __call__(self, module: nn.Module, args: Any = ()) -> None:
+        for name, shard in self.shards.items():
+            parameter = operator.attrgetter(name)(module)  # a tensor, in functional_call
+            if getattr(parameter, "shard", None) is not shard:
+                parameter.shard = shard
 
 
 class _Entering:

@@ -1,12 +1,11 @@
-"""Shard: what a parameter of a parallel layer is a part of. Gradients and norms of models that have such parameters.
+"""Shard: what a parameter of a parallel layer is a part of.
 
 `parameter.shard` is set by the layers; what has none is whole on every rank, with a gradient that is equal on all.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from pynccl import Communicator
 from pynccl.bindings.resource import Shared
-from pynccl.bindings.values import shown
 
 from ..ops.all_gather import all_gather
 
@@ -162,108 +160,3 @@ def shard_of(parameter: Tensor) -> Shard | None:
     """What the parameter is a part of; None: it is whole."""
     shard = getattr(parameter, "shard", None)
     return shard if isinstance(shard, Shard) else None
-
-
-class _Bucket(NamedTuple):
-    comm: Communicator
-    grads: list[Tensor]
-
-
-def finish_gradients(parameters: nn.Module | Iterable[Tensor], bucket_bytes: float = 64e6) -> None:
-    """Sum the gradients that sequence parallelism has left partial, after backward(), before the optimizer's step.
-
-    A few all_reduce of up to `bucket_bytes` each, whatever the number of parameters. Every rank must call it, with the
-    same parameters. One whose gradient is None here and not on another rank is an error of the ranks' programs.
-    """
-    buckets: dict[tuple[int, torch.dtype], list[_Bucket]] = {}
-    for parameter in _listed(parameters, "finish_gradients"):
-        shard = shard_of(parameter)
-        if shard is None or not shard.partial or shard.comm.size == 1 or parameter.grad is None:
-            continue
-        if parameter.grad.layout != torch.strided:
-            raise TypeError(
-                f"finish_gradients: a gradient of {list(parameter.shape)} is {parameter.grad.layout}, "
-                "expected a dense one"
-            )
-        found = buckets.setdefault((id(shard.comm), parameter.grad.dtype), [_Bucket(shard.comm, [])])
-        nbytes = sum(grad.nbytes for grad in found[-1].grads)
-        if found[-1].grads and nbytes + parameter.grad.nbytes > bucket_bytes:
-            found.append(_Bucket(shard.comm, []))
-        found[-1].grads.append(parameter.grad)
-    for bucket in (one for found in buckets.values() for one in found):
-        _sum(bucket)
-
-
-@torch.no_grad()
-def _sum(bucket: _Bucket) -> None:
-    flat = torch.cat([grad.reshape(-1) for grad in bucket.grads])
-    bucket.comm.all_reduce(flat, flat)
-    for grad, total in zip(bucket.grads, flat.split([grad.numel() for grad in bucket.grads]), strict=True):
-        grad.copy_(total.view_as(grad))
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    parameters: nn.Module | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ of the unsharded model: returns its norm, equal on all ranks.
-
-    Each parameter counts once: parts are summed over the ranks that have them, what every rank has is taken from this
-    one. One all_reduce of one number for each communicator that cuts parameters. Every rank must call it, after
-    `finish_gradients`. norm_type: above 0, or math.inf.
-    """
-    if not norm_type > 0:
-        raise ValueError(f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf")
-    found = _listed(parameters, "clip_grad_norm_")
-    grads = [parameter.grad for parameter in found if parameter.grad is not None]
-    device = grads[0].device if grads else torch.device("cpu")
-    whole = torch.zeros((), dtype=torch.float64, device=device)
-    cut: dict[int, tuple[Communicator, Tensor]] = {}
-    for parameter in found:
-        shard = shard_of(parameter)
-        if shard is None or shard.dim is None:
-            whole = _add(whole, _power(parameter, norm_type, whole), norm_type)
-        else:  # also where it has no gradient here: the others may have one, and so come to the sum
-            comm, total = cut.get(id(shard.comm), (shard.comm, torch.zeros_like(whole)))
-            cut[id(comm)] = (comm, _add(total, _power(parameter, norm_type, whole), norm_type))
-    for comm, total in cut.values():
-        summed = total.reshape(1)
-        comm.all_reduce(summed, summed, op="max" if norm_type == math.inf else "sum")
-        whole = _add(whole, summed[0], norm_type)
-    norm = whole if norm_type == math.inf else whole ** (1 / norm_type)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be clipped")
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(factor.to(grad.device))
-    double = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
-    return norm if double else norm.float()
-
-
-def _power(parameter: Tensor, norm_type: float, like: Tensor) -> Tensor:
-    """Of its gradient: the sum of the entries' powers, or their maximum."""
-    grad = parameter.grad
-    if grad is None or not grad.numel():
-        return torch.zeros_like(like)
-    kind = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else None
-    norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind).to(like)
-    return norm if norm_type == math.inf else norm**norm_type
-
-
-def _add(total: Tensor, power: Tensor, norm_type: float) -> Tensor:
-    return torch.maximum(total, power) if norm_type == math.inf else total + power
-
-
-def _listed(parameters: Any, name: str) -> list[Tensor]:
-    if isinstance(parameters, nn.Module):
-        return list(parameters.parameters())
-    if isinstance(parameters, Tensor):
-        return [parameters]
-    found = list(parameters)
-    for one in found:
-        if not isinstance(one, Tensor):
-            raise TypeError(f"{name}: expected a module or its parameters, got {shown(one)}")
-    return found

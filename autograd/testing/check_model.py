@@ -13,7 +13,8 @@ from pynccl import Communicator
 from pynccl.bindings.values import shown
 
 from ..arguments import as_int, check_comm
-from ..layers.shards import finish_gradients, shard_of
+from ..layers.gradients import finish_gradients
+from ..layers.shards import shard_of
 from ..ops.all_gather import all_gather
 from .model_gradients import Pair, compare, gathered, largest_of, wide
 from .model_report import ModelError, ModelReport
