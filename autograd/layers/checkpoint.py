@@ -18,6 +18,7 @@ from pynccl.bindings.values import instance, shown
 
 from ..agreement import raise_alike
 from ..arguments import check_comm
+from ..mesh import contains
 from .checkpoint_sources import Path_, Source, caught, source_of
 from .safetensors_files import Row, check_rows, in_order, plan_of, write
 from .shards import Shard, shard_of
@@ -69,25 +70,26 @@ def entries_of(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
 
 
 def comm_of(operation: str, model: nn.Module, comm: Communicator | None) -> Communicator | None:
-    """`comm`, or the one that cuts the model's parameters; None: none does."""
+    """`comm`, or the one that cuts the model's parameters: of which the others, if there are, are axes. None: none."""
     instance(model, nn.Module, f"{operation}: model", "a torch.nn.Module")
     if comm is not None:
         check_comm(operation, comm)
         return comm
     shards = [shard for parameter in model.parameters() if (shard := shard_of(parameter)) is not None]
     found = {id(shard.comm): shard.comm for shard in shards}
-    if len(found) > 1:
+    around = [one for one in found.values() if all(contains(one, other) for other in found.values())]
+    if found and not around:
         raise ValueError(
             f"{operation}: the parameters are cut over {len(found)} communicators; pass comm=, that of all their "
             "ranks, such as Mesh.comm"
         )
-    return next(iter(found.values()), None)
+    return next(iter(around), None)
 
 
 def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_only: bool = True) -> dict[str, Any]:
     """The state dict of the unsharded model, on the CPU. Every rank must call it.
 
-    comm        the ranks that do; None: the communicator that cuts the parameters
+    comm        the ranks that do; None: the communicator that cuts the parameters, of which others may be axes
     rank0_only  the others get {}, so that one of them has the whole model in memory
 
     One parameter at a time is gathered. Buffers, and parameters that every rank has, are this rank's. Tied parameters

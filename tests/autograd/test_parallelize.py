@@ -90,10 +90,10 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def whole_of(parameter: Tensor, part: Tensor) -> Tensor:
-    """Of what a rank has of a parameter, or of its gradient."""
+def own_of(parameter: Tensor, whole: Tensor) -> Tensor:
+    """What a rank has of a parameter, or of its gradient."""
     shard = shard_of(parameter)
-    return part if shard is None else shard.gather(part)
+    return whole if shard is None else shard.own(whole)
 
 
 def compare(model: nn.Module, whole: nn.Module, tolerance: dict[str, float]) -> None:
@@ -112,7 +112,7 @@ def compare(model: nn.Module, whole: nn.Module, tolerance: dict[str, float]) -> 
             def told(text: str, path: str = path) -> str:
                 return f"{path}: {text}"
 
-            torch.testing.assert_close(whole_of(parameter, part), right, **tolerance, msg=told)
+            torch.testing.assert_close(part, own_of(parameter, right), **tolerance, msg=told)
 
 
 TOLERANCE = {
@@ -144,6 +144,10 @@ def trains_alike(
         torch.testing.assert_close(norms[1], norms[0], **tolerance, check_dtype=False)
         for optimizer in optimizers:
             optimizer.step()
+    state, expected = ad.full_state_dict(model), whole.state_dict()
+    if comm.rank == 0:
+        assert state.keys() == expected.keys()
+        torch.testing.assert_close(state, expected, **tolerance)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -165,7 +169,7 @@ def test_a_model_trains_as_the_unsharded_one(
     ranks: RankPool, name: str, kind: dict[str, Any], size: int, sequence_parallel: bool
 ) -> None:
     options = {"sequence_parallel": sequence_parallel}
-    ranks.run(size, trains_alike, name, 2, torch.float64, options, kind)
+    ranks.run(size, trains_alike, name, 20, torch.float64, options, kind)
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Qwen2", "Qwen3"])
@@ -176,14 +180,16 @@ def test_relatives_of_llama_train_alike(ranks: RankPool, name: str) -> None:
     ranks.run(4, trains_alike, name, 2, torch.float32 if name == "Qwen3" else torch.float64, {}, {})
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_twenty_steps_in_single_precision(ranks: RankPool, name: str) -> None:
-    ranks.run(2, trains_alike, name, 20, torch.float32, {}, {})
+def test_twenty_steps_in_single_precision(ranks: RankPool, name: str, size: int) -> None:
+    ranks.run(size, trains_alike, name, 20, torch.float32, {}, {})
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_bfloat16_within_its_rounding(ranks: RankPool, name: str) -> None:
-    ranks.run(2, trains_alike, name, 2, torch.bfloat16, {}, {})
+def test_bfloat16_within_its_rounding(ranks: RankPool, name: str, size: int) -> None:
+    ranks.run(size, trains_alike, name, 2, torch.bfloat16, {}, {})
 
 
 @pytest.mark.parametrize("tied", [True, False])
