@@ -60,28 +60,62 @@ def cut(comm: Communicator) -> Iterator[None]:
     Every rank must enter it. Blocks may be nested, over other communicators. RuntimeError before `seed(.., comm)`.
     """
     check_comm("rng.cut", comm)
-    if comm not in _seeded:
-        raise RuntimeError(
-            "rng.cut: the generators are not known to be equal on all ranks; call ad.rng.seed(seed, comm)"
-        )
+    check_seeded("rng.cut", comm)
     number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     own = (number + comm.rank * _STEP) % 2**63
-    cpu = torch.default_generator.get_state()
     gpu = None if comm.library.is_host else torch.cuda.default_generators[comm.ordinal]
-    state = None if gpu is None else gpu.get_state()
+    block = _Block(comm, [torch.default_generator] if gpu is None else [torch.default_generator, gpu])
     try:
-        torch.default_generator.manual_seed(own)
-        if gpu is not None:
-            gpu.manual_seed(own)
-        _blocks.depth = _depth() + 1
+        for generator in block.generators:
+            generator.manual_seed(own)
+        _blocks.stack = [*_stack(), block]
         try:
             yield
         finally:
-            _blocks.depth -= 1
+            _blocks.stack = _stack()[:-1]
     finally:
-        torch.default_generator.set_state(cpu)
-        if gpu is not None and state is not None:
-            gpu.set_state(state)
+        block.leave()
+
+
+@contextlib.contextmanager
+def equal(comm: Communicator) -> Iterator[None]:
+    """Within a cut block of `comm`: what is drawn here is equal on all its ranks, as outside of that block.
+
+    So a layer whose input is equal on all ranks draws, wherever it is called. Elsewhere it does nothing."""
+    check_comm("rng.equal", comm)
+    blocks = [block for block in _stack() if block.comm is comm]
+    if not blocks:
+        yield
+        return
+    block, within = blocks[0], _Block(comm, blocks[0].generators)
+    block.leave()
+    stack, _blocks.stack = _stack(), []
+    try:
+        yield
+    finally:
+        _blocks.stack = stack
+        block.states = [generator.get_state() for generator in block.generators]
+        within.leave()
+
+
+def check_seeded(name: str, comm: Communicator) -> None:
+    """RuntimeError before seed(.., comm)."""
+    if comm not in _seeded:
+        raise RuntimeError(
+            f"{name}: the generators are not known to be equal on all ranks; call ad.rng.seed(seed, comm)"
+        )
+
+
+class _Block:
+    """What generators are to go on with after a block."""
+
+    def __init__(self, comm: Communicator, generators: list[torch.Generator]) -> None:
+        self.comm, self.generators = comm, generators
+        self.states = [generator.get_state() for generator in generators]
+
+    def leave(self) -> None:
+        for generator, state in zip(self.generators, self.states, strict=True):
+            generator.set_state(state)
 
 
 def get_state() -> dict[str, Tensor]:
@@ -119,13 +153,14 @@ def set_state(state: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
-def _depth() -> int:
-    depth: int = getattr(_blocks, "depth", 0)
-    return depth
+def _stack() -> list[_Block]:
+    """The blocks around, the innermost last."""
+    stack: list[_Block] = getattr(_blocks, "stack", [])
+    return stack
 
 
 def _check_outside(name: str) -> None:
     if not len(_seeded):
         raise RuntimeError(f"rng.{name}: no generator was seeded; call ad.rng.seed(seed, comm)")
-    if _depth():
+    if _stack():
         raise RuntimeError(f"rng.{name}: within `with ad.rng.cut(comm)` the state is this rank's own; call it outside")

@@ -18,11 +18,12 @@ class Dropout(nn.Dropout):
 
     p        how likely an element is to be zero, in training; the others are scaled by 1 / (1 - p)
     comm     over which x is cut
-    cut      True: each rank draws its own numbers. False: x is equal on all ranks, and they draw the same ones
+    cut      True: each rank draws its own numbers. False: x is equal on all ranks, and they draw the same ones, also
+             within `ad.rng.cut(comm)`
     inplace  x is changed
 
     ValueError if p is not from 0 to 1. forward raises RuntimeError before ad.rng.seed(seed, comm), but for eval().
-    Under torch.compile the drawing is a graph break where cut is True.
+    Under torch.compile the drawing is a graph break.
     """
 
     def __init__(self, p: float, comm: Communicator, cut: bool = True, inplace: bool = False) -> None:
@@ -34,15 +35,16 @@ class Dropout(nn.Dropout):
         self.comm, self.cut = comm, cut
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.cut and self.training and self.p > 0:
-            return _drawn(x, self.p, self.comm, self.inplace)
-        return F.dropout(x, self.p, self.training, self.inplace)
+        if self.training and self.p > 0:
+            return _drawn(x, self.p, self.comm, self.cut, self.inplace)
+        return F.dropout(x, self.p, False, self.inplace)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, cut={self.cut}, rank {self.comm.rank} of {self.comm.size}"
 
 
 @torch.compiler.disable
-def _drawn(x: Tensor, p: float, comm: Communicator, inplace: bool) -> Tensor:
-    with rng.cut(comm):
+def _drawn(x: Tensor, p: float, comm: Communicator, cut: bool, inplace: bool) -> Tensor:
+    rng.check_seeded("Dropout", comm)
+    with rng.cut(comm) if cut else rng.equal(comm):
         return F.dropout(x, p, True, inplace)

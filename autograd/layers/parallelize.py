@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 
+from .. import rng
 from ..arguments import as_int, check_comm
 from ..mesh import Mesh
 from ..ops.all_gather import all_gather, split
 from ..ops.all_reduce import copy
 from ..overlap.config import Overlap
 from ..wire import Dtype
+from .dropout import Dropout
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .plan import KINDS, NAME, Site, read
@@ -59,9 +61,15 @@ def parallelize(
     "sequence_end"    the output of this module is gathered along the sequence
     "replicated"      stays
     "divide"          attributes that count what is on all ranks are divided by N. Options: attributes
+    "attention_dropout" what this module draws itself is of this rank's heads. Options: p: name of its attribute, a
+                      probability or a dropout module, that says how much
+
+    nn.Dropout modules that the plan mentions draw as `ad.rng` does: each rank its own numbers where they are "partial",
+    or "sequence" with sequence parallelism; equal ones where they are "replicated", or within a module that is.
 
     sequence_parallel  between "sequence_begin" and "sequence_end" each rank has 1/N of the sequence, which N has to
-                       divide: padded, where it does not
+                       divide: padded, where it does not. Without gradients (torch.no_grad) other lengths are computed
+                       without sequence parallelism, as in generate()
     seq_dim            where hidden states have the sequence: 1 if the batch comes first
     gather_logits      False: a "vocab_head" leaves each rank its words; a model of transformers then has its loss by
                        `vocab_parallel_cross_entropy`
@@ -72,8 +80,8 @@ def parallelize(
                        with the same seed
 
     After backward(): `finish_gradients(model)`, then `clip_grad_norm_`. ValueError and TypeError name the module,
-    before anything is changed. UserWarning for modules with parameters of which the plan says nothing: they are
-    replicated.
+    before anything is changed. UserWarning for modules with parameters, and for dropout, of which the plan says
+    nothing: they are replicated.
     """
     check_comm(NAME, comm)
     if not isinstance(model, nn.Module):
@@ -81,11 +89,17 @@ def parallelize(
     given = _Given(model, comm, bool(sequence_parallel), seq_dim, overlap, reduce_dtype, gather_logits, {})
     sites = read(model, plan)
     made = {path: _replacement(given, site, dry=True) for path, site in sites.items()}
+    for site in sites.values():
+        _check_attributes(site)
     tied = _tied(model)
     _check_tied(tied, made)
     _warn(model, sites)
+    sequence = _Sequence()
     for path, site in sites.items():
-        _hook(given, site, [one for one in sites.values() if one.parent == path])
+        _hook(given, site, [one for one in sites.values() if one.parent == path], sequence)
+    for path, cut in _dropouts(model, sites).items():
+        if cut is not None:
+            _put(model, path, _dropout(given, model.get_submodule(path), cut))
     theirs: Any = getattr(model, "_init_weights", None)  # of transformers
     for within in _stages(model):
         for module in within.values():
@@ -100,6 +114,7 @@ def parallelize(
                 _put(model, one, replacement)
     for group in tied:
         _tie(model, group)
+    sequence.find(model)
     if not gather_logits and hasattr(model, "loss_function"):
         model.loss_function = _CausalLoss(comm)  # type: ignore[assignment]
     return model
@@ -227,7 +242,20 @@ def _fail(module: Any, heads: int) -> nn.Module:
     raise ValueError(f"{module.weight.shape[0]} outputs are not divisible by {heads} heads")
 
 
-def _hook(given: _Given, site: Site, within: list[Site]) -> None:
+def _check_attributes(site: Site) -> None:
+    """That the module has those that the plan names."""
+    named = [*site.roles.get("divide", {}).get("attributes", ())]
+    if "attention_dropout" in site.roles:
+        named.append(site.roles["attention_dropout"].get("p"))
+    for name in named:
+        if not isinstance(name, str) or not hasattr(site.module, name):
+            raise ValueError(
+                f"{NAME}: {site.path}: the plan names its attribute {shown(name)}, which {type(site.module).__name__} "
+                "does not have"
+            )
+
+
+def _hook(given: _Given, site: Site, within: list[Site], sequence: _Sequence) -> None:
     """What is done for a module that stays: its input, its output, its parameters, its attributes."""
     comm, module, roles = given.comm, site.module, site.roles
     if "partial" in roles or ("sequence" in roles and given.sequence_parallel):
@@ -237,12 +265,16 @@ def _hook(given: _Given, site: Site, within: list[Site]) -> None:
         marking(module)
         module.register_forward_pre_hook(marking)
     if "sequence_begin" in roles and given.sequence_parallel:
-        module.register_forward_pre_hook(_Entering(site.path, comm, given.seq_dim, "cut"), with_kwargs=True)
+        module.register_forward_pre_hook(_Entering(site.path, comm, given.seq_dim, "cut", sequence), with_kwargs=True)
     if "shared_input" in roles:
         how = "gathered" if given.sequence_parallel else "copied"
-        module.register_forward_pre_hook(_Entering(site.path, comm, given.seq_dim, how), with_kwargs=True)
+        module.register_forward_pre_hook(_Entering(site.path, comm, given.seq_dim, how, sequence), with_kwargs=True)
     if "sequence_end" in roles and given.sequence_parallel:
-        module.register_forward_hook(_Leaving(comm, given.seq_dim))
+        module.register_forward_hook(_Leaving(comm, given.seq_dim, sequence))
+    if "attention_dropout" in roles and _probability(getattr(module, roles["attention_dropout"]["p"])) > 0:
+        drawing = _Drawing(comm)
+        module.register_forward_pre_hook(drawing.begin)
+        module.register_forward_hook(drawing.end, always_call=True)
     for name in roles.get("divide", {}).get("attributes", ()):
         setattr(module, name, getattr(module, name) // comm.size)
     for one in within:
@@ -269,11 +301,28 @@ class _Marking:
                 parameter.shard = shard
 
 
+class _Sequence:
+    """Whether the sequence is cut in the forward pass under way, for the hooks and layers of a model."""
+
+    def __init__(self) -> None:
+        self.cut = True
+        self.layers: list[Any] = []
+
+    def find(self, model: nn.Module) -> None:
+        self.layers = [one for one in model.modules() if getattr(one, "sequence_parallel", None) is True]
+
+    def leave_whole(self, whole: bool) -> None:
+        if self.cut == whole:
+            self.cut = not whole
+            for layer in self.layers:
+                layer.sequence_parallel = self.cut
+
+
 class _Entering:
     """A hook: the first tensor of a module's input is gathered along the sequence, or cut, or copied."""
 
-    def __init__(self, path: str, comm: Communicator, seq_dim: int, how: str) -> None:
-        self.path, self.comm, self.seq_dim, self.how = path, comm, seq_dim, how
+    def __init__(self, path: str, comm: Communicator, seq_dim: int, how: str, sequence: _Sequence) -> None:
+        self.path, self.comm, self.seq_dim, self.how, self.sequence = path, comm, seq_dim, how, sequence
 
     def __call__(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -287,31 +336,87 @@ class _Entering:
         raise TypeError(f"{NAME}: {self.path} was called without a tensor, which was to be {self.how}")
 
     def _changed(self, x: Tensor) -> Tensor:
-        if self.how == "copied":
-            y: Tensor = copy(x, self.comm)
-        elif self.how == "gathered":
-            y = all_gather(x, self.comm, self.seq_dim, grad="sum")
-        else:
-            if x.dim() <= self.seq_dim or x.shape[self.seq_dim] % self.comm.size:
+        if self.how == "cut":
+            fits = x.dim() > self.seq_dim and x.shape[self.seq_dim] % self.comm.size == 0
+            self.sequence.leave_whole(not fits and not torch.is_grad_enabled())
+            if not self.sequence.cut:
+                return x
+            if not fits:
                 raise ValueError(
                     f"{self.path}: hidden states of shape {list(x.shape)} cannot be cut along the sequence, dimension "
                     f"{self.seq_dim}, on {self.comm.size} ranks: pad it to a multiple of {self.comm.size}, or call "
-                    "parallelize with sequence_parallel=False"
+                    "parallelize with sequence_parallel=False; without gradients, under torch.no_grad(), any length "
+                    "will do"
                 )
-            y = split(x, self.comm, self.seq_dim)
+            y: Tensor = split(x, self.comm, self.seq_dim)
+        elif self.how == "copied" or not self.sequence.cut:
+            y = copy(x, self.comm)
+        else:
+            y = all_gather(x, self.comm, self.seq_dim, grad="sum")
         return y
 
 
 class _Leaving:
     """A hook: the first tensor of a module's output is gathered along the sequence."""
 
-    def __init__(self, comm: Communicator, seq_dim: int) -> None:
-        self.comm, self.seq_dim = comm, seq_dim
+    def __init__(self, comm: Communicator, seq_dim: int, sequence: _Sequence) -> None:
+        self.comm, self.seq_dim, self.sequence = comm, seq_dim, sequence
 
     def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return (self(_, args, output[0]), *output[1:])
+        if not self.sequence.cut:
+            self.sequence.leave_whole(False)
+            return output
         return all_gather(output, self.comm, self.seq_dim, grad="replicated")
+
+
+class _Drawing:
+    """Two hooks: between them this rank draws its own numbers."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.open: list[Any] = []
+
+    @torch.compiler.disable
+    def begin(self, module: nn.Module, args: Any) -> None:
+        if module.training:
+            block = rng.cut(self.comm)
+            block.__enter__()
+            self.open.append(block)
+
+    @torch.compiler.disable
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module.training and self.open:
+            self.open.pop().__exit__(None, None, None)
+
+
+def _probability(value: Any) -> float:
+    """Of an attribute: a number, or a dropout module."""
+    return float(getattr(value, "p", value))
+
+
+def _dropouts(model: nn.Module, sites: Mapping[str, Site]) -> dict[str, str | None]:
+    """path of an nn.Dropout -> what the plan says of it, or of the module that it is in; None: nothing."""
+    found: dict[str, str | None] = {}
+    for path, module in model.named_modules():
+        if type(module) is not nn.Dropout or not path:
+            continue
+        around = path
+        while around and not (around in sites and sites[around].roles.keys() & set(_PLACES)):
+            around = around.rpartition(".")[0]
+        roles = sites[around].roles if around else {}
+        found[path] = next((place for place in _PLACES if place in roles), None)
+    return found
+
+
+_PLACES = ("partial", "sequence", "replicated")  # what is said first counts, of several
+
+
+def _dropout(given: _Given, module: nn.Module, place: str) -> nn.Module:
+    assert isinstance(module, nn.Dropout)
+    cut = place == "partial" or (place == "sequence" and given.sequence_parallel)
+    return Dropout(module.p, given.comm, cut, module.inplace).train(module.training)
 
 
 class _CausalLoss:
@@ -393,6 +498,11 @@ def _warn(model: nn.Module, sites: Mapping[str, Site]) -> None:
         if path not in sites
         and any(True for _ in module.parameters(recurse=False))
         and not any(path.startswith(f"{one}.") for one in sites if sites[one].roles.keys() & {"sequence", "replicated"})
+    ]
+    silent += [
+        path
+        for path, said in _dropouts(model, sites).items()
+        if said is None and _probability(model.get_submodule(path)) > 0
     ]
     if silent:
         listed = ", ".join(path or type(model).__name__ for path in silent[:10]) + (", ..." if silent[10:] else "")

@@ -25,6 +25,7 @@ KINDS: dict[str, str] = {  # role -> what the module has to be
     "sequence_end": "",
     "replicated": "",
     "divide": "",
+    "attention_dropout": "",
 }
 
 

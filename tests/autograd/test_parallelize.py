@@ -317,3 +317,40 @@ def test_a_plan_of_ones_own_and_what_became_of_the_model(ranks: RankPool) -> Non
     ]
     assert "up.weight    ColumnParallelLinear  [12, 8]  [6, 8]  0 of 2  384" in first
     assert first.endswith("1,008 bytes on this rank, 1,824 in the whole model")
+
+
+def generates(comm: Communicator, name: str) -> None:
+    torch.manual_seed(3)
+    whole: Any = MAKE[name]().double().eval()
+    model: Any = ad.parallelize(copy.deepcopy(whole), comm, getattr(ad.plans, name.lower()))
+    ids = torch.randint(0, WORDS, (2, 5))
+    how: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    for one in (model, copy.deepcopy(model)):
+        found = one.generate(ids, do_sample=False, **how)
+        assert torch.equal(found, whole.generate(ids, do_sample=False, **how))
+    beams = model.generate(ids, num_beams=3, do_sample=False, **how)
+    assert torch.equal(beams, whole.generate(ids, num_beams=3, do_sample=False, **how))
+    assert all(layer.sequence_parallel for layer in model.modules() if isinstance(layer, ad.RowParallelLinear))
+    # Then it trains on as before.
+    example = batch(1)
+    for one in (model, whole):
+        one.train()(**example).loss.backward()
+    ad.finish_gradients(model)
+    compare(model, whole, TOLERANCE[torch.float64])
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, whole(ids).logits, **TOLERANCE[torch.float64])
+        torch.testing.assert_close(model(ids[:, :4]).logits, whole(ids[:, :4]).logits, **TOLERANCE[torch.float64])
+        inner = model.model.layers[1] if name == "llama" else model.transformer.h[1]
+        failing = inner.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids)
+        failing.remove()
+    with pytest.raises(ValueError, match=r"under torch\.no_grad\(\), any length will do"):
+        model(ids)
+    torch.testing.assert_close(model(**example).loss, whole(**example).loss, **TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_text_of_any_length_is_generated_with_sequence_parallelism(ranks: RankPool, name: str, size: int) -> None:
+    ranks.run(size, generates, name)

@@ -1,0 +1,155 @@
+"""Dropout of models made parallel: the masks of all ranks put together, in the unsharded model, give its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import RankPool
+from test_parallelize import MAKE, TOLERANCE, batch, compare
+from torch import Tensor, nn
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+pytest.importorskip("transformers")
+
+
+@contextlib.contextmanager
+def patched(monkeypatch: pytest.MonkeyPatch, dropout: Any) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "dropout", dropout)
+        yield
+
+
+def with_dropout(name: str) -> nn.Module:
+    model = MAKE[name]()
+    model.config._attn_implementation = "eager"  # whose dropout of attention is torch.nn.functional's
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3
+    return model.double().train()
+
+
+PLACES = {  # of the dropouts of a model in the order of its forward pass: of a layer, before all of them
+    "llama": ([], ["heads"]),
+    "gpt2": (["whole"], ["heads", "sequence", "sequence"]),
+    "bert": (["whole"], ["heads", "sequence", "sequence"]),
+}
+
+
+def draws(comm: Communicator, name: str, sequence_parallel: bool, checkpoints: bool | None) -> None:
+    torch.manual_seed(3)
+    whole: Any = with_dropout(name)
+    model: Any = ad.parallelize(
+        copy.deepcopy(whole), comm, getattr(ad.plans, name), sequence_parallel=sequence_parallel
+    )
+    if checkpoints is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoints})
+    ad.rng.seed(11, comm)
+    real, masks = F.dropout, []
+
+    def records(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        y = real(x, p, training, inplace)
+        if training and p > 0:
+            masks.append(real(torch.ones_like(x), 0.0) * (y != 0) / (1 - p))
+        return y
+
+    monkeypatch = pytest.MonkeyPatch()
+    with patched(monkeypatch, records):
+        loss = model(**batch(0)).loss
+        drawn = masks[:]
+        loss.backward()
+    ad.finish_gradients(model)
+    first, layer = PLACES[name]
+    places = first + layer * 2
+    assert len(drawn) == len(places)
+    assembled = []
+    for mask, place in zip(drawn, places, strict=True):
+        cut = place == "heads" or (place == "sequence" and sequence_parallel)  # both are dimension 1
+        each = ad.all_gather(mask, comm, 1, grad="sum").chunk(comm.size, 1)
+        for one in each[1:]:
+            assert torch.equal(one, each[0]) != cut, place
+        assembled.append(torch.cat(each, 1) if cut else mask)
+
+    def replays(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return x * assembled.pop(0) if training and p > 0 else x
+
+    with patched(monkeypatch, replays):
+        expected = whole(**batch(0)).loss
+    expected.backward()
+    assert not assembled
+    torch.testing.assert_close(loss, expected, **TOLERANCE[torch.float64])
+    compare(model, whole, TOLERANCE[torch.float64])
+    outside = torch.rand(3)  # the default generators are equal after it
+    assert torch.equal(ad.all_gather(outside, comm, 0, grad="sum"), outside.repeat(comm.size))
+    model.eval()
+    ids = batch(0)
+    state = torch.get_rng_state()
+    torch.testing.assert_close(model(**ids).loss, whole.eval()(**ids).loss, **TOLERANCE[torch.float64])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_masks_are_each_ranks_own_where_activations_are(ranks: RankPool, name: str, sequence_parallel: bool) -> None:
+    ranks.run(2, draws, name, sequence_parallel, None)
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_checkpoints_draw_the_same_masks_again(ranks: RankPool, name: str, checkpoints: bool) -> None:
+    ranks.run(2, draws, name, True, checkpoints)
+    ranks.run(2, draws, name, False, checkpoints)
+
+
+def unseeded(comm: Communicator) -> None:
+    other = comm.split(0, comm.rank)
+    assert other is not None
+    for name in ("llama", "gpt2"):
+        model: Any = ad.parallelize(with_dropout(name), other, getattr(ad.plans, name))
+        with pytest.raises(RuntimeError, match=r"call ad\.rng\.seed\(seed, comm\)"):
+            model(**batch(0))
+        ids = batch(0)
+        state = torch.get_rng_state()
+        model.eval()(**ids)
+        assert torch.equal(torch.get_rng_state(), state)
+    plan = {"0": "column", "2": "row"}
+    with pytest.warns(UserWarning, match="the plan says nothing of 1: replicated"):
+        ad.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)), other, plan)
+    with pytest.raises(ValueError, match="0: the plan names its attribute 'dropout', which Linear does not have"):
+        plan_of: Any = {"0": ["column", ("attention_dropout", {"p": "dropout"})]}
+        ad.parallelize(nn.Sequential(nn.Linear(4, 4)), other, plan_of)
+    other.destroy()
+
+
+def test_what_is_not_seeded_or_not_mentioned_is_said(ranks: RankPool) -> None:
+    ranks.run(2, unseeded)
+
+
+def fails(comm: Communicator) -> None:
+    """An error in a cut block leaves the generators equal."""
+    ad.rng.seed(4, comm)
+    model: Any = ad.parallelize(with_dropout("llama"), comm, ad.plans.llama)
+    ids = batch(0)
+    torch.manual_seed(5)
+    torch.empty((), dtype=torch.int64).random_()  # the one that a block takes
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    attention = model.model.layers[0].self_attn.o_proj
+    attention.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**ids)
+    assert torch.equal(torch.rand(3), expected)
+    ad.rng.get_state()  # refused within a block
+
+
+def test_an_error_leaves_the_block(ranks: RankPool) -> None:
+    ranks.run(2, fails)
