@@ -69,9 +69,11 @@ def agree(whole: Model, model: Model) -> None:
     for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         assert parameter.grad is not None and expected.grad is not None
         found = parameter.shard.gather(parameter.grad)  # type: ignore[attr-defined]
-        torch.testing.assert_close(
-            found, expected.grad, rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
-        )
+
+        def told(text: str, name: str = name) -> str:
+            return f"{name}: {text}"
+
+        torch.testing.assert_close(found, expected.grad, rtol=1e-10, atol=1e-10, msg=told)
 
 
 def counted(comm: Communicator) -> list[int]:
