@@ -1,0 +1,467 @@
+"""Plans that a user writes for models whose plans are not in the library: loss and gradients of the unsharded ones.
+
+Each plan is written as one would be in a program: data, and a function where a model needs what the roles do not say.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import RankPool
+from torch import Tensor, nn
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+from pynccl_autograd.layers.shards import Shard, Sharded, shard_of
+
+pytest.importorskip("transformers")
+
+WORDS, BATCH, SEQUENCE = 61, 2, 8
+Plan = dict[str, Any]
+
+by_heads = ("column", {"heads": "num_attention_heads"})
+
+# Queries, keys and values of a head lie together in the outputs of one layer: a plain cut is one by heads.
+gpt_neox: Plan = {
+    "**.embed_in": "vocab_embedding",
+    "**.layers.0": "sequence_begin",
+    "**.layers.*.input_layernorm": "sequence",
+    "**.layers.*.attention": "shared_input",  # it takes the length of the sequence from its input
+    "**.layers.*.attention.query_key_value": by_heads,
+    "**.layers.*.attention.dense": "row",
+    "**.layers.*.post_attention_layernorm": "sequence",
+    "**.layers.*.mlp.dense_h_to_4h": "column",
+    "**.layers.*.mlp.dense_4h_to_h": "row",
+    "**.final_layer_norm": ["sequence", "sequence_end"],
+    "**.lm_head": "vocab_head",
+}
+
+gptj: Plan = {
+    "**.wte": "vocab_embedding",
+    "**.h.0": "sequence_begin",
+    "**.h.*.ln_1": "sequence",
+    "**.h.*.attn": ["shared_input", ("divide", {"attributes": ["num_attention_heads"]})],
+    "**.h.*.attn.[qkv]_proj": by_heads,
+    "**.h.*.attn.out_proj": "row",
+    "**.h.*.mlp.fc_in": "column",
+    "**.h.*.mlp.fc_out": "row",
+    "**.ln_f": ["sequence", "sequence_end"],
+    "**.lm_head": "vocab_head",
+}
+
+# OPT's MLP is called with batch and sequence in one dimension, the first.
+opt: Plan = {
+    "**.decoder.embed_tokens": "vocab_embedding",
+    "**.decoder.embed_positions": "replicated",
+    "**.decoder.project_*": "replicated",
+    "**.decoder.layers.0": "sequence_begin",
+    "**.layers.*.self_attn_layer_norm": "sequence",
+    "**.layers.*.self_attn": ["shared_input", ("divide", {"attributes": ["num_heads"]})],
+    "**.layers.*.self_attn.[qkv]_proj": by_heads,
+    "**.layers.*.self_attn.out_proj": "row",
+    "**.layers.*.final_layer_norm": "sequence",
+    "**.layers.*.fc1": ("column", {"seq_dim": 0}),
+    "**.layers.*.fc2": ("row", {"seq_dim": 0}),
+    "**.decoder.layers.-1": "sequence_end",
+    "**.decoder.final_layer_norm": "replicated",
+    "**.lm_head": "vocab_head",
+}
+
+roberta: Plan = {
+    **{pattern: role for pattern, role in ad.plans.bert.items() if "cls" not in pattern},
+    "**.lm_head": "replicated",  # whose bias is that of its decoder
+    "**.lm_head.dense": "replicated",
+    "**.lm_head.layer_norm": "replicated",
+    "**.lm_head.decoder": "vocab_head",
+}
+
+distilbert: Plan = {
+    "**.embeddings.word_embeddings": "vocab_embedding",
+    "**.embeddings.position_embeddings": "replicated",
+    "**.embeddings.LayerNorm": "replicated",
+    "**.layer.0": "sequence_begin",
+    "**.layer.*.attention": "shared_input",
+    "**.layer.*.attention.[qkv]_lin": ("column", {"heads": "n_heads"}),
+    "**.layer.*.attention.out_lin": "row",
+    "**.layer.*.sa_layer_norm": "sequence",
+    "**.layer.*.ffn.lin1": "column",
+    "**.layer.*.ffn.lin2": "row",
+    "**.layer.*.output_layer_norm": "sequence",
+    "**.layer.-1": "sequence_end",
+    "**.vocab_transform": "replicated",
+    "**.vocab_layer_norm": "replicated",
+    "**.vocab_projector": "vocab_head",
+}
+
+# Without sequence parallelism: patches and a class token are an odd number.
+vit: Plan = {
+    "**.embeddings": "replicated",
+    "**.layers.0": "sequence_begin",
+    "**.layers.*.layernorm_*": "sequence",
+    "**.layers.*.attention": "shared_input",
+    "**.layers.*.attention.[qkv]_proj": by_heads,
+    "**.layers.*.attention.o_proj": "row",
+    "**.layers.*.mlp.fc1": "column",
+    "**.layers.*.mlp.fc2": "row",
+    "**.layers.-1": "sequence_end",
+    "**.layernorm": "replicated",
+    "**.classifier": "replicated",
+}
+
+# The embedding scales what it finds, so it stays as it is, and with it the head that shares its weight.
+gemma2: Plan = {
+    **ad.plans.llama,
+    "**.embed_tokens": "replicated",
+    "**.layers.*.pre_feedforward_layernorm": "sequence",
+    "**.layers.*.post_feedforward_layernorm": "sequence",
+    "**.lm_head": "replicated",
+}
+
+# Attention is cut; every rank has all experts, and sends them its part of the sequence.
+mixtral: Plan = {
+    **{pattern: role for pattern, role in ad.plans.llama.items() if ".mlp" not in pattern},
+    "**.mlp.gate": "sequence",
+    "**.mlp.experts": "sequence",
+}
+
+
+def of_encoder(linear: nn.Linear, comm: Communicator) -> nn.Module:
+    """Keys and values of what the encoder has made: whole, since its last norm is a "sequence_end"."""
+    return ad.ColumnParallelLinear.from_linear(linear, comm)
+
+
+class PositionBias(Sharded):
+    """An embedding of which each rank has the columns of its heads."""
+
+    def __init__(self, embedding: nn.Embedding, comm: Communicator) -> None:
+        super().__init__()
+        self.comm, self.shape = comm, tuple(embedding.weight.shape)
+        self.weight = nn.Parameter(self.shards()["weight"].own(embedding.weight.detach()).clone())
+        self._mark()
+
+    def shards(self) -> dict[str, Shard]:
+        return {"weight": Shard(self.comm, 1, self.shape)}
+
+    def forward(self, buckets: Tensor) -> Tensor:
+        return nn.functional.embedding(buckets, self.weight)
+
+
+t5: Plan = {
+    "**.shared": "vocab_embedding",
+    "**.embed_tokens": "vocab_embedding",
+    "**.block.0": "sequence_begin",
+    "**.SelfAttention": ["shared_input", ("divide", {"attributes": ["n_heads"]})],
+    "**.SelfAttention.[qkv]": ("column", {"heads": "num_heads"}),
+    "**.relative_attention_bias": PositionBias,
+    "**.EncDecAttention": ["shared_input", ("divide", {"attributes": ["n_heads"]})],
+    "**.EncDecAttention.q": ("column", {"heads": "num_heads"}),
+    "**.EncDecAttention.[kv]": of_encoder,
+    "**.o": "row",
+    "**.layer_norm": "sequence",
+    "**.DenseReluDense.wi*": "column",
+    "**.DenseReluDense.wo": "row",
+    "**.final_layer_norm": ["sequence", "sequence_end"],
+    "**.lm_head": "vocab_head",
+}
+
+whisper: Plan = {
+    "**.encoder.conv*": "replicated",
+    "**.embed_positions": "replicated",
+    "**.embed_tokens": "vocab_embedding",
+    "**.layers.0": "sequence_begin",
+    "**.self_attn": ["shared_input", ("divide", {"attributes": ["num_heads"]})],
+    "**.self_attn.[qkv]_proj": ("column", {"heads": "decoder_attention_heads"}),
+    "**.encoder_attn": ["shared_input", ("divide", {"attributes": ["num_heads"]})],
+    "**.encoder_attn.q_proj": ("column", {"heads": "decoder_attention_heads"}),
+    "**.encoder_attn.[kv]_proj": of_encoder,
+    "**.out_proj": "row",
+    "**.*_layer_norm": "sequence",
+    "**.fc1": "column",
+    "**.fc2": "row",
+    "**.layer_norm": ["sequence", "sequence_end"],
+    "**.proj_out": "vocab_head",
+}
+
+
+def alibi_of_own_heads(attention: nn.Module, comm: Communicator) -> nn.Module:
+    """Bloom makes the bias of all heads in one place, [batch * heads, 1, length], and passes it to every layer."""
+
+    def own(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        alibi = kwargs["alibi"].unflatten(0, (args[0].shape[0], -1)).chunk(comm.size, 1)[comm.rank]
+        return args, {**kwargs, "alibi": alibi.flatten(0, 1)}
+
+    attention.register_forward_pre_hook(own, with_kwargs=True)
+    return attention
+
+
+bloom: Plan = {
+    "**.word_embeddings": "vocab_embedding",
+    "**.word_embeddings_layernorm": "replicated",
+    "**.h.0": "sequence_begin",
+    "**.h.*.input_layernorm": "sequence",
+    "**.h.*.self_attention": ["shared_input", ("divide", {"attributes": ["num_heads"]})],
+    "**.h.*.self_attentio[n]": alibi_of_own_heads,
+    "**.h.*.self_attention.query_key_value": ("column", {"heads": "n_head"}),
+    "**.h.*.self_attention.dense": "row",
+    "**.h.*.post_attention_layernorm": "sequence",
+    "**.h.*.mlp.dense_h_to_4h": "column",
+    "**.h.*.mlp.dense_4h_to_h": "row",
+    "**.ln_f": ["sequence", "sequence_end"],
+    "**.lm_head": "vocab_head",
+}
+
+
+class UnequalBlocks(Shard):
+    """As `Shard` with blocks, of the sizes that are named."""
+
+    def __init__(self, comm: Communicator, shape: tuple[int, ...], sizes: list[int]) -> None:
+        super().__init__(comm, 0, shape)
+        self.sizes = sizes
+
+    def own(self, whole: Tensor) -> Tensor:
+        return torch.cat([one.chunk(self.comm.size)[self.comm.rank] for one in whole.split(self.sizes)])
+
+    def gather(self, part: Tensor) -> Tensor:
+        each = [size // self.comm.size for size in self.sizes]
+        ranks = [one.split(each) for one in super().gather(part).chunk(self.comm.size)]
+        return torch.cat([one[block] for block in range(len(each)) for one in ranks])
+
+
+class QueriesKeysValues(Sharded):
+    """Phi3's layer of all three, of which each rank has its heads; its input is gathered by the attention around."""
+
+    def __init__(self, linear: nn.Linear, comm: Communicator) -> None:
+        super().__init__()
+        queries = linear.in_features
+        others = (linear.out_features - queries) // 2
+        self.comm, self.shape, self.sizes = comm, tuple(linear.weight.shape), [queries, others, others]
+        self.weight = nn.Parameter(self.shards()["weight"].own(linear.weight.detach()).clone())
+        self._mark()
+
+    def shards(self) -> dict[str, Shard]:
+        return {"weight": UnequalBlocks(self.comm, self.shape, self.sizes)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def own_heads(attention: Any, comm: Communicator) -> nn.Module:
+    """Phi3 takes the number of heads from the configuration, which all modules share."""
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads //= comm.size
+    attention.num_key_value_heads //= comm.size
+    return attention  # type: ignore[no-any-return]
+
+
+phi3: Plan = {
+    "**.embed_tokens": "vocab_embedding",
+    "**.layers.0": "sequence_begin",
+    "**.layers.*.input_layernorm": "sequence",
+    "**.layers.*.self_attn": "shared_input",
+    "**.layers.*.self_att[n]": own_heads,
+    "**.layers.*.self_attn.qkv_proj": QueriesKeysValues,
+    "**.layers.*.self_attn.o_proj": "row",
+    "**.layers.*.post_attention_layernorm": "sequence",
+    "**.layers.*.mlp.gate_up_proj": ("column", {"blocks": 2}),
+    "**.layers.*.mlp.down_proj": "row",
+    "**.norm": ["sequence", "sequence_end"],
+    "**.lm_head": "vocab_head",
+}
+
+
+# Models
+
+
+def made(config: str, kind: str, **sizes: Any) -> nn.Module:
+    import transformers
+
+    settings = getattr(transformers, f"{config}Config")(**{"vocab_size": WORDS, **sizes})
+    model: nn.Module = getattr(transformers, kind)(settings)
+    return model
+
+
+bert_like = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+llama_like = {**bert_like, "num_key_value_heads": 2, "pad_token_id": 0}
+coded = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+coded |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+stacked = {"n_embd": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+class Case(NamedTuple):
+    plan: Plan
+    make: Callable[..., nn.Module]
+    exact: bool = True  # False: norms or logits are computed in float32, whatever the model's type
+
+
+CASES = {
+    "GPT-NeoX": Case(gpt_neox, functools.partial(made, "GPTNeoX", "GPTNeoXForCausalLM", **bert_like)),
+    "GPT-NeoX, tied": Case(
+        gpt_neox,
+        functools.partial(
+            made,
+            "GPTNeoX",
+            "GPTNeoXForCausalLM",
+            **bert_like,
+            use_parallel_residual=False,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "GPT-J": Case(
+        gptj, functools.partial(made, "GPTJ", "GPTJForCausalLM", n_positions=16, rotary_dim=4, **stacked, **undropped)
+    ),
+    "OPT": Case(
+        opt,
+        functools.partial(
+            made,
+            "OPT",
+            "OPTForCausalLM",
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            ffn_dim=48,
+            word_embed_proj_dim=16,
+            do_layer_norm_before=False,
+            dropout=0.0,
+        ),
+    ),
+    "Bloom": Case(bloom, functools.partial(made, "Bloom", "BloomForCausalLM", hidden_size=32, n_layer=2, n_head=4)),
+    "RoBERTa": Case(roberta, functools.partial(made, "Roberta", "RobertaForMaskedLM", **bert_like, **no_dropout)),
+    "DistilBERT": Case(
+        distilbert,
+        functools.partial(
+            made,
+            "DistilBert",
+            "DistilBertForMaskedLM",
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            hidden_dim=48,
+            dropout=0.0,
+            attention_dropout=0.0,
+        ),
+    ),
+    "ViT": Case(
+        vit,
+        functools.partial(
+            made, "ViT", "ViTForImageClassification", **bert_like, **no_dropout, image_size=8, patch_size=4
+        ),
+    ),
+    "Gemma 2": Case(
+        gemma2,
+        functools.partial(made, "Gemma2", "Gemma2ForCausalLM", **llama_like, head_dim=16, sliding_window=4),
+        exact=False,
+    ),
+    "Phi3": Case(phi3, functools.partial(made, "Phi3", "Phi3ForCausalLM", **llama_like)),
+    "Mixtral": Case(
+        mixtral,
+        functools.partial(
+            made, "Mixtral", "MixtralForCausalLM", **llama_like, num_local_experts=4, experts_implementation="eager"
+        ),
+    ),
+    "T5": Case(
+        t5,
+        functools.partial(
+            made,
+            "T5",
+            "T5ForConditionalGeneration",
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        ),
+    ),
+    "Whisper": Case(
+        whisper,
+        functools.partial(
+            made,
+            "Whisper",
+            "WhisperForConditionalGeneration",
+            **coded,
+            **ends,
+            num_mel_bins=8,
+            max_source_positions=8,
+            max_target_positions=16,
+        ),
+    ),
+    "Llama, classes": Case(
+        {**ad.plans.llama, "**.score": "replicated"},
+        functools.partial(made, "Llama", "LlamaForSequenceClassification", **llama_like),
+    ),
+    "GPT-2, classes": Case(
+        {**ad.plans.gpt2, "**.score": "replicated"},
+        functools.partial(made, "GPT2", "GPT2ForSequenceClassification", **stacked, **undropped),
+    ),
+    "BERT, classes": Case(
+        {**ad.plans.bert, "**.classifier": "replicated"},
+        functools.partial(made, "Bert", "BertForSequenceClassification", **bert_like, **no_dropout),
+    ),
+}
+
+
+def batch(name: str) -> dict[str, Tensor]:
+    """Padded at the end, where the model takes a mask."""
+    torch.manual_seed(100)
+    ids = torch.randint(3, WORDS, (BATCH, SEQUENCE))
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    if name == "ViT":
+        return {"pixel_values": torch.randn(BATCH, 3, 8, 8).double(), "labels": torch.tensor([1, 0])}
+    if name == "Whisper":
+        return {"input_features": torch.randn(BATCH, 8, 2 * SEQUENCE).double(), "labels": ids}
+    labels = torch.tensor([1, 0]) if "classes" in name else ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
+
+
+def agrees(comm: Communicator, name: str, sequence_parallel: bool) -> None:
+    case = CASES[name]
+    torch.manual_seed(3)
+    whole: Any = case.make().double()
+    for parameter in whole.parameters():  # biases begin as zeros, norms as ones
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model: Any = ad.parallelize(copy.deepcopy(whole), comm, case.plan, sequence_parallel)
+    tolerance = {"rtol": 1e-9, "atol": 1e-11} if case.exact else {"rtol": 1e-4, "atol": 1e-6}
+    losses = []
+    for one in (whole, model):
+        losses.append(one(**batch(name)).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)  # some are summed in single precision
+    ad.finish_gradients(model)
+    expected, cut = dict(whole.named_parameters()), 0
+    assert dict(model.named_parameters()).keys() == expected.keys()
+    for path, parameter in model.named_parameters():
+        shard, right = shard_of(parameter), expected[path].grad
+        cut += shard is not None and shard.dim is not None
+        assert (parameter.grad is None) == (right is None), path
+        if right is not None:
+            grad = parameter.grad if shard is None else shard.gather(parameter.grad)
+            torch.testing.assert_close(grad, right, **tolerance, msg=functools.partial(_told, path))  # type: ignore[arg-type]
+    assert cut >= 10  # that it has been made parallel at all
+
+
+def _told(path: str, text: str) -> str:
+    return f"{path}: {text}"
+
+
+# The patches of ViT and its class token are 5.
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    [(name, cut) for name in CASES for cut in (True, False) if (name, cut) != ("ViT", True)],
+)
+def test_a_plan_of_ones_own_gives_the_unsharded_gradients(ranks: RankPool, name: str, sequence_parallel: bool) -> None:
+    ranks.run(2, agrees, name, sequence_parallel)
+
+
+@pytest.mark.parametrize("name", ["GPT-NeoX", "OPT", "Bloom", "T5", "Whisper"])
+def test_and_on_four_ranks(ranks: RankPool, name: str) -> None:
+    ranks.run(4, agrees, name, True)
