@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -9,23 +10,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 
-from .. import rng
 from ..arguments import as_int, check_comm
 from ..mesh import Mesh
-from ..ops.all_gather import all_gather, split
-from ..ops.all_reduce import copy
 from ..overlap.config import Overlap
 from ..wire import Dtype
 from .dropout import Dropout
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .model_hooks import CausalLoss, Drawing, Entering, FromShared, Leaving, Marking, Outputs, Sequence
 from .plan import KINDS, NAME, Site, read
 from .shards import Shard, Sharded, shard_of
-from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
+from .vocabulary import VocabParallelEmbedding, VocabParallelHead
 
 
 def parallelize(
@@ -52,15 +52,17 @@ def parallelize(
     "row"             nn.Linear -> RowParallelLinear
     "key_value"       as "column"; of fewer heads than ranks each is shared by several ranks (`KeyValueLinear`), and
                       num_key_value_groups of the parent becomes what it is on this rank
-    "shared_input"    the input of this module is gathered once, for all "column" and "key_value" modules right in it
+    "shared_input"    the input of this module is gathered once, for all "column" and "key_value" modules in it.
+                      Options: input: the argument's name, where it is not the first tensor
     "vocab_embedding" nn.Embedding -> VocabParallelEmbedding
     "vocab_head"      nn.Linear -> VocabParallelHead
     "sequence"        stays, and sees this rank's part of the sequence: `finish_gradients` sums its gradients
     "partial"         stays, and sees this rank's heads or columns: the same, without sequence parallelism, too
-    "sequence_begin"  the input of this module is cut along the sequence
+    "sequence_begin"  the input of this module is cut along the sequence. Options: input
     "sequence_end"    the output of this module is gathered along the sequence
     "replicated"      stays
-    "divide"          attributes that count what is on all ranks are divided by N. Options: attributes
+    "divide"          attributes that count what is on all ranks are divided by N. Options: attributes, such as
+                      ["num_heads"]; of "config.num_heads" in a copy of config, which modules may share
     "attention_dropout" what this module draws itself is of this rank's heads. Options: p: name of its attribute, a
                       probability or a dropout module, that says how much
 
@@ -86,15 +88,17 @@ def parallelize(
     check_comm(NAME, comm)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{NAME}: model is {shown(model)}, expected a torch.nn.Module")
-    given = _Given(model, comm, bool(sequence_parallel), seq_dim, overlap, reduce_dtype, gather_logits, {})
+    given = _Given(model, comm, bool(sequence_parallel), seq_dim, overlap, reduce_dtype, gather_logits, {}, {})
     sites = read(model, plan)
     made = {path: _replacement(given, site, dry=True) for path, site in sites.items()}
     for site in sites.values():
-        _check_attributes(site)
+        _check_attributes(site, comm.size)
+    if sequence_parallel:
+        _check_between(model, sites)
     tied = _tied(model)
     _check_tied(tied, made)
     _warn(model, sites)
-    sequence = _Sequence()
+    sequence = Sequence()
     for path, site in sites.items():
         _hook(given, site, [one for one in sites.values() if one.parent == path], sequence)
     for path, cut in _dropouts(model, sites).items():
@@ -111,12 +115,16 @@ def parallelize(
             if one in sites and made[one] is not None:
                 replacement = _replacement(given, sites[one], dry=False)
                 assert replacement is not None
+                if sites[one].shared and getattr(replacement, "gather_input", None) is False:
+                    looking = FromShared(one, given.entering[sites[one].shared])
+                    replacement.register_forward_pre_hook(looking)
                 _put(model, one, replacement)
     for group in tied:
         _tie(model, group)
     sequence.find(model)
+    model.register_forward_hook(Outputs(comm, seq_dim, sequence, _heads(model)))
     if not gather_logits and hasattr(model, "loss_function"):
-        model.loss_function = _CausalLoss(comm)  # type: ignore[assignment]
+        model.loss_function = CausalLoss(comm)  # type: ignore[assignment]
     return model
 
 
@@ -129,6 +137,7 @@ class _Given(NamedTuple):
     reduce_dtype: Dtype
     gather_logits: bool
     meshes: dict[int, Mesh]
+    entering: dict[str, Entering]  # of modules whose input is shared
 
     def heads(self, name: str, path: str) -> int:
         """The number of heads that the model's configuration says."""
@@ -147,14 +156,18 @@ class _Given(NamedTuple):
 
 def _replacement(given: _Given, site: Site, dry: bool) -> nn.Module | None:
     """What takes the module's place; None: it stays. dry: on the meta device, to see whether it can be made."""
+    kinds = [role for role in site.roles if KINDS[role]]
     if site.function is not None:
+        if kinds:
+            raise ValueError(
+                f"{NAME}: {site.path}: the plan says {kinds[0]} and gives a function; it can be one of them"
+            )
         if dry:
             return site.module
         made = site.function(site.module, given.comm)
         if made is not None and not isinstance(made, nn.Module):
             raise TypeError(f"{NAME}: {site.path}: the plan's function returned {shown(made)}, expected a module")
         return made or site.module
-    kinds = [role for role in site.roles if KINDS[role]]
     if not kinds:
         return None
     if len(kinds) > 1:
@@ -165,6 +178,7 @@ def _replacement(given: _Given, site: Site, dry: bool) -> nn.Module | None:
     fits = fits or (type(module).__name__ == "Conv1D" and "Conv1D" in KINDS[role])
     if isinstance(module, Sharded):
         raise TypeError(f"{NAME}: {site.path} is {type(module).__name__} already; make a model parallel once")
+    _check_alone(given.model, site.path, module)
     if not fits:
         raise TypeError(
             f"{NAME}: {site.path} is {type(module).__name__}, and the plan says {role!r}: expected {KINDS[role]}"
@@ -176,6 +190,24 @@ def _replacement(given: _Given, site: Site, dry: bool) -> nn.Module | None:
             raise
         shape = next((list(one.shape) for one in module.parameters(recurse=False)), [])
         raise type(error)(f"{NAME}: {site.path}, weight {shape}: {error}") from None
+
+
+def _check_alone(model: nn.Module, path: str, module: nn.Module) -> None:
+    """That nothing is lost with the module, and that it is called: not its weight used by what is around."""
+    more = []
+    if any(isinstance(module, one) and type(module).forward is not one.forward for one in (nn.Linear, nn.Embedding)):
+        more.append("a forward of its own")
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        more.append("hooks")
+    if parametrize.is_parametrized(module):
+        more.append("parametrizations")
+    if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention):
+        more.append("a weight that nn.MultiheadAttention uses without calling it")
+    if more:
+        raise TypeError(
+            f"{NAME}: {path} is {type(module).__name__} with {' and '.join(more)}, which would be lost in the layer in "
+            "its place; say 'replicated', or give a function that makes the layer"
+        )
 
 
 class Conv1D(nn.Module):
@@ -221,10 +253,11 @@ def _make(given: _Given, site: Site, role: str, module: Any, dry: bool) -> nn.Mo
         "reduce_dtype": given.reduce_dtype,
         **options,
     }
+    sequence_parallel = both.pop("sequence_parallel", given.sequence_parallel)
     if role == "row":
-        return RowParallelLinear.from_linear(module, comm, given.sequence_parallel, **both)
+        return RowParallelLinear.from_linear(module, comm, sequence_parallel, **both)
     if site.shared:
-        both["gather_input"] = False
+        both.setdefault("gather_input", False)
     if role == "key_value" and heads < comm.size and comm.size % heads == 0:
         if not site.shared:
             raise ValueError(f"{heads} heads on {comm.size} ranks need 'shared_input' of the module around")
@@ -235,48 +268,98 @@ def _make(given: _Given, site: Site, role: str, module: Any, dry: bool) -> nn.Mo
     if heads % comm.size:
         expected = "one to be a multiple of the other" if role == "key_value" else "a multiple of the ranks"
         raise ValueError(f"model.config.{named} is {heads}, on {comm.size} ranks; expected {expected}")
-    return ColumnParallelLinear.from_linear(module, comm, given.sequence_parallel, **both)
+    return ColumnParallelLinear.from_linear(module, comm, sequence_parallel, **both)
 
 
 def _fail(module: Any, heads: int) -> nn.Module:
     raise ValueError(f"{module.weight.shape[0]} outputs are not divisible by {heads} heads")
 
 
-def _check_attributes(site: Site) -> None:
-    """That the module has those that the plan names."""
-    named = [*site.roles.get("divide", {}).get("attributes", ())]
-    if "attention_dropout" in site.roles:
-        named.append(site.roles["attention_dropout"].get("p"))
-    for name in named:
-        if not isinstance(name, str) or not hasattr(site.module, name):
+def _check_attributes(site: Site, ranks: int) -> None:
+    """That the module has those that the plan names, and that they can be divided."""
+    where = f"{NAME}: {site.path}: the plan names its attribute"
+    kind = type(site.module).__name__
+    for name in site.roles.get("divide", {}).get("attributes", ()):
+        try:
+            count = operator.attrgetter(name)(site.module)
+        except (AttributeError, TypeError):
+            raise ValueError(f"{where} {shown(name)}, which {kind} does not have") from None
+        if as_int(count) is None or count % ranks:
             raise ValueError(
-                f"{NAME}: {site.path}: the plan names its attribute {shown(name)}, which {type(site.module).__name__} "
-                "does not have"
+                f"{where} {name!r}, which is {shown(count)}: expected an integer that {ranks} ranks divide"
+            )
+    if "attention_dropout" in site.roles:
+        name = site.roles["attention_dropout"].get("p")
+        if not isinstance(name, str) or not hasattr(site.module, name):
+            raise ValueError(f"{where} {shown(name)}, which {kind} does not have")
+
+
+def _divide(module: Any, name: str, ranks: int) -> None:
+    """An attribute of the module, or one within an object that it shares with others: then in a copy of that."""
+    first, _, rest = name.partition(".")
+    if rest:
+        own = copy.copy(getattr(module, first))
+        setattr(module, first, own)
+        _divide(own, rest, ranks)
+    else:
+        setattr(module, name, getattr(module, name) // ranks)
+
+
+def _check_between(model: nn.Module, sites: Mapping[str, Site]) -> None:
+    """That what sees a part of the sequence, of its own parameters, is said to be so: their gradients are partial."""
+    lists = {
+        site.parent
+        for site in sites.values()
+        if "sequence_begin" in site.roles and isinstance(model.get_submodule(site.parent), nn.ModuleList)
+    }
+    for path, module in model.named_modules():
+        if not any(path.startswith(f"{one}.") for one in lists if one):
+            continue
+        around = [sites[one] for one in _above(path) if one in sites]
+        if any(
+            site.function is not None
+            or site.roles.keys() & {"sequence", "partial", "shared_input"}
+            or any(KINDS[role] for role in site.roles)
+            for site in around
+        ):
+            continue
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{NAME}: {path} sees a part of the sequence on each rank, so its gradients are partial; say "
+                "'sequence' of it in the plan, or pass sequence_parallel=False"
             )
 
 
-def _hook(given: _Given, site: Site, within: list[Site], sequence: _Sequence) -> None:
+def _above(path: str) -> list[str]:
+    """The path, and those of the modules around."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def _hook(given: _Given, site: Site, within: list[Site], sequence: Sequence) -> None:
     """What is done for a module that stays: its input, its output, its parameters, its attributes."""
     comm, module, roles = given.comm, site.module, site.roles
     if "partial" in roles or ("sequence" in roles and given.sequence_parallel):
-        marking = _Marking(
-            {name: Shard(comm, None, one.shape, partial=True) for name, one in module.named_parameters()}
-        )
+        marking = Marking({name: Shard(comm, None, one.shape, partial=True) for name, one in module.named_parameters()})
         marking(module)
         module.register_forward_pre_hook(marking)
     if "sequence_begin" in roles and given.sequence_parallel:
-        module.register_forward_pre_hook(_Entering(site.path, comm, given.seq_dim, "cut", sequence), with_kwargs=True)
+        name = roles["sequence_begin"].get("input")
+        entering = Entering(site.path, comm, given.seq_dim, "cut", sequence, name)
+        module.register_forward_pre_hook(entering, with_kwargs=True)
     if "shared_input" in roles:
         how = "gathered" if given.sequence_parallel else "copied"
-        module.register_forward_pre_hook(_Entering(site.path, comm, given.seq_dim, how, sequence), with_kwargs=True)
+        name = roles["shared_input"].get("input")
+        entering = given.entering[site.path] = Entering(site.path, comm, given.seq_dim, how, sequence, name)
+        module.register_forward_pre_hook(entering, with_kwargs=True)
     if "sequence_end" in roles and given.sequence_parallel:
-        module.register_forward_hook(_Leaving(comm, given.seq_dim, sequence))
+        module.register_forward_hook(Leaving(comm, given.seq_dim, sequence))
     if "attention_dropout" in roles and _probability(getattr(module, roles["attention_dropout"]["p"])) > 0:
-        drawing = _Drawing(comm)
+        drawing = Drawing(comm)
         module.register_forward_pre_hook(drawing.begin)
         module.register_forward_hook(drawing.end, always_call=True)
     for name in roles.get("divide", {}).get("attributes", ()):
-        setattr(module, name, getattr(module, name) // comm.size)
+        _divide(module, name, comm.size)
     for one in within:
         options = one.roles.get("key_value")
         groups = getattr(module, "num_key_value_groups", None)
@@ -287,108 +370,10 @@ def _hook(given: _Given, site: Site, within: list[Site], sequence: _Sequence) ->
                 module.num_key_value_groups = whole // comm.size  # type: ignore[assignment]
 
 
-class _Marking:
-    """A hook: the parameters of a module say what they are parts of, also those of its copies, and those that took
-    their place."""
-
-    def __init__(self, shards: dict[str, Shard]) -> None:
-        self.shards = shards
-
-    def __call__(self, module: nn.Module, args: Any = ()) -> None:
-        for name, shard in self.shards.items():
-            parameter = operator.attrgetter(name)(module)  # a tensor, in functional_call
-            if getattr(parameter, "shard", None) is not shard:
-                parameter.shard = shard
-
-
-class _Sequence:
-    """Whether the sequence is cut in the forward pass under way, for the hooks and layers of a model."""
-
-    def __init__(self) -> None:
-        self.cut = True
-        self.layers: list[Any] = []
-
-    def find(self, model: nn.Module) -> None:
-        self.layers = [one for one in model.modules() if getattr(one, "sequence_parallel", None) is True]
-
-    def leave_whole(self, whole: bool) -> None:
-        if self.cut == whole:
-            self.cut = not whole
-            for layer in self.layers:
-                layer.sequence_parallel = self.cut
-
-
-class _Entering:
-    """A hook: the first tensor of a module's input is gathered along the sequence, or cut, or copied."""
-
-    def __init__(self, path: str, comm: Communicator, seq_dim: int, how: str, sequence: _Sequence) -> None:
-        self.path, self.comm, self.seq_dim, self.how, self.sequence = path, comm, seq_dim, how, sequence
-
-    def __call__(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for at, x in enumerate(args):
-            if isinstance(x, Tensor):
-                return (*args[:at], self._changed(x), *args[at + 1 :]), kwargs
-        for name, x in kwargs.items():
-            if isinstance(x, Tensor):
-                return args, {**kwargs, name: self._changed(x)}
-        raise TypeError(f"{NAME}: {self.path} was called without a tensor, which was to be {self.how}")
-
-    def _changed(self, x: Tensor) -> Tensor:
-        if self.how == "cut":
-            fits = x.dim() > self.seq_dim and x.shape[self.seq_dim] % self.comm.size == 0
-            self.sequence.leave_whole(not fits and not torch.is_grad_enabled())
-            if not self.sequence.cut:
-                return x
-            if not fits:
-                raise ValueError(
-                    f"{self.path}: hidden states of shape {list(x.shape)} cannot be cut along the sequence, dimension "
-                    f"{self.seq_dim}, on {self.comm.size} ranks: pad it to a multiple of {self.comm.size}, or call "
-                    "parallelize with sequence_parallel=False; without gradients, under torch.no_grad(), any length "
-                    "will do"
-                )
-            y: Tensor = split(x, self.comm, self.seq_dim)
-        elif self.how == "copied" or not self.sequence.cut:
-            y = copy(x, self.comm)
-        else:
-            y = all_gather(x, self.comm, self.seq_dim, grad="sum")
-        return y
-
-
-class _Leaving:
-    """A hook: the first tensor of a module's output is gathered along the sequence."""
-
-    def __init__(self, comm: Communicator, seq_dim: int, sequence: _Sequence) -> None:
-        self.comm, self.seq_dim, self.sequence = comm, seq_dim, sequence
-
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self(_, args, output[0]), *output[1:])
-        if not self.sequence.cut:
-            self.sequence.leave_whole(False)
-            return output
-        return all_gather(output, self.comm, self.seq_dim, grad="replicated")
-
-
-class _Drawing:
-    """Two hooks: between them this rank draws its own numbers."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self.open: list[Any] = []
-
-    @torch.compiler.disable
-    def begin(self, module: nn.Module, args: Any) -> None:
-        if module.training:
-            block = rng.cut(self.comm)
-            block.__enter__()
-            self.open.append(block)
-
-    @torch.compiler.disable
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module.training and self.open:
-            self.open.pop().__exit__(None, None, None)
+def _heads(model: nn.Module) -> int | None:
+    """Of attention, if its configuration says."""
+    heads = as_int(getattr(getattr(model, "config", None), "num_attention_heads", None))
+    return None if heads is None else int(heads)
 
 
 def _probability(value: Any) -> float:
@@ -417,38 +402,6 @@ def _dropout(given: _Given, module: nn.Module, place: str) -> nn.Module:
     assert isinstance(module, nn.Dropout)
     cut = place == "partial" or (place == "sequence" and given.sequence_parallel)
     return Dropout(module.p, given.comm, cut, module.inplace).train(module.training)
-
-
-class _CausalLoss:
-    """The loss of a language model of transformers, of logits that are cut over the vocabulary."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        first, columns = vocab_size % self.comm.size, vocab_size // self.comm.size
-        splits = [columns + (rank < first) for rank in range(self.comm.size)]
-        mean = num_items_in_batch is None
-        loss = vocab_parallel_cross_entropy(
-            logits,
-            shift_labels,
-            self.comm,
-            ignore_index=ignore_index,
-            reduction="mean" if mean else "sum",
-            splits=splits,
-        )
-        return loss if mean else loss / num_items_in_batch
 
 
 # Parameters that several modules have
@@ -554,5 +507,10 @@ def _draw(module: nn.Module, comm: Communicator, init: Callable[[nn.Module], Any
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
+    old = model.get_submodule(path)
+    for parent in list(model.modules()):  # it may have several names
+        for name, child in list(parent.named_children()):
+            if child is old:
+                setattr(parent, name, module)
+                if isinstance(parent, nn.TransformerEncoderLayer):
+                    parent.activation_relu_or_gelu = 0  # no fast path, which uses weights and calls no layer

@@ -37,7 +37,7 @@ class Site(NamedTuple):
     module: nn.Module
     roles: dict[str, dict[str, Any]]  # name -> options
     function: Callable[..., Any] | None
-    shared: bool  # its input is gathered by its parent
+    shared: str  # path of the module around that gathers its input, if one does
 
 
 def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
@@ -58,18 +58,33 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
                 f"{NAME}: no module fits the pattern {pattern!r}"
                 + (f"; there are {', '.join(near)}" if near else "; see [name for name, _ in model.named_modules()]")
             )
-        cuts = is_function(value) or any(KINDS[role] for role in _roles(pattern, value))
-        fitting += bool(paths) and cuts
+        new, made_by = _roles(pattern, value)
+        fitting += bool(paths) and (made_by is not None or any(KINDS[role] for role in new))
         for path in paths:
             roles, function = found.get(path, ({}, None))
-            found[path] = ({**roles, **_roles(pattern, value)}, value if is_function(value) else function)
+            if made_by is not None or new.keys() & _EITHER:  # of two patterns the later one says it
+                roles, function = {role: options for role, options in roles.items() if role not in _EITHER}, None
+            found[path] = ({**roles, **new}, made_by or function)
     if not fitting and plan:
         raise ValueError(
             f"{NAME}: no module of {type(model).__name__} is cut by this plan: is it that of another model?"
         )
     sharing = {path for path, (roles, _) in found.items() if "shared_input" in roles}
+    for one in sharing:
+        within = [found[path] for path in found if path.startswith(f"{one}.")]
+        if not any(function is not None or roles.keys() & {"column", "key_value"} for roles, function in within):
+            raise ValueError(
+                f"{NAME}: the plan says 'shared_input' of {one}, and of no module in it 'column': expected one, since "
+                "the gradient of the input is summed over the ranks"
+            )
     return {
-        path: Site(path, path.rpartition(".")[0], modules[path], *found[path], path.rpartition(".")[0] in sharing)
+        path: Site(
+            path,
+            path.rpartition(".")[0],
+            modules[path],
+            *found[path],
+            next((one for one in sharing if path.startswith(f"{one}.")), ""),
+        )
         for path in modules
         if path in found
     }
@@ -92,20 +107,35 @@ def _fits(path: list[str], pattern: list[str], lists: Mapping[str, int], above: 
     )
 
 
-def is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, str)
-
-
-def _roles(pattern: str, value: Any) -> dict[str, dict[str, Any]]:
-    if is_function(value):
-        return {}
+def _roles(pattern: str, value: Any) -> tuple[dict[str, dict[str, Any]], Callable[..., Any] | None]:
+    """What the plan says of a pattern: roles with options, and the function, if there is one."""
     found: dict[str, dict[str, Any]] = {}
+    function = None
     for one in value if isinstance(value, list) else [value]:
+        if callable(one):
+            function = one
+            continue
         name, options = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
-        if name not in KINDS or not isinstance(options, Mapping):
+        if not isinstance(name, str) or name not in KINDS or not isinstance(options, Mapping):
             raise ValueError(
                 f"{NAME}: the plan says {shown(one)} of {pattern!r}, expected a function, or one of "
                 f"{', '.join(KINDS)}, or a pair of one and a dict of options"
             )
+        unknown = [] if KINDS[name] else [key for key in options if key not in _OPTIONS.get(name, ())]
+        if unknown:
+            raise ValueError(
+                f"{NAME}: the plan gives {name!r} of {pattern!r} the option {shown(unknown[0])}, expected "
+                f"{' or '.join(_OPTIONS.get(name, ())) or 'none'}"
+            )
         found[name] = dict(options)
-    return found
+    return found, function
+
+
+_EITHER = {role for role in KINDS if KINDS[role]} | {"sequence", "partial", "replicated"}
+
+_OPTIONS = {  # of roles of modules that stay
+    "shared_input": ("input",),
+    "sequence_begin": ("input",),
+    "divide": ("attributes",),
+    "attention_dropout": ("p",),
+}

@@ -130,9 +130,8 @@ mixtral: Plan = {
 }
 
 
-def of_encoder(linear: nn.Linear, comm: Communicator) -> nn.Module:
-    """Keys and values of what the encoder has made: whole, since its last norm is a "sequence_end"."""
-    return ad.ColumnParallelLinear.from_linear(linear, comm)
+# Keys and values of what the encoder has made: whole, since its last norm is a "sequence_end".
+of_encoder = ("column", {"gather_input": True, "sequence_parallel": False})
 
 
 class PositionBias(Sharded):
@@ -204,8 +203,7 @@ bloom: Plan = {
     "**.word_embeddings_layernorm": "replicated",
     "**.h.0": "sequence_begin",
     "**.h.*.input_layernorm": "sequence",
-    "**.h.*.self_attention": ["shared_input", ("divide", {"attributes": ["num_heads"]})],
-    "**.h.*.self_attentio[n]": alibi_of_own_heads,
+    "**.h.*.self_attention": ["shared_input", ("divide", {"attributes": ["num_heads"]}), alibi_of_own_heads],
     "**.h.*.self_attention.query_key_value": ("column", {"heads": "n_head"}),
     "**.h.*.self_attention.dense": "row",
     "**.h.*.post_attention_layernorm": "sequence",
@@ -250,20 +248,14 @@ class QueriesKeysValues(Sharded):
         return nn.functional.linear(x, self.weight)
 
 
-def own_heads(attention: Any, comm: Communicator) -> nn.Module:
-    """Phi3 takes the number of heads from the configuration, which all modules share."""
-    attention.config = copy.copy(attention.config)
-    attention.config.num_attention_heads //= comm.size
-    attention.num_key_value_heads //= comm.size
-    return attention  # type: ignore[no-any-return]
-
-
 phi3: Plan = {
     "**.embed_tokens": "vocab_embedding",
     "**.layers.0": "sequence_begin",
     "**.layers.*.input_layernorm": "sequence",
-    "**.layers.*.self_attn": "shared_input",
-    "**.layers.*.self_att[n]": own_heads,
+    "**.layers.*.self_attn": [
+        "shared_input",
+        ("divide", {"attributes": ["config.num_attention_heads", "num_key_value_heads"]}),
+    ],
     "**.layers.*.self_attn.qkv_proj": QueriesKeysValues,
     "**.layers.*.self_attn.o_proj": "row",
     "**.layers.*.post_attention_layernorm": "sequence",

@@ -1,0 +1,213 @@
+"""Plans that would be silently wrong: said before anything is changed, or mended."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+WIDTH = 8
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.heads = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(self.up(self.norm(x)).tanh())
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.last = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.last(x)
+        return y
+
+
+PLAN: dict[str, Any] = {
+    "blocks.0": "sequence_begin",
+    "blocks.*.norm": "sequence",
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+    "last": ["sequence", "sequence_end"],
+}
+
+
+def refused(comm: Communicator) -> None:
+    def said(change: Callable[[Any], Any], plan: dict[str, Any], error: type[Exception], *parts: str) -> None:
+        torch.manual_seed(0)
+        model = Net()
+        change(model)
+        before = {name: id(one) for name, one in model.named_modules()}
+        with pytest.raises(error) as caught:
+            ad.parallelize(model, comm, plan)
+        for part in parts:
+            assert part in str(caught.value), str(caught.value)
+        assert before == {name: id(one) for name, one in model.named_modules()}
+        assert model.blocks[0].heads == 3 and not model.blocks[0]._forward_pre_hooks
+
+    def scaled(model: Any) -> None:
+        model.blocks[1].up = Scaled(WIDTH, 12)
+
+    def normed(model: Any) -> None:
+        weight_norm(model.blocks[1].up)
+
+    def hooked(model: Any) -> None:
+        model.blocks[1].up.register_forward_hook(lambda *_: None)
+
+    def same(model: Any) -> None:
+        pass
+
+    said(scaled, PLAN, TypeError, "blocks.1.up is Scaled with a forward of its own", "say 'replicated'")
+    said(normed, PLAN, TypeError, "blocks.1.up is ParametrizedLinear with", "parametrizations")
+    said(hooked, PLAN, TypeError, "blocks.1.up is Linear with hooks")
+    silent = {pattern: role for pattern, role in PLAN.items() if pattern != "blocks.*.norm"}
+    said(same, silent, ValueError, "blocks.0.norm sees a part of the sequence", "say 'sequence'")
+    said(same, {**PLAN, "blocks.*.norm": "replicated"}, ValueError, "blocks.0.norm sees a part of the sequence")
+    for name, what in (("heads", "is 3: expected an integer that 2 ranks divide"), ("head", "does not have")):
+        plan = {**PLAN, "blocks.1": ("divide", {"attributes": [name]})}
+        said(same, plan, ValueError, "blocks.1: the plan names its attribute", repr(name), what)
+    said(same, {**PLAN, "blocks.1": "shared_input", "blocks.1.up": "replicated"}, ValueError, "of blocks.1, and of no")
+    said(same, {**PLAN, "blocks.1": ("shared_input", {"inptu": "x"})}, ValueError, "option 'inptu', expected input")
+    said(same, {**PLAN, "blocks.1": ("sequence", {"dim": 1})}, ValueError, "option 'dim', expected none")
+    both = {**PLAN, "blocks.1.up": ["column", lambda module, comm: module]}
+    said(same, both, ValueError, "blocks.1.up: the plan says column and gives a function")
+    attention = nn.MultiheadAttention(WIDTH, 2)
+    with pytest.raises(TypeError, match=r"out_proj is .* with a weight that nn\.MultiheadAttention uses"):
+        ad.parallelize(attention, comm, {"out_proj": "row"})
+
+
+def test_what_a_layer_in_its_place_would_not_do_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, refused)
+
+
+class Cross(nn.Module):
+    """Attention to another input, nearly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, other: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.q(x).tanh() * self.k(other).tanh())
+        return y
+
+
+class Wrapped(nn.Module):
+    """A layer within one, such as adapters make."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) * 2
+        return y
+
+
+def crosses(comm: Communicator) -> None:
+    torch.manual_seed(1)
+    whole = nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "cross": Cross()}).double()
+    value = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+
+    def compare(plan: dict[str, Any], change: Callable[[Any], Any] = lambda model: None) -> None:
+        one: Any = copy.deepcopy(whole)
+        change(one)
+        model: Any = ad.parallelize(copy.deepcopy(one), comm, {**plan, "first": "replicated"}, False)
+        ys = []
+        for each in (one, model):
+            x = value.clone().requires_grad_()
+            y = each["cross"](each["first"](x).sin(), each["first"](x))
+            y.square().sum().backward()
+            ys += [(y, x.grad, each["first"].weight.grad)]
+        torch.testing.assert_close(ys[1], ys[0], rtol=1e-10, atol=1e-10)
+
+    shared = {"cross": ("shared_input", {"input": "x"}), "cross.q": "column", "cross.out": "row"}
+    compare({**shared, "cross.k": ("column", {"gather_input": True, "sequence_parallel": False})})
+    with pytest.raises(ValueError, match=r"cross\.k was called with an input that does not come from that of cross"):
+        compare({**shared, "cross.k": "column"})
+    with pytest.raises(TypeError, match="cross was called without a tensor y"):
+        compare({**shared, "cross": ("shared_input", {"input": "y"}), "cross.k": "column"})
+    key = {"cross.k": ("column", {"gather_input": True})}
+
+    def wrap(model: Any) -> None:
+        model["cross"].q = Wrapped(model["cross"].q)
+
+    compare(
+        {**{name: role for name, role in shared.items() if name != "cross.q"}, **key, "cross.q.base": "column"}, wrap
+    )
+
+
+def test_layers_that_share_an_input_are_looked_at(ranks: RankPool) -> None:
+    ranks.run(2, crosses)
+
+
+def named_twice(comm: Communicator) -> None:
+    torch.manual_seed(2)
+    whole: Any = Net().double()
+    whole.blocks[1].up = whole.blocks[0].up
+    model: Any = ad.parallelize(copy.deepcopy(whole), comm, PLAN)
+    assert model.blocks[1].up is model.blocks[0].up
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    torch.testing.assert_close(model(x), whole(x))
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True).double()
+    cut = copy.deepcopy(layer)
+    plan = {"linear1": "column", "linear2": "row", "self_attn": "replicated", "norm*": "replicated"}
+    ad.parallelize(cut, comm, plan, False)
+    with torch.no_grad():
+        for training in (True, False):
+            torch.testing.assert_close(cut.train(training)(x), layer.train(training)(x))
+
+
+def test_one_module_of_two_names_and_layers_with_a_fast_path(ranks: RankPool) -> None:
+    ranks.run(2, named_twice)
+
+
+def outputs(comm: Communicator, name: str) -> None:
+    from test_parallelize import MAKE, batch
+
+    torch.manual_seed(3)
+    whole: Any = MAKE[name]().double()
+    whole.config._attn_implementation = "eager"
+    for sequence_parallel in (True, False):
+        model: Any = ad.parallelize(copy.deepcopy(whole), comm, getattr(ad.plans, name), sequence_parallel)
+        whole.zero_grad()
+        found = [one(**batch(0), output_hidden_states=True, output_attentions=True) for one in (model, whole)]
+        torch.testing.assert_close(found[0].hidden_states, found[1].hidden_states, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found[0].attentions, found[1].attentions, rtol=1e-6, atol=1e-8)
+        for one in found:
+            (one.loss + sum(each.square().sum() for each in one.hidden_states)).backward()
+        ad.finish_gradients(model)
+        for (path, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+            shard = getattr(parameter, "shard", None)
+            right = other.grad if shard is None or other.grad is None else shard.own(other.grad)
+            torch.testing.assert_close(parameter.grad, right, rtol=1e-9, atol=1e-9, msg=lambda text, p=path: p + text)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_what_transformers_gives_of_each_layer_is_whole(ranks: RankPool, name: str) -> None:
+    pytest.importorskip("transformers")
+    ranks.run(2, outputs, name)
