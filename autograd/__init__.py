@@ -29,6 +29,7 @@ from .layers import (
     load_full_state_dict,
     parallelize,
     save_full_state_dict,
+    set_communicator,
     vocab_parallel_cross_entropy,
 )
 from .mesh import Mesh
@@ -128,6 +129,7 @@ __all__ = [
     "save_full_state_dict",
     "scatter",
     "send_recv",
+    "set_communicator",
     "set_side_stream",
     "split",
     "start",

@@ -121,7 +121,11 @@ class Mesh(Shared):
             config = config._replace(comm_name="x".join(names))
         made = self.comm.split(color, key, config)
         assert made is not None
+        made.origin = made.origin._replace(axes=names)
         return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__reduce_ex__(self, protocol)  # its communicators say what becomes of them
 
     def _axes(self, axes: tuple[Any, ...]) -> tuple[str, ...]:
         """These names in the order of the mesh."""

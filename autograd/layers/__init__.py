@@ -9,6 +9,7 @@ from .dropout import Dropout
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import parallelize
+from .pickled import set_communicator
 from .shards import Shard, clip_grad_norm_, finish_gradients
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
@@ -32,5 +33,6 @@ __all__ = [
     "load_full_state_dict",
     "parallelize",
     "save_full_state_dict",
+    "set_communicator",
     "vocab_parallel_cross_entropy",
 ]

@@ -44,5 +44,7 @@ class Dropout(nn.Dropout):
 
 @torch.compiler.disable
 def _drawn(x: Tensor, p: float, comm: Communicator, inplace: bool) -> Tensor:
+    if not comm.alive:
+        comm.check_alive()
     with rng.cut(comm):
         return F.dropout(x, p, True, inplace)

@@ -20,6 +20,7 @@ from ..overlap.config import Overlap
 from ..wire import Dtype
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .parts import keep_parts
 from .plan import KINDS, NAME, Site, read
 from .shards import Shard, Sharded, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
@@ -101,6 +102,7 @@ def parallelize(
         _tie(model, group)
     if not gather_logits and hasattr(model, "loss_function"):
         model.loss_function = _CausalLoss(comm)  # type: ignore[assignment]
+    keep_parts(model)
     return model
 
 
