@@ -1,7 +1,7 @@
 """Layers cut over the ranks of a communicator, and what their parameters are parts of."""
 
 from .checkpoint import IncompatibleKeys, full_state_dict, load_full_state_dict, save_full_state_dict
-from .checkpoint_dcp import dcp_state_dict
+from .checkpoint_dcp import dcp_optimizer_state_dict, dcp_state_dict
 from .checkpoint_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .data_parallel import DataParallelGradients
 from .describe import describe
@@ -24,6 +24,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "clip_grad_norm_",
+    "dcp_optimizer_state_dict",
     "dcp_state_dict",
     "describe",
     "finish_gradients",
