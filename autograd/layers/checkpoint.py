@@ -69,7 +69,7 @@ def entries_of(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
 
 
 def comm_of(operation: str, model: nn.Module, comm: Communicator | None) -> Communicator | None:
-    """`comm`, or the one that cuts the model's parameters; None: none does."""
+    """`comm`, or the one that cuts the model's parameters, from which others may be split off; None: none does."""
     instance(model, nn.Module, f"{operation}: model", "a torch.nn.Module")
     if comm is not None:
         check_comm(operation, comm)
@@ -77,6 +77,10 @@ def comm_of(operation: str, model: nn.Module, comm: Communicator | None) -> Comm
     shards = [shard for parameter in model.parameters() if (shard := shard_of(parameter)) is not None]
     found = {id(shard.comm): shard.comm for shard in shards}
     if len(found) > 1:
+        lines = [one.origin.line() for one in found.values()]
+        above = [one for one in found.values() if all(one.origin in line for line in lines)]
+        if len(above) == 1:
+            return above[0]
         raise ValueError(
             f"{operation}: the parameters are cut over {len(found)} communicators; pass comm=, that of all their "
             "ranks, such as Mesh.comm"
@@ -87,7 +91,8 @@ def comm_of(operation: str, model: nn.Module, comm: Communicator | None) -> Comm
 def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_only: bool = True) -> dict[str, Any]:
     """The state dict of the unsharded model, on the CPU. Every rank must call it.
 
-    comm        the ranks that do; None: the communicator that cuts the parameters
+    comm        the ranks that do; None: the communicator that cuts the parameters; of several, the one that the others
+                were split off
     rank0_only  the others get {}, so that one of them has the whole model in memory
 
     One parameter at a time is gathered. Buffers, and parameters that every rank has, are this rank's. Tied parameters

@@ -78,19 +78,11 @@ def set_communicator(module: Module, comm: Communicator | Mesh) -> Module:
     return module
 
 
-def _lineage(origin: Origin) -> list[Origin]:
-    """It, its parent, and so on."""
-    found = [origin]
-    while found[-1].parent is not None:
-        found.append(found[-1].parent)
-    return found
-
-
 def _base(found: list[Origin], comm: Communicator) -> tuple[Origin | None, Exception | None]:
     """Which of them, or of those that they all come from, `comm` stands for."""
     if not found:
         return None, None
-    lines = [_lineage(one) for one in found]
+    lines = [one.line() for one in found]
     common = [one for one in lines[0] if all(one in line for line in lines)]
     for one in common:
         if (one.rank, one.size) == (comm.rank, comm.size):
@@ -119,7 +111,7 @@ def _children(found: list[Origin], base: Origin | None) -> dict[Origin | None, d
     """parent -> number of the split -> what it made, of all that is to be made below `base`."""
     children: dict[Origin | None, dict[int, Origin]] = {}
     for origin in found:
-        for one in _lineage(origin):
+        for one in origin.line():
             if one == base:
                 break
             children.setdefault(one.parent, {})[one.number] = one

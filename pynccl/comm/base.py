@@ -59,6 +59,10 @@ class Origin(NamedTuple):
     config: CommConfig | None = None
     axes: tuple[str, ...] = ()
 
+    def line(self) -> list[Origin]:
+        """It, its parent, and so on."""
+        return [self] if self.parent is None else [self, *self.parent.line()]
+
 
 class Comm(Shared):
     """An ncclComm_t and its state. `Communicator` is what users see of it, with its operations."""
