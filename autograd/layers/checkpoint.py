@@ -6,7 +6,9 @@ saves any other loads, and so does plain torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,14 +131,10 @@ def save_full_state_dict(
     operation = "save_full_state_dict"
     comm = comm_of(operation, model, comm)
     entries, others = entries_of(model)
-    if others:
-        raise TypeError(f"{operation}: {next(iter(others))} is no tensor: files of safetensors hold tensors alone")
-    if not max_shard_bytes > 0:
-        raise ValueError(f"{operation}: max_shard_bytes is {shown(max_shard_bytes)}, expected a number above 0")
     by_name = {entry.names[0]: entry for entry in entries}
     rows = in_order(Row(name, entry.shape, entry.tensor.dtype) for name, entry in by_name.items())
-    check_rows(operation, rows)
-    plan, problem = None, _without_values(operation, entries)
+    _, problem = caught(lambda: _check_save(operation, path, rows, others, max_shard_bytes))
+    plan, problem = None, problem or _without_values(operation, entries)
     if problem is None and (comm is None or comm.rank == 0):
         plan, problem = caught(lambda: plan_of(operation, Path(path), rows, max_shard_bytes))
     raise_alike(comm, problem)
@@ -148,6 +146,16 @@ def save_full_state_dict(
     for entry in left:  # on the other ranks, and on rank 0 if it failed: the others wait for it in the rest
         entry.gather()
     raise_alike(comm, problem)
+
+
+def _check_save(operation: str, path: Any, rows: list[Row], others: dict[str, Any], max_shard_bytes: Any) -> None:
+    instance(path, (str, os.PathLike), f"{operation}: path", "a file .safetensors, or a folder")
+    instance(max_shard_bytes, (int, float), f"{operation}: max_shard_bytes", "a number of bytes")
+    if not max_shard_bytes > 0:
+        raise ValueError(f"{operation}: max_shard_bytes is {shown(max_shard_bytes)}, expected a number above 0")
+    if others:
+        raise TypeError(f"{operation}: {next(iter(others))} is no tensor: files of safetensors hold tensors alone")
+    check_rows(operation, rows)
 
 
 def _without_values(operation: str, entries: list[Entry]) -> Exception | None:
@@ -174,8 +182,9 @@ def load_full_state_dict(
     comm    as of `full_state_dict`
     device  for what is on the meta device, which is made when its turn comes; None: that of the communicator
 
-    A tied parameter needs one of its names. RuntimeError if a shape is not that of the whole parameter; ValueError for
-    files that are not whole. What is wrong on one rank raises on all.
+    A tied parameter needs one of its names. Values take the parameter's type. RuntimeError if a shape is not that of
+    the whole parameter; ValueError for files that are not whole. What is wrong on one rank raises on all, before
+    anything is loaded; but what then cannot be read leaves the model with a part of the checkpoint.
     """
     operation = "load_full_state_dict"
     comm = comm_of(operation, model, comm)
@@ -195,14 +204,16 @@ def load_full_state_dict(
     ]
     if strict:
         wrong = _listed("Unexpected", unexpected) + _listed("Missing", missing) + wrong + _left_on_meta(model)
-    problem = None
+    problem: Exception | None = None
     if wrong:
         text = "\n\t".join(dict.fromkeys(wrong))
         problem = RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}")
     raise_alike(comm, problem)
     for entry in entries:
         if id(entry) in chosen:
-            _take(model, entry, source.whole(chosen[id(entry)]), device or _device(entry, comm))
+            _, wrong_here = caught(partial(_load, model, entry, source, chosen[id(entry)], device, comm))
+            problem = problem or wrong_here
+    raise_alike(comm, problem)
     for name in extra:
         if name in given:
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
@@ -234,6 +245,10 @@ def _left_on_meta(model: nn.Module) -> list[str]:
 def _device(entry: Entry, comm: Communicator | None) -> torch.device:
     comm = comm if entry.shard is None else entry.shard.comm
     return torch.device("cpu" if comm is None else comm.device)
+
+
+def _load(model: nn.Module, entry: Entry, source: Source, name: str, device: Any, comm: Communicator | None) -> None:
+    _take(model, entry, source.whole(name), device or _device(entry, comm))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from pynccl.bindings.values import instance, shown
 
 from ..agreement import broadcast_object, gathered, raise_alike
 from .checkpoint import comm_of
-from .checkpoint_sources import caught, source_of
+from .checkpoint_sources import Source, caught, source_of
 from .shards import Shard, shard_of
 
 _BETWEEN = "\0"  # a parameter's name and a key of its state
@@ -82,8 +83,12 @@ def load_full_optimizer_state_dict(
     for row in rows:
         name, _, key = row.partition(_BETWEEN)
         if name in parameters:
-            value = source.others[row] if row in source.others else _own(source.whole(row), parameters[name])
+            value, wrong = source.others.get(row), None
+            if row not in source.others:
+                value, wrong = caught(partial(_own, source, row, parameters[name]))
+            problem = problem or wrong
             parts.setdefault(numbers[name], {})[key] = value
+    raise_alike(comm, problem)
     packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     optimizer.load_state_dict({"state": parts, "param_groups": packed})
 
@@ -144,7 +149,8 @@ def _whole(value: Tensor, parameter: Tensor) -> Tensor:
     return whole.to("cpu", copy=whole.device.type == "cpu" and not cut)
 
 
-def _own(whole: Tensor, parameter: Tensor) -> Tensor:
+def _own(source: Source, row: str, parameter: Tensor) -> Tensor:
+    whole = source.whole(row)
     shard = cut_of(parameter)
     if shard is None or tuple(whole.shape) != shard.shape:
         return whole.clone()
