@@ -13,14 +13,14 @@ from .shards import Shard, Sharded, shard_of
 
 def keep_parts(model: nn.Module) -> None:
     """See to it that copies of the model have the marks of its parameters, also in modules that are not `Sharded`, and
-    that save_pretrained of a model of transformers refuses to save what this rank has."""
+    that save_pretrained of models of transformers, also within it, refuses to save what this rank has."""
     for module in model.modules():
         parameters = own_parameters(module)
         marks = {name: shard for name, one in parameters.items() if one is not None and (shard := shard_of(one))}
         if marks and not isinstance(module, Sharded):
             module.register_load_state_dict_post_hook(Marks(parameters, marks))
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = SavePretrained(model)  # type: ignore[assignment]
+        if hasattr(module, "save_pretrained") and any(shard_of(one) is not None for one in module.parameters()):
+            module.save_pretrained = SavePretrained(module)  # type: ignore[assignment]
 
 
 class Marks:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import with_group
 from ranks import RankPool
 from torch import Tensor, nn
 
@@ -139,11 +140,38 @@ def test_what_transformers_has_saved_is_loaded(ranks: RankPool, tmp_path: Path, 
             torch.testing.assert_close(found, [loss_of(whole).item()], **TOLERANCE)
 
 
+def by_torch(comm: Communicator, folder: str, saving: bool) -> list[float]:
+    """Model and optimizer through torch.distributed.checkpoint, with heads of keys and values that ranks share."""
+    import torch.distributed.checkpoint as dcp
+
+    model = ad.parallelize(llama(2, True, seed=1 if saving else 2), comm, ad.plans.llama)
+    optimizer = adam(model)
+    state = {"model": ad.dcp_state_dict(model), "optimizer": ad.dcp_optimizer_state_dict(model, optimizer)}
+    dist = with_group(comm, f"{folder}-store-{comm.size}-{saving}")
+    try:
+        if saving:
+            trained(model, optimizer, 0, 2)
+            dcp.save(state, checkpoint_id=folder)
+        else:
+            dcp.load(state, checkpoint_id=folder)
+    finally:
+        dist.destroy_process_group()
+    return trained(model, optimizer, 2, 3)
+
+
+def test_llama_goes_on_through_torch_distributed_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    expected = ranks.run(4, by_torch, folder, True)[0]
+    for n in (2, 1):
+        for found in ranks.run(n, by_torch, folder, False):
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
 # ------------------------------------------------------------------------------------------------- save_pretrained
 
 
 def refuses_parts(comm: Communicator, folder: str, tied: bool) -> float:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     model: Any = ad.parallelize(llama(2, tied), comm, ad.plans.llama)
     expected = loss_of(model)
@@ -157,6 +185,8 @@ def refuses_parts(comm: Communicator, folder: str, tied: bool) -> float:
             one.save_pretrained(f"{folder}/parts", state_dict=one.state_dict())
         with pytest.raises(ValueError, match=r"pass state_dict=ad.full_state_dict\(model\)"):
             one.save_pretrained(f"{folder}/parts", True, one.state_dict())
+        with pytest.raises(RuntimeError, match=told):
+            one.model.save_pretrained(f"{folder}/parts")
         assert not Path(folder, "parts").exists()
         with torch.no_grad():
             one.model.norm.weight.mul_(1 + (one is not model))  # so that what is read is what was written last
@@ -165,6 +195,11 @@ def refuses_parts(comm: Communicator, folder: str, tied: bool) -> float:
         plain = AutoModelForCausalLM.from_pretrained(f"{folder}/whole", dtype=torch.float64)
         torch.testing.assert_close(loss_of(plain), loss_of(one), **TOLERANCE)
         comm.barrier()
+    model.model.save_pretrained(f"{folder}/inner", state_dict=ad.full_state_dict(model.model))
+    comm.barrier()
+    inner = AutoModel.from_pretrained(f"{folder}/inner", dtype=torch.float64)
+    hidden = model.model(input_ids=batch(0)).last_hidden_state
+    torch.testing.assert_close(inner(input_ids=batch(0)).last_hidden_state, hidden, rtol=1e-10, atol=1e-11)
     with pytest.raises(RuntimeError, match=r"size mismatch for model.layers.0.mlp.up_proj.weight"):
         llama(2, tied).load_state_dict(model.state_dict())
     return expected.item()

@@ -283,6 +283,26 @@ def test_communicators_of_a_mesh_are_split_off_again(ranks: RankPool) -> None:
     ranks.run(4, meshed)
 
 
+def partitioned(comm: Communicator) -> None:
+    """Communicators in which some ranks are not."""
+    partition = ad.partition.CartesianPartition(comm, (2, 1), ranks=(0, 2))
+    module: Any = nn.Sequential(
+        ad.partition.AllSumReduce(partition, (0,)), ad.partition.Broadcast(partition, partition)
+    )
+    x = torch.full((2,), comm.rank + 1.0)
+    expected = module[0](x) if partition.active else None
+    again: Any = ad.set_communicator(by_torch(module), comm)
+    assert again[1].P_x.comm is comm and again[0].partition.ranks == (0, 2)
+    if expected is not None:
+        assert torch.equal(again[0](x), expected) and float(expected[0]) == 4.0 and again[0].comm.size == 2
+    else:
+        assert again[0].comm is None
+
+
+def test_a_partition_of_some_ranks_is_split_off_again(ranks: RankPool) -> None:
+    ranks.run(3, partitioned)
+
+
 # ------------------------------------------------------------------------------------------------- models of others
 
 
