@@ -21,6 +21,7 @@ from .layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
     clip_grad_norm_,
+    dcp_optimizer_state_dict,
     dcp_state_dict,
     describe,
     finish_gradients,
@@ -31,6 +32,7 @@ from .layers import (
     load_full_state_dict,
     parallelize,
     save_full_state_dict,
+    set_communicator,
     vocab_parallel_cross_entropy,
 )
 from .mesh import Mesh
@@ -106,6 +108,7 @@ __all__ = [
     "clip_grad_norm_",
     "copy",
     "copy_matmul",
+    "dcp_optimizer_state_dict",
     "dcp_state_dict",
     "describe",
     "finish_gradients",
@@ -132,6 +135,7 @@ __all__ = [
     "save_full_state_dict",
     "scatter",
     "send_recv",
+    "set_communicator",
     "set_side_stream",
     "split",
     "start",

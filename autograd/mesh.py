@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,17 +12,6 @@ from pynccl.bindings.values import instance, shown
 from pynccl.comm.base import DEFAULT_TIMEOUT
 
 from .arguments import as_int, check_comm
-
-_split_from: weakref.WeakKeyDictionary[Communicator, weakref.ref[Communicator]] = weakref.WeakKeyDictionary()
-
-
-def contains(comm: Communicator, other: Communicator) -> bool:
-    """Whether `other` is `comm`, or was split off it along an axis of a mesh."""
-    above: Communicator | None = other
-    while above is not None and above is not comm:
-        parent = _split_from.get(above)
-        above = None if parent is None else parent()
-    return above is comm
 
 
 class Mesh(Shared):
@@ -133,8 +121,11 @@ class Mesh(Shared):
             config = config._replace(comm_name="x".join(names))
         made = self.comm.split(color, key, config)
         assert made is not None
-        _split_from[made] = weakref.ref(self.comm)
+        made.origin = made.origin._replace(axes=names)
         return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__reduce_ex__(self, protocol)  # its communicators say what becomes of them
 
     def _axes(self, axes: tuple[Any, ...]) -> tuple[str, ...]:
         """These names in the order of the mesh."""

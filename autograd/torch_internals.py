@@ -265,6 +265,12 @@ def is_hooked(module: torch.nn.Module) -> bool:
     return any(getattr(module, name, True) for name in _HOOKS)
 
 
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Where the module keeps its parameters: the dict itself. Without: one of those that it has now."""
+    found: Any = module.__dict__.get("_parameters")
+    return dict(module.named_parameters(recurse=False)) if found is None else found
+
+
 # Matmuls on GPUs.
 
 # How many multiprocessors matmuls leave free, and the setting of it. Without: they leave none.

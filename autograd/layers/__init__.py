@@ -1,7 +1,7 @@
 """Layers cut over the ranks of a communicator, and what their parameters are parts of."""
 
 from .checkpoint import IncompatibleKeys, full_state_dict, load_full_state_dict, save_full_state_dict
-from .checkpoint_dcp import dcp_state_dict
+from .checkpoint_dcp import dcp_optimizer_state_dict, dcp_state_dict
 from .checkpoint_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .data_parallel import DataParallelGradients
 from .describe import describe
@@ -10,6 +10,7 @@ from .gradients import FinishedInBackward, clip_grad_norm_, finish_gradients, fi
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import parallelize
+from .pickled import set_communicator
 from .shards import Shard
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
@@ -25,6 +26,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "clip_grad_norm_",
+    "dcp_optimizer_state_dict",
     "dcp_state_dict",
     "describe",
     "finish_gradients",
@@ -35,5 +37,6 @@ __all__ = [
     "load_full_state_dict",
     "parallelize",
     "save_full_state_dict",
+    "set_communicator",
     "vocab_parallel_cross_entropy",
 ]

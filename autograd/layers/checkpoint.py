@@ -6,7 +6,9 @@ saves any other loads, and so does plain torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,6 @@ from pynccl.bindings.values import instance, shown
 
 from ..agreement import raise_alike
 from ..arguments import check_comm
-from ..mesh import contains
 from .checkpoint_sources import Path_, Source, caught, source_of
 from .safetensors_files import Row, check_rows, in_order, plan_of, write
 from .shards import Shard, shard_of
@@ -70,26 +71,30 @@ def entries_of(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
 
 
 def comm_of(operation: str, model: nn.Module, comm: Communicator | None) -> Communicator | None:
-    """`comm`, or the one that cuts the model's parameters: of which the others, if there are, are axes. None: none."""
+    """`comm`, or the one that cuts the model's parameters, from which others may be split off; None: none does."""
     instance(model, nn.Module, f"{operation}: model", "a torch.nn.Module")
     if comm is not None:
         check_comm(operation, comm)
         return comm
     shards = [shard for parameter in model.parameters() if (shard := shard_of(parameter)) is not None]
     found = {id(shard.comm): shard.comm for shard in shards}
-    around = [one for one in found.values() if all(contains(one, other) for other in found.values())]
-    if found and not around:
+    if len(found) > 1:
+        lines = [one.origin.line() for one in found.values()]
+        above = [one for one in found.values() if all(one.origin in line for line in lines)]
+        if len(above) == 1:
+            return above[0]
         raise ValueError(
             f"{operation}: the parameters are cut over {len(found)} communicators; pass comm=, that of all their "
             "ranks, such as Mesh.comm"
         )
-    return next(iter(around), None)
+    return next(iter(found.values()), None)
 
 
 def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_only: bool = True) -> dict[str, Any]:
     """The state dict of the unsharded model, on the CPU. Every rank must call it.
 
-    comm        the ranks that do; None: the communicator that cuts the parameters, of which others may be axes
+    comm        the ranks that do; None: the communicator that cuts the parameters; of several, the one that the others
+                were split off
     rank0_only  the others get {}, so that one of them has the whole model in memory
 
     One parameter at a time is gathered. Buffers, and parameters that every rank has, are this rank's. Tied parameters
@@ -126,14 +131,10 @@ def save_full_state_dict(
     operation = "save_full_state_dict"
     comm = comm_of(operation, model, comm)
     entries, others = entries_of(model)
-    if others:
-        raise TypeError(f"{operation}: {next(iter(others))} is no tensor: files of safetensors hold tensors alone")
-    if not max_shard_bytes > 0:
-        raise ValueError(f"{operation}: max_shard_bytes is {shown(max_shard_bytes)}, expected a number above 0")
     by_name = {entry.names[0]: entry for entry in entries}
     rows = in_order(Row(name, entry.shape, entry.tensor.dtype) for name, entry in by_name.items())
-    check_rows(operation, rows)
-    plan, problem = None, _without_values(operation, entries)
+    _, problem = caught(lambda: _check_save(operation, path, rows, others, max_shard_bytes))
+    plan, problem = None, problem or _without_values(operation, entries)
     if problem is None and (comm is None or comm.rank == 0):
         plan, problem = caught(lambda: plan_of(operation, Path(path), rows, max_shard_bytes))
     raise_alike(comm, problem)
@@ -145,6 +146,16 @@ def save_full_state_dict(
     for entry in left:  # on the other ranks, and on rank 0 if it failed: the others wait for it in the rest
         entry.gather()
     raise_alike(comm, problem)
+
+
+def _check_save(operation: str, path: Any, rows: list[Row], others: dict[str, Any], max_shard_bytes: Any) -> None:
+    instance(path, (str, os.PathLike), f"{operation}: path", "a file .safetensors, or a folder")
+    instance(max_shard_bytes, (int, float), f"{operation}: max_shard_bytes", "a number of bytes")
+    if not max_shard_bytes > 0:
+        raise ValueError(f"{operation}: max_shard_bytes is {shown(max_shard_bytes)}, expected a number above 0")
+    if others:
+        raise TypeError(f"{operation}: {next(iter(others))} is no tensor: files of safetensors hold tensors alone")
+    check_rows(operation, rows)
 
 
 def _without_values(operation: str, entries: list[Entry]) -> Exception | None:
@@ -171,8 +182,9 @@ def load_full_state_dict(
     comm    as of `full_state_dict`
     device  for what is on the meta device, which is made when its turn comes; None: that of the communicator
 
-    A tied parameter needs one of its names. RuntimeError if a shape is not that of the whole parameter; ValueError for
-    files that are not whole. What is wrong on one rank raises on all.
+    A tied parameter needs one of its names. Values take the parameter's type. RuntimeError if a shape is not that of
+    the whole parameter; ValueError for files that are not whole. What is wrong on one rank raises on all, before
+    anything is loaded; but what then cannot be read leaves the model with a part of the checkpoint.
     """
     operation = "load_full_state_dict"
     comm = comm_of(operation, model, comm)
@@ -192,14 +204,16 @@ def load_full_state_dict(
     ]
     if strict:
         wrong = _listed("Unexpected", unexpected) + _listed("Missing", missing) + wrong + _left_on_meta(model)
-    problem = None
+    problem: Exception | None = None
     if wrong:
         text = "\n\t".join(dict.fromkeys(wrong))
         problem = RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}")
     raise_alike(comm, problem)
     for entry in entries:
         if id(entry) in chosen:
-            _take(model, entry, source.whole(chosen[id(entry)]), device or _device(entry, comm))
+            _, wrong_here = caught(partial(_load, model, entry, source, chosen[id(entry)], device, comm))
+            problem = problem or wrong_here
+    raise_alike(comm, problem)
     for name in extra:
         if name in given:
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
@@ -231,6 +245,10 @@ def _left_on_meta(model: nn.Module) -> list[str]:
 def _device(entry: Entry, comm: Communicator | None) -> torch.device:
     comm = comm if entry.shard is None else entry.shard.comm
     return torch.device("cpu" if comm is None else comm.device)
+
+
+def _load(model: nn.Module, entry: Entry, source: Source, name: str, device: Any, comm: Communicator | None) -> None:
+    _take(model, entry, source.whole(name), device or _device(entry, comm))
 
 
 @torch.no_grad()

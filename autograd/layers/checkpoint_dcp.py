@@ -1,4 +1,5 @@
-"""A model whose parameters are parts, for torch.distributed.checkpoint: saved on N ranks, loaded on any number."""
+"""A model whose parameters are parts, and its optimizer, for torch.distributed.checkpoint: saved on N ranks, loaded on
+any number."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from pynccl.bindings.values import instance
 
 from .checkpoint import entries_of
+from .checkpoint_optimizer import check_state, cut_of, names_in
 from .shards import Box, Shard
 
 _KEEP_PLACE = ("detach", "clone", "cpu", "to", "contiguous", "pin_memory", "new_empty", "empty_like", "__deepcopy__")
@@ -36,6 +38,90 @@ def dcp_state_dict(model: nn.Module) -> dict[str, Any]:
         tensor, shard = entry.tensor.detach(), entry.shard
         state[entry.names[0]] = tensor if shard is None or shard.dim is None else Part.of(tensor, shard)
     return state
+
+
+def dcp_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """What torch.distributed.checkpoint saves of an optimizer whose parameters are parts, and loads into it.
+
+        state = {"model": ad.dcp_state_dict(model), "optimizer": ad.dcp_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)                        # in place, on any number of ranks
+
+    A `Stateful`, so it has to be a value of such a dict. State goes by the parameters' names, groups by their place;
+    parameters that had no state get none. What state there will be, where there is none yet, a step shows that is
+    undone: so an optimizer that needs a closure has to have taken one. ValueError as of `full_optimizer_state_dict`;
+    when loading, for groups with other parameters.
+    """
+    operation = "dcp_optimizer_state_dict"
+    instance(model, nn.Module, f"{operation}: model", "a torch.nn.Module")
+    return OptimizerState(optimizer, names_in(operation, model, optimizer))
+
+
+class OptimizerState:
+    """A `torch.distributed.checkpoint.stateful.Stateful` of an optimizer. names: parameter -> name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
+        self.optimizer, self.names = optimizer, names
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors share memory with the optimizer's, but for those of parameters that have no state yet."""
+        check_state("dcp_optimizer_state_dict", self.optimizer, self.names)
+        new = _state_to_come(self.optimizer, [one for one in self.names if not self.optimizer.state.get(one)])
+        rows: dict[str, dict[str, Any]] = {}
+        for parameter, name in self.names.items():
+            shard = cut_of(parameter)
+            for key, value in (self.optimizer.state.get(parameter) or new.get(parameter, {})).items():
+                cut = isinstance(value, Tensor) and shard is not None and value.shape == parameter.shape
+                rows.setdefault(name, {})[key] = Part.of(value.detach(), shard) if cut and shard else value
+        groups = {
+            str(at): {**group, "params": " ".join(self.names[one] for one in group["params"])}
+            for at, group in enumerate(self.optimizer.param_groups)
+        }
+        without = " ".join(self.names[one] for one in new)
+        return {"state": rows, "param_groups": groups, "without_state": without}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what was loaded into a dict of `state_dict`."""
+        groups = [state["param_groups"][str(at)] for at in range(len(self.optimizer.param_groups))]
+        for at, (group, own) in enumerate(zip(groups, self.optimizer.param_groups, strict=True)):
+            expected = {self.names[one] for one in own["params"]}
+            found = set(group["params"].split())
+            if found != expected:
+                raise ValueError(
+                    f"dcp_optimizer_state_dict: group {at} of the checkpoint is of other parameters: without "
+                    f"{sorted(expected - found)}, and with {sorted(found - expected)}"
+                )
+        without = set(state["without_state"].split())
+        for parameter, name in self.names.items():
+            row = {} if name in without else state["state"].get(name, {})
+            self.optimizer.state.pop(parameter, None)
+            if row:
+                self.optimizer.state[parameter] = {key: _plain(value) for key, value in row.items()}
+        for group, own in zip(groups, self.optimizer.param_groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+
+
+@torch.no_grad()
+def _state_to_come(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> dict[Tensor, dict[str, Any]]:
+    """What state a step gives these parameters, which are as they were afterwards, as is the optimizer."""
+    parameters = [one for one in parameters if one.requires_grad]
+    if not parameters:
+        return {}
+    everyone = [one for group in optimizer.param_groups for one in group["params"]]
+    grads, values = [one.grad for one in everyone], [one.clone() for one in parameters]
+    for one in everyone:
+        one.grad = None
+    for one in parameters:
+        one.grad = torch.zeros_like(one)
+    try:
+        optimizer.step()
+        return {one: optimizer.state.pop(one) for one in parameters if one in optimizer.state}
+    finally:
+        for one, grad in zip(everyone, grads, strict=True):
+            one.grad = grad
+        for one, value in zip(parameters, values, strict=True):
+            one.copy_(value)
+            optimizer.state.pop(one, None)
 
 
 class Part(Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from pynccl.bindings.values import instance, shown
 
 from ..agreement import broadcast_object, gathered, raise_alike
 from .checkpoint import comm_of
-from .checkpoint_sources import caught, source_of
+from .checkpoint_sources import Source, caught, source_of
 from .shards import Shard, shard_of
 
 _BETWEEN = "\0"  # a parameter's name and a key of its state
@@ -33,9 +34,9 @@ def full_optimizer_state_dict(
     """
     operation = "full_optimizer_state_dict"
     comm = comm_of(operation, model, comm)
-    names, problem = caught(lambda: _names(operation, model, optimizer))
+    names, problem = caught(lambda: names_in(operation, model, optimizer))
     raise_alike(comm, problem)
-    _, problem = caught(lambda: _check_state(operation, optimizer, names))
+    _, problem = caught(lambda: check_state(operation, optimizer, names))
     raise_alike(comm, problem)
     held = {name: sorted(optimizer.state.get(parameter, {})) for parameter, name in names.items()}
     _check_alike(operation, comm, held)
@@ -67,7 +68,7 @@ def load_full_optimizer_state_dict(
     """
     operation = "load_full_optimizer_state_dict"
     comm = comm_of(operation, model, comm)
-    names, problem = caught(lambda: _names(operation, model, optimizer))
+    names, problem = caught(lambda: names_in(operation, model, optimizer))
     raise_alike(comm, problem)
     flat, problem = caught(lambda: None if state is None else _flat(operation, state))
     raise_alike(comm, problem)
@@ -82,13 +83,17 @@ def load_full_optimizer_state_dict(
     for row in rows:
         name, _, key = row.partition(_BETWEEN)
         if name in parameters:
-            value = source.others[row] if row in source.others else _own(source.whole(row), parameters[name])
+            value, wrong = source.others.get(row), None
+            if row not in source.others:
+                value, wrong = caught(partial(_own, source, row, parameters[name]))
+            problem = problem or wrong
             parts.setdefault(numbers[name], {})[key] = value
+    raise_alike(comm, problem)
     packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     optimizer.load_state_dict({"state": parts, "param_groups": packed})
 
 
-def _names(operation: str, model: nn.Module, optimizer: Any) -> dict[Tensor, str]:
+def names_in(operation: str, model: nn.Module, optimizer: Any) -> dict[Tensor, str]:
     """parameter -> name, in the optimizer's order."""
     instance(optimizer, torch.optim.Optimizer, f"{operation}: optimizer", "a torch.optim.Optimizer")
     known = {parameter: name for name, parameter in model.named_parameters()}
@@ -104,14 +109,14 @@ def _names(operation: str, model: nn.Module, optimizer: Any) -> dict[Tensor, str
     return found
 
 
-def _cut(parameter: Tensor) -> Shard | None:
+def cut_of(parameter: Tensor) -> Shard | None:
     shard = shard_of(parameter)
     return None if shard is None or shard.dim is None else shard
 
 
-def _check_state(operation: str, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
+def check_state(operation: str, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
     for parameter, name in names.items():
-        if _cut(parameter) is None:
+        if cut_of(parameter) is None:
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
@@ -138,14 +143,15 @@ def _check_alike(operation: str, comm: Communicator | None, held: dict[str, list
 
 @torch.no_grad()
 def _whole(value: Tensor, parameter: Tensor) -> Tensor:
-    shard = _cut(parameter)
+    shard = cut_of(parameter)
     cut = shard is not None and value.shape == parameter.shape
     whole = shard.gather(value.detach()) if shard is not None and cut else value.detach()
     return whole.to("cpu", copy=whole.device.type == "cpu" and not cut)
 
 
-def _own(whole: Tensor, parameter: Tensor) -> Tensor:
-    shard = _cut(parameter)
+def _own(source: Source, row: str, parameter: Tensor) -> Tensor:
+    whole = source.whole(row)
+    shard = cut_of(parameter)
     if shard is None or tuple(whole.shape) != shard.shape:
         return whole.clone()
     return shard.own(whole).clone()
@@ -181,7 +187,7 @@ def _check_given(
             f"{operation}: the state is of other parameters: without {sorted(expected - found)}, and with "
             f"{sorted(map(str, found - expected))}, which this optimizer has not"
         )
-    shards = {name: _cut(parameter) for parameter, name in names.items()}
+    shards = {name: cut_of(parameter) for parameter, name in names.items()}
     for row, shape in shapes.items():
         name, _, key = row.partition(_BETWEEN)
         shard = shards.get(name)

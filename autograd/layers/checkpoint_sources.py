@@ -29,8 +29,12 @@ def caught(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 class Given:
     """Tensors of a dict, as `Files` has them of files."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, operation: str, state: Mapping[str, Any]) -> None:
         self.state = state
+        for name, value in state.items():
+            if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided or value.is_quantized):
+                what = "on the meta device: it has no values" if value.is_meta else f"{value.layout} of {value.dtype}"
+                raise ValueError(f"{operation}: {name} of the state is {what}; expected a dense tensor")
         self.shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
         self.dtypes = {name: state[name].dtype for name in self.shapes}
         self.ties: dict[str, str] = {}
@@ -50,13 +54,15 @@ class _FromRoot:
         self.shapes, self.dtypes, self.ties, self.others = broadcast_object(comm, about)
 
     def whole(self, name: str) -> Tensor:
-        if self.source is None:
-            wire = torch.empty(self.shapes[name], dtype=self.dtypes[name], device=self.comm.device)
-        else:
-            wire = self.source.whole(name).to(self.comm.device).contiguous()
-        if wire.numel():
+        wire, problem = torch.empty(self.shapes[name], dtype=self.dtypes[name], device=self.comm.device), None
+        if self.source is not None:
+            source = self.source
+            _, problem = caught(lambda: wire.copy_(source.whole(name)))
+        if wire.numel():  # the others wait for it, even if it could not be read
             sent = wire.reshape(-1).view(torch.uint8)
             self.comm.broadcast(sent, sent, 0)
+        if problem is not None:
+            raise problem
         return wire
 
 
@@ -76,7 +82,9 @@ def source_of(operation: str, comm: Communicator | None, state: Any) -> Source:
         problem = TypeError(
             f"{operation}: state is {shown(state)}, expected a state dict, a path, or None where rank 0 alone has it"
         )
-    source, wrong = caught(lambda: Given(state) if kind == 1 else Files(operation, state) if kind == 2 else None)
+    source, wrong = caught(
+        lambda: Given(operation, state) if kind == 1 else Files(operation, state) if kind == 2 else None
+    )
     raise_alike(comm, problem or wrong)
     rows = [kind] if comm is None else [row[0] for row in gathered(comm, [kind])]
     if rows[0] and not any(rows[1:]) and comm is not None and comm.size > 1:

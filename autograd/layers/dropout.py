@@ -45,6 +45,8 @@ class Dropout(nn.Dropout):
 
 @torch.compiler.disable
 def _drawn(x: Tensor, p: float, comm: Communicator, cut: bool, inplace: bool) -> Tensor:
+    if not comm.alive:
+        comm.check_alive()
     rng.check_seeded("Dropout", comm)
     with rng.cut(comm) if cut else rng.equal(comm):
         return F.dropout(x, p, True, inplace)

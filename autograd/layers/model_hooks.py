@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import weakref
 from typing import Any
 
@@ -16,22 +15,7 @@ from .. import rng
 from ..ops.all_gather import all_gather, split
 from ..ops.all_reduce import copy
 from .plan import NAME
-from .shards import Shard
 from .vocabulary import vocab_parallel_cross_entropy
-
-
-class Marking:
-    """A hook: the parameters of a module say what they are parts of, also those of its copies, and those that took
-    their place."""
-
-    def __init__(self, shards: dict[str, Shard]) -> None:
-        self.shards = shards
-
-    def __call__(self, module: nn.Module, args: Any = ()) -> None:
-        for name, shard in self.shards.items():
-            parameter = operator.attrgetter(name)(module)  # a tensor, in functional_call
-            if getattr(parameter, "shard", None) is not shard:
-                parameter.shard = shard
 
 
 class Sequence:

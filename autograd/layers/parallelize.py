@@ -22,7 +22,8 @@ from ..wire import Dtype
 from .dropout import Dropout
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .model_hooks import CausalLoss, Drawing, Entering, FromShared, Leaving, Marking, Outputs, Sequence
+from .model_hooks import CausalLoss, Drawing, Entering, FromShared, Leaving, Outputs, Sequence
+from .parts import keep_parts
 from .plan import KINDS, NAME, Site, read
 from .shards import Shard, Sharded, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
@@ -125,6 +126,7 @@ def parallelize(
     model.register_forward_hook(Outputs(comm, seq_dim, sequence, _heads(model)))
     if not gather_logits and hasattr(model, "loss_function"):
         model.loss_function = CausalLoss(comm)  # type: ignore[assignment]
+    keep_parts(model)
     return model
 
 
@@ -340,9 +342,8 @@ def _hook(given: _Given, site: Site, within: list[Site], sequence: Sequence) -> 
     """What is done for a module that stays: its input, its output, its parameters, its attributes."""
     comm, module, roles = given.comm, site.module, site.roles
     if "partial" in roles or ("sequence" in roles and given.sequence_parallel):
-        marking = Marking({name: Shard(comm, None, one.shape, partial=True) for name, one in module.named_parameters()})
-        marking(module)
-        module.register_forward_pre_hook(marking)
+        for parameter in module.parameters():
+            parameter.shard = Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
     if "sequence_begin" in roles and given.sequence_parallel:
         name = roles["sequence_begin"].get("input")
         entering = Entering(site.path, comm, given.seq_dim, "cut", sequence, name)

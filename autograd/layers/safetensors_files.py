@@ -105,6 +105,10 @@ def _opened(operation: str, path: Path) -> Any:
         return safe_open(str(path), "pt")
     except SafetensorError as error:
         raise ValueError(f"{operation}: {path} is no whole file of safetensors: {error}") from error
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{operation}: there is no {path}, which the index beside it names") from None
+    except OSError as error:
+        raise OSError(f"{operation}: {path} cannot be read: {error}") from error
 
 
 def _paths(operation: str, path: Path) -> dict[str, Path]:
@@ -135,20 +139,23 @@ def _in_folder(operation: str, folder: Path) -> Path:
         if found:
             names = ", ".join(file.name for file in found)
             raise ValueError(f"{operation}: the folder {folder} has {names}; say which one to load")
+    pickled = next(folder.glob("*.bin"), None)
+    remedy = f"; of {pickled.name} and the like pass what torch.load returns" if pickled else ""
     raise FileNotFoundError(
         f"{operation}: the folder {folder} has no file .safetensors that is whole, and no .safetensors.index.json"
+        f"{remedy}"
     )
 
 
 def _weight_map(operation: str, index: Path) -> dict[str, str]:
     try:
         files = json.loads(index.read_text())["weight_map"]
-        if all(isinstance(file, str) and file == os.path.basename(file) for file in files.values()):
+        if all(file == os.path.basename(file) and file.endswith(".safetensors") for file in files.values()):
             return dict(files)
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise ValueError(
-        f"{operation}: {index} is no index: it needs a weight_map from names of tensors to files beside it"
+        f"{operation}: {index} is no index: it needs a weight_map from names of tensors to files .safetensors beside it"
     )
 
 
@@ -174,6 +181,9 @@ def plan_of(operation: str, path: Path, rows: list[Row], max_shard_bytes: float)
 
     Several get names that nothing in the folder has: so the index that is there stays true until it is replaced.
     """
+    if path.suffix in (".json", ".bin", ".pt", ".pth") or (path.suffix == ".safetensors" and path.is_dir()):
+        what = "is a folder" if path.is_dir() else "is none of these"
+        raise ValueError(f"{operation}: path is {path}, which {what}; expected a file .safetensors, or a folder")
     if path.suffix == ".safetensors":
         return Plan(path.parent, {path.name: rows}, False, [])
     groups: list[list[Row]] = [[]]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.resource import Shared
 
 from ..ops.all_gather import all_gather
 
@@ -25,7 +24,7 @@ class Box(NamedTuple):
     size: tuple[int, ...]
 
 
-class Shard(Shared):
+class Shard:
     """The place of a parameter in the whole one.
 
     comm        whose ranks have the parts

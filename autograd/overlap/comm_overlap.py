@@ -17,13 +17,14 @@ import os
 import socket
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 import pynccl
 from pynccl import CommConfig, Communicator, NcclError
+from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import shown
 
 from ..agreement import gathered
@@ -82,7 +83,7 @@ class CommOverlapHelper:
         )
 
 
-class CommOverlap:
+class CommOverlap(Shared):
     """Overlap by slices, with buffers of its own for tensors of one shape. A collective: every rank makes one.
 
     helper          of the communicator
@@ -101,7 +102,7 @@ class CommOverlap:
     memory      "window": a symmetric window (NCCL >= 2.27), "registered" (>= 2.19), or "plain": torch's
     nbytes      of its buffers on this rank
 
-    close() it on every rank when the layers are gone.
+    A copy of a layer shares it. close() it on every rank when the layers are gone.
     """
 
     def __init__(
@@ -237,6 +238,12 @@ class CommOverlap:
         closing, self._closing = self._closing, []
         for close in reversed(closing):
             close()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled: it is buffers that the ranks reach. Before you pickle a layer "
+            'that has one, set layer.overlap = "auto"; where it is loaded, make another one and set that'
+        )
 
     def __enter__(self) -> CommOverlap:
         return self

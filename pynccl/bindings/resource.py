@@ -20,8 +20,7 @@ class Shared:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"a pynccl.{type(self).__name__} cannot be pickled: it belongs to this process and to the ranks that it "
-            "is connected with. Save module.state_dict() instead of the module, and make the communicator anew where "
-            "it is loaded"
+            "is connected with. Save module.state_dict() instead of the module, and make it anew where it is loaded"
         )
 
 

@@ -7,7 +7,8 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from itertools import count
+from typing import Any, NamedTuple, NoReturn
 
 from ..bindings.abi import Result
 from ..bindings.errors import (
@@ -36,6 +37,31 @@ DEFAULT_TIMEOUT = 60.0  # seconds that an init or an end waits for the other ran
 
 _OF_OTHERS = (NcclRemoteError, NcclTimeout, NcclSystemError, NcclInternalError, NcclInvalidUsage)
 aborted_late: list[str] = []  # why the watchdog has aborted communicators
+_roots = count()
+
+
+class Origin(NamedTuple):
+    """How a communicator was made, in values that a pickle carries: so it can be made again of another one's ranks.
+
+    rank, size  its own
+    parent      of which it was split off; None: it comes from no other
+    number      of that split among the parent's, the same on all ranks; without a parent, among this process's own
+    color, key, config  of the split
+    axes        of the mesh that made it
+    """
+
+    rank: int
+    size: int
+    parent: Origin | None = None
+    number: int = 0
+    color: int = 0
+    key: int = 0
+    config: CommConfig | None = None
+    axes: tuple[str, ...] = ()
+
+    def line(self) -> list[Origin]:
+        """It, its parent, and so on."""
+        return [self] if self.parent is None else [self, *self.parent.line()]
 
 
 class Comm(Shared):
@@ -66,6 +92,8 @@ class Comm(Shared):
         self._end = ""  # how it ended, for messages
         self._late = ""  # why the watchdog has aborted it, if it has
         self._scratch: Scratch | None = None
+        self.origin = Origin(self.rank, self.size, number=next(_roots))
+        self._splits = 0
         self._unused_operators: list[int] = []  # nobody holds them any more: see redop.OpHandle
         self._site = call_site()
         if not isinstance(track, Track):

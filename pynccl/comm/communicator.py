@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..bindings.abi import DataType, MemStat, RedOp, Result
+from ..bindings.errors import NcclInvalidUsage
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..watch import watchdog
 from ..watch.track import Identity, Track
-from .base import DEFAULT_TIMEOUT
+from .base import DEFAULT_TIMEOUT, Origin
 from .collectives import Collectives
 from .collectives_v import CollectivesV
 from .consistency import compare_texts, refuse_capture
@@ -45,8 +46,8 @@ class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
 
     A context manager: destroyed on a clean exit, aborted on an exception. What is still open when the process ends is
     closed then. Methods that make it: `Init`; that move data: `Collectives`, `CollectivesV`, `Rma`; that end it:
-    `Finalize`. copy() and deepcopy() give the same one, so that a module that holds it can be copied; it cannot be
-    pickled.
+    `Finalize`. copy() and deepcopy() give the same one, so that a module that holds it can be copied. What comes out of
+    a pickle knows its rank and size alone: all else raises, and says what to do.
     """
 
     def __init__(
@@ -63,6 +64,9 @@ class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
         super().__init__(handle, library, timeout, config, track)
         register_open(self)
         watchdog.prepare()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Unpickled, (self.origin,)
 
     # How the ranks find each other
 
@@ -157,3 +161,27 @@ class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
                 self._check_result(self.library.ncclAllReduce(*args, self.handle, scratch.stream), "barrier")
                 scratch.wait()
             self.check_alive()  # an abort ends the wait too, and is no meeting of the ranks
+
+
+class Unpickled(Communicator):
+    """What stands for a communicator that was pickled, in whatever had it: its rank, its size, its origin."""
+
+    _handle = None
+
+    def __init__(self, origin: Origin) -> None:
+        self.rank, self.size, self.origin = origin.rank, origin.size, origin
+
+    def check_alive(self) -> NoReturn:
+        raise NcclInvalidUsage(
+            f"this communicator was rank {self.rank} of {self.size} when it was pickled, and is connected with no "
+            "other rank now: call pynccl_autograd.set_communicator(module, comm) on every rank, with the module "
+            "that has it and a communicator of as many ranks; or make one with Communicator.init"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.check_alive()
+
+    def __repr__(self) -> str:
+        return f"<pynccl.Communicator rank {self.rank} of {self.size}, out of a pickle>"

@@ -17,7 +17,7 @@ from ..watch import watchdog
 from ..watch.recorder import recorder
 from ..watch.track import Identity, new_track, uid_of
 from .argcheck import check_rank
-from .base import DEFAULT_TIMEOUT, Comm, comm_name, explained
+from .base import DEFAULT_TIMEOUT, Comm, Origin, comm_name, explained
 from .consistency import compare_texts
 from .deadline import call_with_deadline, wait_nonblocking
 from .finalize import abort_handle
@@ -124,7 +124,7 @@ class Init(Comm):
         if self.checking:
             compare_texts({self: "split()"})
         struct = struct_of(config, CommConfig, self.library, "split")
-        return self._derive(
+        made = self._derive(
             lambda new: self.library.ncclCommSplit(self.handle, number, key, new, struct),
             f"ncclCommSplit(color={number}, key={key}) on rank {self.rank} of {self.size}",
             config,
@@ -132,6 +132,10 @@ class Init(Comm):
             f"color={number}, key={key}",
             number,
         )
+        if made is not None:
+            made.origin = Origin(made.rank, made.size, self.origin, self._splits, number, key, config)
+        self._splits += 1
+        return made
 
     def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: CommConfig | None = None) -> Self:
         """The communicator of all ranks but `exclude`, which do not call it (NCCL >= 2.27).

@@ -1,0 +1,213 @@
+"""Checkpoints in files: written by some ranks, read by others, whole whenever the process ends, read piece by piece."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    NAMES,
+    Model,
+    loaded,
+    loads,
+    same_output,
+    saves,
+    whole_model,
+)
+from ranks import RankPool
+from safetensors.torch import load_file, load_model, save_file
+from torch import nn
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_4_ranks_save_2_and_1_load(ranks: RankPool, tmp_path: Path, several: bool) -> None:
+    ranks.run(4, saves, str(tmp_path), 2000 if several else 5e9)
+    for n in (2, 3):
+        ranks.run(n, loads, str(tmp_path))
+    alone = Model()
+    ad.load_full_state_dict(alone, tmp_path)
+    same_output(alone)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    if not several:
+        assert files == ["model.safetensors"]
+        plain = Model()
+        load_model(plain, tmp_path / "model.safetensors")  # the package's own
+        same_output(plain)
+        return
+    assert files[:2] == ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    tensors = {
+        name: value for file in files if file.endswith("s") for name, value in load_file(tmp_path / file).items()
+    }
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
+    assert set(index["weight_map"]) == set(tensors) == set(NAMES) - {"head.weight"}
+    for name, value in whole_model().state_dict().items():
+        assert name == "head.weight" or torch.equal(tensors[name], value)
+    for file in files[:2]:
+        assert (tmp_path / file).stat().st_size < 2000 + 1000
+
+
+def fails_midway(comm: Communicator, path: str, monkey: int) -> None:
+    """The disk is full after some tensors, on rank 0 alone."""
+    import pynccl_autograd.layers.safetensors_files as module
+
+    files: Any = module
+
+    before, left = files._write_tensor, [monkey]
+
+    def full(*args: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(28, "No space left on device")
+        before(*args)
+
+    files._write_tensor = full
+    try:
+        with pytest.raises(RuntimeError if comm.rank else OSError, match="No space left on device"):
+            ad.save_full_state_dict(loaded(comm, 2), path, 2000)
+    finally:
+        files._write_tensor = before
+
+
+def test_a_disk_that_is_full_raises_on_every_rank_and_leaves_the_last_checkpoint(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, saves, str(tmp_path), 2000)
+    for after in (1, 4, 8):
+        ranks.run(2, fails_midway, str(tmp_path), after)
+        ranks.run(2, loads, str(tmp_path))
+
+
+def test_a_folder_is_of_the_last_checkpoint_alone(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for seed, size in ((1, 2000), (2, 2000), (3, 5e9), (4, 1500), (5, 2000)):
+        ranks.run(2, saves, str(tmp_path), size, seed)
+        ranks.run(2, loads, str(tmp_path), seed)
+        files = {path.name for path in tmp_path.iterdir()} - {"config.json"}
+        if size == 5e9:
+            assert files == {"model.safetensors"}
+        else:
+            index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+            assert files == {"model.safetensors.index.json", *index["weight_map"].values()}
+
+
+KILLED = """
+    import json, os, sys
+    from pathlib import Path
+    import torch
+    import pynccl_autograd as ad
+    import pynccl_autograd.layers.safetensors_files as files
+
+    def model(seed):
+        made = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+        return made.requires_grad_(False), [p.fill_(seed) for p in made.parameters()]
+
+    def killed_at(step, folder, size):
+        '''Save in a child that is killed before its step-th call that changes the disk; whether it came so far.'''
+        if not (child := os.fork()):
+            left = [step]
+            def counted(function):
+                def call(*args, **options):
+                    left[0] -= 1
+                    if left[0] < 0:
+                        os.kill(os.getpid(), 9)
+                    return function(*args, **options)
+                return call
+            for owner, name in ((os, "replace"), (os, "fsync"), (Path, "unlink"), (files, "_bytes")):
+                setattr(owner, name, counted(getattr(owner, name)))
+            made, _ = model(2)
+            ad.save_full_state_dict(made, folder, size)
+            os._exit(0)
+        return os.waitpid(child, 0)[1] != 0
+
+    rows = []
+    for before, after in ((90, 90), (1e9, 90), (90, 1e9), (1e9, 1e9), (None, 90)):
+        step, ended = 0, False
+        while not ended:
+            folder = Path(sys.argv[1]) / f"{before}-{after}-{step}"
+            made, _ = model(1)
+            if before is not None:
+                ad.save_full_state_dict(made, folder, before)
+            ended = not killed_at(step, folder, after)
+            there = model(0)[0]
+            try:
+                ad.load_full_state_dict(there, folder)
+            except FileNotFoundError:
+                assert before is None
+            found = {float(value) for p in there.parameters() for value in p.flatten()}
+            ad.save_full_state_dict(model(3)[0], folder, 90)  # goes on after it
+            ad.load_full_state_dict(there, folder)
+            index = json.loads((folder / files.INDEX).read_text())
+            clean = {path.name for path in folder.iterdir()} == {files.INDEX, *index["weight_map"].values()}
+            rows.append([before, after, step, sorted(found), ended, clean, float(there[1].bias[0])])
+            step += 1
+    print(json.dumps(rows))
+"""
+
+
+def test_killed_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Before each call that changes the disk, for each way in which one checkpoint replaces another."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    for before, _after, _step, found, ended, clean, then in rows:
+        assert found in ([[2.0]] if ended else [[1.0 if before else 0.0], [2.0]])
+        assert clean and then == 3.0
+    steps = {(before, after): step + 1 for before, after, step, *_ in rows}
+    assert len(steps) == 5 and min(steps.values()) >= 8  # it was killed that often
+    both = {(before, after, found[0]) for before, after, _, found, *_ in rows}
+    assert all(
+        (before, after, 1.0 if before else 0.0) in both and (before, after, 2.0) in both for before, after in steps
+    )
+
+
+WIDE, LAYERS = (1024, 2048), 8  # of 8 MB each
+
+
+def resident(key: str) -> int:
+    """Bytes of this process, mapped pages of files included; VmHWM is their highest number."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+
+def peak_of_loading(comm: Communicator, path: str) -> tuple[int, int]:
+    small = nn.Linear(2, 2)
+    ad.save_full_state_dict(small, f"{path}-{comm.rank}.safetensors")
+    ad.load_full_state_dict(small, f"{path}-{comm.rank}.safetensors", comm=comm)  # what is imported and made once
+    with torch.device("meta"):
+        column, row = ad.ColumnParallelLinear, ad.RowParallelLinear
+        layers = [column(*WIDE, comm, False) if i % 2 else row(*WIDE, comm, False) for i in range(LAYERS)]
+    model = nn.Sequential(*layers)
+    comm.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    ad.load_full_state_dict(model, path)
+    return resident("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_loading_a_file_takes_the_own_part_and_one_tensor(tmp_path: Path) -> None:
+    """Resident memory, at most S/N and the largest tensor, of 64 MB on 2 ranks."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"{i}.weight": torch.ones(WIDE[1], WIDE[0]) for i in range(LAYERS)}, path)
+    pool = RankPool()  # whose memory nobody has used
+    try:
+        for peak, own in pool.run(2, peak_of_loading, str(path)):
+            assert own == 32 << 20
+            assert own <= peak <= own + (8 << 20) + (2 << 20)
+    finally:
+        pool.close()

@@ -1,0 +1,145 @@
+"""Parts that are put together otherwise: of two in one, of blocks, transposed, without a row."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import (
+    WIDTH,
+    Model,
+    with_group,
+)
+from ranks import RankPool
+from torch import Tensor, nn
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+
+class QueryKey(ad.Shard):
+    """Of query and key in one parameter [2 * s, ..]: each rank has its rows of both, one after the other."""
+
+    @property
+    def half(self) -> ad.Shard:
+        return ad.Shard(self.comm, 0, (self.shape[0] // 2, *self.shape[1:]))
+
+    def own(self, whole: Tensor) -> Tensor:
+        return torch.cat([self.half.own(half) for half in whole.chunk(2)])
+
+    def gather(self, part: Tensor) -> Tensor:
+        return torch.cat([self.half.gather(half.contiguous()) for half in part.chunk(2)])
+
+    def boxes(self) -> list[Any]:
+        (query,) = self.half.boxes()
+        below = query._replace(whole=(query.whole[0] + self.shape[0] // 2, 0), part=(query.size[0], 0))
+        return [query, below]
+
+
+def fused(comm: Communicator, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    whole = torch.arange(48.0).reshape(24, 2)
+
+    def model() -> Any:
+        made = nn.Module()
+        made.weight = nn.Parameter(torch.zeros(24 // comm.size, 2))
+        made.weight.shard = QueryKey(comm, 0, (24, 2))  # type: ignore[attr-defined]
+        return made
+
+    given, read, told = model(), model(), model()
+    ad.load_full_state_dict(given, {"weight": whole})
+    half = 12 // comm.size
+    mine = slice(comm.rank * half, (comm.rank + 1) * half)
+    assert torch.equal(given.weight.detach(), torch.cat([whole[:12][mine], whole[12:][mine]]))
+    assert torch.equal(ad.full_state_dict(given, rank0_only=False)["weight"], whole)
+    ad.save_full_state_dict(given, f"{folder}/whole.safetensors")
+    ad.load_full_state_dict(read, f"{folder}/whole.safetensors")
+    assert torch.equal(read.weight, given.weight)
+    dist = with_group(comm, f"{folder}-store-{comm.size}-fused")
+    try:
+        if comm.size == 4:
+            dcp.save(ad.dcp_state_dict(given), checkpoint_id=f"{folder}/dcp")
+        dcp.load(ad.dcp_state_dict(told), checkpoint_id=f"{folder}/dcp")
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(told.weight, given.weight)
+
+
+def test_parts_that_are_put_together_otherwise(ranks: RankPool, tmp_path: Path) -> None:
+    for n in (4, 3, 2):
+        ranks.run(n, fused, str(tmp_path))
+
+
+def without_rows(comm: Communicator, folder: str) -> None:
+    """A vocabulary of fewer words than ranks."""
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(1)
+    state = Model(words=2).state_dict()
+
+    def same(model: nn.Module) -> bool:
+        found = ad.full_state_dict(model, rank0_only=False)
+        return all(torch.equal(found[name], value) for name, value in state.items())
+
+    given, read, told = (Model(comm, 2) for _ in range(3))
+    ad.load_full_state_dict(given, state if comm.rank == 0 else None)
+    ad.save_full_state_dict(given, folder, 500)
+    ad.load_full_state_dict(read, folder)
+    dist = with_group(comm, f"{folder}-store-few")
+    try:
+        dcp.save(ad.dcp_state_dict(given), checkpoint_id=f"{folder}/dcp")
+        dcp.load(ad.dcp_state_dict(told), checkpoint_id=f"{folder}/dcp")
+    finally:
+        dist.destroy_process_group()
+    assert same(given) and same(read) and same(told)
+    optimizer = torch.optim.AdamW(given.parameters())
+    given(torch.tensor([[0, 1]])).sum().backward()
+    optimizer.step()
+    found = ad.full_optimizer_state_dict(given, optimizer, rank0_only=False)
+    assert found["state"]["embedding.weight"]["exp_avg"].shape == (2, WIDTH)
+    ad.load_full_optimizer_state_dict(given, optimizer, found)
+
+
+def test_a_rank_may_have_no_rows(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, without_rows, str(tmp_path / "few"))
+
+
+def keeps_blocks(comm: Communicator, folder: str) -> None:
+    """Queries, keys and values in one layer, from [in, out] as transformers' Conv1D has them."""
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+
+    class Conv1D(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(4, 24)), nn.Parameter(torch.randn(24))
+
+    torch.manual_seed(5)
+    whole = Conv1D()
+    layer = ad.ColumnParallelLinear.from_linear(whole, comm, blocks=3)
+    rows = torch.cat([one.chunk(comm.size)[comm.rank] for one in whole.weight.t().chunk(3)])
+    assert torch.equal(layer.weight, rows)
+    found = ad.full_state_dict(layer, rank0_only=False)
+    assert torch.equal(found["weight"], whole.weight) and torch.equal(found["bias"], whole.bias)
+    empty = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in empty.parameters():
+            parameter.zero_()
+    ad.load_full_state_dict(empty, found)
+    assert torch.equal(empty.weight, layer.weight) and torch.equal(empty.bias, layer.bias)
+    with torch.no_grad():
+        for parameter in empty.parameters():
+            parameter.zero_()
+    own = f"{folder}/{comm.rank}"
+    boxes = [box.whole for box in layer.weight.shard.boxes()]  # type: ignore[attr-defined]
+    assert boxes == [(0, 8 * block + 8 // comm.size * comm.rank) for block in range(3)]
+    save(ad.dcp_state_dict(layer), storage_writer=FileSystemWriter(own), no_dist=True)
+    load(ad.dcp_state_dict(empty), storage_reader=FileSystemReader(own), no_dist=True)
+    assert torch.equal(empty.weight, layer.weight) and torch.equal(empty.bias, layer.bias)
+
+
+def test_blocks_and_transposed_weights_are_put_together(ranks: RankPool, tmp_path: Path) -> None:
+    for n in (2, 4):
+        ranks.run(n, keeps_blocks, str(tmp_path / str(n)))
