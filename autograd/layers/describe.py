@@ -24,8 +24,8 @@ def describe(model: nn.Module) -> str:
                 continue
             seen[id(parameter)] = full
             cut = "" if shard is None or shard.dim is None else f"{shard.dim} of {shard.comm.size}"
-            if shard is not None and shard.blocks > 1:
-                cut += f", {shard.blocks} blocks"
+            if shard is not None and len(shard.blocks) > 1:
+                cut += f", {len(shard.blocks)} blocks"
             if shard is not None and shard.partial:
                 cut = "gradients summed"
             total += parameter.nbytes

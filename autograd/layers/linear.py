@@ -7,7 +7,7 @@ direction at each end. N ranks, this rank r; x is [s, .., in] with the sequence 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from ..overlap.matmul_ar import matmul_all_reduce
 from ..overlap.matmul_rs import matmul_reduce_scatter
 from ..overlap.replicated_matmul import copy_matmul
 from ..wire import Dtype
-from .shards import Shard, Sharded
+from .shards import Shard, Sharded, own_of_blocks, sizes_of_blocks
 
 Layer = TypeVar("Layer", bound="_ParallelLinear")
 
@@ -35,7 +35,8 @@ class _ParallelLinear(Sharded):
 
     dim: int  # of the weight [out, in] that is cut
     kind: str  # of TransformerEngine's defaults
-    blocks = 1  # of the outputs, each of which is cut
+    blocks: tuple[int, ...]  # sizes of those that follow one another in what is cut, and each of which is
+    _blocks: int | Sequence[int] = 1  # how they were passed
     transposed = False  # where it comes from, the weight is [in, out]
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -66,9 +67,9 @@ class _ParallelLinear(Sharded):
                 "torch.float32"
             )
         name, size = ("out_features", out_features) if self.dim == 0 else ("in_features", in_features)
-        if size % (comm.size * self.blocks):
-            each = f" and {self.blocks} blocks" if self.blocks > 1 else ""
-            raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks{each}")
+        if size % comm.size:
+            raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks")
+        self.blocks = sizes_of_blocks(type(self).__name__, self._blocks, size, comm.size)
         self.in_features, self.out_features = in_features, out_features
         self.comm, self.sequence_parallel, self.seq_dim = comm, sequence_parallel, seq_dim
         config = as_config(type(self).__name__, overlap, self.kind)
@@ -189,9 +190,7 @@ class _ParallelLinear(Sharded):
         return y.movedim(0, dim) if dim else y
 
     def _own(self, full: Tensor, dim: int) -> Tensor:
-        size = full.shape[dim] // self.blocks // self.comm.size
-        parts = [one.narrow(dim, size * self.comm.rank, size) for one in full.chunk(self.blocks, dim)]
-        return parts[0] if self.blocks == 1 else torch.cat(parts, dim)
+        return own_of_blocks(full, dim, self.blocks, self.comm)
 
     def extra_repr(self) -> str:
         return (
@@ -220,8 +219,8 @@ class ColumnParallelLinear(_ParallelLinear):
                               share an input get `x = ad.copy(x, comm)`, or with sequence_parallel
                               `x = ad.all_gather(x, comm, seq_dim, grad="sum")`, once
     gather_output             True: y is [s, .., out] on every rank, and so is its gradient, equal
-    blocks                    so many equal blocks follow one another in the outputs, and each rank makes its part of
-                              each: 3 for queries, keys and values in one layer
+    blocks                    blocks that follow one another in the outputs, of each of which each rank makes its part:
+                              3 for queries, keys and values in one layer, or their sizes, as (32, 16, 16)
 
     ValueError if out_features, or what a block has of it, is not divisible by N.
     """
@@ -244,11 +243,9 @@ class ColumnParallelLinear(_ParallelLinear):
         seq_dim: int = 0,
         gather_input: bool = True,
         gather_output: bool = False,
-        blocks: int = 1,
+        blocks: int | Sequence[int] = 1,
     ) -> None:
-        self.blocks = blocks
-        if as_int(blocks) is None or blocks < 1:
-            raise ValueError(f"ColumnParallelLinear: blocks is {shown(blocks)}, expected an integer from 1")
+        self._blocks = blocks
         super().__init__(
             in_features,
             out_features,
@@ -264,7 +261,7 @@ class ColumnParallelLinear(_ParallelLinear):
         )
         if grad_accumulation_fusion and not gather_input:
             raise ValueError("ColumnParallelLinear: grad_accumulation_fusion needs gather_input=True")
-        if gather_output and blocks > 1:
+        if gather_output and len(self.blocks) > 1:
             raise ValueError("ColumnParallelLinear: gather_output needs blocks=1: the outputs would be out of order")
         self.gather_input, self.gather_output = gather_input, gather_output
 

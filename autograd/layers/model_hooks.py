@@ -184,6 +184,16 @@ class Drawing:
             self.open.pop().__exit__(None, None, None)
 
 
+class NoLogits:
+    """`generate` of a model of which each rank has the logits of its words."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "generate: each rank has the logits of its own words, of which it would choose; call parallelize with "
+            "gather_logits=True"
+        )
+
+
 class CausalLoss:
     """The loss of a language model of transformers, of logits that are cut over the vocabulary."""
 

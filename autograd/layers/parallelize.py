@@ -22,7 +22,7 @@ from ..wire import Dtype
 from .dropout import Dropout
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .model_hooks import CausalLoss, Drawing, Entering, FromShared, Leaving, Outputs, Sequence
+from .model_hooks import CausalLoss, Drawing, Entering, FromShared, Leaving, NoLogits, Outputs, Sequence
 from .parts import keep_parts
 from .plan import KINDS, NAME, Site, read
 from .shards import Shard, Sharded, shard_of
@@ -105,13 +105,13 @@ def parallelize(
     for path, cut in _dropouts(model, sites).items():
         if cut is not None:
             _put(model, path, _dropout(given, model.get_submodule(path), cut))
-    theirs: Any = getattr(model, "_init_weights", None)  # of transformers
+    init_of: Any = getattr(model, "_init_weights", None)  # of transformers
     for within in _stages(model):
         for module in within.values():
             if init is not None:
                 _draw(module, comm, init)
-            elif theirs is not None and _is_computed(module):
-                _draw(module, comm, theirs)
+            elif init_of is not None and _is_computed(module):
+                _draw(module, comm, init_of)
         for one in within:
             if one in sites and made[one] is not None:
                 replacement = _replacement(given, sites[one], dry=False)
@@ -124,8 +124,12 @@ def parallelize(
         _tie(model, group)
     sequence.find(model)
     model.register_forward_hook(Outputs(comm, seq_dim, sequence, _heads(model)))
-    if not gather_logits and hasattr(model, "loss_function"):
-        model.loss_function = CausalLoss(comm)  # type: ignore[assignment]
+    if any(isinstance(one, VocabParallelHead) and not one.gather_output for one in model.modules()):
+        theirs = getattr(model, "loss_function", None)
+        if getattr(theirs, "__name__", "") == "ForCausalLMLoss":
+            model.loss_function = CausalLoss(comm)  # type: ignore[assignment]
+        if hasattr(model, "generate"):
+            model.generate = NoLogits()  # type: ignore[assignment]
     keep_parts(model)
     return model
 

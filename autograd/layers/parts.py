@@ -27,8 +27,8 @@ def keep_parts(model: nn.Module) -> None:
 
 class Marks:
     """A hook of load_state_dict, whose assign=True makes new parameters, and of the forward pass, before which others
-    may have, as to_empty() does. As a part of the module it is copied and pickled with it, and then marks the parameters
-    there, which are new ones, too."""
+    may have, as to_empty() does. As a part of the module it is copied and pickled with it, and then marks the
+    parameters there, which are new ones, too."""
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], marks: dict[str, Shard]) -> None:
         self.parameters, self.marks = parameters, marks

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
+from pynccl.bindings.values import shown
 
+from ..arguments import as_int
 from ..ops.all_gather import all_gather
 
 
@@ -33,8 +35,8 @@ class Shard:
     splits      how much of `dim` each rank has
     partial     of a parameter that every rank has: its gradient is a part of the whole one, of which
                 `finish_gradients` makes the sum. So it is where a layer sees a part of the sequence alone.
-    blocks      so many equal blocks follow one another in `dim` of the whole, and each rank has a part of each of them:
-                3 for a layer that makes queries, keys and values
+    blocks      blocks that follow one another in `dim` of the whole, of each of which each rank has an equal part:
+                their sizes, or how many there are if they are equal: 3 for queries, keys and values in one layer
     transposed  the parameter is a part of the transpose of the whole, whose `shape` this is
     """
 
@@ -46,12 +48,13 @@ class Shard:
         splits: Sequence[int] | None = None,
         *,
         partial: bool = False,
-        blocks: int = 1,
+        blocks: int | Sequence[int] = 1,
         transposed: bool = False,
     ) -> None:
         self.comm, self.dim, self.shape, self.partial = comm, dim, tuple(shape), partial
-        self.blocks, self.transposed = blocks, transposed
+        self.transposed = transposed
         self.splits: tuple[int, ...] = ()
+        self.blocks: tuple[int, ...] = ()  # sizes
         if dim is not None:
             size = (self.shape[::-1] if transposed else self.shape)[dim]
             self.splits = tuple(splits) if splits is not None else (size // comm.size,) * comm.size
@@ -60,11 +63,14 @@ class Shard:
                     f"Shard: splits is {self.splits}, expected {comm.size} sizes that add up to {size}, that of "
                     f"dimension {dim} of {list(self.shape)}"
                 )
+            self.blocks = sizes_of_blocks("Shard", blocks, size, comm.size)
 
     @property
     def first(self) -> int:
         """Index in the whole of what this rank has first; in its first block, if there are several."""
-        return sum(self.splits[: self.comm.rank]) // self.blocks
+        if len(self.blocks) > 1:
+            return self.blocks[0] // self.comm.size * self.comm.rank
+        return sum(self.splits[: self.comm.rank])
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole parameter: a view, where there is one block."""
@@ -73,18 +79,19 @@ class Shard:
         whole = whole.t() if self.transposed else whole
         if self.dim is None:
             return whole
-        size = self.splits[self.comm.rank] // self.blocks
-        parts = [block.narrow(self.dim, self.first, size) for block in whole.chunk(self.blocks, self.dim)]
-        return parts[0] if self.blocks == 1 else torch.cat(parts, self.dim)
+        if len(self.blocks) == 1:
+            return whole.narrow(self.dim, self.first, self.splits[self.comm.rank])
+        return own_of_blocks(whole, self.dim, self.blocks, self.comm)
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole of which `part` is this rank's, on every rank. A collective: every rank must call it."""
         whole = part
         if self.dim is not None:
             whole = all_gather(part, self.comm, self.dim, grad="sum", splits=self.splits)
-        if self.dim is not None and self.blocks > 1:
-            ranks = [one.chunk(self.blocks, self.dim) for one in whole.split(self.splits, self.dim)]
-            whole = torch.cat([one[block] for block in range(self.blocks) for one in ranks], self.dim)
+        if self.dim is not None and len(self.blocks) > 1:
+            each = [size // self.comm.size for size in self.blocks]
+            ranks = [one.split(each, self.dim) for one in whole.split(self.splits, self.dim)]
+            whole = torch.cat([one[block] for block in range(len(each)) for one in ranks], self.dim)
         return whole.t() if self.transposed else whole
 
     def boxes(self) -> list[Box]:
@@ -93,22 +100,53 @@ class Shard:
         if self.dim is None:
             return [Box((0,) * len(self.shape), (0,) * len(self.shape), self.shape)]
         dim = len(self.shape) - 1 - self.dim if self.transposed else self.dim
-        length, each = self.shape[dim] // self.blocks, self.splits[self.comm.rank] // self.blocks
-        boxes = []
-        for block in range(self.blocks):
+        ranks, rank = self.comm.size, self.comm.rank
+        many = len(self.blocks) > 1
+        boxes, start, own = [], 0, 0
+        for length in self.blocks:
             whole, part, size = [0] * len(self.shape), [0] * len(self.shape), list(self.shape)
-            whole[dim], part[dim], size[dim] = block * length + self.first, block * each, each
+            each = length // ranks if many else self.splits[rank]
+            whole[dim], part[dim], size[dim] = start + (each * rank if many else self.first), own, each
             boxes.append(Box(tuple(whole), tuple(part), tuple(size)))
+            start, own = start + length, own + each
         return boxes
 
     def __repr__(self) -> str:
         of = f"of {list(self.shape)}, rank {self.comm.rank} of {self.comm.size}"
         if self.dim is None:
             return f"Shard(all {of}{', partial gradients' if self.partial else ''})"
-        each = f" of each of {self.blocks} blocks" if self.blocks > 1 else ""
-        last = self.first + self.splits[self.comm.rank] // self.blocks
+        many = len(self.blocks) > 1
+        each = f", and so of each of the blocks {list(self.blocks)}," if many else ""
+        last = self.first + (self.blocks[0] // self.comm.size if many else self.splits[self.comm.rank])
         which = f"dimension {self.dim}{' of the transpose' if self.transposed else ''}"
         return f"Shard({self.first} to {last}{each} of {which} {of})"
+
+
+def sizes_of_blocks(name: str, blocks: Any, size: int, ranks: int) -> tuple[int, ...]:
+    """Of `blocks`, how many or of which sizes, that make up `size`; ValueError if several cannot be cut over ranks."""
+    count = as_int(blocks)
+    if count == 1:
+        return (size,)
+    sizes = () if isinstance(blocks, str) or not isinstance(blocks, Sequence) else tuple(map(as_int, blocks))
+    if count is not None and count > 0 and size % count == 0:
+        sizes = (size // count,) * count
+    if not sizes or any(one is None or one < 0 for one in sizes) or sum(one or 0 for one in sizes) != size:
+        raise ValueError(
+            f"{name}: blocks is {shown(blocks)}, expected how many equal blocks there are in {size} outputs, or their "
+            "sizes"
+        )
+    if len(sizes) > 1 and any((one or 0) % ranks for one in sizes):
+        raise ValueError(f"{name}: blocks of {list(sizes)} outputs are not all divisible by {ranks} ranks")
+    return tuple(int(one or 0) for one in sizes)
+
+
+def own_of_blocks(whole: Tensor, dim: int, blocks: Sequence[int], comm: Communicator) -> Tensor:
+    """This rank's part of each, one after the other."""
+    parts = []
+    for block in whole.split(list(blocks), dim):
+        size = block.shape[dim] // comm.size
+        parts.append(block.narrow(dim, size * comm.rank, size))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class Sharded(nn.Module):

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoints import (
     WIDTH,
@@ -107,7 +108,7 @@ def test_a_rank_may_have_no_rows(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(4, without_rows, str(tmp_path / "few"))
 
 
-def keeps_blocks(comm: Communicator, folder: str) -> None:
+def keeps_blocks(comm: Communicator, folder: str, blocks: Any, sizes: list[int]) -> None:
     """Queries, keys and values in one layer, from [in, out] as transformers' Conv1D has them."""
     from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 
@@ -118,8 +119,8 @@ def keeps_blocks(comm: Communicator, folder: str) -> None:
 
     torch.manual_seed(5)
     whole = Conv1D()
-    layer = ad.ColumnParallelLinear.from_linear(whole, comm, blocks=3)
-    rows = torch.cat([one.chunk(comm.size)[comm.rank] for one in whole.weight.t().chunk(3)])
+    layer = ad.ColumnParallelLinear.from_linear(whole, comm, blocks=blocks)
+    rows = torch.cat([one.chunk(comm.size)[comm.rank] for one in whole.weight.t().split(sizes)])
     assert torch.equal(layer.weight, rows)
     found = ad.full_state_dict(layer, rank0_only=False)
     assert torch.equal(found["weight"], whole.weight) and torch.equal(found["bias"], whole.bias)
@@ -134,7 +135,9 @@ def keeps_blocks(comm: Communicator, folder: str) -> None:
             parameter.zero_()
     own = f"{folder}/{comm.rank}"
     boxes = [box.whole for box in layer.weight.shard.boxes()]  # type: ignore[attr-defined]
-    assert boxes == [(0, 8 * block + 8 // comm.size * comm.rank) for block in range(3)]
+    starts = [0, sizes[0], sizes[0] + sizes[1]]
+    each = zip(starts, sizes, strict=True)
+    assert boxes == [(0, start + size // comm.size * comm.rank) for start, size in each]
     save(ad.dcp_state_dict(layer), storage_writer=FileSystemWriter(own), no_dist=True)
     load(ad.dcp_state_dict(empty), storage_reader=FileSystemReader(own), no_dist=True)
     assert torch.equal(empty.weight, layer.weight) and torch.equal(empty.bias, layer.bias)
@@ -142,4 +145,18 @@ def keeps_blocks(comm: Communicator, folder: str) -> None:
 
 def test_blocks_and_transposed_weights_are_put_together(ranks: RankPool, tmp_path: Path) -> None:
     for n in (2, 4):
-        ranks.run(n, keeps_blocks, str(tmp_path / str(n)))
+        ranks.run(n, keeps_blocks, str(tmp_path / str(n)), 3, [8, 8, 8])
+        ranks.run(n, keeps_blocks, str(tmp_path / f"unequal {n}"), (12, 4, 8), [12, 4, 8])
+
+
+def wrong_blocks(comm: Communicator) -> None:
+    for blocks in (0, -1, 5, 1.5, "3", (12, 12, 12), (25, -1), None, ()):
+        with pytest.raises(ValueError, match=r"ColumnParallelLinear: blocks is .* in 24 outputs, or their sizes"):
+            ad.ColumnParallelLinear(4, 24, comm, blocks=blocks)  # type: ignore[arg-type]
+    for blocks in (8, (11, 13)):
+        with pytest.raises(ValueError, match="outputs are not all divisible by 2 ranks"):
+            ad.ColumnParallelLinear(4, 24, comm, blocks=blocks)
+
+
+def test_blocks_that_do_not_fit_are_named(ranks: RankPool) -> None:
+    ranks.run(2, wrong_blocks)

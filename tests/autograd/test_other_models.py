@@ -214,40 +214,7 @@ bloom: Plan = {
 }
 
 
-class UnequalBlocks(Shard):
-    """As `Shard` with blocks, of the sizes that are named."""
-
-    def __init__(self, comm: Communicator, shape: tuple[int, ...], sizes: list[int]) -> None:
-        super().__init__(comm, 0, shape)
-        self.sizes = sizes
-
-    def own(self, whole: Tensor) -> Tensor:
-        return torch.cat([one.chunk(self.comm.size)[self.comm.rank] for one in whole.split(self.sizes)])
-
-    def gather(self, part: Tensor) -> Tensor:
-        each = [size // self.comm.size for size in self.sizes]
-        ranks = [one.split(each) for one in super().gather(part).chunk(self.comm.size)]
-        return torch.cat([one[block] for block in range(len(each)) for one in ranks])
-
-
-class QueriesKeysValues(Sharded):
-    """Phi3's layer of all three, of which each rank has its heads; its input is gathered by the attention around."""
-
-    def __init__(self, linear: nn.Linear, comm: Communicator) -> None:
-        super().__init__()
-        queries = linear.in_features
-        others = (linear.out_features - queries) // 2
-        self.comm, self.shape, self.sizes = comm, tuple(linear.weight.shape), [queries, others, others]
-        self.weight = nn.Parameter(self.shards()["weight"].own(linear.weight.detach()).clone())
-        self._mark()
-
-    def shards(self) -> dict[str, Shard]:
-        return {"weight": UnequalBlocks(self.comm, self.shape, self.sizes)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
-
-
+# Queries, keys and values of all heads follow one another; the number of heads is that of the configuration, too.
 phi3: Plan = {
     "**.embed_tokens": "vocab_embedding",
     "**.layers.0": "sequence_begin",
@@ -256,7 +223,7 @@ phi3: Plan = {
         "shared_input",
         ("divide", {"attributes": ["config.num_attention_heads", "num_key_value_heads"]}),
     ],
-    "**.layers.*.self_attn.qkv_proj": QueriesKeysValues,
+    "**.layers.*.self_attn.qkv_proj": ("column", {"blocks": (32, 16, 16)}),
     "**.layers.*.self_attn.o_proj": "row",
     "**.layers.*.post_attention_layernorm": "sequence",
     "**.layers.*.mlp.gate_up_proj": ("column", {"blocks": 2}),

@@ -165,6 +165,27 @@ def test_layers_that_share_an_input_are_looked_at(ranks: RankPool) -> None:
     ranks.run(2, crosses)
 
 
+def cut_logits(comm: Communicator) -> None:
+    from test_parallelize import MAKE, batch
+
+    model: Any = ad.parallelize(MAKE["llama"](), comm, ad.plans.llama, gather_logits=False)
+    with pytest.raises(RuntimeError, match="generate: each rank has the logits of its own words"):
+        model.generate(batch(0)["input_ids"])
+    whole: Any = MAKE["bert"]().double()
+    bert: Any = ad.parallelize(copy.deepcopy(whole), comm, ad.plans.bert, gather_logits=False)
+    example = batch(0)
+    logits = bert(input_ids=example["input_ids"]).logits
+    expected = nn.functional.cross_entropy(whole(**example).logits.flatten(0, 1), example["labels"].flatten())
+    splits = bert.cls.predictions.decoder.splits
+    loss = ad.vocab_parallel_cross_entropy(logits.flatten(0, 1), example["labels"].flatten(), comm, splits=splits)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_logits_of_each_ranks_words_are_not_chosen_from(ranks: RankPool) -> None:
+    pytest.importorskip("transformers")
+    ranks.run(2, cut_logits)
+
+
 def named_twice(comm: Communicator) -> None:
     torch.manual_seed(2)
     whole: Any = Net().double()
@@ -204,7 +225,7 @@ def outputs(comm: Communicator, name: str) -> None:
         for (path, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
             shard = getattr(parameter, "shard", None)
             right = other.grad if shard is None or other.grad is None else shard.own(other.grad)
-            torch.testing.assert_close(parameter.grad, right, rtol=1e-9, atol=1e-9, msg=lambda text, p=path: p + text)
+            torch.testing.assert_close(parameter.grad, right, rtol=1e-9, atol=1e-9, msg=f"the gradient of {path}")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
