@@ -15,10 +15,12 @@ from torch.nn.utils import parametrize
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 
+from ..agreement import raise_alike
 from ..arguments import as_int, check_comm
 from ..mesh import Mesh
 from ..overlap.config import Overlap
 from ..wire import Dtype
+from .alike import SameInput, check_alike
 from .dropout import Dropout
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -27,6 +29,8 @@ from .parts import keep_parts
 from .plan import KINDS, NAME, Site, read
 from .shards import Shard, Sharded, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
+
+_Made = dict[str, nn.Module | None]
 
 
 def parallelize(
@@ -82,22 +86,21 @@ def parallelize(
                        is drawn whole, and this rank's part kept: as `model.apply(init)` of the unsharded model does
                        with the same seed
 
-    After backward(): `finish_gradients(model)`, then `clip_grad_norm_`. ValueError and TypeError name the module,
-    before anything is changed. UserWarning for modules with parameters, and for dropout, of which the plan says
-    nothing: they are replicated.
+    After backward(): `finish_gradients(model)`, then `clip_grad_norm_`. ValueError and TypeError name the module, on
+    every rank, before anything is changed; the first forward pass raises ValueError if ranks have other batches.
+    UserWarning for modules with parameters, and for dropout, of which the plan says nothing: they are replicated; and
+    for weights that are not equal on all ranks.
     """
     check_comm(NAME, comm)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{NAME}: model is {shown(model)}, expected a torch.nn.Module")
+    comm.check_alive()
     given = _Given(model, comm, bool(sequence_parallel), seq_dim, overlap, reduce_dtype, gather_logits, {}, {})
-    sites = read(model, plan)
-    made = {path: _replacement(given, site, dry=True) for path, site in sites.items()}
-    for site in sites.values():
-        _check_attributes(site, comm.size)
-    if sequence_parallel:
-        _check_between(model, sites)
-    tied = _tied(model)
-    _check_tied(tied, made)
+    problem: Exception | None = None
+    try:
+        sites, made, tied = _looked_at(given, plan)
+    except (ValueError, TypeError) as error:
+        problem = error
+    raise_alike(comm, problem)
+    check_alike(model, sites, (sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits, init is None), comm)
     _warn(model, sites)
     sequence = Sequence()
     for path, site in sites.items():
@@ -123,6 +126,8 @@ def parallelize(
     for group in tied:
         _tie(model, group)
     sequence.find(model)
+    if not sequence_parallel or any("sequence_begin" in site.roles for site in sites.values()):
+        model.register_forward_pre_hook(SameInput(comm), with_kwargs=True)
     model.register_forward_hook(Outputs(comm, seq_dim, sequence, _heads(model)))
     if any(isinstance(one, VocabParallelHead) and not one.gather_output for one in model.modules()):
         theirs = getattr(model, "loss_function", None)
@@ -132,6 +137,23 @@ def parallelize(
             model.generate = NoLogits()  # type: ignore[assignment]
     keep_parts(model)
     return model
+
+
+def _looked_at(given: _Given, plan: Mapping[str, Any]) -> tuple[dict[str, Site], _Made, list[list[_User]]]:
+    """What the plan says, the layers that it makes on the meta device, and parameters that several modules have; what
+    cannot be is an error."""
+    model = given.model
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{NAME}: model is {shown(model)}, expected a torch.nn.Module")
+    sites = read(model, plan)
+    made = {path: _replacement(given, site, dry=True) for path, site in sites.items()}
+    for site in sites.values():
+        _check_attributes(site, given.comm.size)
+    if given.sequence_parallel:
+        _check_between(model, sites)
+    tied = _tied(model)
+    _check_tied(tied, made)
+    return sites, made, tied
 
 
 class _Given(NamedTuple):

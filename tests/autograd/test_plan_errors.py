@@ -232,3 +232,31 @@ def outputs(comm: Communicator, name: str) -> None:
 def test_what_transformers_gives_of_each_layer_is_whole(ranks: RankPool, name: str) -> None:
     pytest.importorskip("transformers")
     ranks.run(2, outputs, name)
+
+
+def other_than_rank_0(comm: Communicator) -> None:
+    torch.manual_seed(comm.rank)
+    with pytest.warns(UserWarning, match="rank 1 and rank 0 have other weights"):
+        ad.parallelize(Net(), comm, PLAN)
+    torch.manual_seed(0)
+    model = Net()
+    with pytest.raises(ValueError, match="rank 1 and rank 0 differ in what the plan says"):
+        ad.parallelize(model, comm, PLAN if comm.rank else {**PLAN, "blocks.0.up": ("column", {"overlap": "off"})})
+    with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the options"):
+        ad.parallelize(model, comm, PLAN, sequence_parallel=True, gather_logits=comm.rank == 0)
+    with pytest.raises(ValueError, match="rank 1 and rank 0 differ in names, shapes"):
+        ad.parallelize(Net().double() if comm.rank else model, comm, PLAN)
+    with pytest.raises(ValueError if comm.rank else RuntimeError, match="no module fits the pattern 'lost'"):
+        ad.parallelize(model, comm, {**PLAN, "lost": "column"} if comm.rank else PLAN)
+    assert type(model.blocks[0].up) is nn.Linear
+    for sequence_parallel in (True, False):
+        cut = ad.parallelize(copy.deepcopy(model), comm, PLAN, sequence_parallel)
+        for other in (torch.full((1, 4, WIDTH), float(comm.rank)), torch.zeros(1, 4 + 2 * comm.rank, WIDTH)):
+            with pytest.raises(ValueError, match=r"Net: rank 1 was given a batch .* than rank 0; expected the same"):
+                copy.deepcopy(cut)(other)
+        x = torch.randn(1, 4, WIDTH)
+        torch.testing.assert_close(cut(x), model(x))
+
+
+def test_ranks_that_differ_are_told(ranks: RankPool) -> None:
+    ranks.run(2, other_than_rank_0)
