@@ -8,8 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pynccl import Communicator
+
 from ..torch_internals import copy_all
 from ..wire import Dtype
+from .shards import shard_of
 
 ALIGNMENT = 64  # bytes: so that kernels may read a view of a flat tensor in their widest words
 
@@ -89,20 +92,29 @@ class Bucket:
             copy_all(to, values)
 
 
-def cut_into_buckets(parameters: Iterable[Named], nbytes: float) -> list[list[Named]]:
+def cut_into_buckets(parameters: Iterable[Named], nbytes: float, partial_apart: bool = False) -> list[list[Named]]:
     """The parameters in reverse order, about that in which a backward pass has their gradients: of one type each, up to
-    `nbytes`, or of one parameter that is larger."""
+    `nbytes`, or of one parameter that is larger. partial_apart: those with partial gradients share buckets with others
+    of the same communicator alone, whose ranks have the same then, however unequally they have the rest."""
     closed: list[list[tuple[int, Named]]] = []
-    filling: dict[torch.dtype, list[tuple[int, Named]]] = {}
+    filling: dict[tuple[torch.dtype, int | None], list[tuple[int, Named]]] = {}
     for place, (name, parameter) in enumerate(reversed(list(parameters))):
-        bucket = filling.setdefault(parameter.dtype, [])
+        over = partial_over(parameter) if partial_apart else None
+        key = parameter.dtype, None if over is None else id(over)
+        bucket = filling.setdefault(key, [])
         if bucket and sum(one.nbytes for _, (_, one) in bucket) + parameter.nbytes > nbytes:
             closed.append(bucket)
-            bucket = filling[parameter.dtype] = []
+            bucket = filling[key] = []
         bucket.append((place, (name, parameter)))
     closed += filling.values()
     closed.sort(key=lambda bucket: bucket[-1][0])  # as they get full
     return [[named for _, named in bucket] for bucket in closed]
+
+
+def partial_over(parameter: Tensor) -> Communicator | None:
+    """Whose ranks each have a part of its gradient, as sequence parallelism leaves it; None: it is whole."""
+    shard = shard_of(parameter)
+    return shard.comm if shard is not None and shard.partial and shard.comm.size > 1 else None
 
 
 def wire_of(flat: Tensor, dtype: Dtype) -> Tensor:

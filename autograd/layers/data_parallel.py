@@ -28,9 +28,8 @@ from ..arguments import check_comm, check_reduce_dtype, lost_its_memory
 from ..streams import made_on, side_stream
 from ..torch_internals import backward_pass, queue_callback, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
-from .buckets import Bucket, Named, as_real, cut_into_buckets, wire_of
+from .buckets import Bucket, Named, as_real, cut_into_buckets, partial_over, wire_of
 from .optimizer_shard import MakeOptimizer, OptimizerShard
-from .shards import shard_of
 
 
 class DataParallelGradients(Shared):
@@ -50,20 +49,22 @@ class DataParallelGradients(Shared):
     The backward pass reduces by itself, and has done so when it returns. What ranks do not use alike is averaged with
     zeros; what no rank used keeps its gradient, None mostly. A rank whose loss uses no parameter at all must call
     `finish()` instead. Steps that only accumulate are run under `no_sync()`, which every rank must do alike.
-    Layers with sequence parallelism want `ad.finish_gradients` besides, after the backward pass.
+    Layers with sequence parallelism want `ad.finish_gradients` besides, after the backward pass; not so with
+    shard_optimizer.
 
     shard_optimizer. Each rank steps 1/N of all elements, and has 1/N of the optimizer's state (ZeRO, stage 1): buckets
     are reduce-scattered, `step()` steps this rank's part and gathers the parameters, which are views of flat tensors
     from now on. The function gets [(name, part)], parts of this rank, [k] each, as torch's optimizers take them; names
     are those of model.named_parameters(), by which it may make groups. The optimizer has to treat each element on its
     own, as SGD, Adam and AdamW do. It is `.optimizer`, for schedules. .grad of the model is None after a backward pass:
-    clip with `clip_grad_norm_` of this object. What no rank used has a gradient of zeros. Parameters whose gradients
-    sequence parallelism leaves partial are refused, since finish_gradients would find none.
+    clip with `clip_grad_norm_` of this object. What no rank used has a gradient of zeros. Gradients that sequence
+    parallelism leaves partial are summed at the end of the pass that averages, an all_reduce of 1/N of each bucket of
+    them: all ranks of that communicator must make this pass, and have the same place in `comm`.
 
-    Raises, on all ranks: ValueError for a model that differs from rank to rank, is elsewhere, or has no parameters that
-    require gradients; TypeError for types that NCCL does not reduce. In a backward pass: RuntimeError for a parameter
-    that has its gradient twice (which use_reentrant=True of checkpoints does), TypeError for sparse gradients.
-    Deterministic where the communicator is.
+    Raises, on all ranks: ValueError for a model that differs from rank to rank, is elsewhere, has no parameters that
+    require gradients, or has partial ones that cannot be summed; TypeError for types that NCCL does not reduce. In a
+    backward pass: RuntimeError for a parameter that has its gradient twice (which use_reentrant=True of checkpoints
+    does), TypeError for sparse gradients. Deterministic where the communicator is.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class DataParallelGradients(Shared):
         types = {parameter.dtype: _reduce_dtype(parameter, reduce_dtype) for _, parameter in named}
         _check_equal(model, named, comm, (broadcast, bucket_bytes, reduce_dtype, shard_optimizer is not None))
         if shard_optimizer is not None:
-            _check_none_partial(named)
+            _check_partial(named, comm)
         if broadcast:
             _broadcast([*model.parameters(), *model.buffers()], comm, bucket_bytes)
         self.comm, self.gradient_as_bucket_view = comm, gradient_as_bucket_view
-        cut = cut_into_buckets(named, bucket_bytes)
+        cut = cut_into_buckets(named, bucket_bytes, partial_apart=shard_optimizer is not None)
         self._buckets = [Bucket(parameters, comm.size, shard_optimizer is None) for parameters in cut]
         self._types = [types[bucket.flat.dtype] for bucket in self._buckets]
         self._shard = None if shard_optimizer is None else OptimizerShard(self._buckets, comm, shard_optimizer)
@@ -317,14 +318,24 @@ def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
     return named
 
 
-def _check_none_partial(named: list[Named]) -> None:
+def _check_partial(named: list[Named], comm: Communicator) -> None:
+    """That the ranks which have the parts of a gradient own the same elements of it once it is cut over `comm`."""
+    found: dict[int, tuple[Communicator, list[str]]] = {}
     for name, parameter in named:
-        shard = shard_of(parameter)
-        if shard is not None and shard.partial and shard.comm.size > 1:
-            raise ValueError(
-                f"DataParallelGradients: sequence parallelism leaves the gradient of {name} partial, which cannot be "
-                "finished after it was cut over the ranks; leave out shard_optimizer, or sequence_parallel"
-            )
+        over = partial_over(parameter)
+        if over is not None:
+            _, names = found.setdefault(id(over), (over, []))
+            names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
+    for over, names in found.values():
+        rows = gathered(over, [comm.rank, zlib.crc32("\n".join(names).encode())])
+        for rank, row in enumerate(rows):
+            if row != rows[0]:
+                what = "their ranks in comm" if row[0] != rows[0][0] else "such parameters"
+                raise ValueError(
+                    f"DataParallelGradients: sequence parallelism leaves the gradient of {names[0].split()[0]} partial "
+                    f"over {over.size} ranks, of which rank {rank} and rank 0 differ in {what}: with shard_optimizer "
+                    'they must have the same; pass another axis of the Mesh, as mesh["dp"] beside mesh["tp"]'
+                )
 
 
 def _reduce_dtype(parameter: Tensor, reduce_dtype: Any) -> Dtype:

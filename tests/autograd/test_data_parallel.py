@@ -455,6 +455,72 @@ def test_parameters_cut_over_another_axis(ranks: RankPool, sharded: bool, norm_t
     ranks.run(4, tensor_parallel, sharded, norm_type)
 
 
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,  # of which two ranks have unequal parts
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def words(rank: int, number: int) -> dict[str, Tensor]:
+    ids = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(100 * number + rank))
+    return {"input_ids": ids, "labels": ids}
+
+
+def sequence_parallel(comm: Communicator, bucket_bytes: float, reduce_dtype: Any) -> None:
+    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
+        whole, place = llama(), mesh.coordinate["dp"]
+        model: Any = ad.parallelize(copy.deepcopy(whole), mesh["tp"], ad.plans.llama)
+        averaged = ad.DataParallelGradients(model, mesh["dp"], bucket_bytes, reduce_dtype, shard_optimizer=adamw)
+        reference = adamw(list(whole.named_parameters()))
+        close = {"rtol": 1e-7, "atol": 1e-9} if reduce_dtype is None else {"rtol": 1e-3, "atol": 1e-3}
+
+        def backward(number: int) -> None:
+            model(**words(place, number)).loss.backward()
+            for rank in range(2):
+                (whole(**words(rank, number)).loss / 2).backward()
+
+        def clips(max_norm: float) -> None:
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+            torch.testing.assert_close(averaged.clip_grad_norm_(max_norm).double(), expected, rtol=1e-6, atol=0.0)
+
+        for step in range(4):
+            with averaged.no_sync():
+                backward(10 * step)
+            backward(10 * step + 1)
+            if step == 2:  # an average is added to what was clipped
+                clips(0.7)
+                backward(10 * step + 2)
+            if step != 3:
+                clips(0.5)
+            averaged.step()
+            averaged.zero_grad()
+            reference.step()
+            reference.zero_grad()
+        for (name, parameter), full in zip(model.named_parameters(), whole.parameters(), strict=True):
+            shard = getattr(parameter, "shard", None)
+            own = full if shard is None else shard.own(full)
+            torch.testing.assert_close(parameter, own, **close, msg=partial("{}: {}".format, name))
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "reduce_dtype"), [(1e9, None), (2000, None), (1, None), (2000, torch.float32)]
+)
+def test_a_cut_optimizer_sums_what_sequence_parallelism_leaves_partial(
+    ranks: RankPool, bucket_bytes: float, reduce_dtype: torch.dtype | None
+) -> None:
+    pytest.importorskip("transformers")
+    ranks.run(4, sequence_parallel, bucket_bytes, reduce_dtype)
+
+
 def zero_one(comm: Communicator, bucket_bytes: float, as_view: bool) -> None:
     model = model_of(comm.rank)
     model.never.requires_grad_(False)
@@ -533,7 +599,8 @@ def wrong(comm: Communicator) -> None:
     refuses(ValueError, "rank 1 and rank 0 differ in bucket_bytes", model, comm, 100 + comm.rank)
     norm = nn.LayerNorm(64)
     norm.weight.shard = ad.Shard(comm, None, (64,), partial=True)  # type: ignore[attr-defined]
-    refuses(ValueError, "leaves the gradient of weight partial", norm, comm, shard_optimizer=torch.optim.SGD)
+    match = "gradient of weight partial over 2 ranks, of which rank 1 and rank 0 differ in their ranks in comm"
+    refuses(ValueError, match, norm, comm, shard_optimizer=torch.optim.SGD)
     fused = nn.Linear(2, 2)
     fused.weight.main_grad = torch.zeros(2, 2)  # type: ignore[attr-defined]
     refuses(ValueError, "weight has main_grad", fused, comm)
