@@ -29,6 +29,7 @@ from ..streams import made_on, side_stream
 from ..torch_internals import backward_pass, queue_callback, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
 from .buckets import Bucket, Named, as_real, cut_into_buckets, partial_over, wire_of
+from .dtensors import is_dtensor
 from .optimizer_shard import MakeOptimizer, OptimizerShard
 
 
@@ -302,6 +303,11 @@ def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
     if not named:
         raise ValueError("DataParallelGradients: the model has no parameter that requires a gradient")
     for name, parameter in named:
+        if is_dtensor(parameter):
+            raise TypeError(
+                f"DataParallelGradients: {name} is a DTensor, as of torch's fully_shard, which averages its gradients "
+                "itself: use one of the two"
+            )
         if parameter.get_device() != comm.ordinal or parameter.is_meta or lost_its_memory(parameter):
             raise ValueError(
                 f"DataParallelGradients: {name} is on {parameter.device}, the communicator on {comm.device}; call "
