@@ -93,20 +93,29 @@ class Bucket:
 
 
 def cut_into_buckets(parameters: Iterable[Named], nbytes: float, partial_apart: bool = False) -> list[list[Named]]:
-    """The parameters in reverse order, about that in which a backward pass has their gradients: of one type each, up to
-    `nbytes`, or of one parameter that is larger. partial_apart: those with partial gradients share buckets with others
-    of the same communicator alone, whose ranks have the same then, however unequally they have the rest."""
-    closed: list[list[tuple[int, Named]]] = []
-    filling: dict[tuple[torch.dtype, int | None], list[tuple[int, Named]]] = {}
+    """The parameters in reverse order, about that in which a backward pass has their gradients: of one type each.
+
+    A bucket is full with `nbytes`, or with an eighth of all if that is less: while the last one travels nothing is left
+    to hide it, and what travels first cannot begin before it is full. But not with less than nbytes / 16.
+    partial_apart: those with partial gradients share buckets with others of the same communicator alone, whose ranks
+    have the same then, however unequally they have the rest.
+    """
+    groups: dict[tuple[torch.dtype, int | None], list[tuple[int, Named]]] = {}
     for place, (name, parameter) in enumerate(reversed(list(parameters))):
         over = partial_over(parameter) if partial_apart else None
-        key = parameter.dtype, None if over is None else id(over)
-        bucket = filling.setdefault(key, [])
-        if bucket and sum(one.nbytes for _, (_, one) in bucket) + parameter.nbytes > nbytes:
-            closed.append(bucket)
-            bucket = filling[key] = []
-        bucket.append((place, (name, parameter)))
-    closed += filling.values()
+        group = groups.setdefault((parameter.dtype, None if over is None else id(over)), [])
+        group.append((place, (name, parameter)))
+    closed: list[list[tuple[int, Named]]] = []
+    for group in groups.values():
+        total = sum(parameter.nbytes for _, (_, parameter) in group)
+        full = min(nbytes, max(total / 8, nbytes / 16))
+        held = full  # so that a bucket is begun
+        for one in group:
+            if held >= full:
+                closed.append([])
+                held = 0
+            closed[-1].append(one)
+            held += one[1][1].nbytes
     closed.sort(key=lambda bucket: bucket[-1][0])  # as they get full
     return [[named for _, named in bucket] for bucket in closed]
 

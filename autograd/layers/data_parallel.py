@@ -40,7 +40,8 @@ class DataParallelGradients(Shared):
            cut over another communicator of a Mesh: the ranks of `comm` have equal parts
     comm   N ranks. For gradients alone where ranks may use different parameters: their buckets then leave at different
            points of the backward pass, and would meet other calls
-    bucket_bytes             of gradients that travel at once
+    bucket_bytes             of gradients that travel at once, with the parameter that fills them up; or an eighth of
+                             all, if that is less
     reduce_dtype             type in which they are averaged; None: their own
     gradient_as_bucket_view  .grad are views of the buckets: no second memory for gradients. With `zero_grad()` of this
                              object instead of the optimizer's, they are not copied at all

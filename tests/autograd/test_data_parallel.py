@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl_autograd.layers.buckets import cut_into_buckets
 
 WIDTH, ROWS = 10, 6
 
@@ -266,6 +267,21 @@ def views(comm: Communicator) -> None:
 
 def test_gradients_stay_views_of_the_buckets(ranks: RankPool) -> None:
     ranks.run(2, views)
+
+
+def sizes(kilobytes: list[int], nbytes: float) -> list[list[int]]:
+    """Of the parameters in each bucket, KB."""
+    named = [(str(place), nn.Parameter(torch.zeros(250 * size))) for place, size in enumerate(kilobytes)]
+    return [[one.nbytes // 1000 for _, one in bucket] for bucket in cut_into_buckets(named, nbytes)]
+
+
+def test_buckets_are_full_with_bucket_bytes_or_an_eighth_of_all() -> None:
+    assert sizes([3, 2, 1], 1) == [[1], [2], [3]]
+    assert sizes([10, 5, 5, 1] * 10, 12e3) == [[1, 5, 5, 10]] * 10  # by the one that fills it up
+    assert sizes([1] * 80, 1e9) == [[1] * 80]  # of a small model one is better
+    assert sizes([1] * 80, 100e3) == [[1] * 10] * 8
+    assert sizes([1] * 80, 320e3) == [[1] * 20] * 4
+    assert sizes([1, 40, 1], 1e9) == [[1, 40, 1]]
 
 
 class Branches(nn.Module):
