@@ -3,6 +3,7 @@
     python scripts/bench_data_parallel.py
     python scripts/bench_data_parallel.py --ranks 4 --width 256 --layers 12 --bucket-mb 1 4 25
     python scripts/bench_data_parallel.py --views --rounds 31 --json ddp.json --markdown
+    python scripts/bench_data_parallel.py --asleep 4 --width 256 --layers 12 [--backwards]
 
 Every rank is a process with one torch thread. A step is forward and backward of the same model, a stack of residual
 MLPs, on the same data, in three ways: without any communication ("compute"), with DataParallelGradients ("ours"), with
@@ -21,6 +22,10 @@ sooner. The host library has it built in. DDP gets it by a communication hook: i
 and reserves 2(p-1) latencies and 2(p-1)/p of its bytes of a link of its own (pynccl.host.link), as the host library
 does for an all_reduce; a thread waits for gloo and for that moment, then tells DDP. So torch, too, computes while its
 buckets travel, and hides what its order of buckets allows. T_comm is that of ours, for both: the same bytes.
+
+--asleep: each layer sleeps instead of multiplying, as where a GPU computes and the cores are free. What is hidden then
+depends on the order and the size of buckets and on what their launches cost, little on other load of the machine.
+--backwards: the layers are defined last one first, so that gradients come in the order of the parameters.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import queue
 import statistics
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +67,8 @@ class Options(NamedTuple):
     rounds: int
     balance: float
     views: bool
+    asleep: float = 0.0  # milliseconds
+    backwards: bool = False
 
 
 class Block(nn.Module):
@@ -71,6 +79,50 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
         return y
+
+
+class AsleepBlock(nn.Module):
+    """With as many parameters."""
+
+    def __init__(self, width: int, milliseconds: float) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(4 * width, width)) for _ in range(2))
+        self.seconds = milliseconds / 1e3
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = _Asleep.apply(x, weight, self.seconds / len(self.weights))
+        return x
+
+
+class _Asleep(torch.autograd.Function):
+    """A third of the time forward, the rest backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.shape, ctx.seconds = weight.shape, seconds
+        time.sleep(seconds / 3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        time.sleep(ctx.seconds * 2 / 3)
+        return grad, grad.mean().expand(ctx.shape).contiguous(), None
+
+
+class Stack(nn.Module):
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [
+            AsleepBlock(options.width, options.asleep) if options.asleep else Block(options.width)
+            for _ in range(options.layers)
+        ]
+        self.layers, self.step = nn.ModuleList(layers), -1 if options.backwards else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in list(self.layers)[:: self.step]:
+            x = layer(x)
+        return x
 
 
 # ------------------------------------------------------------------------------------------------------- on each rank
@@ -113,9 +165,9 @@ class _Ways:
 
     def __init__(self, options: Options, comm: Communicator, link: Link | None) -> None:
         torch.manual_seed(0)
-        self.whole = nn.Sequential(*(Block(options.width) for _ in range(options.layers)))
+        self.whole = Stack(options)
         torch.manual_seed(1 + comm.rank)
-        self.x = torch.randn(options.rows, options.width)
+        self.x = torch.randn(options.rows, options.width, requires_grad=options.asleep > 0)
         self.model = copy.deepcopy(self.whole)
         self.ours = ad.DataParallelGradients(
             self.model, comm, options.bucket_mb * 2**20, gradient_as_bucket_view=options.views
@@ -264,7 +316,17 @@ def _cells(row: Row) -> list[str]:
 def main() -> None:
     asked = _arguments()
     cases = [
-        Options(width, asked.layers, asked.rows, bucket_mb, asked.rounds, asked.balance, asked.views)
+        Options(
+            width,
+            asked.layers,
+            asked.rows,
+            bucket_mb,
+            asked.rounds,
+            asked.balance,
+            asked.views,
+            asked.asleep,
+            asked.backwards,
+        )
         for width in asked.width
         for bucket_mb in asked.bucket_mb
     ]
@@ -286,6 +348,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--balance", type=float, default=0.4, help="part of an unhidden step that is communication")
     parser.add_argument("--views", action="store_true", help="gradient_as_bucket_view=True, of both")
+    parser.add_argument(
+        "--asleep", type=float, default=0.0, metavar="MS", help="sleep so long a layer, for its matmuls"
+    )
+    parser.add_argument("--backwards", action="store_true", help="define the layers last one first")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
     parser.add_argument("--markdown", action="store_true", help="print a table for docs/")
     asked = parser.parse_args()

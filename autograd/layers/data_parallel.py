@@ -4,8 +4,9 @@
     model(x).sum().backward()        # when it returns, .grad is the average of all ranks'
     optimizer.step()
 
-Gradients are gathered in buckets, in reverse order of the parameters. A bucket travels on the communicator's side
-stream as soon as it and all before it are full: so on every rank in one order, whatever the order of the gradients.
+Gradients are gathered in buckets, in reverse order of the parameters; if they come in another one in the first pass, in
+that of rank 0 from then on. A bucket travels on the communicator's side stream as soon as it and all before it are
+full: so on every rank in one order, whatever the order of the gradients.
 """
 
 from __future__ import annotations
@@ -91,24 +92,22 @@ class DataParallelGradients(Shared):
                 "one, as lambda named: torch.optim.AdamW(named, lr=1e-3)"
             )
         named = _trained(model, comm)
-        types = {parameter.dtype: _reduce_dtype(parameter, reduce_dtype) for _, parameter in named}
+        self._reduced_in = {parameter.dtype: _reduce_dtype(parameter, reduce_dtype) for _, parameter in named}
         _check_equal(model, named, comm, (broadcast, bucket_bytes, reduce_dtype, shard_optimizer is not None))
         if shard_optimizer is not None:
             _check_partial(named, comm)
         if broadcast:
             _broadcast([*model.parameters(), *model.buffers()], comm, bucket_bytes)
         self.comm, self.gradient_as_bucket_view = comm, gradient_as_bucket_view
-        cut = cut_into_buckets(named, bucket_bytes, partial_apart=shard_optimizer is not None)
-        self._buckets = [Bucket(parameters, comm.size, shard_optimizer is None) for parameters in cut]
-        self._types = [types[bucket.flat.dtype] for bucket in self._buckets]
+        self._named, self._bucket_bytes = named, bucket_bytes
+        self._cut(named, shard_optimizer is not None)
+        self._ordered = comm.size == 1 or shard_optimizer is not None  # whose buckets own the parameters
         self._shard = None if shard_optimizer is None else OptimizerShard(self._buckets, comm, shard_optimizer)
         self._sync = True
         self._reset()
         self._hooks = [model.register_forward_hook(self._note_outputs)]
-        for index, bucket in enumerate(self._buckets):
-            for piece in bucket.pieces:
-                hook = partial(self._arrived, index, piece.name)
-                self._hooks.append(piece.parameter.register_post_accumulate_grad_hook(hook))
+        for name, parameter in named:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, name)))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -178,9 +177,15 @@ class DataParallelGradients(Shared):
             )
         return self._shard
 
+    def _cut(self, named: list[Named], sharded: bool) -> None:
+        cut = cut_into_buckets(named, self._bucket_bytes, partial_apart=sharded)
+        self._buckets = [Bucket(parameters, self.comm.size, not sharded) for parameters in cut]
+        self._types = [self._reduced_in[bucket.flat.dtype] for bucket in self._buckets]
+        self._index = {piece.name: index for index, bucket in enumerate(self._buckets) for piece in bucket.pieces}
+
     def _reset(self) -> None:
         self._pass: int | None = None  # the backward pass under way
-        self._arrivals: set[str] = set()  # whose gradient is there
+        self._arrivals: dict[str, None] = {}  # whose gradient is there, in order
         self._missing = [len(bucket.pieces) for bucket in self._buckets]
         self._launched: list[_Launched] = []
         self._streams: dict[Any, None] = {}  # on which gradients were made
@@ -200,7 +205,7 @@ class DataParallelGradients(Shared):
         self._pass = number
         queue_callback(self._end)
 
-    def _arrived(self, index: int, name: str, parameter: Tensor) -> None:
+    def _arrived(self, name: str, parameter: Tensor) -> None:
         if not self._sync:
             return
         grad = parameter.grad
@@ -217,8 +222,8 @@ class DataParallelGradients(Shared):
                 f"DataParallelGradients: {name} has its gradient twice in one backward pass, as of two checkpoints "
                 "with use_reentrant=True; pass use_reentrant=False to them"
             )
-        self._arrivals.add(name)
-        self._missing[index] -= 1
+        self._arrivals[name] = None
+        self._missing[self._index[name]] -= 1
         self._streams[made_on(parameter)] = None
         while len(self._launched) < len(self._buckets) and not self._missing[len(self._launched)]:
             self._launch()
@@ -233,10 +238,30 @@ class DataParallelGradients(Shared):
         """What is not under way yet, to the end."""
         while len(self._launched) < len(self._buckets):
             self._launch()
-        launched = self._launched
+        launched, arrivals = self._launched, self._arrivals
         self._reset()
         for index, one in enumerate(launched):
             self._take(index, one)
+        if not self._ordered:
+            self._order(list(arrivals))
+
+    @torch.no_grad()
+    def _order(self, arrivals: list[str]) -> None:
+        """After the first pass: where buckets got full in another order than that in which they leave, the parameters
+        are put in the order of their gradients on rank 0, what had none last, and the buckets made anew."""
+        places = {name: place for place, (name, _) in enumerate(self._named)}
+        row = [places[name] for name in arrivals] + [-1] * (len(places) - len(arrivals))
+        of_rank_0 = torch.tensor(row, device=self.comm.device)
+        self.comm.broadcast(of_rank_0, of_rank_0, 0)
+        order = {self._named[place][0]: when for when, place in enumerate(of_rank_0.tolist()) if place >= 0}
+        if not order:  # it used no parameter; so another pass shows it
+            return
+        self._ordered = True
+        last = len(places)
+        full = [max(order.get(piece.name, last) for piece in bucket.pieces) for bucket in self._buckets]
+        if full != sorted(full):
+            self._cut(sorted(self._named, key=lambda one: -order.get(one[0], last)), False)
+            self._reset()
 
     def _abandon(self) -> None:
         """A pass that has raised: what it launched comes to its end on the other ranks, too."""

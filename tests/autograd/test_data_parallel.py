@@ -245,6 +245,7 @@ def test_complex_gradients_are_averaged_in_a_real_type(ranks: RankPool, sharded:
 def views(comm: Communicator) -> None:
     model = model_of(0)
     averaged = ad.DataParallelGradients(model, comm, 1000, gradient_as_bucket_view=True)
+    loss_of(model, comm.rank, 5).backward()  # after which the buckets may be made anew
     averaged.zero_grad()
     addresses = [one.grad.data_ptr() for one in model.parameters() if one.grad is not None]
     for step in range(2):
@@ -313,6 +314,47 @@ def launched_early(comm: Communicator) -> None:
 
 def test_buckets_travel_while_the_backward_pass_goes_on(ranks: RankPool) -> None:
     ranks.run(2, launched_early)
+
+
+class Backwards(nn.Module):
+    """Defined in the order of the backward pass, with a layer that is not used between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in (6, 5, 4, 2, 1, 0):
+            x = torch.tanh(self.layers[place](x))
+        return x
+
+
+def made_anew(comm: Communicator, as_view: bool) -> list[int]:
+    torch.manual_seed(0)
+    model = Backwards()
+    expected = copy.deepcopy(model)
+    averaged = ad.DataParallelGradients(model, comm, 1, gradient_as_bucket_view=as_view)
+    if comm.rank == 0:  # it shows no order: the next pass does
+        averaged.finish()
+    else:
+        model(batch(comm.rank, 7)).sum().backward()
+    model.zero_grad()
+    counts: list[int] = []
+    for step in range(3):  # .grad is added to, across the change
+        x = batch(comm.rank, step).requires_grad_()
+        x.register_hook(lambda g: counts.append(len(averaged._launched)))
+        model(x).square().mean().backward()
+        for rank in range(comm.size):
+            (expected(batch(rank, step)).square().mean() / comm.size).backward()
+        assert_gradients(model, expected)
+    return counts
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_buckets_follow_the_order_of_the_gradients_of_the_first_pass(ranks: RankPool, as_view: bool) -> None:
+    for counts in ranks.run(2, made_anew, as_view):
+        assert counts[0] <= 2  # the first to leave was that which is full last
+        assert min(counts[1:]) >= 10  # of 12 that are used
 
 
 def in_other_orders(comm: Communicator) -> None:

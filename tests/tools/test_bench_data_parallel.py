@@ -43,6 +43,16 @@ def test_every_way_is_timed_and_has_the_same_gradients(tmp_path: Path) -> None:
     assert "| way | ranks |" in done.stdout and "| link | 2 | 16 x 3 |" in done.stdout
 
 
+def test_layers_may_sleep_and_be_defined_backwards() -> None:
+    done = run("--width", "8", "--layers", "3", "--rows", "2", "--rounds", "2", "--asleep", "3", "--backwards")
+    assert done.returncode == 0, done.stderr
+    *_, plain, link = done.stdout.splitlines()
+    for row in (plain, link):
+        cells = row.split()
+        assert cells[2:5] == ["8", "x", "3"] and float(cells[7]) > 3 * 3  # slept: milliseconds of "compute"
+        assert float(cells[-1]) < 1e-5
+
+
 @pytest.mark.parametrize("wrong", [["--ranks", "1"], ["--balance", "1"]])
 def test_wrong_options_are_refused(wrong: list[str]) -> None:
     done = run(*wrong)
