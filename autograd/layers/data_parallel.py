@@ -31,6 +31,7 @@ from ..torch_internals import backward_pass, queue_callback, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
 from .buckets import Bucket, Named, as_real, cut_into_buckets, partial_over, wire_of
 from .dtensors import is_dtensor
+from .gradients import is_finished_in_backward
 from .optimizer_shard import MakeOptimizer, OptimizerShard
 
 
@@ -333,6 +334,11 @@ def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
             raise TypeError(
                 f"DataParallelGradients: {name} is a DTensor, as of torch's fully_shard, which averages its gradients "
                 "itself: use one of the two"
+            )
+        if is_finished_in_backward(parameter):
+            raise ValueError(
+                f"DataParallelGradients: finish_gradients_in_backward sums the gradient of {name} in the same backward "
+                "pass; remove() that, and call finish_gradients after it"
             )
         if parameter.get_device() != comm.ordinal or parameter.is_meta or lost_its_memory(parameter):
             raise ValueError(

@@ -224,6 +224,11 @@ def _wait(launched: list[_Travelling]) -> None:
     launched.clear()
 
 
+def is_finished_in_backward(parameter: Tensor) -> bool:
+    """Whether `finish_gradients_in_backward` has it."""
+    return _in_backward.get(id(parameter)) is parameter
+
+
 def _summed_over(parameter: Tensor) -> Communicator | None:
     """The communicator over whose ranks its gradient is partial."""
     shard = shard_of(parameter)

@@ -655,10 +655,6 @@ def wrong(comm: Communicator) -> None:
     refuses(ValueError, "rank 1 and rank 0 differ in names, shapes", frozen, comm)
     ad.DataParallelGradients(frozen, comm, broadcast=False)
     refuses(ValueError, "rank 1 and rank 0 differ in bucket_bytes", model, comm, 100 + comm.rank)
-    norm = nn.LayerNorm(64)
-    norm.weight.shard = ad.Shard(comm, None, (64,), partial=True)  # type: ignore[attr-defined]
-    match = "gradient of weight partial over 2 ranks, of which rank 1 and rank 0 differ in their ranks in comm"
-    refuses(ValueError, match, norm, comm, shard_optimizer=torch.optim.SGD)
     fused = nn.Linear(2, 2)
     fused.weight.main_grad = torch.zeros(2, 2)  # type: ignore[attr-defined]
     refuses(ValueError, "weight has main_grad", fused, comm)
@@ -677,3 +673,20 @@ def wrong(comm: Communicator) -> None:
 
 def test_what_is_wrong_is_said_on_all_ranks(ranks: RankPool) -> None:
     ranks.run(2, wrong)
+
+
+def partial_ones(comm: Communicator) -> None:
+    norm = nn.LayerNorm(64)
+    norm.weight.shard = ad.Shard(comm, None, (64,), partial=True)  # type: ignore[attr-defined]
+    match = "gradient of weight partial over 2 ranks, of which rank 1 and rank 0 differ in their ranks in comm"
+    with pytest.raises(ValueError, match=match):
+        ad.DataParallelGradients(norm, comm, shard_optimizer=torch.optim.SGD)
+    in_backward = ad.finish_gradients_in_backward(norm)
+    with pytest.raises(ValueError, match="finish_gradients_in_backward sums the gradient of weight in the same"):
+        ad.DataParallelGradients(norm, comm)
+    in_backward.remove()
+    ad.DataParallelGradients(norm, comm).remove()
+
+
+def test_partial_gradients_that_it_cannot_finish_are_refused(ranks: RankPool) -> None:
+    ranks.run(2, partial_ones)
