@@ -162,7 +162,7 @@ def steps_of(
     assert_same_state(model, whole, comm)
 
 
-@pytest.mark.parametrize("kind", ["ddp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("sequence_parallel", "norm_type"), [(False, 2.0), (True, 2.0), (True, math.inf)])
 def test_steps_are_those_of_the_unsharded_model(
     ranks: RankPool, tmp_path: Path, kind: str, sequence_parallel: bool, norm_type: float
@@ -202,7 +202,7 @@ def llama_steps_of(comm: Communicator, mesh: ad.Mesh, devices: Any, kind: str) -
     assert_same_state(model, whole, comm)
 
 
-@pytest.mark.parametrize("kind", ["ddp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_steps_of_a_parallelized_llama(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("transformers")
     ranks.run(4, llama_steps, str(tmp_path / "store"), kind)
