@@ -7,6 +7,7 @@ from .data_parallel import DataParallelGradients
 from .describe import describe
 from .dropout import Dropout
 from .gradients import FinishedInBackward, clip_grad_norm_, finish_gradients, finish_gradients_in_backward
+from .keep_shards import keep_shards
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import parallelize
@@ -33,6 +34,7 @@ __all__ = [
     "finish_gradients_in_backward",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "keep_shards",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "parallelize",

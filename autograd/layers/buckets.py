@@ -8,8 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pynccl import Communicator
+
 from ..torch_internals import copy_all
 from ..wire import Dtype
+from .shards import shard_of
 
 ALIGNMENT = 64  # bytes: so that kernels may read a view of a flat tensor in their widest words
 
@@ -89,20 +92,38 @@ class Bucket:
             copy_all(to, values)
 
 
-def cut_into_buckets(parameters: Iterable[Named], nbytes: float) -> list[list[Named]]:
-    """The parameters in reverse order, about that in which a backward pass has their gradients: of one type each, up to
-    `nbytes`, or of one parameter that is larger."""
-    closed: list[list[tuple[int, Named]]] = []
-    filling: dict[torch.dtype, list[tuple[int, Named]]] = {}
+def cut_into_buckets(parameters: Iterable[Named], nbytes: float, partial_apart: bool = False) -> list[list[Named]]:
+    """The parameters in reverse order, about that in which a backward pass has their gradients: of one type each.
+
+    A bucket is full with `nbytes`, or with an eighth of all if that is less: while the last one travels nothing is left
+    to hide it, and what travels first cannot begin before it is full. But not with less than nbytes / 16.
+    partial_apart: those with partial gradients share buckets with others of the same communicator alone, whose ranks
+    have the same then, however unequally they have the rest.
+    """
+    groups: dict[tuple[torch.dtype, int | None], list[tuple[int, Named]]] = {}
     for place, (name, parameter) in enumerate(reversed(list(parameters))):
-        bucket = filling.setdefault(parameter.dtype, [])
-        if bucket and sum(one.nbytes for _, (_, one) in bucket) + parameter.nbytes > nbytes:
-            closed.append(bucket)
-            bucket = filling[parameter.dtype] = []
-        bucket.append((place, (name, parameter)))
-    closed += filling.values()
+        over = partial_over(parameter) if partial_apart else None
+        group = groups.setdefault((parameter.dtype, None if over is None else id(over)), [])
+        group.append((place, (name, parameter)))
+    closed: list[list[tuple[int, Named]]] = []
+    for group in groups.values():
+        total = sum(parameter.nbytes for _, (_, parameter) in group)
+        full = min(nbytes, max(total / 8, nbytes / 16))
+        held = full  # so that a bucket is begun
+        for one in group:
+            if held >= full:
+                closed.append([])
+                held = 0
+            closed[-1].append(one)
+            held += one[1][1].nbytes
     closed.sort(key=lambda bucket: bucket[-1][0])  # as they get full
     return [[named for _, named in bucket] for bucket in closed]
+
+
+def partial_over(parameter: Tensor) -> Communicator | None:
+    """Whose ranks each have a part of its gradient, as sequence parallelism leaves it; None: it is whole."""
+    shard = shard_of(parameter)
+    return shard.comm if shard is not None and shard.partial and shard.comm.size > 1 else None
 
 
 def wire_of(flat: Tensor, dtype: Dtype) -> Tensor:

@@ -21,6 +21,7 @@ from pynccl.bindings.values import instance, shown
 from ..agreement import raise_alike
 from ..arguments import check_comm
 from .checkpoint_sources import Path_, Source, caught, source_of
+from .dtensors import cut_like, full_tensor, local_part
 from .safetensors_files import Row, check_rows, in_order, plan_of, write
 from .shards import Shard, shard_of
 
@@ -50,12 +51,12 @@ class Entry(NamedTuple):
     def gather(self) -> Tensor:
         """The whole, where the model is. A collective, if this is a part."""
         part = self.tensor.detach()
-        return part if self.shard is None else self.shard.gather(part)
+        return full_tensor(part) if self.shard is None else self.shard.gather(part)
 
     def whole(self) -> Tensor:
         """The same on the CPU, in memory of its own."""
         whole = self.gather()
-        return whole.to("cpu", copy=whole.data_ptr() == self.tensor.data_ptr())
+        return whole.to("cpu", copy=whole.data_ptr() == local_part(self.tensor).data_ptr())
 
 
 def entries_of(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
@@ -255,7 +256,7 @@ def _load(model: nn.Module, entry: Entry, source: Source, name: str, device: Any
 def _take(model: nn.Module, entry: Entry, whole: Tensor, device: Any) -> None:
     own = entry.own(whole)
     if not entry.tensor.is_meta:
-        entry.tensor.copy_(own)
+        entry.tensor.copy_(cut_like(own, entry.tensor))
         return
     made = torch.empty_like(entry.tensor, device=device)
     made.copy_(own)

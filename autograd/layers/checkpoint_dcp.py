@@ -12,6 +12,7 @@ from pynccl.bindings.values import instance
 
 from .checkpoint import entries_of
 from .checkpoint_optimizer import check_state, cut_of, names_in
+from .dtensors import is_dtensor
 from .shards import Box, Shard
 
 _KEEP_PLACE = ("detach", "clone", "cpu", "to", "contiguous", "pin_memory", "new_empty", "empty_like", "__deepcopy__")
@@ -34,6 +35,11 @@ def dcp_state_dict(model: nn.Module) -> dict[str, Any]:
         if entry.tensor.is_meta:
             raise ValueError(
                 f"dcp_state_dict: {entry.names[0]} is on the meta device: it has no values; use to_empty()"
+            )
+        if is_dtensor(entry.tensor):
+            raise NotImplementedError(
+                f"dcp_state_dict: {entry.names[0]} is a DTensor, as of torch's fully_shard, of which it cannot say the "
+                "place: use full_state_dict or save_full_state_dict"
             )
         tensor, shard = entry.tensor.detach(), entry.shard
         state[entry.names[0]] = tensor if shard is None or shard.dim is None else Part.of(tensor, shard)

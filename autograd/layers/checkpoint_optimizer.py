@@ -15,6 +15,7 @@ from pynccl.bindings.values import instance, shown
 from ..agreement import broadcast_object, gathered, raise_alike
 from .checkpoint import comm_of
 from .checkpoint_sources import Source, caught, source_of
+from .dtensors import cut_like, full_tensor
 from .shards import Shard, shard_of
 
 _BETWEEN = "\0"  # a parameter's name and a key of its state
@@ -145,16 +146,15 @@ def _check_alike(operation: str, comm: Communicator | None, held: dict[str, list
 def _whole(value: Tensor, parameter: Tensor) -> Tensor:
     shard = cut_of(parameter)
     cut = shard is not None and value.shape == parameter.shape
-    whole = shard.gather(value.detach()) if shard is not None and cut else value.detach()
+    whole = shard.gather(value.detach()) if shard is not None and cut else full_tensor(value.detach())
     return whole.to("cpu", copy=whole.device.type == "cpu" and not cut)
 
 
 def _own(source: Source, row: str, parameter: Tensor) -> Tensor:
     whole = source.whole(row)
     shard = cut_of(parameter)
-    if shard is None or tuple(whole.shape) != shard.shape:
-        return whole.clone()
-    return shard.own(whole).clone()
+    own = (whole if shard is None or tuple(whole.shape) != shard.shape else shard.own(whole)).clone()
+    return cut_like(own, parameter) if own.shape == parameter.shape else own
 
 
 def _flat(operation: str, state: Any) -> dict[str, Any]:

@@ -4,8 +4,9 @@
     model(x).sum().backward()        # when it returns, .grad is the average of all ranks'
     optimizer.step()
 
-Gradients are gathered in buckets, in reverse order of the parameters. A bucket travels on the communicator's side
-stream as soon as it and all before it are full: so on every rank in one order, whatever the order of the gradients.
+Gradients are gathered in buckets, in reverse order of the parameters; if they come in another one in the first pass, in
+that of rank 0 from then on. A bucket travels on the communicator's side stream as soon as it and all before it are
+full: so on every rank in one order, whatever the order of the gradients.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from ..arguments import check_comm, check_reduce_dtype, lost_its_memory
 from ..streams import made_on, side_stream
 from ..torch_internals import backward_pass, queue_callback, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
-from .buckets import Bucket, Named, as_real, cut_into_buckets, wire_of
+from .buckets import Bucket, Named, as_real, cut_into_buckets, partial_over, wire_of
+from .dtensors import is_dtensor
+from .gradients import is_finished_in_backward
 from .optimizer_shard import MakeOptimizer, OptimizerShard
-from .shards import shard_of
 
 
 class DataParallelGradients(Shared):
@@ -40,7 +42,8 @@ class DataParallelGradients(Shared):
            cut over another communicator of a Mesh: the ranks of `comm` have equal parts
     comm   N ranks. For gradients alone where ranks may use different parameters: their buckets then leave at different
            points of the backward pass, and would meet other calls
-    bucket_bytes             of gradients that travel at once
+    bucket_bytes             of gradients that travel at once, with the parameter that fills them up; or an eighth of
+                             all, if that is less
     reduce_dtype             type in which they are averaged; None: their own
     gradient_as_bucket_view  .grad are views of the buckets: no second memory for gradients. With `zero_grad()` of this
                              object instead of the optimizer's, they are not copied at all
@@ -50,20 +53,22 @@ class DataParallelGradients(Shared):
     The backward pass reduces by itself, and has done so when it returns. What ranks do not use alike is averaged with
     zeros; what no rank used keeps its gradient, None mostly. A rank whose loss uses no parameter at all must call
     `finish()` instead. Steps that only accumulate are run under `no_sync()`, which every rank must do alike.
-    Layers with sequence parallelism want `ad.finish_gradients` besides, after the backward pass.
+    Layers with sequence parallelism want `ad.finish_gradients` besides, after the backward pass; not so with
+    shard_optimizer.
 
     shard_optimizer. Each rank steps 1/N of all elements, and has 1/N of the optimizer's state (ZeRO, stage 1): buckets
     are reduce-scattered, `step()` steps this rank's part and gathers the parameters, which are views of flat tensors
     from now on. The function gets [(name, part)], parts of this rank, [k] each, as torch's optimizers take them; names
     are those of model.named_parameters(), by which it may make groups. The optimizer has to treat each element on its
     own, as SGD, Adam and AdamW do. It is `.optimizer`, for schedules. .grad of the model is None after a backward pass:
-    clip with `clip_grad_norm_` of this object. What no rank used has a gradient of zeros. Parameters whose gradients
-    sequence parallelism leaves partial are refused, since finish_gradients would find none.
+    clip with `clip_grad_norm_` of this object. What no rank used has a gradient of zeros. Gradients that sequence
+    parallelism leaves partial are summed at the end of the pass that averages, an all_reduce of 1/N of each bucket of
+    them: all ranks of that communicator must make this pass, and have the same place in `comm`.
 
-    Raises, on all ranks: ValueError for a model that differs from rank to rank, is elsewhere, or has no parameters that
-    require gradients; TypeError for types that NCCL does not reduce. In a backward pass: RuntimeError for a parameter
-    that has its gradient twice (which use_reentrant=True of checkpoints does), TypeError for sparse gradients.
-    Deterministic where the communicator is.
+    Raises, on all ranks: ValueError for a model that differs from rank to rank, is elsewhere, has no parameters that
+    require gradients, or has partial ones that cannot be summed; TypeError for types that NCCL does not reduce. In a
+    backward pass: RuntimeError for a parameter that has its gradient twice (which use_reentrant=True of checkpoints
+    does), TypeError for sparse gradients. Deterministic where the communicator is.
     """
 
     def __init__(
@@ -88,24 +93,22 @@ class DataParallelGradients(Shared):
                 "one, as lambda named: torch.optim.AdamW(named, lr=1e-3)"
             )
         named = _trained(model, comm)
-        types = {parameter.dtype: _reduce_dtype(parameter, reduce_dtype) for _, parameter in named}
+        self._reduced_in = {parameter.dtype: _reduce_dtype(parameter, reduce_dtype) for _, parameter in named}
         _check_equal(model, named, comm, (broadcast, bucket_bytes, reduce_dtype, shard_optimizer is not None))
         if shard_optimizer is not None:
-            _check_none_partial(named)
+            _check_partial(named, comm)
         if broadcast:
             _broadcast([*model.parameters(), *model.buffers()], comm, bucket_bytes)
         self.comm, self.gradient_as_bucket_view = comm, gradient_as_bucket_view
-        cut = cut_into_buckets(named, bucket_bytes)
-        self._buckets = [Bucket(parameters, comm.size, shard_optimizer is None) for parameters in cut]
-        self._types = [types[bucket.flat.dtype] for bucket in self._buckets]
+        self._named, self._bucket_bytes = named, bucket_bytes
+        self._cut(named, shard_optimizer is not None)
+        self._ordered = comm.size == 1 or shard_optimizer is not None  # whose buckets own the parameters
         self._shard = None if shard_optimizer is None else OptimizerShard(self._buckets, comm, shard_optimizer)
         self._sync = True
         self._reset()
         self._hooks = [model.register_forward_hook(self._note_outputs)]
-        for index, bucket in enumerate(self._buckets):
-            for piece in bucket.pieces:
-                hook = partial(self._arrived, index, piece.name)
-                self._hooks.append(piece.parameter.register_post_accumulate_grad_hook(hook))
+        for name, parameter in named:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, name)))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -175,9 +178,15 @@ class DataParallelGradients(Shared):
             )
         return self._shard
 
+    def _cut(self, named: list[Named], sharded: bool) -> None:
+        cut = cut_into_buckets(named, self._bucket_bytes, partial_apart=sharded)
+        self._buckets = [Bucket(parameters, self.comm.size, not sharded) for parameters in cut]
+        self._types = [self._reduced_in[bucket.flat.dtype] for bucket in self._buckets]
+        self._index = {piece.name: index for index, bucket in enumerate(self._buckets) for piece in bucket.pieces}
+
     def _reset(self) -> None:
         self._pass: int | None = None  # the backward pass under way
-        self._arrivals: set[str] = set()  # whose gradient is there
+        self._arrivals: dict[str, None] = {}  # whose gradient is there, in order
         self._missing = [len(bucket.pieces) for bucket in self._buckets]
         self._launched: list[_Launched] = []
         self._streams: dict[Any, None] = {}  # on which gradients were made
@@ -197,7 +206,7 @@ class DataParallelGradients(Shared):
         self._pass = number
         queue_callback(self._end)
 
-    def _arrived(self, index: int, name: str, parameter: Tensor) -> None:
+    def _arrived(self, name: str, parameter: Tensor) -> None:
         if not self._sync:
             return
         grad = parameter.grad
@@ -214,8 +223,8 @@ class DataParallelGradients(Shared):
                 f"DataParallelGradients: {name} has its gradient twice in one backward pass, as of two checkpoints "
                 "with use_reentrant=True; pass use_reentrant=False to them"
             )
-        self._arrivals.add(name)
-        self._missing[index] -= 1
+        self._arrivals[name] = None
+        self._missing[self._index[name]] -= 1
         self._streams[made_on(parameter)] = None
         while len(self._launched) < len(self._buckets) and not self._missing[len(self._launched)]:
             self._launch()
@@ -230,10 +239,30 @@ class DataParallelGradients(Shared):
         """What is not under way yet, to the end."""
         while len(self._launched) < len(self._buckets):
             self._launch()
-        launched = self._launched
+        launched, arrivals = self._launched, self._arrivals
         self._reset()
         for index, one in enumerate(launched):
             self._take(index, one)
+        if not self._ordered:
+            self._order(list(arrivals))
+
+    @torch.no_grad()
+    def _order(self, arrivals: list[str]) -> None:
+        """After the first pass: where buckets got full in another order than that in which they leave, the parameters
+        are put in the order of their gradients on rank 0, what had none last, and the buckets made anew."""
+        places = {name: place for place, (name, _) in enumerate(self._named)}
+        row = [places[name] for name in arrivals] + [-1] * (len(places) - len(arrivals))
+        of_rank_0 = torch.tensor(row, device=self.comm.device)
+        self.comm.broadcast(of_rank_0, of_rank_0, 0)
+        order = {self._named[place][0]: when for when, place in enumerate(of_rank_0.tolist()) if place >= 0}
+        if not order:  # it used no parameter; so another pass shows it
+            return
+        self._ordered = True
+        last = len(places)
+        full = [max(order.get(piece.name, last) for piece in bucket.pieces) for bucket in self._buckets]
+        if full != sorted(full):
+            self._cut(sorted(self._named, key=lambda one: -order.get(one[0], last)), False)
+            self._reset()
 
     def _abandon(self) -> None:
         """A pass that has raised: what it launched comes to its end on the other ranks, too."""
@@ -301,6 +330,16 @@ def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
     if not named:
         raise ValueError("DataParallelGradients: the model has no parameter that requires a gradient")
     for name, parameter in named:
+        if is_dtensor(parameter):
+            raise TypeError(
+                f"DataParallelGradients: {name} is a DTensor, as of torch's fully_shard, which averages its gradients "
+                "itself: use one of the two"
+            )
+        if is_finished_in_backward(parameter):
+            raise ValueError(
+                f"DataParallelGradients: finish_gradients_in_backward sums the gradient of {name} in the same backward "
+                "pass; remove() that, and call finish_gradients after it"
+            )
         if parameter.get_device() != comm.ordinal or parameter.is_meta or lost_its_memory(parameter):
             raise ValueError(
                 f"DataParallelGradients: {name} is on {parameter.device}, the communicator on {comm.device}; call "
@@ -317,14 +356,24 @@ def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
     return named
 
 
-def _check_none_partial(named: list[Named]) -> None:
+def _check_partial(named: list[Named], comm: Communicator) -> None:
+    """That the ranks which have the parts of a gradient own the same elements of it once it is cut over `comm`."""
+    found: dict[int, tuple[Communicator, list[str]]] = {}
     for name, parameter in named:
-        shard = shard_of(parameter)
-        if shard is not None and shard.partial and shard.comm.size > 1:
-            raise ValueError(
-                f"DataParallelGradients: sequence parallelism leaves the gradient of {name} partial, which cannot be "
-                "finished after it was cut over the ranks; leave out shard_optimizer, or sequence_parallel"
-            )
+        over = partial_over(parameter)
+        if over is not None:
+            _, names = found.setdefault(id(over), (over, []))
+            names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
+    for over, names in found.values():
+        rows = gathered(over, [comm.rank, zlib.crc32("\n".join(names).encode())])
+        for rank, row in enumerate(rows):
+            if row != rows[0]:
+                what = "their ranks in comm" if row[0] != rows[0][0] else "such parameters"
+                raise ValueError(
+                    f"DataParallelGradients: sequence parallelism leaves the gradient of {names[0].split()[0]} partial "
+                    f"over {over.size} ranks, of which rank {rank} and rank 0 differ in {what}: with shard_optimizer "
+                    'they must have the same; pass another axis of the Mesh, as mesh["dp"] beside mesh["tp"]'
+                )
 
 
 def _reduce_dtype(parameter: Tensor, reduce_dtype: Any) -> Dtype:

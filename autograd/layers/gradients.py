@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pynccl import Communicator
@@ -16,6 +17,7 @@ from pynccl.bindings.values import shown
 
 from ..streams import made_on, side_stream
 from ..torch_internals import backward_pass, queue_callback
+from .dtensors import groups_that_cut, local_part
 from .shards import shard_of
 
 _in_backward: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -30,15 +32,15 @@ def finish_gradients(parameters: nn.Module | Iterable[Tensor], bucket_bytes: flo
     """
     buckets: dict[tuple[int, torch.dtype], list[_Bucket]] = {}
     for parameter in _listed(parameters, "finish_gradients"):
-        comm = _summed_over(parameter)
-        if comm is None or parameter.grad is None or _in_backward.get(id(parameter)) is parameter:
+        comm, own = _summed_over(parameter), local_part(parameter.grad)  # of a DTensor all ranks of comm have the same
+        if comm is None or own is None or _in_backward.get(id(parameter)) is parameter:
             continue
-        _check_dense("finish_gradients", parameter, parameter.grad)
-        found = buckets.setdefault((id(comm), parameter.grad.dtype), [_Bucket(comm, [])])
+        _check_dense("finish_gradients", parameter, own)
+        found = buckets.setdefault((id(comm), own.dtype), [_Bucket(comm, [])])
         nbytes = sum(grad.nbytes for grad in found[-1].grads)
-        if found[-1].grads and nbytes + parameter.grad.nbytes > bucket_bytes:
+        if found[-1].grads and nbytes + own.nbytes > bucket_bytes:
             found.append(_Bucket(comm, []))
-        found[-1].grads.append(parameter.grad)
+        found[-1].grads.append(own)
     for bucket in (one for found in buckets.values() for one in found):
         _sum(bucket)
 
@@ -224,6 +226,11 @@ def _wait(launched: list[_Travelling]) -> None:
     launched.clear()
 
 
+def is_finished_in_backward(parameter: Tensor) -> bool:
+    """Whether `finish_gradients_in_backward` has it."""
+    return _in_backward.get(id(parameter)) is parameter
+
+
 def _summed_over(parameter: Tensor) -> Communicator | None:
     """The communicator over whose ranks its gradient is partial."""
     shard = shard_of(parameter)
@@ -245,28 +252,34 @@ def clip_grad_norm_(
     """torch.nn.utils.clip_grad_norm_ of the unsharded model: returns its norm, equal on all ranks.
 
     Each parameter counts once: parts are summed over the ranks that have them, what every rank has is taken from this
-    one. One all_reduce of one number for each communicator that cuts parameters. Every rank must call it, after
-    `finish_gradients`. norm_type: above 0, or math.inf.
+    one. One all_reduce of one number for each communicator that cuts parameters, and each process group of torch that
+    does (FSDP2). Every rank must call it, after `finish_gradients`. norm_type: above 0, or math.inf.
     """
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf")
     found = _listed(parameters, "clip_grad_norm_")
-    grads = [parameter.grad for parameter in found if parameter.grad is not None]
+    grads = [local_part(parameter.grad) for parameter in found if parameter.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
     whole = torch.zeros((), dtype=torch.float64, device=device)
-    cut: dict[int, tuple[Communicator, Tensor]] = {}
+    largest = norm_type == math.inf
+    cut: dict[tuple[int, ...], tuple[Communicator | None, tuple[Any, ...], Tensor]] = {}
     for parameter in found:
-        shard = shard_of(parameter)
-        if shard is None or shard.dim is None:
+        shard, groups = shard_of(parameter), groups_that_cut(parameter)
+        comm = None if shard is None or shard.dim is None else shard.comm
+        if comm is None and not groups:
             whole = _add(whole, _power(parameter, norm_type, whole), norm_type)
         else:  # also where it has no gradient here: the others may have one, and so come to the sum
-            comm, total = cut.get(id(shard.comm), (shard.comm, torch.zeros_like(whole)))
-            cut[id(comm)] = (comm, _add(total, _power(parameter, norm_type, whole), norm_type))
-    for comm, total in cut.values():
+            key = id(comm), *map(id, groups)
+            *_, total = cut.get(key, (comm, groups, torch.zeros_like(whole)))
+            cut[key] = (comm, groups, _add(total, _power(parameter, norm_type, whole), norm_type))
+    for comm, groups, total in cut.values():
         summed = total.reshape(1)
-        comm.all_reduce(summed, summed, op="max" if norm_type == math.inf else "sum")
+        for group in groups:
+            dist.all_reduce(summed, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
+        if comm is not None:
+            comm.all_reduce(summed, summed, op="max" if largest else "sum")
         whole = _add(whole, summed[0], norm_type)
-    norm = whole if norm_type == math.inf else whole ** (1 / norm_type)
+    norm = whole if largest else whole ** (1 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be clipped")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -278,7 +291,7 @@ def clip_grad_norm_(
 
 def _power(parameter: Tensor, norm_type: float, like: Tensor) -> Tensor:
     """Of its gradient: the sum of the entries' powers, or their maximum."""
-    grad = parameter.grad
+    grad = local_part(parameter.grad)
     if grad is None or not grad.numel():
         return torch.zeros_like(like)
     kind = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else None

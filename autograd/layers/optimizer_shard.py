@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from .buckets import Bucket, Named, Piece, as_real
+from .buckets import Bucket, Named, Piece, as_real, partial_over
 from .shards import shard_of
 
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
@@ -52,8 +52,12 @@ class OptimizerShard:
         )
 
     def take(self, index: int, block: Tensor) -> None:
-        """This rank's block [n/N] of the averaged gradients of a bucket: added to what is there."""
+        """This rank's block [n/N] of the averaged gradients of a bucket, made whole: added to what is there."""
         owned = self._owned[index]
+        over = partial_over(self._buckets[index].pieces[0].parameter)
+        if over is not None:  # here, before it is added: so it is summed once, whatever comes before the step
+            block = block.to(as_real(owned.grad).dtype)
+            over.all_reduce(block, block)
         if any(part.grad is not None for part, _, _ in owned.parts):
             as_real(owned.grad).add_(block)
         else:

@@ -16,6 +16,7 @@ from pynccl.bindings.values import shown
 
 from ..arguments import as_int
 from ..ops.all_gather import all_gather
+from .dtensors import full_tensor, is_dtensor
 
 
 class Box(NamedTuple):
@@ -84,10 +85,11 @@ class Shard:
         return own_of_blocks(whole, self.dim, self.blocks, self.comm)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole of which `part` is this rank's, on every rank. A collective: every rank must call it."""
-        whole = part
+        """The whole of which `part` is this rank's, on every rank. A collective: every rank must call it. A DTensor, as
+        of FSDP2, is made whole over its own mesh first."""
+        whole = full_tensor(part)
         if self.dim is not None:
-            whole = all_gather(part, self.comm, self.dim, grad="sum", splits=self.splits)
+            whole = all_gather(whole, self.comm, self.dim, grad="sum", splits=self.splits)
         if self.dim is not None and len(self.blocks) > 1:
             each = [size // self.comm.size for size in self.blocks]
             ranks = [one.split(each, self.dim) for one in whole.split(self.splits, self.dim)]
@@ -194,6 +196,11 @@ class Sharded(nn.Module):
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
-    """What the parameter is a part of; None: it is whole."""
+    """What the parameter is a part of; None: it is whole. TypeError for a DTensor of which nobody has said it."""
     shard = getattr(parameter, "shard", None)
+    if shard is None and not hasattr(parameter, "shard") and is_dtensor(parameter):
+        raise TypeError(
+            f"a parameter of shape {list(parameter.shape)} is a DTensor that does not know whether it is a part, since "
+            "torch's fully_shard has made it anew. Call that within `with pynccl_autograd.keep_shards(model):`"
+        )
     return shard if isinstance(shard, Shard) else None

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl_autograd.layers.buckets import cut_into_buckets
 
 WIDTH, ROWS = 10, 6
 
@@ -244,6 +245,7 @@ def test_complex_gradients_are_averaged_in_a_real_type(ranks: RankPool, sharded:
 def views(comm: Communicator) -> None:
     model = model_of(0)
     averaged = ad.DataParallelGradients(model, comm, 1000, gradient_as_bucket_view=True)
+    loss_of(model, comm.rank, 5).backward()  # after which the buckets may be made anew
     averaged.zero_grad()
     addresses = [one.grad.data_ptr() for one in model.parameters() if one.grad is not None]
     for step in range(2):
@@ -266,6 +268,21 @@ def views(comm: Communicator) -> None:
 
 def test_gradients_stay_views_of_the_buckets(ranks: RankPool) -> None:
     ranks.run(2, views)
+
+
+def sizes(kilobytes: list[int], nbytes: float) -> list[list[int]]:
+    """Of the parameters in each bucket, KB."""
+    named = [(str(place), nn.Parameter(torch.zeros(250 * size))) for place, size in enumerate(kilobytes)]
+    return [[one.nbytes // 1000 for _, one in bucket] for bucket in cut_into_buckets(named, nbytes)]
+
+
+def test_buckets_are_full_with_bucket_bytes_or_an_eighth_of_all() -> None:
+    assert sizes([3, 2, 1], 1) == [[1], [2], [3]]
+    assert sizes([10, 5, 5, 1] * 10, 12e3) == [[1, 5, 5, 10]] * 10  # by the one that fills it up
+    assert sizes([1] * 80, 1e9) == [[1] * 80]  # of a small model one is better
+    assert sizes([1] * 80, 100e3) == [[1] * 10] * 8
+    assert sizes([1] * 80, 320e3) == [[1] * 20] * 4
+    assert sizes([1, 40, 1], 1e9) == [[1, 40, 1]]
 
 
 class Branches(nn.Module):
@@ -297,6 +314,47 @@ def launched_early(comm: Communicator) -> None:
 
 def test_buckets_travel_while_the_backward_pass_goes_on(ranks: RankPool) -> None:
     ranks.run(2, launched_early)
+
+
+class Backwards(nn.Module):
+    """Defined in the order of the backward pass, with a layer that is not used between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in (6, 5, 4, 2, 1, 0):
+            x = torch.tanh(self.layers[place](x))
+        return x
+
+
+def made_anew(comm: Communicator, as_view: bool) -> list[int]:
+    torch.manual_seed(0)
+    model = Backwards()
+    expected = copy.deepcopy(model)
+    averaged = ad.DataParallelGradients(model, comm, 1, gradient_as_bucket_view=as_view)
+    if comm.rank == 0:  # it shows no order: the next pass does
+        averaged.finish()
+    else:
+        model(batch(comm.rank, 7)).sum().backward()
+    model.zero_grad()
+    counts: list[int] = []
+    for step in range(3):  # .grad is added to, across the change
+        x = batch(comm.rank, step).requires_grad_()
+        x.register_hook(lambda g: counts.append(len(averaged._launched)))
+        model(x).square().mean().backward()
+        for rank in range(comm.size):
+            (expected(batch(rank, step)).square().mean() / comm.size).backward()
+        assert_gradients(model, expected)
+    return counts
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_buckets_follow_the_order_of_the_gradients_of_the_first_pass(ranks: RankPool, as_view: bool) -> None:
+    for counts in ranks.run(2, made_anew, as_view):
+        assert counts[0] <= 2  # the first to leave was that which is full last
+        assert min(counts[1:]) >= 10  # of 12 that are used
 
 
 def in_other_orders(comm: Communicator) -> None:
@@ -455,6 +513,72 @@ def test_parameters_cut_over_another_axis(ranks: RankPool, sharded: bool, norm_t
     ranks.run(4, tensor_parallel, sharded, norm_type)
 
 
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,  # of which two ranks have unequal parts
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def words(rank: int, number: int) -> dict[str, Tensor]:
+    ids = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(100 * number + rank))
+    return {"input_ids": ids, "labels": ids}
+
+
+def sequence_parallel(comm: Communicator, bucket_bytes: float, reduce_dtype: Any) -> None:
+    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
+        whole, place = llama(), mesh.coordinate["dp"]
+        model: Any = ad.parallelize(copy.deepcopy(whole), mesh["tp"], ad.plans.llama)
+        averaged = ad.DataParallelGradients(model, mesh["dp"], bucket_bytes, reduce_dtype, shard_optimizer=adamw)
+        reference = adamw(list(whole.named_parameters()))
+        close = {"rtol": 1e-7, "atol": 1e-9} if reduce_dtype is None else {"rtol": 1e-3, "atol": 1e-3}
+
+        def backward(number: int) -> None:
+            model(**words(place, number)).loss.backward()
+            for rank in range(2):
+                (whole(**words(rank, number)).loss / 2).backward()
+
+        def clips(max_norm: float) -> None:
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+            torch.testing.assert_close(averaged.clip_grad_norm_(max_norm).double(), expected, rtol=1e-6, atol=0.0)
+
+        for step in range(4):
+            with averaged.no_sync():
+                backward(10 * step)
+            backward(10 * step + 1)
+            if step == 2:  # an average is added to what was clipped
+                clips(0.7)
+                backward(10 * step + 2)
+            if step != 3:
+                clips(0.5)
+            averaged.step()
+            averaged.zero_grad()
+            reference.step()
+            reference.zero_grad()
+        for (name, parameter), full in zip(model.named_parameters(), whole.parameters(), strict=True):
+            shard = getattr(parameter, "shard", None)
+            own = full if shard is None else shard.own(full)
+            torch.testing.assert_close(parameter, own, **close, msg=partial("{}: {}".format, name))
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "reduce_dtype"), [(1e9, None), (2000, None), (1, None), (2000, torch.float32)]
+)
+def test_a_cut_optimizer_sums_what_sequence_parallelism_leaves_partial(
+    ranks: RankPool, bucket_bytes: float, reduce_dtype: torch.dtype | None
+) -> None:
+    pytest.importorskip("transformers")
+    ranks.run(4, sequence_parallel, bucket_bytes, reduce_dtype)
+
+
 def zero_one(comm: Communicator, bucket_bytes: float, as_view: bool) -> None:
     model = model_of(comm.rank)
     model.never.requires_grad_(False)
@@ -531,9 +655,6 @@ def wrong(comm: Communicator) -> None:
     refuses(ValueError, "rank 1 and rank 0 differ in names, shapes", frozen, comm)
     ad.DataParallelGradients(frozen, comm, broadcast=False)
     refuses(ValueError, "rank 1 and rank 0 differ in bucket_bytes", model, comm, 100 + comm.rank)
-    norm = nn.LayerNorm(64)
-    norm.weight.shard = ad.Shard(comm, None, (64,), partial=True)  # type: ignore[attr-defined]
-    refuses(ValueError, "leaves the gradient of weight partial", norm, comm, shard_optimizer=torch.optim.SGD)
     fused = nn.Linear(2, 2)
     fused.weight.main_grad = torch.zeros(2, 2)  # type: ignore[attr-defined]
     refuses(ValueError, "weight has main_grad", fused, comm)
@@ -552,3 +673,20 @@ def wrong(comm: Communicator) -> None:
 
 def test_what_is_wrong_is_said_on_all_ranks(ranks: RankPool) -> None:
     ranks.run(2, wrong)
+
+
+def partial_ones(comm: Communicator) -> None:
+    norm = nn.LayerNorm(64)
+    norm.weight.shard = ad.Shard(comm, None, (64,), partial=True)  # type: ignore[attr-defined]
+    match = "gradient of weight partial over 2 ranks, of which rank 1 and rank 0 differ in their ranks in comm"
+    with pytest.raises(ValueError, match=match):
+        ad.DataParallelGradients(norm, comm, shard_optimizer=torch.optim.SGD)
+    in_backward = ad.finish_gradients_in_backward(norm)
+    with pytest.raises(ValueError, match="finish_gradients_in_backward sums the gradient of weight in the same"):
+        ad.DataParallelGradients(norm, comm)
+    in_backward.remove()
+    ad.DataParallelGradients(norm, comm).remove()
+
+
+def test_partial_gradients_that_it_cannot_finish_are_refused(ranks: RankPool) -> None:
+    ranks.run(2, partial_ones)

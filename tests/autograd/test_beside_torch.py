@@ -1,0 +1,263 @@
+"""Tensor-parallel models within torch's DistributedDataParallel and FSDP2, over the other axis of a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+SEQUENCE, BATCH, WIDTH, HIDDEN, WORDS = 8, 2, 6, 10, 61  # of the words two ranks have unequal parts
+
+
+class Block(nn.Module):
+    """Sequence first. The norm and the scale are inside what sequence parallelism cuts."""
+
+    def __init__(self, norm: nn.Module, up: nn.Module, down: nn.Module, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.scale = norm, up, down, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x)))) * self.scale
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, first: nn.Module, blocks: list[Block]) -> None:
+        super().__init__()
+        self.first, self.blocks = first, nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def whole_model() -> Model:
+    torch.manual_seed(3)
+    blocks = [
+        Block(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Parameter(torch.rand(WIDTH)))
+        for _ in range(2)
+    ]
+    return Model(nn.Linear(3, WIDTH), blocks).double()
+
+
+def cut_model(whole: Model, comm: Communicator, sequence_parallel: bool) -> Model:
+    blocks = []
+    for block in copy.deepcopy(whole.blocks):
+        assert isinstance(block, Block) and isinstance(block.up, nn.Linear) and isinstance(block.down, nn.Linear)
+        up = ad.ColumnParallelLinear.from_linear(block.up, comm, sequence_parallel)
+        down = ad.RowParallelLinear.from_linear(block.down, comm, sequence_parallel)
+        blocks.append(Block(block.norm, up, down, block.scale))
+    model = Model(copy.deepcopy(whole.first), blocks)
+    if sequence_parallel:
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "scale" in name or "first" in name:
+                parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
+    return model
+
+
+def data(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(SEQUENCE, BATCH, 3, generator=generator, dtype=torch.float64)
+
+
+@contextlib.contextmanager
+def device_mesh(comm: Communicator, path: str, mesh: ad.Mesh) -> Iterator[Any]:
+    """Over gloo, of the same ranks."""
+    dist.init_process_group("gloo", store=dist.FileStore(path, comm.size), rank=comm.rank, world_size=comm.size)
+    try:
+        yield mesh.to_device_mesh()
+    finally:
+        gc.collect()  # what holds the group
+        comm.barrier()
+        dist.destroy_process_group()
+
+
+def wrapped(model: Any, kind: str, devices: Any, blocks: Any) -> Any:
+    if kind == "ddp":
+        group = devices["dp"].get_group()
+        return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    with ad.keep_shards(model):
+        for block in blocks:
+            fully_shard(block, mesh=devices["dp"])
+        fully_shard(model, mesh=devices["dp"])
+    return model
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+
+def assert_same_state(model: Any, whole: nn.Module, comm: Communicator) -> None:
+    """What full_state_dict gathers, on every rank; what it loads again."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    expected = whole.state_dict()
+    found = ad.full_state_dict(model, comm, rank0_only=False)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11, msg=partial("{}: {}".format, name))
+    ad.load_full_state_dict(model, {name: value + 1 for name, value in found.items()}, comm=comm)
+    for name, value in ad.full_state_dict(model, comm, rank0_only=False).items():
+        assert torch.equal(value, found[name] + 1), name
+
+
+def assert_same_optimizer(model: Any, optimizer: Any, whole: nn.Module, reference: Any, comm: Communicator) -> None:
+    """What full_optimizer_state_dict gathers; what it loads again."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    found = ad.full_optimizer_state_dict(model, optimizer, comm=comm, rank0_only=False)
+    for name, parameter in whole.named_parameters():
+        buffer = reference.state[parameter]["momentum_buffer"]
+        torch.testing.assert_close(found["state"][name]["momentum_buffer"], buffer, rtol=1e-8, atol=1e-10)
+    fresh = sgd(model)
+    ad.load_full_optimizer_state_dict(model, fresh, found, comm=comm)
+    assert {*fresh.state} == {*optimizer.state}
+    for key, state in fresh.state.items():
+        loaded, before = state["momentum_buffer"], optimizer.state[key]["momentum_buffer"]
+        assert type(loaded) is type(before) and torch.equal(loaded, before)
+
+
+def steps(comm: Communicator, path: str, kind: str, sequence_parallel: bool, norm_type: float) -> None:
+    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh, device_mesh(comm, path, mesh) as devices:
+        steps_of(comm, mesh, devices, kind, sequence_parallel, norm_type)
+
+
+def steps_of(
+    comm: Communicator, mesh: ad.Mesh, devices: Any, kind: str, sequence_parallel: bool, norm_type: float
+) -> None:
+    """A frame of its own: what it has made ends before the process group."""
+    whole, place, tp = whole_model(), mesh.coordinate["dp"], mesh["tp"]
+    cut = cut_model(whole, tp, sequence_parallel)
+    model = wrapped(cut, kind, devices, cut.blocks)
+    optimizer, reference = sgd(model), sgd(whole)
+    for step in range(3):
+        x = data(place, step)
+        x = x.chunk(tp.size)[tp.rank] if sequence_parallel else x
+        model(x).square().sum().backward()
+        for rank in range(2):
+            (whole(data(rank, step)).square().sum() / 2).backward()
+        ad.finish_gradients(model)
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, norm_type)
+        torch.testing.assert_close(ad.clip_grad_norm_(model.parameters(), 0.5, norm_type), expected)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    assert_same_optimizer(model, optimizer, whole, reference, comm)
+    assert_same_state(model, whole, comm)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("sequence_parallel", "norm_type"), [(False, 2.0), (True, 2.0), (True, math.inf)])
+def test_steps_are_those_of_the_unsharded_model(
+    ranks: RankPool, tmp_path: Path, kind: str, sequence_parallel: bool, norm_type: float
+) -> None:
+    ranks.run(4, steps, str(tmp_path / "store"), kind, sequence_parallel, norm_type)
+
+
+def llama_steps(comm: Communicator, path: str, kind: str) -> None:
+    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh, device_mesh(comm, path, mesh) as devices:
+        llama_steps_of(comm, mesh, devices, kind)
+
+
+def llama_steps_of(comm: Communicator, mesh: ad.Mesh, devices: Any, kind: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    whole: Any = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, **sizes)).double()
+    cut: Any = ad.parallelize(copy.deepcopy(whole), mesh["tp"], ad.plans.llama)
+    model = wrapped(cut, kind, devices, cut.model.layers)
+    optimizer, reference = sgd(model), sgd(whole)
+    for step in range(3):
+        batches = []
+        for rank in range(2):
+            ids = torch.randint(WORDS, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+            batches.append({"input_ids": ids, "labels": ids})
+        model(**batches[mesh.coordinate["dp"]]).loss.backward()
+        for batch in batches:
+            (whole(**batch).loss / 2).backward()
+        ad.finish_gradients(model)
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        torch.testing.assert_close(ad.clip_grad_norm_(model, 0.5), expected)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    assert_same_optimizer(model, optimizer, whole, reference, comm)
+    assert_same_state(model, whole, comm)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_steps_of_a_parallelized_llama(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers")
+    ranks.run(4, llama_steps, str(tmp_path / "store"), kind)
+
+
+def forgotten(comm: Communicator, path: str) -> None:
+    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh, device_mesh(comm, path, mesh) as devices:
+        refuses(comm, mesh, devices["dp"])
+
+
+def refuses(comm: Communicator, mesh: ad.Mesh, devices: Any) -> None:
+    model: Any = cut_model(whole_model(), mesh["tp"], True)
+    fully_shard(model, mesh=devices)
+    lost = r"is a DTensor that does not know whether it is a part, .* within `with pynccl_autograd\.keep_shards"
+    for use in (
+        lambda: ad.finish_gradients(model),
+        lambda: ad.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: ad.full_state_dict(model, comm),
+        lambda: ad.load_full_state_dict(model, {}, comm=comm),
+        lambda: ad.full_optimizer_state_dict(model, sgd(model), comm=comm),
+        lambda: ad.dcp_state_dict(model),
+        lambda: ad.describe(model),
+        lambda: ad.keep_shards(model).__enter__(),
+    ):
+        with pytest.raises(TypeError, match=lost):
+            use()  # type: ignore[no-untyped-call]
+    kept: Any = cut_model(whole_model(), mesh["tp"], True)
+    with ad.keep_shards(kept):
+        fully_shard(kept, mesh=devices)
+    with pytest.raises(TypeError, match=r"first\.weight is a DTensor, .* averages its gradients itself"):
+        ad.DataParallelGradients(kept, mesh["dp"])
+    with pytest.raises(NotImplementedError, match=r"dcp_state_dict: first\.weight is a DTensor"):
+        ad.dcp_state_dict(kept)
+
+
+def test_marks_that_fully_shard_drops_are_asked_for(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, forgotten, str(tmp_path / "store"))
+
+
+def made_anew(comm: Communicator) -> None:
+    model = cut_model(whole_model(), comm, True)
+    marks = {name: getattr(one, "shard", None) for name, one in model.named_parameters()}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with ad.keep_shards(model):
+        model.load_state_dict(state, assign=True)
+    assert {name: getattr(one, "shard", None) for name, one in model.named_parameters()}.keys() == marks.keys()
+    for name, one in model.named_parameters():
+        assert isinstance(marks[name], ad.Shard)
+        assert repr(one.shard) == repr(marks[name])  # type: ignore[attr-defined]
+    with (
+        pytest.raises(TypeError, match=r"keep_shards: model is \[\], expected a torch\.nn\.Module"),
+        ad.keep_shards([]),
+    ):  # type: ignore[arg-type]
+        pass
+
+
+def test_parameters_that_are_replaced_keep_their_marks(ranks: RankPool) -> None:
+    ranks.run(2, made_anew)
