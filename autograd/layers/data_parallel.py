@@ -31,7 +31,7 @@ from ..torch_internals import backward_pass, queue_callback, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
 from .buckets import Bucket, Named, as_real, cut_into_buckets, partial_over, wire_of
 from .dtensors import is_dtensor
-from .gradients import is_finished_in_backward
+from .gradients import averaged, is_finished_in_backward
 from .optimizer_shard import MakeOptimizer, OptimizerShard
 
 
@@ -109,6 +109,7 @@ class DataParallelGradients(Shared):
         self._hooks = [model.register_forward_hook(self._note_outputs)]
         for name, parameter in named:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, name)))
+            averaged[id(parameter)] = parameter
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -170,6 +171,9 @@ class DataParallelGradients(Shared):
         """Leave the model alone from now on; parameters and gradients stay what they are. Twice is harmless."""
         while self._hooks:
             self._hooks.pop().remove()
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                averaged.pop(id(piece.parameter), None)
 
     def _sharded(self, name: str) -> OptimizerShard:
         if self._shard is None:

@@ -17,9 +17,10 @@ from pynccl.bindings.values import shown
 
 from ..streams import made_on, side_stream
 from ..torch_internals import backward_pass, queue_callback
-from .dtensors import groups_that_cut, local_part
+from .dtensors import groups_that_cut, is_dtensor, local_part
 from .shards import shard_of
 
+averaged: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by DataParallelGradients
 _in_backward: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
@@ -85,6 +86,12 @@ class FinishedInBackward:
                 raise RuntimeError(
                     f"finish_gradients_in_backward: a parameter of {list(one.shape)} has it already; call it once for "
                     "a model, or remove() what the first call returned"
+                )
+            if averaged.get(id(one)) is one or is_dtensor(one):
+                what = "fully_shard cuts" if is_dtensor(one) else "DataParallelGradients averages"
+                raise RuntimeError(
+                    f"finish_gradients_in_backward: {what} the gradient of a parameter of {list(one.shape)} in the same "
+                    "backward pass; call finish_gradients after it"
                 )
         self.bucket_bytes = bucket_bytes
         self._parameters = found

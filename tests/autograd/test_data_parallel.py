@@ -685,7 +685,11 @@ def partial_ones(comm: Communicator) -> None:
     with pytest.raises(ValueError, match="finish_gradients_in_backward sums the gradient of weight in the same"):
         ad.DataParallelGradients(norm, comm)
     in_backward.remove()
-    ad.DataParallelGradients(norm, comm).remove()
+    averages = ad.DataParallelGradients(norm, comm)
+    with pytest.raises(RuntimeError, match="DataParallelGradients averages the gradient of a parameter"):
+        ad.finish_gradients_in_backward(norm)
+    averages.remove()
+    ad.finish_gradients_in_backward(norm).remove()
 
 
 def test_partial_gradients_that_it_cannot_finish_are_refused(ranks: RankPool) -> None:
