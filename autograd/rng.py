@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -60,7 +61,10 @@ def cut(comm: Communicator) -> Iterator[None]:
     Every rank must enter it. Blocks may be nested, over other communicators. RuntimeError before `seed(.., comm)`.
     """
     check_comm("rng.cut", comm)
-    check_seeded("rng.cut", comm)
+    if comm not in _seeded:
+        raise RuntimeError(
+            "rng.cut: the generators are not known to be equal on all ranks; call ad.rng.seed(seed, comm)"
+        )
     number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     own = (number + comm.rank * _STEP) % 2**63
     gpu = None if comm.library.is_host else torch.cuda.default_generators[comm.ordinal]
@@ -98,12 +102,20 @@ def equal(comm: Communicator) -> Iterator[None]:
         within.leave()
 
 
-def check_seeded(name: str, comm: Communicator) -> None:
-    """RuntimeError before seed(.., comm)."""
-    if comm not in _seeded:
+def agree(name: str, comm: Communicator) -> None:
+    """See to it that the generators are known to be equal on all ranks: without seed(.., comm) their states are
+    compared, once. RuntimeError, on all ranks, where they differ. Every rank must call it."""
+    if comm in _seeded:
+        return
+    gpu = None if comm.library.is_host else torch.cuda.default_generators[comm.ordinal]
+    states = [one.get_state() for one in (torch.default_generator, gpu) if one is not None]
+    rows = gathered(comm, [zlib.crc32(bytes(state.tolist())) for state in states])
+    if any(row != rows[0] for row in rows):
         raise RuntimeError(
-            f"{name}: the generators are not known to be equal on all ranks; call ad.rng.seed(seed, comm)"
+            f"{name}: torch's generators have other states on other ranks, and what all ranks draw has to be equal; "
+            "call ad.rng.seed(seed, comm)"
         )
+    _seeded.add(comm)
 
 
 class _Block:

@@ -42,6 +42,7 @@ HEAD = """\
 Made by `make semantics` from the results of `tests/autograd/test_semantics.py`; do not edit. Each cell is a test on 2
 to 4 ranks in double precision, with inputs and cotangents that differ by rank, against torch's own derivative of a
 reference that computes all ranks' outputs in one process. A number is a note: why there is no such thing.
+docs/conventions.md says which of the two conventions a program wants.
 """
 
 

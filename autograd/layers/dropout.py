@@ -22,7 +22,8 @@ class Dropout(nn.Dropout):
              within `ad.rng.cut(comm)`
     inplace  x is changed
 
-    ValueError if p is not from 0 to 1. forward raises RuntimeError before ad.rng.seed(seed, comm), but for eval().
+    ValueError if p is not from 0 to 1. The first forward in training compares the ranks' generators, unless
+    ad.rng.seed(seed, comm) was called, and raises RuntimeError where they differ.
     Under torch.compile the drawing is a graph break.
     """
 
@@ -47,6 +48,6 @@ class Dropout(nn.Dropout):
 def _drawn(x: Tensor, p: float, comm: Communicator, cut: bool, inplace: bool) -> Tensor:
     if not comm.alive:
         comm.check_alive()
-    rng.check_seeded("Dropout", comm)
+    rng.agree("Dropout", comm)
     with rng.cut(comm) if cut else rng.equal(comm):
         return F.dropout(x, p, True, inplace)

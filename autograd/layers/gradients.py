@@ -90,8 +90,8 @@ class FinishedInBackward:
             if averaged.get(id(one)) is one or is_dtensor(one):
                 what = "fully_shard cuts" if is_dtensor(one) else "DataParallelGradients averages"
                 raise RuntimeError(
-                    f"finish_gradients_in_backward: {what} the gradient of a parameter of {list(one.shape)} in the same "
-                    "backward pass; call finish_gradients after it"
+                    f"finish_gradients_in_backward: {what} the gradient of a parameter of {list(one.shape)} in the "
+                    "same backward pass; call finish_gradients after it"
                 )
         self.bucket_bytes = bucket_bytes
         self._parameters = found

@@ -174,6 +174,7 @@ class Drawing:
     @torch.compiler.disable
     def begin(self, module: nn.Module, args: Any) -> None:
         if module.training:
+            rng.agree("dropout of attention", self.comm)
             block = rng.cut(self.comm)
             block.__enter__()
             self.open.append(block)

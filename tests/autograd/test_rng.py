@@ -172,8 +172,14 @@ def wrong(comm: Communicator) -> None:
     assert other is not None
     with pytest.raises(RuntimeError, match=r"call ad\.rng\.seed\(seed, comm\)"):
         ad.rng.cut(other).__enter__()
-    with pytest.raises(RuntimeError, match=r"call ad\.rng\.seed\(seed, comm\)"):
-        ad.Dropout(0.5, other)(torch.ones(3))
+    for state_of in (comm.rank, 3):
+        torch.manual_seed(state_of)
+        for cut in (True, False):
+            if state_of == 3:  # the same on all ranks
+                ad.Dropout(0.5, other, cut)(torch.ones(3))
+                continue
+            with pytest.raises(RuntimeError, match=r"other states on other ranks.*call ad\.rng\.seed\(seed, comm\)"):
+                ad.Dropout(0.5, other, cut)(torch.ones(3))
     with pytest.raises(ValueError, match="the ranks passed the seeds \\[0, 1\\]"):
         ad.rng.seed(comm.rank, other)
     for seed in (-1, 2**63, 1.5, None):
