@@ -262,6 +262,11 @@ def is_hooked(module: torch.nn.Module) -> bool:
     Where that cannot be seen, it is."""
     if _any_hook_on_all() or getattr(module, "_compiled_call_impl", True) is not None:
         return True
+    return has_hooks(module)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a hook was registered on it. Where that cannot be seen, it was."""
     return any(getattr(module, name, True) for name in _HOOKS)
 
 

@@ -19,6 +19,7 @@ from ..agreement import raise_alike
 from ..arguments import as_int, check_comm
 from ..mesh import Mesh
 from ..overlap.config import Overlap
+from ..torch_internals import has_hooks
 from ..wire import Dtype
 from .alike import SameInput, check_alike
 from .dropout import Dropout
@@ -225,7 +226,7 @@ def _check_alone(model: nn.Module, path: str, module: nn.Module) -> None:
     more = []
     if any(isinstance(module, one) and type(module).forward is not one.forward for one in (nn.Linear, nn.Embedding)):
         more.append("a forward of its own")
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if has_hooks(module):
         more.append("hooks")
     if parametrize.is_parametrized(module):
         more.append("parametrizations")
