@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--gather-logits", action="store_true", help="ours: all logits on every rank, as torch has")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("run it by torchrun: torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with pynccl.init(library=pynccl.load("host")) as comm:
