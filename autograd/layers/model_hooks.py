@@ -72,6 +72,11 @@ class Entering:
             if not self.sequence.cut:
                 self.sequence.length = 0
                 return x
+            if x.dim() <= self.seq_dim:
+                raise ValueError(
+                    f"{self.path}: hidden states have shape {list(x.shape)}, and parallelize was told that dimension "
+                    f"{self.seq_dim} is the sequence (seq_dim)"
+                )
             if not fits:
                 raise ValueError(
                     f"{self.path}: hidden states of shape {list(x.shape)} cannot be cut along the sequence, dimension "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pynccl import Communicator
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import instance, shown
 
 from ..agreement import raise_alike
 from ..arguments import as_int, check_comm
@@ -94,10 +94,10 @@ def parallelize(
     """
     check_comm(NAME, comm)
     comm.check_alive()
-    given = _Given(model, comm, bool(sequence_parallel), seq_dim, overlap, reduce_dtype, gather_logits, {}, {})
+    given = _Given(model, comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits, {}, {})
     problem: Exception | None = None
     try:
-        sites, made, tied = _looked_at(given, plan)
+        sites, made, tied = _looked_at(given, plan, init)
     except (ValueError, TypeError) as error:
         problem = error
     raise_alike(comm, problem)
@@ -140,12 +140,19 @@ def parallelize(
     return model
 
 
-def _looked_at(given: _Given, plan: Mapping[str, Any]) -> tuple[dict[str, Site], _Made, list[list[_User]]]:
+def _looked_at(given: _Given, plan: Mapping[str, Any], init: Any) -> tuple[dict[str, Site], _Made, list[list[_User]]]:
     """What the plan says, the layers that it makes on the meta device, and parameters that several modules have; what
     cannot be is an error."""
     model = given.model
     if not isinstance(model, nn.Module):
         raise TypeError(f"{NAME}: model is {shown(model)}, expected a torch.nn.Module")
+    for name, flag in (("sequence_parallel", given.sequence_parallel), ("gather_logits", given.gather_logits)):
+        instance(flag, bool, f"{NAME}: {name}", "True or False")
+    instance(given.seq_dim, int, f"{NAME}: seq_dim", "a dimension of hidden states, such as 1")
+    if given.reduce_dtype is not None:
+        instance(given.reduce_dtype, torch.dtype, f"{NAME}: reduce_dtype", "a torch.dtype, such as torch.float32")
+    if init is not None and not callable(init):
+        raise TypeError(f"{NAME}: init is {shown(init)}, expected a function of a module, such as model._init_weights")
     sites = read(model, plan)
     made = {path: _replacement(given, site, dry=True) for path, site in sites.items()}
     for site in sites.values():

@@ -272,6 +272,18 @@ def refuses(comm: Communicator) -> None:
     said(["up"], "expected a dict of patterns", error=TypeError)
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
         ad.parallelize("model", comm, {})  # type: ignore[arg-type]
+    wrong: dict[str, Any] = {
+        "seq_dim": "1",
+        "init": 3,
+        "reduce_dtype": "f",
+        "sequence_parallel": "no",
+        "gather_logits": 0,
+    }
+    for name, value in wrong.items():
+        with pytest.raises(TypeError, match=f"parallelize: {name} is {value!r}, expected"):
+            ad.parallelize(Net(), comm, {"up": "column", "down": "row", "norm": "replicated"}, **{name: value})
+    with pytest.raises(ValueError, match="told that dimension 5 is the sequence"):
+        ad.parallelize(llama(), comm, ad.plans.llama, seq_dim=5)(torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(TypeError, match="up is ColumnParallelLinear already; make a model parallel once"):
         plan = {"up": "column", "down": "row", "norm": "replicated"}
         once = ad.parallelize(Net(), comm, plan, sequence_parallel=False)
