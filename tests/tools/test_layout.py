@@ -50,9 +50,10 @@ ORDER: dict[str, str] = {
         overlap.limits overlap.workspace overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.ag_matmul overlap.replicated_matmul overlap.matmul_rs overlap.matmul_ar overlap.comm_overlap
         overlap layers.dtensors layers.shards layers.keep_shards layers.gradients layers.linear layers.vocabulary
-        layers.key_value layers.dropout layers.plan layers.alike layers.model_hooks layers.parts layers.parallelize
-        layers.pickled layers.describe layers.safetensors_files layers.checkpoint_sources layers.checkpoint
-        layers.checkpoint_optimizer layers.checkpoint_dcp layers.buckets
+        layers.key_value layers.dropout layers.plan layers.plan_checks layers.alike layers.model_hooks
+        layers.replacement layers.weights layers.parts layers.parallelize layers.pickled layers.describe
+        layers.safetensors_files layers.checkpoint_sources layers.checkpoint layers.checkpoint_optimizer
+        layers.checkpoint_dcp layers.buckets
         layers.optimizer_shard layers.data_parallel layers plans nn
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
         testing.model_report testing.model_gradients testing.check_model testing.deferred testing.schedule testing
