@@ -26,6 +26,12 @@ def gathered(comm: Communicator, row: Sequence[int]) -> list[list[int]]:
     return rows
 
 
+def first_other(rows: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+    """The first rank whose row is not that of rank 0, and the first place in it that is other; None: all are equal."""
+    places = range(len(rows[0]))
+    return next(((rank, at) for rank, row in enumerate(rows) for at in places if row[at] != rows[0][at]), None)
+
+
 def broadcast_object(comm: Communicator | None, value: Any, root: int = 0) -> Any:
     """What `root` passes, on every rank, by pickle; None: this rank is alone."""
     if comm is None or comm.size == 1:

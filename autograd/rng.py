@@ -27,7 +27,7 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from .agreement import gathered
+from .agreement import first_other, gathered
 from .arguments import as_int, check_comm
 
 _seeded: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -67,8 +67,7 @@ def cut(comm: Communicator) -> Iterator[None]:
         )
     number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     own = (number + comm.rank * _STEP) % 2**63
-    gpu = None if comm.library.is_host else torch.cuda.default_generators[comm.ordinal]
-    block = _Block(comm, [torch.default_generator] if gpu is None else [torch.default_generator, gpu])
+    block = _Block(comm, _generators(comm))
     try:
         for generator in block.generators:
             generator.manual_seed(own)
@@ -107,15 +106,18 @@ def agree(name: str, comm: Communicator) -> None:
     compared, once. RuntimeError, on all ranks, where they differ. Every rank must call it."""
     if comm in _seeded:
         return
-    gpu = None if comm.library.is_host else torch.cuda.default_generators[comm.ordinal]
-    states = [one.get_state() for one in (torch.default_generator, gpu) if one is not None]
-    rows = gathered(comm, [zlib.crc32(bytes(state.tolist())) for state in states])
-    if any(row != rows[0] for row in rows):
+    rows = gathered(comm, [zlib.crc32(bytes(one.get_state().tolist())) for one in _generators(comm)])
+    if first_other(rows) is not None:
         raise RuntimeError(
             f"{name}: torch's generators have other states on other ranks, and what all ranks draw has to be equal; "
             "call ad.rng.seed(seed, comm)"
         )
     _seeded.add(comm)
+
+
+def _generators(comm: Communicator) -> list[torch.Generator]:
+    """torch's default ones, of the CPU and of the communicator's GPU."""
+    return [torch.default_generator, *([] if comm.library.is_host else [torch.cuda.default_generators[comm.ordinal]])]
 
 
 class _Block:

@@ -11,6 +11,7 @@ second.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,19 @@ class Keeper(Protocol):
     """Who keeps the buffers of a collective under way."""
 
     def hold(self, keep: Any) -> None: ...
+
+
+class Kept(list[Any]):
+    """A keeper that keeps what was enqueued for as long as it lives."""
+
+    hold = list.append
+
+
+def wait_for(streams: Iterable[Any]) -> None:
+    """Let the caller's streams wait for these, as `made_on` returned them."""
+    for stream in streams:
+        if stream is not None and stream != (here := torch.cuda.current_stream(stream.device)):
+            here.wait_stream(stream)
 
 
 class _HostSide:

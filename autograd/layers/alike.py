@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pynccl import Communicator
 
-from ..agreement import gathered
+from ..agreement import first_other, gathered
 from ..streams import is_capturing
 from ..torch_internals import has_no_values, is_tracing, tensors_in
 from .plan import NAME, Site
@@ -31,20 +31,18 @@ def check_alike(model: nn.Module, sites: Mapping[str, Site], options: Iterable[A
     own = [_sum(said), _sum([_plain(list(options))]), _sum(shapes), _sample(model)]
     rows = gathered(comm, own)
     what = ("what the plan says of the modules", "the options", "names, shapes, types or devices of the parameters")
-    for rank, row in enumerate(rows):
-        for place, text in enumerate(what):
-            if row[place] != rows[0][place]:
-                raise ValueError(f"{NAME}: rank {rank} and rank 0 differ in {text}; expected the same on all ranks")
-    for rank, row in enumerate(rows):
-        if row[-1] != rows[0][-1]:
-            warnings.warn(
-                f"{NAME}: rank {rank} and rank 0 have other weights, and each will keep its part of its own: call "
-                "torch.manual_seed(seed) before the model is made, or load a checkpoint afterwards by "
-                "load_full_state_dict",
-                UserWarning,
-                stacklevel=3,
-            )
-            break
+    other = first_other([row[:-1] for row in rows])
+    if other is not None:
+        rank, place = other
+        raise ValueError(f"{NAME}: rank {rank} and rank 0 differ in {what[place]}; expected the same on all ranks")
+    other = first_other(rows)
+    if other is not None:
+        warnings.warn(
+            f"{NAME}: rank {other[0]} and rank 0 have other weights, and each will keep its part of its own: call "
+            "torch.manual_seed(seed) before the model is made, or load a checkpoint afterwards by load_full_state_dict",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 class SameInput:
@@ -65,14 +63,15 @@ class SameInput:
             return
         self.seen = True
         rows = gathered(self.comm, [_sum(f"{list(one.shape)} {one.dtype}" for one in given), _values(given)])
-        for rank, row in enumerate(rows):
-            if row != rows[0]:
-                what = "of other shapes or types" if row[0] != rows[0][0] else "with other values"
-                raise ValueError(
-                    f"{type(module).__name__}: rank {rank} was given a batch {what} than rank 0; expected the same on "
-                    f"all {self.comm.size} ranks that share the model: give the sampler the rank of the data-parallel "
-                    "communicator, not of all"
-                )
+        other = first_other(rows)
+        if other is not None:
+            rank, place = other
+            what = ("of other shapes or types", "with other values")[place]
+            raise ValueError(
+                f"{type(module).__name__}: rank {rank} was given a batch {what} than rank 0; expected the same on all "
+                f"{self.comm.size} ranks that share the model: give the sampler the rank of the data-parallel "
+                "communicator, not of all"
+            )
 
 
 def _plain(value: Any) -> str:

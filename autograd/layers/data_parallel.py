@@ -24,9 +24,9 @@ from pynccl import Communicator
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import attribute, instance, shown
 
-from ..agreement import gathered
+from ..agreement import first_other, gathered
 from ..arguments import check_comm, check_reduce_dtype, lost_its_memory
-from ..streams import made_on, side_stream
+from ..streams import Kept, made_on, side_stream, wait_for
 from ..torch_internals import backward_pass, queue_callback, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
 from .buckets import Bucket, Named, as_real, cut_into_buckets, partial_over, wire_of
@@ -280,12 +280,10 @@ class DataParallelGradients(Shared):
         """The next bucket, on the side stream."""
         index = len(self._launched)
         bucket, side = self._buckets[index], side_stream(self.comm)
-        for stream in self._streams:
-            if stream is not None and stream != (here := torch.cuda.current_stream(stream.device)):
-                here.wait_stream(stream)
+        wait_for(self._streams)
         bucket.fill()
         send = wire_of(bucket.flat, self._types[index])
-        keep = _Kept()
+        keep = Kept()
         home = side.wait_for_caller()
         recv = send
         if self._shard is None:
@@ -312,12 +310,6 @@ class DataParallelGradients(Shared):
         side.release(launched.home, here, None)
 
 
-class _Kept(list[Any]):
-    """What was enqueued, until it is done."""
-
-    hold = list.append
-
-
 class _Launched(NamedTuple):
     """A bucket under way."""
 
@@ -325,7 +317,7 @@ class _Launched(NamedTuple):
     recv: Tensor
     home: Any  # the stream on which `send` was made
     done: Any
-    keep: _Kept
+    keep: Kept
 
 
 def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
@@ -370,14 +362,14 @@ def _check_partial(named: list[Named], comm: Communicator) -> None:
             names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
     for over, names in found.values():
         rows = gathered(over, [comm.rank, zlib.crc32("\n".join(names).encode())])
-        for rank, row in enumerate(rows):
-            if row != rows[0]:
-                what = "their ranks in comm" if row[0] != rows[0][0] else "such parameters"
-                raise ValueError(
-                    f"DataParallelGradients: sequence parallelism leaves the gradient of {names[0].split()[0]} partial "
-                    f"over {over.size} ranks, of which rank {rank} and rank 0 differ in {what}: with shard_optimizer "
-                    'they must have the same; pass another axis of the Mesh, as mesh["dp"] beside mesh["tp"]'
-                )
+        other = first_other(rows)
+        if other is not None:
+            what = ("their ranks in comm", "such parameters")[other[1]]
+            raise ValueError(
+                f"DataParallelGradients: sequence parallelism leaves the gradient of {names[0].split()[0]} partial "
+                f"over {over.size} ranks, of which rank {other[0]} and rank 0 differ in {what}: with shard_optimizer they "
+                'must have the same; pass another axis of the Mesh, as mesh["dp"] beside mesh["tp"]'
+            )
 
 
 def _reduce_dtype(parameter: Tensor, reduce_dtype: Any) -> Dtype:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 
-from ..streams import made_on, side_stream
+from ..streams import Kept, made_on, side_stream, wait_for
 from ..torch_internals import backward_pass, queue_callback
 from .dtensors import groups_that_cut, is_dtensor, local_part
 from .shards import shard_of
@@ -193,11 +193,9 @@ class _Pass:
     @torch.no_grad()
     def _launch(self, key: tuple[int, torch.dtype]) -> None:
         comm, arrivals, streams = self.waiting.pop(key)
-        for stream in streams:
-            if stream is not None and stream != (here := torch.cuda.current_stream(stream.device)):
-                here.wait_stream(stream)
+        wait_for(streams)
         flat = torch.cat([arrival.part.reshape(-1) for arrival in arrivals])
-        side, keep = side_stream(comm), _Kept()
+        side, keep = side_stream(comm), Kept()
         home = side.wait_for_caller()
         comm.all_reduce(flat, flat, stream=side.handle(keep))
         self.launched.append(_Travelling(comm, arrivals, flat, home, side.record(), keep))
@@ -219,12 +217,6 @@ class _Pass:
                     whole = total.view_as(arrival.part)
                     grad.copy_(whole if arrival.before is None else arrival.before + whole)
             side.release(one.home, here, None)
-
-
-class _Kept(list[Any]):
-    """What was enqueued, until it is done."""
-
-    hold = list.append
 
 
 def _wait(launched: list[_Travelling]) -> None:

@@ -14,6 +14,7 @@ from pynccl import Communicator
 from .. import rng
 from ..ops.all_gather import all_gather, split
 from ..ops.all_reduce import copy
+from ..torch_internals import reentrant_checkpoints
 from .plan import NAME
 from .vocabulary import vocab_parallel_cross_entropy
 
@@ -68,7 +69,8 @@ class Entering:
     def _changed(self, x: Tensor) -> Tensor:
         if self.how == "cut":
             fits = x.dim() > self.seq_dim and x.shape[self.seq_dim] % self.comm.size == 0
-            self.sequence.leave_whole(not fits and not torch.is_grad_enabled())
+            trains = fits or torch.is_grad_enabled() or any(reentrant_checkpoints())
+            self.sequence.leave_whole(not trains)
             if not self.sequence.cut:
                 self.sequence.length = 0
                 return x

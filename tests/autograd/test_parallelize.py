@@ -359,7 +359,11 @@ def generates(comm: Communicator, name: str) -> None:
         failing.remove()
     with pytest.raises(ValueError, match=r"under torch\.no_grad\(\), any length will do"):
         model(ids)
-    torch.testing.assert_close(model(**example).loss, whole(**example).loss, **TOLERANCE[torch.float64])
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="cannot be cut along the sequence"):  # whose forward pass has no gradients
+        model.train()(ids)
+    model.gradient_checkpointing_disable()
+    torch.testing.assert_close(model.eval()(**example).loss, whole(**example).loss, **TOLERANCE[torch.float64])
 
 
 @pytest.mark.parametrize("size", [2, 4])
