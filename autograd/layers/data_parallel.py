@@ -367,8 +367,8 @@ def _check_partial(named: list[Named], comm: Communicator) -> None:
             what = ("their ranks in comm", "such parameters")[other[1]]
             raise ValueError(
                 f"DataParallelGradients: sequence parallelism leaves the gradient of {names[0].split()[0]} partial "
-                f"over {over.size} ranks, of which rank {other[0]} and rank 0 differ in {what}: with shard_optimizer they "
-                'must have the same; pass another axis of the Mesh, as mesh["dp"] beside mesh["tp"]'
+                f"over {over.size} ranks, of which rank {other[0]} and rank 0 differ in {what}: with shard_optimizer "
+                'they must have the same; pass another axis of the Mesh, as mesh["dp"] beside mesh["tp"]'
             )
 
 
