@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ class Entering:
     ) -> None:
         self.path, self.comm, self.seq_dim, self.how, self.sequence = path, comm, seq_dim, how, sequence
         self.name = name  # of the input; None: the first tensor
-        self.made: weakref.ref[Tensor] | None = None
+        self.made: Tensor | None = None  # while the module is called; no weakref, which torch's tensors may outlive
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -93,8 +92,12 @@ class Entering:
         else:
             y = all_gather(x, self.comm, self.seq_dim, grad="sum")
         if not torch.compiler.is_compiling():
-            self.made = weakref.ref(y)
+            self.made = y if self.how != "cut" else None
         return y
+
+    def forget(self, *_: Any) -> None:
+        """A hook: the call is over."""
+        self.made = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "made": None}
@@ -109,7 +112,7 @@ class FromShared:
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.seen or torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
             return
-        made = None if self.entering.made is None else self.entering.made()
+        made = self.entering.made
         if made is None or made.grad_fn is None:
             return
         if args[0].requires_grad and not _comes_from(args[0], made):

@@ -174,6 +174,7 @@ def _hook(given: Given, site: Site, within: list[Site], sequence: Sequence) -> N
         name = roles["shared_input"].get("input")
         entering = given.entering[site.path] = Entering(site.path, comm, given.seq_dim, how, sequence, name)
         module.register_forward_pre_hook(entering, with_kwargs=True)
+        module.register_forward_hook(entering.forget, always_call=True)
     if "sequence_end" in roles and given.sequence_parallel:
         module.register_forward_hook(Leaving(comm, given.seq_dim, sequence))
     if "attention_dropout" in roles and probability(getattr(module, roles["attention_dropout"]["p"])) > 0:
