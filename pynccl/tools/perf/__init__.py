@@ -14,7 +14,7 @@ from ...bindings.library import Library, load
 from ...bootstrap import from_env
 from ...comm.communicator import Communicator
 from . import beside_torch, report
-from .measure import TooLargeError, measure
+from .measure import TooLargeError, measured
 from .operations import Case, case
 from .options import configure, is_first_here, problem, sizes, wait_for_the_first
 from .surroundings import Listening, everybody, transport
@@ -31,7 +31,7 @@ _RULES = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table, on rank 0. Exit code: 0 good, 1 wrong or too slow, 2 options that cannot work; as on all ranks."""
+    """Print the table on rank 0. Exit code, equal on all ranks: 0 good, 1 wrong or too slow, 2 wrong options."""
     launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     ranks = os.environ.get("WORLD_SIZE", "1")
     if wrong := problem(arguments, int(ranks) if ranks.isdecimal() and launched else 1):
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         listening = Listening(library)
         try:
             with from_env() if launched else Communicator.init_all(1)[0] as comm:
-                return _on(comm, arguments, listening)
+                return run_on(comm, arguments, listening)
         finally:
             listening.taken()
     except (NcclError, TooLargeError) as error:
@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
 
 
-def _on(comm: Communicator, options: argparse.Namespace, listening: Listening) -> int:
+def run_on(comm: Communicator, options: argparse.Namespace, listening: Listening) -> int:
+    """The same on a communicator that is there: all its ranks call it with equal options, checked by `problem`."""
     if problems := _files(comm, options):
         return _refused(problems)
     if not comm.library.is_host:
@@ -65,7 +66,7 @@ def _on(comm: Communicator, options: argparse.Namespace, listening: Listening) -
     _print(comm, [*report.head_lines(whole.head), *report.column_lines(bool(backend))])
     for row in _cases(options, comm.size):
         _progress(comm, f"measuring {row.nbytes} B of {row.type}")
-        found = measure(comm, row, options, one_clock)
+        found = measured(comm, row, options, one_clock)
         whole.rows.append(found)
         _progress(comm, "")
         _print(comm, [report.row_line(found, bool(backend))])

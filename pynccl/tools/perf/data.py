@@ -69,7 +69,7 @@ def reduced(block: int, ranks: int, name: str, op: str) -> Any:
     if op == "prod":
         return rows.prod(0)
     if op == "avg":
-        return rows.sum(0) / ranks if torch_type(name).is_floating_point else rows.sum(0) // ranks
+        return rows.sum(0).double() / ranks if torch_type(name).is_floating_point else rows.sum(0) // ranks
     return rows.amax(0) if op == "max" else rows.amin(0)
 
 

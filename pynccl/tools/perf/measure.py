@@ -19,9 +19,10 @@ class TooLargeError(Exception):
     """A rank has not the memory for a size."""
 
 
-def measure(comm: Communicator, case: Case, options: argparse.Namespace, one_clock: bool) -> Row:
+def measured(comm: Communicator, case: Case, options: argparse.Namespace, one_clock: bool) -> Row:
     """The row of the table, equal on all ranks."""
-    return Row(case, [_side(comm, buffers, index, options, one_clock) for buffers in [_made(comm, case)] for index in (0, 1)])
+    buffers = _made(comm, case)
+    return Row(case, [_side(comm, buffers, index, options, one_clock) for index in (0, 1)])
 
 
 def _made(comm: Communicator, case: Case) -> Buffers:
@@ -45,11 +46,11 @@ def _side(
     call = call_of(comm, case, place, options.plan)
     theirs = _torchs(comm, case, place, index == 1) if options.compare else None
     buffers.clear()
-    for one in (call, theirs):
-        for _ in range(options.warmup_iters if one else 0):
-            one()  # type: ignore[misc]
+    for one in [call, theirs] if theirs else [call]:
+        for _ in range(options.warmup_iters):
+            one()
     if options.graph:
-        times = _replayed(comm, call, options)
+        times, torchs = _replayed(comm, call, options), []
     else:
         times, torchs = _by_turns(comm, call, theirs, options.iters, one_clock)
     mean = across(comm, [statistics.fmean(times)], options.average)[0]

@@ -63,7 +63,9 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 class Buffers:
-    """What one rank sends and receives in a case: `places` are (send, recv) out of place and, where it can, in place."""
+    """What one rank sends and receives in a case.
+
+    places  (send, recv) out of place, and in place where the collective can, else None"""
 
     def __init__(self, row: Case, rank: int, device: Any) -> None:
         import torch

@@ -72,7 +72,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-d", "--datatype", type=_types, default=["float"], metavar="TYPE", help=f"{', '.join(TYPES)}, or all (float)")
     add("-o", "--op", type=_operators, default=["sum"], metavar="OP", help=f"{', '.join(OPERATORS)}, or all (sum)")
     add("-r", "--root", type=_at_least(0), default=0, metavar="RANK", help="of those with a root (0)")
-    add("-a", "--average", type=_aggregate, default="max", metavar="0..3", help="across ranks: rank0, avg, min, max (3)")
+    add(
+        "-a", "--average", type=_aggregate, default="max", metavar="0..3", help="across ranks: rank0, avg, min, max (3)"
+    )
     add("-G", "--graph", type=_at_least(0), default=0, metavar="N", help="all iterations as a CUDA graph, run N times")
     add("-J", "--json", metavar="FILE", help="write everything as JSON, too")
     add("--plan", action="store_true", help="prepared calls (comm.plan) instead of plain ones")

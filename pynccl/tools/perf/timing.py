@@ -54,6 +54,7 @@ def captured(comm: Communicator, call: Call, count: int) -> Any:
     import torch
 
     graph = torch.cuda.CUDAGraph()
+    call()  # what NCCL makes ready at its first call is no part of a graph
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         for _ in range(count):
