@@ -49,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (NcclError, TooLargeError) as error:
         print(f"perf: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def run_on(comm: Communicator, options: argparse.Namespace, listening: Listening) -> int:

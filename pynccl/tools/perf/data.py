@@ -86,23 +86,18 @@ def count_wrong(result: Any, values: Any, name: str, op: str) -> int:
     """How many elements of result [n] are not what values [PERIOD], repeated, says."""
     import torch
 
-    if op == "avg" and result.dtype.is_floating_point:
-        slack = 4 * _EPSILON[TYPES[name]] * values.abs()
-    else:
-        slack = None
-    row = values.to(result.device)
-    exact = row.to(result.dtype) if slack is None else None
+    rounded = op == "avg" and result.dtype.is_floating_point
+    row = values.to(result.device, torch.float64 if rounded else result.dtype)
+    slack = 4 * _EPSILON[TYPES[name]] * row.abs() if rounded else row
     wrong = 0
-    chunk = PERIOD * 256
+    chunk = PERIOD * 256  # what a comparison makes stays small
     for start in range(0, result.numel(), chunk):
         part = result[start : start + chunk]
         whole = part.numel() // PERIOD * PERIOD
-        pieces = [part[:whole].view(-1, PERIOD), part[whole:].view(1, -1)]
-        for piece in (one for one in pieces if one.numel()):
+        for piece in (part[:whole].view(-1, PERIOD), part[whole:].view(1, -1)):
             width = piece.shape[1]
-            if slack is None:
-                wrong += int((piece != exact[:width]).sum())
-            else:
-                apart = (piece.to(torch.float64) - row[:width]).abs()
-                wrong += int((~(apart <= slack.to(result.device)[:width])).sum())  # NaN is wrong, too
+            if not rounded:
+                wrong += int((piece != row[:width]).sum())
+            else:  # NaN is wrong, too
+                wrong += int((~((piece.to(torch.float64) - row[:width]).abs() <= slack[:width])).sum())
     return wrong

@@ -49,8 +49,9 @@ def _side(
     for one in [call, theirs] if theirs else [call]:
         for _ in range(options.warmup_iters):
             one()
+    torchs: list[float] = []
     if options.graph:
-        times, torchs = _replayed(comm, call, options), []
+        times = _replayed(comm, call, options)
     else:
         times, torchs = _by_turns(comm, call, theirs, options.iters, one_clock)
     mean = across(comm, [statistics.fmean(times)], options.average)[0]

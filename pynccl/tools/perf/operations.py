@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from ...bindings.abi import ITEMSIZE
 from ...comm.communicator import Communicator
@@ -17,7 +18,8 @@ NEVER_IN_PLACE = ("all_to_all", "send_recv")
 _ALIGNED = 16  # bytes: blocks in the middle of a buffer begin at multiples of it, where they are as large
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """One row of the table. count: elements, of one rank's block where there are blocks."""
 
     collective: str
@@ -99,7 +101,8 @@ class Buffers:
 
     def _expected(self) -> list[Any]:
         """What each block of recv has to repeat; [] where nothing is received."""
-        name, kind, op, root, ranks, _ = self.case
+        row = self.case
+        name, kind, op, root, ranks = row.collective, row.type, row.reduction, row.root, row.ranks
         if name in ("reduce", "gather") and self.rank != root:
             return []
         if name in ("all_reduce", "reduce"):
