@@ -124,7 +124,7 @@ def _head(
         "clock": clock,
         "calls": calls,
         "rule": _RULES[options.average],
-        "data": f"{options.check} calls of each size checked against a local reference"
+        "data": f"-c {options.check}: compared with a local reference"
         if options.check
         else "not checked (-c 1 checks)",
         "checked": bool(options.check),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from ...comm.communicator import Communicator
@@ -14,6 +15,7 @@ def connect(comm: Communicator) -> str:
     import torch
     import torch.distributed as dist
 
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two of its functions
     backend = dist.get_default_backend_for_device(torch.device(comm.device))
     if comm.size == 1:
         store: Any = dist.HashStore()
