@@ -1,0 +1,182 @@
+"""`python -m pynccl perf`: time and bandwidth of a collective over sizes, in the columns of nccl-tests."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from typing import Any
+
+from ... import __version__
+from ...bindings.errors import NcclError
+from ...bindings.library import Library, load
+from ...bootstrap import from_env
+from ...comm.communicator import Communicator
+from . import beside_torch, report
+from .measure import TooLargeError, measured
+from .operations import Case, case
+from .options import configure, is_first_here, problem, sizes, wait_for_the_first
+from .surroundings import Listening, everybody, transport
+from .timing import across
+
+__all__ = ["configure", "run"]
+
+_RULES = {
+    "max": "the slowest rank counts (-a 3)",
+    "min": "the fastest rank counts (-a 2)",
+    "avg": "the average of the ranks (-a 1)",
+    "rank0": "rank 0 counts (-a 0)",
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table on rank 0. Exit code, equal on all ranks: 0 good, 1 wrong or too slow, 2 wrong options."""
+    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if wrong := problem(arguments, int(ranks) if ranks.isdecimal() and launched else 1):
+        return _refused(wrong)
+    try:
+        library = load()
+        if arguments.graph and library.is_host:
+            return _refused("-G needs a GPU: the host library runs on the CPU, which has no CUDA graphs; leave it away")
+        listening = Listening(library)
+        try:
+            with from_env() if launched else Communicator.init_all(1)[0] as comm:
+                return run_on(comm, arguments, listening)
+        finally:
+            listening.taken()
+    except (NcclError, TooLargeError) as error:
+        print(f"perf: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def run_on(comm: Communicator, options: argparse.Namespace, listening: Listening) -> int:
+    """The same on a communicator that is there: all its ranks call it with equal options, checked by `problem`."""
+    if problems := _files(comm, options):
+        return _refused(problems)
+    if not comm.library.is_host:
+        import torch
+
+        torch.cuda.set_device(comm.device)
+    backend = beside_torch.connect(comm) if options.compare else ""
+    people = everybody(comm)
+    whole = report.Whole(_head(comm, options, people, backend))
+    one_clock = whole.head["nodes"] == 1
+    _print(comm, [*report.head_lines(whole.head), *report.column_lines(bool(backend))])
+    for row in _cases(options, comm.size):
+        _progress(comm, f"measuring {row.nbytes} B of {row.type}")
+        found = measured(comm, row, options, one_clock)
+        whole.rows.append(found)
+        _progress(comm, "")
+        _print(comm, [report.row_line(found, bool(backend))])
+    if backend:
+        beside_torch.leave()
+    whole.head["taken"] = listening.taken()
+    slow = options.min_busbw is not None and whole.average < options.min_busbw
+    code = 1 if whole.wrong or slow else 0
+    stats = report.stats_lines(whole.rows) if options.stats else []
+    _print(comm, [*stats, *report.foot_lines(whole, options)])
+    if comm.rank == 0 and options.json:
+        with open(options.json, "w") as file:
+            file.write(report.as_json(whole, code))
+    if comm.rank == 0 and options.plot:
+        report.plot(whole, options.plot)
+    return code
+
+
+def _cases(options: argparse.Namespace, ranks: int) -> list[Case]:
+    """The rows, each once: small sizes of many ranks come to one element alike."""
+    found: dict[Case, None] = {}
+    for kind in options.datatype:
+        for op in options.op:
+            for nbytes in sizes(options.minbytes, options.maxbytes, options.stepbytes, options.stepfactor):
+                found[case(options.collective, kind, op, options.root, ranks, nbytes)] = None
+    return list(found)
+
+
+def _head(
+    comm: Communicator, options: argparse.Namespace, people: list[dict[str, Any]], backend: str
+) -> dict[str, Any]:
+    import torch
+
+    library: Library = comm.library
+    clock = "CUDA events" if not library.is_host else "perf_counter from a moment at which all ranks begin"
+    calls = "prepared calls" if options.plan else "plain calls"
+    if options.graph:
+        calls = f"{options.graph} replays of a CUDA graph of all {options.iters}"
+    return {
+        "collective": options.collective,
+        "library": "host library" if library.is_host else "NCCL",
+        "version": ".".join(map(str, library.version)),
+        "path": library.path,
+        "origin": library.origin,
+        "pynccl": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nodes": len({one["machine"] for one in people}),
+        "ranks": people,
+        "transport": transport(comm),
+        "iterations": options.iters,
+        "warm_up": options.warmup_iters,
+        "clock": clock,
+        "calls": calls,
+        "rule": _RULES[options.average],
+        "data": f"-c {options.check}: compared with a local reference"
+        if options.check
+        else "not checked (-c 1 checks)",
+        "checked": bool(options.check),
+        "backend": backend,
+        "taken": "",
+    }
+
+
+def _files(comm: Communicator, options: argparse.Namespace) -> str:
+    """What is wrong with the files that rank 0 is to write, said before anything is measured; equal on all ranks."""
+    wrong = ""
+    for option, file in (("--json", options.json), ("--plot", options.plot)):
+        if file is not None and comm.rank == 0 and not wrong:
+            try:
+                with open(file, "a"):
+                    pass
+            except OSError as error:
+                wrong = f"{option} {file}: {error.strerror or error}; pass a file that can be written"
+    if options.plot is not None and comm.rank == 0 and not wrong:
+        wrong = _undrawable(options.plot)
+    if not across(comm, [float(bool(wrong))], "max")[0]:
+        return ""
+    return wrong or "rank 0 cannot write what it was asked for"
+
+
+def _undrawable(file: str) -> str:
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return "--plot needs matplotlib: pip install matplotlib, or leave it away"
+    known = FigureCanvasBase.get_supported_filetypes()
+    ending = os.path.splitext(file)[1].lstrip(".").lower()
+    if ending and ending not in known:
+        return f"--plot {file}: matplotlib writes no .{ending}; pass a name that ends in one of {', '.join(known)}"
+    return ""
+
+
+def _refused(text: str) -> int:
+    """Exit code 2, as from argparse; on all ranks alike, and said once on each machine."""
+    if is_first_here():
+        print(f"python -m pynccl perf: error: {text}", file=sys.stderr, flush=True)
+    else:
+        wait_for_the_first()
+    return 2
+
+
+def _print(comm: Communicator, lines: list[str]) -> None:
+    if comm.rank == 0:
+        print("\n".join(lines), flush=True)
+
+
+def _progress(comm: Communicator, text: str) -> None:
+    """What is measured now, for who looks at a terminal; "" wipes it away."""
+    if comm.rank == 0 and sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
