@@ -22,7 +22,8 @@ from .torch_internals import dispatch_modes, is_traced, is_zero_tensor, transfor
 from .wire import CARRIED, REAL_OF, Splits, is_paired
 
 Grad = Literal["sum", "replicated"]
-Op = Literal["sum", "avg"]
+Op = Literal["sum", "avg"] | RedOp
+AnyOp = Literal["sum", "avg", "max", "min", "prod"] | RedOp  # of all_reduce alone
 SUM_OPS = ("sum", "avg")
 
 _PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter))
@@ -100,7 +101,7 @@ def check_comm(operation: str, comm: object) -> None:
         )
 
 
-def check_reduction(operation: str, x: Tensor, op: str, reduce_dtype: Any) -> torch.dtype | None:
+def check_reduction(operation: str, x: Tensor, op: object, reduce_dtype: Any) -> torch.dtype | None:
     """`reduce_dtype` as the type in which NCCL reduces x, None for the tensor's own; TypeError if NCCL has none."""
     dtype = x.dtype
     if reduce_dtype is None and dtype in CARRIED:  # nearly always

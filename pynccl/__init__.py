@@ -25,7 +25,7 @@ from .bindings.library import Library, load
 from .bindings.structs import CollConfig, CommConfig
 from .bootstrap import from_env as init
 from .bootstrap import from_file, from_store
-from .comm.communicator import Communicator
+from .comm.communicator import Communicator, init_all
 from .comm.finalize import abort
 from .comm.groups import group
 from .comm.init import get_unique_id
@@ -76,6 +76,7 @@ __all__ = [
     "get_unique_id",
     "group",
     "init",
+    "init_all",
     "load",
     "mem_alloc",
     "mem_pool",

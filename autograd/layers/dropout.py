@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +28,8 @@ class Dropout(nn.Dropout):
     ad.rng.seed(seed, comm) was called, and raises RuntimeError where they differ.
     Under torch.compile the drawing is a graph break.
     """
+
+    __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
 
     def __init__(self, p: float, comm: Communicator, cut: bool = True, inplace: bool = False) -> None:
         instance(p, (int, float), "Dropout: p", "a probability, from 0 to 1")
