@@ -59,6 +59,8 @@ from .partition import AllSumReduce, CartesianPartition, Partition, Repartition,
 from .streams import set_side_stream
 from .work import Work, start
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AllGather",
     "AllReduce",

@@ -41,7 +41,7 @@ class Operation(torch.nn.Module):
     __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
 
     def __init__(self, comm: Communicator, **options: Any) -> None:
-        check_comm(f"nn.{type(self).__name__}", comm)
+        check_comm(f"nn.{type(self).__name__}", comm, **options)
         super().__init__()
         self.comm = comm
         self.options = {name: _frozen(value) if name in _SIZES else value for name, value in options.items()}
@@ -88,10 +88,10 @@ class AllReduce(Operation):
     def __init__(
         self, comm: Communicator, op: AnyOp | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None
     ) -> None:
+        super().__init__(comm, op=op, grad=grad, reduce_dtype=reduce_dtype)
         check_grad("nn.AllReduce", grad)
         if not isinstance(op, PreMul):
             check_op("nn.AllReduce", op, ("sum", "avg", "max", "min", "prod"))
-        super().__init__(comm, op=op, grad=grad, reduce_dtype=reduce_dtype)
         if isinstance(op, PreMul) and isinstance(op.scale, Tensor):
             self.options["op"] = _PREMUL
             if isinstance(op.scale, torch.nn.Parameter):
@@ -125,8 +125,8 @@ class ReduceScatter(Operation):
     def __init__(
         self, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None
     ) -> None:
-        check_op("nn.ReduceScatter", op)
         super().__init__(comm, dim=dim, op=op, splits=splits, reduce_dtype=reduce_dtype)
+        check_op("nn.ReduceScatter", op)
 
 
 class AllGather(Operation):
@@ -170,8 +170,8 @@ class Reduce(Operation):
     function = staticmethod(reduce)
 
     def __init__(self, comm: Communicator, root: int, op: Op = "sum", *, reduce_dtype: Dtype = None) -> None:
-        check_op("nn.Reduce", op)
         check_rank("nn.Reduce", comm, root)
+        check_op("nn.Reduce", op)
         super().__init__(comm, root=root, op=op, reduce_dtype=reduce_dtype)
 
 
