@@ -56,7 +56,7 @@ build/mypy/pynccl_autograd:
 NCCL_EXTRA = $(PY) -c 'from importlib.metadata import requires; \
     print("" if any("nvidia-nccl" in r for r in requires("torch") or []) else ",cu12")'
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "make: $(PYTHON) is not Python 3.10 or later; name one with PYTHON=python3.12"; exit 1; }

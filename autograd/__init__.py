@@ -1,10 +1,36 @@
-"""Differentiable collectives with exact adjoints, and parallel layers, over pynccl. Imported as `pynccl_autograd`."""
+"""Differentiable collectives with exact adjoints, and parallel layers, over pynccl. Imported as `pynccl_autograd`.
+
+    import pynccl
+    import pynccl_autograd as ad
+    comm = pynccl.init()                          # under torchrun
+    y = ad.all_reduce(x, comm, grad="sum")        # x has a gradient: the all-reduce of that of y
+
+help() of any of these says more:
+
+collectives        all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, permute,
+                   send_recv, halo_exchange; copy, split (of what is equal on all ranks); PreMul, an operator
+beside other work  start, Work, set_side_stream; anchor keeps a graph whose output a rank does not use
+in a matmul        all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, copy_matmul; OverlapConfig
+layers             ColumnParallelLinear, RowParallelLinear, KeyValueLinear, VocabParallelEmbedding, VocabParallelHead,
+                   Dropout; vocab_parallel_cross_entropy
+whole models       parallelize, describe, DataParallelGradients, finish_gradients, finish_gradients_in_backward,
+                   FinishedInBackward, clip_grad_norm_, set_communicator, keep_shards; Shard, Mesh
+checkpoints        full_state_dict, load_full_state_dict, save_full_state_dict, full_optimizer_state_dict,
+                   load_full_optimizer_state_dict, dcp_state_dict, dcp_optimizer_state_dict; IncompatibleKeys
+partitions         Partition, CartesianPartition, AllSumReduce, SumReduce, Repartition, zero_volume_tensor
+modules            nn (the collectives as modules), overlap, partition, plans, rng, operators, testing
+autograd.Function  AllReduce, Copy, Extremum, Product, AllGather, ReduceScatter, Split, Broadcast, Reduce, Gather,
+                   Scatter, AtRoot, AllToAll, Permute, HaloExchange, HaloReduce, Coalesced; Collective, key_of
+TransformerEngine  CommOverlap, CommOverlapP2P, CommOverlapHelper
+"""
 
 if __name__ == "autograd":
     raise ImportError(
         "this folder is the package pynccl_autograd: write `import pynccl_autograd`, after `pip install -e .` "
         "(the folder's own name would shadow the PyPI package autograd)"
     )
+
+from pynccl.bindings.listing import public_names as _public_names
 
 from . import nn, operators, overlap, partition, plans, rng, testing
 from .checks import anchor
@@ -58,6 +84,8 @@ from .overlap import (
 from .partition import AllSumReduce, CartesianPartition, Partition, Repartition, SumReduce, zero_volume_tensor
 from .streams import set_side_stream
 from .work import Work, start
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AllGather",
@@ -145,3 +173,7 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "zero_volume_tensor",
 ]
+
+
+def __dir__() -> list[str]:
+    return _public_names(__all__, globals())

@@ -22,7 +22,8 @@ from .torch_internals import dispatch_modes, is_traced, is_zero_tensor, transfor
 from .wire import CARRIED, REAL_OF, Splits, is_paired
 
 Grad = Literal["sum", "replicated"]
-Op = Literal["sum", "avg"]
+Op = Literal["sum", "avg"] | RedOp
+AnyOp = Literal["sum", "avg", "max", "min", "prod"] | RedOp  # of all_reduce alone
 SUM_OPS = ("sum", "avg")
 
 _PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter))
@@ -45,6 +46,7 @@ _NUMBERS = (bool, int, float, complex)
 def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
     """That x is a tensor that can travel over comm, and comm a communicator that is alive."""
     if type(x) not in _PLAIN:
+        _check_not_swapped(operation, x, comm)
         check_tensor_type(operation, x)
     if type(comm) is not Communicator:
         check_comm(operation, comm)
@@ -64,6 +66,11 @@ def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
             f"{operation}: x is on {x.device}, the communicator on {comm.device}; pass x.to({comm.device!r}), or use a "
             "communicator of x's device"
         )
+
+
+def _check_not_swapped(operation: str, x: object, comm: object) -> None:
+    if isinstance(x, Communicator):
+        check_comm(operation, comm, x=x)
 
 
 def lost_its_memory(x: Tensor) -> bool:
@@ -91,8 +98,15 @@ def check_tensor_type(operation: str, x: object) -> None:
     )
 
 
-def check_comm(operation: str, comm: object) -> None:
+def check_comm(operation: str, comm: object, **others: object) -> None:
+    """That comm is a communicator; where it is one of the `others`, which stand before it, that they are swapped."""
     if not isinstance(comm, Communicator):
+        for name, value in others.items():
+            if isinstance(value, Communicator):
+                raise TypeError(
+                    f"{operation}: {name} and comm are swapped: {name} is {shown(value)}, comm is {shown(comm)}; pass "
+                    f"{name} before comm"
+                )
         known = next((_INSTEAD[base.__name__] for base in type(comm).__mro__ if base.__name__ in _INSTEAD), None)
         raise TypeError(
             f"{operation}: comm is {shown(comm)}, expected a pynccl.Communicator; pass "
@@ -100,7 +114,7 @@ def check_comm(operation: str, comm: object) -> None:
         )
 
 
-def check_reduction(operation: str, x: Tensor, op: str, reduce_dtype: Any) -> torch.dtype | None:
+def check_reduction(operation: str, x: Tensor, op: object, reduce_dtype: Any) -> torch.dtype | None:
     """`reduce_dtype` as the type in which NCCL reduces x, None for the tensor's own; TypeError if NCCL has none."""
     dtype = x.dtype
     if reduce_dtype is None and dtype in CARRIED:  # nearly always
@@ -181,7 +195,8 @@ def check_dim(operation: str, x: Tensor, dim: Any, name: str = "dim") -> int:
 
 def check_rank(operation: str, comm: Communicator, rank: Any, name: str = "root") -> int:
     """`rank` as an int."""
-    check_comm(operation, comm)
+    if type(comm) is not Communicator:
+        check_comm(operation, comm, **{name: rank})
     found = as_int(rank)
     if found is None or not 0 <= found < comm.size:
         raise ValueError(f"{operation}: {name} is {shown(rank)}, expected a rank in 0..{comm.size - 1}")

@@ -30,7 +30,7 @@ class Mesh(Shared):
     """
 
     def __init__(self, comm: Communicator, shape: Mapping[str, int]) -> None:
-        check_comm("Mesh", comm)
+        check_comm("Mesh", comm, shape=shape)
         self.comm = comm
         self.shape = _shape(shape, comm.size)
         self._made: dict[tuple[str, ...], Communicator] = {}

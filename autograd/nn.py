@@ -17,10 +17,11 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import attribute
 
-from .arguments import Grad, Op, check_comm, check_grad, check_op, check_rank
+from .arguments import AnyOp, Grad, Op, check_comm, check_grad, check_op, check_rank
 from .ops.all_gather import all_gather, reduce_scatter, split
 from .ops.all_reduce import PreMul, all_reduce, copy
 from .ops.all_to_all import all_to_all
+from .ops.coalesced import OfLists
 from .ops.halo import Halo, halo_exchange
 from .ops.permute import check_edges, permute
 from .ops.rooted import broadcast, gather, reduce, scatter
@@ -37,9 +38,10 @@ class Operation(torch.nn.Module):
 
     function: ClassVar[Any]
     passes_alone: ClassVar[bool] = False  # on one rank the output is the input
+    __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
 
     def __init__(self, comm: Communicator, **options: Any) -> None:
-        check_comm(f"nn.{type(self).__name__}", comm)
+        check_comm(f"nn.{type(self).__name__}", comm, **options)
         super().__init__()
         self.comm = comm
         self.options = {name: _frozen(value) if name in _SIZES else value for name, value in options.items()}
@@ -81,12 +83,15 @@ class AllReduce(Operation):
     function = staticmethod(all_reduce)
     passes_alone = True
     scale: Tensor
+    __call__: OfLists[[]]
 
-    def __init__(self, comm: Communicator, op: str | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None) -> None:
+    def __init__(
+        self, comm: Communicator, op: AnyOp | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None
+    ) -> None:
+        super().__init__(comm, op=op, grad=grad, reduce_dtype=reduce_dtype)
         check_grad("nn.AllReduce", grad)
         if not isinstance(op, PreMul):
             check_op("nn.AllReduce", op, ("sum", "avg", "max", "min", "prod"))
-        super().__init__(comm, op=op, grad=grad, reduce_dtype=reduce_dtype)
         if isinstance(op, PreMul) and isinstance(op.scale, Tensor):
             self.options["op"] = _PREMUL
             if isinstance(op.scale, torch.nn.Parameter):
@@ -115,12 +120,13 @@ class ReduceScatter(Operation):
 
     function = staticmethod(reduce_scatter)
     passes_alone = True
+    __call__: OfLists[[]]
 
     def __init__(
         self, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None
     ) -> None:
-        check_op("nn.ReduceScatter", op)
         super().__init__(comm, dim=dim, op=op, splits=splits, reduce_dtype=reduce_dtype)
+        check_op("nn.ReduceScatter", op)
 
 
 class AllGather(Operation):
@@ -128,6 +134,7 @@ class AllGather(Operation):
 
     function = staticmethod(all_gather)
     passes_alone = True
+    __call__: OfLists[[]]
 
     def __init__(
         self, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
@@ -163,8 +170,8 @@ class Reduce(Operation):
     function = staticmethod(reduce)
 
     def __init__(self, comm: Communicator, root: int, op: Op = "sum", *, reduce_dtype: Dtype = None) -> None:
-        check_op("nn.Reduce", op)
         check_rank("nn.Reduce", comm, root)
+        check_op("nn.Reduce", op)
         super().__init__(comm, root=root, op=op, reduce_dtype=reduce_dtype)
 
 

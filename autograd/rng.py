@@ -42,7 +42,7 @@ def seed(seed: int, comm: Communicator) -> None:
     Replicas of the model, which see other data, should pass another seed. Every rank must call it. For several
     communicators, call it for each, with the same seed. ValueError, on all ranks, if they passed different seeds.
     """
-    check_comm("rng.seed", comm)
+    check_comm("rng.seed", comm, seed=seed)
     number = as_int(seed)
     if number is None or not 0 <= number <= _LARGEST:
         raise ValueError(f"rng.seed: seed is {shown(seed)}, expected an integer from 0 to 2**63 - 1")

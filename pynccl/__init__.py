@@ -4,7 +4,21 @@
     comm = pynccl.init()                  # under torchrun
     comm.all_reduce(x, x)                 # in place, on the current stream
 
-Importing this package imports neither torch nor CUDA.
+Importing this package imports neither torch nor CUDA. help() of any of these says more:
+
+a communicator     init (of torchrun's ranks), init_all (of this process's devices), from_store, from_file,
+                   get_unique_id; Communicator has these and from_process_group, from_mpi, split, shrink, grow
+its operations     Communicator.all_reduce, broadcast, reduce, all_gather, reduce_scatter, all_to_all, gather, scatter,
+                   send, recv, put_signal, barrier, ...; group (several as one), Plan (prepared, of comm.plan);
+                   simulate, Simulation
+its end            Communicator.destroy, finalize, abort; abort (several at once)
+operators, types   RedOp, PreMulSum, DataType, UniqueId, Result
+configuration      CommConfig (of a communicator), CollConfig (of a call); param, params, set_encryption (NCCL's own)
+streams            create_stream, create_event, current_stream; Stream, Event
+memory             mem_alloc, mem_pool; Memory, Registration, Window
+the library        load; Library
+errors             NcclError; NcclInvalidArgument, NcclInvalidUsage, NcclTimeout, NcclRemoteError, NcclInProgress,
+                   NcclSystemError, NcclInternalError, NcclUnhandledCudaError, NcclLibraryNotFound, NcclVersionError
 """
 
 from .bindings.abi import DataType, RedOp, Result, UniqueId
@@ -22,10 +36,11 @@ from .bindings.errors import (
     NcclVersionError,
 )
 from .bindings.library import Library, load
+from .bindings.listing import public_names as _public_names
 from .bindings.structs import CollConfig, CommConfig
 from .bootstrap import from_env as init
 from .bootstrap import from_file, from_store
-from .comm.communicator import Communicator
+from .comm.communicator import Communicator, init_all
 from .comm.finalize import abort
 from .comm.groups import group
 from .comm.init import get_unique_id
@@ -76,6 +91,7 @@ __all__ = [
     "get_unique_id",
     "group",
     "init",
+    "init_all",
     "load",
     "mem_alloc",
     "mem_pool",
@@ -84,6 +100,11 @@ __all__ = [
     "set_encryption",
     "simulate",
 ]
+
+
+def __dir__() -> list[str]:
+    return _public_names(__all__, globals())
+
 
 # In tracebacks, reprs and pickles a class has the name by which users import it.
 for _public in [globals()[name] for name in __all__]:

@@ -73,9 +73,10 @@ def entries_of(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
 
 def comm_of(operation: str, model: nn.Module, comm: Communicator | None) -> Communicator | None:
     """`comm`, or the one that cuts the model's parameters, from which others may be split off; None: none does."""
+    if comm is not None:
+        check_comm(operation, comm, model=model)
     instance(model, nn.Module, f"{operation}: model", "a torch.nn.Module")
     if comm is not None:
-        check_comm(operation, comm)
         return comm
     shards = [shard for parameter in model.parameters() if (shard := shard_of(parameter)) is not None]
     found = {id(shard.comm): shard.comm for shard in shards}

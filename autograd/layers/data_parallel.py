@@ -82,8 +82,8 @@ class DataParallelGradients(Shared):
         broadcast: bool = True,
         shard_optimizer: MakeOptimizer | None = None,
     ) -> None:
+        check_comm("DataParallelGradients", comm, model=model)
         instance(model, nn.Module, "DataParallelGradients: model", "a torch.nn.Module")
-        check_comm("DataParallelGradients", comm)
         comm.check_alive()
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, float)) or not bucket_bytes > 0:
             raise ValueError(f"DataParallelGradients: bucket_bytes is {shown(bucket_bytes)}, expected bytes, above 0")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,11 +29,13 @@ class Dropout(nn.Dropout):
     Under torch.compile the drawing is a graph break.
     """
 
+    __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
+
     def __init__(self, p: float, comm: Communicator, cut: bool = True, inplace: bool = False) -> None:
+        check_comm("Dropout", comm, p=p)
         instance(p, (int, float), "Dropout: p", "a probability, from 0 to 1")
         if not 0 <= p <= 1:
             raise ValueError(f"Dropout: p is {shown(p)}, expected a probability, from 0 to 1")
-        check_comm("Dropout", comm)
         super().__init__(p, inplace)
         self.comm, self.cut = comm, cut
 

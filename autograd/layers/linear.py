@@ -57,7 +57,7 @@ class _ParallelLinear(Sharded):
         seq_dim: int = 0,
     ) -> None:
         super().__init__()
-        check_comm(type(self).__name__, comm)
+        check_comm(type(self).__name__, comm, in_features=in_features, out_features=out_features)
         in_features = self._features("in_features", in_features)
         out_features = self._features("out_features", out_features)
         weighs = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)

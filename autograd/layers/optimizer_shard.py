@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ class OptimizerShard:
                 place = 0 if shard is None or shard.dim is None else places[id(shard.comm)]
                 norm = torch.linalg.vector_norm(part.grad, norm_type).to(powers)
                 powers[place] = torch.maximum(powers[place], norm) if largest else powers[place] + norm**norm_type
-        op = "max" if largest else "sum"
+        op: Literal["max", "sum"] = "max" if largest else "sum"
         self.comm.all_reduce(powers, powers, op)
         for key, place in places.items():
             comms[key].all_reduce(powers[place : place + 1], powers[place : place + 1], op)

@@ -87,7 +87,7 @@ def parallelize(
     UserWarning for modules with parameters, and for dropout, of which the plan says nothing: they are replicated; and
     for weights that are not equal on all ranks.
     """
-    check_comm(NAME, comm)
+    check_comm(NAME, comm, model=model)
     comm.check_alive()
     given = Given(model, comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits, {}, {})
     problem: Exception | None = None

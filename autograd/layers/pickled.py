@@ -46,10 +46,10 @@ def set_communicator(module: Module, comm: Communicator | Mesh) -> Module:
     ValueError, on all ranks, if one has the part of another rank or of another number of ranks. For these there are
     `full_state_dict` and `save_full_state_dict`.
     """
-    instance(module, nn.Module, f"{NAME}: module", "a torch.nn.Module")
     mesh = comm if isinstance(comm, Mesh) else None
     top = mesh.comm if mesh is not None else comm
-    check_comm(NAME, top)
+    check_comm(NAME, top, module=module)
+    instance(module, nn.Module, f"{NAME}: module", "a torch.nn.Module")
     assert isinstance(top, Communicator)
     top.check_alive()
     found: dict[Origin, None] = {}

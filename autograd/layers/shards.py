@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +153,8 @@ def own_of_blocks(whole: Tensor, dim: int, blocks: Sequence[int], comm: Communic
 
 class Sharded(nn.Module):
     """A module some of whose parameters are parts: it marks them, also in its copies and where it is moved."""
+
+    __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
 
     def shards(self) -> dict[str, Shard]:
         """name of a parameter -> what it is a part of."""

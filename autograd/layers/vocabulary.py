@@ -61,7 +61,7 @@ class VocabParallelEmbedding(Sharded):
         reduce_dtype: Dtype = None,
     ) -> None:
         super().__init__()
-        check_comm("VocabParallelEmbedding", comm)
+        check_comm("VocabParallelEmbedding", comm, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings = _size("num_embeddings", num_embeddings)
         self.embedding_dim = _size("embedding_dim", embedding_dim)
         self.padding_idx = _padding(padding_idx, self.num_embeddings)
@@ -182,7 +182,7 @@ class VocabParallelHead(Sharded):
         gather_output: bool = False,
     ) -> None:
         super().__init__()
-        check_comm("VocabParallelHead", comm)
+        check_comm("VocabParallelHead", comm, embedding_dim=embedding_dim, num_embeddings=num_embeddings)
         self.embedding_dim = _size("embedding_dim", embedding_dim)
         self.num_embeddings = _size("num_embeddings", num_embeddings)
         self.comm, self.gather_output = comm, gather_output
@@ -268,7 +268,7 @@ def vocab_parallel_cross_entropy(
     Megatron-LM, arXiv:1909.08053, section 3.
     """
     name = "vocab_parallel_cross_entropy"
-    check_comm(name, comm)
+    check_comm(name, comm, logits=logits, target=target)
     splits = check_splits(name, splits, comm)
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
         raise TypeError(f"{name}: logits is {_kind(logits)}, expected a floating-point tensor [.., V_r]")

@@ -116,7 +116,7 @@ class ReduceScatter(Collective):
         return Call(AllGather, mean(g, op, comm), (dim, "sum", splits, reduce_dtype))
 
     @staticmethod
-    def prepare(x: Tensor, comm: Communicator, dim: int, op: str, splits: Splits, reduce_dtype: Dtype) -> Prepared:
+    def prepare(x: Tensor, comm: Communicator, dim: int, op: Op, splits: Splits, reduce_dtype: Dtype) -> Prepared:
         send = to_wire(x.movedim(dim, 0), reduce_dtype)
         rows = x.shape[dim] // comm.size if splits is None else splits[comm.rank]
         recv, result = recv_buffer(x, resized(x, dim, rows), dim, reduce_dtype)

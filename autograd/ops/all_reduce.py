@@ -6,14 +6,14 @@ all_reduce of max, min and prod goes on in extremes.py. Notation: see ops/__init
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pynccl import Communicator
 
-from ..arguments import Grad, Op, check_call, check_grad, check_op, check_reduce_dtype, check_reduction
+from ..arguments import AnyOp, Grad, check_call, check_grad, check_op, check_reduce_dtype, check_reduction
 from ..collective import Call, Collective, mean, operation, run
 from ..wire import Dtype, Prepared, local, own, recv_buffer_like, to_wire
 from .coalesced import operation_of_lists
@@ -37,7 +37,7 @@ NONLINEAR: dict[str, Callable[[Tensor, str, str, Dtype], Call]] = {}
 def all_reduce(
     x: Tensor,
     comm: Communicator,
-    op: Op | Literal["max", "min", "prod"] | PreMul = "sum",
+    op: AnyOp | PreMul = "sum",
     *,
     grad: Grad,
     reduce_dtype: Dtype = None,
@@ -82,7 +82,7 @@ class AllReduce(Collective):
         return Call(CopyView, mean(g, op, comm), (reduce_dtype,))
 
     @staticmethod
-    def prepare(x: Tensor, comm: Communicator, op: str, grad: str, reduce_dtype: Dtype) -> Prepared:
+    def prepare(x: Tensor, comm: Communicator, op: AnyOp, grad: str, reduce_dtype: Dtype) -> Prepared:
         send = to_wire(x, reduce_dtype)
         recv, result = recv_buffer_like(x, send, reduce_dtype)
         return Prepared(lambda stream: comm.all_reduce(send, recv, op, stream=stream), result)

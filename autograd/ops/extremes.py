@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pynccl import Communicator
 
+from ..arguments import AnyOp
 from ..checks import compare_backward
 from ..collective import Call, Collective, Run, run
 from ..levels import beneath
@@ -96,7 +97,7 @@ class Extremum(Elementwise):
     grad_at = 1
 
     @staticmethod
-    def prepare(x: Tensor, comm: Communicator, op: str, grad: str, reduce_dtype: Dtype) -> Prepared:
+    def prepare(x: Tensor, comm: Communicator, op: AnyOp, grad: str, reduce_dtype: Dtype) -> Prepared:
         return AllReduce.prepare(x, comm, op, grad, reduce_dtype)
 
     @staticmethod

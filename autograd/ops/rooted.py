@@ -111,7 +111,7 @@ class Reduce(Collective):
         return Call(Broadcast, mean(g, op, comm), (root, "sum", reduce_dtype))
 
     @staticmethod
-    def prepare(x: Tensor, comm: Communicator, root: int, op: str, reduce_dtype: Dtype) -> Prepared:
+    def prepare(x: Tensor, comm: Communicator, root: int, op: Op, reduce_dtype: Dtype) -> Prepared:
         send = to_wire(x, reduce_dtype)
         recv, result = None, lambda: x.new_zeros(x.shape)
         if comm.rank == root:

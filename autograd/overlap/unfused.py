@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from pynccl import Communicator
 
-from ..arguments import check_call
+from ..arguments import check_call, check_comm
 from ..collective import run
 from ..ops.all_gather import all_gather, reduce_scatter
 from ..ops.all_reduce import CopyView, all_reduce, copy_view
@@ -126,6 +126,8 @@ def weight_grad(g: Tensor, a: Tensor, main_grad: Tensor | None, parameter: Any) 
 
 def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator) -> None:
     """That x can travel over comm and be multiplied with w, of which torch would say so in words of its own."""
+    if type(comm) is not Communicator:
+        check_comm(operation, comm, x=x, w=w)
     check_call(operation, x, comm)
     if torch.compiler.is_compiling():
         return

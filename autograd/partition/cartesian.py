@@ -23,7 +23,7 @@ class Partition:
     """
 
     def __init__(self, comm: Communicator, ranks: Iterable[int]) -> None:
-        check_comm(type(self).__name__, comm)
+        check_comm(type(self).__name__, comm, ranks=ranks)
         self._set(comm, integers(type(self).__name__, "ranks", ranks), None)
 
     def _set(self, comm: Communicator, ranks: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
@@ -111,7 +111,7 @@ class CartesianPartition(Partition):
     """
 
     def __init__(self, comm: Communicator, shape: Sequence[int], ranks: Iterable[int] | None = None) -> None:
-        check_comm("CartesianPartition", comm)
+        check_comm("CartesianPartition", comm, shape=shape)
         sizes = integers("CartesianPartition", "shape", shape)
         count = math.prod(sizes)
         if not sizes or min(sizes) <= 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class AllSumReduce(torch.nn.Module):
     rank passes a tensor of volume zero and gets a clone of it.
     """
 
+    __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
+
     def __init__(self, partition: Partition, axes_reduce: int | Iterable[int]) -> None:
         check_partition("AllSumReduce", partition, "partition")
         super().__init__()
@@ -71,6 +73,8 @@ class _Between(torch.nn.Module):
 
     It is point to point: every rank sends to each of its partners. Shapes and type are told to all ranks at every call,
     by an all-gather that the CPU waits for."""
+
+    __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
 
     def __init__(self, P_x: Partition, P_y: Partition) -> None:
         for name, partition in (("P_x", P_x), ("P_y", P_y)):

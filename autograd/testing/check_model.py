@@ -61,7 +61,7 @@ def check_model(
     TypeError and ValueError, on every rank alike, where the two models cannot be compared. A wrong explanation is
     possible where gradients are equal by chance, as those of a batch of identical samples are.
     """
-    check_comm("check_model", comm)
+    check_comm("check_model", comm, model=model, reference=reference, batch=batch)
     pairs = _agreed(comm, lambda: _pairs(model, reference, loss, batch_dim, finish, tolerance))
     _check_start(comm, pairs)
     whole = batch if batch_dim is None else _whole(comm, batch, batch_dim)

@@ -49,11 +49,12 @@ class Place(NamedTuple):
 def read_environment() -> Place:
     """This process's place, or NcclInvalidUsage with the line that would have worked."""
     missing = [name for name in _NAMES if name not in os.environ]
-    line = "torchrun --standalone --nproc-per-node=2 " + " ".join([sys.argv[0] or "train.py", *sys.argv[1:]])
+    line = "torchrun --standalone --nproc-per-node=2 " + _program()
     if missing:
         raise NcclInvalidUsage(
             f"{', '.join(missing)} not set: this process was not started by torchrun. Start it with\n  {line}\n"
-            "or pass rank, size and id yourself to Communicator.init"
+            "or pass rank, size and id yourself to Communicator.init. For all devices in this one process, as in a "
+            "notebook, there is\n  comms = pynccl.init_all()"
         )
     rank, nranks = _integer("RANK"), _integer("WORLD_SIZE")
     if rank is None or nranks is None or not 0 <= rank < nranks:
@@ -69,6 +70,14 @@ def read_environment() -> Place:
         )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Place(rank, nranks, local_rank, *_master(nranks), agent)
+
+
+def _program() -> str:
+    """The program that runs here and its arguments, as they would follow torchrun."""
+    interactive = hasattr(sys, "ps1") or sys.argv[0] in ("", "-", "-c")
+    if interactive or os.path.basename(sys.argv[0]) in ("ipykernel_launcher.py", "ipython"):
+        return "train.py"
+    return " ".join(sys.argv)
 
 
 def _integer(name: str) -> int | None:

@@ -20,18 +20,25 @@ from typing import Any
 
 from ..bindings.abi import ITEMSIZE
 from ..bindings.structs import CollConfig
+from ..interop.buffers import Buffer
 from .argcheck import ArgCheck, check_rank
 from .enqueue import Enqueue
 from .groups import fused
-from .redop import op_code
+from .redop import Op, op_code
 
 
 class Collectives(ArgCheck, Enqueue):
     """The part of `Communicator` that moves data."""
 
     def all_reduce(
-        self, send: Any, recv: Any = None, op: Any = "sum", *, stream: Any = None, config: CollConfig | None = None
-    ) -> Any:
+        self,
+        send: Buffer,
+        recv: Buffer | None = None,
+        op: Op = "sum",
+        *,
+        stream: Any = None,
+        config: CollConfig | None = None,
+    ) -> Buffer:
         """recv on every rank: the reduction of all ranks' send.  send [n] -> recv [n]; in place if recv is send."""
         fast = self._fast["all_reduce"]
         if config is None and (done := fast.launch(send, recv, op, None, stream)) is not None:
@@ -42,8 +49,14 @@ class Collectives(ArgCheck, Enqueue):
         return recv
 
     def broadcast(
-        self, send: Any, recv: Any = None, root: int = 0, *, stream: Any = None, config: CollConfig | None = None
-    ) -> Any:
+        self,
+        send: Buffer,
+        recv: Buffer | None = None,
+        root: int = 0,
+        *,
+        stream: Any = None,
+        config: CollConfig | None = None,
+    ) -> Buffer:
         """recv on every rank: root's send.  send [n] -> recv [n]; in place if recv is send."""
         root = check_rank("broadcast: root", root, self.size)
         fast = self._fast["broadcast"]
@@ -56,14 +69,14 @@ class Collectives(ArgCheck, Enqueue):
 
     def reduce(
         self,
-        send: Any,
-        recv: Any = None,
-        op: Any = "sum",
+        send: Buffer,
+        recv: Buffer | None = None,
+        op: Op = "sum",
         root: int = 0,
         *,
         stream: Any = None,
         config: CollConfig | None = None,
-    ) -> Any:
+    ) -> Buffer | None:
         """recv on root: the reduction of all ranks' send; other ranks need no recv and get None.  [n] -> [n]"""
         root = check_rank("reduce: root", root, self.size)
         if self.rank != root:
@@ -81,7 +94,9 @@ class Collectives(ArgCheck, Enqueue):
         self._enqueue("reduce", "ncclReduce", args, stream, send, recv, config, op, fast=fast, root=root)
         return recv
 
-    def all_gather(self, send: Any, recv: Any = None, *, stream: Any = None, config: CollConfig | None = None) -> Any:
+    def all_gather(
+        self, send: Buffer, recv: Buffer | None = None, *, stream: Any = None, config: CollConfig | None = None
+    ) -> Buffer:
         """recv on every rank: all ranks' send, one after the other.  send [n] -> recv [N*n].
 
         In place: send is the part of recv that starts at element rank*n."""
@@ -96,8 +111,14 @@ class Collectives(ArgCheck, Enqueue):
         return recv
 
     def reduce_scatter(
-        self, send: Any, recv: Any = None, op: Any = "sum", *, stream: Any = None, config: CollConfig | None = None
-    ) -> Any:
+        self,
+        send: Buffer,
+        recv: Buffer | None = None,
+        op: Op = "sum",
+        *,
+        stream: Any = None,
+        config: CollConfig | None = None,
+    ) -> Buffer:
         """recv on rank r: block r of the reduction of all ranks' send.  send [N*n] -> recv [n].
 
         In place: recv is the part of send that starts at element rank*n."""
@@ -111,7 +132,9 @@ class Collectives(ArgCheck, Enqueue):
         self._enqueue("reduce_scatter", "ncclReduceScatter", args, stream, send, recv, config, op, fast=fast)
         return recv
 
-    def all_to_all(self, send: Any, recv: Any = None, *, stream: Any = None, config: CollConfig | None = None) -> Any:
+    def all_to_all(
+        self, send: Buffer, recv: Buffer | None = None, *, stream: Any = None, config: CollConfig | None = None
+    ) -> Buffer:
         """Block j of send goes to rank j, to block `rank` of its recv.  send [N*n] -> recv [N*n]; never in place."""
         fast = self._fast["all_to_all"]
         if config is None and (done := fast.launch(send, recv, None, None, stream)) is not None:
@@ -132,8 +155,14 @@ class Collectives(ArgCheck, Enqueue):
         return recv
 
     def gather(
-        self, send: Any, recv: Any = None, root: int = 0, *, stream: Any = None, config: CollConfig | None = None
-    ) -> Any:
+        self,
+        send: Buffer,
+        recv: Buffer | None = None,
+        root: int = 0,
+        *,
+        stream: Any = None,
+        config: CollConfig | None = None,
+    ) -> Buffer | None:
         """recv on root: all ranks' send, one after the other; other ranks need no recv and get None.  [n] -> [N*n]"""
         root = check_rank("gather: root", root, self.size)
         if self.rank != root:
@@ -161,8 +190,14 @@ class Collectives(ArgCheck, Enqueue):
         return recv
 
     def scatter(
-        self, send: Any, recv: Any = None, root: int = 0, *, stream: Any = None, config: CollConfig | None = None
-    ) -> Any:
+        self,
+        send: Buffer | None,
+        recv: Buffer | None = None,
+        root: int = 0,
+        *,
+        stream: Any = None,
+        config: CollConfig | None = None,
+    ) -> Buffer:
         """recv on rank r: block r of root's send.  send [N*n] -> recv [n].
 
         Other ranks than root need no send; with recv=None they pass one of root's shape and type all the same, to say
@@ -205,7 +240,7 @@ class Collectives(ArgCheck, Enqueue):
         pointer, count, dtype, stream = self._check_buffer("send", "buf", buf, stream)
         self._enqueue_p2p("ncclSend", pointer, count, dtype, peer, stream, buf, fast=fast)
 
-    def recv(self, buf: Any, peer: int, *, stream: Any = None) -> Any:
+    def recv(self, buf: Buffer, peer: int, *, stream: Any = None) -> Buffer:
         """Receive into buf what rank peer sends. See `pynccl.group`."""
         peer = check_rank("recv: peer", peer, self.size)
         fast = self._fast["recv"]

@@ -12,11 +12,11 @@ from typing import Any
 
 from ..bindings.abi import ITEMSIZE, DataType
 from ..bindings.values import integers, listed
-from ..interop.buffers import adapter
+from ..interop.buffers import Buffer, adapter
 from .argcheck import ArgCheck, check_rank
 from .enqueue import Enqueue
 from .groups import fused
-from .redop import op_code
+from .redop import Op, op_code
 
 _MOST = 1 << 60  # elements: no machine has as many bytes, and no offset in bytes reaches what C cuts off
 
@@ -26,13 +26,13 @@ class CollectivesV(ArgCheck, Enqueue):
 
     def all_to_all_v(
         self,
-        send: Any,
-        recv: Any = None,
+        send: Buffer,
+        recv: Buffer | None = None,
         *,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         stream: Any = None,
-    ) -> Any:
+    ) -> Buffer:
         """all_to_all with a number of elements per rank: the next send_counts[j] elements of send go to rank j, and
         recv_counts[i] come from rank i, one after the other.  send [sum(send_counts)] -> recv [sum(recv_counts)]"""
         operation = "all_to_all_v"
@@ -49,7 +49,9 @@ class CollectivesV(ArgCheck, Enqueue):
                 self._enqueue_p2p("ncclRecv", recv_ptr + recv_at * size, recv_counts[peer], dtype, peer, stream, recv)
         return recv
 
-    def all_gather_v(self, send: Any, recv: Any = None, *, counts: Sequence[int], stream: Any = None) -> Any:
+    def all_gather_v(
+        self, send: Buffer, recv: Buffer | None = None, *, counts: Sequence[int], stream: Any = None
+    ) -> Buffer:
         """all_gather with a number of elements per rank: rank r gives counts[r].  [counts[rank]] -> [sum(counts)]
 
         As a group of one broadcast per rank, so counts has to be equal on all ranks."""
@@ -67,8 +69,8 @@ class CollectivesV(ArgCheck, Enqueue):
         return recv
 
     def reduce_scatter_v(
-        self, send: Any, recv: Any = None, op: Any = "sum", *, counts: Sequence[int], stream: Any = None
-    ) -> Any:
+        self, send: Buffer, recv: Buffer | None = None, op: Op = "sum", *, counts: Sequence[int], stream: Any = None
+    ) -> Buffer:
         """reduce_scatter with a number of elements per rank: rank r gets counts[r].  [sum(counts)] -> [counts[rank]]
 
         As a group of one reduce per rank, so counts has to be equal on all ranks."""
@@ -87,8 +89,14 @@ class CollectivesV(ArgCheck, Enqueue):
         return recv
 
     def scatter_v(
-        self, send: Any, recv: Any = None, root: int = 0, *, counts: Sequence[int], stream: Any = None
-    ) -> Any:
+        self,
+        send: Buffer | None,
+        recv: Buffer | None = None,
+        root: int = 0,
+        *,
+        counts: Sequence[int],
+        stream: Any = None,
+    ) -> Buffer:
         """scatter with a number of elements per rank: rank r gets counts[r].  [sum(counts)] on root -> [counts[rank]]
 
         counts has to be equal on all ranks. Other ranks than root need no send; with recv=None they pass any buffer of
@@ -118,7 +126,9 @@ class CollectivesV(ArgCheck, Enqueue):
             self._enqueue_p2p("ncclRecv", recv_ptr, own, dtype, root, stream, recv, compared=text)
         return recv
 
-    def gather_v(self, send: Any, recv: Any = None, root: int = 0, *, counts: Sequence[int], stream: Any = None) -> Any:
+    def gather_v(
+        self, send: Buffer, recv: Buffer | None = None, root: int = 0, *, counts: Sequence[int], stream: Any = None
+    ) -> Buffer | None:
         """gather with a number of elements per rank: rank r gives counts[r].  [counts[rank]] -> [sum(counts)] on root
 
         counts has to be equal on all ranks. Other ranks than root need no recv and get None."""

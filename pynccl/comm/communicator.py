@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from ..bindings.abi import DataType, MemStat, RedOp, Result
@@ -161,6 +161,11 @@ class Communicator(Collectives, CollectivesV, Rma, Init, Finalize):
                 self._check_result(self.library.ncclAllReduce(*args, self.handle, scratch.stream), "barrier")
                 scratch.wait()
             self.check_alive()  # an abort ends the wait too, and is no meeting of the ranks
+
+
+def init_all(devices: int | Sequence[Any] | None = None, *, library: Library | None = None) -> list[Communicator]:
+    """One communicator per device, all in this process: see `Communicator.init_all`. For notebooks and small jobs."""
+    return Communicator.init_all(devices, library=library)
 
 
 class Unpickled(Communicator):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Literal
 
 from ..bindings.abi import ELEMENTS, DataType, RedOp, ScalarResidence
 from ..bindings.resource import Resource, Shared
@@ -127,6 +127,10 @@ class PreMulSum(Resource, Shared):
         free_unused(self.comm)
 
     destroy = close  # as NCCL calls it
+
+
+# What `op=` takes, so that a type checker sees a misspelt name; `op_code` is what checks it when it runs.
+Op = Literal["sum", "prod", "min", "max", "avg"] | RedOp | PreMulSum
 
 
 def _host_scalar(scalar: float, dtype: DataType) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType
 from ..bindings.values import SIZE_MAX, attribute, integer, shown
@@ -18,6 +18,8 @@ from .tensors import check_not_in_graph, negated, stands_for_another, why_no_mem
 
 # (address, number of elements, DataType as int, CUDA ordinal). A plain tuple: this is built on every call.
 Description = tuple[int, int, int, int]
+
+Buffer = TypeVar("Buffer")  # for type checkers: what is returned is of the type of what was passed
 
 CPU = -1  # the "ordinal" of CPU memory, as torch.Tensor.get_device() has it
 ANY_DEVICE = -2  # a raw pointer: the caller answers for where it lies

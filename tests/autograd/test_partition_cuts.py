@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,7 +289,7 @@ def check_distdl(comm: Communicator, dtype: torch.dtype) -> int:
         mine, nothing = values[comm.rank], torch.empty(0, dtype=dtype)
         copy = values[origin[comm.rank]] if large.active else nothing
         total = torch.stack([values[q] for q in goals]).sum(0) if small.active else nothing
-        pairs = (
+        pairs: tuple[tuple[Any, ...], ...] = (
             (ad.partition.Broadcast(small, large), small, large, copy, total),
             (ad.SumReduce(large, small), large, small, total, copy),
         )

@@ -31,6 +31,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "send_recv": {"target": None, "source": None},
     "halo_exchange": {"dim": 0, "halo": (1, 1)},
 }
+MATMULS = ("all_gather_matmul", "copy_matmul", "matmul_all_reduce", "matmul_reduce_scatter")
 NO_INTEGERS: list[Any] = ["0", 1.5, True, [0], torch.ones(2), object(), b"1", {}]
 NO_SIZES: list[Any] = [2, 2.5, "22", [1.5, 2.5], [None, None], {0: 2, 1: 2}, torch.ones(2), [True, True], [[1], [3]]]
 NONSENSE: dict[str, list[Any]] = {
@@ -110,6 +111,48 @@ def nonsense(comm: Communicator) -> int:
 
 def test_nonsense_for_any_parameter_is_named_with_a_remedy(ranks: RankPool) -> None:
     assert min(ranks.run(2, nonsense)) > 300
+
+
+def swapped(comm: Communicator) -> int:
+    """Every function, layer and module with the communicator in the place of another argument."""
+    any_of: Any = ad
+    x, model = torch.ones(4, 4), torch.nn.Linear(4, 4)
+    cases: list[tuple[str, Any, str]] = [
+        *((name, lambda name=name: getattr(ad, name)(comm, x, **GOOD[name]), "x") for name in GOOD),
+        ("all_reduce", lambda: any_of.all_reduce(comm, [x, x], grad="sum"), "x"),
+        ("all_gather", lambda: any_of.start(ad.all_gather, comm, x, grad="sum"), "x"),
+        *((name, lambda name=name: getattr(ad, name)(comm, x, x), "x") for name in MATMULS),
+        *((name, lambda name=name: getattr(ad, name)(x, comm, x), "w") for name in MATMULS),
+        ("ColumnParallelLinear", lambda: any_of.ColumnParallelLinear(4, comm, 4), "out_features"),
+        ("RowParallelLinear", lambda: any_of.RowParallelLinear(comm, 4, 4), "in_features"),
+        ("KeyValueLinear", lambda: any_of.KeyValueLinear(comm, 4, 4, shared=comm), "in_features"),
+        ("VocabParallelEmbedding", lambda: any_of.VocabParallelEmbedding(comm, 4, 4), "num_embeddings"),
+        ("VocabParallelHead", lambda: any_of.VocabParallelHead(4, comm, 4), "num_embeddings"),
+        ("vocab_parallel_cross_entropy", lambda: any_of.vocab_parallel_cross_entropy(comm, x, x), "logits"),
+        ("Dropout", lambda: any_of.Dropout(comm, 0.5), "p"),
+        ("DataParallelGradients", lambda: any_of.DataParallelGradients(comm, model), "model"),
+        ("parallelize", lambda: any_of.parallelize(comm, model, {}), "model"),
+        ("set_communicator", lambda: any_of.set_communicator(comm, model), "module"),
+        ("full_state_dict", lambda: any_of.full_state_dict(comm, model), "model"),
+        ("Mesh", lambda: any_of.Mesh({"tp": 2}, comm), "shape"),
+        ("CartesianPartition", lambda: any_of.CartesianPartition((2,), comm), "shape"),
+        ("Partition", lambda: any_of.Partition([0], comm), "ranks"),
+        ("rng.seed", lambda: any_of.rng.seed(comm, 1), "seed"),
+        ("nn.AllReduce", lambda: any_of.nn.AllReduce("sum", comm, grad="sum"), "op"),
+        ("nn.AllGather", lambda: any_of.nn.AllGather(0, comm, grad="sum"), "dim"),
+        ("nn.Broadcast", lambda: any_of.nn.Broadcast(0, comm, grad="sum"), "root"),
+        ("check_model", lambda: any_of.testing.check_model(model, model, comm, x), "batch"),
+        ("check_adjoint", lambda: any_of.testing.check_adjoint(torch.clone, comm, x), "x"),
+    ]
+    for name, call, other in cases:
+        words = (f"{name}: {other} and comm are swapped: {other} is <", f"; pass {other} before comm")
+        expect(call, words, f"{name}: {other}")
+    comm.barrier()
+    return len(cases)
+
+
+def test_a_communicator_in_the_place_of_another_argument_is_named(ranks: RankPool) -> None:
+    assert min(ranks.run(2, swapped)) == len(GOOD) + 2 * len(MATMULS) + 22
 
 
 def layers(comm: Communicator) -> int:

@@ -16,6 +16,7 @@ from meetings import AT_ONCE, free_port, set_environment, total
 from ranks import TORCHRUN, Place, RankPool
 
 import pynccl
+import pynccl_autograd
 from pynccl import Communicator
 from pynccl.bootstrap import from_process_group
 
@@ -60,6 +61,28 @@ def test_outside_torchrun_the_line_that_would_have_worked_is_shown(
     assert f"{', '.join(missing)} not set: this process was not started by torchrun" in str(caught.value)
     assert "torchrun --standalone --nproc-per-node=2 my_train.py --steps 7" in str(caught.value)
     assert "Communicator.init" in str(caught.value)
+
+
+@pytest.mark.parametrize("argv", [["-c"], [""], ["/usr/lib/ipykernel_launcher.py", "-f", "kernel.json"]], ids=str)
+def test_in_a_notebook_or_python_c_the_call_for_one_process_is_shown(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(pynccl.NcclInvalidUsage) as caught:
+        pynccl.init()
+    assert "torchrun --standalone --nproc-per-node=2 train.py\n" in str(caught.value)
+    assert "in this one process" in str(caught.value) and "pynccl.init_all()" in str(caught.value)
+
+
+def test_the_two_packages_have_one_version_and_init_all_gives_the_communicators_of_one_process() -> None:
+    from importlib.metadata import version
+
+    assert pynccl.__version__ == pynccl_autograd.__version__ == version("pynccl-autograd")
+    comms = pynccl.init_all(2, library=pynccl.load("host"))
+    assert [(comm.rank, comm.size) for comm in comms] == [(0, 2), (1, 2)]
+    pynccl.abort(comms)
 
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("0", "0"), ("one", "2"), ("0", "")])

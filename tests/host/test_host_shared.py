@@ -50,8 +50,8 @@ def all_kinds(comm: Communicator, dtype: torch.dtype, count: int, op: str, root:
         "broadcast": comm.broadcast(mine.clone(), mine.clone(), root=root),
         "all_to_all": comm.all_to_all(wide, torch.empty_like(wide)),
     }
-    reduced = comm.reduce(mine, torch.zeros_like(mine), op=op, root=root)
-    gathered = comm.gather(mine, torch.zeros_like(wide), root=root)
+    reduced: Any = comm.reduce(mine, torch.zeros_like(mine), op=op, root=root)
+    gathered: Any = comm.gather(mine, torch.zeros_like(wide), root=root)
     found["scatter"] = comm.scatter(wide, torch.zeros_like(mine), root=root)
     return {**found, "reduce": reduced, "gather": gathered} if on_root else found
 

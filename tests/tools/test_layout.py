@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER: dict[str, str] = {
     "pynccl": """
         bindings.resource bindings.values bindings.abi bindings.errors bindings.soname bindings.library bindings.structs
+        bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         comm.deadline comm.turn
         watch.records watch.layout watch.settings watch.folder watch.frames watch.notes watch.recorder watch.rows

@@ -1,0 +1,113 @@
+"""What a type checker says of a user's program: the types of results, and the misspelt words that it finds.
+
+mypy runs in another folder than this one and looks for the packages where they are installed, so that an editable
+install has to be one that it can see.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mypy")
+
+CACHE = Path(__file__).parents[2] / ".mypy_cache" / "user"  # what mypy makes of torch takes it half a minute
+
+# A line that ends in `#: words` is one of which mypy says a line with these words; of others it says nothing.
+PROGRAM = """
+import torch
+from torch import Tensor, nn
+
+import pynccl
+import pynccl_autograd as ad
+
+comm = pynccl.init()
+x = torch.ones(4)
+memory = pynccl.mem_alloc((4,), "float32")
+
+reveal_type(comm)  #: "pynccl.comm.communicator.Communicator"
+reveal_type(pynccl.init_all(2))  #: "list[pynccl.comm.communicator.Communicator]"
+
+# The binding: a buffer gives a buffer of its type, and those of a rooted collective None elsewhere.
+reveal_type(comm.all_reduce(x))  #: "torch._tensor.Tensor"
+reveal_type(comm.all_reduce(x, x, "max"))  #: "torch._tensor.Tensor"
+reveal_type(comm.all_reduce(memory))  #: "pynccl.comm.memory.Memory"
+reveal_type(comm.all_gather(x))  #: "torch._tensor.Tensor"
+reveal_type(comm.reduce_scatter_v(x, counts=[1, 3]))  #: "torch._tensor.Tensor"
+reveal_type(comm.recv(x, 0))  #: "torch._tensor.Tensor"
+reveal_type(comm.reduce(x))  #: "torch._tensor.Tensor | None"
+reveal_type(comm.scatter(None, x, 1))  #: "torch._tensor.Tensor"
+comm.all_reduce(x, op=pynccl.RedOp.MIN)
+with comm.pre_mul_sum(2.0, "float32") as doubled:
+    comm.all_reduce(x, op=doubled)
+comm.all_reduce(x, op="summ")  #: Argument "op" to "all_reduce" of "Collectives" has incompatible type "Literal['summ']"
+comm.reduce_scatter(x, op="sun")  #: Argument "op" to "reduce_scatter" of "Collectives" has incompatible type
+comm.reduce(x, None, "add", 0)  #: Argument 3 to "reduce" of "Collectives" has incompatible type
+comm.all_reduce(x, oper="sum")  #: Unexpected keyword argument "oper"
+comm.all_reduced(x)  #: has no attribute "all_reduced"
+
+# Differentiable collectives
+reveal_type(ad.all_reduce(x, comm, grad="sum"))  #: "torch._tensor.Tensor"
+reveal_type(ad.all_reduce([x, x], comm, grad="sum"))  #: "list[torch._tensor.Tensor]"
+reveal_type(ad.reduce_scatter(x, comm))  #: "torch._tensor.Tensor"
+reveal_type(ad.broadcast(x, comm, 0, grad="sum"))  #: "torch._tensor.Tensor"
+reveal_type(ad.all_to_all(x, comm))  #: "torch._tensor.Tensor"
+reveal_type(ad.halo_exchange(x, comm, 0, 1))  #: "torch._tensor.Tensor"
+reveal_type(ad.start(ad.all_gather, x, comm, grad="sum").wait())  #: "torch._tensor.Tensor"
+reveal_type(ad.matmul_reduce_scatter(x, x, comm))  #: "torch._tensor.Tensor"
+ad.all_reduce(x, comm, ad.PreMul(0.5), grad="sum")
+ad.all_reduce(x, comm, "max", grad="sum")
+ad.reduce(x, comm, 0, op="sun")  #: incompatible type "Literal['sun']"
+ad.reduce_scatter(x, comm, op="max")  #: No overload variant
+ad.all_reduce(x, comm, "summ", grad="sum")  #: No overload variant
+ad.all_reduce(x, comm, grad="replicate")  #: No overload variant
+ad.all_reduce(comm, x, grad="sum")  #: No overload variant
+ad.broadcast(comm, x, 0, grad="sum")  #: Argument 1 to "broadcast" has incompatible type "Communicator"
+ad.copy(x)  #: Missing positional argument "comm"
+
+# Layers and modules
+reveal_type(ad.ColumnParallelLinear(4, 4, comm)(x))  #: "torch._tensor.Tensor"
+reveal_type(ad.RowParallelLinear.from_linear(nn.Linear(4, 4), comm)(x))  #: "torch._tensor.Tensor"
+reveal_type(ad.VocabParallelEmbedding(4, 4, comm)(x))  #: "torch._tensor.Tensor"
+reveal_type(ad.Dropout(0.1, comm)(x))  #: "torch._tensor.Tensor"
+reveal_type(ad.nn.Broadcast(comm, 0, grad="sum")(x))  #: "torch._tensor.Tensor"
+reveal_type(ad.nn.AllReduce(comm, grad="sum")(x))  #: "torch._tensor.Tensor"
+reveal_type(ad.nn.AllGather(comm, grad="sum")([x, x]))  #: "list[torch._tensor.Tensor]"
+reveal_type(ad.AllSumReduce(ad.CartesianPartition(comm, (2,)), 0)(x))  #: "torch._tensor.Tensor"
+ad.nn.AllReduce(comm, "summ", grad="sum")  #: Argument 2 to "AllReduce" has incompatible type "Literal['summ']"
+
+
+class Block(nn.Module):
+    def __init__(self, comm: pynccl.Communicator) -> None:
+        super().__init__()
+        self.up, self.down = ad.ColumnParallelLinear(4, 8, comm), ad.RowParallelLinear(8, 4, comm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+"""
+
+
+def said_of(program: str, folder: Path) -> dict[int, str]:
+    """What mypy --strict says of each line of the program."""
+    (folder / "user.py").write_text(program)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(CACHE), "--no-error-summary", "user.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    said: dict[int, str] = {}
+    for line in done.stdout.splitlines():
+        found = re.match(r"user\.py:(\d+): (?:error|note): (.*)", line)
+        assert found, line
+        said[int(found[1])] = said.get(int(found[1]), "") + found[2] + "\n"
+    return said
+
+
+def test_a_type_checker_knows_the_results_and_finds_misspelt_words(tmp_path: Path) -> None:
+    said = said_of(PROGRAM, tmp_path)
+    expected = {at: line.split("#: ")[1] for at, line in enumerate(PROGRAM.splitlines(), 1) if "#: " in line}
+    assert "\n".join(text for at, text in sorted(said.items()) if at not in expected) == ""
+    missed = {at: (words, said.get(at, "nothing")) for at, words in expected.items() if words not in said.get(at, "")}
+    assert missed == {}
