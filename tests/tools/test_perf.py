@@ -312,10 +312,10 @@ def test_torch_beside_others_on_three_ranks(collective: str) -> None:
 
 
 def test_one_process_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["perf", "all_gather", *SMALL, "--plan", "-d", "torch.float64"]) == 0
+    assert main(["perf", "all_gather", *SMALL, "-c", "0", "--plan", "-d", "torch.float64"]) == 0
     said = capsys.readouterr().out
     assert "1 rank on 1 node" in said and "prepared calls" in said
-    assert "# Out of bounds values : N/A (pass -c 1 to check)" in said
+    assert "# Out of bounds values : N/A (-c 0: not checked)" in said
     rows = [line.split() for line in said.splitlines() if not line.startswith("#")]
     assert [row[0] for row in rows] == ["8", "64", "512", "4096"]
     assert all(row[2] == "double" and row[3] == "none" and row[8] == row[12] == "N/A" for row in rows)

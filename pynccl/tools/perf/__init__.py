@@ -14,9 +14,9 @@ from ...bindings.library import Library, load
 from ...bootstrap import from_env
 from ...comm.communicator import Communicator
 from . import beside_torch, report
-from .measure import TooLargeError, measured
+from .measure import UnfitError, measured
 from .operations import Case, case
-from .options import configure, is_first_here, problem, sizes, wait_for_the_first
+from .options import FP8, FP8_SINCE, configure, is_first_here, problem, sizes, wait_for_the_first
 from .surroundings import Listening, everybody, transport
 from .timing import across
 
@@ -28,6 +28,9 @@ _RULES = {
     "avg": "the average of the ranks (-a 1)",
     "rank0": "rank 0 counts (-a 0)",
 }
+
+
+_BUFFERS = ("of torch's memory", "of torch's memory, registered (-R 1)", "of NCCL's memory, symmetric windows (-R 2)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
                 return run_on(comm, arguments, listening)
         finally:
             listening.taken()
-    except (NcclError, TooLargeError) as error:
+    except (NcclError, UnfitError) as error:
         print(f"perf: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -66,7 +69,7 @@ def run_on(comm: Communicator, options: argparse.Namespace, listening: Listening
     whole = report.Whole(_head(comm, options, people, backend))
     one_clock = whole.head["nodes"] == 1
     _print(comm, [*report.head_lines(whole.head), *report.column_lines(bool(backend))])
-    for row in _cases(options, comm.size):
+    for row in _cases(options, comm.size, comm.library):
         _progress(comm, f"measuring {row.nbytes} B of {row.type}")
         found = measured(comm, row, options, one_clock)
         whole.rows.append(found)
@@ -87,14 +90,20 @@ def run_on(comm: Communicator, options: argparse.Namespace, listening: Listening
     return code
 
 
-def _cases(options: argparse.Namespace, ranks: int) -> list[Case]:
+def _cases(options: argparse.Namespace, ranks: int, library: Library) -> list[Case]:
     """The rows, each once: small sizes of many ranks come to one element alike."""
     found: dict[Case, None] = {}
-    for kind in options.datatype:
+    for kind in _types(options, library):
         for op in options.op:
             for nbytes in sizes(options.minbytes, options.maxbytes, options.stepbytes, options.stepfactor):
                 found[case(options.collective, kind, op, options.root, ranks, nbytes)] = None
     return list(found)
+
+
+def _types(options: argparse.Namespace, library: Library) -> list[str]:
+    """-d all leaves out what this NCCL does not know; asked for by name, it is NCCL's to refuse."""
+    every: list[str] = options.datatype
+    return [name for name in every if library.version >= FP8_SINCE or len(every) == 1 or name not in FP8]
 
 
 def _head(
@@ -124,9 +133,8 @@ def _head(
         "clock": clock,
         "calls": calls,
         "rule": _RULES[options.average],
-        "data": f"-c {options.check}: compared with a local reference"
-        if options.check
-        else "not checked (-c 1 checks)",
+        "buffers": _BUFFERS[options.local_register],
+        "data": f"-c {options.check}: compared with a local reference" if options.check else "not checked (-c 0)",
         "checked": bool(options.check),
         "backend": backend,
         "taken": "",

@@ -6,34 +6,57 @@ import argparse
 import statistics
 from typing import Any
 
+from ...bindings.errors import NcclError
 from ...comm.communicator import Communicator
 from . import beside_torch
 from .operations import Buffers, Call, Case, call_of
 from .report import Row, Side
 from .timing import across, captured, iterations
+from .ways import taken
 
 _MOST_TURNS, _LEAST_A_TURN = 8, 5
 
 
-class TooLargeError(Exception):
-    """A rank has not the memory for a size."""
+class UnfitError(Exception):
+    """A rank has not the memory for a size, or cannot register it."""
 
 
 def measured(comm: Communicator, case: Case, options: argparse.Namespace, one_clock: bool) -> Row:
     """The row of the table, equal on all ranks."""
-    buffers = _made(comm, case)
-    return Row(case, [_side(comm, buffers, index, options, one_clock) for index in (0, 1)])
-
-
-def _made(comm: Communicator, case: Case) -> Buffers:
+    buffers = _made(comm, case, options.local_register)
     try:
-        buffers, failure = Buffers(case, comm.rank, comm.device), ""
-    except (RuntimeError, MemoryError) as error:
-        buffers, failure = None, str(error).splitlines()[0] if str(error) else "out of memory"
-    if across(comm, [float(buffers is None)], "max")[0] or buffers is None:
+        return Row(case, [_side(comm, buffers, index, options, one_clock) for index in (0, 1)])
+    finally:
+        buffers.close()
+
+
+def _made(comm: Communicator, case: Case, registration: int) -> Buffers:
+    """The buffers, registered; the same error on all ranks if one of them fails."""
+    buffers, failure = None, ""
+    try:
+        buffers = Buffers(case, comm, registration)
+    except (RuntimeError, MemoryError, NcclError) as error:
+        failure = _first_line(error)
+    if _any(comm, buffers is None) or buffers is None:
         why = failure or "another rank has not the memory"
-        raise TooLargeError(f"{case.nbytes} bytes of {case.collective}: {why}; pass a smaller -e")
+        raise UnfitError(f"{case.nbytes} bytes of {case.collective}: {why}; pass a smaller -e")
+    if registration:
+        try:
+            buffers.register(comm, registration)
+        except (ValueError, NcclError) as error:
+            failure = _first_line(error)
+        if _any(comm, bool(failure)):
+            why = failure or "another rank failed"
+            raise UnfitError(f"-R {registration}, {case.nbytes} bytes of {case.collective}: {why}; pass -R 0")
     return buffers
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else "out of memory"
+
+
+def _any(comm: Communicator, failed: bool) -> bool:
+    return bool(across(comm, [float(failed)], "max")[0])
 
 
 def _side(
@@ -58,6 +81,8 @@ def _side(
     side = Side(across(comm, times, options.average), mean, None, None)
     if theirs is not None:
         side.torch = across(comm, [statistics.fmean(torchs)], options.average)[0]
+    if not comm.library.is_host:
+        side.way = taken(call, comm.rank == 0)
     if options.check:
         side.wrong = _wrong(comm, buffers, place, call, options.check)
     return side

@@ -9,11 +9,13 @@ from typing import Any
 from ...bindings.abi import ITEMSIZE
 from ...comm.communicator import Communicator
 from ...comm.groups import group
+from ...comm.memory import mem_alloc
 from .data import count_wrong, fill, pattern, reduced, torch_type
 from .options import REDUCING, ROOTED, TYPES
 
 Call = Callable[[], Any]
 PARTED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # a buffer of theirs has a block per rank
+WINDOW = 2
 NEVER_IN_PLACE = ("all_to_all", "send_recv")
 _ALIGNED = 16  # bytes: blocks in the middle of a buffer begin at multiples of it, where they are as large
 
@@ -65,22 +67,41 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 class Buffers:
-    """What one rank sends and receives in a case.
+    """What one rank sends and receives in a case, in the memory that -R asks for; to be closed.
 
     places  (send, recv) out of place, and in place where the collective can, else None"""
 
-    def __init__(self, row: Case, rank: int, device: Any) -> None:
+    def __init__(self, row: Case, comm: Communicator, registration: int = 0) -> None:
         import torch
 
-        self.case, self.rank = row, rank
+        self.case, self.rank = row, comm.rank
         sends = row.collective in ("reduce_scatter", "all_to_all", "scatter")
         receives = row.collective in ("all_gather", "all_to_all", "gather")
-        made = {"dtype": torch_type(row.type), "device": device}
-        self.send = torch.empty(row.count * (row.ranks if sends else 1), **made)
-        self.recv = torch.empty(row.count * (row.ranks if receives else 1), **made)
+        counts = [row.count * (row.ranks if whole else 1) for whole in (sends, receives)]
+        kind = torch_type(row.type)
+        self._memory: list[Any] = []
+        self._registered: list[Any] = []
+        if registration == WINDOW:
+            where = None if comm.library.is_host else comm.device
+            self._memory = [mem_alloc(count, kind, device=where, library=comm.library) for count in counts]
+            self.send, self.recv = map(torch.from_dlpack, self._memory)
+        else:
+            self.send, self.recv = (torch.empty(count, dtype=kind, device=comm.device) for count in counts)
         self.places: list[tuple[Any, Any] | None] = [(self.send, self.recv), self._in_place()]
         self.send.zero_()  # touched before it is timed
         self.recv.zero_()
+
+    def register(self, comm: Communicator, registration: int) -> None:
+        """With the communicator, as -R says: 1 each rank its own, 2 as windows of all ranks together."""
+        if registration == WINDOW:
+            self._registered += [comm.window(memory) for memory in self._memory]
+        elif registration:
+            self._registered += [comm.register(buffer) for buffer in (self.send, self.recv)]
+
+    def close(self) -> None:
+        """End the registrations, on all ranks together."""
+        while self._registered:
+            self._registered.pop().close()
 
     def _in_place(self) -> tuple[Any, Any] | None:
         row, own = self.case, slice(self.rank * self.case.count, (self.rank + 1) * self.case.count)

@@ -40,6 +40,7 @@ TYPES: dict[str, DataType] = {
 }
 OPERATORS = tuple(op.name.lower() for op in RedOp)
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+FP8, FP8_SINCE = ("f8e4m3", "f8e5m2"), (2, 24, 0)  # NCCL has them from this version on
 MOST_SIZES = 10_000
 DEFAULT_END = 32 << 20
 EPILOG = """\
@@ -49,7 +50,7 @@ broadcast, reduce and send_recv, the output of all_gather and gather, the input 
 exit code: 0 good, 1 wrong results or a bandwidth below --min-busbw, 2 options that cannot work
 
 examples:
-  torchrun --nproc-per-node 8 -m pynccl perf all_reduce -b 8 -e 128M -f 2 -c 1
+  torchrun --nproc-per-node 8 -m pynccl perf all_reduce -b 8 -e 128M -f 2
   torchrun --nproc-per-node 2 -m pynccl perf all_gather -b 1M -e 16M -f 4 --compare torch --stats
   torchrun --nproc-per-node 8 -m pynccl perf reduce_scatter -b 64M -e 64M -d bfloat16 -o all --min-busbw 300
   python -m pynccl perf broadcast -b 1K -e 1M -f 2 --json perf.json --plot perf.png"""
@@ -68,13 +69,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-f", "--stepfactor", type=_factor, default=None, metavar="N", help="or the factor from one to the next")
     add("-n", "--iters", type=_at_least(1), default=20, metavar="N", help="iterations that are timed (20)")
     add("-w", "--warmup_iters", type=_at_least(0), default=5, metavar="N", help="iterations before them (5)")
-    add("-c", "--check", type=_at_least(0), default=0, metavar="N", help="calls checked of each size (0)")
+    add("-c", "--check", type=_at_least(0), default=1, metavar="N", help="calls checked of each size; 0: none (1)")
     add("-d", "--datatype", type=_types, default=["float"], metavar="TYPE", help=f"{', '.join(TYPES)}, or all (float)")
     add("-o", "--op", type=_operators, default=["sum"], metavar="OP", help=f"{', '.join(OPERATORS)}, or all (sum)")
     add("-r", "--root", type=_at_least(0), default=0, metavar="RANK", help="of those with a root (0)")
     add(
         "-a", "--average", type=_aggregate, default="max", metavar="0..3", help="across ranks: rank0, avg, min, max (3)"
     )
+    add(
+        "-R",
+        "--local_register",
+        type=_registration,
+        default=0,
+        metavar="0..2",
+        help="buffers: 0 torch's, 1 registered, 2 windows (0)",
+    )
+    add("-g", "--ngpus", type=_one, default=1, metavar="1", help="GPUs a thread, as in nccl-tests: here always 1")
+    add("-t", "--nthreads", type=_one, default=1, metavar="1", help="threads a process: here always 1")
     add("-G", "--graph", type=_at_least(0), default=0, metavar="N", help="all iterations as a CUDA graph, run N times")
     add("-J", "--json", metavar="FILE", help="write everything as JSON, too")
     add("--plan", action="store_true", help="prepared calls (comm.plan) instead of plain ones")
@@ -161,6 +172,18 @@ def _at_least(least: int) -> Any:
         return value
 
     return whole
+
+
+def _one(text: str) -> int:
+    if text != "1":
+        raise argparse.ArgumentTypeError(f"{text!r}: a process has one GPU here; pass torchrun --nproc-per-node=N")
+    return 1
+
+
+def _registration(text: str) -> int:
+    if text not in ("0", "1", "2"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 0 (none), 1 (registered) or 2 (symmetric windows)")
+    return int(text)
 
 
 def _factor(text: str) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .operations import Case, bus_factor
+from .ways import in_lines
 
 NONE = "N/A"
 PLACES = ("out-of-place", "in-place")
@@ -24,6 +25,7 @@ class Side:
     mean: float
     wrong: int | None  # elements of all ranks; None: not checked
     torch: float | None  # mean of torch's iterations; None: not measured, or torch cannot
+    way: str = ""  # which kernels ran, on a GPU
 
     def bandwidths(self, case: Case) -> tuple[float, float]:
         """Of the algorithm and of the bus, in GB/s."""
@@ -68,12 +70,13 @@ def head_lines(head: dict[str, Any]) -> list[str]:
         *([f"transport   {head['transport']}"] if head["transport"] else []),
         f"timing      {head['iterations']} iterations after {head['warm_up']}, {head['clock']}, {head['calls']}",
         f"across      {head['rule']}",
+        f"buffers     {head['buffers']}",
         f"data        {head['data']}",
         *([f"compare     torch.distributed with {head['backend']}, by turns"] if head["backend"] else []),
     ]
     for number, rank in enumerate(ranks):
         lines.append(f"rank {number:<6} {rank['host']} pid {rank['pid']} {rank['device']} {rank['name']}")
-    return [f"# {line}" for line in [*lines, ""]]
+    return [*(f"# {line}" for line in lines), "#"]
 
 
 def column_lines(comparing: bool) -> list[str]:
@@ -152,13 +155,16 @@ def stats_lines(rows: list[Row]) -> list[str]:
 
 
 def foot_lines(whole: Whole, options: argparse.Namespace) -> list[str]:
-    wrong = f"{whole.wrong} {'FAILED' if whole.wrong else 'OK'}" if options.check else f"{NONE} (pass -c 1 to check)"
+    wrong = f"{whole.wrong} {'FAILED' if whole.wrong else 'OK'}" if options.check else f"{NONE} (-c 0: not checked)"
     lines = [f"# Out of bounds values : {wrong}", f"# Avg bus bandwidth    : {whole.average:.6g}"]
     if options.min_busbw is not None:
         below = whole.average < options.min_busbw
         lines.append(f"# --min-busbw          : {options.min_busbw:g} {'FAILED' if below else 'OK'}")
     if whole.head["taken"]:
         lines.append(f"# NCCL went via        : {whole.head['taken']}")
+    sides = [[(row.case.nbytes, side.way) for row in whole.rows if (side := row.sides[i])] for i in (0, 1)]
+    for place, found in zip(PLACES, sides, strict=True):
+        lines += [f"# NCCL ran, {place:<11}: {line}" for line in in_lines(found)]
     return [*lines, "#"]
 
 
@@ -189,6 +195,7 @@ def _side_json(case: Case, side: Side) -> dict[str, Any]:
         "busbw_GBps": bus,
         "wrong": side.wrong,
         "torch_time_s": side.torch,
+        "way": side.way or None,
         "torch_over_ours": None if side.torch is None else side.torch / side.mean,
         "iterations_s": values["times"],
         "stats_s": spread(side.times),

@@ -1,0 +1,152 @@
+"""perf: buffers that are registered, types that a library lacks, and what NCCL ran, by the names of kernels."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ranks import RankPool
+
+from pynccl import Communicator, NcclError
+from pynccl.__main__ import main
+from pynccl.tools import perf
+from pynccl.tools.perf.measure import UnfitError, measured
+from pynccl.tools.perf.operations import NEVER_IN_PLACE, case
+from pynccl.tools.perf.options import COLLECTIVES, TYPES, configure, problem
+from pynccl.tools.perf.ways import in_lines, named
+
+
+def parsed(*words: str, ranks: int = 1) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    options = parser.parse_args(list(words))
+    assert problem(options, ranks) == ""
+    return options
+
+
+def test_checked_by_default_as_by_nccl_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["perf", "all_reduce", "-b", "8", "-e", "8", "-n", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "# data        -c 1: compared with a local reference" in said
+    assert "# Out of bounds values : 0 OK" in said
+    assert not [line for line in said.splitlines() if line.endswith(" ")]
+
+
+def registered(comm: Communicator, way: str) -> list[Any]:
+    """Every collective in buffers of that kind: what is wrong, and how many registrations were made and ended."""
+    made: list[Any] = []
+    window, register = Communicator.window, Communicator.register
+    opened = [0, 0]
+
+    def counted(which: int, original: Any) -> Any:
+        def call(self: Communicator, buf: Any, **options: Any) -> Any:
+            opened[which] += 1
+            found = original(self, buf, **options)
+            made.append(found)
+            return found
+
+        return call
+
+    Communicator.window, Communicator.register = counted(0, window), counted(1, register)  # type: ignore[method-assign]
+    bad = []
+    try:
+        for collective in COLLECTIVES:
+            options = parsed(collective, "-R", way, "-n", "2", "-w", "0")
+            for nbytes in (8, 30_000):
+                found = measured(comm, case(collective, "float", "sum", 0, comm.size, nbytes), options, True)
+                wrong = [side and side.wrong for side in found.sides]
+                if wrong != [0, None if collective in NEVER_IN_PLACE else 0]:
+                    bad.append((collective, nbytes, wrong))
+    finally:
+        Communicator.window, Communicator.register = window, register  # type: ignore[method-assign]
+    return [bad, opened, [one._handle for one in made if one._handle is not None]]
+
+
+@pytest.mark.parametrize(("way", "opened"), [("0", [0, 0]), ("1", [0, 36]), ("2", [36, 0])])
+def test_buffers_are_registered_as_asked_and_given_back(ranks: RankPool, way: str, opened: list[int]) -> None:
+    assert ranks.run(2, registered, way) == [[[], opened, []]] * 2
+
+
+def declined(comm: Communicator) -> str:
+    """What -R 2 says where rank 1's window is declined."""
+    original = Communicator.window
+
+    def refuse(self: Communicator, buf: Any, **options: Any) -> Any:
+        if comm.rank == 1:
+            raise ValueError("window: NCCL declined the buffer")
+        return SimpleNamespace(close=lambda: None)
+
+    Communicator.window = refuse  # type: ignore[method-assign]
+    try:
+        measured(comm, case("reduce", "float", "sum", 0, 2, 64), parsed("reduce", "-R", "2"), True)
+    except UnfitError as error:
+        return str(error)
+    finally:
+        Communicator.window = original  # type: ignore[method-assign]
+    return ""
+
+
+def test_a_window_that_one_rank_is_refused_ends_all(ranks: RankPool) -> None:
+    said = ranks.run(2, declined)
+    assert said[0] == "-R 2, 64 bytes of reduce: another rank failed; pass -R 0"
+    assert said[1] == "-R 2, 64 bytes of reduce: window: NCCL declined the buffer; pass -R 0"
+
+
+@pytest.mark.parametrize(("version", "fewer"), [((2, 18, 1), 2), ((2, 24, 0), 0), ((2, 28, 3), 0)])
+def test_all_types_are_those_that_the_library_has(version: tuple[int, int, int], fewer: int) -> None:
+    library: Any = SimpleNamespace(version=version)
+    every = perf._types(parsed("reduce", "-d", "all"), library)
+    assert len(every) == len(TYPES) - fewer
+    assert perf._types(parsed("reduce", "-d", "f8e4m3"), library) == ["f8e4m3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("-R 3", "'3': expected 0 (none)"), ("-g 8", "one GPU here; pass torchrun"), ("-t two", "one GPU here")],
+)
+def test_what_nccl_tests_takes_and_this_does_not(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["perf", "all_reduce", *words.split()])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_error_of_the_library_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise NcclError("all_reduce: a peer is gone")
+
+    monkeypatch.setattr(Communicator, "all_reduce", fails)
+    assert main(["perf", "all_reduce", "-b", "8", "-e", "8"]) == 1
+    assert capsys.readouterr().err == "perf: all_reduce: a peer is gone\n"
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], ""),
+        (["void at::native::vectorized_elementwise_kernel<4>"], ""),
+        (["ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"],
+         "kernel AllReduce_Sum_f32_RING_LL"),
+        (["ncclSymkDevKernel_AllGather_LLMC(ncclSymkDevWorkArgs)", "Memcpy DtoD (Device -> Device)"],
+         "symmetric kernel AllGather_LLMC"),
+        (["ncclSymDevKernel_AllReduce_AGxLL_R_Sum_f32(..)"], "symmetric kernel AllReduce_AGxLL_R_Sum_f32"),
+        (["Memcpy PtoP (Device -> Device)", "Memcpy DtoD (Device -> Device)"], "copy engine"),
+        (["ncclKernel_AllReduce_TREE_LL_Sum_float(ncclDevComm*)"] * 2, "kernel AllReduce_TREE_LL_Sum_float"),
+    ],
+)  # fmt: skip
+def test_kernels_say_which_way_it_went(events: list[str], expected: str) -> None:
+    assert named(events) == expected
+
+
+def test_equal_ways_share_a_line() -> None:
+    assert in_lines([(8, "a"), (16, "a"), (1 << 20, "b"), (2 << 20, ""), (4 << 20, "a")]) == [
+        "8 to 16 B: a",
+        "1,048,576 B: b",
+        "4,194,304 B: a",
+    ]
