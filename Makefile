@@ -1,6 +1,7 @@
 # Every target sets up its own virtual environment on first use; later runs reuse it.
 #   make demo [N=4]   train a small transformer with N tensor-parallel ranks beside the unsharded model
 #   make test         the whole test suite              make lint / make format / make clean
+#   make api          docs/api.md from the docstrings
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
 # Options: PYTHON=python3.12 (of a new .venv), VENV=folder, ARGS="..." (handed to train.py or pytest), DEMO_STEPS=20
 
@@ -14,11 +15,11 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 LOG := $(VENV).log
 
-.PHONY: help setup demo test semantics lint format clean
+.PHONY: help setup demo test semantics api lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,5s/^# *//p' Makefile
+	@sed -n '2,6s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -32,6 +33,9 @@ test: $(STAMP)
 
 semantics: $(STAMP)
 	$(PY) scripts/semantics_table.py $(ARGS)
+
+api: $(STAMP)
+	$(PY) scripts/api_page.py $(ARGS)
 
 lint: $(STAMP) build/mypy/pynccl_autograd
 	$(PY) -m ruff check .
