@@ -106,9 +106,7 @@ def test_all_types_are_those_that_the_library_has(version: tuple[int, int, int],
     ("words", "message"),
     [("-R 3", "'3': expected 0 (none)"), ("-g 8", "one GPU here; pass torchrun"), ("-t two", "one GPU here")],
 )
-def test_what_nccl_tests_takes_and_this_does_not(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_nccl_tests_takes_and_this_does_not(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["perf", "all_reduce", *words.split()])
     assert left.value.code == 2

@@ -1,0 +1,104 @@
+"""The Markdown pages as a reader takes them: blocks of Python, commands, what commands print, links, paths."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+KINDS = ("python", "text", "console", "sh", "")  # of fenced blocks
+_SET = r"(?:[A-Z_]+=\S+ )*"
+_COMMAND = re.compile(rf"{_SET}(?:python3?|torchrun|make|pip|ssh|srun|sbatch|mpirun|scripts/\S+\.(?:py|sh)) .*|make")
+
+
+class Block(NamedTuple):
+    line: int  # of the page, of its first line of text
+    kind: str
+    text: str
+
+
+class Command(NamedTuple):
+    line: int
+    text: str
+    output: str  # what the page says it prints; "" where it does not
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced ones."""
+    found: list[Block] = []
+    inside: list[str] | None = None
+    kind, start = "", 0
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            if inside is None:
+                kind, start, inside = line.strip().removeprefix("```").strip(), number + 1, []
+            else:
+                found.append(Block(start, kind, "\n".join(inside) + "\n"))
+                inside = None
+        elif inside is not None:
+            inside.append(line)
+    assert inside is None, f"{page.name}:{start - 1}: a block that does not end"
+    return found
+
+
+def program(page: Path, python: list[Block]) -> str:
+    """The Python of a page as one module, each line where it stands on the page, so that errors name it."""
+    lines = [""] * max((block.line + block.text.count("\n") for block in python), default=0)
+    for block in python:
+        for offset, line in enumerate(block.text.splitlines()):
+            lines[block.line - 1 + offset] = line
+    return "\n".join(lines) + "\n"
+
+
+def prose(page: Path) -> list[tuple[int, str]]:
+    """The lines outside of fenced blocks, with their numbers."""
+    fenced = {block.line + i for block in blocks(page) for i in range(-1, block.text.count("\n") + 1)}
+    return [(number, line) for number, line in enumerate(page.read_text().splitlines(), 1) if number not in fenced]
+
+
+def commands(page: Path) -> list[Command]:
+    """What a reader would type: in blocks, behind $ or not; and between backquotes, where it has more than one word."""
+    found = []
+    for block in blocks(page):
+        if block.kind not in ("console", "sh", ""):
+            continue
+        lines = block.text.splitlines()
+        for offset, line in enumerate(lines):
+            text = line.removeprefix("$ ")
+            if _COMMAND.fullmatch(text):
+                rest = lines[offset + 1 :]
+                end = next((i for i, one in enumerate(rest) if one.startswith("$ ")), len(rest))
+                printed = "\n".join(rest[:end]) if line.startswith("$ ") else ""
+                found.append(Command(block.line + offset, _bare(text), printed))
+    for number, line in prose(page):
+        if line.startswith("    ") and _COMMAND.fullmatch(text := line.strip().removeprefix("$ ")):
+            found.append(Command(number, _bare(text), ""))
+        elif not line.startswith("    "):
+            quoted = re.findall(r"`([^`]+)`", line)
+            found += [Command(number, _bare(text), "") for text in quoted if _COMMAND.fullmatch(text)]
+    return found
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"\s+# .*$", "", text).strip()
+
+
+def links(page: Path) -> list[tuple[int, str]]:
+    """(line, target) of those that lead to files of the project, their anchors included."""
+    found = [(number, target) for number, line in prose(page) for target in re.findall(r"\]\(([^)\s]+)\)", line)]
+    return [(number, target) for number, target in found if not re.match(r"https?:|mailto:", target)]
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    heads = [line.lstrip("#").strip() for _, line in prose(page) if re.match(r"#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def paths(page: Path) -> list[tuple[int, str]]:
+    """(line, path) of what stands between backquotes and looks like a file or folder of the project."""
+    roots = "pynccl|autograd|scripts|tests|docs|\\.ci"
+    found = re.compile(rf"`((?:{roots})/[\w./-]*|[\w-]+/[\w./-]+\.(?:py|md|sh|txt))`")
+    return [(number, path) for number, line in prose(page) for path in found.findall(line)]
