@@ -8,6 +8,7 @@ collective alone needs stand in its file.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -99,7 +100,8 @@ def check_tensor_type(operation: str, x: object) -> None:
 
 
 def check_comm(operation: str, comm: object, **others: object) -> None:
-    """That comm is a communicator; where it is one of the `others`, which stand before it, that they are swapped."""
+    """That comm is a communicator. Where another argument is one, an error says that they are swapped: one of `others`,
+    which stand before it, or one that stands behind it in the call."""
     if not isinstance(comm, Communicator):
         for name, value in others.items():
             if isinstance(value, Communicator):
@@ -107,11 +109,29 @@ def check_comm(operation: str, comm: object, **others: object) -> None:
                     f"{operation}: {name} and comm are swapped: {name} is {shown(value)}, comm is {shown(comm)}; pass "
                     f"{name} before comm"
                 )
+        if other := _communicator_behind(comm):
+            raise TypeError(
+                f"{operation}: comm and {other} are swapped: comm is {shown(comm)}, {other} is a Communicator; pass "
+                f"comm before {other}"
+            )
         known = next((_INSTEAD[base.__name__] for base in type(comm).__mro__ if base.__name__ in _INSTEAD), None)
         raise TypeError(
             f"{operation}: comm is {shown(comm)}, expected a pynccl.Communicator; pass "
             + (known or "one, of pynccl.init()")
         )
+
+
+def _communicator_behind(comm: object) -> str | None:
+    """The argument behind `comm` in the user's call that is a communicator, by the frames of this package."""
+    frame, found = inspect.currentframe(), None
+    while frame is not None and str(frame.f_globals.get("__package__")).partition(".")[0] == __package__:
+        values = frame.f_locals
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        if "comm" in names and values.get("comm") is comm:
+            behind = names[names.index("comm") + 1 :]
+            found = next((name for name in behind if isinstance(values.get(name), Communicator)), found)
+        frame = frame.f_back
+    return found
 
 
 def check_reduction(operation: str, x: Tensor, op: object, reduce_dtype: Any) -> torch.dtype | None:

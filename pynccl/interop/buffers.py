@@ -281,6 +281,10 @@ TORCH = _Torch()
 adapters: dict[type, Adapter] = {tuple: _Raw()}  # by type, filled as types are met
 
 
+# What other libraries have in recv's place: dist.broadcast(x, 0), dist.all_reduce(x, op)
+_TAKES = {"op": ("all_reduce", "reduce", "reduce_scatter"), "root": ("broadcast", "reduce", "gather", "scatter")}
+
+
 def adapter(x: Any, operation: str = "", role: str = "") -> Adapter:
     """The adapter for objects like `x`; TypeError that lists what is accepted."""
     found = adapters.get(type(x))
@@ -288,7 +292,10 @@ def adapter(x: Any, operation: str = "", role: str = "") -> Adapter:
         try:
             found = adapters[type(x)] = _choose(x)
         except TypeError as error:
-            raise TypeError(f"{operation}: {role}: {error}" if operation else str(error)) from None
+            hint, meant = "", f"root={x}" if type(x) is int else f"op={str(getattr(x, 'name', x)).lower()!r}"
+            if role == "recv" and isinstance(x, (str, int)) and operation in _TAKES[meant.partition("=")[0]]:
+                hint = f"; what is not recv goes by its name: {operation}(send, {meant})"
+            raise TypeError(f"{operation}: {role}: {error}{hint}" if operation else str(error)) from None
     return found
 
 

@@ -240,3 +240,21 @@ def test_what_is_equal_to_a_data_type_is_none() -> None:
     for other in (7, 7.0, np.int64(7), np.dtype(">f4"), ["float32"]):
         with pytest.raises(TypeError, match=r"no NCCL data type|byte order"):
             data_type(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "hint"),
+    [
+        ("broadcast", 0, "broadcast(send, root=0)"),
+        ("all_reduce", "max", "all_reduce(send, op='max')"),
+        ("reduce", pynccl.RedOp.MIN, "reduce(send, op='min')"),
+        ("all_gather", 0, None),
+        ("all_reduce", 0, None),
+    ],
+)
+def test_what_others_have_in_the_place_of_recv_is_told_by_its_name(name: str, given: Any, hint: str | None) -> None:
+    (comm,) = pynccl.init_all(1)
+    with comm, pytest.raises(TypeError, match=r"recv: a .* is no buffer") as caught:
+        getattr(comm, name)(np.ones(4, "float32"), given)
+    said = str(caught.value)
+    assert said.endswith(f"; what is not recv goes by its name: {hint}") if hint else "by its name" not in said

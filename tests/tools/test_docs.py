@@ -41,7 +41,9 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "python -m pynccl_autograd plan --model llama-70b --tp 8 --tokens 8192 --link nvlink": True,
     "torchrun --nproc-per-node=2 scripts/recipes/ddp.py": True,
     "python scripts/bench_overhead.py": "tests/tools/test_bench_overhead.py",
-    "python scripts/bench_host.py --ranks 2 4 16 --rounds 9 --markdown": {"2 4 16 --rounds 9": "2 --bytes 16 --rounds 3"},
+    "python scripts/bench_host.py --ranks 2 4 16 --rounds 9 --markdown": {
+        "2 4 16 --rounds 9": "2 --bytes 16 --rounds 3"
+    },
     "python scripts/bench_overlap.py --rounds 15 --milliseconds 100 --chunks 8": "tests/tools/test_bench_overlap.py",
     "python scripts/bench_scale.py": "tests/tools/test_bench_scale.py",
     "torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py --width 128 256 512 --rounds 9 "
@@ -200,7 +202,11 @@ ELSEWHERE = {text: how for text, how in COMMANDS.items() if isinstance(how, str)
 def test_command_is_run_by_the_file_that_is_named(text: str) -> None:
     source = (ROOT / ELSEWHERE[text]).read_text()
     name = next((Path(word) for word in text.split() if word.startswith("scripts/")), None)
-    assert (name.name in source or f"import {name.stem}" in source) if name else re.sub("^ssh .*? ", "", text).split()[3] in source
+    assert (
+        (name.name in source or f"import {name.stem}" in source)
+        if name
+        else re.sub("^ssh .*? ", "", text).split()[3] in source
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- links
