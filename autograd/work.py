@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -37,7 +37,10 @@ from .torch_internals import dispatch_modes, has_storage, is_zero_tensor, outsid
 from .wire import Prepared
 
 
-def start(operation: Callable[..., Tensor], *args: Any, **options: Any) -> Work:
+P = ParamSpec("P")
+
+
+def start(operation: Callable[P, Tensor], *args: P.args, **options: P.kwargs) -> Work:
     """Begin `operation(*args, **options)`, one of this package's functions, on the communicator's side stream.
 
     The input must not be changed before wait(). The result belongs to the graph of start(), wherever wait() is called:

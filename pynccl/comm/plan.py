@@ -15,7 +15,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol
 
 from ..bindings.abi import Result
 from ..bindings.library import without_argtypes
@@ -202,8 +202,36 @@ def _hold(calls: list[Call]) -> None:
         hold(call.stream, call.comm.library, call.keep)
 
 
+P = ParamSpec("P")
+
+
+def _preparing(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Planner, P], Plan]:
+    """For type checkers: a method with the arguments of that one, which returns a plan."""
+    raise NotImplementedError
+
+
 class Planner(Shared):
     """`comm.plan`: each operation of the communicator under its own name, returning a Plan instead of launching."""
+
+    if TYPE_CHECKING:
+        all_reduce = _preparing(Collectives.all_reduce)
+        broadcast = _preparing(Collectives.broadcast)
+        reduce = _preparing(Collectives.reduce)
+        all_gather = _preparing(Collectives.all_gather)
+        reduce_scatter = _preparing(Collectives.reduce_scatter)
+        all_to_all = _preparing(Collectives.all_to_all)
+        gather = _preparing(Collectives.gather)
+        scatter = _preparing(Collectives.scatter)
+        send = _preparing(Collectives.send)
+        recv = _preparing(Collectives.recv)
+        all_to_all_v = _preparing(CollectivesV.all_to_all_v)
+        all_gather_v = _preparing(CollectivesV.all_gather_v)
+        reduce_scatter_v = _preparing(CollectivesV.reduce_scatter_v)
+        gather_v = _preparing(CollectivesV.gather_v)
+        scatter_v = _preparing(CollectivesV.scatter_v)
+        put_signal = _preparing(Rma.put_signal)
+        signal = _preparing(Rma.signal)
+        wait_signal = _preparing(Rma.wait_signal)
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm

@@ -49,6 +49,10 @@ comm.reduce_scatter(x, op="sun")  #: Argument "op" to "reduce_scatter" of "Colle
 comm.reduce(x, None, "add", 0)  #: Argument 3 to "reduce" of "Collectives" has incompatible type
 comm.all_reduce(x, oper="sum")  #: Unexpected keyword argument "oper"
 comm.all_reduced(x)  #: has no attribute "all_reduced"
+reveal_type(comm.plan.all_reduce(x, x, "max"))  #: "pynccl.comm.plan.Plan"
+reveal_type(comm.plan.group([comm.plan.send(x, 0), comm.plan.recv(x, 0)]))  #: "pynccl.comm.plan.Plan"
+comm.plan.all_reduce(x, x, "summ")  #: Argument 3 has incompatible type "Literal['summ']"
+comm.plan.broadcast(x, op="sum")  #: Unexpected keyword argument "op"
 
 # Differentiable collectives
 reveal_type(ad.all_reduce(x, comm, grad="sum"))  #: "torch._tensor.Tensor"
@@ -58,6 +62,7 @@ reveal_type(ad.broadcast(x, comm, 0, grad="sum"))  #: "torch._tensor.Tensor"
 reveal_type(ad.all_to_all(x, comm))  #: "torch._tensor.Tensor"
 reveal_type(ad.halo_exchange(x, comm, 0, 1))  #: "torch._tensor.Tensor"
 reveal_type(ad.start(ad.all_gather, x, comm, grad="sum").wait())  #: "torch._tensor.Tensor"
+reveal_type(ad.start(ad.reduce_scatter, x, comm, dim=1))  #: "pynccl_autograd.work.Work"
 reveal_type(ad.matmul_reduce_scatter(x, x, comm))  #: "torch._tensor.Tensor"
 ad.all_reduce(x, comm, ad.PreMul(0.5), grad="sum")
 ad.all_reduce(x, comm, "max", grad="sum")
@@ -67,6 +72,8 @@ ad.all_reduce(x, comm, "summ", grad="sum")  #: No overload variant
 ad.all_reduce(x, comm, grad="replicate")  #: No overload variant
 ad.all_reduce(comm, x, grad="sum")  #: No overload variant
 ad.broadcast(comm, x, 0, grad="sum")  #: Argument 1 to "broadcast" has incompatible type "Communicator"
+ad.start(ad.copy, x)  #: Missing positional argument "comm"
+ad.start(ad.broadcast, x, comm, 0, grad="summ")  #: incompatible type "Literal['summ']"
 ad.copy(x)  #: Missing positional argument "comm"
 
 # Layers and modules
