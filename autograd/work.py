@@ -36,7 +36,6 @@ from .streams import made_on, share, side_stream
 from .torch_internals import dispatch_modes, has_storage, is_zero_tensor, outside_levels
 from .wire import Prepared
 
-
 P = ParamSpec("P")
 
 
