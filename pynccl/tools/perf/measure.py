@@ -15,7 +15,7 @@ from .timing import across, captured, iterations
 _MOST_TURNS, _LEAST_A_TURN = 8, 5
 
 
-class TooLargeError(Exception):
+class TooLargeError(MemoryError):
     """A rank has not the memory for a size."""
 
 
