@@ -52,8 +52,10 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
     try:
         options.text = read_text(options.data, options.seq)
         command.output_folder(options.out)
-    except (ValueError, argparse.ArgumentTypeError) as error:
+    except ValueError as error:
         parser.error(str(error))
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--out {error}")
     return options
 
 

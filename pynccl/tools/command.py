@@ -241,9 +241,10 @@ def say(text: str, same: str = "") -> None:
 
     same      what is compared, if not all of the text
     """
-    ours = _claimed(same or text)
+    if not _claimed(same or text):
+        return
     _tell_torchrun(text)
-    if ours and sys.stderr is not None:
+    if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
 

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,10 +101,8 @@ class Forks:
 
 def serve() -> None:
     """Fork for each line of standard input; a line [number, exit code] for each that has ended. Ends with its input."""
-    import torch.distributed
 
-    import pynccl.tools.command
-    import pynccl_autograd  # noqa: F401
+    import pynccl_autograd  # noqa: F401  and with it torch
 
     running: dict[int, int] = {}
     text = b""
@@ -146,7 +143,8 @@ def _redirect(job: dict[str, Any]) -> None:
     for number, name in ((1, "out"), (2, "err")):
         path = Path(job["folder"], f".{job['number']}.{name}")
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
     os.chdir(job["folder"])
     os.environ.update(job["environment"])
 

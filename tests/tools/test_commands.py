@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import concurrent.futures
-import contextlib
-import multiprocessing
 import os
 import re
-import runpy
 import shlex
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from forks import Ended, Forks
-from ranks import TORCHRUN
 
-import pynccl
 from pynccl.__main__ import COMMANDS
-from pynccl.tools import command
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "commands.md"
