@@ -1,4 +1,13 @@
-"""`python -m pynccl_autograd plan`: how the linear layers of a model would overlap, and how long that would take."""
+"""`python -m pynccl_autograd plan`: how the linear layers of a model would overlap, and how long that would take.
+
+Predicted from the sizes of the layers and the constants of a link and a device: presets, or by --calibrated what this
+machine is measured to have. A table for each link: times in microseconds of each pass, alone and overlapped.
+
+examples:
+  python -m pynccl_autograd plan --model llama-8b --tp 8 --tokens 8192 --link nvlink
+  python -m pynccl_autograd plan --hidden 512 --ffn 2048 --heads 8 --layers 4 --tp 2 --tokens 1024 --json
+  torchrun --nproc-per-node=2 -m pynccl_autograd plan --calibrated --model llama-8b --tokens 1024
+"""
 
 from __future__ import annotations
 
@@ -10,12 +19,13 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 import pynccl
 from pynccl import Communicator, NcclError
+from pynccl.tools import command
 
 from .overlap.calibration import calibrate
 from .overlap.machine import DEVICES, DTYPES, LINKS, Machine, device, link
@@ -49,24 +59,13 @@ class Row(NamedTuple):
 # ---------------------------------------------------------------------------------------------- options
 
 
-class OneLine(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def count(text: str) -> int:
-    """An option's integer >= 1."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer >= 1")
-    return int(text)
+count = command.whole(1)
 
 
 def parser() -> argparse.ArgumentParser:
-    main = OneLine(prog="python -m pynccl_autograd", description=__doc__)
+    main = command.Parser("The tools of this package.", prog="python -m pynccl_autograd")
     commands = main.add_subparsers(dest="command", required=True, metavar="command")
-    options = commands.add_parser("plan", help="how the linear layers of a model would overlap")
+    options = commands.add_parser("plan", doc=__doc__, help="how the linear layers of a model would overlap")
     options.add_argument("--model", choices=MODELS, help="sizes; any of them may be given instead, or besides")
     for name in _OWN:
         options.add_argument(f"--{name.replace('_', '-')}", type=count, metavar="N")
@@ -251,21 +250,13 @@ def of_this_machine(options: argparse.Namespace, model: Model) -> list[tuple[lis
 def main(argv: list[str]) -> int:
     """The exit code; 2 is wrong usage, said in one line."""
     options = parser().parse_args(argv)
-    try:
-        text = run(options)
-    except (ValueError, NcclError) as error:
-        print(f"python -m pynccl_autograd plan: {error}", file=sys.stderr)
-        return 2
-    if text:
+    return command.ended(lambda: show(options), "python -m pynccl_autograd plan")
+
+
+def show(options: argparse.Namespace) -> None:
+    if text := run(options):
         print(text)
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as in `... plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
-        code = 1
-    sys.exit(code)
+    command.run(lambda: main(sys.argv[1:]), "python -m pynccl_autograd")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 
-from .tools import doctor, hang, perf
+from .tools import command, doctor, hang, perf
 
 COMMANDS = {
     "doctor": (doctor, "which libnccl is used here, what is wrong with it, and how to mend that"),
@@ -23,7 +21,7 @@ def usage() -> str:
             "",
             *rows,
             "",
-            "python -m pynccl <command> --help has the options.",
+            "python -m pynccl <command> --help has the options, and examples.",
         ]
     )
 
@@ -32,22 +30,21 @@ def main(argv: list[str]) -> int:
     """Run the command that `argv` names. Returns the exit code; 2 is wrong usage, as elsewhere in Python."""
     name, *options = argv or [""]
     if name in ("-h", "--help"):
-        print(usage())
-        return 0
+        if command.rank() == 0:
+            print(usage())
+        return command.GOOD
     if name not in COMMANDS:
-        print(f"unknown command {name!r}\n\n{usage()}" if name else usage(), file=sys.stderr)
-        return 2
+        names = ", ".join(COMMANDS)
+        command.say(f"python -m pynccl: error: unknown command {name!r}; expected one of {names}" if name else usage())
+        return command.USAGE
     module, purpose = COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=f"python -m pynccl {name}", description=purpose)
+    prog = f"python -m pynccl {name}"
+    doc = f"{purpose[0].upper()}{purpose[1:]}.\n{getattr(module, 'EXAMPLES', '')}"
+    parser = command.Parser(doc, prog=prog, failed=getattr(module, "FAILED", "it failed"))
     module.configure(parser)
-    return module.run(parser.parse_args(options))
+    arguments = parser.parse_args(options)
+    return command.ended(lambda: module.run(arguments), prog)
 
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as in `... doctor | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
-        code = 1
-    sys.exit(code)
+    command.run(lambda: main(sys.argv[1:]), "python -m pynccl")

@@ -1,13 +1,14 @@
 """Make docs/api.md from the docstrings: every public name of both packages, with what it takes, returns and raises.
 
-    python scripts/api_page.py [--out docs/api.md] [--check]
+With --check nothing is written.
 
-Exit code 1 with --check, which writes nothing, if the page is not what it would be now.
+examples:
+  python scripts/api_page.py --check
+  python scripts/api_page.py --out out/api.md
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import functools
 import inspect
@@ -19,10 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import pynccl
 import pynccl_autograd
+from pynccl.tools import command
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 HEAD = """\
@@ -182,24 +182,25 @@ def text(*parts: str | None) -> str:
     return f"```text\n{body}\n```\n"
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=PAGE)
-    parser.add_argument("--check", action="store_true", help="is the page current?")
-    asked = parser.parse_args(argv)
+def main() -> int:
+    parser = command.Parser(__doc__, failed="with --check, the page is not what it would be now")
+    parser.add_argument("--out", type=command.output_file, default=PAGE, help="the page (default: docs/api.md)")
+    parser.add_argument("--check", action="store_true", help="compare with the page instead of writing it")
+    asked = parser.parse_args()
     made = page()
     if not asked.check:
-        asked.out.write_text(made)
+        asked.out.write_text(made, encoding="utf-8")
+        print(f"{asked.out}: {made.count(chr(10))} lines")
         return 0
-    there = asked.out.read_text() if asked.out.exists() else ""
+    there = asked.out.read_text(encoding="utf-8") if asked.out.exists() else ""
     if there == made:
+        print(f"{asked.out} is current")
         return 0
-    print(
-        "\n".join(difflib.unified_diff(there.splitlines(), made.splitlines(), str(asked.out), "now", lineterm="", n=1))
-    )
-    print(f"api_page.py: {asked.out} is not current: run make api")
+    names = (str(asked.out), "what the docstrings say")
+    print("\n".join(difflib.unified_diff(there.splitlines(), made.splitlines(), *names, lineterm="", n=0)))
+    print(f"api_page.py: {asked.out} is out of date: run `make api`", file=sys.stderr)
     return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)

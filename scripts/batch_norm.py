@@ -1,16 +1,16 @@
 """Batch normalisation of a tensor that is cut over a grid of ranks, beside torch's on the whole tensor.
 
-    torchrun --standalone --nproc-per-node=4 scripts/batch_norm.py
-
 The statistics of a channel are those of the whole batch, wherever its parts are: sums over this rank's part, then
 AllSumReduce over all axes of the grid but the channels'. Derivatives follow from the sum being its own adjoint. It
 prints the largest differences from nn.BatchNorm1d and nn.BatchNorm2d, of outputs, of all gradients and of the running
-statistics. Exit code: 0 if all are at most 1e-10 (float64), else 1.
+statistics.
+
+examples:
+  torchrun --standalone --nproc-per-node=4 scripts/batch_norm.py
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 TOLERANCE = 1e-10
 FEATURES = 6
@@ -144,6 +145,7 @@ def grid_of(ranks: int) -> tuple[int, int]:
 
 
 def main() -> int:
+    command.Parser(__doc__, failed="a difference is above 1e-10 (float64)").parse_args()
     with pynccl.init() as comm:
         batch_ranks, channel_ranks = grid_of(comm.size)
         worst = 0.0
@@ -166,4 +168,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

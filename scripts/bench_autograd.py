@@ -1,16 +1,17 @@
 """What a differentiable all_reduce costs, forward and backward, before NCCL starts to work; beside torch's.
 
-    python scripts/bench_autograd.py [--rounds N] [--calls N] [--json]
-
 pynccl runs on the stub library of bench_overhead.py, whose functions return 0; torch.distributed runs on its fake
 backend, which launches nothing either. What is left is Python and autograd. Rounds A B A B with the garbage collector
-off, medians, and ratios as the median of the ratios within a round. The tensor is small and in CPU memory. Exit code 1
-if pynccl_autograd is slower than torch.distributed.nn.functional. Needs a C compiler.
+off, medians, and ratios as the median of the ratios within a round. The tensor is small and in CPU memory. Needs a
+C compiler.
+
+examples:
+  python scripts/bench_autograd.py --rounds 3 --calls 50 --json
+  python scripts/bench_autograd.py  # long
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import statistics
@@ -21,6 +22,8 @@ from typing import Any
 
 from bench_overhead import ROOT, communicator, compile_stub
 from bench_ways import Way, measure
+
+from pynccl.tools import command
 
 ELEMENTS = 16
 OURS, FUNCTION, THEIRS = "ad.all_reduce", "ad.AllReduce.apply", "torch.distributed.nn.functional.all_reduce"
@@ -91,13 +94,13 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=31, help="rounds over all ways (default 31)")
-    parser.add_argument("--calls", type=int, default=300, help="calls of each way in a round (default 300)")
+    parser = command.Parser(__doc__, failed="pynccl_autograd is slower than torch.distributed.nn.functional")
+    parser.add_argument("--rounds", type=command.whole(1), default=31, help="rounds over all ways (default 31)")
+    parser.add_argument(
+        "--calls", type=command.whole(1), default=300, help="calls of each way in a round (default 300)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args()
-    if options.rounds < 1 or options.calls < 1:
-        parser.error(f"--rounds is {options.rounds} and --calls is {options.calls}; both must be at least 1")
     with tempfile.TemporaryDirectory(prefix="bench-autograd-") as folder:
         path = compile_stub(Path(folder))
         stub = ctypes.CDLL(str(path))  # before torch, which may bring a libnccl.so.2 of its own
@@ -110,4 +113,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    sys.exit(main())
+    command.run(main)

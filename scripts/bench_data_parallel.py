@@ -1,10 +1,5 @@
 """Steps with DataParallelGradients beside steps with torch's DistributedDataParallel: times, and what each hides.
 
-    python scripts/bench_data_parallel.py
-    python scripts/bench_data_parallel.py --ranks 4 --width 256 --layers 12 --bucket-mb 1 4 25
-    python scripts/bench_data_parallel.py --views --rounds 31 --json ddp.json --markdown
-    python scripts/bench_data_parallel.py --asleep 4 --width 256 --layers 12 [--backwards]
-
 Every rank is a process with one torch thread. A step is forward and backward of the same model, a stack of residual
 MLPs, on the same data, in three ways: without any communication ("compute"), with DataParallelGradients ("ours"), with
 DistributedDataParallel ("DDP"), both with buckets of --bucket-mb. In every round all of them make a step, one after the
@@ -26,6 +21,13 @@ buckets travel, and hides what its order of buckets allows. T_comm is that of ou
 --asleep: each layer sleeps instead of multiplying, as where a GPU computes and the cores are free. What is hidden then
 depends on the order and the size of buckets and on what their launches cost, little on other load of the machine.
 --backwards: the layers are defined last one first, so that gradients come in the order of the parameters.
+
+examples:
+  python scripts/bench_data_parallel.py --width 64 --layers 2 --rounds 3
+  python scripts/bench_data_parallel.py  # long
+  python scripts/bench_data_parallel.py --ranks 4 --width 256 --layers 12 --bucket-mb 1 4 25  # long
+  python scripts/bench_data_parallel.py --views --rounds 31 --json ddp.json --markdown  # long
+  python scripts/bench_data_parallel.py --asleep 4 --width 256 --layers 12 --backwards  # long
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.host.link import Link, parse, sleep_until
+from pynccl.tools import command, progress
 
 WARM = 3  # rounds that are not counted: DDP cuts its buckets anew after the first step
 Row = dict[str, Any]
@@ -130,7 +133,8 @@ class Stack(nn.Module):
 
 def run(rank: int, cases: Sequence[Options]) -> list[Row]:
     """What was measured of each case, equal on all ranks."""
-    return [row for options in cases for row in (_plain(options), _linked(options))]
+    both = [(way, options) for options in cases for way in (_plain, _linked)]
+    return [way(options) for way, options in progress.over(both, "measuring", "case", own=rank == 0)]
 
 
 def _plain(options: Options) -> Row:
@@ -337,31 +341,36 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, nargs="+", default=[512], help="columns of the residual stream")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rows", type=int, default=64, help="of a rank's batch")
+    parser = command.Parser(__doc__, failed="a rank failed, or the gradients differ")
+    parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (default 2)")
+    parser.add_argument(
+        "--width", type=command.whole(1), nargs="+", default=[512], help="columns of the residual stream"
+    )
+    parser.add_argument("--layers", type=command.whole(1), default=6, help="residual MLPs (default 6)")
+    parser.add_argument("--rows", type=command.whole(1), default=64, help="of a rank's batch")
     parser.add_argument(
         "--bucket-mb", type=float, nargs="+", default=[25.0], help="MiB of gradients that travel at once"
     )
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=command.whole(1), default=15, help="repetitions (default 15)")
     parser.add_argument("--balance", type=float, default=0.4, help="part of an unhidden step that is communication")
     parser.add_argument("--views", action="store_true", help="gradient_as_bucket_view=True, of both")
     parser.add_argument(
-        "--asleep", type=float, default=0.0, metavar="MS", help="sleep so long a layer, for its matmuls"
+        "--asleep",
+        type=command.number(0, "milliseconds"),
+        default=0.0,
+        metavar="MS",
+        help="sleep so long a layer, for its matmuls",
     )
     parser.add_argument("--backwards", action="store_true", help="define the layers last one first")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
+    parser.add_argument("--json", type=command.output_file, metavar="FILE", help="write all that was measured")
     parser.add_argument("--markdown", action="store_true", help="print a table for docs/")
     asked = parser.parse_args()
-    for name, least in {"ranks": 2, "layers": 1, "rows": 1, "rounds": 1}.items():
-        if getattr(asked, name) < least:
-            parser.error(f"--{name} is {getattr(asked, name)}, expected a number from {least}")
-    if not 0 < asked.balance < 1 or min(asked.bucket_mb) <= 0 or min(asked.width) < 1:
-        parser.error("expected --balance between 0 and 1, --bucket-mb above 0, --width from 1")
+    if not 0 < asked.balance < 1:
+        parser.error(f"--balance is {asked.balance:g}, expected a number between 0 and 1")
+    if not 0 < min(asked.bucket_mb) <= max(asked.bucket_mb) < float("inf"):
+        parser.error(f"--bucket-mb is {min(asked.bucket_mb):g}, expected MiB above 0")
     return asked
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

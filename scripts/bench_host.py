@@ -1,7 +1,5 @@
 """The host library beside torch.distributed's gloo backend, in one run: eight collectives, and a message to and fro.
 
-    python scripts/bench_host.py [--ranks N ...] [--bytes N ...] [--transport auto|shm|sockets] [--markdown | --json]
-
 Both sides move the same float32 tensors between the same processes. Batches of calls alternate between the two and
 start after a barrier; the slowest rank counts; medians over batches are shown, and of the ratios within a pair of
 batches. "bytes" is the size of the full tensor: the buffer of all_reduce, broadcast, reduce and of a message, the
@@ -11,20 +9,27 @@ function pointers.
 "x memcpy" is the time beside that of a memcpy by all ranks at once, on the same cores, of the bytes that every rank has
 to move: those that come of its peers and, for an all_gather, its own (all_reduce 2(p-1)/p, all_gather 1, reduce_scatter
 (p-1)/p of the full tensor). "blocked" is the processor time of all ranks together while all but one wait for a second.
+
+examples:
+  python scripts/bench_host.py --bytes 4096 --rounds 4
+  python scripts/bench_host.py                                             # long
+  python scripts/bench_host.py --ranks 2 4 --transport sockets --markdown  # long
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import ctypes
 import json
 import multiprocessing
 import os
 import platform
+import queue
 import socket
 import statistics
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -39,6 +44,7 @@ import torch.distributed as dist
 from pynccl import host
 from pynccl.bindings import abi
 from pynccl.bindings.abi import DataType, RedOp
+from pynccl.tools import command, progress
 
 SIZES = (16, 1 << 16, 1 << 20, 16 << 20, 64 << 20)
 MANY_RANKS, MOST_OF_MANY = 8, 1 << 16  # more ranks than this take no more bytes than that
@@ -52,7 +58,7 @@ Row = dict[str, Any]
 
 def check(code: int) -> None:
     if code:
-        raise RuntimeError(host.function("ncclGetLastError")(None).decode())
+        raise command.FailedError(host.function("ncclGetLastError")(None).decode())
 
 
 def connect(rank: int, ranks: int, port: int) -> int:
@@ -184,12 +190,24 @@ def blocked_seconds(comm: int, rank: int) -> float:
     return float(used)
 
 
+def rank_process(rank: int, ranks: int, sizes: Sequence[int], rounds: int, port: int, results: Any) -> None:
+    """`run` in a process of its own. Puts the rows of rank 0, or the error of a rank, into `results`."""
+    try:
+        with progress.shown():
+            run(rank, ranks, sizes, rounds, port, results)
+    except KeyboardInterrupt:  # the program has heard of it, too
+        raise SystemExit(command.INTERRUPTED) from None
+    except Exception as error:
+        results.put(f"rank {rank}: " + (str(error) if command.code_of(error) else f"\n{traceback.format_exc()}"))
+        raise SystemExit(command.FAILED) from None
+
+
 def run(rank: int, ranks: int, sizes: Sequence[int], rounds: int, port: int, results: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two of its functions
     comm = connect(rank, ranks, port)
     rows: list[Row] = []
-    for nbytes in sizes:
+    for nbytes in progress.over(sizes, f"{ranks} ranks", "size", own=rank == 0):
         batches = rounds if nbytes < LARGE else max(rounds // 2, 5)
         for name, (ours, theirs) in pairs(comm, rank, ranks, nbytes).items():
             batch = (60 if ranks <= 4 else 10) if nbytes <= 1 << 16 else 20 if nbytes < LARGE else 5
@@ -275,53 +293,62 @@ def surroundings() -> str:
     )
 
 
-def run_ranks(ranks: int, sizes: Sequence[int], rounds: int) -> tuple[list[Row], int]:
-    """The rows, and the worst exit code of a rank."""
+def run_ranks(ranks: int, sizes: Sequence[int], rounds: int) -> list[Row]:
+    """The rows. FailedError with the error of a rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     arguments = (ranks, sizes, rounds, port, results)
-    workers = [context.Process(target=run, args=(rank, *arguments)) for rank in range(ranks)]
+    workers = [context.Process(target=rank_process, args=(rank, *arguments)) for rank in range(ranks)]
     for worker in workers:
         worker.start()
-    rows: list[Row] = []
-    while not rows and all(worker.exitcode in (None, 0) for worker in workers):
-        try:
-            rows = results.get(timeout=1.0)
-        except Exception:  # queue.Empty: look whether a rank has died
-            continue
-    for worker in workers:
-        if not rows:
-            worker.kill()
-        worker.join()
-    return rows, max(abs(worker.exitcode or 0) for worker in workers)
+    found: list[Row] | str = ""
+    try:
+        while not found:
+            gone = any(worker.exitcode not in (None, 0) for worker in workers)
+            with contextlib.suppress(queue.Empty):
+                found = results.get(timeout=1.0)
+                continue
+            if gone:
+                found = "a rank has died"
+    finally:
+        for worker in workers:
+            if not isinstance(found, list):
+                worker.kill()
+            worker.join()
+    if isinstance(found, str):
+        raise command.FailedError(found)
+    if any(worker.exitcode for worker in workers):
+        raise command.FailedError("a rank failed at its end")
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of processes (default 2)")
-    parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, help="sizes of the full tensor")
-    parser.add_argument("--rounds", type=int, default=17, help="pairs of batches, of small sizes (default 17)")
-    parser.add_argument("--transport", help=f"auto, shm or sockets; as {TRANSPORT}")
+    parser = command.Parser(__doc__, failed="a rank failed")
+    parser.add_argument(
+        "--ranks", type=command.whole(2, 64), nargs="+", default=[2], help="numbers of processes (default 2)"
+    )
+    parser.add_argument("--bytes", type=command.whole(4), nargs="+", default=SIZES, help="sizes of the full tensor")
+    parser.add_argument(
+        "--rounds", type=command.whole(WARM_UP + 1), default=17, help="pairs of batches, of small sizes (default 17)"
+    )
+    parser.add_argument("--transport", choices=("auto", "shm", "sockets"), help=f"as {TRANSPORT}")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/host.md")
     options = parser.parse_args()
     if options.transport:
         os.environ[TRANSPORT] = options.transport
-    rows, code = [], 0
+    rows: list[Row] = []
     for ranks in options.ranks:
         sizes = [n for n in options.bytes if ranks <= MANY_RANKS or n <= MOST_OF_MANY]
-        more, failed = run_ranks(ranks, sizes, options.rounds)
-        rows += more
-        code = max(code, failed)
+        rows += run_ranks(ranks, sizes, options.rounds)
     if options.json:
         print(json.dumps({"cores": os.cpu_count(), "rows": rows}))
     else:
         print(markdown(rows) if options.markdown else table(rows))
-    sys.exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

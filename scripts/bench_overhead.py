@@ -1,7 +1,5 @@
 """What a call costs before NCCL starts to work, for each way there is to make it.
 
-    python scripts/bench_overhead.py [--gpu] [--rounds N] [--calls N] [--json | --markdown]
-
 A stub library is compiled whose functions return 0, so that what is measured is the binding alone. All ways are
 measured in one run: rounds A B C ... A B C ... with the garbage collector off, medians over the rounds, and ratios as
 the median of the ratios within a round, so that a machine that slows down slows down both sides. Every way is first
@@ -13,6 +11,11 @@ ctypes in each of them: a process has one of them, and CPython adapts its byteco
 
 --gpu measures on a GPU and the real libnccl instead, on the ranks of a launch, beside torch.distributed's nccl backend;
 gpu_overhead.py says how. Not yet run on a GPU.
+
+examples:
+  python scripts/bench_overhead.py --rounds 3 --calls 50 --markdown  # long
+  PYNCCL_LIBRARY=host torchrun --standalone --nproc-per-node=2 scripts/bench_overhead.py --gpu --rounds 3 --calls 20
+  python scripts/bench_overhead.py  # long
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from bench_ways import BARE, CHECKED, ELEMENTS, NCCL4PY, PLAN, Way, measure, ncc
 import pynccl
 from pynccl.bindings import abi, soname
 from pynccl.interop.buffers import data_type
+from pynccl.tools import command, progress
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP = 32  # calls in a group
@@ -108,7 +112,7 @@ def compile_stub(folder: Path) -> Path:
     """The library, under the name by which other bindings look for one that is already loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        sys.exit("bench_overhead.py compiles a stub library: install a C compiler (cc or gcc)")
+        raise FileNotFoundError("a stub library is compiled: install a C compiler (cc or gcc)")
     target = folder / "libnccl.so.2"
     (folder / "stub.c").write_text(STUB)
     # Weak, so that those with a body win. `()` takes any arguments in C11, as it no longer does in C23.
@@ -175,7 +179,7 @@ def recorded(path: Path, rounds: int, calls: int) -> dict[str, list[dict[str, An
     processes = max(1, min(PROCESSES, rounds // 8))
     options = ["--rounds", str(-(-rounds // processes)), "--calls", str(calls), "--stub", str(path)]
     found: dict[str, list[dict[str, Any]]] = {watch: [] for watch in NAMES}
-    for _ in range(processes):
+    for _ in progress.over(range(processes), "flight recorder", "process"):
         for watch, said in found.items():
             command = [sys.executable, __file__, *options, "--watch", watch]
             done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
@@ -334,7 +338,7 @@ def main_gpu(options: argparse.Namespace) -> None:
     """Rank 0 prints the table, and below it the line RESULT that gpu_check looks for; or the JSON alone."""
     problem = pynccl.bindings.library.gpu_problem()
     if problem and os.environ.get("PYNCCL_LIBRARY") != "host":
-        sys.exit(f"bench_overhead.py --gpu: {problem}; PYNCCL_LIBRARY=host rehearses it on the CPU")
+        raise ValueError(f"--gpu: {problem}; PYNCCL_LIBRARY=host rehearses it on the CPU")
     sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
     import gpu_overhead
 
@@ -345,22 +349,23 @@ def main_gpu(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=101, help="rounds over all ways (default 101)")
-    parser.add_argument("--calls", type=int, default=1000, help="calls of each way in a round (default 1000)")
+    parser = command.Parser(__doc__)
+    parser.add_argument("--rounds", type=command.whole(1), default=101, help="rounds over all ways (default 101)")
+    parser.add_argument(
+        "--calls", type=command.whole(1), default=1000, help="calls of each way in a round (default 1000)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/overhead.md")
     parser.add_argument("--watch", choices=NAMES, help=argparse.SUPPRESS)  # of a process of `recorded`
     parser.add_argument("--stub", help=argparse.SUPPRESS)
     parser.add_argument("--gpu", action="store_true", help="on a GPU and the real libnccl instead of the stub")
     options = parser.parse_args()
-    if options.rounds < 1 or options.calls < 1:
-        parser.error(f"--rounds is {options.rounds} and --calls is {options.calls}; both must be at least 1")
     if options.gpu:
         main_gpu(options)
         return
     if options.watch:
-        main_watch(options)
+        with progress.shown(False):  # it is a step of another process's bar
+            main_watch(options)
         return
     with tempfile.TemporaryDirectory(prefix="bench-overhead-") as folder:
         path = compile_stub(Path(folder))
@@ -380,4 +385,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

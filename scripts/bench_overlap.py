@@ -1,7 +1,5 @@
 """How much of its communication a tensor-parallel layer hides behind its matmuls, pass by pass, and beside DTensor.
 
-    python scripts/bench_overlap.py [--ranks 2] [--pattern NAME ...] [--chunks 4 8] [--rounds 9] [--json FILE] [--check]
-
 Every rank is a process with one torch thread. For each pass of a layer, all of these are measured in every round, one
 after the other, beginning with another one each time, from a moment at which all ranks begin; the slowest rank counts:
 
@@ -30,7 +28,10 @@ The MLP is two linear layers without biases and a ReLU, forward and backward, wi
 DTensor's has the same weights (ColwiseParallel, RowwiseParallel with Shard(0)). Small shapes are those of which nothing
 can be hidden: "auto" has to decline, and to cost nothing; on a CPU without a modelled link, where that shows most.
 
---check: exit code 1 if a bound is not met.
+examples:
+  python scripts/bench_overlap.py --pattern small --tokens 64 --width 64 --hidden 128 --rounds 3
+  python scripts/bench_overlap.py --json out/overlap.json --markdown  # long
+  python scripts/bench_overlap.py --ranks 4 --chunks 2 4 8 --methods slices exchange --check  # long
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ from bench_overlap_ranks import run_ranks
 from bench_overlap_report import bounds, markdown, surroundings, table
 from bench_overlap_run import MLP, SMALL, Options, run
 
+from pynccl.bindings.library import gpu_count
 from pynccl.host.link import parse
+from pynccl.tools import command
 
 METHODS = ("slices", "exchange", "ring", "bulk")
 SECTIONS = (*BY_NAME, MLP, SMALL)
 _SECTIONS = f"all of {', '.join(SECTIONS)} unless named"
-_LEAST = {"ranks": 2, "rounds": 1, "width": 1, "hidden": 1, "milliseconds": 0.1, "balance": 0.01}
 
 
-def main() -> None:
+def main() -> int:
     asked = _arguments()
     options = Options(
         ranks=asked.ranks,
@@ -71,60 +73,57 @@ def main() -> None:
         balance=asked.balance,
         link=asked.link,
     )
-    try:
-        found = run_ranks(options.ranks, options.device, run, options)[0]
-    except RuntimeError as error:
-        sys.exit(f"bench_overlap.py: {error}")
+    found = run_ranks(options.ranks, options.device, run, options)[0]
     found = {"ranks": options.ranks, "device": options.device, **surroundings(), **found}
     found["bounds"] = bounds(found)
     if asked.json:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
     print(markdown(found) if asked.markdown else table(found))
-    sys.exit(1 if asked.check and not all(bound["pass"] for bound in found["bounds"]) else 0)
+    return 1 if asked.check and not all(bound["pass"] for bound in found["bounds"]) else 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="number of processes (default 2)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser = command.Parser(__doc__, failed="a rank failed, or with --check a bound is not met")
+    parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (default 2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     parser.add_argument(
         "--pattern", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=", ".join(SECTIONS)
     )
-    parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8], help="of slices and exchange (default 4 8)")
+    parser.add_argument(
+        "--chunks", type=command.whole(1), nargs="+", default=[4, 8], help="of slices and exchange (default 4 8)"
+    )
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=["slices"], help="beside auto (default slices)"
     )
-    parser.add_argument("--rounds", type=int, default=9, help="repetitions of everything (default 9)")
-    parser.add_argument("--milliseconds", type=float, default=40.0, help="of one forward matmul (default 40)")
-    parser.add_argument("--tokens", type=int, help="rows of all ranks, in place of --milliseconds")
-    parser.add_argument("--width", type=int, default=512, help="features of what travels (default 512)")
-    parser.add_argument("--hidden", type=int, default=2048, help="features between the layers (default 2048)")
-    parser.add_argument("--balance", type=float, default=1.0, help="T_comm / T_mm of the modelled link (default 1)")
+    parser.add_argument("--rounds", type=command.whole(1), default=9, help="repetitions of everything (default 9)")
+    parser.add_argument(
+        "--milliseconds",
+        type=command.number(0.1, "milliseconds"),
+        default=40.0,
+        help="of one forward matmul (default 40)",
+    )
+    parser.add_argument("--tokens", type=command.whole(1), help="rows of all ranks, in place of --milliseconds")
+    parser.add_argument("--width", type=command.whole(1), default=512, help="features of what travels (default 512)")
+    parser.add_argument(
+        "--hidden", type=command.whole(1), default=2048, help="features between the layers (default 2048)"
+    )
+    parser.add_argument(
+        "--balance", type=command.number(0.01), default=1.0, help="T_comm / T_mm of the modelled link (default 1)"
+    )
     parser.add_argument("--link", help="a modelled link for all, as PYNCCL_HOST_LINK, in place of --balance")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
+    parser.add_argument("--json", type=command.output_file, metavar="FILE", help="write all that was measured")
     parser.add_argument("--markdown", action="store_true", help="print tables for docs/")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a bound is not met")
     asked = parser.parse_args()
     if problem := _problem(asked):
-        parser.exit(2, f"bench_overlap.py: {problem}\n")
+        parser.error(problem)
     return asked
 
 
 def _problem(asked: argparse.Namespace) -> str:
     """What is wrong with the options; "" if nothing is."""
-    for name, least in (
-        ("ranks", 2),
-        ("rounds", 1),
-        ("width", 1),
-        ("hidden", 1),
-        ("milliseconds", 0.1),
-        ("balance", 0.01),
-    ):
-        if getattr(asked, name) < least:
-            return f"--{name} is {getattr(asked, name)}, expected at least {least}"
-    if min(asked.chunks) < 1:
-        return f"--chunks has {min(asked.chunks)}, expected numbers of slices, at least 1"
+    if asked.device == "cuda" and gpu_count() < asked.ranks:
+        return f"--device is cuda, but there are {gpu_count()} GPUs for {asked.ranks} ranks; use --device cpu"
     if asked.hidden % asked.ranks:
         return f"--hidden is {asked.hidden}, not divisible by {asked.ranks} ranks"
     if asked.tokens is not None and (asked.tokens < asked.ranks or asked.tokens % asked.ranks):
@@ -141,4 +140,4 @@ def _problem(asked: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

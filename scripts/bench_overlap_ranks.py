@@ -19,13 +19,14 @@ import torch.distributed as dist
 
 from pynccl import Communicator
 from pynccl.host.link import VARIABLE as LINK
+from pynccl.tools import command
 
 Call = Callable[[], Any]
 LATENCY = 50e-6  # seconds a step, of the modelled link
 
 
 def run_ranks(ranks: int, device: str, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What fn(rank, *arguments) returns on each of so many processes. RuntimeError with the first rank's traceback."""
+    """What fn(rank, *arguments) returns on each of so many processes. FailedError with the first rank's error."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as cache:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,11 +41,14 @@ def run_ranks(ranks: int, device: str, fn: Callable[..., Any], *arguments: Any) 
         ]
         for worker in workers:
             worker.start()
+        patience = 0.5  # once one has failed, or Ctrl-C
         try:
-            return _collected(workers, results)
+            found = _collected(workers, results)
+            patience = 10.0
+            return found
         finally:
             for worker in workers:
-                worker.join(timeout=10.0)
+                worker.join(timeout=patience)
                 worker.kill()
 
 
@@ -57,10 +61,10 @@ def _collected(workers: Sequence[Any], results: Any) -> list[Any]:
         except queue.Empty:
             if dead:
                 code = workers[dead[0]].exitcode
-                raise RuntimeError(f"rank {dead[0]} ended with exit code {code} and said nothing") from None
+                raise command.FailedError(f"rank {dead[0]} ended with exit code {code} and said nothing") from None
             continue
         if error:
-            raise RuntimeError(f"rank {rank} failed:\n{error}")
+            raise command.FailedError(f"rank {rank}: {error}")
         found[rank] = value
     return [found[rank] for rank in range(len(workers))]
 
@@ -83,9 +87,11 @@ def _run(
         value = fn(rank, *arguments)
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
-        raise
+    except KeyboardInterrupt:  # the program has heard of it, too
+        raise SystemExit(command.INTERRUPTED) from None
+    except Exception as error:
+        results.put((rank, str(error) if command.code_of(error) else f"\n{traceback.format_exc()}", None))
+        raise SystemExit(command.FAILED) from None
     results.put((rank, "", value))
 
 

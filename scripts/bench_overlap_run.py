@@ -26,6 +26,7 @@ from bench_overlap_ranks import LATENCY, here, link_text, linked, measure, round
 from bench_overlap_torch import Mlp, ModelledLink, torch_step
 
 from pynccl import Communicator
+from pynccl.tools import progress
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.lanes import Lanes
 
@@ -66,9 +67,9 @@ def run(rank: int, options: Options) -> Row:
     """All that was asked for, on one rank."""
     shape = shape_of(options)
     found: Row = {"shape": shape._asdict() | {"dtype": str(shape.dtype).removeprefix("torch.")}}
-    found["patterns"] = [
-        _Pass(BY_NAME[name], shape, rank, options).row() for name in options.sections if name in BY_NAME
-    ]
+    named = [name for name in options.sections if name in BY_NAME]
+    passes = progress.over(named, "measuring", "pass", own=rank == 0)
+    found["patterns"] = [_Pass(BY_NAME[name], shape, rank, options).row() for name in passes]
     found["mlp"] = _mlp(shape, rank, options) if MLP in options.sections else None
     found["small"] = [_small(small, rank, options) for small in SMALL_SHAPES] if SMALL in options.sections else []
     return found

@@ -1,15 +1,18 @@
 """Steps of a Llama of Hugging Face's library: pynccl_autograd.parallelize beside torch's parallelize_module.
 
-    torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py --width 256 512
-
 On the CPU, over gloo on both sides (ours: the host library), in the same processes; steps alternate. Each step is
 forward, backward, what has to be summed besides, the norm of the gradients, and SGD. The first rounds compare losses.
+
+examples:
+  torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py --width 64 --layers 1 --seq 32 --rounds 3
+  torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py --width 256 512  # long
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import os
 import statistics
 import time
@@ -30,30 +33,46 @@ from torch.distributed.tensor.parallel import (
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command, progress
 
 WARM = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time steps of a Llama, made parallel in two ways.")
-    parser.add_argument("--width", type=int, nargs="+", default=[256], help="columns of the residual stream")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--words", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = command.Parser(__doc__, failed="a rank failed")
+    parser.add_argument(
+        "--width", type=command.whole(1), nargs="+", default=[256], help="columns of the residual stream"
+    )
+    parser.add_argument("--layers", type=command.whole(1), default=2, help="blocks (default 2)")
+    parser.add_argument("--heads", type=command.whole(1), default=8, help="of attention (default 8)")
+    parser.add_argument("--kv-heads", type=command.whole(1), default=4, help="of keys and values (default 4)")
+    parser.add_argument("--words", type=command.whole(1), default=1024, help="in the vocabulary (default 1024)")
+    parser.add_argument("--batch", type=command.whole(1), default=2, help="sequences in a step (default 2)")
+    parser.add_argument("--seq", type=command.whole(1), default=128, help="words in a sequence (default 128)")
+    parser.add_argument("--rounds", type=command.whole(1), default=15, help="steps that are timed (default 15)")
     parser.add_argument("--gather-logits", action="store_true", help="ours: all logits on every rank, as torch has")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("run it by torchrun: torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py")
+    if problem := _problem(options, int(os.environ.get("WORLD_SIZE", "1"))):
+        parser.error(problem)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with pynccl.init(library=pynccl.load("host")) as comm:
         for width in options.width:
             measure(options, width, comm)
     dist.destroy_process_group()
+
+
+def _problem(options: argparse.Namespace, ranks: int) -> str:
+    """What does not fit together; "" if all does."""
+    if importlib.util.find_spec("transformers") is None:
+        return 'transformers is not installed: pip install -e ".[hf]"'
+    sizes = [("width", one, 2 * options.heads) for one in options.width]
+    sizes += [("heads", options.heads, ranks), ("heads", options.heads, options.kv_heads), ("seq", options.seq, ranks)]
+    sizes += [("kv-heads", options.kv_heads, ranks), ("words", options.words, ranks)]
+    wrong = (f"--{name} is {size}, expected a multiple of {by}" for name, size, by in sizes if size % by)
+    return next(wrong, "")
 
 
 def measure(options: argparse.Namespace, width: int, comm: pynccl.Communicator) -> None:
@@ -74,7 +93,7 @@ def measure(options: argparse.Namespace, width: int, comm: pynccl.Communicator) 
             print(f"parallelize_module does not run: {type(error).__name__}: {error}")
         ways.pop("parallelize_module", None)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(options.rounds + WARM):
+    for turn in progress.over(range(options.rounds + WARM), f"width {width}", "round"):
         losses = {}
         for name, way in ways.items():
             comm.barrier()
@@ -162,4 +181,4 @@ def with_dtensor(model: Any, ranks: int) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -1,12 +1,14 @@
 """What ranks ask of their store as they grow in number, and how soon a hang among many of them is reported.
 
-    python scripts/bench_scale.py [--ranks 16 128 1024] [--timeout S] [--processes N] [--json]
-
 The ranks are threads of a few processes, at one real TCPStore, on a stub library whose collectives return at once, or
 block in C until they are let go. Each meets the others by Communicator.from_store, splits, runs some collectives; then
 all but one enter an all_reduce that the last one never enters: it has a process of its own, whose main thread stays in
 next_batch(). The watchdogs of the processes find that out by themselves, through the store alone: their files lie in
 folders of their own, as on several machines. Needs a C compiler and torch.
+
+examples:
+  python scripts/bench_scale.py --ranks 4 --processes 2 --timeout 1 --json
+  python scripts/bench_scale.py  # long
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pynccl
 from pynccl.bindings import abi
+from pynccl.tools import command, progress
 from pynccl.watch import recorder, watchdog
 from pynccl.watch.asking import QUIET_SECONDS
 
@@ -349,7 +352,7 @@ class Process:
         self._thread.join()
         if code:
             text = "\n".join(line for _, line in self.lines[-30:])
-            sys.exit(f"bench_scale.py: a process ended with {code}:\n{text}")
+            raise command.FailedError(f"a process ended with exit code {code}:\n{text}")
         found: dict[str, Any] = json.loads(said)
         return found
 
@@ -466,11 +469,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 128, 1024], help="sizes (default 16 128 1024)")
-    parser.add_argument("--timeout", type=float, default=3.0, help="PYNCCL_WATCH_TIMEOUT (default 3)")
+    parser = command.Parser(__doc__, failed="a process failed")
+    parser.add_argument(
+        "--ranks", type=command.whole(2, 4096), nargs="+", default=[16, 128, 1024], help="sizes (default 16 128 1024)"
+    )
+    parser.add_argument(
+        "--timeout", type=command.number(0.1, "seconds"), default=3.0, help="PYNCCL_WATCH_TIMEOUT (default 3)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--processes", type=int, default=8, help="of which the ranks are threads (default 8)")
+    parser.add_argument(
+        "--processes", type=command.whole(1, 256), default=8, help="of which the ranks are threads (default 8)"
+    )
     parser.add_argument("--child", type=int, nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--library", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -478,13 +487,11 @@ def main() -> None:
         port, first, last, nranks = options.child
         print(json.dumps(child(port, first, last, nranks, options)))
         return
-    if min(options.ranks) < 2 or min(options.timeout, options.processes) <= 0:
-        parser.error("--ranks is at least 2, --timeout and --processes are more than 0")
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as folder:
         library = compile_stub(Path(folder))
-        rows = [measure(nranks, library, options) for nranks in options.ranks]
+        rows = [measure(nranks, library, options) for nranks in progress.over(options.ranks, "measuring", "size")]
     print(json.dumps(rows, indent=2) if options.json else table(rows))
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pynccl
+from pynccl.tools import progress
 
 ELEMENTS = 1024
 BARE, CHECKED, PLAN = "bare ctypes", "comm.all_reduce(t, t)", "plan()"
@@ -51,7 +52,7 @@ def nccl4py_ways(comm: pynccl.Communicator, t: Any) -> list[Way]:
 def measure(ways: list[Way], rounds: int, calls: int) -> dict[str, list[float]]:
     """Seconds per call of each way, one number per round. `timeit` turns the garbage collector off."""
     times: dict[str, list[float]] = {way.name: [] for way in ways}
-    for _ in range(rounds):
+    for _ in progress.over(range(rounds), "measuring", "round"):
         for way in ways:
             times[way.name].append(way.seconds(calls))
     return times

@@ -1,7 +1,5 @@
 """CLIP's contrastive loss of a batch that is cut over the ranks, beside that of the whole batch in one process.
 
-    torchrun --standalone --nproc-per-node=4 scripts/clip_loss.py
-
 Every image is compared with every text, so each rank needs all embeddings: all_gather. Which convention of gradient is
 right depends on what each rank computes from them:
 
@@ -13,13 +11,15 @@ right depends on what each rank computes from them:
                      CLIP's AllGatherFunction does, which then relies on data parallelism to divide by N.
 
 reduce_dtype=torch.float32: with bfloat16 embeddings the sum over ranks is made in float32 and rounded once. The script
-prints the differences from the single process. Exit code: 0 if they are within the tolerances, else 1.
+prints the differences from the single process.
+
+examples:
+  torchrun --standalone --nproc-per-node=2 scripts/clip_loss.py
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from torch import Tensor
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 ROWS, WIDTH = 6, 32  # image-text pairs per rank, embedding width
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
@@ -119,6 +120,7 @@ def compare(comm: pynccl.Communicator, dtype: torch.dtype, own_rows: bool) -> di
 
 
 def main() -> int:
+    command.Parser(__doc__, failed="the differences are not within the tolerances").parse_args()
     with pynccl.init() as comm:
         agree = True
         for dtype, tolerance in TOLERANCES.items():
@@ -135,4 +137,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -1,8 +1,5 @@
 """Write tests/support/data/nccl_abi.json: what each NCCL release exports and how its nccl.h is laid out.
 
-    python scripts/dump_nccl_abi.py                          # downloads VERSIONS by pip (3 GB), one at a time
-    python scripts/dump_nccl_abi.py 2.21.5 some.whl folder   # a version to download, a wheel, an unpacked wheel
-
 Everything is the word of the C compiler and of nm: nothing is read out of the header by pattern. Names come from the
 debug information that the compiler writes about the header, numbers from a small C program, prototypes from its
 -aux-info. Needs gcc and binutils; CUDA's headers and a driver are not needed.
@@ -14,11 +11,15 @@ gives them back in full:
     prototypes  ncclXxx declared by nccl.h -> its type
     structs     type -> size and, for each field, [offset, size], in bytes
     enums       enumerator -> value
+
+examples:
+  python scripts/dump_nccl_abi.py --out abi.json $(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+  python scripts/dump_nccl_abi.py                        # long: downloads all versions by pip (3 GB)
+  python scripts/dump_nccl_abi.py 2.21.5 --out abi.json  # long: downloads one; or a wheel, an unpacked wheel
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from pynccl.bindings.abi import version_tuple
+from pynccl.tools import command, progress
 
 # The last patch release of each minor one, 2.18 to 2.32.
 VERSIONS = (
@@ -168,10 +170,14 @@ def unpacked(source: str, cache: Path) -> Iterator[Path]:
     """The folder of a release named as a folder, a wheel file or a version."""
     path = Path(source)
     if path.is_dir():
+        if not (path / "nvidia" / "nccl" / "include" / "nccl.h").exists():
+            raise ValueError(f"{source} has no nvidia/nccl/include/nccl.h: pass the folder of an unpacked wheel")
         yield path
         return
     if not path.is_file():
         path = download(source, cache)
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is no wheel: pass a .whl file of nvidia-nccl, or a version such as 2.21.5")
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as wheel:
         names = [name for name in wheel.namelist() if re.match(r"nvidia/nccl/(include/|lib/libnccl\.so)", name)]
         wheel.extractall(folder, names)
@@ -181,7 +187,7 @@ def unpacked(source: str, cache: Path) -> Iterator[Path]:
 def download(version: str, cache: Path) -> Path:
     """The wheel of `version` in `cache`, fetched if it is not there."""
     if not re.fullmatch(r"\d+(\.\d+)+", version):
-        raise SystemExit(f"dump_nccl_abi: {version!r} is no folder, no wheel file and no version such as 2.21.5")
+        raise ValueError(f"{version!r} is no folder, no wheel file and no version such as 2.21.5")
     pattern = f"nvidia_nccl_cu12-{version}-*.whl"
     if not list(cache.glob(pattern)):
         requirement = f"nvidia-nccl-cu12=={version}"
@@ -220,22 +226,22 @@ def compact(data: Any) -> str:
     return re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", json.dumps(data, indent=1)) + "\n"
 
 
-def run(*command: str) -> str:
-    """The output of a command; ends the program with what the command said if it fails."""
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+def run(*words: str) -> str:
+    """The output of a command; FailedError with what it said if it fails."""
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"dump_nccl_abi: {' '.join(command)} failed:\n{done.stderr}")
+        raise command.FailedError(f"{' '.join(words)} failed:\n{done.stderr}")
     return done.stdout
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.Parser(__doc__, failed="pip found no such version")
     parser.add_argument("sources", nargs="*", default=VERSIONS, help="versions, wheel files, unpacked wheels")
     parser.add_argument("--cache", type=Path, default=Path("build/wheels"), help="where downloaded wheels are kept")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=command.output_file, default=str(OUT), help="default: where the tests read it")
     options = parser.parse_args()
     found: dict[str, Abi] = {}
-    for source in options.sources:
+    for source in progress.over(options.sources, "reading", "release"):
         with unpacked(source, options.cache) as root:
             release = snapshot(root)
         version = ".".join(map(str, version_tuple(release["code"])))
@@ -248,4 +254,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -1,8 +1,5 @@
 """Faults at random points of random programs on the host library: is every end right, told, and clean?
 
-    python scripts/fault_campaign.py --runs 500 --seed 1 [--jobs 2] [--markdown] [--json FILE] [--keep DIR]
-    python scripts/fault_campaign.py --replay SEED [--only FAULT]       # that run again, with all that its ranks say
-
 A run: 2 to 4 ranks, which are processes, run a random program of collectives, groups, send and recv, splits, plans and
 backward passes. Something goes wrong at a random point: see FAULTS in fault_programs.py. Every outcome is one of
 
@@ -14,8 +11,12 @@ backward passes. Something goes wrong at a random point: see FAULTS in fault_pro
 
 Seeds S, S + 1, ... take the faults in turn; the folders of runs that went wrong stay in --keep. Beside this file lie
 fault_steps.py and fault_programs.py (the programs), fault_ranks.py and fault_values.py (what runs in a rank),
-fault_run.py and fault_nodes.py (a run), fault_judge.py (its outcome). Exit code 1 if an outcome was none of the first
-two.
+fault_run.py and fault_nodes.py (a run), fault_judge.py (its outcome).
+
+examples:
+  python scripts/fault_campaign.py --runs 2 --seed 1
+  python scripts/fault_campaign.py --replay 7  # that run again, and all that is said
+  python scripts/fault_campaign.py --runs 500 --seed 1 --jobs 2 --json out/faults.json --markdown  # long
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from fault_judge import GOOD, OUTCOMES, Verdict, judge
 from fault_nodes import Nodes, why_not
 from fault_programs import FAULTS, NODES, Program, make
 from fault_run import Server, run
+
+from pynccl.tools import command, progress
 
 
 class Campaign:
@@ -176,18 +179,22 @@ def replay(seed: int, options: argparse.Namespace, folder: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=100, metavar="N")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first run; the next has S + 1")
-    parser.add_argument("--jobs", type=int, default=2, metavar="J", help="runs at a time (default: 2)")
-    parser.add_argument("--only", default="", metavar="FAULT", choices=("", *FAULTS), help=", ".join(FAULTS))
+    parser = command.Parser(__doc__, failed="an outcome was none of the first two")
+    parser.add_argument("--runs", type=command.whole(1), default=100, metavar="N", help="(default: 100)")
+    parser.add_argument(
+        "--seed", type=command.whole(0), default=0, metavar="S", help="of the first run; the next has S + 1"
+    )
+    parser.add_argument("--jobs", type=command.whole(1, 64), default=2, metavar="J", help="runs at a time (default: 2)")
+    parser.add_argument("--only", default="", metavar="FAULT", choices=FAULTS, help=", ".join(FAULTS))
     parser.add_argument("--watch", default="on", choices=("off", "on", "sites"), help="PYNCCL_WATCH of the ranks")
-    parser.add_argument("--replay", type=int, metavar="SEED", help="one run, with all that its ranks say")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="where the folders of runs that went wrong stay")
+    parser.add_argument("--replay", type=command.whole(0), metavar="SEED", help="one run, with all that its ranks say")
+    parser.add_argument(
+        "--keep", type=command.output_folder, metavar="DIR", help="where the folders of runs that went wrong stay"
+    )
     parser.add_argument(
         "--markdown", action="store_true", help="only the table of docs/reliability.md on standard output"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all verdicts")
+    parser.add_argument("--json", type=command.output_file, metavar="FILE", help="where to write all verdicts")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="pynccl-campaign-"))
     folder = folder.resolve()
@@ -202,12 +209,16 @@ def many(options: argparse.Namespace, folder: Path) -> int:
     if campaign.without_nodes:
         print(f"{', '.join(NODES)} are skipped, there are no two nodes: {campaign.without_nodes}", file=sys.stderr)
 
-    def tell(verdict: Verdict) -> None:
-        if verdict.outcome not in (*GOOD, "skipped"):
-            only = f" --only {options.only}" if options.only else ""
-            print(f"{verdict.outcome}: --replay {verdict.seed}{only} ({verdict.fault})  {verdict.why}", file=sys.stderr)
+    with progress.Bar(options.runs, "running", "run") as bar:
 
-    verdicts = campaign.of(range(options.seed, options.seed + options.runs), options.jobs, tell)
+        def tell(verdict: Verdict) -> None:
+            if verdict.outcome not in (*GOOD, "skipped"):
+                only = f" --only {options.only}" if options.only else ""
+                replay = f"--replay {verdict.seed}{only} ({verdict.fault})"
+                bar.line(f"{verdict.outcome}: {replay}  {verdict.why}", file=sys.stderr)
+            bar.step()
+
+        verdicts = campaign.of(range(options.seed, options.seed + options.runs), options.jobs, tell)
     print(table(verdicts))
     print(f"\n{footer(verdicts, options, time.monotonic() - began)}")
     if any(folder.iterdir()):
@@ -220,4 +231,4 @@ def many(options: argparse.Namespace, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -1,16 +1,17 @@
-"""Did tests that must not be skipped run? From the results of a run of pytest (--junitxml).
+"""Did tests that must not be skipped run? From the results of a run of pytest (--junitxml). It
+prints a line for each file with a test that was skipped, or none that ran.
 
-    python scripts/none_skipped.py out/tests.xml tests/autograd/test_overlap*.py
-
-Exit code 1, with a line for each, if a file has a test that was skipped, or none that ran.
+examples:
+  python scripts/none_skipped.py out/tests.xml tests/autograd/test_planner.py tests/tools/test_timeline.py
 """
 
 from __future__ import annotations
 
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import PurePosixPath
+
+from pynccl.tools import command
 
 
 def problems(results: str, files: Sequence[str]) -> list[str]:
@@ -29,14 +30,17 @@ def problems(results: str, files: Sequence[str]) -> list[str]:
 
 
 def main() -> int:
-    if len(sys.argv) < 3:
-        print(__doc__, file=sys.stderr)
-        return 2
-    with open(sys.argv[1], encoding="utf-8") as file:
-        found = problems(file.read(), sys.argv[2:])
-    print("\n".join(found) or f"all tests of {len(sys.argv) - 2} files ran")
+    parser = command.Parser(__doc__, failed="a test was skipped, or a file has none that ran")
+    parser.add_argument("results", type=command.input_file, help="the XML file of pytest --junitxml")
+    parser.add_argument("files", nargs="+", metavar="TEST.py", help="files of tests, named as for pytest")
+    options = parser.parse_args()
+    try:
+        found = problems(options.results.read_text(encoding="utf-8"), options.files)
+    except (ElementTree.ParseError, UnicodeDecodeError) as error:
+        raise ValueError(f"{options.results} is no XML of pytest --junitxml: {error}") from None
+    print("\n".join(found) or f"all tests of {len(options.files)} files ran")
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

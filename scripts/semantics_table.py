@@ -1,15 +1,16 @@
 """Make docs/semantics.md from a run of test_semantics.py: which derivatives of which collective are tested.
 
-    python scripts/semantics_table.py [--out docs/semantics.md] [--results results.xml] [--check]
-
 Each test is a cell: it passes, or is skipped with the reason why there is no such thing. With --results the table is
-made of an earlier run (pytest --junitxml=results.xml). Exit code 1, and no file, if a cell fails; with --check, which
-writes nothing, also if the page is not what the table would be now.
+made of an earlier run (pytest --junitxml=results.xml). Nothing is written if a cell
+fails, nor with --check.
+
+examples:
+  python scripts/semantics_table.py --results out/tests.xml --check
+  python scripts/semantics_table.py  # long: runs the tests
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import NamedTuple
+
+from pynccl.tools import command
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = "tests/autograd/test_semantics.py"
@@ -53,15 +56,19 @@ class Cell(NamedTuple):
 
 
 def run_tests(results: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", TESTS, f"--junitxml={results}"]
-    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    words = [sys.executable, "-m", "pytest", "-q", TESTS, f"--junitxml={results}"]
+    code = subprocess.run(words, cwd=ROOT, check=False).returncode
     if code not in (0, 1):  # 1: tests failed, which the table will say
-        sys.exit(f"semantics_table.py: {' '.join(command)} ended with exit code {code}")
+        raise command.FailedError(f"{' '.join(words)} ended with exit code {code}")
 
 
 def read_cells(results: Path) -> list[Cell]:
     cells = []
-    for case in ElementTree.parse(results).iter("testcase"):
+    try:
+        found = ElementTree.parse(results)
+    except ElementTree.ParseError as error:
+        raise ValueError(f"{results} is no XML of pytest --junitxml: {error}") from None
+    for case in found.iter("testcase"):
         named = {item.get("name"): item.get("value", "") for item in case.iter("property")}
         if "operation" not in named:
             continue
@@ -116,9 +123,13 @@ def check(page: str, path: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "semantics.md")
-    parser.add_argument("--results", type=Path, help="the XML of an earlier run, instead of running the tests")
+    parser = command.Parser(__doc__, failed="a cell fails; with --check, the page is not what the table would be now")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "semantics.md", help="the page (default: docs/semantics.md)"
+    )
+    parser.add_argument(
+        "--results", type=command.input_file, help="the XML of an earlier run, instead of running the tests"
+    )
     parser.add_argument("--check", action="store_true", help="compare with the page instead of writing it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -140,4 +151,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -1,13 +1,15 @@
 """A picture of what a layer's pass computes and communicates when: on one stream, and overlapped.
 
-    python scripts/timeline.py [--pattern NAME ...] [--chunks 4] [--out out/timeline.png] [--trace out/trace.json]
-
 Two ranks over a modelled link on which communication takes as long as the matmuls (--balance). Each pass runs --rounds
 times both ways, in turn; drawn is rank 0 in the round of median length. T_seq and T_ov are the caller's time on that
 rank, median of the rounds; efficiency is (T_seq - T_ov) / min(T_comm, T_mm), where T_comm and T_mm are what the pass on
 one stream spent on either. Communication is hatched while nothing is computed: that is what it costs.
 
 The trace holds both ranks, both ways, of the rounds drawn: open it at ui.perfetto.dev.
+
+examples:
+  python scripts/timeline.py --pattern row_backward --tokens 64 --width 64 --hidden 128 --rounds 1 --out out/small.svg
+  python scripts/timeline.py  # long
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from bench_overlap_lanes import MatmulsAlone, OneStream, passes_on
 from bench_overlap_ranks import here, linked, measure, run_ranks
 from bench_overlap_run import Options, link_for, on_lanes, seconds_of, shape_of
 
+from pynccl.tools import command, progress
 from pynccl_autograd.overlap.lanes import Lanes
 from pynccl_autograd.overlap.trace import Interval, Operation, recording, write_chrome
 
@@ -60,7 +63,8 @@ def _median_one(rounds: Sequence[Operation]) -> Operation:
 def run(rank: int, options: Options) -> list[Both]:
     """The passes, both ways, on one rank."""
     shape = shape_of(options)
-    return [_both(BY_NAME[name], shape, rank, options) for name in options.sections]
+    passes = progress.over(options.sections, "measuring", "pass", own=rank == 0)
+    return [_both(BY_NAME[name], shape, rank, options) for name in passes]
 
 
 def _both(case: Case, shape: Shape, rank: int, options: Options) -> Both:
@@ -212,7 +216,7 @@ def main() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        sys.exit("timeline.py: matplotlib is not installed; pip install matplotlib")
+        raise ImportError("matplotlib is not installed: pip install matplotlib") from None
     options = Options(
         ranks=RANKS,
         device=CPU,
@@ -226,12 +230,8 @@ def main() -> None:
         milliseconds=asked.milliseconds,
         balance=asked.balance,
     )
-    try:
-        by_rank: list[list[Both]] = run_ranks(RANKS, CPU, run, options)
-    except RuntimeError as error:
-        sys.exit(f"timeline.py: {str(error).strip().splitlines()[-1]}")
+    by_rank: list[list[Both]] = run_ranks(RANKS, CPU, run, options)
     draw(by_rank[0], asked.out)
-    asked.trace.parent.mkdir(parents=True, exist_ok=True)
     write_chrome(
         asked.trace, {rank: [one for both in found for one in both.drawn()] for rank, found in enumerate(by_rank)}
     )
@@ -245,31 +245,40 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.Parser(__doc__, failed="a rank failed")
     names = f"of {', '.join(BY_NAME)} (default {' '.join(DEFAULT)})"
     parser.add_argument("--pattern", nargs="+", choices=tuple(BY_NAME), default=DEFAULT, metavar="NAME", help=names)
     parser.add_argument("--method", choices=METHODS, default="slices", help="default slices")
-    parser.add_argument("--chunks", type=int, default=4, help="of slices and exchange (default 4)")
-    parser.add_argument("--rounds", type=int, default=7, help="default 7")
-    parser.add_argument("--milliseconds", type=float, default=40.0, help="of one forward matmul (default 40)")
-    parser.add_argument("--tokens", type=int, help="rows of both ranks, in place of --milliseconds")
-    parser.add_argument("--width", type=int, default=512, help="features of what travels (default 512)")
-    parser.add_argument("--hidden", type=int, default=2048, help="features between the layers (default 2048)")
-    parser.add_argument("--balance", type=float, default=1.0, help="T_comm / T_mm of the modelled link (default 1)")
-    parser.add_argument("--out", type=Path, default=Path("out/timeline.png"), help="default out/timeline.png")
-    parser.add_argument("--trace", type=Path, default=Path("out/trace.json"), help="default out/trace.json")
+    parser.add_argument("--chunks", type=command.whole(1), default=4, help="of slices and exchange (default 4)")
+    parser.add_argument("--rounds", type=command.whole(1), default=7, help="repetitions (default 7)")
+    parser.add_argument(
+        "--milliseconds",
+        type=command.number(0.1, "milliseconds"),
+        default=40.0,
+        help="of one forward matmul (default 40)",
+    )
+    parser.add_argument("--tokens", type=command.whole(1), help="rows of both ranks, in place of --milliseconds")
+    parser.add_argument("--width", type=command.whole(1), default=512, help="features of what travels (default 512)")
+    parser.add_argument(
+        "--hidden", type=command.whole(1), default=2048, help="features between the layers (default 2048)"
+    )
+    parser.add_argument(
+        "--balance", type=command.number(0.01), default=1.0, help="T_comm / T_mm of the modelled link (default 1)"
+    )
+    parser.add_argument(
+        "--out", type=command.output_file, default="out/timeline.png", help="the picture; default out/timeline.png"
+    )
+    parser.add_argument(
+        "--trace", type=command.output_file, default="out/trace.json", help="the trace; default out/trace.json"
+    )
     asked = parser.parse_args()
     if problem := _problem(asked):
-        parser.exit(2, f"timeline.py: {problem}\n")
+        parser.error(problem)
     return asked
 
 
 def _problem(asked: argparse.Namespace) -> str:
     """What is wrong with the options; "" if nothing is."""
-    least = {"chunks": 1, "rounds": 1, "milliseconds": 0.1, "width": 1, "hidden": RANKS, "balance": 0.01}
-    for name, value in least.items():
-        if getattr(asked, name) < value:
-            return f"--{name} is {getattr(asked, name)}, expected at least {value}"
     for name in ("tokens", "hidden"):
         value = getattr(asked, name)
         if value is not None and (value < RANKS or value % RANKS):
@@ -280,4 +289,4 @@ def _problem(asked: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -1,13 +1,14 @@
 """Train a small byte-level transformer, tensor and sequence parallel over all ranks of a torchrun launch.
 
-    torchrun --standalone --nproc-per-node=2 scripts/train.py                          # a GPU per rank, else the CPU
-    torchrun --standalone --nproc-per-node=2 scripts/train.py --check                  # beside the unsharded model
-    torchrun --standalone --nproc-per-node=2 scripts/train.py --device cuda:0          # both ranks share one GPU
-    torchrun --standalone --nproc-per-node=2 scripts/train.py --overlap off            # nothing hides communication
-
 Beside it lie train_options.py, train_model.py, train_data.py (the text) and train_report.py (what is shown). It writes
-OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary model. Exit code: 0; 1 if
-a rank failed or --check found a difference; 2 for options that cannot work.
+OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary model.
+--device cuda:0 lets all ranks share one GPU.
+
+examples:
+  torchrun --standalone --nproc-per-node=2 scripts/train.py --check --steps 20  # beside the unsharded model
+  torchrun --standalone --nproc-per-node=2 scripts/train.py --device cpu --steps 10 --out out/cpu
+  torchrun --standalone --nproc-per-node=2 scripts/train.py --overlap off --steps 10  # nothing hides communication
+  torchrun --standalone --nproc-per-node=2 scripts/train.py                     # long: a GPU per rank, else the CPU
 """
 
 from __future__ import annotations
@@ -25,25 +26,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves 
 from train_data import SHIPPED, Batch, Windows, split_text
 from train_model import ModelConfig, Transformer, save_checkpoint
 from train_options import read_options
-from train_report import CommMeter, Comparison, Progress, plot
+from train_report import CommMeter, Comparison, plot
 
 import pynccl
+from pynccl.tools import command
+from pynccl.tools.progress import Bar
 
 VALIDATION_BATCHES = 8
 
 
 def main() -> int:
-    options = read_options()
+    options = read_options(__doc__)
     config = ModelConfig(options.layers, options.width, options.heads, options.seq)
-    try:
-        with join_ranks(options.device) as comm:  # destroyed at the end; aborted on an exception, so that no rank hangs
-            return train(options, config, comm)
-    except pynccl.NcclError as error:
-        print(f"train.py: rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"train.py: rank {os.environ.get('RANK', '?')}: interrupted", file=sys.stderr)
-        return 130
+    with join_ranks(options.device) as comm:  # destroyed at the end; aborted on an exception, so that no rank hangs
+        return train(options, config, comm)
 
 
 def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communicator) -> int:
@@ -55,22 +51,22 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
     unsharded_optimizer = torch.optim.AdamW(unsharded.parameters(), lr=options.lr)
     compare = options.check and comm.rank == 0
 
-    progress = Progress(options.steps, shown=comm.rank == 0)
-    progress.line(describe(model, comm, options))
+    if comm.rank == 0:
+        print(describe(model, comm, options), flush=True)
     losses = Comparison(options.steps, options.dtype)
     clock = Clock(CommMeter(comm))
-    for _ in range(options.steps):
-        batch = windows.next()
-        with clock:
-            loss = train_step(model, optimizer, batch, comm)
-        losses.sharded.append(loss)
-        if compare:
-            losses.unsharded.append(train_step(unsharded, unsharded_optimizer, batch, None))
-            progress.line(losses.row())
-        if options.check:
-            comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
-        progress.step(loss, batch.tokens.numel() / clock.steps[-1])
-    progress.close()
+    with Bar(options.steps, "training", "step", own=comm.rank == 0) as bar:
+        for _ in range(options.steps):
+            batch = windows.next()
+            with clock:
+                loss = train_step(model, optimizer, batch, comm)
+            losses.sharded.append(loss)
+            if compare:
+                losses.unsharded.append(train_step(unsharded, unsharded_optimizer, batch, None))
+                bar.line(losses.row())
+            if options.check:
+                comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
+            bar.step(note=f"loss {loss:.3f}, {batch.tokens.numel() / clock.steps[-1]:,.0f} tokens/s")
 
     held_out = Windows(validate_on, options.seq, options.batch, options.seed, comm.device)
     validation = evaluate(model, held_out, comm)
@@ -224,4 +220,4 @@ def join_ranks(device: str | None) -> pynccl.Communicator:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -1,16 +1,17 @@
 """Train a small Llama of Hugging Face's library with random weights, bytes as words, tensor and sequence parallel.
 
-    torchrun --standalone --nproc-per-node=2 scripts/train_llama.py             # a GPU per rank, else the CPU
-    torchrun --standalone --nproc-per-node=2 scripts/train_llama.py --check     # beside the unsharded model
+Needs the extra hf (`pip install -e ".[hf,plot]"`); downloads nothing. It writes OUT/llama_loss.png.
 
-Needs the extra hf (`pip install -e ".[hf,plot]"`); downloads nothing. It writes OUT/llama_loss.png. Exit code: 0; 1 if
-a rank failed or --check found a difference; 2 for options that cannot work.
+examples:
+  torchrun --standalone --nproc-per-node=2 scripts/train_llama.py --check --steps 10  # beside the unsharded model
+  torchrun --standalone --nproc-per-node=2 scripts/train_llama.py  # long: a GPU per rank, else the CPU
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import os
 import sys
 import time
@@ -21,20 +22,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out with PYTHONSAFEPATH
 from train_data import SHIPPED, Windows, read_text, split_text
-from train_report import Comparison, Progress, plot
+from train_report import Comparison, plot
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
+from pynccl.tools.progress import Bar
 
 
 def main() -> int:
     options = read_options()
-    try:
-        with pynccl.init() as comm:
-            return train(options, comm)
-    except pynccl.NcclError as error:
-        print(f"train_llama.py: rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr)
-        return 1
+    with pynccl.init() as comm:
+        return train(options, comm)
 
 
 def train(options: argparse.Namespace, comm: pynccl.Communicator) -> int:
@@ -46,23 +45,26 @@ def train(options: argparse.Namespace, comm: pynccl.Communicator) -> int:
     learn_from, _ = split_text(options.text)
     windows = Windows(learn_from, options.seq, options.batch, options.seed, comm.device)
     optimizers = [torch.optim.AdamW(one.parameters(), options.lr) for one in (model, unsharded)]
-    progress, losses = Progress(options.steps, shown=comm.rank == 0), Comparison(options.steps, "float32")
+    losses = Comparison(options.steps, "float32")
     if comm.rank == 0 and options.describe:
-        progress.line(ad.describe(model))
-    progress.line(f"{comm.size} ranks on {comm.device}; {len(options.text):,} bytes of {options.data or SHIPPED}")
+        print(ad.describe(model))
+    if comm.rank == 0:
+        print(
+            f"{comm.size} ranks on {comm.device}; {len(options.text):,} bytes of {options.data or SHIPPED}", flush=True
+        )
     compared = options.check and comm.rank == 0
-    for _ in range(options.steps):
-        ids = windows.next().tokens.t().contiguous()  # the batch first
-        started = time.perf_counter()
-        losses.sharded.append(step(model, optimizers[0], ids))
-        seconds = time.perf_counter() - started
-        if compared:
-            losses.unsharded.append(step(unsharded, optimizers[1], ids))
-            progress.line(losses.row())
-        if options.check:
-            comm.barrier()  # the others wait for rank 0 here and not in the next step
-        progress.step(losses.sharded[-1], ids.numel() / seconds)
-    progress.close()
+    with Bar(options.steps, "training", "step", own=comm.rank == 0) as bar:
+        for _ in range(options.steps):
+            ids = windows.next().tokens.t().contiguous()  # the batch first
+            started = time.perf_counter()
+            losses.sharded.append(step(model, optimizers[0], ids))
+            seconds = time.perf_counter() - started
+            if compared:
+                losses.unsharded.append(step(unsharded, optimizers[1], ids))
+                bar.line(losses.row())
+            if options.check:
+                comm.barrier()  # the others wait for rank 0 here and not in the next step
+            bar.step(note=f"loss {losses.sharded[-1]:.3f}, {ids.numel() / seconds:,.0f} tokens/s")
     if comm.rank == 0:
         title = f"sharded over {comm.size} ranks (tensor + sequence parallel)"
         print(plot(os.path.join(options.out, "llama_loss.png"), losses, title))
@@ -101,16 +103,20 @@ def build(options: argparse.Namespace) -> Any:
 
 def read_options() -> argparse.Namespace:
     """The command line, with the text read; ends the process (2) if it cannot work."""
-    parser = argparse.ArgumentParser(description="Train a small Llama over the ranks of a torchrun launch.")
-    parser.add_argument("--steps", type=int, default=100, help="steps of the optimizer (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="blocks (%(default)s)")
-    parser.add_argument("--width", type=int, default=128, help="columns of the residual stream (%(default)s)")
-    parser.add_argument("--heads", type=int, default=8, help="of attention (%(default)s)")
-    parser.add_argument("--kv-heads", type=int, default=2, help="of keys and values (%(default)s)")
-    parser.add_argument("--seq", type=int, default=128, help="bytes in a window, a multiple of the ranks (%(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="windows in a step (%(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (%(default)s)")
+    parser = command.Parser(__doc__, failed="a rank failed, or --check found a difference")
+    parser.add_argument("--steps", type=command.whole(1), default=100, help="steps of the optimizer (%(default)s)")
+    parser.add_argument("--seed", type=command.whole(0), default=0, help="of weights and batches (%(default)s)")
+    parser.add_argument("--layers", type=command.whole(1), default=2, help="blocks (%(default)s)")
+    parser.add_argument(
+        "--width", type=command.whole(1), default=128, help="columns of the residual stream (%(default)s)"
+    )
+    parser.add_argument("--heads", type=command.whole(1), default=8, help="of attention (%(default)s)")
+    parser.add_argument("--kv-heads", type=command.whole(1), default=2, help="of keys and values (%(default)s)")
+    parser.add_argument(
+        "--seq", type=command.whole(1), default=128, help="bytes in a window, a multiple of the ranks (%(default)s)"
+    )
+    parser.add_argument("--batch", type=command.whole(1), default=8, help="windows in a step (%(default)s)")
+    parser.add_argument("--lr", type=command.number(0), default=1e-3, help="learning rate of AdamW (%(default)s)")
     parser.add_argument("--data", metavar="FILE", help=f"text to learn; default: {SHIPPED}, which comes with Python")
     parser.add_argument("--out", default="out", help="folder for llama_loss.png (%(default)s)")
     parser.add_argument("--describe", action="store_true", help="print what became of each parameter")
@@ -118,25 +124,22 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sizes = {name: getattr(options, name) for name in ("steps", "layers", "width", "heads", "kv_heads", "seq", "batch")}
-    for name, value in sizes.items():
-        if value < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}, expected at least 1")
     for name, by in (("seq", ranks), ("heads", ranks), ("width", 2 * options.heads), ("heads", options.kv_heads)):
         if sizes[name] % by:
             parser.error(f"--{name} is {sizes[name]}, expected a multiple of {by}")
     if options.kv_heads % ranks and ranks % options.kv_heads:
         parser.error(f"--kv-heads is {options.kv_heads} on {ranks} ranks: expected one to be a multiple of the other")
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("transformers") is None:
         parser.error('transformers is not installed: pip install -e ".[hf]"')
     try:
         options.text = read_text(options.data, options.seq)
-        os.makedirs(options.out, exist_ok=True)
-    except (ValueError, OSError) as error:
+        command.output_folder(options.out)
+    except ValueError as error:
         parser.error(str(error))
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--out {error}")
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import NoReturn
 
 from train_data import SHIPPED, read_text
 from train_model import ModelConfig
 from train_report import TOLERANCE
 
 from pynccl.bindings.library import gpu_count, gpu_problem
+from pynccl.tools import command
 
 
-def read_options() -> argparse.Namespace:
-    """The command line, with the text read; ends the process (2) if it cannot work, in the same words on every rank."""
-    parser = Parser(
-        description="Train a small transformer, tensor and sequence parallel over the ranks of a torchrun launch."
-    )
-    parser.add_argument("--steps", type=positive, default=100, help="steps of the optimizer (%(default)s)")
+def read_options(doc: str | None = None) -> argparse.Namespace:
+    """The command line, with the text read; ends the process (2) if it cannot work, in the same words on every rank.
+
+    doc       what the script does, and examples
+    """
+    parser = command.Parser(doc, failed="a rank failed, or --check found a difference")
+    parser.add_argument("--steps", type=command.whole(1), default=100, help="steps of the optimizer (%(default)s)")
     parser.add_argument(
         "--device", help="cpu, cuda (a GPU per rank), cuda:0 (shared by all ranks); default: what is there"
     )
     parser.add_argument("--dtype", choices=list(TOLERANCE), default="float32", help="of the weights (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
-    parser.add_argument("--layers", type=positive, default=ModelConfig.layers, help="blocks (%(default)s)")
+    parser.add_argument("--seed", type=command.whole(0), default=0, help="of weights and batches (%(default)s)")
+    parser.add_argument("--layers", type=command.whole(1), default=ModelConfig.layers, help="blocks (%(default)s)")
     parser.add_argument(
-        "--width", type=positive, default=ModelConfig.width, help="columns of the residual stream (%(default)s)"
+        "--width", type=command.whole(1), default=ModelConfig.width, help="columns of the residual stream (%(default)s)"
     )
-    parser.add_argument("--heads", type=positive, default=ModelConfig.heads, help="of attention (%(default)s)")
-    parser.add_argument("--seq", type=positive, default=ModelConfig.seq, help="bytes in a window (%(default)s)")
-    parser.add_argument("--batch", type=positive, default=8, help="windows in a step (%(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (%(default)s)")
+    parser.add_argument("--heads", type=command.whole(1), default=ModelConfig.heads, help="of attention (%(default)s)")
+    parser.add_argument("--seq", type=command.whole(1), default=ModelConfig.seq, help="bytes in a window (%(default)s)")
+    parser.add_argument("--batch", type=command.whole(1), default=8, help="windows in a step (%(default)s)")
+    parser.add_argument("--lr", type=command.number(0), default=1e-3, help="learning rate of AdamW (%(default)s)")
     parser.add_argument("--data", metavar="FILE", help=f"text to learn; default: {SHIPPED}, which comes with Python")
     parser.add_argument("--out", default="out", help="folder for loss.png and checkpoint.pt (%(default)s)")
     parser.add_argument(
@@ -46,15 +47,15 @@ def read_options() -> argparse.Namespace:
     config = ModelConfig(options.layers, options.width, options.heads, options.seq)
     if problem := config.problem(int(ranks) if ranks.isdigit() and int(ranks) else 1) or device_problem(options.device):
         parser.error(problem)
-    if not 0 < options.lr < float("inf"):
+    if not options.lr:
         parser.error(f"--lr is {options.lr}, expected a number above 0")
     try:
         options.text = read_text(options.data, options.seq)
-        os.makedirs(options.out, exist_ok=True)
+        command.output_folder(options.out)
     except ValueError as error:
         parser.error(str(error))
-    except OSError as error:
-        parser.error(f"--out {options.out}: {error.strerror}; pass a folder that can be written")
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--out {error}")
     return options
 
 
@@ -68,16 +69,3 @@ def device_problem(device: str | None) -> str:
     if index and int(index) >= gpu_count():
         return f"--device is {device}, but this machine has {gpu_count()} GPUs, numbered from 0"
     return ""
-
-
-def positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
-    return int(text)
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors in one line that names the rank: torchrun shows those of all ranks."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"train.py: rank {os.environ.get('RANK', '0')}: error: {message}\n")

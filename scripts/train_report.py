@@ -1,9 +1,8 @@
-"""What train.py shows: time in communication, a progress bar, the losses beside the unsharded model's, their curve."""
+"""What train.py shows: time in communication, the losses beside the unsharded model's, their curve."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -88,41 +87,6 @@ class CommMeter:
             return result
 
         return timed
-
-
-class Progress:
-    """tqdm's bar on standard error, on rank 0 only; lines that are printed meanwhile go above it."""
-
-    def __init__(self, steps: int, shown: bool) -> None:
-        self.bar: Any = None
-        self.shown = shown
-        if not shown:
-            return
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            self.line("no progress bar: tqdm is not installed (pip install tqdm)")
-        else:
-            often = 0.1 if sys.stderr.isatty() else 5.0  # seconds; a log keeps every state of the bar
-            self.bar = tqdm(total=steps, unit="step", file=sys.stderr, dynamic_ncols=True, mininterval=often)
-
-    def step(self, loss: float, tokens_per_second: float) -> None:
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
-            self.bar.update()
-
-    def line(self, text: str) -> None:
-        if not text:
-            return
-        if self.bar is not None:
-            self.bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
-        elif self.shown:
-            print(text, flush=True)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
 
 class Comparison:

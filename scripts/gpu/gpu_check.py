@@ -1,10 +1,5 @@
 """The steps of gpu_check.sh: run each in processes of its own, within a budget, and write down what came of it.
 
-    gpu_check.py [probe] [ranks] [train] [STEP ...] [--budget S] [--limit S] [--grace S] [--nccl-env NAME=VALUE ...]
-                 [--pytest ARGS]
-    gpu_check.py --list
-    gpu_check.py --report OUT/gpu_check_*.json > docs/results/NAME.md
-
 Each call (single steps together are one, named "steps") writes $OUT/gpu_check_CALL.json and $OUT/gpu_check_CALL.log,
 anew after every step and while one runs, so that a call that is killed leaves what it found; the log holds the whole
 output of every process, the longest cut in the middle. Beside them lie trace.json.gz and loss.png: 8 files at most.
@@ -14,11 +9,16 @@ Tests behind one that failed on several ranks, or that ended the process, are ru
 Where two ranks cannot reach each other on a shared GPU, settings of NCCL are tried, and the rest of the call is run
 with the first that help. --nccl-env hands on what another call has found.
 
-Exit code: 0 if nothing failed; 1 if something did; 3 if nothing did, but not all was run; 130 if interrupted; 2 for
-options that cannot work. Without a GPU every step is skipped, and that is 0.
+Without a GPU every step is skipped, and that is exit code 0.
 
-Only the standard library is used here, since the project is installed by the first step. GPU_CHECK_FAKE=FILE.py
+Only the standard library is needed here, since the project is installed by the first step. GPU_CHECK_FAKE=FILE.py
 rehearses without a GPU: `FILE.py STEP` is run in place of every step, and the results say so.
+
+examples:
+  scripts/gpu_check.sh --list
+  scripts/gpu_check.sh probe --budget 300
+  OUT=results scripts/gpu_check.sh ranks --nccl-env NCCL_SOCKET_IFNAME=lo
+  scripts/gpu_check.sh --report out/gpu_check_probe.json            # a page in Markdown
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ import gpu_run  # noqa: E402
 from gpu_steps import CALL_SECONDS, CALLS, LEAST_SHARE, REACH, ROOT, WRONG_VALUES, Step, listing, names, selected  # noqa: E402
 
 from pynccl.bindings.library import gpu_count, gpu_problem  # noqa: E402
+from pynccl.tools import command  # noqa: E402
 
 FILE_BYTES = 15 << 20  # of a file at most, to be carried away
 SHOWN_CHARACTERS = 2500  # of a step that failed; the JSON has more, the log everything
@@ -196,16 +197,16 @@ def describe_machine(argv: list[str]) -> dict[str, Any]:
     }
 
 
-def output_of(*command: str) -> str:
+def output_of(*words: str) -> str:
     """What a program prints; "" where it is not there, or does not work."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.Parser(__doc__, prog="gpu_check.py", failed="something failed; 3 nothing did, but not all was run")
     parser.add_argument("what", nargs="*", help="probe, ranks, train, or names of steps; default: all three calls")
     parser.add_argument(
         "--budget", type=float, default=CALL_SECONDS, help="seconds for each call (default %(default)g)"
@@ -215,7 +216,13 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--nccl-env", type=setting, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--pytest", type=shlex.split, default=[], metavar="ARGS", help="for every pytest: '-k errors'")
     parser.add_argument("--list", action="store_true", help="print the steps and their limits, and run nothing")
-    parser.add_argument("--report", nargs="+", metavar="JSON", help="print a page in Markdown of results, run nothing")
+    parser.add_argument(
+        "--report",
+        nargs="+",
+        type=command.input_file,
+        metavar="JSON",
+        help="print a page in Markdown of results, run nothing",
+    )
     options = parser.parse_args(argv)
     known = [*CALLS, *names()]
     unknown = [name for name in options.what if name not in known]
@@ -228,6 +235,13 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         if value is not None and not value > 0:
             parser.error(f"--{name} is {value:g}, expected seconds above 0")
     return options
+
+
+def results_of(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--report {path}: no JSON of gpu_check: {error}") from None
 
 
 def setting(text: str) -> tuple[str, str]:
@@ -243,7 +257,7 @@ def main(argv: list[str]) -> int:
         print(listing(max(gpu_count(), 1)))
         return 0
     if options.report:
-        print(gpu_report.page([json.loads(Path(path).read_text()) for path in options.report]))
+        print(gpu_report.page([results_of(path) for path in options.report]))
         return 0
     signal.signal(signal.SIGTERM, _interrupt)
     machine = describe_machine(argv)
@@ -297,4 +311,4 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(lambda: main(sys.argv[1:]), "gpu_check.py")

@@ -1,14 +1,16 @@
 """A few collectives of every kind with checked results: do the ranks of this launch reach each other?
 
-Run once per rank with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as gpu_check does; ranks may share a GPU. Exit code:
-0; 3 if they reach each other and a result is wrong; 1 if they do not.
+Run once per rank with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as gpu_check and torchrun do; ranks may share
+a GPU.
+
+examples:
+  PYNCCL_LIBRARY=host torchrun --standalone --nproc-per-node=2 scripts/gpu/gpu_collectives.py
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 import pynccl
 from pynccl.bindings.library import gpu_count
+from pynccl.tools import command
 
 SIZES = (1, 1000, 1 << 20)  # elements of a rank; one each for NCCL's LL, LL128 and Simple protocols, or thereabouts
 TIMED = 16 << 20  # elements
@@ -27,7 +30,7 @@ INIT_SECONDS = 20.0
 def join() -> pynccl.Communicator:
     """The communicator of the launch; more ranks than GPUs share them."""
     gpus = 0 if pynccl.load().is_host else gpu_count()
-    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
     comm = pynccl.init(device=local % gpus if gpus else None, timeout=INIT_SECONDS)
     if gpus:
         torch.cuda.set_device(comm.device)
@@ -82,6 +85,7 @@ def timed(comm: pynccl.Communicator) -> float:
 
 
 def main() -> int:
+    command.Parser(__doc__, failed="the ranks do not reach each other; 3 they do, and a result is wrong").parse_args()
     started = time.perf_counter()
     with join() as comm:
         joined = time.perf_counter() - started
@@ -100,4 +104,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -1,9 +1,10 @@
 """How long abort() takes where a peer hangs: after a barrier, with a collective under way that will never end.
 
-    gpu_hang.py FOLDER          once per rank, 2 ranks, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-
 Rank 1 stops to communicate after the barrier. Rank 0 starts an all_reduce, gives it time to hang, and aborts. Rank 1
-aborts once rank 0 says so by a file in FOLDER. Prints the seconds; exit code 1 if one took over MOST_SECONDS.
+aborts once rank 0 says so by a file in FOLDER. Prints the seconds.
+
+examples:
+  PYNCCL_LIBRARY=host torchrun --standalone --nproc-per-node=2 scripts/gpu/gpu_hang.py out/hang
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_collectives import join, synchronize
 
 import pynccl
+from pynccl.tools import command
 
 HANG_SECONDS = 1.0  # nothing tells a collective that hangs from one that has not begun
 MOST_SECONDS = 10.0
@@ -47,7 +49,7 @@ def first(comm: pynccl.Communicator) -> dict[str, float]:
     thread.start()
     thread.join(HANG_SECONDS)
     if not thread.is_alive():
-        sys.exit("the collective ended although the peer takes no part in it")
+        raise command.FailedError("the collective ended although the peer takes no part in it")
     started = time.monotonic()
     seconds = abort(comm)
     thread.join(MOST_SECONDS)
@@ -60,13 +62,18 @@ def second(comm: pynccl.Communicator, told: Path) -> dict[str, float]:
     deadline = time.monotonic() + PEER_SECONDS
     while not told.exists():
         if time.monotonic() > deadline:
-            sys.exit(f"rank 0 was not done after {PEER_SECONDS:g} s")
+            raise command.FailedError(f"rank 0 was not done after {PEER_SECONDS:g} s")
         time.sleep(0.02)
     return {"abort_s": round(abort(comm), 3)}
 
 
-def main(folder: Path) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
+def main() -> int:
+    parser = command.Parser(__doc__, failed=f"an abort took over {MOST_SECONDS:g} s")
+    parser.add_argument(
+        "folder", type=command.output_folder, metavar="FOLDER", help="of the file by which rank 0 tells rank 1"
+    )
+    folder: Path = parser.parse_args().folder
+    (folder / "done").unlink(missing_ok=True)  # of an earlier run
     comm = join()
     comm.barrier()  # which leaves pinned memory behind, for abort() to give back
     if comm.rank == 0:
@@ -81,4 +88,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    command.run(main)

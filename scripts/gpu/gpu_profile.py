@@ -1,10 +1,11 @@
 """A trace of `ad.start` beside a matmul, and how long kernels of both ran at the same time.
 
-    gpu_profile.py TRACE.json.gz          once per rank, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-
 Rank 0 writes the trace, for chrome://tracing or Perfetto. Every rank prints the milliseconds of its own kernels: those
 of NCCL, the others, and both at once. Ranks that share a GPU take turns on it, which the trace of one cannot show: only
 a GPU per rank tells what is hidden.
+
+examples:
+  PYNCCL_LIBRARY=host torchrun --standalone --nproc-per-node=2 scripts/gpu/gpu_profile.py out/trace.json.gz
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from gpu_collectives import join, synchronize
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 ROUNDS = 5
 Interval = tuple[float, float]
@@ -90,7 +92,10 @@ def profile(comm: pynccl.Communicator, path: Path) -> float:
     return 1e3 * seconds / ROUNDS
 
 
-def main(target: Path) -> int:
+def main() -> int:
+    parser = command.Parser(__doc__, failed="the trace has no kernels of NCCL beside others")
+    parser.add_argument("target", type=command.output_file, metavar="TRACE.json.gz", help="the trace")
+    target: Path = parser.parse_args().target
     with join() as comm:
         path = target if comm.rank == 0 else target.with_name(f"rank{comm.rank}-{target.name}")
         milliseconds = profile(comm, path)
@@ -108,9 +113,9 @@ def main(target: Path) -> int:
         }
         print("RESULT " + json.dumps({name: round(value, 3) for name, value in found.items()}), flush=True)
         if not comm.library.is_host and not (nccl and others):
-            sys.exit("the trace has no kernels of NCCL beside others: has the profiler seen the GPU?")
+            raise command.FailedError("the trace has no kernels of NCCL beside others: has the profiler seen the GPU?")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    command.run(main)

@@ -1,4 +1,8 @@
-"""What is installed on a machine with a GPU, as gpu_check reports it."""
+"""What is installed on a machine with a GPU, as gpu_check reports it.
+
+examples:
+  python scripts/gpu/gpu_versions.py
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 PACKAGES = (
     *("cuda-core", "cuda-bindings", "cuda-python", "cuda-pathfinder", "nvidia-nccl-cu13", "nvidia-nccl-cu12"),
@@ -43,9 +48,14 @@ def versions() -> dict[str, object]:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
+    command.Parser(__doc__).parse_args()
     try:
         print(subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=15, check=False).stdout)
     except (OSError, subprocess.SubprocessError) as error:
         print(f"nvidia-smi: {error}")
     print("RESULT " + json.dumps(versions()))
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,6 +1,7 @@
 """Data parallelism by hand: each rank has its part of the batch, gradients are averaged before the optimizer's step.
 
-torchrun --nproc-per-node=2 scripts/recipes/ddp.py
+examples:
+  torchrun --nproc-per-node=2 scripts/recipes/ddp.py
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pynccl
+from pynccl.tools import command
 
 ROWS, STEPS, RATE = 6, 3, 0.1  # rows of the batch on each rank
 
@@ -49,7 +51,4 @@ def main(comm: pynccl.Communicator) -> str:
 
 
 if __name__ == "__main__":
-    with pynccl.init() as world:
-        verified = main(world)
-        if world.rank == 0:
-            print(verified)
+    command.on_ranks(main, __doc__)

@@ -1,9 +1,10 @@
 """Convolutions of an image that is cut by rows over the ranks: each needs its neighbours' rows, the halo.
 
-torchrun --nproc-per-node=2 scripts/recipes/halo_convolution.py
-
 The gradient of a halo goes back to the rank that the rows belong to, and is added there. Every rank has all the weights
 and sees a part of the image: the gradient of the weights is the sum over the ranks, which ad.copy makes.
+
+examples:
+  torchrun --nproc-per-node=2 scripts/recipes/halo_convolution.py
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 HALO = 2  # of a kernel of 5 rows
 CHANNELS, WIDTH = 2, 8
@@ -41,7 +43,4 @@ def main(comm: pynccl.Communicator) -> str:
 
 
 if __name__ == "__main__":
-    with pynccl.init() as world:
-        verified = main(world)
-        if world.rank == 0:
-            print(verified)
+    command.on_ranks(main, __doc__)

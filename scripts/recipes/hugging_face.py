@@ -1,6 +1,7 @@
 """Fine-tune a model of Hugging Face's library: tensor and sequence parallel over all ranks.
 
-torchrun --nproc-per-node=2 scripts/recipes/hugging_face.py
+examples:
+  torchrun --nproc-per-node=2 scripts/recipes/hugging_face.py
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 WORDS, STEPS = 64, 3
 
@@ -51,7 +53,4 @@ def main(comm: pynccl.Communicator) -> str:
 
 
 if __name__ == "__main__":
-    with pynccl.init() as world:
-        verified = main(world)
-        if world.rank == 0:
-            print(verified)
+    command.on_ranks(main, __doc__)

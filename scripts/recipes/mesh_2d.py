@@ -1,9 +1,10 @@
 """Data and tensor parallelism on a mesh: the layers are cut along "tp", the batch along "dp".
 
-torchrun --nproc-per-node=4 scripts/recipes/mesh_2d.py
-
 On 2 ranks "tp" has both; from 4 on, "dp" has 2. Ranks along "tp" see the same samples and have parts of the weights;
 ranks along "dp" have the same parts, whose gradients are averaged.
+
+examples:
+  torchrun --nproc-per-node=4 scripts/recipes/mesh_2d.py
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 ROWS, WIDTH, HIDDEN = 4, 8, 24  # rows of the batch on each place along "dp"
 
@@ -52,7 +54,4 @@ def main(comm: pynccl.Communicator) -> str:
 
 
 if __name__ == "__main__":
-    with pynccl.init() as world:
-        verified = main(world)
-        if world.rank == 0:
-            print(verified)
+    command.on_ranks(main, __doc__)

@@ -1,8 +1,9 @@
 """A mixture of experts: one expert on each rank, tokens travel to theirs and back, however many each gets.
 
-torchrun --nproc-per-node=2 scripts/recipes/moe.py
-
 Each rank has its own tokens and the whole router. Its gradient is the sum over the ranks of their tokens': ad.copy.
+
+examples:
+  torchrun --nproc-per-node=2 scripts/recipes/moe.py
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 TOKENS, WIDTH = 7, 6  # on each rank
 
@@ -50,7 +52,4 @@ def main(comm: pynccl.Communicator) -> str:
 
 
 if __name__ == "__main__":
-    with pynccl.init() as world:
-        verified = main(world)
-        if world.rank == 0:
-            print(verified)
+    command.on_ranks(main, __doc__)

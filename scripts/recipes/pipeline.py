@@ -1,10 +1,11 @@
 """A pipeline: each rank has one stage, microbatches pass through all; all forwards, then all backwards, as in GPipe.
 
-torchrun --nproc-per-node=2 scripts/recipes/pipeline.py
-
 Activations travel by send_recv, and in the backward pass their gradients by the same edges reversed. What a stage sends
 away is no part of its own loss: `anchor` ties it in, so that its backward pass waits for the gradient from the next
 rank. The backward passes run last microbatch first, on every rank alike.
+
+examples:
+  torchrun --nproc-per-node=2 scripts/recipes/pipeline.py
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 MICROBATCHES, ROWS, WIDTH = 4, 3, 8
 
@@ -50,7 +52,4 @@ def main(comm: pynccl.Communicator) -> str:
 
 
 if __name__ == "__main__":
-    with pynccl.init() as world:
-        verified = main(world)
-        if world.rank == 0:
-            print(verified)
+    command.on_ranks(main, __doc__)

@@ -1,9 +1,10 @@
 """Ring attention: the sequence is cut over the ranks, keys and values go round, the softmax is made up as they come.
 
-torchrun --nproc-per-node=2 scripts/recipes/ring_attention.py
-
 The online softmax of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018): a running maximum, and
 sums that are scaled anew when it grows. permute's adjoint is the ring turned round, so the gradients are exact.
+
+examples:
+  torchrun --nproc-per-node=2 scripts/recipes/ring_attention.py
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 HEADS, ROWS, WIDTH = 2, 5, 4  # rows of the sequence on each rank
 
@@ -53,7 +55,4 @@ def main(comm: pynccl.Communicator) -> str:
 
 
 if __name__ == "__main__":
-    with pynccl.init() as world:
-        verified = main(world)
-        if world.rank == 0:
-            print(verified)
+    command.on_ranks(main, __doc__)

@@ -124,4 +124,4 @@ print(torch.cdll.version(), ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).stu
 def test_a_number_of_rounds_below_one_is_refused() -> None:
     done = run("--rounds", "0")
     assert done.returncode == 2
-    assert "--rounds is 0" in done.stderr
+    assert "argument --rounds: '0': expected a whole number, 1 or more" in done.stderr

@@ -147,9 +147,9 @@ def test_the_markdown_has_the_same_rows(ran: tuple[dict[str, Any], str, int]) ->
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--rounds", "0"], "--rounds is 0, expected at least 1"),
-        (["--ranks", "1"], "--ranks is 1, expected at least 2"),
-        (["--chunks", "4", "0"], "--chunks has 0"),
+        (["--rounds", "0"], "argument --rounds: '0': expected a whole number, 1 or more"),
+        (["--ranks", "1"], "argument --ranks: '1': expected a whole number from 2 to 64"),
+        (["--chunks", "4", "0"], "argument --chunks: '0'"),
         (["--hidden", "13"], "--hidden is 13, not divisible by 2 ranks"),
         (["--tokens", "7"], "--tokens is 7, expected a multiple of 2 ranks"),
         (["--link", "speed=1"], "cannot read 'speed=1'"),

@@ -121,7 +121,7 @@ def test_an_error_of_the_library_ends_in_one_line(
 
     monkeypatch.setattr(Communicator, "all_reduce", fails)
     assert main(["perf", "all_reduce", "-b", "8", "-e", "8"]) == 1
-    assert capsys.readouterr().err == "perf: all_reduce: a peer is gone\n"
+    assert capsys.readouterr().err == "python -m pynccl perf: all_reduce: a peer is gone\n"
 
 
 @pytest.mark.parametrize(

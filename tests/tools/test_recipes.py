@@ -103,7 +103,7 @@ def test_recipes_are_short_and_say_how_they_are_run() -> None:
         text = (FOLDER / f"{name}.py").read_text()
         assert len(text.splitlines()) < 60
         line = re.search(
-            r"^torchrun --nproc-per-node=\d (\S+)$", ast.get_docstring(ast.parse(text)) or "", re.MULTILINE
+            r"^  torchrun --nproc-per-node=\d (\S+)$", ast.get_docstring(ast.parse(text)) or "", re.MULTILINE
         )
         assert line and line[1] == f"scripts/recipes/{name}.py"
         assert f"`scripts/recipes/{name}.py`" in (DOCS / "recipes.md").read_text()

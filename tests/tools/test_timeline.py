@@ -162,7 +162,7 @@ def test_communication_counts_as_exposed_where_nothing_is_computed() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--chunks", "0"], "--chunks is 0, expected at least 1"),
+        (["--chunks", "0"], "argument --chunks: '0': expected a whole number, 1 or more"),
         (["--tokens", "5"], "--tokens is 5, expected a multiple of 2 ranks"),
         (["--out", "timeline.txt"], "--out is timeline.txt, expected a file that ends in .png"),
     ],

@@ -10,6 +10,13 @@ from .findings import examine
 from .problems import problems
 from .report import render
 
+FAILED = "there is a problem"
+EXAMPLES = """
+examples:
+  python -m pynccl doctor
+  python -m pynccl doctor --json
+"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON object")

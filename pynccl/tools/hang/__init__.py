@@ -13,20 +13,26 @@ from typing import Any
 
 from ...bindings.errors import NcclInvalidUsage
 from ...watch.records import RUNNING, STOPPED, to_json
+from .. import command
 from . import ras, report, sources, timeline
 from .clean import line
 
 WATCH_SECONDS = 2.0
-EPILOG = """\
-without arguments: the newest job of this user on this machine that has living processes, else the newest
-exit code: 0 nothing is wrong, 1 something is, 2 there was nothing to look at
+FAILED = "something is wrong"
+EXAMPLES = """
+Without arguments: the newest job of this user on this machine that has living processes, else the newest. Exit code 2,
+too, where there was nothing to look at. Several machines: run it on each with --json > NAME.json, or copy the folders,
+and pass all of them at once.
 
-several machines: run it on each with --json > NAME.json, or copy the folders, and pass all of them at once"""
+examples:
+  python -m pynccl hang                         # the newest job
+  python -m pynccl hang --stacks --calls 5      # with the Python stacks, and the last calls of each rank
+  python -m pynccl hang --json                  # for programs
+  python -m pynccl hang --timeline trace.json   # its last calls, for ui.perfetto.dev
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
     parser.add_argument(
         "dir", nargs="*", metavar="DIR", help="a job's folder, a folder of jobs, files, or saved --json"
     )
@@ -48,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found: see EPILOG for the exit code."""
+    """Print what was found. Exit code: 0 nothing is wrong, 1 something is, 2 there was nothing to look at."""
     if arguments.watch is not None and arguments.json:
         return _refused("--watch prints for people: leave --json away, or call it again and again")
     try:
@@ -62,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         if isinstance(error, BrokenPipeError):
             raise
         return _refused(f"{error.filename or 'a file'}: {error.strerror or error}")
-    return 130
+    return command.INTERRUPTED
 
 
 def _look(arguments: argparse.Namespace, asking: bool) -> tuple[int, sources.Job]:
@@ -120,8 +126,8 @@ def _print(text: str) -> None:
 
 def _refused(text: str) -> int:
     first, *rest = text.splitlines()
-    print("\n".join([f"hang: {line(first)}", *("  " + line(one) for one in rest)]), file=sys.stderr)
-    return 2
+    command.say("\n".join([f"python -m pynccl hang: error: {line(first)}", *("  " + line(one) for one in rest)]))
+    return command.USAGE
 
 
 def _dumped(values: dict[str, Any]) -> str:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import sys
 from typing import Any
 
 from ... import __version__
-from ...bindings.errors import NcclError
 from ...bindings.library import Library, load
 from ...bootstrap import from_env
 from ...comm.communicator import Communicator
+from .. import command
+from ..progress import Bar
 from . import beside_torch, report
-from .measure import UnfitError, measured
+from .measure import measured
 from .operations import Case, case
-from .options import FP8, FP8_SINCE, configure, is_first_here, problem, sizes, wait_for_the_first
+from .options import EXAMPLES, FAILED, FP8, FP8_SINCE, configure, problem, sizes
 from .surroundings import Listening, everybody, transport
 from .timing import across
 
-__all__ = ["configure", "run"]
+__all__ = ["EXAMPLES", "FAILED", "configure", "run"]
 
 _RULES = {
     "max": "the slowest rank counts (-a 3)",
@@ -39,21 +39,15 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = os.environ.get("WORLD_SIZE", "1")
     if wrong := problem(arguments, int(ranks) if ranks.isdecimal() and launched else 1):
         return _refused(wrong)
+    library = load()
+    if arguments.graph and library.is_host:
+        return _refused("-G needs a GPU: the host library runs on the CPU, which has no CUDA graphs; leave it away")
+    listening = Listening(library)
     try:
-        library = load()
-        if arguments.graph and library.is_host:
-            return _refused("-G needs a GPU: the host library runs on the CPU, which has no CUDA graphs; leave it away")
-        listening = Listening(library)
-        try:
-            with from_env() if launched else Communicator.init_all(1)[0] as comm:
-                return run_on(comm, arguments, listening)
-        finally:
-            listening.taken()
-    except (NcclError, UnfitError) as error:
-        print(f"perf: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        with from_env() if launched else Communicator.init_all(1)[0] as comm:
+            return run_on(comm, arguments, listening)
+    finally:
+        listening.taken()
 
 
 def run_on(comm: Communicator, options: argparse.Namespace, listening: Listening) -> int:
@@ -69,12 +63,15 @@ def run_on(comm: Communicator, options: argparse.Namespace, listening: Listening
     whole = report.Whole(_head(comm, options, people, backend))
     one_clock = whole.head["nodes"] == 1
     _print(comm, [*report.head_lines(whole.head), *report.column_lines(bool(backend))])
-    for row in _cases(options, comm.size, comm.library):
-        _progress(comm, f"measuring {row.nbytes} B of {row.type}")
-        found = measured(comm, row, options, one_clock)
-        whole.rows.append(found)
-        _progress(comm, "")
-        _print(comm, [report.row_line(found, bool(backend))])
+    rows = _cases(options, comm.size, comm.library)
+    with Bar(len(rows), "measuring", "size", own=comm.rank == 0) as bar:
+        for row in rows:
+            bar.note(f"{row.nbytes} B of {row.type}")
+            found = measured(comm, row, options, one_clock)
+            whole.rows.append(found)
+            if comm.rank == 0:
+                bar.line(report.row_line(found, bool(backend)))
+            bar.step()
     if backend:
         beside_torch.leave()
     whole.head["taken"] = listening.taken()
@@ -172,19 +169,10 @@ def _undrawable(file: str) -> str:
 
 def _refused(text: str) -> int:
     """Exit code 2, as from argparse; on all ranks alike, and said once on each machine."""
-    if is_first_here():
-        print(f"python -m pynccl perf: error: {text}", file=sys.stderr, flush=True)
-    else:
-        wait_for_the_first()
-    return 2
+    command.say(f"python -m pynccl perf: error: {text}")
+    return command.USAGE
 
 
 def _print(comm: Communicator, lines: list[str]) -> None:
     if comm.rank == 0:
         print("\n".join(lines), flush=True)
-
-
-def _progress(comm: Communicator, text: str) -> None:
-    """What is measured now, for who looks at a terminal; "" wipes it away."""
-    if comm.rank == 0 and sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...bindings.errors import NcclError
 from ...comm.communicator import Communicator
+from ..command import FailedError
 from . import beside_torch
 from .operations import Buffers, Call, Case, call_of
 from .report import Row, Side
@@ -17,7 +18,7 @@ from .ways import taken
 _MOST_TURNS, _LEAST_A_TURN = 8, 5
 
 
-class UnfitError(Exception):
+class UnfitError(FailedError):
     """A rank has not the memory for a size, or cannot register it."""
 
 

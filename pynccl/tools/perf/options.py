@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from typing import Any, NoReturn
 
 from ...bindings.abi import ELEMENTS, DataType, RedOp
+from ..command import whole
 
 COLLECTIVES = (
     "all_reduce",
@@ -43,36 +41,32 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 FP8, FP8_SINCE = ("f8e4m3", "f8e5m2"), (2, 24, 0)  # NCCL has them from this version on
 MOST_SIZES = 10_000
 DEFAULT_END = 32 << 20
-EPILOG = """\
-sizes: bytes, or with K, M, G, T for powers of 1024. The size is that of the full buffer: send of all_reduce,
+FAILED = "wrong results, or a bandwidth below --min-busbw"
+EXAMPLES = """
+Sizes: bytes, or with K, M, G, T for powers of 1024. The size is that of the full buffer: send of all_reduce,
 broadcast, reduce and send_recv, the output of all_gather and gather, the input of reduce_scatter, all_to_all, scatter.
 
-exit code: 0 good, 1 wrong results or a bandwidth below --min-busbw, 2 options that cannot work
-
 examples:
-  torchrun --nproc-per-node 8 -m pynccl perf all_reduce -b 8 -e 128M -f 2
-  torchrun --nproc-per-node 2 -m pynccl perf all_gather -b 1M -e 16M -f 4 --compare torch --stats
-  torchrun --nproc-per-node 8 -m pynccl perf reduce_scatter -b 64M -e 64M -d bfloat16 -o all --min-busbw 300
-  python -m pynccl perf broadcast -b 1K -e 1M -f 2 --json perf.json --plot perf.png"""
+  torchrun --nproc-per-node=2 -m pynccl perf all_reduce -b 8 -e 1M -f 4
+  torchrun --nproc-per-node=2 -m pynccl perf all_gather -b 1M -e 4M -f 4 --compare torch --stats
+  torchrun --nproc-per-node=2 -m pynccl perf reduce_scatter -b 4M -e 4M -d bfloat16 -o all --min-busbw 0.001
+  python -m pynccl perf broadcast -b 1K -e 1M -f 2 --json perf.json --plot perf.png
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    if not is_first_here():
-        _leave_speaking_to_the_first(parser)
     add = parser.add_argument
     add("collective", choices=COLLECTIVES, help="what is measured; send_recv goes round a ring")
     add("-b", "--minbytes", type=size, default=None, metavar="SIZE", help="first size (32M)")
     add("-e", "--maxbytes", type=size, default=None, metavar="SIZE", help="last size (32M, or -b if that is more)")
     add("-i", "--stepbytes", type=size, default=None, metavar="SIZE", help="added from one size to the next (1M)")
     add("-f", "--stepfactor", type=_factor, default=None, metavar="N", help="or the factor from one to the next")
-    add("-n", "--iters", type=_at_least(1), default=20, metavar="N", help="iterations that are timed (20)")
-    add("-w", "--warmup_iters", type=_at_least(0), default=5, metavar="N", help="iterations before them (5)")
-    add("-c", "--check", type=_at_least(0), default=1, metavar="N", help="calls checked of each size; 0: none (1)")
+    add("-n", "--iters", type=whole(1), default=20, metavar="N", help="iterations that are timed (20)")
+    add("-w", "--warmup_iters", type=whole(0), default=5, metavar="N", help="iterations before them (5)")
+    add("-c", "--check", type=whole(0), default=1, metavar="N", help="calls checked of each size; 0: none (1)")
     add("-d", "--datatype", type=_types, default=["float"], metavar="TYPE", help=f"{', '.join(TYPES)}, or all (float)")
     add("-o", "--op", type=_operators, default=["sum"], metavar="OP", help=f"{', '.join(OPERATORS)}, or all (sum)")
-    add("-r", "--root", type=_at_least(0), default=0, metavar="RANK", help="of those with a root (0)")
+    add("-r", "--root", type=whole(0), default=0, metavar="RANK", help="of those with a root (0)")
     add(
         "-a", "--average", type=_aggregate, default="max", metavar="0..3", help="across ranks: rank0, avg, min, max (3)"
     )
@@ -86,37 +80,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("-g", "--ngpus", type=_one, default=1, metavar="1", help="GPUs a thread, as in nccl-tests: here always 1")
     add("-t", "--nthreads", type=_one, default=1, metavar="1", help="threads a process: here always 1")
-    add("-G", "--graph", type=_at_least(0), default=0, metavar="N", help="all iterations as a CUDA graph, run N times")
+    add("-G", "--graph", type=whole(0), default=0, metavar="N", help="all iterations as a CUDA graph, run N times")
     add("-J", "--json", metavar="FILE", help="write everything as JSON, too")
     add("--plan", action="store_true", help="prepared calls (comm.plan) instead of plain ones")
     add("--compare", choices=["torch"], help="the same by torch.distributed, by turns")
     add("--stats", action="store_true", help="also min, median, p99, max and variation of the iterations")
     add("--min-busbw", type=_bandwidth, metavar="GB/s", help="exit code 1 if the average bus bandwidth is below")
     add("--plot", metavar="FILE", help="draw bus bandwidth over size (matplotlib)")
-
-
-def is_first_here() -> bool:
-    """Whether this is the process of its machine that prints what is wrong with the options."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def wait_for_the_first() -> None:
-    """The launcher ends all ranks as soon as one has ended in failure: the one that prints has to come first."""
-    time.sleep(1.0)
-
-
-def _leave_speaking_to_the_first(parser: argparse.ArgumentParser) -> None:
-    """All ranks find the same fault and end alike; one of each machine prints it."""
-
-    def error(message: str) -> NoReturn:
-        wait_for_the_first()
-        raise SystemExit(2)
-
-    def print_help(file: Any = None) -> None:
-        return None
-
-    parser.error = error  # type: ignore[method-assign]
-    parser.print_help = print_help  # type: ignore[method-assign]
 
 
 def problem(options: argparse.Namespace, ranks: int) -> str:
@@ -164,16 +134,6 @@ def size(text: str) -> int:
     return int(value)
 
 
-def _at_least(least: int) -> Any:
-    def whole(text: str) -> int:
-        value = int(text) if text.isdecimal() and text.isascii() else -1
-        if not least <= value < 1 << 31:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, {least} or more")
-        return value
-
-    return whole
-
-
 def _one(text: str) -> int:
     if text != "1":
         raise argparse.ArgumentTypeError(f"{text!r}: a process has one GPU here; pass torchrun --nproc-per-node=N")
@@ -187,7 +147,7 @@ def _registration(text: str) -> int:
 
 
 def _factor(text: str) -> int:
-    value: int = _at_least(1)(text)
+    value = whole(1)(text)
     if value < 2:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a factor of 2 or more; -i SIZE steps by addition")
     return value

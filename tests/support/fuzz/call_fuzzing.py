@@ -26,10 +26,12 @@ def fuzz(
     chunk: int = 100,
     timeout: float = 60.0,
     tell: Callable[[Record], object] = lambda record: None,
+    done: Callable[[int], object] = lambda calls: None,
 ) -> Summary:
     """Make the calls of the seeds on n ranks. A call that hangs, or ends a rank, is told, and the others go on.
 
-    tell  gets what has failed, at once"""
+    tell  gets what has failed, at once
+    done  hears how many more calls have been made"""
     found = Summary(Counter(), [])
     left = list(seeds)
     while left:
@@ -40,9 +42,11 @@ def fuzz(
             at, record = _culprit(error, now)
             _count(found, [record], tell)
             left = now[:at] + now[at + 1 :] + left if at else now[1:] + left
+            done(1)
             continue
         for records in zip(*by_rank, strict=True):
             _count(found, records, tell)
+        done(len(now))
     return found
 
 

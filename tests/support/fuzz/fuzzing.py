@@ -11,6 +11,7 @@ from ranks import RankError, RankPool
 from torch import Tensor
 
 import pynccl_autograd as ad
+from pynccl.tools import progress
 
 from . import collective_steps, exchange_steps, local_steps, partition_steps, rank_side
 from .programs import LOW, TOLERANCE, Leaf, Program, Value, draw, simulate
@@ -268,7 +269,7 @@ def fuzz(pool: RankPool, mode: str, seeds: Sequence[int], sizes: Sequence[int], 
     summary = Summary()
     pool.run(max(sizes), rank_side.warm_up, timeout=START_SECONDS)
     waiting: dict[int, list[Trial]] = {n: [] for n in sizes}
-    for seed in seeds:
+    for seed in progress.over(seeds, mode, "program"):
         n = sizes[seed % len(sizes)]
         waiting[n].append(trial(mode, seed, n))
         if len(waiting[n]) == MODES[mode].batch:

@@ -1,0 +1,215 @@
+"""Every command a user runs: help with examples that run as they stand, exit codes, errors in one line, quiet ends."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from forks import Ended, Forks
+
+from pynccl.__main__ import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "commands.md"
+AT_ONCE = 3  # examples: some of them mostly wait
+SECONDS = 100.0  # of patience, on a busy machine
+CODES = {0: "good", 2: "options, files or settings that cannot work", 130: "interrupted"}
+
+
+def scripts() -> Iterator[str]:
+    """What a user launches: files that do something when they are run. fault_ranks.py is the campaign's own."""
+    for folder in ("scripts", "scripts/gpu", "scripts/recipes"):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            if '__name__ == "__main__"' in path.read_text() and path.name != "fault_ranks.py":
+                yield path.relative_to(ROOT).as_posix()
+
+
+MODULES = [*(f"-m pynccl {name}" for name in COMMANDS), "-m pynccl_autograd plan"]
+NAMES = [*MODULES, *scripts()]
+
+
+JOB = """import pynccl
+comm = pynccl.init()
+comm.barrier()
+if comm.rank == 1:
+    raise ValueError("this rank fails")
+comm.barrier()
+"""
+
+
+# ---------------------------------------------------------------------------------- commands in forks of one process
+
+
+# A rank has failed in the job that `hang` looks at; which side is faster in a few rounds, nobody knows.
+GOOD_CODES = {"-m pynccl hang": {1}, "scripts/bench_autograd.py": {0, 1}}
+
+
+class Example(NamedTuple):
+    """A line of a --help, taken apart. ranks: 0 without torchrun."""
+
+    line: str
+    words: tuple[str, ...]
+    ranks: int
+    environment: dict[str, str]
+
+    @property
+    def long(self) -> bool:
+        return " # long" in self.line
+
+
+def taken_apart(line: str) -> Example:
+    words = shlex.split(line, comments=True)
+    environment = {}
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    ranks = 0
+    if words[0] == "torchrun":
+        ranks = next(int(word.partition("=")[2]) for word in words if word.startswith("--nproc-per-node="))
+    first = next((i for i, word in enumerate(words) if word == "-m" or word.endswith((".py", ".sh"))), 0)
+    return Example(line, tuple(words[first:]), ranks, environment)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[concurrent.futures.Executor]:
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as executor:
+        yield executor
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    own = {"PYNCCL_LIBRARY": "host", "PYNCCL_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    return {**own, "OMP_NUM_THREADS": "1", "OUT": str(folder / "out"), "PYNCCL_WATCH_DIR": str(folder / "watch")}
+
+
+def in_a_shell(line: str, where: Path, environment: dict[str, str]) -> Ended:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    shell = {**os.environ, **environment, "PATH": path, "PYTHON": sys.executable}
+    words = ["bash", "-c", line.replace("scripts/", f"{ROOT}/scripts/")]
+    done = subprocess.run(words, cwd=where, env=shell, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def run_all(
+    forks: Forks, threads: concurrent.futures.Executor, examples: list[Example], folder: Path
+) -> dict[str, Ended]:
+    """Line -> how the worst of its ranks has ended, and all that rank 0 said."""
+
+    job = folder / "job"  # that `hang` looks at
+    job.mkdir()
+    (job / "job.py").write_text(JOB)
+    forks.run((str(job / "job.py"),), 2, job, environment_of(job))
+
+    def one(example: Example) -> Ended:
+        where = folder / f"{examples.index(example)}"
+        (where / "out").mkdir(parents=True)
+        (where / "out" / "tests.xml").write_text(results_of_the_tests())
+        environment = {**environment_of(where), **example.environment}
+        if "hang" in example.words:
+            environment["PYNCCL_WATCH_DIR"] = str(job / "watch")
+        if example.words[0].endswith(".sh"):
+            return in_a_shell(
+                example.line.replace(" out/", f" {folder}/out/"), where, environment | {"OUT": f"{folder}/out"}
+            )
+        if "$(" in example.line:
+            return in_a_shell(example.line, where, environment)
+        ranks = forks.run(example.words, example.ranks, where, environment, only_parse=example.long)
+        codes = [one.code for one in ranks]
+        return Ended(max(codes, key=abs), ranks[0].out, "".join(one.err for one in ranks))
+
+    return dict(zip([one.line for one in examples], threads.map(one, examples), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------ --help
+
+
+def module_of(name: str) -> tuple[str, ...]:
+    return tuple(name.split())
+
+
+@pytest.fixture(scope="module")
+def helps(
+    forks: Forks, threads: concurrent.futures.Executor, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Ended]:
+    folder = tmp_path_factory.mktemp("help")
+    environment = {**environment_of(folder), "COLUMNS": "80"}
+    asked = [(*module_of(name), "--help") for name in NAMES]
+    ended = threads.map(lambda words: forks.run(words, 0, folder, environment)[0], asked)
+    return dict(zip(NAMES, ended, strict=True))
+
+
+def examples_of(text: str) -> list[Example]:
+    return [taken_apart(line.strip()) for line in text.partition("\nexamples:\n")[2].splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_says_what_it_does_its_exit_codes_and_examples(helps: dict[str, Ended], name: str) -> None:
+    code, out, err = helps[name]
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ") and len(out.splitlines()) < 90
+    flat = " ".join(out.split())
+    for number, meaning in CODES.items():
+        assert f"{number} {meaning}" in flat
+    assert re.search(r"; 1 \w+", flat)
+    examples = examples_of(out)
+    assert any(not one.long for one in examples)
+    mine = name.split()[-1] if name in MODULES else name.replace("gpu/gpu_check.py", "gpu_check.sh")
+    assert all(mine in one.words for one in examples)
+
+
+# ------------------------------------------------------------------------------------------------------ examples
+
+
+def results_of_the_tests() -> str:
+    """The XML of a run of all tests, as far as pages and examples ask for it: what docs/semantics.md says passed."""
+    page = (ROOT / "docs" / "semantics.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    notes = dict(re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE))
+    cases = []
+    for operation, *marks in rows[1:]:
+        for what, mark in zip(rows[0][1:], marks, strict=True):
+            skipped = "" if mark == "✓" else f"<skipped message={_quoted(notes[mark])}/>"
+            told = f'<property name="operation" value={_quoted(operation)}/><property name="property" value="{what}"/>'
+            cases.append(f"<testcase><properties>{told}</properties>{skipped}</testcase>")
+    for module in ("tests.autograd.test_planner", "tests.tools.test_timeline"):
+        cases.append(f'<testcase classname="{module}" name="test_it"/>')
+    return f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>"
+
+
+def _quoted(text: str) -> str:
+    from xml.sax.saxutils import quoteattr
+
+    return quoteattr(text)
+
+
+@pytest.fixture(scope="module")
+def ran(
+    forks: Forks,
+    threads: concurrent.futures.Executor,
+    helps: dict[str, Ended],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Ended]:
+    folder = tmp_path_factory.mktemp("examples")
+    examples = [one for name in NAMES for one in examples_of(helps[name].out)]
+    return run_all(forks, threads, examples, folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_examples_run_as_they_stand(helps: dict[str, Ended], ran: dict[str, Ended], name: str) -> None:
+    for example in examples_of(helps[name].out):
+        code, out, err = ran[example.line]
+        assert code in GOOD_CODES.get(name, {0}), f"{example.line}\n{out}\n{err}"
+        assert "Traceback" not in err
