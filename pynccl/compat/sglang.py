@@ -10,11 +10,12 @@ reduce_scatterv, and a new communicator is disabled until `with comm.change_stat
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from ..bindings.abi import RedOp
-from ..bindings.structs import CommConfig
+from ..bindings.abi import RedOp, UniqueId
+from ..bindings.structs import CommConfig, struct_of
 from . import vllm, wrapper
 from .stateless import StatelessProcessGroup
 from .tensors import contiguous, writable
@@ -37,6 +38,17 @@ class NCCLLibrary(wrapper.NCCLLibrary):
     """vLLM's, with the library that SGLANG_NCCL_SO_PATH names."""
 
     path_variable = "SGLANG_NCCL_SO_PATH"
+
+    def ncclCommInitRankConfig(
+        self, world_size: int, unique_id: ncclUniqueId, rank: int, config: CommConfig | None = None
+    ) -> ncclComm_t:
+        """ncclCommInitRank with a pynccl.CommConfig, whose fields the loaded NCCL has to have."""
+        comm = ncclComm_t()
+        struct = struct_of(config or CommConfig(), CommConfig, self.lib)
+        identity = UniqueId.from_buffer_copy(unique_id)
+        code = self.lib.ncclCommInitRankConfig(ctypes.byref(comm), world_size, identity, rank, ctypes.byref(struct))
+        self._check(code, f"ncclCommInitRankConfig(rank {rank} of {world_size})")
+        return comm
 
 
 class PyNcclCommunicator(vllm.PyNcclCommunicator):

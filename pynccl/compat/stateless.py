@@ -6,6 +6,7 @@ vLLM's: the keys in the store differ (vLLM's send_obj mixes up two senders to on
 
 from __future__ import annotations
 
+import functools
 import pickle
 import socket
 import time
@@ -13,7 +14,9 @@ from collections import deque
 from datetime import timedelta
 from typing import Any
 
+from ..bindings.abi import RedOp
 from ..bindings.errors import NcclTimeout
+from .wrapper import ncclRedOpTypeEnum
 
 
 class StatelessProcessGroup:
@@ -92,6 +95,35 @@ class StatelessProcessGroup:
     def all_gather_obj(self, obj: Any) -> list[Any]:
         """All ranks' obj, by rank."""
         return [self.broadcast_obj(obj if rank == self.rank else None, rank) for rank in range(self.world_size)]
+
+    # Small tensors, on the CPU
+
+    def broadcast(self, tensor: Any, src: int) -> Any:
+        """src's tensor, on every rank; the others' is not written."""
+        return self.broadcast_obj(tensor, src)
+
+    def send(self, tensor: Any, dst: int) -> None:
+        self.send_obj(tensor, dst)
+
+    def recv(self, tensor: Any, src: int) -> Any:
+        """Into tensor, which is returned."""
+        return tensor.copy_(self.recv_obj(src))
+
+    def all_reduce(self, tensor: Any, op: Any = RedOp.SUM) -> Any:
+        """A new tensor: the reduction of all ranks', by rank. op is SUM, PRODUCT, MAX or MIN."""
+        import torch
+
+        combine: dict[RedOp, Any] = {
+            RedOp.SUM: torch.add,
+            RedOp.PROD: torch.mul,
+            RedOp.MAX: torch.maximum,
+            RedOp.MIN: torch.minimum,
+        }
+        kind = RedOp(ncclRedOpTypeEnum.from_torch(op))
+        if kind not in combine:
+            raise ValueError(f"all_reduce: op is {op!r}, expected SUM, PRODUCT, MAX or MIN")
+        total: Any = functools.reduce(combine[kind], self.all_gather_obj(tensor))
+        return total.clone()
 
     def barrier(self, timeout: float = 30.0) -> None:
         """Wait for all ranks, `timeout` seconds at most. Rank 0, which serves the store, leaves last."""

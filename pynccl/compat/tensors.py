@@ -47,6 +47,14 @@ def _gaps(operation: str, role: str, tensor: Any) -> str:
     )
 
 
+def empty_like(operation: str, tensor: Any) -> Any:
+    """Memory for a result, laid out as `tensor` is."""
+    _check_tensor(operation, "in_tensor", tensor)
+    import torch
+
+    return torch.empty_like(tensor, requires_grad=False)
+
+
 def elements(tensor: Any, count: int) -> Any:
     """The first `count` elements of one that may have more."""
     return tensor.reshape(-1)[:count] if tensor.numel() > count else tensor
@@ -71,3 +79,12 @@ def rows(operation: str, sizes: Sequence[int], tensor: Any, ranks: int, exact: b
             f"{operation}: sizes {list(sizes)} are {needed} rows, but the tensor has shape {tuple(tensor.shape)}"
         )
     return counts
+
+
+def as_bytes(tensor: Any) -> Any:
+    """fp8 as bytes: what is sent is moved, whatever it means, and not every kind of fp8 has a type in NCCL."""
+    if not str(tensor.dtype).startswith("torch.float8"):
+        return tensor
+    import torch
+
+    return tensor.view(torch.uint8)

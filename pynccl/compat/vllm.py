@@ -23,8 +23,9 @@ from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator
 from ..comm.init import check_rank_of
 from ..interop.streams import stream_handle
+from .process_group import broadcast_bytes, place_in
 from .stateless import StatelessProcessGroup
-from .tensors import contiguous, elements, flat, row_counts, rows, writable
+from .tensors import as_bytes, contiguous, elements, empty_like, flat, row_counts, rows, writable
 from .wrapper import (
     NCCL_UNIQUE_ID_BYTES,
     Function,
@@ -96,7 +97,7 @@ class PyNcclCommunicator:
         if stateless:
             rank, world_size = group.rank, group.world_size
         else:
-            rank, world_size = _place_in(group)
+            rank, world_size = place_in(group)
         self._prepare(group, rank, world_size)
         if self.world_size == 1 or _is_switched_off():
             return
@@ -107,7 +108,7 @@ class PyNcclCommunicator:
         if stateless:
             identity = bytes(group.broadcast_obj(ncclUniqueId.from_buffer_copy(mine), src=0))
         else:
-            identity = _broadcast_bytes(group, mine)
+            identity = broadcast_bytes(group, mine)
         if identity == _NO_ID:  # rank 0 has no libnccl, and nobody can go on without
             why = problem or "rank 0 could not load it"
             warnings.warn(f"PyNcclCommunicator is disabled on rank {self.rank}: no NCCL: {why}", stacklevel=2)
@@ -206,7 +207,7 @@ class PyNcclCommunicator:
                 "(in old vLLM op came second and the result was in place: pynccl.compat.sglang has that)"
             )
         if out_tensor is None:
-            out_tensor = _empty_like(in_tensor)
+            out_tensor = empty_like("all_reduce", in_tensor)
         self._all_reduce(comm, in_tensor, out_tensor, op, stream)
         return out_tensor
 
@@ -306,13 +307,13 @@ class PyNcclCommunicator:
         """Send tensor to rank dst, which must recv as many elements of the same type."""
         comm = self._live("send")
         if comm is not None:
-            comm.send(_as_bytes(flat("send", "tensor", tensor)), dst, stream=self._stream(stream))
+            comm.send(as_bytes(flat("send", "tensor", tensor)), dst, stream=self._stream(stream))
 
     def recv(self, tensor: Any, src: int, stream: Any = None) -> None:
         """Receive into tensor what rank src sends."""
         comm = self._live("recv")
         if comm is not None:
-            comm.recv(_as_bytes(flat("recv", "tensor", writable(tensor))), src, stream=self._stream(stream))
+            comm.recv(as_bytes(flat("recv", "tensor", writable(tensor))), src, stream=self._stream(stream))
 
     def batch_isend_irecv(self, p2p_ops: Sequence[Any], stream: Any = None) -> None:
         """The sends and receives of a list of torch.distributed.P2POp, as one launch."""
@@ -409,47 +410,3 @@ class PyNcclCommunicator:
 
 def _is_switched_off() -> bool:
     return os.environ.get("VLLM_DISABLE_PYNCCL", "").lower() in ("1", "true")
-
-
-def _place_in(group: Any) -> tuple[int, int]:
-    """(rank, number of ranks) in a process group of torch."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        raise NcclInvalidUsage(
-            "PyNcclCommunicator: torch.distributed is not initialized: call init_process_group first, or pass a "
-            "StatelessProcessGroup"
-        )
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("PyNcclCommunicator: this process is not in the group: only its ranks may make it")
-    if dist.get_backend(group) == dist.Backend.NCCL:
-        raise ValueError(
-            "PyNcclCommunicator: the group is NCCL's own; pass one of a CPU backend, over which the id travels"
-        )
-    return rank, dist.get_world_size(group)
-
-
-def _broadcast_bytes(group: Any, data: bytes) -> bytes:
-    """The first rank's bytes."""
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)
-    return bytes(tensor.tolist())
-
-
-def _empty_like(tensor: Any) -> Any:
-    import torch
-
-    return torch.empty_like(tensor)
-
-
-def _as_bytes(tensor: Any) -> Any:
-    """fp8 as bytes: what is sent is moved, whatever it means, and not every kind of fp8 has a type in NCCL."""
-    if not str(tensor.dtype).startswith("torch.float8"):
-        return tensor
-    import torch
-
-    return tensor.view(torch.uint8)
