@@ -42,6 +42,7 @@ from .wrapper import (
     ncclResult_t,
     ncclUniqueId,
     ncclWindow_t,
+    operator_of,
     owners,
 )
 
@@ -212,7 +213,7 @@ class PyNcclCommunicator:
         return out_tensor
 
     def _all_reduce(self, comm: Communicator, send: Any, recv: Any, op: Any, stream: Any) -> None:
-        code = RedOp(ncclRedOpTypeEnum.from_torch(op))
+        code = operator_of(op)
         if recv is send:
             whole = flat("all_reduce", "tensor", writable(send))
             comm.all_reduce(whole, whole, code, stream=self._stream(stream))
@@ -250,7 +251,7 @@ class PyNcclCommunicator:
             return
         recv = contiguous("reduce_scatter", "output_tensor", writable(output_tensor))
         send = contiguous("reduce_scatter", "input_tensor", input_tensor)
-        code = RedOp(ncclRedOpTypeEnum.from_torch(op))
+        code = operator_of(op)
         comm.reduce_scatter(elements(send, recv.numel() * self.world_size), recv, code, stream=self._stream(stream))
 
     def reduce_scatterv(
@@ -263,7 +264,7 @@ class PyNcclCommunicator:
         counts = rows("reduce_scatterv", sizes, input_tensor, self.world_size)
         send = contiguous("reduce_scatterv", "input_tensor", input_tensor)
         recv = contiguous("reduce_scatterv", "output_tensor", writable(output_tensor))
-        code = RedOp(ncclRedOpTypeEnum.from_torch(op))
+        code = operator_of(op)
         own = elements(recv, counts[self.rank])
         comm.reduce_scatter_v(elements(send, sum(counts)), own, code, counts=counts, stream=self._stream(stream))
 
@@ -275,7 +276,7 @@ class PyNcclCommunicator:
         send, recv = flat("reduce", "input_tensor", input_tensor), None
         if root == self.rank:
             recv = elements(flat("reduce", "output_tensor", writable(output_tensor)), input_tensor.numel())
-        comm.reduce(send, recv, RedOp(ncclRedOpTypeEnum.from_torch(op)), root, stream=self._stream(stream))
+        comm.reduce(send, recv, operator_of(op), root, stream=self._stream(stream))
 
     def scatter(
         self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int], root: int = 0, stream: Any = None

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from ..bindings import abi
 from ..bindings.errors import NcclInvalidUsage
@@ -91,10 +91,25 @@ class ncclRedOpTypeEnum:
         from torch.distributed import ReduceOp
 
         known = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)
-        try:
-            return known.index(op)
-        except (ValueError, TypeError):
-            raise ValueError(f"Unsupported op: {op!r}; expected ReduceOp.SUM, PRODUCT, MAX, MIN or AVG") from None
+        for number, one in enumerate(known):
+            if op == one:  # in this order: a ReduceOp compares itself with its kinds, and they not with it
+                return number
+        raise ValueError(f"Unsupported op: {op!r}; expected ReduceOp.SUM, PRODUCT, MAX, MIN or AVG")
+
+
+_met: dict[Any, abi.RedOp] = {}  # torch's operators
+
+
+def operator_of(op: Any) -> abi.RedOp:
+    """The same as a RedOp."""
+    if type(op) is abi.RedOp:
+        return op
+    found = _met.get(op) if op.__hash__ is not None else None
+    if found is None:
+        found = abi.RedOp(ncclRedOpTypeEnum.from_torch(op))
+        if type(op).__module__.startswith("torch"):  # whose equality is to be trusted
+            _met[op] = found
+    return found
 
 
 @dataclass
@@ -223,31 +238,52 @@ class NCCLLibrary:
     def ncclAllReduce(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, comm: Any, stream: Any
     ) -> None:
-        self._launch("ncclAllReduce", sendbuff, recvbuff, count, datatype, op, comm, stream)
+        if open_group.depth and _recorded("ncclAllReduce", sendbuff, recvbuff, count, datatype, op, comm, stream):
+            return
+        if code := self.lib.ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream):
+            self._check(code, "ncclAllReduce")
 
     def ncclReduce(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, root: int, comm: Any, stream: Any
     ) -> None:
-        self._launch("ncclReduce", sendbuff, recvbuff, count, datatype, op, root, comm, stream)
+        if open_group.depth and _recorded("ncclReduce", sendbuff, recvbuff, count, datatype, op, root, comm, stream):
+            return
+        if code := self.lib.ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream):
+            self._check(code, "ncclReduce")
 
     def ncclReduceScatter(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, comm: Any, stream: Any
     ) -> None:
-        self._launch("ncclReduceScatter", sendbuff, recvbuff, count, datatype, op, comm, stream)
+        if open_group.depth and _recorded("ncclReduceScatter", sendbuff, recvbuff, count, datatype, op, comm, stream):
+            return
+        if code := self.lib.ncclReduceScatter(sendbuff, recvbuff, count, datatype, op, comm, stream):
+            self._check(code, "ncclReduceScatter")
 
     def ncclAllGather(self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, comm: Any, stream: Any) -> None:
-        self._launch("ncclAllGather", sendbuff, recvbuff, count, datatype, comm, stream)
+        if open_group.depth and _recorded("ncclAllGather", sendbuff, recvbuff, count, datatype, comm, stream):
+            return
+        if code := self.lib.ncclAllGather(sendbuff, recvbuff, count, datatype, comm, stream):
+            self._check(code, "ncclAllGather")
 
     def ncclSend(self, sendbuff: Any, count: int, datatype: int, dest: int, comm: Any, stream: Any) -> None:
-        self._launch("ncclSend", sendbuff, count, datatype, dest, comm, stream)
+        if open_group.depth and _recorded("ncclSend", sendbuff, count, datatype, dest, comm, stream):
+            return
+        if code := self.lib.ncclSend(sendbuff, count, datatype, dest, comm, stream):
+            self._check(code, "ncclSend")
 
     def ncclRecv(self, recvbuff: Any, count: int, datatype: int, src: int, comm: Any, stream: Any) -> None:
-        self._launch("ncclRecv", recvbuff, count, datatype, src, comm, stream)
+        if open_group.depth and _recorded("ncclRecv", recvbuff, count, datatype, src, comm, stream):
+            return
+        if code := self.lib.ncclRecv(recvbuff, count, datatype, src, comm, stream):
+            self._check(code, "ncclRecv")
 
     def ncclBroadcast(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, root: int, comm: Any, stream: Any
     ) -> None:
-        self._launch("ncclBroadcast", sendbuff, recvbuff, count, datatype, root, comm, stream)
+        if open_group.depth and _recorded("ncclBroadcast", sendbuff, recvbuff, count, datatype, root, comm, stream):
+            return
+        if code := self.lib.ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream):
+            self._check(code, "ncclBroadcast")
 
     def ncclCommDestroy(self, comm: Any) -> None:
         owner = owners.get(_integer(comm))
@@ -293,15 +329,15 @@ class NCCLLibrary:
     def ncclMemFree(self, ptr: int) -> None:
         self._check(self.lib.ncclMemFree(ptr), "ncclMemFree")
 
-    def _launch(self, name: str, *args: Any) -> None:
-        *inputs, comm, stream = args
-        if _integer(comm) == 0:
-            _refuse_null(name)
-        owner = owners.get(_integer(comm)) if open_group.depth else None
-        if owner is not None:  # in a group that group_start() opened, which launches everything at its end
-            _record(owner, name, [_integer(one) for one in inputs], _integer(stream))
-            return
-        self._check(getattr(self.lib, name)(*inputs, comm, stream), name)
+
+def _recorded(name: str, *args: Any) -> bool:
+    """Whether the call joins a group that group_start() opened, as calls of its communicators' handles do."""
+    *inputs, comm, stream = args
+    owner = owners.get(_integer(comm))
+    if owner is None:
+        return False
+    _record(owner, name, [_integer(one) for one in inputs], _integer(stream))
+    return True
 
 
 def _record(owner: Communicator, name: str, inputs: list[int], stream: int) -> None:
@@ -328,10 +364,3 @@ def _record(owner: Communicator, name: str, inputs: list[int], stream: int) -> N
 def _integer(value: Any) -> int:
     """Of an integer, a ctypes.c_void_p or None."""
     return getattr(value, "value", value) or 0
-
-
-def _refuse_null(name: str) -> NoReturn:
-    raise NcclInvalidUsage(
-        f"{name}: comm is a null handle: pass what ncclCommInitRank returned, or the `comm` of a PyNcclCommunicator "
-        "that has not been destroyed"
-    )

@@ -24,6 +24,7 @@ from pynccl.compat.vllm import (
     ncclRedOpTypeEnum,
     ncclUniqueId,
 )
+from pynccl.compat.wrapper import operator_of
 
 WRAPPERS = Path(__file__).parents[1] / "support" / "data" / "wrappers.txt"
 
@@ -85,8 +86,12 @@ def test_enums_are_those_of_nccl() -> None:
         ncclDataTypeEnum.from_torch(torch.complex64)
     operators = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)
     assert [ncclRedOpTypeEnum.from_torch(op) for op in operators] == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match="Unsupported op"):
-        ncclRedOpTypeEnum.from_torch(ReduceOp.BAND)
+    assert (
+        [operator_of(ReduceOp(op)) for op in operators] == [operator_of(op) for op in operators] == list(pynccl.RedOp)
+    )
+    for op in (ReduceOp.BAND, "sum", None, [ReduceOp.SUM]):
+        with pytest.raises(ValueError, match="Unsupported op"):
+            operator_of(op)
 
 
 def test_library_alone() -> None:
@@ -145,5 +150,5 @@ def test_raw_calls_on_one_rank() -> None:
     with pytest.raises(RuntimeError, match="NCCL error"):
         nccl.ncclSend(x.data_ptr(), 6, float32, 7, comm, None)
     nccl.ncclCommDestroy(comm)
-    with pytest.raises(RuntimeError, match="null handle"):
+    with pytest.raises(RuntimeError, match="NCCL error"):
         nccl.ncclAllReduce(*args, 0, ctypes.c_void_p(), stream)
