@@ -6,12 +6,14 @@ import ast
 import contextlib
 import importlib
 import inspect
+import itertools
 import os
 import re
 import subprocess
 import sys
 import textwrap
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch import Tensor
 import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl.bindings import abi
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 TEXT = PAGE.read_text()
@@ -271,3 +274,24 @@ def test_the_imports_of_the_vllm_table_are_there() -> None:
     for _, here, *_ in table("vLLM and SGLang"):
         if here.startswith("from "):
             exec(here, {})
+
+
+def test_the_comparison_counts_as_this_project_does() -> None:
+    text = PAGE.with_name("comparison.md").read_text()
+    for functions in (abi.FUNCTIONS, abi.DEVICE_FUNCTIONS):
+        assert f"{len(functions)} of {len(functions)}" in text
+    seen = Counter(row[1] for row in table("torch.distributed.nn and the functional collectives"))
+    counts = f"of {sum(seen.values())} calls: {seen['right']} right, {seen['wrong']} wrong, {seen['raises']} refused"
+    assert counts in text
+    semantics = PAGE.with_name("semantics.md").read_text()
+    operations = {row.split()[1] for row in re.findall(r"^\| [a-z_]+.*✓.*$", semantics, re.MULTILINE)}
+    listed = re.findall(r"^\| [a-z_]+.*✓.*$", semantics, re.MULTILINE)
+    assert f"{len(listed)} operations tested" in text and {"all_reduce", "halo_exchange"} <= operations
+
+
+@pytest.mark.parametrize("page", ["coming_from.md", "comparison.md"])
+def test_every_row_has_as_many_cells_as_its_table(page: str) -> None:
+    lines = PAGE.with_name(page).read_text().splitlines()
+    for above, line in itertools.pairwise(lines):
+        if above.startswith("|") and line.startswith("|"):
+            assert line.count("|") == above.count("|"), line
