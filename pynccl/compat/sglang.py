@@ -62,8 +62,8 @@ class PyNcclCommunicator(vllm.PyNcclCommunicator):
 
     def __init__(
         self,
-        group: Any,
-        device: Any,
+        group: Any = None,
+        device: Any = None,
         library_path: str | None = None,
         is_symmetric_memory_enabled: bool = False,
         cta_policy: int | None = None,

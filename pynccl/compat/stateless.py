@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..bindings.abi import RedOp
-from ..bindings.errors import NcclTimeout
+from ..bindings.errors import NcclSystemError, NcclTimeout
 from .wrapper import ncclRedOpTypeEnum
 
 
@@ -51,13 +51,13 @@ class StatelessProcessGroup:
         """The group of `world_size` processes that meet at host:port, where rank 0 listens.
 
         store_timeout  seconds to wait for rank 0, and in every exchange for what another rank has to say
-        listen_socket  rank 0's, bound and listening; the store takes it over
+        listen_socket  rank 0's, bound and listening; the store takes it over. None: one at that address
         """
         from torch.distributed import TCPStore
 
         options: dict[str, Any] = {}
-        if listen_socket is not None:
-            options["master_listen_fd"] = listen_socket.detach()
+        if rank == 0:
+            options["master_listen_fd"] = (listen_socket or _listen(host, port)).detach()
         store = TCPStore(
             host, port, world_size, rank == 0, timedelta(seconds=store_timeout), use_libuv=False, **options
         )
@@ -142,3 +142,20 @@ class StatelessProcessGroup:
         except RuntimeError:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             raise NcclTimeout(f"barrier: no sign of rank(s) {missing} of {self.world_size} in {timeout:g} s") from None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """At this address alone: what arrives there is unpickled."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen()
+    except OSError as error:
+        made.close()
+        raise NcclSystemError(
+            f"StatelessProcessGroup: rank 0 cannot listen at {host}:{port}: {error}; pass an address of its machine, "
+            "and a free port"
+        ) from None
+    return made

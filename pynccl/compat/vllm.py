@@ -93,7 +93,7 @@ class PyNcclCommunicator:
     nccl: NCCLLibrary
     unique_id: ncclUniqueId
 
-    def __init__(self, group: Any, device: Any, library_path: str | None = None) -> None:
+    def __init__(self, group: Any = None, device: Any = None, library_path: str | None = None) -> None:
         stateless = hasattr(group, "broadcast_obj")
         if stateless:
             rank, world_size = group.rank, group.world_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,11 @@ def test_stateless_group_of_processes(ranks: RankPool) -> None:
     assert ranks.run(2, created, port) == [[1.0] * 3] * 2
 
 
+def test_stateless_group_at_an_address_of_another_machine() -> None:
+    with pytest.raises(RuntimeError, match=r"cannot listen at 192\.0\.2\.1:2: .*an address of its machine"):
+        StatelessProcessGroup.create("192.0.2.1", 2, 0, 2)
+
+
 def from_bytes(comm: Communicator, identity: bytes) -> list[float]:
     c = PyNcclCommunicator.from_unique_id_bytes(identity, comm.rank, comm.size, "cpu")
     assert c.group is None
@@ -178,3 +184,22 @@ def test_an_error_in_another_rank_leaves_no_open_group() -> None:
     with pytest.raises(RuntimeError, match=r"no group_start\(\)"):
         wrapper.group_end()
     assert "VLLM_NCCL_SO_PATH" not in os.environ
+
+
+def survivor(comm: Communicator, identity: bytes) -> str:
+    c = PyNcclCommunicator.from_unique_id_bytes(identity, comm.rank, comm.size, "cpu")
+    x = torch.ones(4)
+    c.all_reduce(x)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as raised:
+        for _ in range(1000):
+            c.all_reduce(x)
+    c.destroy()
+    return str(raised.value)
+
+
+def test_the_others_are_told_of_a_rank_that_was_killed(ranks: RankPool) -> None:
+    first, second, third = ranks.outcomes(3, survivor, bytes(pynccl.get_unique_id()))
+    assert second.report and not first.report and not third.report
+    assert "rank 1" in first.value and "rank 1" in third.value
