@@ -31,7 +31,9 @@ ORDER: dict[str, str] = {
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
         bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange
         bootstrap.stores bootstrap
-        nccl_params __init__ tools.progress tools.command
+        nccl_params __init__
+        compat.tensors compat.process_group compat.wrapper compat.stateless compat.vllm compat.sglang
+        tools.progress tools.command
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
         tools.hang.clean tools.hang.sources tools.hang.table tools.hang.ras tools.hang.report tools.hang.clocks
         tools.hang.timeline tools.hang

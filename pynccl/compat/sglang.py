@@ -1,0 +1,128 @@
+"""SGLang's PyNcclCommunicator by its own names, which are those of old vLLM (0.6) and some of its own.
+
+    from pynccl.compat.sglang import PyNcclCommunicator
+    # instead of sglang.srt.distributed.device_communicators.pynccl
+
+What differs from vLLM's: all_reduce is in place and takes op second, sizes= instead of all_gatherv and
+reduce_scatterv, and a new communicator is disabled until `with comm.change_state(enable=True):`. As in SGLang 0.5.23;
+`stream=`, which that one no longer has, is taken as in earlier releases.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from ..bindings.abi import RedOp, UniqueId
+from ..bindings.structs import CommConfig, struct_of
+from . import vllm, wrapper
+from .stateless import StatelessProcessGroup
+from .tensors import contiguous, writable
+from .vllm import buffer_type, cudaStream_t, ncclComm_t, ncclDataTypeEnum, ncclRedOpTypeEnum, ncclUniqueId
+
+__all__ = [
+    "NCCLLibrary",
+    "PyNcclCommunicator",
+    "StatelessProcessGroup",
+    "ncclUniqueId",
+    "ncclDataTypeEnum",
+    "ncclRedOpTypeEnum",
+    "ncclComm_t",
+    "cudaStream_t",
+    "buffer_type",
+]
+
+
+class NCCLLibrary(wrapper.NCCLLibrary):
+    """vLLM's, with the library that SGLANG_NCCL_SO_PATH names."""
+
+    path_variable = "SGLANG_NCCL_SO_PATH"
+
+    def ncclCommInitRankConfig(
+        self, world_size: int, unique_id: ncclUniqueId, rank: int, config: CommConfig | None = None
+    ) -> ncclComm_t:
+        """ncclCommInitRank with a pynccl.CommConfig, whose fields the loaded NCCL has to have."""
+        comm = ncclComm_t()
+        struct = struct_of(config or CommConfig(), CommConfig, self.lib)
+        identity = UniqueId.from_buffer_copy(unique_id)
+        code = self.lib.ncclCommInitRankConfig(ctypes.byref(comm), world_size, identity, rank, ctypes.byref(struct))
+        self._check(code, f"ncclCommInitRankConfig(rank {rank} of {world_size})")
+        return comm
+
+
+class PyNcclCommunicator(vllm.PyNcclCommunicator):
+    """See vllm.PyNcclCommunicator.
+
+    is_symmetric_memory_enabled  NCCL's own synchronisation of CUDA graphs is off (graphUsageMode 1; NCCL >= 2.29)
+    cta_policy                   ncclConfig_t's CTAPolicy: 2 lets copy engines work; None: NCCL's default
+    """
+
+    library_class = NCCLLibrary
+
+    def __init__(
+        self,
+        group: Any = None,
+        device: Any = None,
+        library_path: str | None = None,
+        is_symmetric_memory_enabled: bool = False,
+        cta_policy: int | None = None,
+    ) -> None:
+        options: dict[str, Any] = {}
+        if is_symmetric_memory_enabled:
+            options["graph_usage_mode"] = 1
+        if cta_policy is not None:
+            options["cta_policy"] = cta_policy
+        self.config = CommConfig(**options) if options else None
+        super().__init__(group, device, library_path)
+        self.disabled = True
+
+    def all_reduce(self, tensor: Any, op: Any = RedOp.SUM, stream: Any = None) -> None:  # type: ignore[override]
+        """tensor on every rank: the reduction of all ranks'."""
+        comm = self._live("all_reduce")
+        if comm is not None:
+            self._all_reduce(comm, tensor, tensor, op, stream)
+
+    def outplace_all_reduce(
+        self, in_tensor: Any, out_tensor: Any = None, op: Any = RedOp.SUM, stream: Any = None
+    ) -> Any:
+        """out_tensor on every rank: the reduction of all ranks' in_tensor."""
+        return super().all_reduce(in_tensor, out_tensor, op, stream)
+
+    def all_gather(  # type: ignore[override]
+        self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int] | None = None, stream: Any = None
+    ) -> None:
+        """output_tensor on every rank: all ranks' input_tensor; with sizes, so many rows of each."""
+        if sizes is None:
+            super().all_gather(output_tensor, input_tensor, stream)
+        else:
+            super().all_gatherv(output_tensor, input_tensor, sizes, stream)
+
+    def reduce_scatter(  # type: ignore[override]
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        op: Any = RedOp.SUM,
+        sizes: Sequence[int] | None = None,
+        stream: Any = None,
+    ) -> None:
+        """output_tensor on rank r: its block of the reduction of all ranks' input_tensor; with sizes, so many rows."""
+        if sizes is None:
+            super().reduce_scatter(output_tensor, input_tensor, op, stream)
+        else:
+            super().reduce_scatterv(output_tensor, input_tensor, sizes, op, stream)
+
+    def cp_all_gather_into_tensor(
+        self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int] | None = None, stream: Any = None
+    ) -> None:
+        """all_gather, also while disabled. (Of older SGLang.)"""
+        with self.change_state(enable=True):
+            self.all_gather(output_tensor, input_tensor, sizes, stream)
+
+    def all_to_all_single(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
+        """Part j of input_tensor goes to rank j, to part `rank` of its output_tensor; parts are equal."""
+        comm = self._live("all_to_all_single")
+        if comm is not None:
+            send = contiguous("all_to_all_single", "input_tensor", input_tensor)
+            recv = contiguous("all_to_all_single", "output_tensor", writable(output_tensor))
+            comm.all_to_all(send, recv, stream=self._stream(stream))

@@ -1,0 +1,366 @@
+"""NCCLLibrary: the C functions one by one, raw pointers and handles in, errors as exceptions. vLLM's names.
+
+Over `bindings.Library`, so a function that the loaded NCCL lacks says which release has it, and everything runs on the
+host library too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..bindings import abi
+from ..bindings.errors import NcclInvalidUsage
+from ..bindings.library import Library, load
+from ..comm.communicator import Communicator
+from ..comm.groups import group
+from ..interop.buffers import data_type
+
+ncclResult_t = ctypes.c_int
+ncclComm_t = ctypes.c_void_p
+ncclWindow_t = ctypes.c_void_p
+cudaStream_t = ctypes.c_void_p
+buffer_type = ctypes.c_void_p
+ncclDataType_t = ctypes.c_int
+ncclRedOp_t = ctypes.c_int
+
+NCCL_UNIQUE_ID_BYTES = abi.UNIQUE_ID_BYTES
+
+
+class ncclUniqueId(ctypes.Structure):
+    """128 opaque bytes, in `internal`, whose elements can be read and set one by one."""
+
+    _fields_ = [("internal", ctypes.c_byte * NCCL_UNIQUE_ID_BYTES)]
+
+
+class ncclDataTypeEnum:
+    """nccl.h's numbers of the data types."""
+
+    ncclInt8 = ncclChar = 0
+    ncclUint8 = 1
+    ncclInt32 = ncclInt = 2
+    ncclUint32 = 3
+    ncclInt64 = 4
+    ncclUint64 = 5
+    ncclFloat16 = ncclHalf = 6
+    ncclFloat32 = ncclFloat = 7
+    ncclFloat64 = ncclDouble = 8
+    ncclBfloat16 = 9
+    ncclFloat8e4m3 = 10
+    ncclFloat8e5m2 = 11
+    ncclNumTypes = 12
+
+    @classmethod
+    def from_torch(cls, dtype: Any) -> int:
+        """The number of a torch.dtype; ValueError for one that NCCL does not have."""
+        try:
+            return int(data_type(dtype))
+        except TypeError as error:
+            raise ValueError(f"Unsupported dtype: {error}") from None
+
+    @classmethod
+    def try_from_torch(cls, dtype: Any) -> int | None:
+        """The number of a torch.dtype; None for one that NCCL does not have."""
+        try:
+            return cls.from_torch(dtype)
+        except ValueError:
+            return None
+
+    @classmethod
+    def supports_torch_dtype(cls, dtype: Any) -> bool:
+        return cls.try_from_torch(dtype) is not None
+
+
+class ncclRedOpTypeEnum:
+    """nccl.h's numbers of the reduction operators."""
+
+    ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg = range(5)
+    ncclNumOps = 5
+
+    @classmethod
+    def from_torch(cls, op: Any) -> int:
+        """The number of a torch.distributed.ReduceOp (or pynccl.RedOp); ValueError for one that NCCL does not have."""
+        if isinstance(op, abi.RedOp):
+            return int(op)
+        from torch.distributed import ReduceOp
+
+        known = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)
+        for number, one in enumerate(known):
+            if op == one:  # in this order: a ReduceOp compares itself with its kinds, and they not with it
+                return number
+        raise ValueError(f"Unsupported op: {op!r}; expected ReduceOp.SUM, PRODUCT, MAX, MIN or AVG")
+
+
+_met: dict[Any, abi.RedOp] = {}  # torch's operators
+
+
+def operator_of(op: Any) -> abi.RedOp:
+    """The same as a RedOp."""
+    if type(op) is abi.RedOp:
+        return op
+    found = _met.get(op) if op.__hash__ is not None else None
+    if found is None:
+        found = abi.RedOp(ncclRedOpTypeEnum.from_torch(op))
+        if type(op).__module__.startswith("torch"):  # whose equality is to be trusted
+            _met[op] = found
+    return found
+
+
+@dataclass
+class Function:
+    """A C function: its name, and the ctypes of its result and its arguments."""
+
+    name: str
+    restype: Any
+    argtypes: list[Any]
+
+
+class _Functions(Mapping[str, Callable[..., Any]]):
+    """Name -> C function, for all of nccl.h; what the loaded library lacks is not in it."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        if (name not in abi.FUNCTIONS and name not in abi.DEVICE_FUNCTIONS) or not self.library.supports(name):
+            raise KeyError(name)
+        function: Callable[..., Any] = getattr(self.library, name)
+        return function
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in abi.FUNCTIONS if self.library.supports(name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _OpenGroup(threading.local):
+    """The group that group_start() of any communicator opened in this thread; NCCL counts them per thread, too."""
+
+    depth = 0
+    block: AbstractContextManager[None] | None = None
+
+
+open_group = _OpenGroup()
+owners: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()  # by ncclComm_t
+
+
+def group_start() -> None:
+    """What is called from now on in this thread is launched together by the last group_end()."""
+    if not open_group.depth:
+        open_group.block = group()
+        open_group.block.__enter__()
+    open_group.depth += 1
+
+
+def group_end() -> None:
+    """Launch what was called since the first group_start()."""
+    if not open_group.depth:
+        raise NcclInvalidUsage("group_end: there was no group_start() in this thread")
+    open_group.depth -= 1
+    if not open_group.depth and open_group.block is not None:
+        block, open_group.block = open_group.block, None
+        block.__exit__(None, None, None)
+
+
+class NCCLLibrary:
+    """One loaded libnccl, its functions as methods.
+
+    so_file  path of a libnccl, "host" for the host library; None: VLLM_NCCL_SO_PATH, else what pynccl.load() finds
+
+    Pointers, handles and streams are integers or ctypes.c_void_p; counts are in elements. A result code is raised as
+    pynccl.NcclError, which is a RuntimeError. Nothing is checked before C sees it: use pynccl.Communicator for that.
+    """
+
+    exported_functions: ClassVar[list[Function]] = [
+        Function(name, row.restype, list(row.argtypes))
+        for name, row in {**abi.FUNCTIONS, **abi.DEVICE_FUNCTIONS}.items()
+    ]
+    path_variable = "VLLM_NCCL_SO_PATH"
+
+    def __init__(self, so_file: str | None = None) -> None:
+        self.lib = load(so_file or os.environ.get(self.path_variable) or None)
+        self._funcs = _Functions(self.lib)
+
+    def has_symbol(self, name: str) -> bool:
+        """Whether the loaded library has this function of nccl.h."""
+        return name in self._funcs
+
+    def ncclGetErrorString(self, result: int) -> str:
+        return self.lib.error_string(getattr(result, "value", result))
+
+    def ncclGetLastError(self) -> str | None:
+        return self.lib.last_error() or None
+
+    def NCCL_CHECK(self, result: int) -> None:
+        """Raise unless `result` is ncclSuccess (0)."""
+        self._check(result, "an NCCL call")
+
+    def _check(self, result: Any, call: str) -> None:
+        code = getattr(result, "value", result)
+        if code:
+            error = self.lib.error(code, call)
+            error.args = (f"NCCL error: {error}",)
+            raise error
+
+    def ncclGetRawVersion(self) -> int:
+        """As nccl.h has it: 22703 is 2.27.3."""
+        version = ctypes.c_int()
+        self._check(self.lib.ncclGetVersion(ctypes.byref(version)), "ncclGetVersion")
+        return version.value
+
+    def ncclGetVersion(self) -> str:
+        return ".".join(map(str, self.lib.version))
+
+    def ncclGetUniqueId(self) -> ncclUniqueId:
+        identity = abi.UniqueId()
+        self._check(self.lib.ncclGetUniqueId(ctypes.byref(identity)), "ncclGetUniqueId")
+        return ncclUniqueId.from_buffer_copy(identity)
+
+    def unique_id_from_bytes(self, data: bytes) -> ncclUniqueId:
+        if len(data) != NCCL_UNIQUE_ID_BYTES:
+            raise ValueError(f"Expected {NCCL_UNIQUE_ID_BYTES} bytes for ncclUniqueId, got {len(data)} bytes")
+        return ncclUniqueId.from_buffer_copy(bytes(data))
+
+    def ncclCommInitRank(self, world_size: int, unique_id: ncclUniqueId, rank: int) -> ctypes.c_void_p:
+        comm = ncclComm_t()
+        identity = abi.UniqueId.from_buffer_copy(unique_id)
+        code = self.lib.ncclCommInitRank(ctypes.byref(comm), world_size, identity, rank)
+        self._check(code, f"ncclCommInitRank(rank {rank} of {world_size})")
+        return comm
+
+    def ncclAllReduce(
+        self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, comm: Any, stream: Any
+    ) -> None:
+        if open_group.depth and _recorded("ncclAllReduce", sendbuff, recvbuff, count, datatype, op, comm, stream):
+            return
+        if code := self.lib.ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream):
+            self._check(code, "ncclAllReduce")
+
+    def ncclReduce(
+        self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, root: int, comm: Any, stream: Any
+    ) -> None:
+        if open_group.depth and _recorded("ncclReduce", sendbuff, recvbuff, count, datatype, op, root, comm, stream):
+            return
+        if code := self.lib.ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream):
+            self._check(code, "ncclReduce")
+
+    def ncclReduceScatter(
+        self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, comm: Any, stream: Any
+    ) -> None:
+        if open_group.depth and _recorded("ncclReduceScatter", sendbuff, recvbuff, count, datatype, op, comm, stream):
+            return
+        if code := self.lib.ncclReduceScatter(sendbuff, recvbuff, count, datatype, op, comm, stream):
+            self._check(code, "ncclReduceScatter")
+
+    def ncclAllGather(self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, comm: Any, stream: Any) -> None:
+        if open_group.depth and _recorded("ncclAllGather", sendbuff, recvbuff, count, datatype, comm, stream):
+            return
+        if code := self.lib.ncclAllGather(sendbuff, recvbuff, count, datatype, comm, stream):
+            self._check(code, "ncclAllGather")
+
+    def ncclSend(self, sendbuff: Any, count: int, datatype: int, dest: int, comm: Any, stream: Any) -> None:
+        if open_group.depth and _recorded("ncclSend", sendbuff, count, datatype, dest, comm, stream):
+            return
+        if code := self.lib.ncclSend(sendbuff, count, datatype, dest, comm, stream):
+            self._check(code, "ncclSend")
+
+    def ncclRecv(self, recvbuff: Any, count: int, datatype: int, src: int, comm: Any, stream: Any) -> None:
+        if open_group.depth and _recorded("ncclRecv", recvbuff, count, datatype, src, comm, stream):
+            return
+        if code := self.lib.ncclRecv(recvbuff, count, datatype, src, comm, stream):
+            self._check(code, "ncclRecv")
+
+    def ncclBroadcast(
+        self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, root: int, comm: Any, stream: Any
+    ) -> None:
+        if open_group.depth and _recorded("ncclBroadcast", sendbuff, recvbuff, count, datatype, root, comm, stream):
+            return
+        if code := self.lib.ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream):
+            self._check(code, "ncclBroadcast")
+
+    def ncclCommDestroy(self, comm: Any) -> None:
+        owner = owners.get(_integer(comm))
+        if owner is not None:  # which would destroy it once more at the end of the process
+            owner.destroy()
+            return
+        self._check(self.lib.ncclCommDestroy(comm), "ncclCommDestroy")
+
+    def ncclCommAbort(self, comm: Any) -> None:
+        owner = owners.get(_integer(comm))
+        if owner is not None:
+            owner.abort()
+            return
+        self._check(self.lib.ncclCommAbort(comm), "ncclCommAbort")
+
+    def ncclCommSuspend(self, comm: Any, flags: int) -> None:
+        self._check(self.lib.ncclCommSuspend(comm, flags), "ncclCommSuspend")
+
+    def ncclCommResume(self, comm: Any) -> None:
+        self._check(self.lib.ncclCommResume(comm), "ncclCommResume")
+
+    def ncclGroupStart(self) -> None:
+        self._check(self.lib.ncclGroupStart(), "ncclGroupStart")
+
+    def ncclGroupEnd(self) -> None:
+        self._check(self.lib.ncclGroupEnd(), "ncclGroupEnd")
+
+    def ncclCommWindowRegister(self, comm: Any, buff: Any, size: int, win_flags: int) -> ctypes.c_void_p:
+        window = ncclWindow_t()
+        code = self.lib.ncclCommWindowRegister(comm, buff, size, ctypes.byref(window), win_flags)
+        self._check(code, f"ncclCommWindowRegister({size} bytes)")
+        return window
+
+    def ncclCommWindowDeregister(self, comm: Any, window: Any) -> None:
+        self._check(self.lib.ncclCommWindowDeregister(comm, window), "ncclCommWindowDeregister")
+
+    def ncclMemAlloc(self, size: int) -> int:
+        """Address of `size` bytes of NCCL's own memory on the current device. (SGLang's wrapper has it.)"""
+        pointer = ctypes.c_void_p()
+        self._check(self.lib.ncclMemAlloc(ctypes.byref(pointer), size), f"ncclMemAlloc({size} bytes)")
+        return pointer.value or 0
+
+    def ncclMemFree(self, ptr: int) -> None:
+        self._check(self.lib.ncclMemFree(ptr), "ncclMemFree")
+
+
+def _recorded(name: str, *args: Any) -> bool:
+    """Whether the call joins a group that group_start() opened, as calls of its communicators' handles do."""
+    *inputs, comm, stream = args
+    owner = owners.get(_integer(comm))
+    if owner is None:
+        return False
+    _record(owner, name, [_integer(one) for one in inputs], _integer(stream))
+    return True
+
+
+def _record(owner: Communicator, name: str, inputs: list[int], stream: int) -> None:
+    """The same call of the communicator that has this handle, on raw buffers."""
+    if name in ("ncclSend", "ncclRecv"):
+        pointer, count, dtype, peer = inputs
+        operation = owner.send if name == "ncclSend" else owner.recv
+        operation((pointer, count, abi.DataType(dtype)), peer, stream=stream)
+        return
+    send, recv, count, dtype, *rest = inputs
+    kind, rows = abi.DataType(dtype), owner.size
+    if name == "ncclBroadcast":
+        owner.broadcast((send or recv, count, kind), (recv, count, kind), rest[0], stream=stream)
+    elif name == "ncclReduce":
+        owner.reduce((send, count, kind), (recv, count, kind), abi.RedOp(rest[0]), rest[1], stream=stream)
+    elif name == "ncclAllReduce":
+        owner.all_reduce((send, count, kind), (recv, count, kind), abi.RedOp(rest[0]), stream=stream)
+    elif name == "ncclAllGather":
+        owner.all_gather((send, count, kind), (recv, count * rows, kind), stream=stream)
+    else:
+        owner.reduce_scatter((send, count * rows, kind), (recv, count, kind), abi.RedOp(rest[0]), stream=stream)
+
+
+def _integer(value: Any) -> int:
+    """Of an integer, a ctypes.c_void_p or None."""
+    return getattr(value, "value", value) or 0

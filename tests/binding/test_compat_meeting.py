@@ -1,0 +1,205 @@
+"""How the ranks of a PyNcclCommunicator meet, and what they say where they cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch.distributed import ReduceOp
+
+import pynccl
+from pynccl import Communicator
+from pynccl.compat import wrapper
+from pynccl.compat.vllm import NCCLLibrary, PyNcclCommunicator, StatelessProcessGroup
+
+CPU = torch.device("cpu")
+
+
+def meet(count: int, body: Callable[[StatelessProcessGroup], Any]) -> list[Any]:
+    """body(group) of `count` ranks that are threads of this process, over one store."""
+    store = dist.HashStore()
+    found: list[Any] = [None] * count
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = body(StatelessProcessGroup(rank, count, store))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def over_a_store(group: StatelessProcessGroup) -> list[float]:
+    c = PyNcclCommunicator(group, 0)  # an index is the CPU on the host library
+    group.barrier()
+    result: list[float] = c.all_reduce(torch.full((2,), group.rank + 1.0)).tolist()
+    group.barrier()
+    c.destroy()
+    return result
+
+
+def test_stateless_group_of_threads() -> None:
+    assert meet(3, over_a_store) == [[6.0, 6.0]] * 3
+
+
+def objects(group: StatelessProcessGroup) -> tuple[Any, ...]:
+    n, right, left = group.world_size, (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+    group.send_obj(("from", group.rank), right)
+    got = group.recv_obj(left)
+    everything = group.all_gather_obj(group.rank**2)
+    word = group.broadcast_obj("last" if group.rank == n - 1 else None, n - 1)
+    tensor = group.all_reduce(torch.tensor([group.rank, 1]), ReduceOp.MAX).tolist()
+    group.send(torch.tensor([float(group.rank)]), right)
+    received = group.recv(torch.zeros(1), left).item()
+    return got, everything, word, tensor, received, group.broadcast(torch.tensor(group.rank), 1).item()
+
+
+def test_stateless_group_exchanges_objects() -> None:
+    expected = [(("from", (r - 1) % 3), [0, 1, 4], "last", [2, 1], float((r - 1) % 3), 1) for r in range(3)]
+    assert meet(3, objects) == expected
+
+
+def test_stateless_barrier_names_who_is_missing() -> None:
+    store = dist.HashStore()
+    with pytest.raises(pynccl.NcclTimeout, match=r"no sign of rank\(s\) \[1\] of 2 in 0.2 s"):
+        StatelessProcessGroup(0, 2, store).barrier(timeout=0.2)
+    with pytest.raises(ValueError, match=r"rank is 2, expected 0\.\.1"):
+        StatelessProcessGroup(2, 2, store)
+
+
+def created(comm: Communicator, port: int) -> list[float]:
+    """As a trainer and an inference worker meet."""
+    group = StatelessProcessGroup.create("127.0.0.1", port, comm.rank, comm.size, store_timeout=30)
+    c = PyNcclCommunicator(group, device=comm.device)
+    x = torch.full((3,), float(comm.rank))
+    c.broadcast(x, src=1)
+    group.barrier()
+    c.destroy()
+    return x.tolist()
+
+
+def test_stateless_group_of_processes(ranks: RankPool) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert ranks.run(2, created, port) == [[1.0] * 3] * 2
+
+
+def test_stateless_group_at_an_address_of_another_machine() -> None:
+    with pytest.raises(RuntimeError, match=r"cannot listen at 192\.0\.2\.1:2: .*an address of its machine"):
+        StatelessProcessGroup.create("192.0.2.1", 2, 0, 2)
+
+
+def from_bytes(comm: Communicator, identity: bytes) -> list[float]:
+    c = PyNcclCommunicator.from_unique_id_bytes(identity, comm.rank, comm.size, "cpu")
+    assert c.group is None
+    result: list[float] = c.all_reduce(torch.ones(2)).tolist()
+    c.destroy()
+    return result
+
+
+def test_from_unique_id_bytes(ranks: RankPool) -> None:
+    identity = bytes(NCCLLibrary().ncclGetUniqueId())
+    assert ranks.run(3, from_bytes, identity) == [[3.0, 3.0]] * 3
+    with pytest.raises(ValueError, match="128 bytes, got 3"):
+        PyNcclCommunicator.from_unique_id_bytes(b"abc", 0, 2, "cpu")
+    with pytest.raises(ValueError, match="rank"):
+        PyNcclCommunicator.from_unique_id_bytes(identity, 2, 2, "cpu")
+
+
+def foreign(comm: Communicator, identity: bytes) -> list[float]:
+    """Rank 0 by this class, rank 1 by pynccl alone: it takes part in the one-float sum after the init."""
+    if comm.rank == 0:
+        c = PyNcclCommunicator.from_unique_id_bytes(identity, 0, 2, "cpu")
+        result: list[float] = c.all_reduce(torch.ones(2)).tolist()
+        c.destroy()
+        return result
+    other = Communicator.init(2, identity, 1)
+    other.all_reduce(torch.zeros(1))
+    result = other.all_reduce(torch.ones(2)).tolist()
+    other.destroy()
+    return result
+
+
+def test_another_program_at_the_other_end(ranks: RankPool) -> None:
+    assert ranks.run(2, foreign, bytes(pynccl.get_unique_id())) == [[2.0, 2.0]] * 2
+
+
+def test_one_rank_is_disabled_and_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = StatelessProcessGroup(0, 1, dist.HashStore())
+    c = PyNcclCommunicator(group, CPU)
+    assert (c.available, c.disabled, c.world_size) == (False, True, 1) and c.all_reduce(torch.ones(1)) is None
+    c.destroy()
+    c.disabled = False
+    with pytest.raises(RuntimeError, match="there is no communicator"):
+        c.all_reduce(torch.ones(1))
+    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    two = PyNcclCommunicator(StatelessProcessGroup(0, 2, dist.HashStore()), CPU)
+    assert not two.available and two.all_reduce(torch.ones(1)) is None
+
+
+def without_library(group: StatelessProcessGroup, absent: tuple[int, ...]) -> Any:
+    c = PyNcclCommunicator(group, CPU, library_path="/nowhere/libnccl.so" if group.rank in absent else None)
+    return c.available, c.disabled, c.all_reduce(torch.ones(1))
+
+
+def test_without_a_library_on_rank_0_all_are_disabled() -> None:
+    with pytest.warns(UserWarning, match="disabled on rank .: no NCCL") as said:
+        assert meet(2, lambda group: without_library(group, (0,))) == [(False, True, None)] * 2
+    texts = sorted(str(one.message) for one in said)
+    assert "/nowhere/libnccl.so" in texts[0] and "rank 0 could not load it" in texts[1]
+
+
+def test_without_a_library_on_another_rank_that_one_raises() -> None:
+    """And rank 0, which waits in NCCL's init, is told by its end, as of any process that dies there."""
+    store = dist.HashStore()
+    StatelessProcessGroup(0, 2, store).broadcast_obj(NCCLLibrary().ncclGetUniqueId(), src=0)
+    with pytest.raises(pynccl.NcclLibraryNotFound, match="/nowhere"):
+        PyNcclCommunicator(StatelessProcessGroup(1, 2, store), CPU, library_path="/nowhere/libnccl.so")
+
+
+def test_a_wrong_group_or_device_is_said() -> None:
+    with pytest.raises(RuntimeError, match="call init_process_group first"):
+        PyNcclCommunicator(None, CPU)
+    found = meet(2, lambda group: PyNcclCommunicator(group, "cuda:0"))
+    assert [type(one) for one in found] == [ValueError, ValueError]
+    assert all("the host library works on the CPU" in str(one) for one in found)
+
+
+def test_an_error_in_another_rank_leaves_no_open_group() -> None:
+    with pytest.raises(RuntimeError, match=r"no group_start\(\)"):
+        wrapper.group_end()
+    assert "VLLM_NCCL_SO_PATH" not in os.environ
+
+
+def survivor(comm: Communicator, identity: bytes) -> str:
+    c = PyNcclCommunicator.from_unique_id_bytes(identity, comm.rank, comm.size, "cpu")
+    x = torch.ones(4)
+    c.all_reduce(x)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as raised:
+        for _ in range(1000):
+            c.all_reduce(x)
+    c.destroy()
+    return str(raised.value)
+
+
+def test_the_others_are_told_of_a_rank_that_was_killed(ranks: RankPool) -> None:
+    first, second, third = ranks.outcomes(3, survivor, bytes(pynccl.get_unique_id()))
+    assert second.report and not first.report and not third.report
+    assert "rank 1" in first.value and "rank 1" in third.value
