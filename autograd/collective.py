@@ -187,9 +187,10 @@ def refuse_group(name: str) -> None:
     """NcclInvalidUsage within a `pynccl.group`, at whose end alone there are results."""
     if recorder() is not None:
         raise NcclInvalidUsage(
-            f"{name} within a pynccl.group(): its calls are launched at the end of the block, and a graph, or its backward "
-            "pass, goes on with their results before that. For several tensors pass a list, as in "
-            "ad.all_reduce([a, b], comm, ...), which is one group; for several ranks in one process have a thread for each"
+            f"{name} within a pynccl.group(): its calls are launched at the end of the block, and a graph, or its "
+            "backward pass,\ngoes on with their results before that. For several tensors pass a list, as in "
+            "ad.all_reduce([a, b], comm, ...), which is one\ngroup; for several ranks in one process have a thread for "
+            "each"
         )
 
 

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/custom_layer.py
 
-`CumulativeSum` is a torch.autograd.Function around calls of the communicator, with its adjoint written by hand: an output
-is the sum of the inputs before it, so an input's gradient is the sum of the gradients behind it, the same in reverse.
+`CumulativeSum` is a torch.autograd.Function around calls of the communicator, its adjoint written by hand: an output is
+the sum of the inputs before it, so an input's gradient is the sum of the gradients behind it, the same in reverse.
 `composed` is made of ad.all_gather, whose adjoint is known. Both are compared with torch.cumsum of the whole sequence,
 check_adjoint says whether the backward pass is the adjoint, check_gradients compares with finite differences.
 """

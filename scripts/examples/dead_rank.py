@@ -23,7 +23,7 @@ STEP_SECONDS, MEETING_SECONDS = 10.0, 3.0  # for a step; for all who live to com
 
 
 def step(comm: pynccl.Communicator, value: float) -> float:
-    """The sum over ranks of what each has. A call on a GPU returns at once: what goes wrong later has to be asked for."""
+    """The sum over ranks of what each has. On a GPU the call returns at once: what goes wrong later has to be asked."""
     x = torch.full((4,), value, device=comm.device)
     comm.all_reduce(x, x)
     done, deadline = pynccl.current_stream(comm.device).record(), time.monotonic() + STEP_SECONDS
@@ -55,7 +55,8 @@ def main(comm: pynccl.Communicator, store: Store) -> str:
         try:
             sums.append(step(comm, value))
         except pynccl.NcclError as error:
-            print(f"rank {comm.rank}: {type(error).__name__} in step {len(sums)}: {error.verdict or error}")
+            if comm.rank == 0:
+                print(f"{type(error).__name__} in step {len(sums)}: {error.verdict or error}")
             gone = missing(comm, store)
             if not gone or comm.rank in gone:  # it was something else; or the others have waited for this rank in vain
                 raise

@@ -2,13 +2,13 @@
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/ring.py
 
-Each rank sends the block that it has to the next rank and receives that of the rank before, in one group: as two launches
-every rank would wait in its send for a recv that nobody has come to. After N - 1 steps each rank has seen all blocks.
+Each rank sends the block that it has to the next rank and receives that of the rank before, in one group: as two
+launches every rank would wait in its send for a recv that nobody has come to. After N - 1 steps all have seen all.
 
 Streams are ordered by nothing but the waits. There are two a step, and each is needed:
 
-    side.wait(current)    the transfer overwrites the buffer that the work of the step before reads; and before the first
-                          step, the current stream fills the block that is sent
+    side.wait(current)    the transfer overwrites the buffer that the work of the step before reads; in the first step,
+                          it sends the block that the current stream has filled
     current.wait(side)    the work of the next step reads what the transfer brings
 
 On a CPU the caller works and is never ahead of himself, so only the second can be missed there; on a GPU both.

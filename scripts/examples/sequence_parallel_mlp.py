@@ -6,8 +6,8 @@ Rank r has columns of the first layer, rows of the second, and its part of the s
 
     x [S/N, b, d] -> norm -> all_gather -> @ up [d, h/N] -> gelu -> @ down [h/N, d] -> reduce_scatter -> y [S/N, b, d]
 
-The two layers do the collectives. Their own gradients are whole: each rank has seen all tokens. Those of the norm, which
-every rank has, come from this rank's tokens alone; it says so by a `Shard`, and `finish_gradients` sums them.
+The two layers do the collectives. Their own gradients are whole: each rank has seen all tokens. Those of the norm,
+which every rank has, come from this rank's tokens alone; it says so by a `Shard`, and `finish_gradients` sums them.
 """
 
 from __future__ import annotations
