@@ -48,7 +48,8 @@ def missing(comm: pynccl.Communicator, store: Store) -> list[int]:
 
 
 def main(comm: pynccl.Communicator, store: Store) -> str:
-    size, value, sums = comm.size, float(10**comm.rank), []
+    size, value = comm.size, float(10**comm.rank)
+    sums: list[float] = []
     while len(sums) < STEPS:
         if len(sums) == DEATH and comm.rank == size - 1 > 0:
             os._exit(0)

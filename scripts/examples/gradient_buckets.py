@@ -35,7 +35,7 @@ class GradientBuckets:
                 )
 
     def arrived(self, parameter: Tensor, bucket: list[nn.Parameter], missing: set[nn.Parameter]) -> None:
-        missing.discard(parameter)  # type: ignore[arg-type]  # a hook gets its parameter as a tensor
+        missing.discard(parameter)
         if missing:
             return
         missing.update(bucket)  # for the next step

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import TORCHRUN, RankPool
+from stub_driver import over_driver
 
 import pynccl
 import pynccl_autograd as ad
@@ -178,6 +179,26 @@ def notices(comm: Communicator, name: str) -> bool:
 def test_example_notices_a_mistake(ranks: RankPool, name: str) -> None:
     # Only rank 0 loads the checkpoint by torch; the other leaves the communicator in order.
     assert True in ranks.run(2, notices, name)
+
+
+# Memory of a GPU, as far as there is none
+
+
+def test_memory_of_cuda_core_is_handed_over_with_its_stream() -> None:
+    """cuda.core itself, over a driver and a libnccl that compute nothing: what is copied there comes back."""
+    printed = over_driver(
+        """
+import numpy as np
+import raw_pointers
+values = np.arange(10, dtype=np.float32)
+found = raw_pointers.with_cuda_core(stub.comm(), values)
+(call,) = stub.calls()
+print(found.tolist() == values.tolist(), call.name, call.args["send"] == call.args["recv"] > 0, call.args["count"])
+print(call.args["dtype"], call.args["stream"] > 2)
+""",
+        str(FOLDER),
+    )
+    assert printed.split() == ["True", "ncclAllReduce", "True", "10", str(int(pynccl.DataType.FLOAT32)), "True"]
 
 
 # The ring's waits
