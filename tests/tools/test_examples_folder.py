@@ -164,6 +164,8 @@ def spoiled(name: str) -> Iterator[None]:
             patch.setattr(
                 Communicator, "put_signal", lambda self, x, peer, w, at, stream: put(self, x, peer, w, stream=stream)
             )
+        elif name == "low_precision":  # a sum that is a little off
+            patch.setattr(ad, "all_reduce", lambda x, comm, **_: x + 2**-7)
         elif name == "overlap":  # the part of this rank alone
             patch.setattr(ad, "start", lambda operation, x, *_, **__: SimpleNamespace(wait=lambda: x))
         elif name == "errors":  # one that is no mistake
