@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pynccl import Communicator
+from pynccl import Communicator, NcclInvalidUsage
+from pynccl.comm.groups import recorder
 from pynccl.watch.frames import call_site
 from pynccl.watch.notes import noting
 
@@ -126,6 +127,8 @@ class Collective(Function):
                 x, lambda t, batched: cls.forward(t, comm, *(cls.batched(*params) if batched else params))
             )
         launch, result = cls.prepare(x, comm, *params)
+        if cls.communicates:
+            refuse_group(cls.name)
         if comm.recorded:
             with noting(cls.forward_name):
                 launch(None)
@@ -178,6 +181,17 @@ class Collective(Function):
     @classmethod
     def is_replicated(cls, params: Any) -> bool:
         return cls.grad_at is not None and params[cls.grad_at] == "replicated"
+
+
+def refuse_group(name: str) -> None:
+    """NcclInvalidUsage within a `pynccl.group`, at whose end alone there are results."""
+    if recorder() is not None:
+        raise NcclInvalidUsage(
+            f"{name} within a pynccl.group(): its calls are launched at the end of the block, and a graph, or its "
+            "backward pass,\ngoes on with their results before that. For several tensors pass a list, as in "
+            "ad.all_reduce([a, b], comm, ...), which is one\ngroup; for several ranks in one process have a thread for "
+            "each"
+        )
 
 
 class RequireGrad(Function):

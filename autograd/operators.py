@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from .collective import Collective, communicator, key_of, tangents_are_handled
+from .collective import Collective, communicator, key_of, refuse_group, tangents_are_handled
 from .ops.all_gather import AllGather, ReduceScatter, Split
 from .ops.all_reduce import AllReduce, Copy
 from .ops.all_to_all import AllToAll
@@ -65,6 +65,8 @@ def _register(function: type[Collective]) -> None:
     def kernel(x: Tensor, comm: str, *params: Any) -> Tensor:
         _refuse_tangents(function)
         launch, result = function.prepare(x, communicator(comm), *params)
+        if function.communicates:
+            refuse_group(function.name)
         launch(None)
         return result()
 

@@ -30,7 +30,7 @@ from pynccl.watch.notes import noting
 
 from . import levels
 from .checks import compare_backward, number_call
-from .collective import Call, Collective, require_grad, run, sees_operators
+from .collective import Call, Collective, refuse_group, require_grad, run, sees_operators
 from .recompute import AskForToken, save_token
 from .streams import made_on, share, side_stream
 from .torch_internals import dispatch_modes, has_storage, is_zero_tensor, outside_levels
@@ -133,6 +133,7 @@ class _Pending:
 
     def launch(self, x: Tensor) -> None:
         prepared = self.function.prepare(x, self.comm, *self.params)
+        refuse_group(self.function.name)
         self._home = self._side.wait_for_caller()
         self._prepared = prepared
         try:

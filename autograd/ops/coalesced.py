@@ -20,7 +20,7 @@ from pynccl.watch.frames import call_site
 from pynccl.watch.notes import noting
 
 from ..checks import ForwardCall, compare_backward, number_call
-from ..collective import Call, Collective, require_grad, run, sees_operators
+from ..collective import Call, Collective, refuse_group, require_grad, run, sees_operators
 from ..torch_internals import in_forward_mode, transforms_active
 
 P = ParamSpec("P")
@@ -81,6 +81,7 @@ class Coalesced(Function):
         prepared = [
             function.prepare(x, plan.comm, *params) for (function, params), x in zip(plan.parts, xs, strict=True)
         ]
+        refuse_group(plan.name)
         with pynccl.group():
             for one in prepared:
                 one.launch(None)

@@ -13,6 +13,7 @@ import torch
 from ranks import RankPool, each_size
 from torch import Tensor
 
+import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
 
@@ -266,3 +267,33 @@ def compared(comm: Communicator) -> str:
 def test_cotangents_of_lists_are_compared_on_demand(ranks: RankPool) -> None:
     for text in ranks.run(2, compared):
         assert "all_reduce of 2 tensors" in text
+
+
+def in_a_group(comm: Communicator) -> list[str]:
+    """What a pynccl.group() around differentiable functions and around a backward pass says."""
+    x = torch.ones(2, 2 * comm.size, requires_grad=True)
+    y = ad.all_gather(x * 2, comm, 1, grad="sum").sum()
+    calls = [
+        lambda: ad.all_gather(x, comm, 1, grad="sum"),
+        lambda: ad.all_reduce([x, x], comm, grad="sum"),
+        lambda: ad.start(ad.all_reduce, x, comm, grad="sum"),
+        y.backward,
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(pynccl.NcclInvalidUsage) as caught, pynccl.group():
+            call()
+        said.append(str(caught.value))
+    with pynccl.group():
+        part = ad.split(x, comm, dim=1)  # which sends nothing
+    assert part.shape == (2, 2)
+    assert ad.all_reduce(x, comm, grad="sum")[0, 0] == comm.size
+    return said
+
+
+def test_a_group_around_differentiable_functions_is_refused(ranks: RankPool) -> None:
+    """Their results, or the rest of the backward pass, would be made of memory that nothing has come to yet."""
+    for said in ranks.run(2, in_a_group):
+        names = [text.partition(" within a pynccl.group()")[0] for text in said]
+        assert names == ["all_gather", "all_reduce of 2 tensors", "all_reduce", "reduce_scatter"]
+        assert all("ad.all_reduce([a, b], comm, ...)" in text and "a thread for each" in text for text in said)

@@ -21,6 +21,11 @@ from pynccl.bindings.library import gpu_count
 FAILED = pytest.StashKey[str]()  # the first test that failed on this rank
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The examples come last: they need a little of everything, and nothing runs on several ranks behind a failure."""
+    items.sort(key=lambda item: item.path.name == "test_gpu_examples.py")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield

@@ -89,6 +89,21 @@ int cuEventElapsedTime_v2(float *ms, thing_t *start, thing_t *end) { return cuEv
 int cuMemAllocHost_v2(void **pointer, size_t size) { NEEDS_CONTEXT; pinned++; *pointer = calloc(1, size); return 0; }
 int cuMemHostAlloc(void **pointer, size_t size, unsigned flags) { return cuMemAllocHost_v2(pointer, size); }
 int cuMemFreeHost(void *pointer) { NEEDS_CONTEXT; pinned--; free(pointer); return 0; }
+/* The memory of its GPUs is the process's. */
+int cuDeviceGetDefaultMemPool(void **pool, int device) { *pool = (void *)0x9001; return 0; }
+int cuDeviceGetMemPool(void **pool, int device) { return cuDeviceGetDefaultMemPool(pool, device); }
+int cuMemGetDefaultMemPool(void **pool, void *location, int type) { return cuDeviceGetDefaultMemPool(pool, 0); }
+int cuMemGetMemPool(void **pool, void *location, int type) { return cuDeviceGetDefaultMemPool(pool, 0); }
+int cuMemPoolGetAttribute(void *pool, int which, void *value) { *(long long *)value = 0; return 0; }
+int cuMemPoolSetAttribute(void *pool, int which, void *value) { return 0; }
+int cuMemAllocFromPoolAsync(void **pointer, size_t size, void *pool, thing_t *stream) {
+  NEEDS_CONTEXT;
+  *pointer = calloc(1, size);
+  return 0;
+}
+int cuMemFreeAsync(void *pointer, thing_t *stream) { free(pointer); return 0; }
+int cuMemcpyHtoD_v2(void *to, const void *from, size_t size) { NEEDS_CONTEXT; memcpy(to, from, size); return 0; }
+int cuMemcpyDtoH_v2(void *to, const void *from, size_t size) { NEEDS_CONTEXT; memcpy(to, from, size); return 0; }
 int cuGetErrorName(int code, const char **name) { *name = "CUDA_ERROR_OF_THE_STUB"; return 0; }
 int cuGetErrorString(int code, const char **text) { *text = "an error of the stub"; return 0; }
 

@@ -1,0 +1,71 @@
+"""A checkpoint that does not know how many ranks wrote it: saved by all of them, loaded by none, one, and fewer.
+
+    torchrun --standalone --nproc-per-node=3 scripts/examples/checkpoint.py
+
+`ad.full_state_dict` gathers the cut parameters under the names and in the shapes of the unsharded model, so that torch
+alone can load the file. `ad.load_full_state_dict` gives each rank its part again, of any number of ranks; rank 0 reads
+the file and the others pass None, so no other machine has to see it. `ad.save_full_state_dict(model, folder)` writes
+large models tensor by tensor, `ad.full_optimizer_state_dict` is for the optimizer.
+"""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from torch import nn
+
+import pynccl
+import pynccl_autograd as ad
+
+WIDTH, HIDDEN = 8, 840  # which up to 8 ranks can share evenly
+
+
+def unsharded() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).double()
+
+
+def cut(comm: pynccl.Communicator) -> nn.Sequential:
+    up = ad.ColumnParallelLinear(WIDTH, HIDDEN, comm, dtype=torch.float64)
+    return nn.Sequential(up, nn.GELU(), ad.RowParallelLinear(HIDDEN, WIDTH, comm, dtype=torch.float64))
+
+
+def read(file: io.BytesIO) -> dict[str, torch.Tensor]:
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def loaded(comm: pynccl.Communicator, file: io.BytesIO | None, x: torch.Tensor) -> torch.Tensor:
+    """What another model, cut over the ranks of comm, makes of x with the file's weights."""
+    model = cut(comm)
+    ad.load_full_state_dict(model, None if file is None else read(file))
+    return model(x).detach()
+
+
+def main(comm: pynccl.Communicator) -> str:
+    torch.manual_seed(0)
+    x = torch.randn(5, WIDTH, dtype=torch.float64)
+    model = cut(comm)
+    y = model(x.to(comm.device)).detach()
+    state = ad.full_state_dict(model)  # every rank calls it, rank 0 gets it, on the CPU
+    file = io.BytesIO() if comm.rank == 0 else None  # or a path
+    if file is not None:
+        torch.save(state, file)
+    half = (comm.size + 1) // 2
+    fewer = comm.split(0 if comm.rank < half else None)
+    if fewer is not None:
+        with fewer:
+            again = loaded(fewer, file, x.to(comm.device))
+        torch.testing.assert_close(again, y)
+    if file is not None:
+        alone = unsharded()
+        alone.load_state_dict(read(file))  # torch knows nothing of ranks
+        torch.testing.assert_close(alone(x).detach(), y.cpu())
+    return f"checkpoint: saved by {comm.size} ranks, loaded by torch alone and by a model on {half}: the outputs agree"
+
+
+if __name__ == "__main__":
+    with pynccl.init() as world:
+        verified = main(world)
+        if world.rank == 0:
+            print(verified)
