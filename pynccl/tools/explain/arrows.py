@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from .moves import Cuts
-from .run import Landing, Stage
+from .run import Landing, Pass, Stage
 
 NEIGHBOURS = ("permute", "permute_back", "send_recv", "send_recv_back", "halo_exchange", "halo_reduce")
 _NAMES = {"premul": "sum"}
@@ -79,3 +79,21 @@ def sums_across_rows(stage: Stage) -> list[str]:
             terms = [total - before for total, before in zip(sums, [0.0, *sums], strict=False)]
             lines.append(f"rank {rank}: {' + '.join(map(number, terms))} = {number(sums[-1])}")
     return lines
+
+
+def labels(one: Pass) -> list[str]:
+    """Names of what the ranks hold: before the stages, and after each of them. G is the sum of all g."""
+    names = ["g", *("G" if stage.op == "sum" else "g / N" for stage in one.stages[:-1]), "x.grad"]
+    return names if one.is_adjoint else ["x", "y"]
+
+
+def step_labels(stage: Stage) -> list[str]:
+    """Who sends to whom in each step of a stage, in the order of drawing."""
+    texts = []
+    for step in range(stage.steps):
+        pairs = sorted({(one.move.source, one.move.target) for one in stage.landings if one.step == step})
+        if all(source == target for source, target in pairs):
+            texts.append("on each rank alone" if stage.is_local else "each rank's own part")
+        else:
+            texts.append("rank " + ", ".join(f"{source} → {target}" for source, target in pairs))
+    return texts

@@ -36,7 +36,7 @@ def premul(rank: int) -> float:
     return float(rank + 1)
 
 
-def _all_reduce(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> None:
+def _all_reduce(comm: Communicator, send: Any, recv: Any, setup: Setup, op: Any) -> None:
     if op == "premul":
         with comm.pre_mul_sum(premul(comm.rank), send.dtype) as scaled:
             comm.all_reduce(send, recv, scaled)
@@ -44,29 +44,29 @@ def _all_reduce(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str)
         comm.all_reduce(send, recv, op)
 
 
-def _reduce(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> None:
+def _reduce(comm: Communicator, send: Any, recv: Any, setup: Setup, op: Any) -> None:
     comm.reduce(send, recv, op, setup.root)
 
 
-def _broadcast(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> None:
+def _broadcast(comm: Communicator, send: Any, recv: Any, setup: Setup, op: Any) -> None:
     comm.broadcast(send, recv, setup.root)
 
 
-def _reduce_scatter(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> None:
+def _reduce_scatter(comm: Communicator, send: Any, recv: Any, setup: Setup, op: Any) -> None:
     if setup.by_counts:
         comm.reduce_scatter_v(send, recv, op, counts=setup.counts)
     else:
         comm.reduce_scatter(send, recv, op)
 
 
-def _all_gather(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> None:
+def _all_gather(comm: Communicator, send: Any, recv: Any, setup: Setup, op: Any) -> None:
     if setup.by_counts:
         comm.all_gather_v(send, recv, counts=setup.counts)
     else:
         comm.all_gather(send, recv)
 
 
-def _scatter(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> None:
+def _scatter(comm: Communicator, send: Any, recv: Any, setup: Setup, op: Any) -> None:
     given = send if comm.rank == setup.root else None
     if setup.by_counts:
         comm.scatter_v(given, recv, setup.root, counts=setup.counts)
@@ -74,7 +74,7 @@ def _scatter(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) ->
         comm.scatter(given, recv, setup.root)
 
 
-def _gather(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> None:
+def _gather(comm: Communicator, send: Any, recv: Any, setup: Setup, op: Any) -> None:
     given = recv if comm.rank == setup.root else None
     if setup.by_counts:
         comm.gather_v(send, given, setup.root, counts=setup.counts)
@@ -82,7 +82,7 @@ def _gather(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> 
         comm.gather(send, given, setup.root)
 
 
-def _all_to_all(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> None:
+def _all_to_all(comm: Communicator, send: Any, recv: Any, setup: Setup, op: Any) -> None:
     if setup.by_counts:
         to = [setup.sent(comm.rank, peer) for peer in range(setup.ranks)]
         comes = [setup.sent(peer, comm.rank) for peer in range(setup.ranks)]
@@ -91,7 +91,7 @@ def _all_to_all(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str)
         comm.all_to_all(send, recv)
 
 
-def _all_to_all_back(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> None:
+def _all_to_all_back(comm: Communicator, send: Any, recv: Any, setup: Setup, op: Any) -> None:
     if setup.by_counts:
         to = [setup.sent(peer, comm.rank) for peer in range(setup.ranks)]
         comes = [setup.sent(comm.rank, peer) for peer in range(setup.ranks)]
@@ -112,7 +112,7 @@ def _back(edges: Edges) -> Edges:
     return [(target, source) for source, target in edges]
 
 
-def _halo_exchange(comm: Communicator, send: Any, recv: Any, setup: Setup, op: str) -> None:
+def _halo_exchange(comm: Communicator, send: Any, recv: Any, setup: Setup, op: Any) -> None:
     recv.copy_(send)
     if comm.rank > 0:
         comm.send(send[HALO : 2 * HALO], comm.rank - 1)
@@ -136,7 +136,7 @@ def _send_halos_back(comm: Communicator, send: Any, recv: Any) -> list[tuple[Any
     return parts
 
 
-_CALLS: dict[str, Callable[[Communicator, Any, Any, Setup, str], Any]] = {
+_CALLS: dict[str, Callable[[Communicator, Any, Any, Setup, Any], Any]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,

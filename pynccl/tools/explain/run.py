@@ -61,6 +61,7 @@ class Pass:
     values: Values
     cuts: Cuts
     stages: tuple[Stage, ...]
+    is_adjoint: bool
 
     @property
     def result(self) -> Values:
@@ -107,14 +108,14 @@ def run(
     xs = _tensors(inputs if inputs is not None else example_input(name, op, before))
     gs = _tensors(cotangents if cotangents is not None else example_cotangent(op, grad, after))
     ys, landings = _stage(comms, Step(row.way, op), setup, xs, [])
-    forward = Pass(_values(xs), before, (Stage(row.way, op, landings, _values(ys), after),))
+    forward = Pass(_values(xs), before, (Stage(row.way, op, landings, _values(ys), after),), False)
     stages, held = [], gs
     for step in ADJOINTS[row.way, op, grad]:
         factors = FACTORS[step.op](comms, xs, ys) if step.way.startswith("scale") else []
         held, landings = _stage(comms, step, setup, held, factors)
         cuts = WAYS[step.way].after(setup)
         stages.append(Stage(step.way, step.op, landings, _values(held), cuts, _values(factors)))
-    return Run(name, op, grad, setup, forward, Pass(_values(gs), after, tuple(stages)))
+    return Run(name, op, grad, setup, forward, Pass(_values(gs), after, tuple(stages), True))
 
 
 # ------------------------------------------------------------------------------------------------- the example
@@ -199,9 +200,9 @@ def _landings(
                 raise ResultError(_difference(step, move, held[place], after))
         found.append(Landing(move, distances.index(_distance(move, setup.ranks)), held[place]))
     for rank, own in enumerate(after):
-        for place, value in enumerate(own):
-            if (rank, place) not in held and value:
-                raise ResultError(_difference(step, Move(rank, place, rank, place), 0.0, after))
+        for i, value in enumerate(own):
+            if (rank, i) not in held and value:
+                raise ResultError(_difference(step, Move(rank, i, rank, i), 0.0, after))
     return tuple(found)
 
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .arrows import aligned_rows, crossing, ending, number, rows_of, sums_across_rows
+from .arrows import aligned_rows, crossing, ending, labels, number, rows_of, sums_across_rows
+from .colours import TERMINAL
 from .moves import Cuts
 from .operations import OPERATIONS
 from .run import Pass, Run, Stage, Values
 from .words import SNIPPET, other_convention, step_words, words_of
 
-COLOURS = (33, 208, 35, 169, 37, 178, 99, 160)  # of 256, one for each rank; to be read on black and on white
 _LABEL = 7
 _NAMES = 17
 
@@ -49,7 +49,7 @@ class Style:
     def painted(self, text: str, rank: int | None) -> str:
         if not self.colour:
             return text
-        return f"\x1b[2m{text}\x1b[0m" if rank is None else f"\x1b[38;5;{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m"
+        return f"\x1b[2m{text}\x1b[0m" if rank is None else f"\x1b[38;5;{TERMINAL[rank]}m{text}\x1b[0m"
 
     def strong(self, text: str) -> str:
         return f"\x1b[1m{text}\x1b[0m" if self.colour else text
@@ -78,12 +78,12 @@ def drawing(run: Run, style: Style) -> str:
         *_legend(run, style),
         "",
         *_headed("forward", words.formula, style),
-        *_pass(run, run.forward, ("x", "y"), layout, style),
+        *_pass(run, run.forward, layout, style),
         "",
         *_headed("adjoint", back.formula, style),
         *_wrapped(f"{back.does} g is the cotangent: the gradient of y.", style),
         "",
-        *_pass(run, run.adjoint, ("g", "x.grad"), layout, style),
+        *_pass(run, run.adjoint, layout, style),
     ]
     if other := other_convention(run.name, run.grad):
         parts += ["", *_wrapped(other, style)]
@@ -91,7 +91,7 @@ def drawing(run: Run, style: Style) -> str:
         parts += ["", *(line for name, text in SNIPPET for line in _row(name, text, style))]
     rows = [("shapes", shapes), ("pynccl", words.pynccl), ("pynccl_autograd", words.autograd), ("torch", words.torch)]
     parts += ["", *(line for row in rows for line in _row(*row, style))]
-    parts += ["", "often mistaken", *(line for text in words.confused for line in _wrapped(text, style, "- "))]
+    parts += ["", "commonly confused", *(line for text in words.confused for line in _wrapped(text, style, "- "))]
     return "\n".join(line.rstrip() for line in parts)
 
 
@@ -132,9 +132,10 @@ def _legend(run: Run, style: Style) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------ a pass
 
 
-def _pass(run: Run, one: Pass, names: tuple[str, str], layout: Layout, style: Style) -> list[str]:
+def _pass(run: Run, one: Pass, layout: Layout, style: Style) -> list[str]:
     """What the ranks hold, stage after stage."""
     lines: list[str] = []
+    names = labels(one)
     values, cuts, name = one.values, one.cuts, names[0]
     from_ranks: dict[tuple[int, int], int | None] = {
         (rank, i): rank for rank, own in enumerate(values) for i in range(len(own))
@@ -143,13 +144,13 @@ def _pass(run: Run, one: Pass, names: tuple[str, str], layout: Layout, style: St
         lines += _area(values, cuts, name, layout, style, from_ranks, stage, heads=at == 0)
         lines += ["", *_between(run, stage, layout, style)]
         values, cuts = stage.values, stage.cuts
-        name = names[1] if at == len(one.stages) - 1 else "G" if stage.op == "sum" else name
+        name = names[at + 1]
         from_ranks = _origins(stage, from_ranks)
     return lines + _area(values, cuts, name, layout, style, from_ranks)
 
 
 def _origins(stage: Stage, before: dict[tuple[int, int], int | None]) -> dict[tuple[int, int], int | None]:
-    """Of each element the rank that it is a copy from; None where several came together. What is filled in is absent."""
+    """Of each element the rank that it is from; None where several came together. What is filled in is absent."""
     found: dict[tuple[int, int], int | None] = {}
     for landing in stage.landings:
         move = landing.move
