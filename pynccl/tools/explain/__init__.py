@@ -6,10 +6,10 @@ import argparse
 import sys
 
 from ...bindings.errors import NcclError
+from .execute import ResultError, ranks_of_this_process
+from .execute import run as run_operation
 from .operations import NONE, OPERATIONS
 from .options import UsageError, check_drawable, check_writable, columns, configure, known, setup_of
-from .run import ResultError, ranks_of_this_process
-from .run import run as run_operation
 from .terminal import drawing, style_of
 from .words import BRIEF
 

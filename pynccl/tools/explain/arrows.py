@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from .execute import Landing, Pass, Stage
 from .moves import Cuts
-from .run import Landing, Pass, Stage
 
 NEIGHBOURS = ("permute", "permute_back", "send_recv", "send_recv_back", "halo_exchange", "halo_reduce")
 _NAMES = {"premul": "sum"}

@@ -1,7 +1,7 @@
 """Which element goes where: one function for each way in which elements travel between ranks, or stay on one.
 
 The same table serves collectives and their adjoints, since an adjoint is made of collectives: operations.py. Whether
-the moves say what the library really does is checked at each run: run.py.
+the moves say what the library really does is checked at each run: execute.py.
 """
 
 from __future__ import annotations

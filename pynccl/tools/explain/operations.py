@@ -17,7 +17,7 @@ class Step(NamedTuple):
     """One collective, or one thing that each rank does alone.
 
     way     row of moves.WAYS
-    op      operator of a collective that reduces; of a scale, what the factor is: a row of run.FACTORS
+    op      operator of a collective that reduces; of a scale, what the factor is: a row of execute.FACTORS
     """
 
     way: str

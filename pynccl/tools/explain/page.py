@@ -12,10 +12,10 @@ from typing import Any
 
 from .arrows import labels, number, step_labels
 from .colours import PLAIN, mixed
+from .execute import Pass, Run, Stage, ranks_of_this_process, run
 from .moves import Setup
 from .operations import COUNTS, OPERATIONS, variants
 from .options import LEAST_RANKS, MOST_RANKS
-from .run import Pass, Run, Stage, ranks_of_this_process, run
 from .words import BRIEF, SNIPPET, other_convention, step_words, words_of
 
 _SIGNS = {"sum": "+", "prod": "×"}  # what stands between the parts of an element, where that is written out

@@ -10,8 +10,8 @@ from typing import Any
 
 from .arrows import aligned_rows, crossing, ending, labels, number, sums_across_rows
 from .colours import PLAIN, mixed
+from .execute import Pass, Run, Stage, Values
 from .moves import Cuts
-from .run import Pass, Run, Stage, Values
 from .words import step_words, words_of
 
 _INK, _SOFT, _LANE, _EMPTY = "#1b1f26", "#5b6472", "#f0f2f5", "#ffffff"

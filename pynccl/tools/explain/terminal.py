@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from .arrows import aligned_rows, crossing, ending, labels, number, rows_of, sums_across_rows
 from .colours import TERMINAL
+from .execute import Pass, Run, Stage, Values
 from .moves import Cuts
 from .operations import OPERATIONS
-from .run import Pass, Run, Stage, Values
 from .words import SNIPPET, other_convention, step_words, words_of
 
 _LABEL = 7
@@ -228,9 +228,11 @@ def _band(
     width = layout.cell + 2
     columns = [_column(values[rank], cuts[rank], rank, layout.cell, style, origins) for rank in band]
     height = max(map(len, columns))
-    heads = [f"{f'rank {rank}' if width > 5 else f'r{rank}':^{width}}" for rank in band]
-    heads = [style.painted(head, rank) for head, rank in zip(heads, band, strict=True)]
-    lines = [" " * _LABEL + gap.join(heads)]
+    names = [f"rank {rank}" if width > 5 else f"r{rank}" for rank in band]
+    heads = [
+        f"{name:^{width}}".replace(name, style.painted(name, rank)) for name, rank in zip(names, band, strict=True)
+    ]
+    lines = [(" " * _LABEL + gap.join(heads)).rstrip()]
     rows = aligned_rows(cuts)
     for at in range(height):
         element = rows[at] if at < len(rows) else None
