@@ -68,8 +68,8 @@
   function words() {
     const text = texts();
     byId("title").textContent = state.name;
-    byId("does").textContent = state.adjoint ? text.back : text.does;
-    byId("formula").textContent = state.adjoint ? text.backFormula : text.formula;
+    either(byId("does"), text.does, text.back);
+    either(byId("formula"), text.formula, text.backFormula);
     const box = byId("words");
     box.textContent = "";
     const section = (title) => { box.append(element("h3", "", title)); };
@@ -86,6 +86,16 @@
       section("around dist.all_gather");
       box.append(element("p", "", text.snippet[0][1]), table(text.snippet.slice(1)));
     }
+  }
+
+  // Both texts keep their room, so that nothing jumps when the direction changes.
+  function either(box, forward, adjoint) {
+    box.textContent = "";
+    [forward, adjoint].forEach((text, at) => {
+      const one = element("span", "", text);
+      one.style.visibility = state.adjoint === Boolean(at) ? "" : "hidden";
+      box.append(one);
+    });
   }
 
   function table(rows) {
@@ -168,7 +178,7 @@
     const width = stageBox.clientWidth, wide = width >= 520;
     const gutter = wide ? 64 : 0, pitch = Math.min(124, (width - gutter) / state.ranks);
     const left = gutter + Math.max(0, (width - gutter - gutter - pitch * state.ranks) / 2);
-    const between = wide ? 10 : pitch > 56 ? 8 : 3, inside = pitch > 56 ? 7 : 3;
+    const between = wide ? 10 : pitch > 56 ? 8 : 2, inside = pitch > 56 ? 7 : 1;
     const tallest = Math.max(...scene.areas.flatMap((area) => area.values.map((own) => own.length)));
     const height = tallest > 6 ? 27 : 36, shift = tallest > 6 ? 3 : 4;
     stageBox.classList.toggle("narrow", pitch < 48);
@@ -328,9 +338,16 @@
 
   // ---------------------------------------------------------------- what is in the address
 
+  let soon = 0;
+
+  // Not at once: browsers refuse addresses that change many times a second, as while the slider is dragged.
   function remember() {
-    const parts = [state.name, state.op, state.grad, state.ranks, state.adjoint ? "adjoint" : "forward", +state.at.toFixed(2)];
-    history.replaceState(null, "", "#" + parts.join(":"));
+    clearTimeout(soon);
+    soon = setTimeout(() => {
+      const direction = state.adjoint ? "adjoint" : "forward";
+      const parts = [state.name, state.op, state.grad, state.ranks, direction, +state.at.toFixed(2)];
+      history.replaceState(null, "", "#" + parts.join(":"));
+    }, 300);
   }
 
   function recall() {
@@ -343,7 +360,7 @@
     return true;
   }
 
-  addEventListener("hashchange", recall);
+  addEventListener("hashchange", () => { clearTimeout(soon); recall(); });
   new ResizeObserver(() => { if (scene) layout(); }).observe(stageBox);
   if (!recall()) {
     const [name, op, grad, ranks] = data.start;
