@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from .tools import command, doctor, hang, perf
+from .tools import command, doctor, explain, hang, perf
 
 COMMANDS = {
     "doctor": (doctor, "which libnccl is used here, what is wrong with it, and how to mend that"),
+    "explain": (explain, "how a collective and its adjoint move numbers between ranks: drawn from a real run"),
     "hang": (hang, "which rank is missing, what each one does and where, of a job that hangs or has ended"),
     "perf": (perf, "time and bandwidth of a collective over sizes, in the columns of nccl-tests"),
 }

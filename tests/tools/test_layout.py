@@ -35,6 +35,9 @@ ORDER: dict[str, str] = {
         compat.tensors compat.process_group compat.wrapper compat.stateless compat.vllm compat.sglang
         tools.progress tools.command
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
+        tools.explain.colours tools.explain.moves tools.explain.operations tools.explain.adjoint_words
+        tools.explain.words tools.explain.calls tools.explain.execute tools.explain.arrows tools.explain.terminal
+        tools.explain.picture tools.explain.options tools.explain.page tools.explain
         tools.hang.clean tools.hang.sources tools.hang.table tools.hang.ras tools.hang.report tools.hang.clocks
         tools.hang.timeline tools.hang
         tools.perf.options tools.perf.data tools.perf.operations tools.perf.timing tools.perf.beside_torch

@@ -1,0 +1,42 @@
+"""Make docs/collectives.html: every collective and its adjoint, to be moved by hand in a browser.
+
+    python scripts/collectives_page.py [--out docs/collectives.html] [--check]
+
+The numbers come from runs of the collectives on the host library, and the page is the same each time it is made. With
+--check nothing is written, and the exit code is 1 if the file is not what would be made now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYNCCL_WATCH", "off")  # nobody will ask what these ranks did
+
+from pynccl.tools.explain.page import page
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "collectives.html")
+    parser.add_argument("--check", action="store_true", help="compare with the page instead of writing it")
+    options = parser.parse_args()
+    made = page()
+    if not options.check:
+        options.out.write_text(made, encoding="utf-8")
+        print(f"{options.out}: {len(made.encode())} bytes")
+        return 0
+    if options.out.exists() and options.out.read_text(encoding="utf-8") == made:
+        print(f"{options.out} is current")
+        return 0
+    print(f"{options.out} is out of date: run python scripts/collectives_page.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

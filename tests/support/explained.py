@@ -1,0 +1,96 @@
+"""What `python -m pynccl explain` has to show, computed with NumPy from the definitions, all ranks in one place.
+
+Gradients come from the forward: of a linear operation its matrix is written down column by column, and transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Arrays = list[np.ndarray]
+LINEAR_OPS = ("", "sum", "avg", "premul")
+
+
+def outputs(name: str, op: str, xs: Sequence[Any], counts: Sequence[int], root: int = 0) -> Arrays:
+    """What every rank gets. counts: elements of each rank's block."""
+    xs = [np.asarray(x, dtype=float) for x in xs]
+    n = len(xs)
+    kind = name.removesuffix("_v")
+    ends = np.cumsum(counts)
+    cut = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    none = np.zeros(0)
+    if kind == "all_reduce":
+        return [reduced(op, xs)] * n
+    if kind == "reduce_scatter":
+        return [reduced(op, xs)[block] for block in cut]
+    if kind == "all_gather":
+        return [np.concatenate(xs)] * n
+    if kind == "broadcast":
+        return [xs[root]] * n
+    if kind == "reduce":
+        return [reduced(op, xs) if rank == root else np.zeros_like(xs[rank]) for rank in range(n)]
+    if kind == "scatter":
+        return [xs[root][block] for block in cut]
+    if kind == "gather":
+        return [np.concatenate(xs) if rank == root else none for rank in range(n)]
+    if kind == "all_to_all":
+        sizes = [[counts[(source + target) % n] for target in range(n)] for source in range(n)]
+        parts = [np.split(x, np.cumsum(own)[:-1]) for x, own in zip(xs, sizes, strict=True)]
+        return [np.concatenate([parts[source][rank] for source in range(n)]) for rank in range(n)]
+    if kind == "permute":
+        return [xs[rank - 1] for rank in range(n)]
+    if kind == "send_recv":
+        return [xs[root] if rank == (root + 1) % n else np.zeros_like(xs[rank]) for rank in range(n)]
+    if kind == "halo_exchange":
+        ys = [x.copy() for x in xs]
+        for left in range(n - 1):
+            ys[left][-1], ys[left + 1][0] = xs[left + 1][1], xs[left][-2]
+        return ys
+    if kind == "copy":
+        return xs
+    assert kind == "split"
+    return [x[block] for x, block in zip(xs, cut, strict=True)]
+
+
+def reduced(op: str, xs: Arrays) -> np.ndarray:
+    if op == "premul":
+        return sum((rank + 1) * x for rank, x in enumerate(xs)) + 0 * xs[0]
+    functions = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
+    return functions[op](np.stack(xs), axis=0)
+
+
+def gradients(name: str, op: str, grad: str, xs: Arrays, gs: Arrays, counts: Sequence[int], root: int = 0) -> Arrays:
+    """What every rank's x gets of these cotangents of the outputs."""
+    if op not in LINEAR_OPS:
+        return _of_extremes_and_products(op, xs, gs[0] if grad == "replicated" else np.sum(gs, axis=0))
+    if grad == "replicated":  # one y, and one cotangent of it
+        gs = [gs[0], *(np.zeros_like(g) for g in gs[1:])]
+    matrix = _matrix(name, op, xs, counts, root)
+    ends = np.cumsum([len(x) for x in xs])[:-1]
+    found = np.split(matrix.T @ np.concatenate(gs), ends)
+    return [np.sum(found, axis=0)] * len(xs) if name in ("copy", "split") else found
+
+
+def _matrix(name: str, op: str, xs: Arrays, counts: Sequence[int], root: int) -> np.ndarray:
+    """Column by column: what an element of an input does to all outputs."""
+    ends = np.cumsum([len(x) for x in xs])
+    columns = []
+    for one in np.eye(int(ends[-1])):
+        columns.append(np.concatenate(outputs(name, op, np.split(one, ends[:-1]), counts, root)))
+    return np.stack(columns, axis=1)
+
+
+def _of_extremes_and_products(op: str, xs: Arrays, g: np.ndarray) -> Arrays:
+    found = [np.zeros_like(x) for x in xs]
+    for i in range(len(g)):
+        column = [x[i] for x in xs]
+        for rank, value in enumerate(column):
+            if op == "prod":
+                found[rank][i] = g[i] * np.prod(column[:rank] + column[rank + 1 :])
+            else:
+                best = {"max": max, "min": min}[op](column)
+                found[rank][i] = g[i] / column.count(best) if value == best else 0.0
+    return found
