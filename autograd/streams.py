@@ -10,8 +10,9 @@ second.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,18 @@ from pynccl.bindings.values import shown
 from pynccl.interop.streams import Handle, stream_handle
 
 HIGH = -1  # the priority of communication
+
+
+# Traces: each makes a context in which the caller's stream (on the CPU the caller) waits for communication.
+waits: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+
+
+def waiting() -> contextlib.AbstractContextManager[None]:
+    """For what lets the caller wait for communication beside his work."""
+    return waits[0]() if waits else _NOT_TOLD
+
+
+_NOT_TOLD = contextlib.nullcontext()
 
 
 class SideStream(Protocol):
@@ -85,7 +98,8 @@ class _HostSide:
         return self.stream.record()
 
     def wait(self, event: Any) -> None:
-        event.synchronize()
+        with waiting():
+            event.synchronize()
 
     def wait_on(self, home: None, event: Any) -> None:
         event.synchronize()
@@ -125,7 +139,8 @@ class _CudaSide:
 
     def wait(self, event: Any) -> Any:
         here = torch.cuda.current_stream(self.device)
-        here.wait_event(event)
+        with waiting():
+            here.wait_event(event)
         return here
 
     def wait_on(self, home: Any, event: Any) -> None:

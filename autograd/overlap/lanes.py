@@ -20,7 +20,7 @@ import pynccl
 from pynccl import CollConfig, Communicator
 from pynccl.interop.streams import Handle
 
-from ..streams import HIGH, is_capturing, side_stream
+from ..streams import HIGH, is_capturing, side_stream, waiting
 
 
 def tell_decided(owner: Any, decision: Any) -> None:
@@ -149,7 +149,8 @@ class CallerLane(Lane):
     def _wait(self, event: Any) -> None:
         if event is not None:
             begin = time.perf_counter()
-            event.synchronize()
+            with waiting():
+                event.synchronize()
             self.blocked += time.perf_counter() - begin
 
     def mark(self) -> Any:
@@ -211,6 +212,10 @@ class _MainLane(_CudaLane):
 
     def _do(self, work: Callable[[], object]) -> None:
         work()
+
+    def _wait(self, event: Any) -> None:
+        with waiting():
+            super()._wait(event)
 
 
 def seconds_between(begin: Any, end: Any) -> float:
