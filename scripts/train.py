@@ -4,8 +4,9 @@
     torchrun --standalone --nproc-per-node=2 scripts/train.py --check                  # beside the unsharded model
     torchrun --standalone --nproc-per-node=2 scripts/train.py --device cuda:0          # both ranks share one GPU
     torchrun --standalone --nproc-per-node=2 scripts/train.py --overlap off            # nothing hides communication
+    torchrun --standalone --nproc-per-node=2 scripts/train.py --trace trace.json.gz    # what ran when, for Perfetto
 
-Beside it lie train_options.py, train_model.py, train_data.py (the text) and train_report.py (what is shown). It writes
+Beside it lie train_options.py, train_model.py, train_data.py (the text), train_report.py and train_trace.py. It writes
 OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary model. Exit code: 0; 1 if
 a rank failed or --check found a difference; 2 for options that cannot work.
 """
@@ -26,6 +27,7 @@ from train_data import SHIPPED, Batch, Windows, split_text
 from train_model import ModelConfig, Transformer, save_checkpoint
 from train_options import read_options
 from train_report import CommMeter, Comparison, Progress, plot
+from train_trace import StepTrace
 
 import pynccl
 
@@ -59,18 +61,20 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
     progress.line(describe(model, comm, options))
     losses = Comparison(options.steps, options.dtype)
     clock = Clock(CommMeter(comm))
-    for _ in range(options.steps):
-        batch = windows.next()
-        with clock:
-            loss = train_step(model, optimizer, batch, comm)
-        losses.sharded.append(loss)
-        if compare:
-            losses.unsharded.append(train_step(unsharded, unsharded_optimizer, batch, None))
-            progress.line(losses.row())
-        if options.check:
-            comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
-        progress.step(loss, batch.tokens.numel() / clock.steps[-1])
+    with StepTrace(options, comm, model) as traced:
+        for number in range(options.steps):
+            batch = windows.next()
+            with traced.step(number), clock:
+                loss = train_step(model, optimizer, batch, comm)
+            losses.sharded.append(loss)
+            if compare:
+                losses.unsharded.append(train_step(unsharded, unsharded_optimizer, batch, None))
+                progress.line(losses.row())
+            if options.check:
+                comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
+            progress.step(loss, batch.tokens.numel() / clock.steps[-1])
     progress.close()
+    progress.line(traced.said)
 
     held_out = Windows(validate_on, options.seq, options.batch, options.seed, comm.device)
     validation = evaluate(model, held_out, comm)

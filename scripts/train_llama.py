@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 scripts/train_llama.py             # a GPU per rank, else the CPU
     torchrun --standalone --nproc-per-node=2 scripts/train_llama.py --check     # beside the unsharded model
+    torchrun --standalone --nproc-per-node=2 scripts/train_llama.py --trace trace.json.gz      # what ran when
 
 Needs the extra hf (`pip install -e ".[hf,plot]"`); downloads nothing. It writes OUT/llama_loss.png. Exit code: 0; 1 if
 a rank failed or --check found a difference; 2 for options that cannot work.
@@ -22,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out with PYTHONSAFEPATH
 from train_data import SHIPPED, Windows, read_text, split_text
 from train_report import Comparison, Progress, plot
+from train_trace import StepTrace, add_options, trace_problem
 
 import pynccl
 import pynccl_autograd as ad
@@ -51,18 +53,21 @@ def train(options: argparse.Namespace, comm: pynccl.Communicator) -> int:
         progress.line(ad.describe(model))
     progress.line(f"{comm.size} ranks on {comm.device}; {len(options.text):,} bytes of {options.data or SHIPPED}")
     compared = options.check and comm.rank == 0
-    for _ in range(options.steps):
-        ids = windows.next().tokens.t().contiguous()  # the batch first
-        started = time.perf_counter()
-        losses.sharded.append(step(model, optimizers[0], ids))
-        seconds = time.perf_counter() - started
-        if compared:
-            losses.unsharded.append(step(unsharded, optimizers[1], ids))
-            progress.line(losses.row())
-        if options.check:
-            comm.barrier()  # the others wait for rank 0 here and not in the next step
-        progress.step(losses.sharded[-1], ids.numel() / seconds)
+    with StepTrace(options, comm, model) as traced:
+        for number in range(options.steps):
+            ids = windows.next().tokens.t().contiguous()  # the batch first
+            with traced.step(number):
+                started = time.perf_counter()
+                losses.sharded.append(step(model, optimizers[0], ids))
+                seconds = time.perf_counter() - started
+            if compared:
+                losses.unsharded.append(step(unsharded, optimizers[1], ids))
+                progress.line(losses.row())
+            if options.check:
+                comm.barrier()  # the others wait for rank 0 here and not in the next step
+            progress.step(losses.sharded[-1], ids.numel() / seconds)
     progress.close()
+    progress.line(traced.said)
     if comm.rank == 0:
         title = f"sharded over {comm.size} ranks (tensor + sequence parallel)"
         print(plot(os.path.join(options.out, "llama_loss.png"), losses, title))
@@ -115,6 +120,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--out", default="out", help="folder for llama_loss.png (%(default)s)")
     parser.add_argument("--describe", action="store_true", help="print what became of each parameter")
     parser.add_argument("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
+    add_options(parser)
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sizes = {name: getattr(options, name) for name in ("steps", "layers", "width", "heads", "kv_heads", "seq", "batch")}
@@ -135,6 +141,8 @@ def read_options() -> argparse.Namespace:
         os.makedirs(options.out, exist_ok=True)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    if problem := trace_problem(options):
+        parser.error(problem)
     return options
 
 

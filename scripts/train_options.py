@@ -9,6 +9,7 @@ from typing import NoReturn
 from train_data import SHIPPED, read_text
 from train_model import ModelConfig
 from train_report import TOLERANCE
+from train_trace import add_options, trace_problem
 
 from pynccl.bindings.library import gpu_count, gpu_problem
 
@@ -41,6 +42,7 @@ def read_options() -> argparse.Namespace:
         help="hide communication behind matmuls: auto, where it pays, or off (%(default)s)",
     )
     parser.add_argument("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
+    add_options(parser)
     options = parser.parse_args()
     ranks = os.environ.get("WORLD_SIZE", "1")
     config = ModelConfig(options.layers, options.width, options.heads, options.seq)
@@ -55,6 +57,8 @@ def read_options() -> argparse.Namespace:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"--out {options.out}: {error.strerror}; pass a folder that can be written")
+    if problem := trace_problem(options):
+        parser.error(problem)
     return options
 
 

@@ -201,8 +201,8 @@ class Merged:
 
             factor = bus_factor(piece.args["operation"], len(places))
             said |= {
-                "algbw_GBps": round(nbytes / seconds / 1e9, 4),
-                "busbw_GBps": round(nbytes * factor / seconds / 1e9, 4),
+                "algbw_GBps": float(f"{nbytes / seconds / 1e9:.4g}"),
+                "busbw_GBps": float(f"{nbytes * factor / seconds / 1e9:.4g}"),
             }
         return said
 
