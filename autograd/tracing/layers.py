@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ class Layers:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Forward passes in the block, and the backward passes of what they make there, are recorded."""
-        with hooking_all_modules():
+        with hooking_all_modules(), _without_warning():
             before = register_module_forward_pre_hook(self._enter)
             after = register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
             try:
@@ -147,7 +148,8 @@ class Layers:
         chain = (*(outer.chain if outer is not None else ()), name)
         calls.append(_Call(module, root, chain, span, next(self._numbers), _nodes_of(args)))
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """rest: keyword arguments and the output; of a forward pass that has raised None alone"""
         if torch.compiler.is_compiling():
             return
         calls = self._thread.calls
@@ -157,7 +159,7 @@ class Layers:
             call.span.end = self._clock.here()
         call.span.end = self._clock.here()
         if self.active:
-            self._claim(call, _nodes_of(output), call.stops | _nodes_of(kwargs))
+            self._claim(call, _nodes_of(rest[-1]), call.stops | _nodes_of(rest[:-1]))
 
     def _name(self, module: nn.Module, root: nn.Module, outer: _Call | None) -> str:
         given = self._names.get(self._model) if self._model is not None else None
@@ -245,6 +247,18 @@ class Layers:
         for span in found.open[keep:]:
             span.end = found.last
         del found.open[keep:]
+
+
+@contextlib.contextmanager
+def _without_warning() -> Iterator[None]:
+    """That modules compiled by torch.compile are called twice: `OptimizedModule`, and what it is of, which is true."""
+    warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+    own = warnings.filters[0]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(own)  # type: ignore[union-attr]
 
 
 def _names_in(root: nn.Module) -> _Names:
