@@ -19,6 +19,7 @@ from pynccl.interop.streams import Handle
 from ..streams import is_capturing
 
 now = time.perf_counter
+OF_CPU = -1  # in place of a stream: what the CPU does itself, and waits for
 _ROUNDS = 5  # of which the shortest ties the clocks
 _POLL_SECONDS = 0.0005
 _FAR_MILLISECONDS = 1000.0  # events give their distance as a float32, which is exact to a microsecond up to about here
@@ -73,7 +74,9 @@ class Clock:
         return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else 0
 
     def on(self, comm: Communicator, stream: int) -> Any:
-        """A moment of a stream on which `comm` communicates; 0: of the caller, or of CUDA's default stream."""
+        """A moment of a stream on which `comm` communicates; 0: of the caller, or of CUDA's default stream; OF_CPU."""
+        if stream == OF_CPU:
+            return now()
         if comm.library.is_host:
             found = stream.owner if type(stream) is Handle else host_module().made_here(stream) if stream else None
             return now() if found is None or not hasattr(found, "submit") else found.record()
@@ -87,7 +90,8 @@ class Clock:
         """Whether the computation that this thread issues waits for what `comm` does on that stream, by its order."""
         if comm.library.is_host:
             return not stream
-        return int(torch.cuda.current_stream(torch.device(comm.device)).cuda_stream) == int(stream)
+        here = torch.cuda.current_stream(torch.device(comm.device)).cuda_stream
+        return stream != OF_CPU and int(here) == int(stream)
 
     def wait(self, marks: list[Any], seconds: float) -> None:
         """Until all of these have happened, or it is late."""

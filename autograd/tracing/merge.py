@@ -87,12 +87,12 @@ class Merged:
         ]
         zero = min(firsts, default=0.0)
         self._ranks = [_Rank(part, shifts[part.rank] - zero, _tids(part)) for part in ordered]
-        self._met: dict[str, list[_Place]] = {}
+        self._met: dict[str, set[_Place]] = {}
         for one in self._ranks:
             for piece in one.part.pieces:
                 place = _Place(*one.times(piece), one.part.rank, one.tids[piece.lane])
                 for key in piece.keys:
-                    self._met.setdefault(key, []).append(place)
+                    self._met.setdefault(key, set()).add(place)
 
     def events(self) -> Iterator[Event]:
         """Names, then slices and counters of each rank, then arrows."""
