@@ -30,12 +30,13 @@ HIGH = -1  # the priority of communication
 waits: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
 
 
-def waiting() -> contextlib.AbstractContextManager[None]:
-    """For what lets the caller wait for communication beside his work."""
-    return waits[0]() if waits else _NOT_TOLD
-
-
-_NOT_TOLD = contextlib.nullcontext()
+def wait_told(wait: Callable[[Any], object], event: Any) -> None:
+    """wait(event), which lets the caller wait for communication beside his work."""
+    if not waits:
+        wait(event)
+        return
+    with waits[0]():
+        wait(event)
 
 
 class SideStream(Protocol):
@@ -98,7 +99,9 @@ class _HostSide:
         return self.stream.record()
 
     def wait(self, event: Any) -> None:
-        with waiting():
+        if waits:
+            wait_told(lambda at: at.synchronize(), event)
+        else:
             event.synchronize()
 
     def wait_on(self, home: None, event: Any) -> None:
@@ -139,8 +142,7 @@ class _CudaSide:
 
     def wait(self, event: Any) -> Any:
         here = torch.cuda.current_stream(self.device)
-        with waiting():
-            here.wait_event(event)
+        wait_told(here.wait_event, event)
         return here
 
     def wait_on(self, home: Any, event: Any) -> None:
