@@ -26,7 +26,6 @@ _BLOCKS = ("all_gather", "reduce_scatter", "all_to_all", "alltoall", "gather", "
 _MESSAGES = ("send", "recv")
 
 
-_NOT_SHOWN = ("text", "operation", "nbytes", "message")
 _INPUTS_OF_MESSAGE = 4  # buffer, count, type, peer
 
 
@@ -36,7 +35,7 @@ class Said(NamedTuple):
     text: str
     operation: str
     nbytes: int
-    count: int = -1
+    elements: int = -1
     dtype: str = ""
     op: str = ""
     root: int = -1
@@ -98,7 +97,8 @@ class Calls:
             "site": forward_site if phase == "backward" and forward_site else first.site or call_site(),
         }
         if len(said) == 1:
-            args |= {name: value for name, value in said[0]._asdict().items() if name not in _NOT_SHOWN}
+            one = said[0]
+            args |= {"count": one.elements, "dtype": one.dtype, "op": one.op, "root": one.root, "peer": one.peer}
         else:
             texts = [one.text for one in said[:_MOST_TEXTS]]
             args["calls"] = texts + ([f"... {len(said) - len(texts)} more"] if len(said) > len(texts) else [])

@@ -253,12 +253,13 @@ class Layers:
 def _without_warning() -> Iterator[None]:
     """That modules compiled by torch.compile are called twice: `OptimizedModule`, and what it is of, which is true."""
     warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
-    own = warnings.filters[0]
+    filters: Any = warnings.filters
+    own = filters[0]
     try:
         yield
     finally:
         with contextlib.suppress(ValueError):
-            warnings.filters.remove(own)  # type: ignore[union-attr]
+            filters.remove(own)
 
 
 def _names_in(root: nn.Module) -> _Names:

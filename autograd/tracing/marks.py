@@ -108,7 +108,7 @@ class Clock:
             return None
         if hasattr(mark, "moment"):
             return float(mark.moment)
-        event, index = (mark.event, mark.index) if isinstance(mark, _OfGpu) else (mark, _index(self.device))
+        event, index = (mark.event, mark.gpu) if isinstance(mark, _OfGpu) else (mark, _index(self.device))
         self._anchor(torch.device("cuda", index))
         base, at = self._last[index]
         distance = float(base.elapsed_time(event))
@@ -135,7 +135,7 @@ class _OfGpu(NamedTuple):
     """An event, and the GPU on which it was recorded."""
 
     event: Any
-    index: int
+    gpu: int
 
     def query(self) -> bool:
         return bool(self.event.query())

@@ -137,8 +137,8 @@ class Host:
 class Guest:
     """Any other rank. link: None where rank 0 was not reached"""
 
-    def __init__(self, rank: int, addresses: list[tuple[str, int]], token: bytes, here: bool) -> None:
-        self._here, self.link = here, None
+    def __init__(self, rank: int, addresses: list[tuple[str, int]], token: bytes) -> None:
+        self.link: socket.socket | None = None
         end = now() + _CONNECT_SECONDS
         for address in addresses:
             with contextlib.suppress(OSError, ValueError):
@@ -146,7 +146,7 @@ class Guest:
                 link.settimeout(_CONNECT_SECONDS)
                 _send(link, token + rank.to_bytes(4, "big"))
                 _answer(link)
-                self.link: socket.socket | None = link
+                self.link = link
                 return
 
     def hand_over(self, part: Part, seconds: float) -> str:
@@ -183,7 +183,7 @@ def meet(comm: Communicator) -> Host | Guest:
     names, port, token = broadcast_object(comm, (names, port, token))
     if listener is not None:
         return Host(comm, listener, token, machines)
-    return Guest(comm.rank, [(name, port) for name in names], token, machines[comm.rank] == machines[0])
+    return Guest(comm.rank, [(name, port) for name in names], token)
 
 
 def _clock_of_machine() -> str:

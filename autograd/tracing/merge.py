@@ -113,7 +113,7 @@ class Merged:
         said: dict[str, Any] = {"source": _SOURCE, "ranks": len(self._ranks), "clocks": self._clocks()}
         uncertain = {one.part.rank: self._uncertainty(one) for one in self._ranks}
         said["uncertainty_us"] = {f"rank {rank}": round(value * 1e6, 3) for rank, value in uncertain.items()}
-        notes = {
+        notes: dict[str, dict[int, Any]] = {
             "missing": self.missing,
             "raised": {one.part.rank: one.part.raised for one in self._ranks if one.part.raised},
             "dropped": {one.part.rank: one.part.dropped for one in self._ranks if one.part.dropped},

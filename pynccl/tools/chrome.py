@@ -99,7 +99,7 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         with os.fdopen(handle, "wb") as binary:
             if path.suffix == ".gz":
                 with gzip.open(binary, "wt", encoding="utf-8", compresslevel=5) as file:
-                    yield file  # type: ignore[misc]
+                    yield file
             else:
                 with open(binary.fileno(), "w", encoding="utf-8", closefd=False) as text:
                     yield text

@@ -21,7 +21,7 @@ ORDER: dict[str, str] = {
         bindings.resource bindings.values bindings.abi bindings.errors bindings.soname bindings.library bindings.structs
         bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
-        comm.deadline comm.turn
+        comm.deadline comm.turn comm.observing
         watch.records watch.layout watch.settings watch.folder watch.frames watch.notes watch.recorder watch.rows
         watch.track watch.reader watch.wording watch.members watch.waits watch.disagreements watch.findings
         watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends
@@ -31,7 +31,7 @@ ORDER: dict[str, str] = {
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
         bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange
         bootstrap.stores bootstrap
-        nccl_params __init__
+        nccl_params __init__ tools.chrome
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
         tools.hang.clean tools.hang.sources tools.hang.table tools.hang.ras tools.hang.report tools.hang.clocks
         tools.hang.timeline tools.hang
@@ -58,6 +58,7 @@ ORDER: dict[str, str] = {
         layers.safetensors_files layers.checkpoint_sources layers.checkpoint layers.checkpoint_optimizer
         layers.checkpoint_dcp layers.buckets
         layers.optimizer_shard layers.data_parallel layers plans nn
+        tracing.marks tracing.spans tracing.layers tracing.calls tracing.meeting tracing.merge tracing.tracing tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
         testing.model_report testing.model_gradients testing.check_model testing.deferred testing.schedule testing
         __init__ __main__
