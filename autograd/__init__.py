@@ -18,6 +18,7 @@ whole models       parallelize, describe, DataParallelGradients, finish_gradient
 checkpoints        full_state_dict, load_full_state_dict, save_full_state_dict, full_optimizer_state_dict,
                    load_full_optimizer_state_dict, dcp_state_dict, dcp_optimizer_state_dict; IncompatibleKeys
 partitions         Partition, CartesianPartition, AllSumReduce, SumReduce, Repartition, zero_volume_tensor
+what runs when     trace, Tracing
 modules            nn (the collectives as modules), overlap, partition, plans, rng, operators, testing
 autograd.Function  AllReduce, Copy, Extremum, Product, AllGather, ReduceScatter, Split, Broadcast, Reduce, Gather,
                    Scatter, AtRoot, AllToAll, Permute, HaloExchange, HaloReduce, Coalesced; Collective, key_of
@@ -83,6 +84,7 @@ from .overlap import (
 )
 from .partition import AllSumReduce, CartesianPartition, Partition, Repartition, SumReduce, zero_volume_tensor
 from .streams import set_side_stream
+from .tracing import Tracing, trace
 from .work import Work, start
 
 __version__ = "0.1.0"
@@ -125,6 +127,7 @@ __all__ = [
     "Shard",
     "Split",
     "SumReduce",
+    "Tracing",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "Work",
@@ -170,6 +173,7 @@ __all__ = [
     "split",
     "start",
     "testing",
+    "trace",
     "vocab_parallel_cross_entropy",
     "zero_volume_tensor",
 ]

@@ -10,8 +10,9 @@ second.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,19 @@ from pynccl.bindings.values import shown
 from pynccl.interop.streams import Handle, stream_handle
 
 HIGH = -1  # the priority of communication
+
+
+# Traces: each makes a context in which the caller's stream (on the CPU the caller) waits for communication.
+waits: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+
+
+def wait_told(wait: Callable[[Any], object], event: Any) -> None:
+    """wait(event), which lets the caller wait for communication beside his work."""
+    if not waits:
+        wait(event)
+        return
+    with waits[0]():
+        wait(event)
 
 
 class SideStream(Protocol):
@@ -85,7 +99,10 @@ class _HostSide:
         return self.stream.record()
 
     def wait(self, event: Any) -> None:
-        event.synchronize()
+        if waits:
+            wait_told(lambda at: at.synchronize(), event)
+        else:
+            event.synchronize()
 
     def wait_on(self, home: None, event: Any) -> None:
         event.synchronize()
@@ -125,7 +142,7 @@ class _CudaSide:
 
     def wait(self, event: Any) -> Any:
         here = torch.cuda.current_stream(self.device)
-        here.wait_event(event)
+        wait_told(here.wait_event, event)
         return here
 
     def wait_on(self, home: Any, event: Any) -> None:

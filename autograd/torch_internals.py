@@ -253,6 +253,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 # Whether hooks on all modules are registered. Without: taken for granted.
 _any_hook_on_all = _find("torch.nn.modules.module._has_any_global_hook", lambda: True)
+_traced: list[bool] = []  # while traces have hooks on all modules: whether others had some before
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -260,9 +261,19 @@ def is_hooked(module: torch.nn.Module) -> bool:
     """Whether calling a module is more than running its forward: a hook on it or on all, or a torch.compile of its own.
 
     Where that cannot be seen, it is."""
-    if _any_hook_on_all() or getattr(module, "_compiled_call_impl", True) is not None:
+    if (_traced[0] if _traced else _any_hook_on_all()) or getattr(module, "_compiled_call_impl", True) is not None:
         return True
     return has_hooks(module)
+
+
+@contextlib.contextmanager
+def hooking_all_modules() -> Iterator[None]:
+    """For a trace, whose hooks on all modules change nothing: for `is_hooked` those are none."""
+    _traced.append(_any_hook_on_all())
+    try:
+        yield
+    finally:
+        _traced.pop()
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

@@ -1,13 +1,14 @@
 """Train a small byte-level transformer, tensor and sequence parallel over all ranks of a torchrun launch.
 
-Beside it lie train_options.py, train_model.py, train_data.py (the text) and train_report.py (what is shown). It writes
-OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary model.
---device cuda:0 lets all ranks share one GPU.
+Beside it lie train_options.py, train_model.py, train_data.py (the text), train_report.py (what is shown) and
+train_trace.py. It writes OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary
+model. --device cuda:0 lets all ranks share one GPU.
 
 examples:
   torchrun --standalone --nproc-per-node=2 scripts/train.py --check --steps 20  # beside the unsharded model
   torchrun --standalone --nproc-per-node=2 scripts/train.py --device cpu --steps 10 --out out/cpu
   torchrun --standalone --nproc-per-node=2 scripts/train.py --overlap off --steps 10  # nothing hides communication
+  torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace out/trace.json.gz  # what ran when
   torchrun --standalone --nproc-per-node=2 scripts/train.py                     # long: a GPU per rank, else the CPU
 """
 
@@ -27,6 +28,7 @@ from train_data import SHIPPED, Batch, Windows, split_text
 from train_model import ModelConfig, Transformer, save_checkpoint
 from train_options import read_options
 from train_report import CommMeter, Comparison, plot
+from train_trace import StepTrace
 
 import pynccl
 from pynccl.tools import command
@@ -55,10 +57,10 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
         print(describe(model, comm, options), flush=True)
     losses = Comparison(options.steps, options.dtype)
     clock = Clock(CommMeter(comm))
-    with Bar(options.steps, "training", "step", own=comm.rank == 0) as bar:
-        for _ in range(options.steps):
+    with Bar(options.steps, "training", "step", own=comm.rank == 0) as bar, StepTrace(options, comm, model) as traced:
+        for number in range(options.steps):
             batch = windows.next()
-            with clock:
+            with traced.step(number), clock:
                 loss = train_step(model, optimizer, batch, comm)
             losses.sharded.append(loss)
             if compare:
@@ -67,6 +69,8 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
             if options.check:
                 comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
             bar.step(note=f"loss {loss:.3f}, {batch.tokens.numel() / clock.steps[-1]:,.0f} tokens/s")
+    if comm.rank == 0 and traced.said:
+        print(traced.said, flush=True)
 
     held_out = Windows(validate_on, options.seq, options.batch, options.seed, comm.device)
     validation = evaluate(model, held_out, comm)

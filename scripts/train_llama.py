@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out with PYTHONSAFEPATH
 from train_data import SHIPPED, Windows, read_text, split_text
 from train_report import Comparison, plot
+from train_trace import StepTrace, add_options, trace_problem
 
 import pynccl
 import pynccl_autograd as ad
@@ -53,18 +54,21 @@ def train(options: argparse.Namespace, comm: pynccl.Communicator) -> int:
             f"{comm.size} ranks on {comm.device}; {len(options.text):,} bytes of {options.data or SHIPPED}", flush=True
         )
     compared = options.check and comm.rank == 0
-    with Bar(options.steps, "training", "step", own=comm.rank == 0) as bar:
-        for _ in range(options.steps):
+    with Bar(options.steps, "training", "step", own=comm.rank == 0) as bar, StepTrace(options, comm, model) as traced:
+        for number in range(options.steps):
             ids = windows.next().tokens.t().contiguous()  # the batch first
-            started = time.perf_counter()
-            losses.sharded.append(step(model, optimizers[0], ids))
-            seconds = time.perf_counter() - started
+            with traced.step(number):
+                started = time.perf_counter()
+                losses.sharded.append(step(model, optimizers[0], ids))
+                seconds = time.perf_counter() - started
             if compared:
                 losses.unsharded.append(step(unsharded, optimizers[1], ids))
                 bar.line(losses.row())
             if options.check:
                 comm.barrier()  # the others wait for rank 0 here and not in the next step
             bar.step(note=f"loss {losses.sharded[-1]:.3f}, {ids.numel() / seconds:,.0f} tokens/s")
+    if comm.rank == 0 and traced.said:
+        print(traced.said, flush=True)
     if comm.rank == 0:
         title = f"sharded over {comm.size} ranks (tensor + sequence parallel)"
         print(plot(os.path.join(options.out, "llama_loss.png"), losses, title))
@@ -121,6 +125,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--out", default="out", help="folder for llama_loss.png (%(default)s)")
     parser.add_argument("--describe", action="store_true", help="print what became of each parameter")
     parser.add_argument("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
+    add_options(parser)
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sizes = {name: getattr(options, name) for name in ("steps", "layers", "width", "heads", "kv_heads", "seq", "batch")}
@@ -138,6 +143,8 @@ def read_options() -> argparse.Namespace:
         parser.error(str(error))
     except argparse.ArgumentTypeError as error:
         parser.error(f"--out {error}")
+    if problem := trace_problem(options):
+        parser.error(problem)
     return options
 
 

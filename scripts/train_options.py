@@ -8,6 +8,7 @@ import os
 from train_data import SHIPPED, read_text
 from train_model import ModelConfig
 from train_report import TOLERANCE
+from train_trace import add_options, trace_problem
 
 from pynccl.bindings.library import gpu_count, gpu_problem
 from pynccl.tools import command
@@ -42,6 +43,7 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
         help="hide communication behind matmuls: auto, where it pays, or off (%(default)s)",
     )
     parser.add_argument("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
+    add_options(parser)
     options = parser.parse_args()
     ranks = os.environ.get("WORLD_SIZE", "1")
     config = ModelConfig(options.layers, options.width, options.heads, options.seq)
@@ -56,6 +58,8 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
         parser.error(str(error))
     except argparse.ArgumentTypeError as error:
         parser.error(f"--out {error}")
+    if problem := trace_problem(options):
+        parser.error(problem)
     return options
 
 

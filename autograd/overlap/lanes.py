@@ -20,7 +20,7 @@ import pynccl
 from pynccl import CollConfig, Communicator
 from pynccl.interop.streams import Handle
 
-from ..streams import HIGH, is_capturing, side_stream
+from ..streams import HIGH, is_capturing, side_stream, wait_told
 
 
 def tell_decided(owner: Any, decision: Any) -> None:
@@ -149,7 +149,7 @@ class CallerLane(Lane):
     def _wait(self, event: Any) -> None:
         if event is not None:
             begin = time.perf_counter()
-            event.synchronize()
+            wait_told(lambda at: at.synchronize(), event)
             self.blocked += time.perf_counter() - begin
 
     def mark(self) -> Any:
@@ -211,6 +211,9 @@ class _MainLane(_CudaLane):
 
     def _do(self, work: Callable[[], object]) -> None:
         work()
+
+    def _wait(self, event: Any) -> None:
+        wait_told(self.stream.wait_event, event)
 
 
 def seconds_between(begin: Any, end: Any) -> float:

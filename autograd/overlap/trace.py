@@ -1,15 +1,18 @@
-"""What overlapped operations did, and when: their events as intervals on lanes, totals of each, a file for Perfetto."""
+"""What overlapped operations did, and when: their events as intervals on lanes, totals of each, a file for Perfetto.
+
+`ad.trace` (tracing/) shows these, too, beside all else that a step does."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pynccl.tools import chrome
 
 from .lanes import Lane, Lanes, Observer, Point, observed, seconds_between
 
@@ -144,6 +147,10 @@ class Trace(Observer):
         """What a layer is called in the trace."""
         return "" if owner is None else type(owner).__name__
 
+    def start_of(self, begin: Any) -> float:
+        """When an operation has started that begins at this mark, which has happened; see Operation."""
+        return begin if isinstance(begin, float) else seconds_between(self._first, begin)
+
     def recorded(self, lane: Lane, point: Point) -> None:
         """See Observer. The first point of all is the caller's, at which the operation begins."""
         self._record(lane.lanes)
@@ -173,7 +180,9 @@ class Trace(Observer):
         with self._lock:
             ended, self._ended = self._ended, []
             for record in ended:
-                self._resolved.append(_resolve(record, self._first))
+                if hasattr(record.end, "synchronize"):
+                    record.end.synchronize()  # the caller's stream has waited for the others: all marks have happened
+                self._resolved.append(_resolve(record, self.start_of(record.begin)))
             return list(self._resolved)
 
     def to_chrome(self, path: str | Path, rank: int = 0) -> None:
@@ -189,10 +198,7 @@ def recording() -> Iterator[Trace]:
         yield trace
 
 
-def _resolve(record: _Record, first: Any) -> Operation:
-    if hasattr(record.end, "synchronize"):
-        record.end.synchronize()  # the caller's stream has waited for the others: so all marks have happened
-    start = record.begin if isinstance(record.begin, float) else seconds_between(first, record.begin)
+def _resolve(record: _Record, start: float) -> Operation:
     counts: dict[str, int] = {}
     intervals = []
     for lane, what, begin, end, shape, nbytes in record.work:
@@ -218,42 +224,28 @@ def write_chrome(path: str | Path, by_rank: Mapping[int, Sequence[Operation]]) -
     Ranks of one machine share the clock of the CPU. GPUs have clocks of their own: there each rank's time begins with
     its first operation, so let the ranks meet at a barrier before it if they are to be compared."""
     zero = min((one.start for operations in by_rank.values() for one in operations), default=0.0)
-    events: list[dict[str, Any]] = []
-    for rank, operations in by_rank.items():
-        events += _names(rank, operations)
-        for one in operations:
-            events += _events(rank, one, one.start - zero)
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    chrome.write(path, (event for rank, found in by_rank.items() for event in _of_rank(rank, found, zero)))
 
 
-def _names(rank: int, operations: Sequence[Operation]) -> list[dict[str, Any]]:
-    """Metadata: what processes and threads are called, and how threads are ordered."""
+def _of_rank(rank: int, operations: Sequence[Operation], zero: float) -> Iterator[chrome.Event]:
+    yield from chrome.process(rank, f"rank {rank}")
     used = {interval.lane for one in operations for interval in one.intervals}
-    events: list[dict[str, Any]] = [_metadata("process_name", rank, 0, name=f"rank {rank}")]
-    for tid, lane in enumerate(_ROWS):
-        if lane in used:
-            events.append(_metadata("thread_name", rank, tid, name=lane))
-            events.append(_metadata("thread_sort_index", rank, tid, sort_index=tid))
-    return events
+    for tid, row in enumerate(_ROWS, 1):
+        if row in used:
+            yield from chrome.lane(rank, tid, row)
+    for operation in operations:
+        at = operation.start - zero
+        for one in operation.intervals:
+            kind, tid = "comm" if one.lane == COMM else "compute", _ROWS.index(one.lane) + 1
+            yield chrome.piece(title(one), kind, rank, tid, at + one.begin, at + one.end, said_of(operation, one))
 
 
-def _metadata(what: str, rank: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": args}
+def title(interval: Interval) -> str:
+    """What it is called in a picture: the how many-th of its name it is."""
+    return f"{interval.what} {interval.number}"
 
 
-def _events(rank: int, operation: Operation, offset: float) -> list[dict[str, Any]]:
-    """Its intervals as complete events; times in microseconds."""
+def said_of(operation: Operation, interval: Interval) -> dict[str, Any]:
+    """What there is to say of it besides."""
     said = {"owner": operation.owner, "pattern": operation.pattern, "method": operation.method}
-    return [
-        {
-            "ph": "X",
-            "name": f"{one.what} {one.number}",
-            "cat": "comm" if one.lane == COMM else "compute",
-            "pid": rank,
-            "tid": _ROWS.index(one.lane),
-            "ts": (offset + one.begin) * 1e6,
-            "dur": max(one.end - one.begin, 0.0) * 1e6,
-            "args": {**said, "shape": list(one.shape), "bytes": one.nbytes},
-        }
-        for one in operation.intervals
-    ]
+    return {**said, "shape": list(interval.shape), "bytes": interval.nbytes}

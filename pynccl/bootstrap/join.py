@@ -74,7 +74,7 @@ def init_at(
 def watch_at(comm: Communicator, store: Any, serves: bool = False) -> None:
     """The ranks ask each other at this store where they are, if one of them is stuck. serves: it goes with this
     process."""
-    if comm.recorded and comm.size > 1:
+    if comm._track is not None and comm.size > 1:
         from ..watch.diagnosis import exchange_at  # what it imports takes long
 
         comm._watch_at(exchange_at(store, serves))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,6 +29,7 @@ from ..watch.frames import call_site
 from ..watch.recorder import started
 from ..watch.track import Identity, Track, new_track, uid_of
 from .deadline import wait_nonblocking
+from .observing import Seldom, observers, telling
 from .scratch import Scratch
 from .turn import Turn
 
@@ -143,8 +144,24 @@ class Comm(Shared):
 
     @property
     def recorded(self) -> bool:
-        """Whether its calls are in the flight recorder: unless PYNCCL_WATCH=off when it was made."""
-        return self._track is not None
+        """Whether its calls are recorded: by the flight recorder, unless PYNCCL_WATCH=off when it was made, or by an
+        observer now."""
+        return self._track is not None or bool(observers)
+
+    @property
+    def name(self) -> str:
+        """What messages and traces call it: CommConfig.comm_name, else what made it: "init", "init.split1-0"."""
+        made_of = "communicator" if self._track is None else self._track.name
+        return comm_name(self._config, made_of) if self._track is None else made_of
+
+    @property
+    def uid(self) -> str:
+        """The same text on all its ranks, and on no other communicator of the job. Without a flight recorder that is so
+        if all ranks made their communicators in one order."""
+        if self._track is not None:
+            return self._track.uid
+        made = [f"{one.number}/{one.color}" for one in self.origin.line()]
+        return f"{'.'.join(reversed(made))} of {self.size}"
 
     def _watch_at(self, exchange: Any) -> None:
         """Its ranks are on several machines, maybe, and can be asked so where they are."""
@@ -219,9 +236,16 @@ class Comm(Shared):
         self, operation: str, *, weight: int = 1, detail: str = ""
     ) -> contextlib.AbstractContextManager[None]:
         """For a call that is not made often: what runs within, under the lock, is in the record as this."""
-        if self._track is None:
-            return contextlib.nullcontext()
-        return self._track.call(operation, weight=weight, detail=detail)
+        track = self._track
+        recorded = contextlib.nullcontext() if track is None else track.call(operation, weight=weight, detail=detail)
+        return self._told_of(operation, weight, recorded) if observers else recorded
+
+    @contextlib.contextmanager
+    def _told_of(
+        self, operation: str, weight: int, recorded: contextlib.AbstractContextManager[None]
+    ) -> Iterator[None]:
+        with telling([Seldom(self, operation, weight)]), recorded:
+            yield
 
     def _child(self, config: CommConfig | None, operation: str, part: Any) -> Identity | None:
         """Who a new communicator of some ranks of this one is, in the flight recorder."""

@@ -6,6 +6,7 @@ Like the checks before it, this is written for speed where all is well: one lock
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from typing import Any
 
 from ..bindings.library import Library, to_pointer, without_argtypes
@@ -19,6 +20,7 @@ from .call import Call, after_launch, call_text
 from .consistency import compare
 from .fast_path import GROWTH, FastPath
 from .groups import enter, leave, recorder, records
+from .observing import observers, telling
 from .redop import PreMulSum
 
 
@@ -132,7 +134,7 @@ class Enqueue(Comm):
             return
         if self._check:
             compare([call])
-        with self.lock:
+        with self.lock, telling([call]) if observers else nullcontext():
             self.check_alive()
             slots = enter([call])
             code = call.function(*call.args)

@@ -24,6 +24,7 @@ from ..watch.track import Track
 from .base import Comm, check_group_result, lock
 from .call import Call, after_launch
 from .consistency import compare
+from .observing import Observer, observers, telling
 from .redop import free_unused
 
 # CO_GENERATOR, CO_COROUTINE, CO_ITERABLE_COROUTINE, CO_ASYNC_GENERATOR: `inspect` would be a fifth of our own import.
@@ -133,6 +134,22 @@ def recording_in(record: Record) -> Iterator[Record]:
             records.remove(record)
 
 
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """The observer is told of all calls of this process in the block, of all threads and communicators; see Observer.
+
+    What is replayed by a CUDA graph is no call. A forked child has no observers."""
+    nobody = Record(0, False)
+    nobody.thread = -1
+    observers.append(observer)
+    try:
+        with recording_in(nobody):
+            yield
+    finally:
+        if observer in observers:  # not so in a forked child
+            observers.remove(observer)
+
+
 def _close(record: Record, outer: Record | None) -> None:
     """A block has ended well: its calls join those of the group around it, if that has not ended before."""
     if outer is not None and outer.open:
@@ -156,6 +173,8 @@ def launch(calls: list[Call]) -> None:
         compare(calls)
     with contextlib.ExitStack() as locks:
         lock(locks, comms.values())
+        if observers:
+            locks.enter_context(telling(calls))
         replay(calls, calls[0].comm.library.ncclGroupEnd, list(comms.values()))
     after_launch(calls)
 

@@ -21,7 +21,7 @@ ORDER: dict[str, str] = {
         bindings.resource bindings.values bindings.abi bindings.errors bindings.soname bindings.library bindings.structs
         bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
-        comm.deadline comm.turn
+        comm.deadline comm.turn comm.observing
         watch.records watch.layout watch.settings watch.folder watch.frames watch.notes watch.recorder watch.rows
         watch.track watch.reader watch.wording watch.members watch.waits watch.disagreements watch.findings
         watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends
@@ -33,7 +33,7 @@ ORDER: dict[str, str] = {
         bootstrap.stores bootstrap
         nccl_params __init__
         compat.tensors compat.process_group compat.wrapper compat.stateless compat.vllm compat.sglang
-        tools.progress tools.command
+        tools.chrome tools.progress tools.command
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
         tools.explain.colours tools.explain.moves tools.explain.operations tools.explain.adjoint_words
         tools.explain.words tools.explain.calls tools.explain.execute tools.explain.arrows tools.explain.terminal
@@ -63,6 +63,7 @@ ORDER: dict[str, str] = {
         layers.safetensors_files layers.checkpoint_sources layers.checkpoint layers.checkpoint_optimizer
         layers.checkpoint_dcp layers.buckets
         layers.optimizer_shard layers.data_parallel layers plans nn
+        tracing.marks tracing.spans tracing.layers tracing.calls tracing.meeting tracing.merge tracing.tracing tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
         testing.model_report testing.model_gradients testing.check_model testing.deferred testing.schedule testing
         __init__ __main__

@@ -63,7 +63,7 @@ def test_the_trace_file_has_a_process_per_rank_and_a_thread_per_lane(tmp_path: P
     write_chrome(tmp_path / "trace.json", {0: [OPERATION], 1: [later]})
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
-    assert names == {(0, 0): "main", (0, 1): "second", (0, 2): "comm", (1, 2): "comm"}
+    assert names == {(0, 1): "main", (0, 2): "second", (0, 3): "comm", (1, 3): "comm"}
     assert {one["args"]["name"] for one in events if one["name"] == "process_name"} == {"rank 0", "rank 1"}
     complete = [one for one in events if one["ph"] == "X"]
     assert len(complete) == 6

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...watch.records import COMPLETED, FAILED, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
+from .. import chrome
+from ..chrome import Event
 from . import clocks
 from .clean import known, line
 from .table import call_name, rank_of
 
-Event = dict[str, Any]
 Flows = dict[tuple[str, int], list[tuple[float, int, int]]]  # (communicator, number) -> begin, pid, tid of each rank
 _OPEN = {INSIDE: " (inside)", ISSUED: " (issued)", FAILED: " (failed)"}
 
@@ -29,14 +29,9 @@ class _Slice:
 
 
 def write(path: str | Path, processes: list[ProcessRecord]) -> None:
-    """Write Chrome's trace format, event by event: there may be millions."""
+    """Write Chrome's trace format."""
     shifts = clocks.offsets(processes)
-    metadata = json.dumps(_metadata(shifts))
-    with open(path, "w") as file:
-        file.write(f'{{"displayTimeUnit": "ms", "otherData": {metadata}, "traceEvents": [\n')
-        for number, event in enumerate(events(processes, shifts)):
-            file.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
-        file.write("\n]}\n")
+    chrome.write(path, events(processes, shifts), _metadata(shifts))
 
 
 def _metadata(shifts: dict[str, float]) -> dict[str, Any]:
@@ -75,7 +70,7 @@ def events(processes: list[ProcessRecord], shifts: dict[str, float]) -> Iterator
                     flows.setdefault((comm.uid, one.call.number), []).append((one.begin + offset, pid, tid))
         yield from _end(pid, process, offset)
     for number, (key, places) in enumerate(flows.items()):
-        yield from _arrows(number, f"#{key[1]}", sorted(places))
+        yield from chrome.arrows(number, f"#{key[1]}", sorted(places))
 
 
 def _tracks(process: ProcessRecord) -> list[tuple[CommRecord, int, list[_Slice]]]:
@@ -133,33 +128,18 @@ def _in_turn(slices: list[_Slice]) -> list[_Slice]:
 
 def _names(pid: int, process: ProcessRecord, tracks: list[tuple[CommRecord, int, list[_Slice]]]) -> Iterator[Event]:
     rank = rank_of(process)
-    yield _named("process_name", pid, 0, name=f"rank {rank}" if rank >= 0 else f"pid {process.pid}")
-    yield _named("process_labels", pid, 0, labels=f"pid {process.pid} on {line(process.host, 60)}")
-    yield _named("process_sort_index", pid, 0, sort_index=pid)
+    labels = f"pid {process.pid} on {line(process.host, 60)}"
+    yield from chrome.process(pid, f"rank {rank}" if rank >= 0 else f"pid {process.pid}", labels)
     several = {id(comm): sum(comm is other for other, _, _ in tracks) > 1 for comm, _, _ in tracks}
     for tid, (comm, stream, _) in enumerate(tracks, 1):
         name = line(comm.name, 60) or "communicator"
-        yield _named("thread_name", pid, tid, name=f"{name}, stream {stream:#x}" if several[id(comm)] else name)
-        yield _named("thread_sort_index", pid, tid, sort_index=tid)
-    yield _named("thread_name", pid, 0, name="process")
-
-
-def _named(what: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+        yield from chrome.lane(pid, tid, f"{name}, stream {stream:#x}" if several[id(comm)] else name)
+    yield chrome.named("thread_name", pid, 0, name="process")
 
 
 def _event(pid: int, tid: int, comm: CommRecord, one: _Slice, offset: float) -> Event:
-    call = one.call
-    return {
-        "ph": "X",
-        "name": call_name(call) + _OPEN.get(call.state, ""),
-        "cat": "comm",
-        "pid": pid,
-        "tid": tid,
-        "ts": _micro(one.begin + offset),
-        "dur": _micro(one.end - one.begin),
-        "args": _args(comm, one),
-    }
+    name, begin = call_name(one.call) + _OPEN.get(one.call.state, ""), one.begin + offset
+    return chrome.piece(name, "comm", pid, tid, begin, one.end + offset, _args(comm, one))
 
 
 def _args(comm: CommRecord, one: _Slice) -> dict[str, Any]:
@@ -178,27 +158,5 @@ def _args(comm: CommRecord, one: _Slice) -> dict[str, Any]:
 
 def _end(pid: int, process: ProcessRecord, offset: float) -> Iterator[Event]:
     if process.end and known(process.end_at):
-        yield {
-            "ph": "i",
-            "s": "p",
-            "name": f"ended: {line(process.end, 120)}",
-            "cat": "end",
-            "pid": pid,
-            "tid": 0,
-            "ts": _micro(process.end_at + offset),
-            "args": {"site": line(process.end_site)},
-        }
-
-
-def _arrows(number: int, name: str, places: list[tuple[float, int, int]]) -> Iterator[Event]:
-    """From the rank that entered first to the one that entered last."""
-    if len(places) < 2:
-        return
-    for index, (moment, pid, tid) in enumerate(places):
-        phase = "s" if index == 0 else "f" if index == len(places) - 1 else "t"
-        event = {"ph": phase, "id": number, "name": name, "cat": "collective", "pid": pid, "tid": tid}
-        yield event | {"ts": _micro(moment)} | ({"bp": "e"} if phase == "f" else {})
-
-
-def _micro(value: float) -> float:
-    return round(max(value, 0.0) * 1e6, 3)
+        said = {"site": line(process.end_site)}
+        yield chrome.moment(f"ended: {line(process.end, 120)}", "end", pid, 0, process.end_at + offset, said)

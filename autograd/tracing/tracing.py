@@ -1,0 +1,313 @@
+"""trace: what all ranks compute and communicate, and when, in one file for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pynccl import Communicator
+from pynccl.bindings.resource import Shared
+from pynccl.bindings.values import instance, integer, shown
+from pynccl.comm.groups import observing
+from pynccl.tools import chrome
+
+from ..agreement import raise_alike
+from ..arguments import check_comm
+from ..overlap.lanes import Lanes, observed
+from ..overlap.trace import COMM as PIECE_OF_COMM
+from ..overlap.trace import Trace, said_of, title
+from ..streams import is_capturing, waits
+from .calls import Calls, Waits
+from .layers import Layers, Place
+from .marks import Clock, has_happened, now
+from .meeting import Guest, Host, meet
+from .merge import Merged
+from .spans import STEP, Lane, Part, Piece, Span, Spans, resolved
+
+LIMIT = 200_000
+_RAISED_SECONDS = 1.0  # for which a rank whose block has raised waits for the others, who may wait for it
+_SECOND_STREAM = "second"
+_active: list[Tracing] = []
+_changing = threading.Lock()
+
+
+def trace(
+    path: str | os.PathLike[str],
+    comm: Communicator | None = None,
+    *,
+    model: nn.Module | None = None,
+    limit: int = LIMIT,
+    timeout: float = 30.0,
+) -> Tracing:
+    """Record what runs in the block, on all ranks, and write one trace for ui.perfetto.dev.
+
+        with ad.trace("step.json.gz", comm, model=model) as trace:
+            for number in range(3):
+                with trace.span(f"step {number}"):
+                    train_step(model, batch)
+
+    path     rank 0 writes it, when all have left the block: Chrome's trace format (JSON), compressed if it ends in .gz
+    comm     its ranks are in the trace, with all that they do on whatever communicators; every one of them must enter
+             the block. None: this process alone; of a launch of several, each then writes a file of its own, with
+             ".rank0" and so on before the suffix. Where all ranks are in one process (init_all), so are they in its one
+             file
+    model    whose modules have their names in the trace; without it, those that they have in the module that is called
+    limit    of the slices of a rank: what comes later is counted and left out
+    timeout  seconds for which rank 0 waits for the others at the end, and they for it
+
+    Each rank is a process there. Its lanes: `steps` (the spans of the caller's), `compute` (layers, forwards and
+    backwards, the pieces of overlapped matmuls, waits for communication), and one for each communicator and stream.
+    docs/trace.md says what the slices tell. Whatever waits, the trace adds no synchronization to the block; at its end
+    work on streams is waited for, for `timeout` at most.
+
+    If the block raises on a rank, that is raised; what was recorded up to then is written all the same. A rank that did
+    not hand over its part in time, or cannot reach rank 0, writes a file of its own, named as above, and warns.
+
+    Raises, before the block and on every rank: OSError (RuntimeError where it is another rank's) for a path that cannot
+    be written, RuntimeError if a trace is under way already; TypeError and ValueError for other arguments. One trace at
+    a time in a process.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise TypeError(f"trace: path is {shown(path)}, expected that of a file, such as 'trace.json.gz'")
+    if comm is not None:
+        check_comm("trace", comm, path=path)
+    if model is not None:
+        instance(model, nn.Module, "trace: model", "a torch.nn.Module")
+    limit = integer(limit, "trace: limit", 1, 10**9)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise ValueError(f"trace: timeout is {shown(timeout)}, expected seconds, above 0")
+    return Tracing(Path(os.fspath(path)), comm, model, limit, float(timeout))
+
+
+class Tracing(Shared):
+    """A trace that is being recorded, or was: see `trace`.
+
+    path     where this rank has written a file; None before, and where rank 0 has written that of all
+    summary  on the rank that has written: of each rank, milliseconds of the block, of communication, and of that what
+             was exposed
+    missing  there: rank -> why it is not in the file
+    """
+
+    def __init__(
+        self, path: Path, comm: Communicator | None, model: nn.Module | None, limit: int, timeout: float
+    ) -> None:
+        self.path: Path | None = None
+        self.summary: dict[str, dict[str, float]] = {}
+        self.missing: dict[int, str] = {}
+        self._asked, self._comm, self._model, self._timeout = path, comm, model, timeout
+        self._spans = Spans(limit)
+        self._open = contextlib.ExitStack()
+        self._meeting: Host | Guest | None = None
+        self._entered = False
+
+    def __enter__(self) -> Tracing:
+        comm = self._comm
+        problem: Exception | None = None
+        try:
+            self._begin_alone()
+        except (OSError, RuntimeError) as error:
+            problem = error
+        try:
+            raise_alike(comm, problem)
+            if comm is not None and comm.size > 1:
+                self._meeting = meet(comm)
+            self._clock = Clock(_device(comm))
+            self._layers = Layers(self._spans, self._clock, self._model)
+            self._calls = Calls(self._spans, self._clock, self._layers)
+            self._pieces = _Pieces(self._layers, self._clock)
+            if comm is not None and comm.size > 1:
+                comm.barrier()
+            self._install()
+        except BaseException:
+            self._end_alone()
+            if self._meeting is not None:
+                self._meeting.close()
+            raise
+        self._begin = now()
+        return self
+
+    def _begin_alone(self) -> None:
+        if self._entered:
+            raise RuntimeError("trace: this one was entered before; make another with ad.trace(...)")
+        with _changing:
+            if _active:
+                raise RuntimeError(
+                    "trace: one is under way in this process already, and records this, too; end it before another. "
+                    "Where all ranks are in one process, ad.trace(path) without a communicator records them all"
+                )
+            _active.append(self)
+        self._entered = True
+        if self._comm is None or self._comm.rank == 0:
+            _check_writable(self._own_path() if self._comm is None else self._asked)
+
+    def _end_alone(self) -> None:
+        with _changing:
+            if self in _active:
+                _active.remove(self)
+
+    def _install(self) -> None:
+        enter = self._open.enter_context
+        enter(self._layers.watched())
+        enter(observed(self._pieces))
+        told = Waits(self._spans, self._clock, self._layers)
+        waits.append(told)
+        self._open.callback(waits.remove, told)
+        enter(observing(self._calls))
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """A slice of the lane `steps`, of this thread: a step, or whatever the caller wants to find again."""
+        span = self._spans.add(Span(Lane(STEP), str(name), self._clock.here(), args={}))
+        try:
+            yield
+        finally:
+            span.end = self._clock.here()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end = now()
+        try:
+            self._open.close()
+            raised = "" if kind is None else f"{kind.__name__}: {error}".strip().splitlines()[0][:300]
+            self._deliver(self._part(end, raised))
+        except Exception as failed:  # of the trace: what the block has done, or raised, is more
+            warnings.warn(f"trace: not written: {type(failed).__name__}: {failed}", RuntimeWarning, stacklevel=2)
+        finally:
+            self._end_alone()
+            if self._meeting is not None:
+                self._meeting.close()
+
+    def _part(self, end: float, raised: str) -> Part:
+        spans, clock = self._spans, self._clock
+        if not raised:
+            clock.wait([mark for span in spans.found for mark in (span.begin, span.end)], self._timeout)
+        pieces, captured = resolved(spans.found, clock.time, end)
+        with contextlib.suppress(Exception):  # events that cannot be asked: there are no pieces, but all the rest
+            pieces += self._pieces.resolved(not raised)
+        if not raised:
+            clock.finish()
+        comm = self._comm
+        rank = _rank_of_launch() if comm is None else comm.rank
+        return Part(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=str(clock.device),
+            begin=self._begin,
+            end=end,
+            uncertainty=clock.uncertainty,
+            raised=raised,
+            dropped=spans.dropped,
+            captured=captured,
+            comms=self._calls.comms,
+            pieces=pieces,
+        )
+
+    def _deliver(self, part: Part) -> None:
+        seconds = min(_RAISED_SECONDS, self._timeout) if part.raised else self._timeout
+        meeting = self._meeting
+        if meeting is None:
+            self._write(self._asked if self._comm is not None else self._own_path(), Merged([part], {}, {}))
+        elif isinstance(meeting, Host):
+            others, offsets = meeting.gather(seconds)
+            merged = Merged([part, *others], offsets, meeting.missing)
+            self._write(self._asked, merged)
+            if merged.missing:
+                who = "; ".join(f"rank {rank}: {why}" for rank, why in merged.missing.items())
+                warnings.warn(f"trace: {self._asked} lacks ranks: {who}", RuntimeWarning, stacklevel=4)
+        elif why := meeting.hand_over(part, seconds):
+            path = with_rank(self._asked, part.rank)
+            self._write(path, Merged([part], {}, {}))
+            warnings.warn(f"trace: rank {part.rank} has written {path} of its own: {why}", RuntimeWarning, stacklevel=4)
+
+    def _write(self, path: Path, merged: Merged) -> None:
+        chrome.write(path, merged.events(), merged.metadata())
+        self.path, self.summary, self.missing = path, merged.summary(), merged.missing
+
+    def _own_path(self) -> Path:
+        """Of a process that is traced alone."""
+        alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
+        return self._asked if alone else with_rank(self._asked, _rank_of_launch())
+
+
+class _Pieces(Trace):
+    """The pieces of overlapped layers: see overlap/trace.py. Their communication is in the lanes of communicators."""
+
+    def __init__(self, layers: Layers, clock: Clock) -> None:
+        super().__init__()
+        self._layers, self._clock = layers, clock
+        self._places: list[tuple[Lane, Place]] = []
+        self._closing = threading.Lock()
+
+    def name(self, owner: Any) -> str:
+        return self._layers.name_of(owner) if isinstance(owner, nn.Module) else super().name(owner)
+
+    def start_of(self, begin: Any) -> float:
+        return self._clock.time(begin) or 0.0
+
+    def closed(self, lanes: Lanes) -> None:
+        with self._closing:
+            super().closed(lanes)
+            if self._clock.device.type == "cuda" and is_capturing(self._clock.device):
+                self._ended.pop()  # the events of a graph have no times
+            else:
+                self._places.append((self._layers.lane(), self._layers.place()))
+
+    def resolved(self, waits: bool) -> list[Piece]:
+        """waits: for those that have not ended, which end on their own"""
+        if not waits and not all(has_happened(record.end) for record in self._ended):
+            return []
+        pieces = []
+        for operation, (lane, place) in zip(self.operations(), self._places, strict=True):
+            for one in operation.intervals:
+                if one.lane == PIECE_OF_COMM:
+                    continue
+                on = lane._replace(beside=one.lane == _SECOND_STREAM)
+                args = said_of(operation, one) | {"layer": place.layer, "phase": place.phase}
+                begin = operation.start + one.begin
+                pieces.append(Piece(on, title(one), begin, operation.start + one.end, args, (), False))
+        return pieces
+
+
+def with_rank(path: Path, rank: int) -> Path:
+    """trace.json.gz -> trace.rank1.json.gz"""
+    suffixes = "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])
+    return path.with_name(f"{path.name.removesuffix(suffixes)}.rank{rank}{suffixes}")
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"trace: {path} is a folder, expected the path of a file, such as {path / 'trace.json'}"
+        )
+    if path.exists() and not path.is_file():
+        return
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise type(error)(f"trace: {path} cannot be written: {path.parent}: {error.strerror}") from None
+
+
+def _device(comm: Communicator | None) -> torch.device:
+    """Where computation is timed."""
+    if comm is not None:
+        return torch.device(comm.device)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+def _rank_of_launch() -> int:
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdigit() else 0

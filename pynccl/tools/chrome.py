@@ -1,0 +1,120 @@
+"""Chrome's trace format, which ui.perfetto.dev shows: its events, and the file.
+
+A rank is a process (pid), a lane a thread (tid). Slices of one lane lie one after the other, or within each other.
+Times are given in seconds from the begin of the trace; the file has microseconds, to the nanosecond, so that slices
+that touch do not overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+Event = dict[str, Any]
+
+
+def named(what: str, pid: int, tid: int, **args: Any) -> Event:
+    """Metadata of a process or a lane: process_name, process_labels, process_sort_index, thread_name, ..."""
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def process(pid: int, name: str, labels: str = "") -> Iterator[Event]:
+    """What a process is called; they are shown in the order of their pids."""
+    yield named("process_name", pid, 0, name=name)
+    if labels:
+        yield named("process_labels", pid, 0, labels=labels)
+    yield named("process_sort_index", pid, 0, sort_index=pid)
+
+
+def lane(pid: int, tid: int, name: str) -> Iterator[Event]:
+    """What a lane is called; they are shown in the order of their tids."""
+    yield named("thread_name", pid, tid, name=name)
+    yield named("thread_sort_index", pid, tid, sort_index=tid)
+
+
+def piece(
+    name: str, category: str, pid: int, tid: int, begin: float, end: float, args: Mapping[str, Any] | None = None
+) -> Event:
+    """A slice of a lane."""
+    at = micro(begin)
+    event = {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": at}
+    return event | {"dur": round(max(micro(end) - at, 0.0), 3), "args": dict(args or {})}
+
+
+def moment(name: str, category: str, pid: int, tid: int, at: float, args: Mapping[str, Any] | None = None) -> Event:
+    """Something that takes no time, of the whole process."""
+    event = {"ph": "i", "s": "p", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": micro(at)}
+    return event | {"args": dict(args or {})}
+
+
+def arrows(number: int, name: str, places: Sequence[tuple[float, int, int]]) -> Iterator[Event]:
+    """From slice to slice, in the order given; each as the time at which it begins, its pid and tid. They come after
+    the slices in the file. number: no other arrows have it."""
+    if len(places) < 2:
+        return
+    for index, (at, pid, tid) in enumerate(places):
+        phase = "s" if index == 0 else "f" if index == len(places) - 1 else "t"
+        event = {"ph": phase, "id": number, "name": name, "cat": "collective", "pid": pid, "tid": tid, "ts": micro(at)}
+        yield event | ({"bp": "e"} if phase == "f" else {})
+
+
+def counter(name: str, pid: int, at: float, value: float) -> Event:
+    """From now on it has this value."""
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": micro(at), "args": {"value": value}}
+
+
+def micro(seconds: float) -> float:
+    return round(max(seconds, 0.0) * 1e6, 3) if math.isfinite(seconds) else 0.0
+
+
+def write(path: str | os.PathLike[str], events: Iterable[Event], metadata: Mapping[str, Any] | None = None) -> None:
+    """Write the file, event by event, since there may be millions; compressed where the path ends in .gz.
+
+    What was there before is replaced once all is written. OSError where it cannot be."""
+    path = Path(path)
+    with replacing(path) as file:
+        said = json.dumps(metadata or {}, allow_nan=False)
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {said}, "traceEvents": [\n')
+        for number, event in enumerate(events):
+            file.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
+        file.write("\n]}\n")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[str]]:
+    """A new file of text, which takes the place of `path` at the end of the block, unless that raises."""
+    if path.exists() and not path.is_file():  # a pipe, a terminal: there is nothing to be replaced
+        with open(path, "w") as file:
+            yield file
+        return
+    handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as binary:
+            if path.suffix == ".gz":
+                with gzip.open(binary, "wt", encoding="utf-8", compresslevel=5) as file:
+                    yield file
+            else:
+                with open(binary.fileno(), "w", encoding="utf-8", closefd=False) as text:
+                    yield text
+        os.chmod(part, _mode(path))
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def _mode(path: Path) -> int:
+    """That of the file that is replaced, or of a new one."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
