@@ -192,7 +192,8 @@ def _said(call: Observed) -> Said:
     count, kind = int(inputs[at]), DataType(inputs[at + 1])
     nbytes = count * ITEMSIZE[kind] * (call.comm.size if operation in _BLOCKS else 1)
     op = inputs[op_at] if op_at >= 0 else -1
-    reduction = "" if op_at < 0 else RedOp(op).name if op in RedOp._value2member_map_ else "PRE_MUL_SUM"
+    named = next((one.name for one in RedOp if one == op), "PRE_MUL_SUM")
+    reduction = named if op_at >= 0 else ""
     other = int(inputs[rank_at]) if rank_at >= 0 else -1
     root, peer = (-1, other) if message or operation == "put_signal" else (other, -1)
     text = call.compared or f"{operation}({count} {kind.name}{f', rank {other}' if other >= 0 else ''})"
