@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=3 scripts/beside_vllm.py --vllm FOLDER
 
-FOLDER has an unpacked wheel of vLLM, as for bench_wrappers.py. Its class is given our NCCLLibrary, as other vendors give
-it theirs, and so runs on the host library; streams and the current device, which need a GPU, are stand-ins. Each rank
+FOLDER has an unpacked wheel of vLLM, as for bench_wrappers.py. Its class is given our NCCLLibrary, as others give it
+theirs, and so runs on the host library; streams and the current device, which need a GPU, are stand-ins. Each rank
 says how many results were equal, in every bit and stride. Two ranks or more.
 """
 
