@@ -146,6 +146,10 @@ def names_of(comm: Communicator) -> dict[str, Any]:
     return {**modules, **sizes, **memory, "comm": comm, "exchange": exchange, "x": x, "side": pynccl.create_stream()}
 
 
+def carried_out(text: str, names: dict[str, Any]) -> Any:
+    return exec(text, names) if ";" in text else eval(text, names)
+
+
 def sides(comm: Communicator, path: str, rows: list[list[str]]) -> list[str]:
     """What differs between the two sides of each row: in the tensors afterwards, or in a number that they return."""
     said = []
@@ -153,7 +157,7 @@ def sides(comm: Communicator, path: str, rows: list[list[str]]) -> list[str]:
     with gloo(comm, path):
         for there, here, *_ in rows:
             left, right = names_of(comm), names_of(comm)
-            first, second = eval(there, left), eval(here, right)
+            first, second = carried_out(there, left), carried_out(here, right)
             for name in ("x", "y", "part", "whole"):
                 rooted = there.startswith("dist.reduce(") and comm.rank != 0  # theirs is undefined elsewhere
                 if not torch.equal(left[name], right[name]) and not rooted:

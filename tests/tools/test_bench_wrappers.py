@@ -1,0 +1,36 @@
+"""scripts/bench_wrappers.py and beside_vllm.py: what they print, and what they say to wrong options."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / script), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+def test_times_of_each_way_are_printed_fastest_first() -> None:
+    done = run("bench_wrappers.py", "--rounds", "3", "--calls", "50")
+    assert done.returncode == 0, done.stderr
+    head, *rows = done.stdout.splitlines()
+    assert "median of 3 rounds" in head
+    times = [int(row.split()[-1]) for row in rows]
+    assert times == sorted(times) and times[0] > 0
+    names = [re.split(r"  +", row)[0] for row in rows]
+    assert {"bare ctypes", "plan()", "comm.all_reduce(t, t)", "pynccl.compat.vllm all_reduce(t, t)"} <= {*names}
+
+
+@pytest.mark.parametrize("script", ["bench_wrappers.py", "beside_vllm.py"])
+def test_a_folder_without_a_wheel_is_a_wrong_usage(script: str, tmp_path: Path) -> None:
+    done = run(script, "--vllm", str(tmp_path))
+    assert done.returncode == 2
+    assert f"--vllm {tmp_path}: there is no vllm/distributed/device_communicators/pynccl" in done.stderr
+    assert "Traceback" not in done.stderr
