@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+STARTS = [ROOT, *(ROOT / name for name in ("pynccl", "autograd", "scripts", "tests", "docs"))]
 KINDS = ("python", "text", "console", "sh", "")  # of fenced blocks
 _SET = r"(?:[A-Z_]+=\S+ )*"
 _COMMAND = re.compile(rf"{_SET}(?:python3?|torchrun|make|pip|ssh|srun|sbatch|mpirun|scripts/\S+\.(?:py|sh)) .*|make")
@@ -99,6 +100,7 @@ def anchors(page: Path) -> set[str]:
 
 def paths(page: Path) -> list[tuple[int, str]]:
     """(line, path) of what stands between backquotes and looks like a file or folder of the project."""
-    roots = "pynccl|autograd|scripts|tests|docs|\\.ci"
-    found = re.compile(rf"`((?:{roots})/[\w./-]*|[\w-]+/[\w./-]+\.(?:py|md|sh|txt))`")
-    return [(number, path) for number, line in prose(page) for path in found.findall(line)]
+    found = re.compile(r"`([\w.-]+/[\w./-]*)`")
+    ours = {folder.name for start in STARTS for folder in start.iterdir() if folder.is_dir()}
+    every = [(number, path) for number, line in prose(page) for path in found.findall(line)]
+    return [(number, path) for number, path in every if path.partition("/")[0] in ours]

@@ -25,6 +25,8 @@ SECONDS = 110.0
 ids = [page.stem for page in PAGES]
 NEEDS_A_GPU = "# needs a GPU"
 
+MACHINES = "tests/tools/test_examples_multi_node.py"
+EXAMPLES = "tests/tools/test_examples_folder.py"  # runs what docs/examples.md shows, and compares what it prints
 # How each command of the pages is run here. True: as it stands. A dictionary: with these pieces replaced, to be short.
 # A path: that file of tests runs it, with options of its own. "dry": make says what it would do. Another text: why not.
 COMMANDS: dict[str, bool | str | dict[str, str]] = {
@@ -55,6 +57,19 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "python scripts/fault_campaign.py --replay 17": True,
     "scripts/gpu_check.sh probe": "tests/tools/test_gpu_check.py",
     "scripts/gpu_check.sh --report out/gpu_check_*.json": "tests/tools/test_gpu_check.py",
+    "pip install .": "needs a package index",
+    "pip install .[cu12]": "needs a package index",
+    "srun --kill-on-bad-exit=0": "needs SLURM",
+    "torchrun --standalone --local-addr=127.0.0.1": "the begin of a command",
+    "python scripts/timeline.py --out docs/overlap_timeline.png": "tests/tools/test_timeline.py",
+    "python -m pynccl explain reduce_scatter": True,
+    "python -m pynccl_autograd plan": {"plan": "plan --help"},
+    "torchrun --nproc-per-node 2 scripts/train.py --trace out/trace.json": {"train.py": "train.py --steps 2"},
+    'python -c "from pynccl.bindings import abi; print(len(abi.FUNCTIONS), len(abi.DEVICE_FUNCTIONS))"': True,
+    "python scripts/bench_wrappers.py": {".py": ".py --rounds 1"},
+    "scripts/examples/multi_node.sh torchrun node0 2 8 scripts/examples/hello.py": MACHINES,
+    "sbatch --nodes=2 --ntasks-per-node=8 scripts/examples/multi_node.sh srun scripts/examples/hello.py": MACHINES,
+    "scripts/examples/multi_node.sh mpirun node0:8,node1:8 scripts/examples/hello.py": MACHINES,
     "make": "dry",
     "make demo": "dry",
     "make demo N=4": "dry",
@@ -68,6 +83,11 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "make semantics": "dry",
     "make api": "dry",
 }
+
+
+def how(text: str) -> bool | str | dict[str, str] | None:
+    """Of COMMANDS, but that all of docs/examples.md stand in one test."""
+    return COMMANDS.get(text, EXAMPLES if re.search(r"torchrun .*scripts/examples/\w+\.py$", text) else None)
 
 
 def found() -> dict[str, list[tuple[Path, Command]]]:
@@ -139,7 +159,7 @@ def test_python_runs_as_it_stands(ranks: RankPool, page: Path, blocks: list[Bloc
 
 def test_every_command_of_the_pages_is_in_the_table() -> None:
     where = {text: f"{spots[0][0].name}:{spots[0][1].line}" for text, spots in found().items()}
-    assert {text: spot for text, spot in where.items() if text not in COMMANDS} == {}
+    assert {text: spot for text, spot in where.items() if how(text) is None} == {}
     assert [text for text in COMMANDS if text not in where] == []
 
 
@@ -162,14 +182,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-RUN = [text for text, how in COMMANDS.items() if how is True or isinstance(how, dict) or how == "dry"]
+RUN = [text for text, way in COMMANDS.items() if way is True or isinstance(way, dict) or way == "dry"]
 
 
 @pytest.mark.parametrize("text", RUN)
 def test_command_runs(text: str, workplace: Path) -> None:
-    how = COMMANDS[text]
-    line = text.replace("make", "make -n", 1) if how == "dry" else text
-    for piece, instead in how.items() if isinstance(how, dict) else ():
+    way = COMMANDS[text]
+    line = text.replace("make", "make -n", 1) if way == "dry" else text
+    for piece, instead in way.items() if isinstance(way, dict) else ():
         assert piece in line
         line = line.replace(piece, instead)
     line = line.replace("--nproc-per-node 8", "--nproc-per-node 2")
@@ -195,7 +215,7 @@ def test_command_runs(text: str, workplace: Path) -> None:
             assert [one.rstrip() for one in done.stdout.splitlines()] == command.output.splitlines(), page.name
 
 
-ELSEWHERE = {text: how for text, how in COMMANDS.items() if isinstance(how, str) and how.startswith("tests/")}
+ELSEWHERE = {text: way for text, way in COMMANDS.items() if isinstance(way, str) and way.startswith("tests/")}
 
 
 @pytest.mark.parametrize("text", ELSEWHERE)
@@ -225,10 +245,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_paths_are_there(page: Path) -> None:
-    starts = (ROOT, page.parent, ROOT / "pynccl", ROOT / "autograd", ROOT / "scripts", ROOT / "tests")
     missing = [
         f"{page.name}:{number} {path}"
         for number, path in pages.paths(page)
-        if not any((start / path).exists() for start in starts)
+        if not any((start / path).exists() for start in pages.STARTS)
     ]
     assert missing == []
