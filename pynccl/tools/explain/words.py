@@ -257,9 +257,9 @@ _REDUCED = {
     "prod": "product over q of x_q",
     "premul": "sum over q of a_q * x_q, here a_q = q + 1",
 }
-# For who has an autograd Function of all_gather before them, such as that of OpenAI's CLIP.
+# For who looks at an autograd Function of all_gather, such as the one in OpenAI's CLIP.
 SNIPPET = (
-    ("", "For who has an autograd Function around dist.all_gather in front of them, such as that of OpenAI's CLIP:"),
+    ("", "With an autograd Function around dist.all_gather in front of you, such as the one in OpenAI's CLIP:"),
     (
         "forward",
         "dist.all_gather(output, tensor) and a concatenation are the first drawing: each rank then has a copy of every "
