@@ -2,6 +2,7 @@
 #   make demo [N=4]   train a small transformer with N tensor-parallel ranks beside the unsharded model
 #   make test         the whole test suite              make lint / make format / make clean
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
+#   make collectives  docs/collectives.html: the page on which elements move, of python -m pynccl explain
 # Options: PYTHON=python3.12 (of a new .venv), VENV=folder, ARGS="..." (handed to train.py or pytest), DEMO_STEPS=20
 
 PYTHON ?= python3
@@ -14,11 +15,11 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 LOG := $(VENV).log
 
-.PHONY: help setup demo test semantics lint format clean
+.PHONY: help setup demo test semantics collectives lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,5s/^# *//p' Makefile
+	@sed -n '2,6s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -32,6 +33,9 @@ test: $(STAMP)
 
 semantics: $(STAMP)
 	$(PY) scripts/semantics_table.py $(ARGS)
+
+collectives: $(STAMP)
+	$(PY) scripts/collectives_page.py $(ARGS)
 
 lint: $(STAMP) build/mypy/pynccl_autograd
 	$(PY) -m ruff check .

@@ -107,7 +107,7 @@ def cell_of(scene: dict[str, Any], area: int, rank: int, at: int) -> dict[str, A
 
 
 def test_the_page_is_the_same_each_time_and_current() -> None:
-    assert page() == FILE.read_text(encoding="utf-8"), "run python scripts/collectives_page.py"
+    assert page() == FILE.read_text(encoding="utf-8"), "run `make collectives`"
 
 
 def test_the_check_of_the_page_refuses_another_one(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_the_check_of_the_page_refuses_another_one(tmp_path: Path) -> None:
     stale.write_text(FILE.read_text(encoding="utf-8") + " ", encoding="utf-8")
     command = [sys.executable, "scripts/collectives_page.py", "--check", "--out", str(stale)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (1, f"{stale} is out of date: run python scripts/collectives_page.py\n")
+    assert (done.returncode, done.stderr) == (1, f"{stale} is out of date: run `make collectives`\n")
     assert stale.read_text(encoding="utf-8").endswith(" ")
 
 
