@@ -3,6 +3,7 @@
 #   make test         the whole test suite              make lint / make format / make clean
 #   make api          docs/api.md from the docstrings
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
+#   make collectives  docs/collectives.html: the page on which elements move, of python -m pynccl explain
 # Options: PYTHON=python3.12 (of a new .venv), VENV=folder, ARGS="..." (handed to train.py or pytest), DEMO_STEPS=20
 
 PYTHON ?= python3
@@ -15,11 +16,11 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 LOG := $(VENV).log
 
-.PHONY: help setup demo test semantics api lint format clean
+.PHONY: help setup demo test semantics api collectives lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,6s/^# *//p' Makefile
+	@sed -n '2,7s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -36,6 +37,9 @@ semantics: $(STAMP)
 
 api: $(STAMP)
 	$(PY) scripts/api_page.py $(ARGS)
+
+collectives: $(STAMP)
+	$(PY) scripts/collectives_page.py $(ARGS)
 
 lint: $(STAMP) build/mypy/pynccl_autograd
 	$(PY) -m ruff check .

@@ -34,7 +34,7 @@ def main() -> int:
     if options.out.exists() and options.out.read_text(encoding="utf-8") == made:
         print(f"{options.out} is current")
         return 0
-    print(f"{options.out} is out of date: run python scripts/collectives_page.py", file=sys.stderr)
+    print(f"{options.out} is out of date: run `make collectives`", file=sys.stderr)
     return 1
 
 

@@ -58,8 +58,8 @@ def outputs(name: str, op: str, xs: Sequence[Any], counts: Sequence[int], root: 
 def reduced(op: str, xs: Arrays) -> np.ndarray:
     if op == "premul":
         return sum((rank + 1) * x for rank, x in enumerate(xs)) + 0 * xs[0]
-    functions = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
-    return functions[op](np.stack(xs), axis=0)
+    functions: dict[str, Any] = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
+    return np.asarray(functions[op](np.stack(xs), axis=0))
 
 
 def gradients(name: str, op: str, grad: str, xs: Arrays, gs: Arrays, counts: Sequence[int], root: int = 0) -> Arrays:

@@ -5,6 +5,7 @@ The numbers are held against NumPy (tests/support/explained.py), and the adjoint
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import re
@@ -188,7 +189,7 @@ def test_the_moves_lead_from_each_area_to_the_next(n: int) -> None:
 
 
 def test_a_library_that_writes_something_else_is_no_picture(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from pynccl.tools.explain import execute as module
+    module: Any = importlib.import_module("pynccl.tools.explain.execute")
 
     def wrong(*args: Any) -> list[Any]:
         ys = right(*args)
@@ -235,6 +236,15 @@ def test_reduce_scatter_is_drawn_with_its_sums_and_where_they_go(
     assert "│ 2  │ → │ 12 │ ← │ 22 │  sum 36 → rank 1" in text
     assert "comm.reduce_scatter(x, y, 'sum')" in text and "ad.reduce_scatter(x, comm)" in text
     assert "dist.reduce_scatter_tensor(y, x, op=dist.ReduceOp.SUM)" in text
+
+
+def test_the_drawing_in_the_docs_is_what_comes_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```sh\npython -m pynccl explain reduce_scatter\n```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert block == drawn(capsys, "reduce_scatter")
 
 
 def test_who_has_an_all_gather_function_before_them_finds_its_words(capsys: pytest.CaptureFixture[str]) -> None:

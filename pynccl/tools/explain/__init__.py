@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ...bindings.errors import NcclError
-from .execute import ResultError, ranks_of_this_process
+from .execute import ranks_of_this_process
 from .execute import run as run_operation
 from .operations import NONE, OPERATIONS
 from .options import UsageError, check_drawable, check_writable, columns, configure, known, setup_of
@@ -46,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
             with open(arguments.html, "w", encoding="utf-8") as file:
                 file.write(page(found))
             print(f"\nwrote {arguments.html}")
-    except (NcclError, ResultError, ImportError) as error:
+    except BrokenPipeError:  # of the terminal's reader, for the caller
+        raise
+    except (NcclError, RuntimeError, ImportError, OSError) as error:
         print(f"explain: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

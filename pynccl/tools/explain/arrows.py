@@ -87,13 +87,16 @@ def labels(one: Pass) -> list[str]:
     return names if one.is_adjoint else ["x", "y"]
 
 
-def step_labels(stage: Stage) -> list[str]:
+def step_labels(stage: Stage, ranks: int) -> list[str]:
     """Who sends to whom in each step of a stage, in the order of drawing."""
     texts = []
     for step in range(stage.steps):
         pairs = sorted({(one.move.source, one.move.target) for one in stage.landings if one.step == step})
-        if all(source == target for source, target in pairs):
-            texts.append("on each rank alone" if stage.is_local else "each rank's own part")
+        far = (pairs[0][1] - pairs[0][0]) % ranks
+        if far == 0:
+            texts.append("" if stage.is_local else "each rank's own part")
+        elif len(pairs) == ranks:
+            texts.append(f"every rank r → r + {far} mod {ranks}")
         else:
             texts.append("rank " + ", ".join(f"{source} → {target}" for source, target in pairs))
     return texts

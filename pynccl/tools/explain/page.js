@@ -57,7 +57,12 @@
     const row = rowOf(state.name);
     const same = (values) => values.map((value) => [value, String(value)]);
     buttons(byId("operations"), "", same(data.operations.map((one) => one.name)), state.name, (name) => choose({ name }));
-    for (const button of byId("operations").children) button.title = rowOf(button.dataset.value).brief;
+    const list = byId("operations");
+    for (const button of list.children) {
+      button.title = rowOf(button.dataset.value).brief;
+      const over = button.offsetLeft + button.offsetWidth - list.offsetLeft - list.clientWidth; // of a row that scrolls
+      if (button.getAttribute("aria-pressed") === "true") list.scrollLeft = Math.max(0, over + 40);
+    }
     buttons(byId("direction"), "", [["forward", "forward ↓"], ["adjoint", "adjoint ↑"]], state.adjoint ? "adjoint" : "forward",
       (value) => choose({ adjoint: value === "adjoint" }));
     buttons(byId("ranks"), "ranks", same(data.ranks), state.ranks, (ranks) => choose({ ranks }));
@@ -77,14 +82,14 @@
     section("shapes");
     box.append(element("p", "", text.shapes));
     section("calls");
-    box.append(table(text.calls));
+    box.append(table(text.calls, true));
     section("commonly confused");
     const list = element("ul", "");
     for (const one of text.confused) list.append(element("li", "", one));
     box.append(list);
     if (text.snippet.length) {
       section("around dist.all_gather");
-      box.append(element("p", "", text.snippet[0][1]), table(text.snippet.slice(1)));
+      box.append(element("p", "", text.snippet[0][1]), table(text.snippet.slice(1), false));
     }
   }
 
@@ -98,11 +103,11 @@
     });
   }
 
-  function table(rows) {
+  function table(rows, asCode) {
     const made = element("dl", "");
     for (const [name, text] of rows) {
       const cell = element("dd", "");
-      cell.append(/^(comm|ad|dist|with|y =|x\.)/.test(text) ? element("code", "", text) : text);
+      cell.append(asCode ? element("code", "", text) : text);
       made.append(element("dt", "", name), cell);
     }
     return made;
@@ -145,7 +150,7 @@
     stageBox.append(pill);
     scene.pills.push(pill);
     const start = scene.steps, end = start + stage.steps.length;
-    for (const text of stage.steps) scene.captions.push(`${stage.text}: ${text}`);
+    for (const text of stage.steps) scene.captions.push(text || stage.text);
     for (const [source, at, target, to, step, value, factor] of stage.moves) {
       const from = scene.areas[s].cells[source][at], into = scene.areas[s + 1].cells[target][to];
       const ranks = from.history.length ? from.history[from.history.length - 1].from : [];

@@ -18,7 +18,7 @@ from .operations import COUNTS, OPERATIONS, variants
 from .options import LEAST_RANKS, MOST_RANKS
 from .words import BRIEF, SNIPPET, other_convention, step_words, words_of
 
-_SIGNS = {"sum": "+", "prod": "×"}  # what stands between the parts of an element, where that is written out
+_SIGNS = {"": "+", "sum": "+", "prod": "×"}  # what stands between the parts of an element, where that is written out
 _LIGHT, _DARK = "#ffffff", "#171b22"
 
 
@@ -123,8 +123,8 @@ def _stage(found: Run, stage: Stage) -> dict[str, Any]:
         moves.append([*landing.move, landing.step, number(landing.value), *factor])
     return {
         "text": step_words(stage.way, stage.op, found.setup.by_counts),
-        "sign": _SIGNS.get(stage.op, "") if stage.way in ("all_reduce", "reduce", "reduce_scatter") else "",
-        "steps": step_labels(stage),
+        "sign": _SIGNS.get(stage.op, "") if not stage.factors else "",
+        "steps": step_labels(stage, found.setup.ranks),
         "moves": moves,
         "values": [[number(value) for value in own] for own in stage.values],
         "cuts": stage.cuts,

@@ -45,7 +45,7 @@ BRIEF = {
 }
 WORDS: dict[str, Words] = {
     "all_reduce": Words(
-        "All ranks' tensors are combined element by element, and every rank gets the whole result.",
+        "All ranks' tensors are {combined} element by element, and every rank gets the whole result.",
         "x [s] -> y [s] on every rank",
         "y_r = {reduced}",
         "comm.all_reduce(x, y, {op})",
@@ -57,7 +57,7 @@ WORDS: dict[str, Words] = {
         ),
     ),
     "reduce_scatter": Words(
-        "Every rank has a full tensor of N blocks. The tensors are combined element by element, and of the result "
+        "Every rank has a full tensor of N blocks. The tensors are {combined} element by element, and of the result "
         "rank r keeps block r alone.",
         "x [N*s] -> y [s]",
         "y_r = {reduced_block}",
@@ -92,7 +92,7 @@ WORDS: dict[str, Words] = {
         ("What the others hold in x is not read; it gives shape and type.",),
     ),
     "reduce": Words(
-        "All ranks' tensors are combined element by element; root alone gets the result.",
+        "All ranks' tensors are {combined} element by element; root alone gets the result.",
         "x [s] -> y [s] on root",
         "y_root = {reduced};  others: zeros",
         "comm.reduce(x, y, {op}, root={root})",
@@ -210,7 +210,7 @@ _COUNTED: dict[str, Words] = {
         confused=(_V,),
     ),
     "reduce_scatter_v": WORDS["reduce_scatter"]._replace(
-        does="reduce_scatter with a number of elements per rank: of the combined tensor rank r keeps counts[r] "
+        does="reduce_scatter with a number of elements per rank: of the result rank r keeps counts[r] "
         "elements, its own block.",
         shapes="x [sum(counts)] -> y [counts[r]]",
         pynccl="comm.reduce_scatter_v(x, y, {op}, counts={counts})",
@@ -249,6 +249,14 @@ _COUNTED: dict[str, Words] = {
 }
 WORDS.update(_COUNTED)
 
+_COMBINED = {
+    "sum": "added",
+    "avg": "averaged",
+    "max": "compared",
+    "min": "compared",
+    "prod": "multiplied",
+    "premul": "scaled, each rank's by a factor of its own, and added",
+}
 _REDUCED = {
     "sum": "sum over q of x_q",
     "avg": "1/N * sum over q of x_q",
@@ -257,9 +265,9 @@ _REDUCED = {
     "prod": "product over q of x_q",
     "premul": "sum over q of a_q * x_q, here a_q = q + 1",
 }
-# For who has an autograd Function of all_gather before them, such as that of OpenAI's CLIP.
+# For who looks at an autograd Function of all_gather, such as the one in OpenAI's CLIP.
 SNIPPET = (
-    ("", "For who has an autograd Function around dist.all_gather in front of them, such as that of OpenAI's CLIP:"),
+    ("", "With an autograd Function around dist.all_gather in front of you, such as the one in OpenAI's CLIP:"),
     (
         "forward",
         "dist.all_gather(output, tensor) and a concatenation are the first drawing: each rank then has a copy of every "
@@ -287,6 +295,7 @@ def words_of(name: str, op: str, grad: str, setup: Setup) -> tuple[Words, Adjoin
         "root": setup.root,
         "target": setup.edge[1],
         "counts": list(setup.counts),
+        "combined": _COMBINED.get(op, ""),
         "reduced": _REDUCED.get(op, ""),
         "reduced_block": ("1/N * " if op == "avg" else "") + "sum over q of x_q[block r]",
     }
