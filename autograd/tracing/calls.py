@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,7 @@ class Calls:
         self.comms: dict[str, tuple[str, int, int]] = {}
         self._collectives: Counter[tuple[str, int]] = Counter()
         self._messages: Counter[tuple[str, int, int, int, str]] = Counter()
-        self._streams: dict[tuple[str, int], list[int]] = {}
+        self._streams: dict[tuple[str, int, bool], list[int]] = {}
         self._lock = threading.Lock()
 
     def launching(self, calls: Sequence[Observed]) -> Told:
@@ -104,23 +105,26 @@ class Calls:
             args["calls"] = texts + ([f"... {len(said) - len(texts)} more"] if len(said) > len(texts) else [])
         args = {name: value for name, value in args.items() if value not in ("", -1)}
         name = " ".join(word for word in (title, layer, "backward" if phase == "backward" else "") if word)
-        lane, blocks = self._lane(comm, stream), self._clock.blocks(comm, stream)
+        blocks = self._clock.blocks(comm, stream)
+        lane = self._lane(comm, stream, not blocks)
         known = tuple(dict.fromkeys(keys))[:_MOST_KEYS]
         span = Span(lane, name, marks.on(comm, stream), None, args, known, blocks)
         if blocks:
             span.args["on"] = tuple(self._layers.lane())
         return self._spans.add(span), comm, stream
 
-    def _lane(self, comm: Communicator, stream: int) -> Lane:
-        """One a communicator and stream; 0 is that of the caller."""
+    def _lane(self, comm: Communicator, stream: int, beside: bool) -> Lane:
+        """One a communicator and stream."""
         uid, rank = comm.uid, comm.rank
         with self._lock:
             self.comms.setdefault(uid, (name_of(comm), rank, comm.size))
-            streams = self._streams.setdefault((uid, rank), [])
+            if stream == OF_CPU:
+                return Lane(COMM, uid, rank, OF_CPU, beside)
+            streams = self._streams.setdefault((uid, rank, beside), [])
             number = int(stream)
             if number not in streams:
                 streams.append(number)
-            return Lane(COMM, uid, rank, streams.index(number))
+            return Lane(COMM, uid, rank, streams.index(number), beside)
 
     def _keys(self, call: Observed, said: Said) -> list[str]:
         """The same on all ranks that take part in it; none where it is one rank's alone."""
@@ -188,20 +192,28 @@ def _said(call: Observed) -> Said:
     shape = SHAPES.get(message or operation)
     if shape is None or not inputs or shape[0] < 0:
         return Said(call.compared or operation, operation, 0)
-    at, op_at, rank_at, _ = shape
-    count, kind = int(inputs[at]), DataType(inputs[at + 1])
-    nbytes = count * ITEMSIZE[kind] * (call.comm.size if operation in _BLOCKS else 1)
-    op = inputs[op_at] if op_at >= 0 else -1
+    return _described(operation, inputs[shape[0] :], call.compared, message, call.comm.size)
+
+
+@functools.lru_cache(4096)
+def _described(operation: str, inputs: tuple[int, ...], compared: str, message: str, ranks: int) -> Said:
+    """inputs: from the count on, so without addresses"""
+    at, op_at, rank_at, _ = SHAPES[message or operation]
+    count, kind = int(inputs[0]), DataType(inputs[1])
+    nbytes = count * ITEMSIZE[kind] * (ranks if operation in _BLOCKS else 1)
+    op = inputs[op_at - at] if op_at >= 0 else -1
     named = next((one.name for one in RedOp if one == op), "PRE_MUL_SUM")
     reduction = named if op_at >= 0 else ""
-    other = int(inputs[rank_at]) if rank_at >= 0 else -1
+    other = int(inputs[rank_at - at]) if rank_at >= 0 else -1
     root, peer = (-1, other) if message or operation == "put_signal" else (other, -1)
-    text = call.compared or f"{operation}({count} {kind.name}{f', rank {other}' if other >= 0 else ''})"
+    text = compared or f"{operation}({count} {kind.name}{f', rank {other}' if other >= 0 else ''})"
     return Said(text, operation, nbytes, count, kind.name, reduction, root, peer, message)
 
 
 def _title(said: list[Said], function: str) -> str:
     """ "all_reduce", "2 all_gather + broadcast"; of an autograd function that sends, "HaloExchange: 2 send + recv"."""
+    if len(said) == 1 and not said[0].message:
+        return said[0].operation
     named = next((one.text.partition("(")[0] for one in said if one.text.partition("(")[0].endswith("_v")), "")
     if named:
         return named

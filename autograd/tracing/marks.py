@@ -93,12 +93,15 @@ class Clock:
         here = torch.cuda.current_stream(torch.device(comm.device)).cuda_stream
         return stream != OF_CPU and int(here) == int(stream)
 
-    def wait(self, marks: list[Any], seconds: float) -> None:
-        """Until all of these have happened, or it is late."""
+    def wait(self, marks: list[Any], seconds: float) -> bool:
+        """Until all of these have happened, or it is late; whether they have."""
         end = now() + seconds
         for mark in marks:
-            while not has_happened(mark) and now() < end:
+            while not has_happened(mark):
+                if now() >= end:
+                    return False
                 time.sleep(_POLL_SECONDS)
+        return True
 
     def time(self, mark: Any) -> float | None:
         """When it was; None if it has not happened."""

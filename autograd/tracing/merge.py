@@ -164,7 +164,9 @@ class Merged:
         name += f", ranks {ranks}" if len(members) == size else f", {size} ranks"
         if len({other.rank for other in part_lanes(part) if other.comm == lane.comm}) > 1:
             name += f", its rank {lane.rank}"
-        return name + (f", stream {lane.number + 1}" if lane.number else "")
+        if lane.number < 0:
+            return f"{name}, by the CPU"
+        return name + (", side stream" if lane.beside else "") + (f" {lane.number + 1}" if lane.number else "")
 
     def _slices(self, one: _Rank, piece: Piece) -> Iterator[Event]:
         rank, tid = one.part.rank, one.tids[piece.lane]
@@ -221,8 +223,8 @@ def _tids(part: Part) -> dict[Lane, int]:
             _KINDS.index(lane.kind),
             uids.index(lane.comm) if lane.comm in uids else 0,
             lane.rank,
-            lane.number,
             lane.beside,
+            lane.number,
         ),
     )
     return {lane: tid for tid, lane in enumerate(ordered, 1)}

@@ -15,8 +15,8 @@ class Lane(NamedTuple):
     """kind     STEP, COMPUTE or COMM
     comm     of COMM: the uid of a communicator
     rank     this rank's number there
-    number   which of several: streams, threads
-    beside   of COMPUTE: the second stream of an overlapped matmul"""
+    number   which of several: streams, threads; -1: the CPU, which waits
+    beside   of COMPUTE: the second stream of an overlapped matmul; of COMM: what is computed does not wait for it"""
 
     kind: str
     comm: str = ""

@@ -191,12 +191,12 @@ class Tracing(Shared):
 
     def _part(self, end: float, raised: str) -> Part:
         spans, clock = self._spans, self._clock
-        if not raised:
-            clock.wait([mark for span in spans.found for mark in (span.begin, span.end)], self._timeout)
+        marks = [mark for span in spans.found for mark in (span.begin, span.end)]
+        done = not raised and clock.wait(marks, self._timeout)
         pieces, captured = resolved(spans.found, clock.time, end)
         with contextlib.suppress(Exception):  # events that cannot be asked: there are no pieces, but all the rest
-            pieces += self._pieces.resolved(not raised)
-        if not raised:
+            pieces += self._pieces.resolved(done)
+        if done:
             clock.finish()
         comm = self._comm
         rank = _rank_of_launch() if comm is None else comm.rank

@@ -1,0 +1,100 @@
+"""ad.trace on a GPU: slices are timed by events on the streams, the block is not synchronized, the clocks agree."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+COUNT = 1 << 20
+BUSY_CYCLES = 200_000_000  # about 100 ms: far longer than a launch takes
+
+
+class Late(nn.Module):
+    """x, and its cotangent, after a long wait on the current stream."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(BUSY_CYCLES)
+        return 2 * x
+
+
+def slices(path: Path | None, category: str) -> list[dict[str, Any]]:
+    """Of rank 0; none on other ranks, which have no file."""
+    if path is None:
+        return []
+    events = json.loads(path.read_text())["traceEvents"]
+    return [one for one in events if one["ph"] == "X" and one["cat"] == category and one["pid"] == 0]
+
+
+def test_slices_lie_where_the_gpu_was_and_nothing_waits_for_it(comm: Communicator, tmp_path: Path) -> None:
+    x = torch.ones(COUNT, device=comm.device)
+    comm.all_reduce(x)
+    torch.cuda.synchronize()
+    model = Late()
+    with ad.trace(tmp_path / "trace.json", comm, model=model) as trace:
+        began = time.perf_counter()
+        y = model(x)
+        comm.all_reduce(y, y)
+        issued = time.perf_counter() - began
+        not_done = not torch.cuda.current_stream().query()
+    assert not_done and issued < 0.05
+    for layer in slices(trace.path, "compute"):
+        assert layer["name"] == "Late" and layer["dur"] > 50e3
+        (call,) = slices(trace.path, "comm")
+        assert call["ts"] >= layer["ts"] + layer["dur"] - 1.0
+        assert call["args"]["bytes"] == 4 * COUNT and call["args"]["hidden_us"] == 0
+
+
+def test_work_beside_what_is_computed_is_in_a_lane_of_its_own(comm: Communicator, tmp_path: Path) -> None:
+    x = torch.ones(COUNT, device=comm.device)
+    ad.start(ad.all_reduce, x, comm, grad="sum").wait()
+    torch.cuda.synchronize()
+    with ad.trace(tmp_path / "trace.json", comm) as trace:
+        work = ad.start(ad.all_reduce, x, comm, grad="sum")
+        torch.cuda._sleep(BUSY_CYCLES)
+        work.wait()
+    if trace.path is not None and comm.size > 1:
+        (call,) = slices(trace.path, "comm")
+        (wait,) = slices(trace.path, "exposed")
+        assert call["args"]["exposed_us"] < 0.5 * call["dur"]  # it has ended long before it was waited for
+        assert wait["ts"] > call["ts"] and wait["dur"] < 50e3
+
+
+def test_backward_passes_are_in_it_and_clocks_are_tied(comm: Communicator, tmp_path: Path) -> None:
+    layer = ad.ColumnParallelLinear(64, 64 * comm.size, comm, device=comm.device)
+    x = torch.ones(8, 64, device=comm.device)
+    layer(x).sum().backward()
+    with ad.trace(tmp_path / "trace.json", comm, model=layer) as trace:
+        began = time.perf_counter()
+        layer(x).sum().backward()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    if trace.path is not None:
+        found = slices(trace.path, "compute")
+        assert {"ColumnParallelLinear", "backward", "ColumnParallelLinear backward"} <= {one["name"] for one in found}
+        assert max(one["ts"] + one["dur"] for one in found) <= seconds * 1e6 + 5e3
+        assert json.loads(trace.path.read_text())["otherData"]["uncertainty_us"]["rank 0"] < 1e3
+
+
+def test_what_is_captured_is_counted(comm: Communicator, tmp_path: Path) -> None:
+    x = torch.ones(COUNT, device=comm.device)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        comm.all_reduce(x, x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with ad.trace(tmp_path / "trace.json", comm) as trace:
+        with torch.cuda.graph(graph, stream=side):
+            comm.all_reduce(x, x)
+        graph.replay()
+        torch.cuda.synchronize()
+    if trace.path is not None:
+        assert slices(trace.path, "comm") == []
+        assert json.loads(trace.path.read_text())["otherData"]["captured"] == {"rank 0": 1}
