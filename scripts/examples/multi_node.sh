@@ -33,7 +33,7 @@ torchrun)
 srun)
     [ $# -ge 2 ] || usage
     shift
-    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     export MASTER_ADDR
     exec srun --kill-on-bad-exit=1 bash -c "$AS_RANK" rank "$PYTHON" "$@"
     ;;
@@ -42,10 +42,10 @@ mpirun)
     hosts=$2
     shift 2
     export MASTER_ADDR=${hosts%%[:,]*}
-    forward=(-x MASTER_ADDR -x MASTER_PORT) # Open MPI hands on what is named
-    if ! mpirun --version | grep -qi 'open mpi\|open-mpi'; then
-        forward=(-genvlist MASTER_ADDR,MASTER_PORT)
-    fi
+    case $(mpirun --version) in # each hands on what is named
+    *"Open MPI"*) forward=(-x MASTER_ADDR -x MASTER_PORT) ;;
+    *) forward=(-genvlist MASTER_ADDR,MASTER_PORT) ;;
+    esac
     exec mpirun --host "$hosts" "${forward[@]}" bash -c "$AS_RANK" rank "$PYTHON" "$@"
     ;;
 *) usage ;;

@@ -143,6 +143,18 @@ def test_the_launchers_variables_are_handed_on(programs: Path, launcher: str, te
     check(done.stdout)
 
 
+def test_the_line_of_the_page_for_one_machine() -> None:
+    (line,) = re.findall(rf"^    {SCRIPT} (.+)$", (ROOT / "docs" / "examples.md").read_text(), re.MULTILINE)
+    own = {"PYTHON": sys.executable, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1", "PORT": "29535"}
+    command = ["bash", SCRIPT, *line.split()]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"hello: rank (\d) of 2 on cpu of \S+: the sum is 3\n", done.stdout)
+    assert sorted(found) == ["0", "1"]
+
+
 @pytest.mark.parametrize("arguments", [[], ["ssh"], ["torchrun", "node-a", "2"], ["srun"], ["mpirun", "a:1"]])
 def test_wrong_usage_shows_the_lines(arguments: list[str]) -> None:
     done = subprocess.run(
