@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from ..bindings.errors import NcclError, NcclInvalidUsage
+from ..bindings.errors import NcclError, NcclInvalidUsage, NcclVersionError
 from ..bootstrap import from_env
 from .progress import shown
 
@@ -212,7 +212,7 @@ def code_of(error: Exception) -> int:
     """The exit code of an error of the user's making; 0 for one that is none."""
     dist = sys.modules.get("torch.distributed")
     if isinstance(error, NcclError):
-        return USAGE if isinstance(error, (ValueError, ImportError, NcclInvalidUsage)) else FAILED
+        return USAGE if isinstance(error, (ValueError, ImportError, NcclInvalidUsage, NcclVersionError)) else FAILED
     if isinstance(error, (FailedError, TimeoutError, ConnectionError, MemoryError)):
         return FAILED
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
@@ -233,7 +233,8 @@ def _forget_output() -> None:
 
 def _say_of_rank(prog: str, text: str) -> None:
     place = f"rank {rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    say(f"{prog}: {place}{text}", same=text)
+    first, *more = text.splitlines()  # what to do may take lines of their own
+    say("\n".join([f"{prog}: {place}{first}", *(f"  {line.strip()}" for line in more)]), same=text)
 
 
 def say(text: str, same: str = "") -> None:

@@ -213,3 +213,91 @@ def test_the_examples_run_as_they_stand(helps: dict[str, Ended], ran: dict[str, 
         code, out, err = ran[example.line]
         assert code in GOOD_CODES.get(name, {0}), f"{example.line}\n{out}\n{err}"
         assert "Traceback" not in err
+
+
+# ------------------------------------------------------------------------------------------- options and files
+
+UNWRITABLE = "/proc/nowhere/x"  # where even root makes no file
+NONSENSE = [
+    ("-m pynccl doctor", "now"),
+    ("-m pynccl hang", "--calls 0"),
+    ("-m pynccl hang", "--watch never"),
+    ("-m pynccl hang", "/nowhere"),
+    ("-m pynccl perf", ""),
+    ("-m pynccl perf", "allreduce"),
+    ("-m pynccl perf", "all_reduce -n 0"),
+    ("-m pynccl perf", f"all_reduce --json {UNWRITABLE}"),
+    ("-m pynccl perf", "all_reduce --plot ."),
+    ("-m pynccl_autograd plan", "--tokens 0"),
+    ("-m pynccl_autograd plan", "--tokens 7 --tp 2 --model llama-8b"),
+    ("-m pynccl_autograd plan", "--tokens 8 --calibrated --model llama-8b"),
+    ("scripts/train.py", "--steps x"),
+    ("scripts/train.py", "--seed 99999999999999999999999"),
+    ("scripts/train.py", f"--out {UNWRITABLE}"),
+    ("scripts/train.py", "--data ."),
+    ("scripts/train_llama.py", "--heads 0"),
+    ("scripts/train_llama.py", "--lr -1"),
+    ("scripts/train_llama.py", "--out /etc/hostname"),
+    ("scripts/timeline.py", "--out picture.txt"),
+    ("scripts/timeline.py", f"--trace {UNWRITABLE}"),
+    ("scripts/timeline.py", "--trace ."),
+    ("scripts/bench_autograd.py", "--rounds -1"),
+    ("scripts/bench_data_parallel.py", "--ranks 100000"),
+    ("scripts/bench_data_parallel.py", f"--json {UNWRITABLE}"),
+    ("scripts/bench_data_parallel.py", "--bucket-mb 0"),
+    ("scripts/bench_host.py", "--ranks 0"),
+    ("scripts/bench_host.py", "--rounds 0"),
+    ("scripts/bench_host.py", "--transport pigeon"),
+    ("scripts/bench_overlap.py", "--device cuda"),
+    ("scripts/bench_overlap.py", "--link fast"),
+    ("scripts/bench_overlap.py", f"--json {UNWRITABLE}"),
+    ("scripts/bench_parallelize.py", ""),
+    ("scripts/bench_scale.py", "--timeout nan"),
+    ("scripts/fault_campaign.py", "--runs 0"),
+    ("scripts/fault_campaign.py", "--jobs 0"),
+    ("scripts/fault_campaign.py", "--only everything"),
+    ("scripts/fault_campaign.py", f"--keep {UNWRITABLE}"),
+    ("scripts/fuzz_autograd.py", "--ranks two"),
+    ("scripts/fuzz_autograd.py", "--ranks 0"),
+    ("scripts/fuzz_autograd.py", "--modes sideways"),
+    ("scripts/fuzz_autograd.py", "--timeout -1"),
+    ("scripts/fuzz_calls.py", "--ranks 0"),
+    ("scripts/dump_nccl_abi.py", "/nowhere"),
+    ("scripts/dump_nccl_abi.py", "/etc/hostname"),
+    ("scripts/dump_nccl_abi.py", "/etc"),
+    ("scripts/semantics_table.py", "--results /nowhere"),
+    ("scripts/semantics_table.py", "--results /etc/hostname"),
+    ("scripts/none_skipped.py", "/etc tests"),
+    ("scripts/none_skipped.py", "/etc/hostname tests"),
+    ("scripts/gpu/gpu_check.py", "everything"),
+    ("scripts/gpu/gpu_check.py", "--report /etc/hostname"),
+    ("scripts/gpu/gpu_check.py", "--budget 0"),
+    ("scripts/gpu/gpu_hang.py", ""),
+    ("scripts/gpu/gpu_profile.py", UNWRITABLE),
+    ("scripts/recipes/ddp.py", ""),  # outside a launch
+    ("scripts/clip_loss.py", ""),
+    *((name, "--nonsense") for name in NAMES),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(
+    forks: Forks, threads: concurrent.futures.Executor, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Ended]:
+    folder = tmp_path_factory.mktemp("nonsense")
+    environment = environment_of(folder)
+    ended = threads.map(
+        lambda asked: forks.run((*module_of(asked[0]), *asked[1].split()), 0, folder, environment)[0], NONSENSE
+    )
+    return dict(zip(NONSENSE, ended, strict=True))
+
+
+@pytest.mark.parametrize("asked", NONSENSE, ids=" ".join)
+def test_what_cannot_work_is_said_in_a_line(refusals: dict[tuple[str, str], Ended], asked: tuple[str, str]) -> None:
+    code, out, err = refusals[asked]
+    assert (code, out) == (2, ""), err
+    lines = err.splitlines()
+    prog = f"python {asked[0]}" if asked[0] in MODULES else asked[0].rpartition("/")[2]
+    assert lines[0].startswith(f"{prog}: ") and len(lines[0]) > len(prog) + 15
+    assert all(line.startswith("  ") for line in lines[1:])  # what to do, where it takes more than a line
+    assert "Errno" not in err and "Traceback" not in err
