@@ -200,12 +200,15 @@ def ended(main: Callable[[], int | None], prog: str) -> int:
         code = code_of(error)
         if not code or sys.flags.dev_mode:
             raise
-        if isinstance(error, OSError) and not isinstance(error, NcclError) and error.filename is not None:
-            _say_of_rank(prog, f"{error.filename}: {reason(error)}")
-        else:
-            _say_of_rank(prog, str(error) or type(error).__name__)
+        _say_of_rank(prog, _in_words(error))
         _forget_output()
         return code
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.filename}: {reason(error)}" if error.filename is not None else reason(error)
+    return str(error).strip() or type(error).__name__
 
 
 def code_of(error: Exception) -> int:
