@@ -193,16 +193,23 @@ def ended(main: Callable[[], int | None], prog: str) -> int:
     except BrokenPipeError:
         _forget_output()
         return FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        _left_by(error)
         _say_of_rank(prog, "interrupted")
         return INTERRUPTED
     except Exception as error:
         code = code_of(error)
         if not code or sys.flags.dev_mode:
             raise
+        _left_by(error)
         _say_of_rank(prog, _in_words(error))
         _forget_output()
         return code
+
+
+def _left_by(error: BaseException) -> None:
+    """As the interpreter notes an error that nobody catches: so the flight recorder can tell the other ranks of it."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
 
 def _in_words(error: Exception) -> str:

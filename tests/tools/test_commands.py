@@ -357,6 +357,7 @@ def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str]) -> 
         assert command.ended(fails, "it.py") == code, error
         said = capsys.readouterr().err
         assert said.startswith("it.py: ") and len(said.splitlines()) == 1
+        assert sys.last_value is error
 
 
 def test_a_fault_of_the_program_keeps_its_traceback() -> None:
