@@ -5,7 +5,7 @@ train_trace.py. It writes OUT/loss.png and OUT/checkpoint.pt, which `train_model
 model. --device cuda:0 lets all ranks share one GPU.
 
 examples:
-  torchrun --standalone --nproc-per-node=2 scripts/train.py --check --steps 20  # beside the unsharded model
+  torchrun --standalone --nproc-per-node=2 scripts/train.py --check --steps 10  # beside the unsharded model
   torchrun --standalone --nproc-per-node=2 scripts/train.py --device cpu --steps 10 --out out/cpu
   torchrun --standalone --nproc-per-node=2 scripts/train.py --overlap off --steps 10  # nothing hides communication
   torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace out/trace.json.gz  # what ran when

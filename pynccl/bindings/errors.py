@@ -104,10 +104,11 @@ def from_result(code: int, call: str, reason: str, detail: str = "") -> NcclErro
     lines = [f"{call} failed: {reason} ({name})"]
     if detail:
         lines.append(f"  last error: {detail}")
-    if code in _REMEDY:
+    setting = code == Result.INVALID_ARGUMENT and "PYNCCL_HOST_" in detail  # which the detail says how to mend
+    if code in _REMEDY and not setting:
         lines.append(f"  {_REMEDY[code]}")
     if code == Result.INVALID_USAGE:
-        lines[-1] += _CHECK_IS_ON if os.environ.get("PYNCCL_CHECK", "0") not in ("", "0") else _CHECK_IS_OFF
+        lines[-1] += _CHECK_IS_ON if os.environ.get("PYNCCL_CHECK", "0") not in ("", "0", "off") else _CHECK_IS_OFF
     error = cls("\n".join(lines))
     error.code = Result(code) if code in _BY_CODE else None
     return error

@@ -36,6 +36,7 @@ from .turn import Turn
 DEFAULT_TIMEOUT = 60.0  # seconds that an init or an end waits for the other ranks
 
 
+_CHECK = {"": False, "0": False, "off": False, "1": True, "on": True}  # PYNCCL_CHECK, in small letters
 _OF_OTHERS = (NcclRemoteError, NcclTimeout, NcclSystemError, NcclInternalError, NcclInvalidUsage)
 aborted_late: list[str] = []  # why the watchdog has aborted communicators
 _roots = count()
@@ -299,8 +300,11 @@ def _explained_on_a_stream(error: BaseException) -> BaseException:
 
 
 def check_is_on() -> bool:
-    """Whether PYNCCL_CHECK is set to anything but 0."""
-    return os.environ.get("PYNCCL_CHECK", "0") not in ("", "0")
+    """What PYNCCL_CHECK says; NcclInvalidUsage where that is neither 1 nor 0."""
+    text = os.environ.get("PYNCCL_CHECK", "").strip()
+    if text.lower() not in _CHECK:
+        raise NcclInvalidUsage(f"PYNCCL_CHECK={text!r}: expected 1, to compare the calls of all ranks, or 0")
+    return _CHECK[text.lower()]
 
 
 def lock(locks: contextlib.ExitStack, comms: Iterable[Comm]) -> None:

@@ -17,7 +17,7 @@ from ..watch import watchdog
 from ..watch.recorder import recorder
 from ..watch.track import Identity, new_track, uid_of
 from .argcheck import check_rank
-from .base import DEFAULT_TIMEOUT, Comm, Origin, comm_name, explained
+from .base import DEFAULT_TIMEOUT, Comm, Origin, check_is_on, comm_name, explained
 from .consistency import compare_texts
 from .deadline import call_with_deadline, wait_nonblocking
 from .finalize import abort_handle
@@ -390,6 +390,7 @@ def choose_device(library: Library, device: Any) -> int | None:
     """CUDA ordinal for a new communicator; None with the host library, which has nothing to choose.
 
     The caller's current device stays what it is, as with ncclCommInitAll and with torch's process groups."""
+    check_is_on()  # an error about a variable should come before there is a communicator
     if library.is_host:
         if device is not None and not isinstance(device, int) and not str(device).startswith("cpu"):
             raise ValueError(

@@ -59,8 +59,8 @@ def seconds(variable: str, default: float = 600.0) -> float:
         value = float(text) if text else default
     except ValueError:
         value = -1.0
-    if value <= 0:
-        raise invalid_argument(f"{variable}={text!r}: expected a number of seconds above 0")
+    if not 0 < value < 1e9:
+        raise invalid_argument(f"{variable}={text!r}: expected a number of seconds above 0, such as 600")
     return value
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from ..bindings.errors import NcclError, NcclInvalidUsage
+from ..bindings.errors import NcclError, NcclInvalidUsage, NcclVersionError
 from ..bootstrap import from_env
 from .progress import shown
 
@@ -193,26 +193,36 @@ def ended(main: Callable[[], int | None], prog: str) -> int:
     except BrokenPipeError:
         _forget_output()
         return FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        _left_by(error)
         _say_of_rank(prog, "interrupted")
         return INTERRUPTED
     except Exception as error:
         code = code_of(error)
         if not code or sys.flags.dev_mode:
             raise
-        if isinstance(error, OSError) and not isinstance(error, NcclError) and error.filename is not None:
-            _say_of_rank(prog, f"{error.filename}: {reason(error)}")
-        else:
-            _say_of_rank(prog, str(error) or type(error).__name__)
+        _left_by(error)
+        _say_of_rank(prog, _in_words(error))
         _forget_output()
         return code
+
+
+def _left_by(error: BaseException) -> None:
+    """As the interpreter notes an error that nobody catches: so the flight recorder can tell the other ranks of it."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.filename}: {reason(error)}" if error.filename is not None else reason(error)
+    return str(error).strip() or type(error).__name__
 
 
 def code_of(error: Exception) -> int:
     """The exit code of an error of the user's making; 0 for one that is none."""
     dist = sys.modules.get("torch.distributed")
     if isinstance(error, NcclError):
-        return USAGE if isinstance(error, (ValueError, ImportError, NcclInvalidUsage)) else FAILED
+        return USAGE if isinstance(error, (ValueError, ImportError, NcclInvalidUsage, NcclVersionError)) else FAILED
     if isinstance(error, (FailedError, TimeoutError, ConnectionError, MemoryError)):
         return FAILED
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
@@ -233,7 +243,8 @@ def _forget_output() -> None:
 
 def _say_of_rank(prog: str, text: str) -> None:
     place = f"rank {rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    say(f"{prog}: {place}{text}", same=text)
+    first, *more = text.splitlines()  # what to do may take lines of their own
+    say("\n".join([f"{prog}: {place}{first}", *(f"  {line.strip()}" for line in more)]), same=text)
 
 
 def say(text: str, same: str = "") -> None:

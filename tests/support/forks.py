@@ -164,6 +164,7 @@ def _code_of(job: dict[str, Any]) -> int:
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except BaseException:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # as the interpreter does
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     for thread in threading.enumerate():

@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from forks import Ended, Forks
+from ranks import TORCHRUN
 
+import pynccl
 from pynccl.__main__ import COMMANDS
+from pynccl.tools import command
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "commands.md"
@@ -48,6 +53,14 @@ comm.barrier()
 # ---------------------------------------------------------------------------------- commands in forks of one process
 
 
+# Run by tests of their own, with options as short; here it is seen that the examples' options are understood.
+ELSEWHERE = {
+    "bench_data_parallel.py": "test_bench_data_parallel.py",
+    "bench_overhead.py": "test_bench_overhead.py",
+    "bench_overlap.py": "test_bench_overlap.py",
+    "bench_scale.py": "test_bench_scale.py",
+    "train_llama.py": "test_train_llama.py",
+}
 # A rank has failed in the job that `hang` looks at; which side is faster in a few rounds, nobody knows.
 GOOD_CODES = {"-m pynccl hang": {1}, "scripts/bench_autograd.py": {0, 1}}
 
@@ -63,6 +76,10 @@ class Example(NamedTuple):
     @property
     def long(self) -> bool:
         return " # long" in self.line
+
+
+def only_parsed(example: Example) -> bool:
+    return example.long or Path(example.words[0]).name in ELSEWHERE
 
 
 def taken_apart(line: str) -> Example:
@@ -105,7 +122,7 @@ def in_a_shell(line: str, where: Path, environment: dict[str, str]) -> Ended:
 
 def run_all(
     forks: Forks, threads: concurrent.futures.Executor, examples: list[Example], folder: Path
-) -> dict[str, Ended]:
+) -> dict[str, concurrent.futures.Future[Ended]]:
     """Line -> how the worst of its ranks has ended, and all that rank 0 said."""
 
     job = folder / "job"  # that `hang` looks at
@@ -126,11 +143,11 @@ def run_all(
             )
         if "$(" in example.line:
             return in_a_shell(example.line, where, environment)
-        ranks = forks.run(example.words, example.ranks, where, environment, only_parse=example.long)
+        ranks = forks.run(example.words, example.ranks, where, environment, only_parse=only_parsed(example))
         codes = [one.code for one in ranks]
         return Ended(max(codes, key=abs), ranks[0].out, "".join(one.err for one in ranks))
 
-    return dict(zip([one.line for one in examples], threads.map(one, examples), strict=True))
+    return {example.line: threads.submit(one, example) for example in examples}
 
 
 # ------------------------------------------------------------------------------------------------------ --help
@@ -197,19 +214,239 @@ def _quoted(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def ran(
+    request: pytest.FixtureRequest,
     forks: Forks,
     threads: concurrent.futures.Executor,
     helps: dict[str, Ended],
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Ended]:
-    folder = tmp_path_factory.mktemp("examples")
-    examples = [one for name in NAMES for one in examples_of(helps[name].out)]
-    return run_all(forks, threads, examples, folder)
+) -> dict[str, concurrent.futures.Future[Ended]]:
+    """Line -> how it has ended, of the commands whose tests are run."""
+    params = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = {one.params.get("name") for one in params if one}
+    examples = [one for name in NAMES if name in wanted for one in examples_of(helps[name].out)]
+    return run_all(forks, threads, examples, tmp_path_factory.mktemp("examples"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_examples_run_as_they_stand(helps: dict[str, Ended], ran: dict[str, Ended], name: str) -> None:
+def test_the_examples_run_as_they_stand(
+    helps: dict[str, Ended], ran: dict[str, concurrent.futures.Future[Ended]], name: str
+) -> None:
     for example in examples_of(helps[name].out):
-        code, out, err = ran[example.line]
-        assert code in GOOD_CODES.get(name, {0}), f"{example.line}\n{out}\n{err}"
+        code, out, err = ran[example.line].result()
+        good = {0} if only_parsed(example) else GOOD_CODES.get(name, {0})
+        assert code in good, f"{example.line}\n{out}\n{err}"
         assert "Traceback" not in err
+
+
+def test_commands_whose_examples_are_only_parsed_are_run_by_other_tests() -> None:
+    for script, test in ELSEWHERE.items():
+        assert f'"{script}"' in (Path(__file__).parent / test).read_text()
+
+
+# ------------------------------------------------------------------------------------------- options and files
+
+UNWRITABLE = "/proc/nowhere/x"  # where even root makes no file
+NONSENSE = [
+    ("-m pynccl doctor", "now"),
+    ("-m pynccl hang", "--calls 0"),
+    ("-m pynccl hang", "--watch never"),
+    ("-m pynccl hang", "/nowhere"),
+    ("-m pynccl perf", ""),
+    ("-m pynccl perf", "allreduce"),
+    ("-m pynccl perf", "all_reduce -n 0"),
+    ("-m pynccl perf", f"all_reduce --json {UNWRITABLE}"),
+    ("-m pynccl perf", "all_reduce --plot ."),
+    ("-m pynccl_autograd plan", "--tokens 0"),
+    ("-m pynccl_autograd plan", "--tokens 7 --tp 2 --model llama-8b"),
+    ("-m pynccl_autograd plan", "--tokens 8 --calibrated --model llama-8b"),
+    ("scripts/train.py", "--steps x"),
+    ("scripts/train.py", "--seed 99999999999999999999999"),
+    ("scripts/train.py", f"--out {UNWRITABLE}"),
+    ("scripts/train.py", "--data ."),
+    ("scripts/train_llama.py", "--heads 0"),
+    ("scripts/train_llama.py", "--lr -1"),
+    ("scripts/train_llama.py", "--out /etc/hostname"),
+    ("scripts/timeline.py", "--out picture.txt"),
+    ("scripts/timeline.py", f"--trace {UNWRITABLE}"),
+    ("scripts/timeline.py", "--trace ."),
+    ("scripts/bench_autograd.py", "--rounds -1"),
+    ("scripts/bench_data_parallel.py", "--ranks 100000"),
+    ("scripts/bench_data_parallel.py", f"--json {UNWRITABLE}"),
+    ("scripts/bench_data_parallel.py", "--bucket-mb 0"),
+    ("scripts/bench_host.py", "--ranks 0"),
+    ("scripts/bench_host.py", "--rounds 0"),
+    ("scripts/bench_host.py", "--transport pigeon"),
+    ("scripts/bench_overlap.py", "--device cuda"),
+    ("scripts/bench_overlap.py", "--link fast"),
+    ("scripts/bench_overlap.py", f"--json {UNWRITABLE}"),
+    ("scripts/bench_parallelize.py", ""),
+    ("scripts/bench_scale.py", "--timeout nan"),
+    ("scripts/fault_campaign.py", "--runs 0"),
+    ("scripts/fault_campaign.py", "--jobs 0"),
+    ("scripts/fault_campaign.py", "--only everything"),
+    ("scripts/fault_campaign.py", f"--keep {UNWRITABLE}"),
+    ("scripts/fuzz_autograd.py", "--ranks two"),
+    ("scripts/fuzz_autograd.py", "--ranks 0"),
+    ("scripts/fuzz_autograd.py", "--modes sideways"),
+    ("scripts/fuzz_autograd.py", "--timeout -1"),
+    ("scripts/fuzz_calls.py", "--ranks 0"),
+    ("scripts/dump_nccl_abi.py", "/nowhere"),
+    ("scripts/dump_nccl_abi.py", "/etc/hostname"),
+    ("scripts/dump_nccl_abi.py", "/etc"),
+    ("scripts/semantics_table.py", "--results /nowhere"),
+    ("scripts/semantics_table.py", "--results /etc/hostname"),
+    ("scripts/none_skipped.py", "/etc tests"),
+    ("scripts/none_skipped.py", "/etc/hostname tests"),
+    ("scripts/gpu/gpu_check.py", "everything"),
+    ("scripts/gpu/gpu_check.py", "--report /etc/hostname"),
+    ("scripts/gpu/gpu_check.py", "--budget 0"),
+    ("scripts/gpu/gpu_hang.py", ""),
+    ("scripts/gpu/gpu_profile.py", UNWRITABLE),
+    ("scripts/recipes/ddp.py", ""),  # outside a launch
+    ("scripts/clip_loss.py", ""),
+    *((name, "--nonsense") for name in NAMES),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(
+    forks: Forks, threads: concurrent.futures.Executor, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Ended]:
+    folder = tmp_path_factory.mktemp("nonsense")
+    environment = environment_of(folder)
+    ended = threads.map(
+        lambda asked: forks.run((*module_of(asked[0]), *asked[1].split()), 0, folder, environment)[0], NONSENSE
+    )
+    return dict(zip(NONSENSE, ended, strict=True))
+
+
+@pytest.mark.parametrize("asked", NONSENSE, ids=" ".join)
+def test_what_cannot_work_is_said_in_a_line(refusals: dict[tuple[str, str], Ended], asked: tuple[str, str]) -> None:
+    code, out, err = refusals[asked]
+    assert (code, out) == (2, ""), err
+    lines = err.splitlines()
+    prog = f"python {asked[0]}" if asked[0] in MODULES else asked[0].rpartition("/")[2]
+    assert lines[0].startswith(f"{prog}: ") and len(lines[0]) > len(prog) + 15
+    assert all(line.startswith("  ") for line in lines[1:])  # what to do, where it takes more than a line
+    assert "Errno" not in err and "Traceback" not in err
+
+
+# ------------------------------------------------------------------------------------------- how a command ends
+
+
+def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    dist_error = torch.distributed.DistNetworkError("the port is in use")
+    for error, code in (
+        (ValueError("--x is 0"), 2),
+        (FileNotFoundError(2, "No such file or directory", "x.json"), 2),
+        (ImportError("matplotlib is not installed"), 2),
+        (pynccl.NcclInvalidUsage("not under torchrun"), 2),
+        (pynccl.NcclLibraryNotFound("no libnccl"), 2),
+        (pynccl.NcclRemoteError("rank 1 is gone"), 1),
+        (pynccl.NcclTimeout("rank 1 never came"), 1),
+        (command.FailedError("the results differ"), 1),
+        (MemoryError("too large"), 1),
+        (ConnectionRefusedError("nobody listens"), 1),
+        (dist_error, 1),
+        (KeyboardInterrupt(), 130),
+    ):
+
+        def fails(error: BaseException = error) -> None:
+            raise error
+
+        assert command.ended(fails, "it.py") == code, error
+        said = capsys.readouterr().err
+        assert said.startswith("it.py: ") and len(said.splitlines()) == 1
+        assert sys.last_value is error
+
+
+def test_a_fault_of_the_program_keeps_its_traceback() -> None:
+    def fails() -> None:
+        raise KeyError("a key of the program's own")
+
+    with pytest.raises(KeyError):
+        command.ended(fails, "it.py")
+
+
+def program(folder: Path, body: str) -> str:
+    path = folder / "program.py"
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    path.write_text(f"import sys, time\nfrom pynccl.tools import command\ndef main():\n{lines}\ncommand.run(main)\n")
+    return str(path)
+
+
+def shell(words: str, *arguments: str) -> Ended:
+    done = subprocess.run(
+        ["bash", "-c", words, "bash", sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def test_a_reader_who_has_seen_enough_ends_it_quietly(tmp_path: Path) -> None:
+    many = program(tmp_path, "for i in range(100000):\n    print(i)")
+    assert shell('"$1" "$2" | head -1; exit ${PIPESTATUS[0]}', many) == (1, "0\n", "")
+
+
+def test_closed_output_and_a_full_disk(tmp_path: Path) -> None:
+    one = program(tmp_path, "print('a line')")
+    assert shell('"$1" "$2" >&-', one) == (0, "", "")
+    assert shell('"$1" "$2" <&-', one) == (0, "a line\n", "")
+    assert shell('"$1" "$2" 2>&-', one) == (0, "a line\n", "")
+    assert shell('"$1" "$2" >/dev/full', one) == (2, "", "program.py: No space left on device\n")
+
+
+def test_dev_mode_shows_where_an_error_comes_from(tmp_path: Path) -> None:
+    wrong = program(tmp_path, "raise ValueError('x is 0')")
+    assert shell('"$1" "$2"', wrong) == (2, "", "program.py: x is 0\n")
+    code, _, err = shell('"$1" -X dev "$2"', wrong)
+    assert code == 1 and "Traceback" in err
+
+
+def test_ctrl_c_is_130_and_a_line(tmp_path: Path) -> None:
+    slow = program(tmp_path, "print('there', flush=True)\ntime.sleep(60)")
+    process = subprocess.Popen(
+        [sys.executable, slow],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "there\n"
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=SECONDS)[1], process.returncode) == ("program.py: interrupted\n", 130)
+
+
+def test_ranks_that_say_the_same_say_it_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each with the file that torchrun gives it; what differs is said by all."""
+
+    def fails() -> None:
+        raise ValueError(said[int(os.environ["RANK"])])
+
+    said = ["no such file", "no such file", "another one", "no such file"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank in (2, 1, 0, 3):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        assert command.ended(fails, "it.py") == 2
+    assert capsys.readouterr().err.splitlines() == ["it.py: rank 2: another one", "it.py: rank 1: no such file"]
+    assert sorted(path.parent.name for path in tmp_path.glob("*/error.json")) == ["1", "2"]
+
+
+def test_torchrun_shows_an_error_once_and_in_its_summary(tmp_path: Path) -> None:
+    words = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(ROOT / "scripts" / "recipes" / "ddp.py")]
+    environment = {**os.environ, "PYNCCL_LIBRARY": "/nowhere/libnccl.so"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    assert done.returncode == 1  # torchrun's own
+    lines = [line for line in done.stderr.splitlines() if "PYNCCL_LIBRARY=/nowhere/libnccl.so" in line]
+    assert len(lines) == 2
+    assert re.match(r"ddp.py: rank [01]: PYNCCL_LIBRARY=", lines[0])
+    assert re.match(r" *traceback : ddp.py: rank [01]: PYNCCL_LIBRARY=", lines[1])
+    assert done.stderr.count("Traceback") == 1  # torchrun's own, too
