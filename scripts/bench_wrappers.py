@@ -1,16 +1,17 @@
 """What a call costs through the wrappers of NCCL in Python, before NCCL starts to work: each by its own classes.
 
-    python scripts/bench_wrappers.py [--vllm FOLDER] [--rounds N] [--calls N]
-
 On the stub library of bench_overhead.py, in turns, garbage collector off; medians over the rounds. FOLDER has an
 unpacked wheel of vLLM, of which two files are loaded with stand-ins for the rest of it:
 pip download --no-deps vllm==0.33.0 && unzip vllm-*.whl 'vllm/distributed/device_communicators/pynccl*' -d FOLDER
 nccl4py is measured where it can be imported.
+
+examples:
+  python scripts/bench_wrappers.py --rounds 5 --calls 200
+  python scripts/bench_wrappers.py  # long
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib
 import statistics
@@ -28,6 +29,7 @@ from bench_ways import BARE, CHECKED, ELEMENTS, PLAN, Way, measure, nccl4py_ways
 import pynccl
 from pynccl.bindings.library import Library
 from pynccl.compat import vllm as compat
+from pynccl.tools import command
 
 
 class HandleZero:
@@ -80,16 +82,14 @@ def ways_of(name: str, c: Any, wrapper: Any, t: Any, handle: int) -> list[Way]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.Parser(__doc__)
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="an unpacked wheel of vLLM")
-    parser.add_argument("--rounds", type=int, default=51)
-    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--rounds", type=command.whole(1), default=51, help="of all ways in turn (%(default)s)")
+    parser.add_argument("--calls", type=command.whole(1), default=1000, help="of each way in a round (%(default)s)")
     options = parser.parse_args()
     theirs = "vllm/distributed/device_communicators/pynccl_wrapper.py"
     if options.vllm and not (options.vllm / theirs).is_file():
         parser.error(f"--vllm {options.vllm}: there is no {theirs} in it; unpack the wheel there")
-    if options.rounds < 1 or options.calls < 1:
-        parser.error(f"--rounds is {options.rounds} and --calls is {options.calls}; both must be at least 1")
     with tempfile.TemporaryDirectory(prefix="bench-wrappers-") as folder:
         path = compile_stub(Path(folder))
         stub = first_of_its_name(path)
@@ -130,4 +130,4 @@ def mine(comm: pynccl.Communicator, path: Path, device: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

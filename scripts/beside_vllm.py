@@ -1,15 +1,15 @@
 """vLLM's own PyNcclCommunicator beside that of pynccl.compat.vllm: the same calls on the same numbers, on the CPU.
 
-    torchrun --standalone --nproc-per-node=3 scripts/beside_vllm.py --vllm FOLDER
-
 FOLDER has an unpacked wheel of vLLM, as for bench_wrappers.py. Its class is given our NCCLLibrary, as others give it
 theirs, and so runs on the host library; streams and the current device, which need a GPU, are stand-ins. Each rank
 says how many results were equal, in every bit and stride. Two ranks or more.
+
+examples:
+  torchrun --standalone --nproc-per-node=3 scripts/beside_vllm.py --vllm out/vllm  # long: it needs the wheel
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import logging
@@ -26,6 +26,7 @@ from bench_wrappers import HandleZero, stand_ins
 from torch.distributed import P2POp, ReduceOp
 
 from pynccl.compat import vllm as compat
+from pynccl.tools import command
 
 
 class Stream(HandleZero):
@@ -96,8 +97,8 @@ def point_to_point(c: Any) -> list[torch.Tensor]:
     return [recv, y, z.float(), c.all_reduce(numbers(3))]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = command.Parser(__doc__, failed="a result differs, or a rank failed")
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", required=True, help="an unpacked wheel of vLLM")
     folder = parser.parse_args().vllm
     if not (folder / "vllm/distributed/device_communicators/pynccl.py").is_file():
@@ -120,8 +121,8 @@ def main() -> None:
     theirs.destroy()
     ours.destroy()
     dist.destroy_process_group()
-    sys.exit(0 if all(same) else 1)
+    return 0 if all(same) else 1
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)
