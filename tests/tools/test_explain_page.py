@@ -181,8 +181,10 @@ def check_between(scene: dict[str, Any], flyer: dict[str, Any]) -> None:
     assert flyer["value"].partition("×")[0] == source["value"]
     for axis in (0, 1):
         low, high = sorted((source["place"][axis], target["place"][axis]))
-        assert low - 0.5 <= flyer["place"][axis] <= high + 0.5
-    assert flyer["place"][:2] != source["place"][:2] and flyer["place"][:2] != target["place"][:2]
+        if low == high:
+            assert flyer["place"][axis] == pytest.approx(low, abs=0.5)
+        else:
+            assert low < flyer["place"][axis] < high
     assert flyer["place"][2:] == pytest.approx(source["place"][2:], abs=0.5)
 
 
