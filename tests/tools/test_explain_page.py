@@ -229,7 +229,9 @@ def test_buttons_and_keys(opened: Page) -> None:
     assert scene["title"] == "all_reduce" and max(cell["rank"] for cell in scene["cells"]) == 2
     opened.until(lambda: "all_reduce:max:replicated:3:adjoint" in opened.run("location.hash"))
     opened.click("#direction [data-value='forward']")
-    opened.run("document.activeElement.blur()")
+    opened.press(" ")  # pauses what began to play, whatever was pressed before
+    opened.until(lambda: opened.run("document.getElementById('play').getAttribute('aria-label')") == "play")
+    assert opened.run(SCENE)["now"] < 3
     opened.press("End")
     assert values_of(opened.run(SCENE), 1, 3) == [[9.0, 9.0, 7.0]] * 3
     opened.press("ArrowLeft")
@@ -292,6 +294,19 @@ def test_nothing_is_wider_than_the_window(browser: Browser, width: int) -> None:
             assert tab.run(TOO_WIDE) == [], (name, op, grad, direction)
     assert tab.errors() == []
     tab.close()
+
+
+@needs_browser
+def test_a_window_that_changes_its_width_is_laid_out_anew(opened: Page) -> None:
+    show(opened, "reduce_scatter", "sum", "", 8, "forward", 1.5)
+    for width in (330, 1200):
+        opened.resize(width, 800)
+        opened.until(lambda: opened.run("document.getElementById('stage').clientWidth") < width)
+        opened.until(lambda: opened.run(TOO_WIDE) == [])
+        scene = opened.run(SCENE)
+        assert scene["now"] == 1.5 and len(scene["flyers"]) == 8
+        for flyer in scene["flyers"]:
+            check_between(scene, flyer)
 
 
 @needs_browser
