@@ -301,7 +301,7 @@ def test_a_window_that_changes_its_width_is_laid_out_anew(opened: Page) -> None:
     show(opened, "reduce_scatter", "sum", "", 8, "forward", 1.5)
     for width in (330, 1200):
         opened.resize(width, 800)
-        opened.until(lambda: opened.run("document.getElementById('stage').clientWidth") < width)
+        opened.until(lambda width=width: opened.run("innerWidth") == width)  # type: ignore[misc]
         opened.until(lambda: opened.run(TOO_WIDE) == [])
         scene = opened.run(SCENE)
         assert scene["now"] == 1.5 and len(scene["flyers"]) == 8
