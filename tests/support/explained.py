@@ -37,7 +37,7 @@ def outputs(name: str, op: str, xs: Sequence[Any], counts: Sequence[int], root: 
     if kind == "gather":
         return [np.concatenate(xs) if rank == root else none for rank in range(n)]
     if kind == "all_to_all":
-        sizes = [[counts[(source + target) % n] for target in range(n)] for source in range(n)]
+        sizes = [[counts[(target - source) % n] for target in range(n)] for source in range(n)]
         parts = [np.split(x, np.cumsum(own)[:-1]) for x, own in zip(xs, sizes, strict=True)]
         return [np.concatenate([parts[source][rank] for source in range(n)]) for rank in range(n)]
     if kind == "permute":

@@ -358,7 +358,7 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
 def test_without_a_name_it_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     text = drawn(capsys)
     assert re.findall(r"^  (\w+) ", text, re.MULTILINE) == list(OPERATIONS)
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", ["reduce-scatter", "ReduceScatter", "REDUCE_SCATTER"])

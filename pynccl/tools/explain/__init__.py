@@ -61,9 +61,9 @@ def _list(arguments: argparse.Namespace) -> int:
     given = [option for option, value in vars(arguments).items() if value is not None]
     if given:
         raise UsageError(f"--{given[0]} needs an operation; there are {', '.join(OPERATIONS)}")
-    print("python -m pynccl explain OPERATION draws one of these, run on a few ranks of this process:\n")
+    print("python -m pynccl explain OPERATION runs one of these on four ranks and draws it:\n")
     for name, row in OPERATIONS.items():
-        operators = f"  (--op {', '.join(row.ops)})" if row.ops != NONE else ""
-        print(f"  {name:<18}{BRIEF[name]}{operators}")
+        operators = f"  --op {', '.join(row.ops)}" if row.ops != NONE else ""
+        print(f"  {name:<17}{BRIEF[name]}{operators}")
     print("\npython -m pynccl explain --help has options and examples.")
     return 0

@@ -43,8 +43,8 @@ class Setup:
         return list(accumulate(self.counts, initial=0))[: self.ranks]
 
     def sent(self, source: int, target: int) -> int:
-        """Elements from one rank to another in an all-to-all: counts, turned by one from rank to rank."""
-        return self.counts[(source + target) % self.ranks]
+        """Elements from one rank to another in an all-to-all: counts[k] to the rank that is k further on."""
+        return self.counts[(target - source) % self.ranks]
 
     @property
     def edges(self) -> list[tuple[int, int]]:

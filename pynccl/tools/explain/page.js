@@ -37,10 +37,10 @@
       button.type = "button";
       button.dataset.value = value;
       button.setAttribute("aria-pressed", String(value === chosen));
-      button.addEventListener("click", () => {
+      button.addEventListener("click", (event) => {
         pick(value);
-        const again = box.querySelector(`[data-value="${value}"]`);
-        if (again) again.focus({ preventScroll: true });
+        const again = box.querySelector(`[data-value="${value}"]`); // the buttons are new
+        if (again && event.detail === 0) again.focus({ preventScroll: true }); // pressed by a key: goes on from there
       });
       box.append(button);
     }
@@ -366,7 +366,11 @@
   }
 
   addEventListener("hashchange", () => { clearTimeout(soon); recall(); });
-  new ResizeObserver(() => { if (scene) layout(); }).observe(stageBox);
+  let across = 0;
+  new ResizeObserver(() => {
+    if (scene && across !== stageBox.clientWidth) layout(); // not where its height alone has changed
+    across = stageBox.clientWidth;
+  }).observe(stageBox);
   if (!recall()) {
     const [name, op, grad, ranks] = data.start;
     choose({ name, op, grad, ranks });

@@ -236,7 +236,7 @@ _COUNTED: dict[str, Words] = {
     ),
     "all_to_all_v": WORDS["all_to_all"]._replace(
         does="all_to_all with a number of elements for each pair of ranks, as of tokens on their way to experts. Here "
-        "rank r sends rank q counts[(r+q) mod N] of counts {counts}.",
+        "rank r sends counts[k] elements to rank r+k, of counts {counts}.",
         shapes="x [sum(send_counts)] -> y [sum(recv_counts)]",
         pynccl="comm.all_to_all_v(x, y, send_counts=.., recv_counts=..)",
         autograd="ad.all_to_all(x, comm, send_splits=.., recv_splits=..)",
