@@ -1,6 +1,7 @@
 """A checkpoint that does not know how many ranks wrote it: saved by all of them, loaded by none, one, and fewer.
 
     torchrun --standalone --nproc-per-node=3 scripts/examples/checkpoint.py
+    checkpoint: saved by 3 ranks, loaded by torch alone and by a model on 2: the outputs agree
 
 `ad.full_state_dict` gathers the cut parameters under the names and in the shapes of the unsharded model, so that torch
 alone can load the file. `ad.load_full_state_dict` gives each rank its part again, of any number of ranks; rank 0 reads

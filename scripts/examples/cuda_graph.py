@@ -1,6 +1,7 @@
 """A step with a collective in it, captured into a CUDA graph and replayed on new data: one launch for all of it.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/cuda_graph.py
+    cuda_graph: no CUDA graph on cpu: a plan was replayed 3 times on new data, and the results are right
 
 Without a GPU there are no graphs, and the script says so; `comm.plan`, a prepared collective, is then replayed instead,
 which saves the checks of a call on any device. What a capture asks for:

@@ -1,11 +1,11 @@
 """A rank dies in the middle of a job, and the others go on without it.
 
     torchrun --standalone --nproc-per-node=3 scripts/examples/dead_rank.py
+    dead_rank: 3 steps on 3 ranks, 3 on 2: all sums are right
 
 The last rank ends in step 3 without a word. The call of the others raises an NcclError that names it; they agree on who
-is left, at the store that the launch has, and make a smaller communicator: shrink(..., abort=True) stops what is still
-under way on the old one. The step that failed is done again. torchrun ends all ranks once one has failed, so this one
-ends with exit code 0; launchers that leave the others alone are srun --kill-on-bad-exit=0 and one's own.
+is left, at the launch's store, and make a smaller communicator: shrink(..., abort=True) stops what is under way on the
+old one. The step is done again. torchrun ends all ranks once one has failed, so this one ends with exit code 0.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What mistakes look like: bad arguments, calls that disagree, a rank that never comes; and that the job can go on.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/errors.py
+    errors: 6 mistakes on 2 ranks, and the job goes on:
 
 Bad arguments are TypeError or ValueError, raised before anything is launched. What NCCL refuses, or what concerns other
-ranks, is a pynccl.NcclError. With PYNCCL_CHECK=1, read when a communicator is made, the calls of all ranks are compared
-before they are launched, and the error comes on all of them; without it, calls that disagree may return wrong numbers
-or never return. An init has a deadline, `timeout=` in seconds. A rank that dies: dead_rank.py.
+ranks, is a pynccl.NcclError. With PYNCCL_CHECK=1, read when a communicator is made, calls that disagree are an error on
+all ranks; without it, they may return wrong numbers or never. An init has a deadline, `timeout=` in seconds.
 """
 
 from __future__ import annotations

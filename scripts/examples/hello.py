@@ -1,8 +1,9 @@
 """Every rank says where it runs, and all of them add up their numbers.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/hello.py
+    hello: rank 0 of 2 on cpu of node0: the sum is 3
 
-prints a line per rank, in any order. On several machines: multi_node.sh, beside this file.
+A line per rank, in any order. On several machines: multi_node.sh, beside this file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """bfloat16 over several ranks: what the sum loses, and reduce_dtype, which adds in float32 and rounds once.
 
     torchrun --standalone --nproc-per-node=4 scripts/examples/low_precision.py
+    low_precision: with reduce_dtype all 4096 sums are rounded once; in bfloat16 others are: all_reduce 0, a ...
 
 A bfloat16 has 8 significant bits. A library that adds in bfloat16 rounds after each addition, as NCCL does where the
 partial sums travel; the host library adds in float32. With `reduce_dtype=torch.float32` the wire has twice the bytes,

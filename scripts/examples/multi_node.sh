@@ -7,8 +7,9 @@
 #   multi_node.sh mpirun HOST:RANKS,HOST:RANKS SCRIPT [ARG ...]                         Open MPI, MPICH, Intel MPI
 #
 # pynccl.init() needs RANK, WORLD_SIZE, LOCAL_RANK (which GPU), MASTER_ADDR and MASTER_PORT, where rank 0 can be reached.
-# torchrun sets them; SLURM and MPI have names of their own for the first three, which are handed on below. PYTHON (python3)
-# is the interpreter, PORT (29500) the port. Several networks: NCCL_SOCKET_IFNAME=eth0. What NCCL does: NCCL_DEBUG=INFO.
+# torchrun sets them; SLURM and MPI have names of their own for the first three, which are handed on below. Every rank has
+# to see all GPUs of its machine: leave out --gpus-per-task, which shows it one. PYTHON (python3) is the interpreter, PORT
+# (29500) the port. Several networks: NCCL_SOCKET_IFNAME=eth0. What NCCL does: NCCL_DEBUG=INFO.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}

@@ -1,6 +1,7 @@
 """An all-to-all without receives: each rank writes into its peers' memory, and they wait for a signal of each.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/one_sided.py
+    one_sided: in 3 rounds each of 2 ranks has put a block into every rank's window
 
 Every rank has a window: memory of pynccl.mem_alloc with a slot for each rank, registered on all of them. put_signal
 writes into slot `rank` of the peer's and raises its signal; wait_signal holds the stream until a peer has raised it so

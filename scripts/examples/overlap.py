@@ -1,6 +1,7 @@
 """Communication beside computation: a collective is started, something else is computed, then its result is waited for.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/overlap.py
+    overlap: loss and gradients are right; ...
 
 `ad.start` runs the collective on a side stream of the communicator, and `wait()` has the current stream wait for it;
 both ways: in the backward pass the gradient's collective starts as soon as there is one, and is waited for where the

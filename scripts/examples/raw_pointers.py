@@ -1,6 +1,7 @@
 """Memory that no tensor owns: `(pointer, count, dtype)` of NumPy, cuda.core or CuPy, without torch.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/raw_pointers.py
+    raw_pointers: numpy is right; cuda.core skipped: the communicator is on cpu; cupy skipped: the communicator ...
 
 A pointer says neither where it lies nor which stream its memory is worked on, so `stream=` has to be given, and the
 memory has to live until the stream has passed the call. NumPy's memory is for the host library; cuda.core's and CuPy's

@@ -1,6 +1,7 @@
 """A ring on two streams: blocks travel round the ranks on one while the block that is there is worked on, on the other.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/ring.py
+    ring: 2 blocks have passed every rank, and their weighted sum is right
 
 Each rank sends the block that it has to the next rank and receives that of the rank before, in one group: as two
 launches every rank would wait in its send for a recv that nobody has come to. After N - 1 steps all have seen all.

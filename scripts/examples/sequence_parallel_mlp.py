@@ -1,6 +1,7 @@
 """An MLP cut over the ranks, its activations cut along the sequence, beside the unsharded MLP: loss and gradients.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/sequence_parallel_mlp.py
+    sequence_parallel_mlp: loss 5.223599 and 6 gradients equal those of the unsharded MLP
 
 Rank r has columns of the first layer, rows of the second, and its part of the sequence, S/N tokens:
 

@@ -77,9 +77,13 @@ def test_examples_are_short_say_how_they_are_run_and_start_alike() -> None:
         text = (FOLDER / f"{name}.py").read_text()
         assert len(text.splitlines()) < 80, name
         docstring = ast.get_docstring(ast.parse(text)) or ""
-        command = re.search(r"^ {4}torchrun --standalone --nproc-per-node=(\d) (\S+)$", docstring, re.MULTILINE)
+        command = re.search(
+            r"^ {4}torchrun --standalone --nproc-per-node=(\d) (\S+)\n {4}(.+)", docstring, re.MULTILINE
+        )
         assert command and command[2] == f"scripts/examples/{name}.py", name
-        assert int(command[1]) == on_the_page(name)[0]
+        ranks, printed = on_the_page(name)
+        assert int(command[1]) == ranks
+        assert any(line.startswith(command[3].removesuffix(" ...")) for line in printed), command[3]
         assert "comm.device" in text, name
     one_line = "        verified = main(world)\n        if world.rank == 0:\n            print(verified)\n"
     ends = {(FOLDER / f"{name}.py").read_text().partition("__main__")[2] for name in NAMES}
