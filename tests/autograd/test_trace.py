@@ -503,6 +503,14 @@ def test_ranks_of_one_process_are_in_its_one_file(tmp_path: Path) -> None:
     check_nesting(trace)
 
 
+def state_of(pid: int) -> str:
+    """R, S, ...; T: stopped, Z or X: dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"
+
+
 def leaving(comm: Communicator, path: str, who: int, how: int, timeout: float) -> tuple[Any, ...]:
     """A rank is killed or stopped in the block; what another one finds, in how many seconds; it lets that go on."""
     pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
@@ -513,6 +521,8 @@ def leaving(comm: Communicator, path: str, who: int, how: int, timeout: float) -
             comm.all_reduce(torch.ones(4))
             if comm.rank == who:
                 os.kill(os.getpid(), how)
+            while comm.rank != who and state_of(pids[who]) not in "TZX":
+                time.sleep(0.01)
             began = time.monotonic()
     seconds = time.monotonic() - began
     if how == signal.SIGSTOP and comm.rank != who:
