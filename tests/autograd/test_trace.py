@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import os
@@ -32,8 +33,12 @@ from pynccl_autograd import streams
 from pynccl_autograd.overlap import OverlapConfig, lanes
 from pynccl_autograd.tracing import marks, meeting, tracing
 
-Event = dict[str, Any]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from train_trace import trace_problem  # noqa: E402
+
+Event = dict[str, Any]
 WIDTH, HIDDEN, ROWS = 12, 24, 12
 METHODS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv")
 
@@ -105,7 +110,7 @@ def unheard(comm: Communicator) -> None:
 
 
 def steps(comm: Communicator, path: str, count: int, late: int = -1) -> list[tuple[str, int]]:
-    """Some steps of a model; the rank `late` comes late to each of them. Returns what was asked of the communicator."""
+    """Some steps of a model; the rank `late` comes late to the first. Returns what was asked of the communicator."""
     torch.manual_seed(0)
     model, x = Model(comm), torch.randn(ROWS // comm.size, 2, WIDTH)
     with ad.trace(path, comm, model=model) as trace:
@@ -113,8 +118,8 @@ def steps(comm: Communicator, path: str, count: int, late: int = -1) -> list[tup
         try:
             for number in range(count):
                 with trace.span(f"step {number}"):
-                    if comm.rank == late:
-                        time.sleep(0.02)
+                    if comm.rank == late and number == 0:
+                        time.sleep(0.2)
                     model(x).backward()
                     x = x + comm.all_reduce(torch.ones(5)).sum()
         finally:
@@ -209,8 +214,10 @@ def test_arrows_join_a_collective_on_all_ranks_and_the_last_is_named(ranks: Rank
     for rank in range(n):
         first = slices(trace, "comm", rank)[0]["args"]
         assert first["last_rank"] == late
-        assert (first["late_us"] > 15e3) == (rank == late)
-        assert (first["waited_us"] > 15e3) == (rank != late)
+        if rank == late:
+            assert first["late_us"] > 50e3 and first["waited_us"] == 0
+        else:
+            assert first["late_us"] < 200e3 and first["waited_us"] > 0
         assert first["busbw_GBps"] <= first["algbw_GBps"]
 
 
@@ -246,12 +253,13 @@ def started(comm: Communicator, path: str) -> None:
     with ad.trace(path, comm) as trace:
         with trace.span("hidden"):
             work = ad.start(ad.all_reduce, x, comm, grad="sum")
-            time.sleep(0.03)
+            while not streams.side_stream(comm).stream.query():  # type: ignore[attr-defined]
+                time.sleep(0.001)
             work.wait()
             comm.barrier()
         with trace.span("exposed"):
             if comm.rank == 1:
-                time.sleep(0.03)
+                time.sleep(0.2)
             ad.start(ad.all_reduce, x, comm, grad="sum").wait()
 
 
@@ -261,11 +269,11 @@ def test_what_work_hides_is_told_from_what_is_exposed(ranks: RankPool, tmp_path:
     check_nesting(trace)
     hidden, exposed = (one for one in slices(trace, "comm", 0) if one["args"]["operation"] == "all_reduce")
     assert lanes_of(trace, 0)[hidden["tid"]] == "world, ranks 0 1, side stream"
-    assert hidden["dur"] < 25e3 and hidden["args"]["exposed_us"] < 0.1 * 25e3
-    assert exposed["dur"] > 25e3 and exposed["args"]["exposed_us"] > 0.8 * exposed["dur"]
+    assert hidden["args"]["exposed_us"] == 0 and hidden["args"]["hidden_us"] == pytest.approx(hidden["dur"])
+    assert exposed["dur"] > 100e3 and exposed["args"]["exposed_us"] > 0.5 * exposed["dur"]
     waits = [one for one in slices(trace, "exposed", 0) if one["name"] == "waits for communication"]
-    assert max(one["dur"] for one in waits) > 20e3
-    assert trace["otherData"]["summary"]["rank 0"]["exposed_ms"] > 20
+    assert max(one["dur"] for one in waits) > 50e3
+    assert trace["otherData"]["summary"]["rank 0"]["exposed_ms"] > 50
 
 
 def several(comm: Communicator, path: str) -> None:
@@ -495,65 +503,63 @@ def test_ranks_of_one_process_are_in_its_one_file(tmp_path: Path) -> None:
     check_nesting(trace)
 
 
-RANK = """
-import os, signal, sys, time, warnings
-import torch, pynccl, pynccl_autograd as ad
-rank, folder, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-comm = pynccl.from_file(f"{folder}/meet", rank, 2, library=pynccl.load("host"))
-trace = ad.trace(f"{folder}/trace.json", comm, timeout=2.0)
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    with trace:
-        comm.all_reduce(torch.ones(4))
-        if rank == 1 and how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 1 and how == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        began = time.monotonic()
-print(rank, trace.path and os.path.basename(trace.path), trace.missing, f"{time.monotonic() - began:.1f}", flush=True)
-print([str(one.message) for one in said if "trace: " in str(one.message)], flush=True)
-os._exit(0)
-"""
-
-
-def two_processes(folder: Path, how: str) -> tuple[list[str], subprocess.Popen[str]]:
-    """(what rank 0 has printed, the process of rank 1)"""
-    environment = os.environ | {"PYNCCL_WATCH": "off"}
-    commands = [[sys.executable, "-c", RANK, str(rank), str(folder), how] for rank in (0, 1)]
-    first, second = (
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE)
-        for command in commands
-    )
+def state_of(pid: int) -> str:
+    """R, S, ...; T: stopped, Z or X: dead."""
     try:
-        out, err = first.communicate(timeout=60)
-        assert first.returncode == 0, err
-    except BaseException:
-        first.kill()
-        second.kill()
-        raise
-    return out.splitlines(), second
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"
 
 
-def test_a_rank_that_was_killed_is_missing_and_nobody_waits_for_it(tmp_path: Path) -> None:
-    (told, warned), other = two_processes(tmp_path, "killed")
-    other.wait(30)
-    assert told.startswith("0 trace.json {1: 'it has ended")
-    assert float(told.split()[-1]) < 1.5
-    assert "trace.json lacks ranks: rank 1" in warned
+def leaving(comm: Communicator, path: str, who: int, how: int, timeout: float) -> tuple[Any, ...]:
+    """A rank is killed or stopped in the block; what another one finds, in how many seconds; it lets that go on."""
+    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
+    trace = ad.trace(path, comm, timeout=timeout)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with trace:
+            comm.all_reduce(torch.ones(4))
+            if comm.rank == who:
+                os.kill(os.getpid(), how)
+            while comm.rank != who and state_of(pids[who]) not in "TZX":
+                time.sleep(0.01)
+            began = time.monotonic()
+    seconds = time.monotonic() - began
+    if how == signal.SIGSTOP and comm.rank != who:
+        os.kill(pids[who], signal.SIGCONT)
+    written = None if trace.path is None else trace.path.name
+    return written, trace.missing, seconds, [str(one.message) for one in said if "trace: " in str(one.message)]
+
+
+def test_a_rank_that_was_killed_is_missing_and_nobody_waits_for_it(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.outcomes(2, leaving, str(tmp_path / "trace.json"), 1, signal.SIGKILL, 40.0)
+    assert "SIGKILL" in second.report and first.report == ""
+    written, missing, seconds, warned = first.value
+    assert written == "trace.json" and missing[1].startswith("it has ended") and seconds < 20
+    assert len(warned) == 1 and "trace.json lacks ranks: rank 1" in warned[0]
     trace = read(tmp_path / "trace.json")
     assert len(slices(trace, "comm", 0)) == 1 and not slices(trace, "", 1)
     assert list(trace["otherData"]["missing"]) == ["rank 1"]
 
 
-def test_a_rank_that_is_stopped_is_waited_for_no_longer_than_said_and_writes_its_own(tmp_path: Path) -> None:
-    (told, _), other = two_processes(tmp_path, "stopped")
-    assert "it did not come to the end of the block within 2 s" in told
-    assert 1.5 < float(told.split()[-1]) < 10
-    other.send_signal(signal.SIGCONT)
-    out, err = other.communicate(timeout=30)
-    assert other.returncode == 0, err
-    told, warned = out.splitlines()
-    assert told.startswith("1 trace.rank1.json {}") and "rank 0 has left the block" in warned
+def test_without_rank_0_each_rank_writes_its_own(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.outcomes(2, leaving, str(tmp_path / "trace.json.gz"), 0, signal.SIGKILL, 40.0)
+    assert "SIGKILL" in first.report and second.report == ""
+    written, _, seconds, warned = second.value
+    assert written == "trace.rank1.json.gz" and seconds < 20
+    assert len(warned) == 1 and "rank 0 has left the block, or has ended" in warned[0]
+    assert len(slices(read(tmp_path / "trace.rank1.json.gz"), "comm", 1)) == 1
+
+
+def test_a_rank_that_is_stopped_is_waited_for_no_longer_than_said_and_writes_its_own(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (written, missing, seconds, _), (own, _, _, warned) = ranks.run(
+        2, leaving, str(tmp_path / "trace.json"), 1, signal.SIGSTOP, 1.0
+    )
+    assert written == "trace.json" and 0.9 < seconds < 20
+    assert missing == {1: "it did not come to the end of the block within 1 s"}
+    assert own == "trace.rank1.json" and "rank 0 has left the block" in warned[0]
     assert len(slices(read(tmp_path / "trace.json"), "comm", 0)) == 1
     assert len(slices(read(tmp_path / "trace.rank1.json"), "comm", 1)) == 1
     assert sorted(path.name for path in tmp_path.glob("*trace*")) == ["trace.json", "trace.rank1.json"]
@@ -618,12 +624,16 @@ def test_train_py_writes_a_trace_of_its_steps(tmp_path: Path) -> None:
         assert {"blocks.0.attention.qkv", "blocks.0.attention.out", "blocks.0.up", "blocks.0.down"} <= layers
 
 
-@pytest.mark.parametrize("script", ["train.py", "train_llama.py"])
-def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path, script: str) -> None:
-    if script == "train_llama.py":
-        pytest.importorskip("transformers")
-    for path, words in ((str(tmp_path), "expected the path of a file"), (f"{tmp_path}/no/trace.json", "no folder")):
-        command = [sys.executable, str(SCRIPTS / script), "--trace", path, "--out", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 2
-        assert words in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    options = {"trace": str(tmp_path / "trace.json"), "trace_steps": 3}
+    for wrong, words in (
+        ({"trace": str(tmp_path)}, "expected the path of a file"),
+        ({"trace": f"{tmp_path}/no/trace.json"}, "there is no folder"),
+        ({"trace_steps": 0}, "--trace-steps is 0"),
+    ):
+        assert words in trace_problem(argparse.Namespace(**options | wrong))
+    assert trace_problem(argparse.Namespace(**options)) == ""
+    command = [sys.executable, str(SCRIPTS / "train.py"), "--trace", str(tmp_path), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "train.py: rank 0: error: --trace" in done.stderr
