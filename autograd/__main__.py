@@ -65,7 +65,9 @@ count = command.whole(1)
 def parser() -> argparse.ArgumentParser:
     main = command.Parser("The tools of this package.", prog="python -m pynccl_autograd")
     commands = main.add_subparsers(dest="command", required=True, metavar="command")
-    options = commands.add_parser("plan", doc=__doc__, help="how the linear layers of a model would overlap")
+    options = commands.add_parser(
+        "plan", doc=__doc__, failed="a rank failed", help="how the linear layers of a model would overlap"
+    )
     options.add_argument("--model", choices=MODELS, help="sizes; any of them may be given instead, or besides")
     for name in _OWN:
         options.add_argument(f"--{name.replace('_', '-')}", type=count, metavar="N")

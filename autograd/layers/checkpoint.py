@@ -7,7 +7,7 @@ saves any other loads, and so does plain torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
+from pynccl.tools import progress
 
 from ..agreement import raise_alike
 from ..arguments import check_comm
@@ -107,7 +108,7 @@ def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_on
     raise_alike(comm, _without_values("full_state_dict", entries))
     keep = not rank0_only or comm is None or comm.rank == 0
     wholes: dict[str, Any] = dict(others)
-    for entry in entries:
+    for entry in progress.over(entries, "gathering", "tensor", own=_speaks(comm)):
         if keep:
             wholes.update(dict.fromkeys(entry.names, entry.whole()))
         else:
@@ -142,12 +143,22 @@ def save_full_state_dict(
     raise_alike(comm, problem)
     left = iter([by_name[row.name] for row in rows])
     if plan is not None:
-        wholes = (entry.whole() for entry in left)
         ties = {tied: entry.names[0] for entry in entries for tied in entry.names[1:]}
-        _, problem = caught(lambda: write(plan, wholes, ties))
+        with progress.Bar(len(rows), "saving", "tensor") as bar:
+
+            def wholes() -> Iterator[Tensor]:
+                for entry in left:
+                    yield entry.whole()
+                    bar.step()
+
+            _, problem = caught(lambda: write(plan, wholes(), ties))
     for entry in left:  # on the other ranks, and on rank 0 if it failed: the others wait for it in the rest
         entry.gather()
     raise_alike(comm, problem)
+
+
+def _speaks(comm: Communicator | None) -> bool:
+    return comm is None or comm.rank == 0
 
 
 def _check_save(operation: str, path: Any, rows: list[Row], others: dict[str, Any], max_shard_bytes: Any) -> None:
@@ -211,7 +222,7 @@ def load_full_state_dict(
         text = "\n\t".join(dict.fromkeys(wrong))
         problem = RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}")
     raise_alike(comm, problem)
-    for entry in entries:
+    for entry in progress.over(entries, "loading", "tensor", own=_speaks(comm)):
         if id(entry) in chosen:
             _, wrong_here = caught(partial(_load, model, entry, source, chosen[id(entry)], device, comm))
             problem = problem or wrong_here

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pynccl import Communicator
+from pynccl.tools import progress
 
 from ..agreement import gathered
 from ..streams import side_stream
@@ -37,8 +39,21 @@ def measured(comm: Communicator, dtypes: Iterable[str]) -> dict[str, float]:
     gather, matmul, both     a long all_gather, matmuls of about that time, and both at once
     flop:float32, ..         a FLOP of a large matmul, for each of dtypes
     """
-    times = {**_collectives(comm), "overhead": _overhead(comm), "copy": _copy(comm), **_beside(comm)}
-    return times | {f"flop:{dtype}": _flop(comm, getattr(torch, dtype)) for dtype in dtypes}
+    parts: list[Callable[[], dict[str, float]]] = [
+        lambda: _collectives(comm),
+        lambda: {"overhead": _overhead(comm)},
+        lambda: {"copy": _copy(comm)},
+        lambda: _beside(comm),
+        *(partial(_flops, comm, dtype) for dtype in dtypes),
+    ]
+    times: dict[str, float] = {}
+    for part in progress.over(parts, "measuring this machine", "part", own=comm.rank == 0):
+        times |= part()
+    return times
+
+
+def _flops(comm: Communicator, dtype: str) -> dict[str, float]:
+    return {f"flop:{dtype}": _flop(comm, getattr(torch, dtype))}
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
+from pynccl.tools import progress
 
 from ..layers.shards import shard_of
 from .model_report import Difference
@@ -77,7 +78,7 @@ class Compared(NamedTuple):
 
 def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> Compared:
     """Of the gradients as they are now. Every rank must call it, with pairs of the same names."""
-    own = [_row(pair, tolerance) for pair in pairs]
+    own = [_row(pair, tolerance) for pair in progress.over(pairs, "comparing", "gradient", own=comm.rank == 0)]
     width = len(_Row.__annotations__)
     flat = gathered(comm, [number for row in own for number in row])
     table = [[_Row(*ranks[at : at + width]) for ranks in flat] for at in range(0, width * len(pairs), width)]

@@ -392,7 +392,7 @@ WRONG_USAGE = {
     "heads is 64, not divisible by tp = 3": [*PLAN[:3], "--tp", "3", "--tokens", "9"],
     "kv_heads is 8, not divisible by tp = 16": [*PLAN[:3], "--tp", "16", "--tokens", "8192"],
     "--tokens is 8190, not divisible by tp = 8": [*PLAN[:6], "8190"],
-    "argument --tp: '0' is no integer >= 1": [*PLAN[:3], "--tp", "0", "--tokens", "8192"],
+    "argument --tp: '0': expected a whole number, 1 or more": [*PLAN[:3], "--tp", "0", "--tokens", "8192"],
     "argument --model: invalid choice: 'llama'": ["plan", "--model", "llama", "--tp", "8", "--tokens", "8192"],
     "--hidden, --ffn, --heads, --layers missing": ["plan", "--tp", "8", "--tokens", "8192"],
     "hidden is 8192, not divisible by 24 heads": [*PLAN, "--heads", "24"],

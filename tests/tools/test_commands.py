@@ -187,6 +187,25 @@ def test_help_says_what_it_does_its_exit_codes_and_examples(helps: dict[str, End
     assert all(mine in one.words for one in examples)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_of_commands_says_what_help_says(helps: dict[str, Ended], name: str) -> None:
+    title = f"python {name}" if name in MODULES else name
+    section = re.search(rf"^### {re.escape(title)}\n\n(.*?)(?=^##|\Z)", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    assert section, f"docs/commands.md has no section ### {title}"
+    out = helps[name].out
+    flat = " ".join(out.split())
+    about, example, ends = section[1].strip().split("\n\n")
+    assert about.lower() in flat.lower()
+    assert example.strip("`") in [one.line.partition("  #")[0].rstrip() for one in examples_of(out) if not one.long]
+    failed = re.match(r"- exit code 1: (.*)\n- writes: \S", ends)
+    assert failed and f"; 1 {failed[1]}; 2 options" in flat
+
+
+def test_the_page_of_commands_names_no_other() -> None:
+    titles = re.findall(r"^### (?:python )?(.*)$", DOCS.read_text(), re.MULTILINE)
+    assert sorted(titles) == sorted(NAMES)
+
+
 # ------------------------------------------------------------------------------------------------------ examples
 
 
