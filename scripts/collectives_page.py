@@ -1,14 +1,15 @@
 """Make docs/collectives.html: every collective and its adjoint, to be moved by hand in a browser.
 
-    python scripts/collectives_page.py [--out docs/collectives.html] [--check]
-
 The numbers come from runs of the collectives on the host library, and the page is the same each time it is made. With
---check nothing is written, and the exit code is 1 if the file is not what would be made now.
+--check nothing is written.
+
+examples:
+  python scripts/collectives_page.py --check
+  python scripts/collectives_page.py --out out/collectives.html
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -16,14 +17,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYNCCL_WATCH", "off")  # nobody will ask what these ranks did
 
+from pynccl.tools import command
 from pynccl.tools.explain.page import page
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "collectives.html")
+    parser = command.Parser(__doc__, failed="with --check, the page is not what it would be now")
+    parser.add_argument("--out", type=command.output_file, default=ROOT / "docs/collectives.html", help="the page")
     parser.add_argument("--check", action="store_true", help="compare with the page instead of writing it")
     options = parser.parse_args()
     made = page()
@@ -39,4 +41,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

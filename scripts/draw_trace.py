@@ -1,10 +1,11 @@
 """A picture of a trace that `ad.trace` or --trace wrote, for where no browser is: lanes of all ranks over time.
 
-    python scripts/draw_trace.py trace.json.gz [--out trace.png] [--span "step 3"] [--begin MS] [--end MS] [--rank N]
-
 Forward passes are blue, backward passes green, communication orange; red is what is computed waiting for communication.
-Lines join the same collective on the ranks. Needs matplotlib. Exit code: 0; 1 for a file that is no such trace; 2 for
-options that cannot work.
+Lines join the same collective on the ranks. Needs matplotlib.
+
+examples:
+  python scripts/draw_trace.py out/trace.json.gz --out out/trace.png  # long: it needs a trace
+  python scripts/draw_trace.py out/trace.json.gz --span "step 3" --rank 0  # long: likewise
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+from pynccl.tools import command
 
 Event = dict[str, Any]
 Lane = tuple[int, int]  # pid, tid
@@ -126,33 +128,30 @@ def main() -> int:
             events = [one for one in events if one["pid"] in asked.rank]
         begin, end = between(events, asked)
     except ValueError as error:
-        print(f"draw_trace.py: {error}", file=sys.stderr)
-        return 1
+        raise command.FailedError(str(error)) from None
     try:
         draw(events, begin, end, asked.out)
     except ImportError:
-        print("draw_trace.py: matplotlib is not installed; pip install matplotlib", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"draw_trace.py: --out {asked.out}: {error.strerror or error}", file=sys.stderr)
-        return 1
+        raise ImportError("matplotlib is not installed; pip install matplotlib") from None
     print(f"wrote {asked.out}")
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.Parser(__doc__, failed="the file is no such trace")
     parser.add_argument("trace", type=Path, help="the file, .json or .json.gz")
-    parser.add_argument("--out", type=Path, default=Path("trace.png"), help=".png, .svg or .pdf (default trace.png)")
+    parser.add_argument(
+        "--out", type=command.output_file, default=Path("trace.png"), help=".png, .svg or .pdf (default trace.png)"
+    )
     parser.add_argument("--span", metavar="NAME", help='of the lane `steps`, such as "step 3"')
     parser.add_argument("--begin", type=float, metavar="MS", help="of the picture, from the begin of the trace")
     parser.add_argument("--end", type=float, metavar="MS", help="of the picture, from the begin of the trace")
-    parser.add_argument("--rank", type=int, nargs="+", metavar="N", help="these alone; default: all")
+    parser.add_argument("--rank", type=command.whole(0), nargs="+", metavar="N", help="these alone; default: all")
     asked = parser.parse_args()
     if asked.out.suffix not in (".png", ".svg", ".pdf"):
-        parser.exit(2, f"draw_trace.py: --out is {asked.out}, expected a file that ends in .png, .svg or .pdf\n")
+        parser.error(f"--out is {asked.out}, expected a file that ends in .png, .svg or .pdf")
     return asked
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out with PYTHONSAFEPATH
 from train_data import SHIPPED, Windows, read_text, split_text
 from train_report import Comparison, plot
-from train_trace import StepTrace, add_options, trace_problem
+from train_trace import StepTrace, add_options
 
 import pynccl
 import pynccl_autograd as ad
@@ -143,8 +143,6 @@ def read_options() -> argparse.Namespace:
         parser.error(str(error))
     except argparse.ArgumentTypeError as error:
         parser.error(f"--out {error}")
-    if problem := trace_problem(options):
-        parser.error(problem)
     return options
 
 

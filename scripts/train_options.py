@@ -8,7 +8,7 @@ import os
 from train_data import SHIPPED, read_text
 from train_model import ModelConfig
 from train_report import TOLERANCE
-from train_trace import add_options, trace_problem
+from train_trace import add_options
 
 from pynccl.bindings.library import gpu_count, gpu_problem
 from pynccl.tools import command
@@ -58,8 +58,6 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
         parser.error(str(error))
     except argparse.ArgumentTypeError as error:
         parser.error(f"--out {error}")
-    if problem := trace_problem(options):
-        parser.error(problem)
     return options
 
 

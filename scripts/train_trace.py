@@ -13,6 +13,7 @@ from torch import nn
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.tools import command
 
 STEPS = 3
 
@@ -20,31 +21,18 @@ STEPS = 3
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
+        type=command.output_file,
         metavar="FILE",
         help="write when each layer computes and each collective travels, on all ranks, to FILE (.json, .json.gz), for "
         "ui.perfetto.dev; docs/trace.md explains it",
     )
     parser.add_argument(
         "--trace-steps",
-        type=int,
+        type=command.whole(1),
         default=STEPS,
         metavar="N",
         help="steps that are in it; the first one of the run is not, where there are more (%(default)s)",
     )
-
-
-def trace_problem(options: argparse.Namespace) -> str:
-    """Why --trace cannot be written; "" if it can, or is not asked for."""
-    if options.trace_steps < 1:
-        return f"--trace-steps is {options.trace_steps}, expected a whole number >= 1"
-    if options.trace is None:
-        return ""
-    folder = os.path.dirname(os.path.abspath(options.trace))
-    if not options.trace or os.path.isdir(options.trace):
-        return f"--trace {options.trace}: expected the path of a file, such as trace.json.gz"
-    if not os.path.isdir(folder):
-        return f"--trace {options.trace}: there is no folder {folder}"
-    return "" if os.access(folder, os.W_OK) else f"--trace {options.trace}: the folder {folder} cannot be written"
 
 
 class StepTrace:

@@ -202,7 +202,7 @@ def test_a_library_that_writes_something_else_is_no_picture(monkeypatch: pytest.
         run(comms, "reduce_scatter", "sum", "", Setup(2, (1, 1)))
     assert main(["explain", "reduce_scatter", "--ranks", "2"]) == 1
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("explain: reduce_scatter: element 0 of rank 1 is ")
+    assert said.out == "" and said.err.startswith("python -m pynccl explain: reduce_scatter: element 0 of rank 1 is ")
 
 
 # ---------------------------------------------------------------------------------------------------- in characters

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ...bindings.errors import NcclError
+from .. import command
 from .execute import ranks_of_this_process
 from .execute import run as run_operation
 from .operations import NONE, OPERATIONS
-from .options import UsageError, check_drawable, check_writable, columns, configure, known, setup_of
+from .options import EXAMPLES, FAILED, UsageError, check_drawable, check_writable, columns, configure, known, setup_of
 from .terminal import drawing, style_of
 from .words import BRIEF
 
-__all__ = ["configure", "run"]
+__all__ = ["EXAMPLES", "FAILED", "configure", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,31 +29,23 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.html:
             check_writable("--html", arguments.html)
     except UsageError as error:
-        print(f"python -m pynccl explain: error: {error}", file=sys.stderr)
-        return 2
-    try:
-        with ranks_of_this_process(setup.ranks) as comms:
-            found = run_operation(comms, name, op, grad, setup)
-        print(drawing(found, style_of(sys.stdout, columns())))
-        if arguments.png:
-            from .picture import draw
+        command.say(f"python -m pynccl explain: error: {error}")
+        return command.USAGE
+    with ranks_of_this_process(setup.ranks) as comms:
+        found = run_operation(comms, name, op, grad, setup)
+    print(drawing(found, style_of(sys.stdout, columns())))
+    if arguments.png:
+        from .picture import draw
 
-            draw(found, arguments.png)
-            print(f"\nwrote {arguments.png}")
-        if arguments.html:
-            from .page import page
+        draw(found, arguments.png)
+        print(f"\nwrote {arguments.png}")
+    if arguments.html:
+        from .page import page
 
-            with open(arguments.html, "w", encoding="utf-8") as file:
-                file.write(page(found))
-            print(f"\nwrote {arguments.html}")
-    except BrokenPipeError:  # of the terminal's reader, for the caller
-        raise
-    except (NcclError, RuntimeError, ImportError, OSError) as error:
-        print(f"explain: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        with open(arguments.html, "w", encoding="utf-8") as file:
+            file.write(page(found))
+        print(f"\nwrote {arguments.html}")
+    return command.GOOD
 
 
 def _list(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ...bindings.library import load
 from ...comm.communicator import Communicator, init_all
+from ..command import FailedError
 from .calls import call, premul
 from .moves import HALO, LOCAL, WAYS, Cuts, Move, Setup
 from .operations import ADJOINTS, OPERATIONS, REPLICATED, SUM, Step
@@ -22,7 +23,7 @@ from .operations import ADJOINTS, OPERATIONS, REPLICATED, SUM, Step
 Values = tuple[tuple[float, ...], ...]  # of each rank
 
 
-class ResultError(RuntimeError):
+class ResultError(FailedError):
     """What the library wrote is not what the moves say."""
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
-from typing import NoReturn
 
 from .moves import Setup
 from .operations import COUNTS, OPERATIONS, Operation
@@ -14,29 +12,23 @@ from .operations import COUNTS, OPERATIONS, Operation
 LEAST_RANKS, MOST_RANKS = 2, 8
 MOST_ELEMENTS = 9
 _DEFAULT_RANKS = 4
-EPILOG = """\
+FAILED = "something failed"
+EXAMPLES = """
+The numbers are what the collectives gave, on ranks inside this process: no GPU is needed. Colours: on a terminal,
+unless NO_COLOR is set.
+
 examples:
-  python -m pynccl explain                                  what there is
+  python -m pynccl explain                                  # what there is
   python -m pynccl explain reduce_scatter
-  python -m pynccl explain all_gather --grad replicated     all ranks go on alike with the output
+  python -m pynccl explain all_gather --grad replicated     # all ranks go on alike with the output
   python -m pynccl explain all_reduce --op max --ranks 3
   python -m pynccl explain gather --root 2 --png gather.png
   python -m pynccl explain all_gather_v --counts 2,0,3
-  python -m pynccl explain reduce_scatter --html page.html  every operation, to be moved by hand in a browser
-
-The numbers are what the collectives gave, on ranks inside this process: no GPU is needed.
-exit code: 0 good, 1 something failed, 2 options that cannot work. Colours: on a terminal, unless NO_COLOR is set."""
+  python -m pynccl explain reduce_scatter --html page.html  # every operation, to be moved by hand in a browser
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-
-    def error(message: str) -> NoReturn:
-        print(f"{parser.prog}: error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-    parser.error = error  # type: ignore[method-assign]
     add = parser.add_argument
     add("name", nargs="?", metavar="OPERATION", help="such as reduce_scatter; left away: a list of all")
     add("--ranks", metavar="N", help=f"{LEAST_RANKS} to {MOST_RANKS} ({_DEFAULT_RANKS})")
