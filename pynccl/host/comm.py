@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import threading
 import traceback
@@ -59,7 +60,7 @@ def seconds(variable: str, default: float = 600.0) -> float:
         value = float(text) if text else default
     except ValueError:
         value = -1.0
-    if not 0 < value < 1e9:
+    if not 0 < value < math.inf:
         raise invalid_argument(f"{variable}={text!r}: expected a number of seconds above 0, such as 600")
     return value
 

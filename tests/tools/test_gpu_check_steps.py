@@ -47,7 +47,7 @@ def test_ranks_that_do_not_meet_are_told_from_wrong_values(tmp_path: Path) -> No
     step = planned("collectives_2", tmp_path)
     step.ranks = 1
     step.env["RANK"] = "7"
-    assert perform(step, tmp_path).returncodes == [1]
+    assert perform(step, tmp_path).returncodes == [2]
     assert "RANK" in step.output and gpu_steps.WRONG_VALUES != 1
 
 
@@ -270,8 +270,8 @@ def test_launch_overhead_on_a_gpu_needs_one() -> None:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYNCCL_LIBRARY": ""}
     command = [sys.executable, "scripts/bench_overhead.py", "--gpu"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "bench_overhead.py --gpu: " in done.stderr and "PYNCCL_LIBRARY=host rehearses it" in done.stderr
+    assert done.returncode == 2
+    assert "bench_overhead.py: --gpu: " in done.stderr and "PYNCCL_LIBRARY=host rehearses it" in done.stderr
 
 
 def test_the_versions_of_this_environment_are_told(tmp_path: Path) -> None:
