@@ -318,6 +318,42 @@ def test_plans_groups_messages_and_children_are_in_it(ranks: RankPool, tmp_path:
     assert any("split" in name for name in lanes_of(trace, 0).values())
 
 
+class Gathering(nn.Module):
+    """Takes its input by name, and a module within it gathers it."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self.scale, self.comm = nn.Parameter(torch.ones(1)), comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * ad.all_gather(x, self.comm, grad="sum")
+
+
+def gathered_before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    assert isinstance(module, Gathering)
+    return args, {"x": ad.all_reduce(kwargs["x"], module.comm, grad="sum")}
+
+
+def named_inputs(comm: Communicator, path: str) -> None:
+    model = Gathering(comm)
+    model.register_forward_pre_hook(gathered_before, with_kwargs=True)
+    x = 2 * torch.ones(3, requires_grad=True)
+    with ad.trace(path, comm):
+        ad.all_reduce(model(x=3 * x).sum(), comm, grad="sum").backward()
+
+
+def test_what_hooks_of_a_module_communicate_is_of_that_module(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, named_inputs, str(tmp_path / "trace.json"))
+    assert [one["name"] for one in slices(read(tmp_path / "trace.json"), "comm", 0)] == [
+        "all_reduce Gathering",
+        "all_gather Gathering",
+        "all_reduce",
+        "all_reduce backward",
+        "reduce_scatter Gathering backward",
+        "all_reduce Gathering backward",
+    ]
+
+
 def meshed(comm: Communicator, path: str) -> None:
     with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
         torch.manual_seed(0)
