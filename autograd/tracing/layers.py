@@ -108,7 +108,7 @@ class Layers:
         """Forward passes in the block, and the backward passes of what they make there, are recorded."""
         with hooking_all_modules(), _without_warning():
             before = register_module_forward_pre_hook(self._enter)
-            after = register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+            after = register_module_forward_hook(self._leave, always_call=True)
             try:
                 yield
             finally:
@@ -157,8 +157,8 @@ class Layers:
         chain = (*(outer.chain if outer is not None else ()), name)
         calls.append(_Call(module, root, chain, span, next(self._numbers), next_node(), _nodes_of(args)))
 
-    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        """rest: keyword arguments and the output; of a forward pass that has raised None alone"""
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """output: None where the forward pass has raised"""
         if torch.compiler.is_compiling():
             return
         calls = self._thread.calls
@@ -168,7 +168,7 @@ class Layers:
             call.span.end = self._clock.here()
         call.span.end = self._clock.here()
         if self.active:
-            self._claim(call, _nodes_of(rest[-1]))
+            self._claim(call, _nodes_of(output))
 
     def _name(self, module: nn.Module, root: nn.Module, outer: _Call | None) -> str:
         given = self._names.get(self._model) if self._model is not None else None
