@@ -243,6 +243,16 @@ queue_callback: Callable[[Callable[[], None]], None] = _find(
 # The number of that pass; a reentrant checkpoint has one of its own. Without: all passes are taken for the same one.
 backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: 0)
 
+# Nodes are numbered as each thread makes them: the number of its next one. Without: all have been made since.
+next_node: Callable[[], int] = _find("torch._C._autograd._get_sequence_nr", lambda: 0)
+
+
+def is_made_since(node: Any, number: int) -> bool:
+    """Whether this thread has made the node since `next_node` gave that number; taken for granted where nodes have no
+    numbers."""
+    number_of = getattr(node, "_sequence_nr", None)
+    return number_of is None or bool(number_of() >= number)
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts."""

@@ -25,6 +25,7 @@ _MOST_KEYS = 64
 # Operations whose buffer has a block per rank: `bytes` is of the whole, as in nccl-tests and `python -m pynccl perf`.
 _BLOCKS = ("all_gather", "reduce_scatter", "all_to_all", "alltoall", "gather", "scatter")
 _MESSAGES = ("send", "recv")
+_OPERATORS = frozenset(map(int, RedOp))  # others are a PreMulSum's
 
 
 _INPUTS_OF_MESSAGE = 4  # buffer, count, type, peer
@@ -202,8 +203,7 @@ def _described(operation: str, inputs: tuple[int, ...], compared: str, message: 
     count, kind = int(inputs[0]), DataType(inputs[1])
     nbytes = count * ITEMSIZE[kind] * (ranks if operation in _BLOCKS else 1)
     op = inputs[op_at - at] if op_at >= 0 else -1
-    named = next((one.name for one in RedOp if one == op), "PRE_MUL_SUM")
-    reduction = named if op_at >= 0 else ""
+    reduction = "" if op_at < 0 else RedOp(op).name if op in _OPERATORS else "PRE_MUL_SUM"
     other = int(inputs[rank_at - at]) if rank_at >= 0 else -1
     root, peer = (-1, other) if message or operation == "put_signal" else (other, -1)
     text = compared or f"{operation}({count} {kind.name}{f', rank {other}' if other >= 0 else ''})"

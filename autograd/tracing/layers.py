@@ -21,7 +21,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..torch_internals import backward_pass, hooking_all_modules, queue_callback, tensors_in
+from ..torch_internals import (
+    backward_pass,
+    hooking_all_modules,
+    is_made_since,
+    next_node,
+    queue_callback,
+    tensors_in,
+)
 from .marks import Clock
 from .spans import COMPUTE, Lane, Span, Spans
 
@@ -46,13 +53,15 @@ class _Owner(NamedTuple):
 
 @dataclass
 class _Call:
-    """A module's forward pass under way. stops: nodes that its inputs come from, which are not its own."""
+    """A module's forward pass under way. since: the number of the first node that it may make; stops: nodes that its
+    inputs come from"""
 
     module: nn.Module
     root: nn.Module
     chain: Chain
     span: Span
     number: int
+    since: int
     stops: set[Any]
 
 
@@ -99,7 +108,7 @@ class Layers:
         """Forward passes in the block, and the backward passes of what they make there, are recorded."""
         with hooking_all_modules(), _without_warning():
             before = register_module_forward_pre_hook(self._enter)
-            after = register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+            after = register_module_forward_hook(self._leave, always_call=True)
             try:
                 yield
             finally:
@@ -146,10 +155,10 @@ class Layers:
         span = self._spans.add(Span(self.lane(), name + phase, self._clock.here()))
         span.args = {"layer": name, "module": type(module).__name__, "phase": phase.strip() or "forward"}
         chain = (*(outer.chain if outer is not None else ()), name)
-        calls.append(_Call(module, root, chain, span, next(self._numbers), _nodes_of(args)))
+        calls.append(_Call(module, root, chain, span, next(self._numbers), next_node(), _nodes_of(args)))
 
-    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        """rest: keyword arguments and the output; of a forward pass that has raised None alone"""
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """output: None where the forward pass has raised"""
         if torch.compiler.is_compiling():
             return
         calls = self._thread.calls
@@ -159,7 +168,7 @@ class Layers:
             call.span.end = self._clock.here()
         call.span.end = self._clock.here()
         if self.active:
-            self._claim(call, _nodes_of(rest[-1]), call.stops | _nodes_of(rest[:-1]))
+            self._claim(call, _nodes_of(output))
 
     def _name(self, module: nn.Module, root: nn.Module, outer: _Call | None) -> str:
         given = self._names.get(self._model) if self._model is not None else None
@@ -174,9 +183,9 @@ class Layers:
 
     # Backwards
 
-    def _claim(self, call: _Call, nodes: set[Any], stops: set[Any]) -> None:
+    def _claim(self, call: _Call, nodes: set[Any]) -> None:
         """Nodes that were made since the call began are this module's, but for those of modules within it."""
-        owner, waiting, seen = _Owner(call.chain, call.number), list(nodes), set(stops)
+        owner, waiting, seen = _Owner(call.chain, call.number), list(nodes), call.stops
         while waiting:
             node = waiting.pop()
             if node is None or node in seen:
@@ -187,6 +196,8 @@ class Layers:
                 continue
             if found is None:
                 if node.name().startswith("torch::autograd::AccumulateGrad"):  # it lives as long as the parameter
+                    continue
+                if not is_made_since(node, call.since):  # of what was computed before, outside of modules
                     continue
                 node.metadata[_OWNER] = owner
                 node.register_prehook(partial(self._begin, owner.chain))

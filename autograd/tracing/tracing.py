@@ -40,6 +40,7 @@ _RAISED_SECONDS = 1.0  # for which a rank whose block has raised waits for the o
 _SECOND_STREAM = "second"
 _active: list[Tracing] = []
 _changing = threading.Lock()
+os.register_at_fork(after_in_child=_active.clear)
 
 
 def trace(
@@ -110,6 +111,7 @@ class Tracing(Shared):
         self._open = contextlib.ExitStack()
         self._meeting: Host | Guest | None = None
         self._entered = False
+        self._pid = os.getpid()
 
     def __enter__(self) -> Tracing:
         comm = self._comm
@@ -178,6 +180,9 @@ class Tracing(Shared):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = now()
+        if self._pid != os.getpid():  # a forked child: the file is the parent's to write, and the connections its own
+            self._open.close()
+            return
         try:
             self._open.close()
             raised = "" if kind is None else f"{kind.__name__}: {error}".strip().splitlines()[0][:300]

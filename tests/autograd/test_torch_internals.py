@@ -154,6 +154,26 @@ def test_levels_of_forward_mode_are_seen() -> None:
     assert inside == [(True, False)]  # a level of torch.func's own
 
 
+def test_nodes_are_told_by_when_they_were_made() -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = x * 2
+    number = torch_internals.next_node()
+    after = x * 3
+    assert not torch_internals.is_made_since(before.grad_fn, number)
+    assert torch_internals.is_made_since(after.grad_fn, number)
+    lacking = without("torch._C._autograd._get_sequence_nr")
+    assert lacking.is_made_since(before.grad_fn, lacking.next_node())
+
+
+def test_hooks_of_a_trace_are_not_taken_for_hooks() -> None:
+    module = torch.nn.Linear(1, 1)
+    with torch_internals.hooking_all_modules():
+        own = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+        assert not torch_internals.is_hooked(module)
+        own.remove()
+    assert not torch_internals.is_hooked(module)
+
+
 def test_without_forward_modes_number_none_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(forward_ad, "_current_level")
     assert not torch_internals.in_forward_mode() and not torch_internals.in_dual_level()

@@ -29,7 +29,7 @@ import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm import groups, observing
-from pynccl_autograd import streams
+from pynccl_autograd import streams, torch_internals
 from pynccl_autograd.overlap import OverlapConfig, lanes
 from pynccl_autograd.tracing import marks, meeting, tracing
 
@@ -318,6 +318,42 @@ def test_plans_groups_messages_and_children_are_in_it(ranks: RankPool, tmp_path:
     assert any("split" in name for name in lanes_of(trace, 0).values())
 
 
+class Gathering(nn.Module):
+    """Takes its input by name, and a module within it gathers it."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self.scale, self.comm = nn.Parameter(torch.ones(1)), comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * ad.all_gather(x, self.comm, grad="sum")
+
+
+def gathered_before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    assert isinstance(module, Gathering)
+    return args, {"x": ad.all_reduce(kwargs["x"], module.comm, grad="sum")}
+
+
+def named_inputs(comm: Communicator, path: str) -> None:
+    model = Gathering(comm)
+    model.register_forward_pre_hook(gathered_before, with_kwargs=True)
+    x = 2 * torch.ones(3, requires_grad=True)
+    with ad.trace(path, comm):
+        ad.all_reduce(model(x=3 * x).sum(), comm, grad="sum").backward()
+
+
+def test_what_hooks_of_a_module_communicate_is_of_that_module(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, named_inputs, str(tmp_path / "trace.json"))
+    assert [one["name"] for one in slices(read(tmp_path / "trace.json"), "comm", 0)] == [
+        "all_reduce Gathering",
+        "all_gather Gathering",
+        "all_reduce",
+        "all_reduce backward",
+        "reduce_scatter Gathering backward",
+        "all_reduce Gathering backward",
+    ]
+
+
 def meshed(comm: Communicator, path: str) -> None:
     with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
         torch.manual_seed(0)
@@ -372,15 +408,15 @@ def left_alone(comm: Communicator, path: str) -> tuple[list[Any], ...]:
     before = kept(x, x, "sum", None, None) is not None
     with ad.trace(path, comm):
         within = kept(x, x, "sum", None, None) is not None
-    hooks = torch.nn.modules.module
-    left = [observing.observers, groups.records, streams.waits, lanes.observers, list(hooks._global_forward_hooks)]
+    left: list[Any] = [observing.observers, groups.records, streams.waits, lanes.observers]
+    left.append(torch_internals.is_hooked(nn.Linear(1, 1)))
     return [before, within, kept(x, x, "sum", None, None) is not None], left
 
 
 def test_nothing_is_left_behind_and_calls_are_quick_again(ranks: RankPool, tmp_path: Path) -> None:
     for quick, left in ranks.run(2, left_alone, str(tmp_path / "trace.json")):
         assert quick == [True, False, True]
-        assert left == [[], [], [], [], []]
+        assert left == [[], [], [], [], False]
 
 
 def limited(comm: Communicator, path: str) -> None:
@@ -486,6 +522,19 @@ def test_one_process_alone_and_nothing_in_it(tmp_path: Path, monkeypatch: pytest
     assert [one["name"] for one in slices(read(trace.path))] == ["Linear", "backward", "Linear backward"]
     with pytest.raises(RuntimeError, match="entered before"), trace:
         pass
+
+
+def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        with ad.trace(tmp_path / "trace.json") as trace, trace.span("both"):
+            child = os.fork()
+            if not child:
+                trace.__exit__(None, None, None)
+                os._exit(5 if trace.path is None else 6)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+            assert list(tmp_path.iterdir()) == []
+    assert [one["name"] for one in slices(read(tmp_path / "trace.json"))] == ["both"]
 
 
 def test_ranks_of_one_process_are_in_its_one_file(tmp_path: Path) -> None:
