@@ -20,12 +20,14 @@ from ranks import RankPool
 
 import pynccl
 from pynccl import Communicator
+from pynccl.__main__ import main
 
 SECONDS = 110.0
 ids = [page.stem for page in PAGES]
 NEEDS_A_GPU = "# needs a GPU"
 
 MACHINES = "tests/tools/test_examples_multi_node.py"
+EXPLAIN = "python -m pynccl explain"
 EXAMPLES = "tests/tools/test_examples_folder.py"  # runs what docs/examples.md shows, and compares what it prints
 # How each command of the pages is run here. True: as it stands. A dictionary: with these pieces replaced, to be short.
 # A path: that file of tests runs it, with options of its own. "dry": make says what it would do. Another text: why not.
@@ -38,6 +40,7 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "python -m pynccl hang node0 node1": "tests/tools/test_hang.py",
     "ssh node0 python -m pynccl hang --json > node0.json": "tests/tools/test_hang.py",
     "ssh node1 python -m pynccl hang --json > node1.json": "tests/tools/test_hang.py",
+    "python -m pynccl perf": {"perf": "perf --help"},
     "python -m pynccl perf COLLECTIVE": {"COLLECTIVE": "broadcast -b 8 -e 8"},
     "torchrun --nproc-per-node 8 -m pynccl perf all_reduce -b 8 -e 128M -f 2 -n 20 -w 5 -c 1": {"128M": "1M"},
     "python -m pynccl_autograd plan --model llama-70b --tp 8 --tokens 8192 --link nvlink": True,
@@ -57,14 +60,15 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "python scripts/fault_campaign.py --replay 17": True,
     "scripts/gpu_check.sh probe": "tests/tools/test_gpu_check.py",
     "scripts/gpu_check.sh --report out/gpu_check_*.json": "tests/tools/test_gpu_check.py",
+    "pip install matplotlib": "needs a package index",
     "pip install .": "needs a package index",
     "pip install .[cu12]": "needs a package index",
     "srun --kill-on-bad-exit=0": "needs SLURM",
     "torchrun --standalone --local-addr=127.0.0.1": "the begin of a command",
     "python scripts/timeline.py --out docs/overlap_timeline.png": "tests/tools/test_timeline.py",
-    "python -m pynccl explain reduce_scatter": True,
     "python -m pynccl_autograd plan": {"plan": "plan --help"},
-    "torchrun --nproc-per-node 2 scripts/train.py --trace out/trace.json": {"train.py": "train.py --steps 2"},
+    "torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace trace.json.gz": True,
+    'python scripts/draw_trace.py trace.json.gz --span "step 3"': True,  # of the one before
     'python -c "from pynccl.bindings import abi; print(len(abi.FUNCTIONS), len(abi.DEVICE_FUNCTIONS))"': True,
     "python scripts/bench_wrappers.py": {".py": ".py --rounds 1"},
     "scripts/examples/multi_node.sh torchrun node0 2 8 scripts/examples/hello.py": MACHINES,
@@ -82,19 +86,23 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "make clean": "dry",
     "make semantics": "dry",
     "make api": "dry",
+    "make collectives": "dry",
 }
 
 
 def how(text: str) -> bool | str | dict[str, str] | None:
-    """Of COMMANDS, but that all of docs/examples.md stand in one test."""
+    """Of COMMANDS, but that all of docs/examples.md stand in one test, and those of explain run in this process."""
+    if text.startswith(EXPLAIN):
+        return True
     return COMMANDS.get(text, EXAMPLES if re.search(r"torchrun .*scripts/examples/\w+\.py$", text) else None)
 
 
 def found() -> dict[str, list[tuple[Path, Command]]]:
-    """The commands of all pages, and where they stand."""
+    """The commands of all pages, and where they stand. Those of docs/commands.md are run by test_commands.py, which also
+    holds them against each --help."""
     every: dict[str, list[tuple[Path, Command]]] = {}
     for page in PAGES:
-        for command in pages.commands(page):
+        for command in pages.commands(page) if page.name != "commands.md" else ():
             every.setdefault(command.text, []).append((page, command))
     return every
 
@@ -213,6 +221,13 @@ def test_command_runs(text: str, workplace: Path) -> None:
     for page, command in found().get(text, []):
         if command.output:
             assert [one.rstrip() for one in done.stdout.splitlines()] == command.output.splitlines(), page.name
+
+
+@pytest.mark.parametrize("text", sorted(text for text in found() if text.startswith(EXPLAIN)))
+def test_explain_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(text)[3:]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == set(re.findall(r"\S+\.(?:png|html)", text))
 
 
 ELSEWHERE = {text: way for text, way in COMMANDS.items() if isinstance(way, str) and way.startswith("tests/")}
