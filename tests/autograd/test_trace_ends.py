@@ -1,0 +1,293 @@
+"""ad.trace where something is wrong: ranks that raise, are killed, stopped or elsewhere; what it leaves behind."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from torch import nn
+from traces import read, slices, steps
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+from pynccl.comm import groups, observing
+from pynccl_autograd import streams, torch_internals
+from pynccl_autograd.overlap import lanes
+from pynccl_autograd.tracing import marks, meeting, tracing
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from train_trace import trace_problem  # noqa: E402
+
+
+def left_alone(comm: Communicator, path: str) -> tuple[list[Any], ...]:
+    x = torch.ones(4)
+    for _ in range(3):
+        comm.all_reduce(x, x)
+    kept = comm._fast["all_reduce"].launch
+    before = kept(x, x, "sum", None, None) is not None
+    with ad.trace(path, comm):
+        within = kept(x, x, "sum", None, None) is not None
+    left: list[Any] = [observing.observers, groups.records, streams.waits, lanes.observers]
+    left.append(torch_internals.is_hooked(nn.Linear(1, 1)))
+    return [before, within, kept(x, x, "sum", None, None) is not None], left
+
+
+def test_nothing_is_left_behind_and_calls_are_quick_again(ranks: RankPool, tmp_path: Path) -> None:
+    for quick, left in ranks.run(2, left_alone, str(tmp_path / "trace.json")):
+        assert quick == [True, False, True]
+        assert left == [[], [], [], [], False]
+
+
+def limited(comm: Communicator, path: str) -> None:
+    with ad.trace(path, comm, limit=10):
+        for _ in range(25):
+            comm.all_reduce(torch.ones(2))
+
+
+def test_what_is_above_the_limit_is_counted(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, limited, str(tmp_path / "trace.json"))
+    trace = read(tmp_path / "trace.json")
+    assert len(slices(trace, "comm", 1)) == 10
+    assert trace["otherData"]["dropped"] == {"rank 0": 15, "rank 1": 15}
+
+
+def raising(comm: Communicator, path: str, who: int) -> tuple[str, str | None, float]:
+    began, caught = time.monotonic(), ""
+    trace = ad.trace(path, comm, timeout=20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with trace:
+                comm.all_reduce(torch.ones(2))
+                if comm.rank == who:
+                    raise KeyError("mine")
+        except KeyError as error:
+            caught = str(error)
+    comm.barrier()  # the communicator has heard nothing of it
+    return caught, None if trace.path is None else trace.path.name, time.monotonic() - began
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_exception_is_the_users_own_and_what_was_recorded_is_there(
+    ranks: RankPool, tmp_path: Path, who: int
+) -> None:
+    found = ranks.run(2, raising, str(tmp_path / "trace.json"), who)
+    assert [caught for caught, *_ in found] == ["'mine'" if rank == who else "" for rank in (0, 1)]
+    assert [path for _, path, _ in found] == ["trace.json", None]
+    assert max(seconds for *_, seconds in found) < 10
+    trace = read(tmp_path / "trace.json")
+    assert trace["otherData"]["raised"] == {f"rank {who}": "KeyError: 'mine'"}
+    assert [len(slices(trace, "comm", rank)) for rank in (0, 1)] == [1, 1]
+    ended = [one for one in trace["traceEvents"] if one["ph"] == "i"]
+    assert [(one["pid"], one["name"]) for one in ended] == [(who, "raised KeyError: 'mine'")]
+
+
+def refused(comm: Communicator, folder: str, case: str) -> tuple[str, bool, bool]:
+    """(the error, whether the block was entered, whether another trace works afterwards)"""
+    entered, text = False, ""
+    path = {"nowhere": f"{folder}/no/such/trace.json", "folder": folder}.get(case, f"{folder}/{case}.json")
+    outer = ad.trace(f"{folder}/outer.json") if case == "nested" and comm.rank == 0 else None
+    try:
+        if outer is not None:
+            outer.__enter__()
+        with ad.trace(path, comm):
+            entered = True
+    except (OSError, RuntimeError) as error:
+        text = str(error)
+    finally:
+        if outer is not None:
+            outer.__exit__(None, None, None)
+    with ad.trace(f"{folder}/after-{case}.json", comm):
+        comm.all_reduce(torch.ones(2))
+    return text, entered, comm.rank > 0 or bool(slices(read(f"{folder}/after-{case}.json"), "comm", 1))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"), [("nowhere", "cannot be written"), ("folder", "is a folder"), ("nested", "under way")]
+)
+def test_what_cannot_be_is_said_on_every_rank_before_the_block(
+    ranks: RankPool, tmp_path: Path, case: str, words: str
+) -> None:
+    for text, entered, after in ranks.run(2, refused, str(tmp_path), case):
+        assert "trace: " in text and words in text
+        assert not entered and after
+
+
+def test_arguments_that_are_wrong_are_said() -> None:
+    for arguments, words in (
+        ((3,), "path is 3"),
+        (("a.json", "comm"), "comm is 'comm'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            ad.trace(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout is 0"):
+        ad.trace("a.json", timeout=0)
+    with pytest.raises(ValueError, match="limit"):
+        ad.trace("a.json", limit=0)
+    with pytest.raises(TypeError, match="model is"):
+        ad.trace("a.json", model=3)  # type: ignore[arg-type]
+
+
+def test_one_process_alone_and_nothing_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ad.trace(tmp_path / "empty.json") as trace:
+        pass
+    assert trace.path == tmp_path / "empty.json"
+    assert slices(read(trace.path)) == []
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "2")
+    with ad.trace(tmp_path / "own.json.gz") as trace:
+        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    assert trace.path == tmp_path / "own.rank2.json.gz"
+    assert [one["name"] for one in slices(read(trace.path))] == ["Linear", "backward", "Linear backward"]
+    with pytest.raises(RuntimeError, match="entered before"), trace:
+        pass
+
+
+def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        with ad.trace(tmp_path / "trace.json") as trace, trace.span("both"):
+            child = os.fork()
+            if not child:
+                trace.__exit__(None, None, None)
+                os._exit(5 if trace.path is None else 6)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+            assert list(tmp_path.iterdir()) == []
+    assert [one["name"] for one in slices(read(tmp_path / "trace.json"))] == ["both"]
+
+
+def state_of(pid: int) -> str:
+    """R, S, ...; T: stopped, Z or X: dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"
+
+
+def leaving(comm: Communicator, path: str, who: int, how: int, timeout: float) -> tuple[Any, ...]:
+    """A rank is killed or stopped in the block; what another one finds, in how many seconds; it lets that go on."""
+    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
+    trace = ad.trace(path, comm, timeout=timeout)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with trace:
+            comm.all_reduce(torch.ones(4))
+            if comm.rank == who:
+                os.kill(os.getpid(), how)
+            while comm.rank != who and state_of(pids[who]) not in "TZX":
+                time.sleep(0.01)
+            began = time.monotonic()
+    seconds = time.monotonic() - began
+    if how == signal.SIGSTOP and comm.rank != who:
+        os.kill(pids[who], signal.SIGCONT)
+    written = None if trace.path is None else trace.path.name
+    return written, trace.missing, seconds, [str(one.message) for one in said if "trace: " in str(one.message)]
+
+
+def test_a_rank_that_was_killed_is_missing_and_nobody_waits_for_it(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.outcomes(2, leaving, str(tmp_path / "trace.json"), 1, signal.SIGKILL, 40.0)
+    assert "SIGKILL" in second.report and first.report == ""
+    written, missing, seconds, warned = first.value
+    assert written == "trace.json" and missing[1].startswith("it has ended") and seconds < 20
+    assert len(warned) == 1 and "trace.json lacks ranks: rank 1" in warned[0]
+    trace = read(tmp_path / "trace.json")
+    assert len(slices(trace, "comm", 0)) == 1 and not slices(trace, "", 1)
+    assert list(trace["otherData"]["missing"]) == ["rank 1"]
+
+
+def test_without_rank_0_each_rank_writes_its_own(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.outcomes(2, leaving, str(tmp_path / "trace.json.gz"), 0, signal.SIGKILL, 40.0)
+    assert "SIGKILL" in first.report and second.report == ""
+    written, _, seconds, warned = second.value
+    assert written == "trace.rank1.json.gz" and seconds < 20
+    assert len(warned) == 1 and "rank 0 has left the block, or has ended" in warned[0]
+    assert len(slices(read(tmp_path / "trace.rank1.json.gz"), "comm", 1)) == 1
+
+
+def test_a_rank_that_is_stopped_is_waited_for_no_longer_than_said_and_writes_its_own(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (written, missing, seconds, _), (own, _, _, warned) = ranks.run(
+        2, leaving, str(tmp_path / "trace.json"), 1, signal.SIGSTOP, 1.0
+    )
+    assert written == "trace.json" and 0.9 < seconds < 20
+    assert missing == {1: "it did not come to the end of the block within 1 s"}
+    assert own == "trace.rank1.json" and "rank 0 has left the block" in warned[0]
+    assert len(slices(read(tmp_path / "trace.json"), "comm", 0)) == 1
+    assert len(slices(read(tmp_path / "trace.rank1.json"), "comm", 1)) == 1
+    assert sorted(path.name for path in tmp_path.glob("*trace*")) == ["trace.json", "trace.rank1.json"]
+
+
+def test_clocks_are_compared_by_questions() -> None:
+    ahead = 1234.5
+    ours, theirs = socket.socketpair()
+
+    def answers() -> None:
+        while meeting._receive(theirs, 1) == meeting._ASK:
+            meeting._send(theirs, struct.pack("!d", time.perf_counter() + ahead))
+
+    thread = threading.Thread(target=answers)
+    thread.start()
+    found = meeting._compare(ours)
+    meeting._send(ours, meeting._DONE)
+    thread.join(10)
+    assert abs(found.seconds - ahead) <= found.uncertainty < 0.05
+    drifted = meeting.Offset(found.seconds + 2.0, found.uncertainty)
+    between = meeting._between(found, drifted)
+    assert between.seconds == pytest.approx(ahead + 1.0, abs=0.1) and between.uncertainty >= 1.0
+    for one in (ours, theirs):
+        one.close()
+
+
+def far_apart(comm: Communicator, path: str) -> None:
+    """As on two machines, with clocks that differ by 100 seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "machine", lambda: f"machine of rank {comm.rank}")
+        patch.setattr(meeting, "_names", lambda: ["127.0.0.1"])
+        shift = 100.0 * comm.rank
+        for module in (meeting, marks, tracing):
+            patch.setattr(module, "now", lambda: time.perf_counter() + shift)
+        steps(comm, path, 1)
+
+
+def test_times_of_another_machine_are_moved_to_the_clock_of_rank_0(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, far_apart, str(tmp_path / "trace.json"))
+    trace = read(tmp_path / "trace.json")
+    (ahead,) = re.findall(r"rank 1 ([+-][\d.]+) us", trace["otherData"]["clocks"])
+    uncertain = trace["otherData"]["uncertainty_us"]["rank 1"]
+    assert 0 < uncertain < 50e3 and abs(float(ahead) - 100e6) <= uncertain
+    assert max(one["ts"] for one in slices(trace)) < 20e6
+    for a, b in zip(slices(trace, "comm", 0), slices(trace, "comm", 1), strict=True):
+        assert a["name"] == b["name"]
+        assert min(x["ts"] + x["dur"] for x in (a, b)) >= max(x["ts"] for x in (a, b)) - uncertain
+
+
+def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    options = {"trace": str(tmp_path / "trace.json"), "trace_steps": 3}
+    for wrong, words in (
+        ({"trace": str(tmp_path)}, "expected the path of a file"),
+        ({"trace": f"{tmp_path}/no/trace.json"}, "there is no folder"),
+        ({"trace_steps": 0}, "--trace-steps is 0"),
+    ):
+        assert words in trace_problem(argparse.Namespace(**options | wrong))
+    assert trace_problem(argparse.Namespace(**options)) == ""
+    command = [sys.executable, str(SCRIPTS / "train.py"), "--trace", str(tmp_path), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "train.py: rank 0: error: --trace" in done.stderr

@@ -1,0 +1,121 @@
+"""What tests of traces share: a model, its steps under a trace, the file read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+Event = dict[str, Any]
+WIDTH, HIDDEN, ROWS = 12, 24, 12
+METHODS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv")
+
+
+class Block(nn.Module):
+    def __init__(self, comm: Communicator, overlap: Any = "off") -> None:
+        super().__init__()
+        options: dict[str, Any] = {"sequence_parallel": True, "overlap": overlap, "device": comm.device}
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = ad.ColumnParallelLinear(WIDTH, HIDDEN, comm, **options)
+        self.down = ad.RowParallelLinear(HIDDEN, WIDTH, comm, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, comm: Communicator, overlap: Any = "off", recompute: bool = False) -> None:
+        super().__init__()
+        self.comm, self.recompute = comm, recompute
+        self.blocks = nn.ModuleList([Block(comm, overlap), Block(comm, overlap)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        x = checkpoint(self.blocks[1], x, use_reentrant=False) if self.recompute else self.blocks[1](x)
+        return ad.all_reduce(x.pow(2).sum(), self.comm, grad="sum")
+
+
+def read(path: Path | str) -> dict[str, Any]:
+    path = Path(path)
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def slices(trace: dict[str, Any], category: str = "", pid: int | None = None) -> list[Event]:
+    found = [one for one in trace["traceEvents"] if one["ph"] == "X" and (pid is None or one["pid"] == pid)]
+    return [one for one in found if one["cat"] == category] if category else found
+
+
+def lanes_of(trace: dict[str, Any], pid: int) -> dict[int, str]:
+    names = [one for one in trace["traceEvents"] if one["name"] == "thread_name" and one["pid"] == pid]
+    return {one["tid"]: one["args"]["name"] for one in names}
+
+
+def heard(comm: Communicator) -> list[tuple[str, int]]:
+    """What is asked of the communicator from now on, (operation, bytes): by its methods, which are replaced."""
+    calls: list[tuple[str, int]] = []
+
+    def listening(name: str) -> Any:
+        method = getattr(comm, name)
+
+        def call(send: Any, *args: Any, **options: Any) -> Any:
+            blocks = comm.size if name in ("all_gather", "all_to_all") else 1
+            calls.append((name, send.nbytes * blocks))
+            return method(send, *args, **options)
+
+        return call
+
+    for name in METHODS:
+        setattr(comm, name, listening(name))
+    return calls
+
+
+def unheard(comm: Communicator) -> None:
+    for name in METHODS:
+        delattr(comm, name)
+
+
+def steps(comm: Communicator, path: str, count: int, late: int = -1) -> list[tuple[str, int]]:
+    """Some steps of a model; the rank `late` comes late to the first. Returns what was asked of the communicator."""
+    torch.manual_seed(0)
+    model, x = Model(comm), torch.randn(ROWS // comm.size, 2, WIDTH)
+    with ad.trace(path, comm, model=model) as trace:
+        calls = heard(comm)
+        try:
+            for number in range(count):
+                with trace.span(f"step {number}"):
+                    if comm.rank == late and number == 0:
+                        time.sleep(0.2)
+                    model(x).backward()
+                    x = x + comm.all_reduce(torch.ones(5)).sum()
+        finally:
+            unheard(comm)
+    return calls
+
+
+def check_nesting(trace: dict[str, Any]) -> None:
+    """Slices of a lane lie within each other or apart; those of communicators apart."""
+    by_lane = defaultdict(list)
+    for one in slices(trace):
+        by_lane[one["pid"], one["tid"]].append(one)
+    for found in by_lane.values():
+        open_until: list[float] = []
+        for one in sorted(found, key=lambda one: (one["ts"], -one["dur"])):
+            begin, end = one["ts"], one["ts"] + one["dur"]
+            while open_until and open_until[-1] <= begin + 1e-6:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-6, one
+            assert not open_until or one["cat"] != "comm", one
+            open_until.append(end)
