@@ -65,7 +65,8 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "pip install .[cu12]": "needs a package index",
     "srun --kill-on-bad-exit=0": "needs SLURM",
     "torchrun --standalone --local-addr=127.0.0.1": "the begin of a command",
-    "python scripts/timeline.py --out docs/overlap_timeline.png": "tests/tools/test_timeline.py",
+    "python scripts/timeline.py --pattern matmul_reduce_scatter column_backward --out docs/overlap_timeline.png": "tests/"
+    "tools/test_timeline.py",
     "python -m pynccl_autograd plan": {"plan": "plan --help"},
     "torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace trace.json.gz": True,
     'python scripts/draw_trace.py trace.json.gz --span "step 3"': True,  # of the one before
@@ -98,8 +99,8 @@ def how(text: str) -> bool | str | dict[str, str] | None:
 
 
 def found() -> dict[str, list[tuple[Path, Command]]]:
-    """The commands of all pages, and where they stand. Those of docs/commands.md are run by test_commands.py, which also
-    holds them against each --help."""
+    """The commands of all pages, and where they stand. Those of docs/commands.md are run by test_commands.py, which
+    also holds them against each --help."""
     every: dict[str, list[tuple[Path, Command]]] = {}
     for page in PAGES:
         for command in pages.commands(page) if page.name != "commands.md" else ():
