@@ -315,8 +315,8 @@ def run_ranks(ranks: int, sizes: Sequence[int], rounds: int) -> list[Row]:
                 found = "a rank has died"
     finally:
         for worker in workers:
-            if not isinstance(found, list):
-                worker.kill()
+            worker.join(timeout=None if isinstance(found, list) else 0.5)
+            worker.kill()
             worker.join()
     if isinstance(found, str):
         raise command.FailedError(found)

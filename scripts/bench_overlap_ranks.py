@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pynccl import Communicator
 from pynccl.host.link import VARIABLE as LINK
-from pynccl.tools import command
+from pynccl.tools import command, progress
 
 Call = Callable[[], Any]
 LATENCY = 50e-6  # seconds a step, of the modelled link
@@ -84,7 +84,8 @@ def _run(
         else:
             os.environ["PYNCCL_LIBRARY"] = "host"
         dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-        value = fn(rank, *arguments)
+        with progress.shown():
+            value = fn(rank, *arguments)
         dist.barrier()
         dist.destroy_process_group()
     except KeyboardInterrupt:  # the program has heard of it, too

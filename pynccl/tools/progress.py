@@ -15,23 +15,28 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sized
 from contextvars import ContextVar
 from types import TracebackType
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
+_open: list[Bar] = []
 _wanted: ContextVar[bool] = ContextVar("progress bars are wanted", default=False)
 
 
 @contextlib.contextmanager
 def shown(really: bool = True) -> Iterator[None]:
-    """Within it, `over` and `Bar` show bars, where there is a terminal. False: none, as it is from the start."""
-    before = _wanted.set(really)
+    """Within it, `over` and `Bar` show bars, where there is a terminal; what is left of them goes at its end. False:
+    none, as it is from the start."""
+    before, open_before = _wanted.set(really), list(_open)
     try:
         yield
     finally:
         _wanted.reset(before)
+        for bar in [one for one in _open if one not in open_before]:  # of loops that an exception has left
+            bar.close()
 
 
 def on_a_terminal() -> bool:
@@ -57,6 +62,8 @@ class Bar:
         self._tqdm: Any = None
         if own and _wanted.get() and on_a_terminal():
             self._tqdm = _tqdm(total, label, unit)
+        if self._tqdm is not None:
+            _open.append(self)
 
     def step(self, count: int = 1, note: str = "") -> None:
         """So many steps are done; `note` stands behind the bar."""
@@ -84,6 +91,7 @@ class Bar:
         if self._tqdm is not None:
             self._tqdm.close()
             self._tqdm = None
+            _open.remove(self)
 
     def __enter__(self) -> Bar:
         return self
@@ -109,4 +117,5 @@ def _tqdm(total: int | None, label: str, unit: str) -> Any:
     class Quiet(tqdm):
         monitor_interval = 0  # no thread: ranks are forked beside it
 
+    Quiet.set_lock(threading.RLock())  # tqdm's own is a semaphore of the machine, which a killed process leaves behind
     return Quiet(total=total, desc=label or None, unit=unit, file=sys.stderr, dynamic_ncols=True, leave=False)

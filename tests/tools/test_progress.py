@@ -131,7 +131,23 @@ def test_no_bar_where_standard_error_is_closed() -> None:
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
+ENDLESS_LOOP = """
+import time
+from pynccl.tools import command, progress
+def main():
+    for i in progress.over(range(100), "counting", "step"):
+        time.sleep(0.2 if i < 2 else 60)
+command.run(main, "counting.py")
+"""
+
+
 def test_ctrl_c_leaves_nothing_half_drawn() -> None:
     code, text = on_a_terminal(ENDLESS, interrupt_after="loss 1.5")
     assert code == 130
     assert screen(text) == ["above the bar", "counting.py: interrupted", ""]
+
+
+def test_ctrl_c_in_a_loop_leaves_nothing_half_drawn() -> None:
+    code, text = on_a_terminal(ENDLESS_LOOP, interrupt_after=" 0/100")
+    assert code == 130
+    assert screen(text) == ["counting.py: interrupted", ""]

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 def run_on(comm: Communicator, options: argparse.Namespace, listening: Listening) -> int:
     """The same on a communicator that is there: all its ranks call it with equal options, checked by `problem`."""
     if problems := _files(comm, options):
-        return _refused(problems)
+        return command.USAGE if comm.rank else _refused(problems)
     if not comm.library.is_host:
         import torch
 
