@@ -27,6 +27,7 @@ ids = [page.stem for page in PAGES]
 NEEDS_A_GPU = "# needs a GPU"
 
 MACHINES = "tests/tools/test_examples_multi_node.py"
+PATTERNS = "matmul_reduce_scatter column_backward"
 EXPLAIN = "python -m pynccl explain"
 EXAMPLES = "tests/tools/test_examples_folder.py"  # runs what docs/examples.md shows, and compares what it prints
 # How each command of the pages is run here. True: as it stands. A dictionary: with these pieces replaced, to be short.
@@ -65,8 +66,7 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "pip install .[cu12]": "needs a package index",
     "srun --kill-on-bad-exit=0": "needs SLURM",
     "torchrun --standalone --local-addr=127.0.0.1": "the begin of a command",
-    "python scripts/timeline.py --pattern matmul_reduce_scatter column_backward --out docs/overlap_timeline.png": "tests/"
-    "tools/test_timeline.py",
+    f"python scripts/timeline.py --pattern {PATTERNS} --out docs/overlap_timeline.png": "tests/tools/test_timeline.py",
     "python -m pynccl_autograd plan": {"plan": "plan --help"},
     "torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace trace.json.gz": True,
     'python scripts/draw_trace.py trace.json.gz --span "step 3"': True,  # of the one before
