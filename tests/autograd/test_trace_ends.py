@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import io
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from traces import read, slices, steps
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm import groups, observing
+from pynccl.tools import command
 from pynccl_autograd import streams, torch_internals
 from pynccl_autograd.overlap import lanes
 from pynccl_autograd.tracing import marks, meeting, tracing
@@ -32,7 +34,7 @@ from pynccl_autograd.tracing import marks, meeting, tracing
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from train_trace import trace_problem  # noqa: E402
+from train_trace import add_options  # noqa: E402
 
 
 def left_alone(comm: Communicator, path: str) -> tuple[list[Any], ...]:
@@ -279,15 +281,18 @@ def test_times_of_another_machine_are_moved_to_the_clock_of_rank_0(ranks: RankPo
 
 
 def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    options = {"trace": str(tmp_path / "trace.json"), "trace_steps": 3}
-    for wrong, words in (
-        ({"trace": str(tmp_path)}, "expected the path of a file"),
-        ({"trace": f"{tmp_path}/no/trace.json"}, "there is no folder"),
-        ({"trace_steps": 0}, "--trace-steps is 0"),
+    parser = command.Parser(prog="train.py")
+    add_options(parser)
+    for words, said in (
+        (["--trace", str(tmp_path)], "Is a directory; pass a file that can be written"),
+        (["--trace", "/proc/none/trace.json"], "pass a file that can be written"),
+        (["--trace", "trace.json", "--trace-steps", "0"], "'0': expected a whole number, 1 or more"),
     ):
-        assert words in trace_problem(argparse.Namespace(**options | wrong))
-    assert trace_problem(argparse.Namespace(**options)) == ""
-    command = [sys.executable, str(SCRIPTS / "train.py"), "--trace", str(tmp_path), "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        with pytest.raises(SystemExit) as left, contextlib.redirect_stderr(io.StringIO()) as told:
+            parser.parse_args(words)
+        assert left.value.code == 2
+        assert len(told.getvalue().splitlines()) == 1 and said in told.getvalue()
+    launched = [sys.executable, str(SCRIPTS / "train.py"), "--trace", str(tmp_path), "--out", str(tmp_path)]
+    done = subprocess.run(launched, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "train.py: rank 0: error: --trace" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "train.py: error: argument --trace" in done.stderr
