@@ -315,7 +315,7 @@ def run_ranks(ranks: int, sizes: Sequence[int], rounds: int) -> list[Row]:
                 found = "a rank has died"
     finally:
         for worker in workers:
-            worker.join(timeout=None if isinstance(found, list) else 0.5)
+            worker.join(timeout=None if isinstance(found, list) else 2.0)
             worker.kill()
             worker.join()
     if isinstance(found, str):

@@ -60,6 +60,8 @@ ELSEWHERE = {
     "bench_overhead.py": "test_bench_overhead.py",
     "bench_overlap.py": "test_bench_overlap.py",
     "bench_scale.py": "test_bench_scale.py",
+    "hugging_face.py": "test_recipes.py",
+    "train.py": "test_train.py",
     "train_llama.py": "test_train_llama.py",
 }
 # A rank has failed in the job that `hang` looks at; which side is faster in a few rounds, nobody knows.
@@ -138,6 +140,8 @@ def run_all(
         environment = {**environment_of(where), **example.environment}
         if "hang" in example.words:
             environment["PYNCCL_WATCH_DIR"] = str(job / "watch")
+        if "--report" in example.words:  # of what the example before it has written
+            in_a_shell("scripts/gpu_check.sh probe --budget 300", where, environment | {"OUT": f"{folder}/out"})
         if example.words[0].endswith(".sh"):
             return in_a_shell(
                 example.line.replace(" out/", f" {folder}/out/").replace("OUT=results", f"OUT={folder}/results"),
@@ -264,7 +268,7 @@ def test_the_examples_run_as_they_stand(
 
 def test_commands_whose_examples_are_only_parsed_are_run_by_other_tests() -> None:
     for script, test in ELSEWHERE.items():
-        assert f'"{script}"' in (Path(__file__).parent / test).read_text()
+        assert re.search(rf'"{script}"|"{Path(script).stem}"', (Path(__file__).parent / test).read_text())
 
 
 # ------------------------------------------------------------------------------------------- options and files
