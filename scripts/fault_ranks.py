@@ -21,6 +21,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+PR_SET_PDEATHSIG = 1
 CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS = 0x40000000, 0x04000000, 0x00020000
 MS_REC, MS_SLAVE = 0x4000, 0x80000
 POLL_SECONDS = 0.01
@@ -87,6 +88,7 @@ def say(words: dict[str, Any]) -> None:
 def become_rank(job: dict[str, Any]) -> CodeType:
     """Make this process the rank that was asked for; its program, compiled."""
     os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also where it is stopped, and the campaign was killed
     if job.get("network"):
         enter_node(job["network"], job["node"])
     folder, rank = Path(job["folder"]), job["rank"]
