@@ -312,7 +312,8 @@ class Comm:
 
     def interrupt(self) -> None:
         """Ctrl-C ended an operation: nothing more can be done here, as the others are told."""
-        failure = HostFailure(Result.SYSTEM_ERROR, f"{self._what()} was interrupted")
+        after = "it cannot be used any more: abort() it and make another"
+        failure = HostFailure(Result.SYSTEM_ERROR, f"{self._what()} was interrupted (Ctrl-C), and {after}")
         self.fail(failure, self.because("it was interrupted (Ctrl-C)"))
 
     def because(self, why: str) -> Reason:
