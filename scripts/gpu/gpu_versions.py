@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 
@@ -43,7 +44,7 @@ def versions() -> dict[str, object]:
         "libnccl": library.path,
         "origin": library.origin,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "imported from": [pynccl.__file__, ad.__file__],
+        "imported from": [os.path.realpath(module.__file__) for module in (pynccl, ad)],
         "packages": packages(),
     }
 
