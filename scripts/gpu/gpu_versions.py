@@ -44,7 +44,7 @@ def versions() -> dict[str, object]:
         "libnccl": library.path,
         "origin": library.origin,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "imported from": [os.path.realpath(module.__file__) for module in (pynccl, ad)],
+        "imported from": [os.path.realpath(str(module.__file__)) for module in (pynccl, ad)],
         "packages": packages(),
     }
 
