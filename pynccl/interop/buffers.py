@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType
+from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType, RedOp
 from ..bindings.values import SIZE_MAX, attribute, integer, shown
 from . import dlpack
 from .tensors import check_not_in_graph, negated, stands_for_another, why_no_memory
@@ -292,11 +292,22 @@ def adapter(x: Any, operation: str = "", role: str = "") -> Adapter:
         try:
             found = adapters[type(x)] = _choose(x)
         except TypeError as error:
-            hint, meant = "", f"root={x}" if type(x) is int else f"op={str(getattr(x, 'name', x)).lower()!r}"
-            if role == "recv" and isinstance(x, (str, int)) and operation in _TAKES[meant.partition("=")[0]]:
-                hint = f"; what is not recv goes by its name: {operation}(send, {meant})"
+            hint = _meant(operation, x) if role == "recv" else ""
             raise TypeError(f"{operation}: {role}: {error}{hint}" if operation else str(error)) from None
     return found
+
+
+def _meant(operation: str, x: Any) -> str:
+    """For op or root in the place of recv: how it is passed. Nothing is asked of other objects, which may be hostile."""
+    if type(x) is int:
+        name, value = "root", str(x)
+    elif type(x) is str or isinstance(x, RedOp):
+        name, value = "op", repr(x if type(x) is str else x.name.lower())
+    else:
+        return ""
+    if operation not in _TAKES[name]:
+        return ""
+    return f"; what is not recv goes by its name: {operation}(send, {name}={value})"
 
 
 def _choose(x: Any) -> Adapter:
