@@ -298,11 +298,11 @@ def adapter(x: Any, operation: str = "", role: str = "") -> Adapter:
 
 
 def _meant(operation: str, x: Any) -> str:
-    """For op or root in the place of recv: how it is passed. Nothing is asked of other objects, which may be hostile."""
+    """For op or root in the place of recv: how it is passed. Nothing is asked of other objects: they may be hostile."""
     if type(x) is int:
         name, value = "root", str(x)
     elif type(x) is str or isinstance(x, RedOp):
-        name, value = "op", repr(x if type(x) is str else x.name.lower())
+        name, value = "op", repr(x.name.lower() if isinstance(x, RedOp) else x)
     else:
         return ""
     if operation not in _TAKES[name]:
