@@ -94,7 +94,10 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         with open(path, "w") as file:
             yield file
         return
-    handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:  # which names a file that nobody has asked for
+        raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "wb") as binary:
             if path.suffix == ".gz":
