@@ -120,15 +120,39 @@ def output_file(text: str) -> Path:
     path = Path(text)
     try:
         if rank() == 0:
-            existed = path.exists()
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "ab"):
-                pass
-            if not existed:
-                path.unlink()
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {reason(error)}; pass a file that can be written") from error
+    if rank() == 0 and (problem := unwritable(text)):
+        raise argparse.ArgumentTypeError(problem)
     return path
+
+
+def unwritable(file: str) -> str:
+    """Why the file cannot be written, and what to do; "" if it can. It is left as it is, or not there."""
+    path = Path(file)
+    try:
+        existed = path.exists()
+        with open(path, "ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        return f"{file}: {reason(error)}; pass a file that can be written"
+    return ""
+
+
+def undrawable(option: str, file: str) -> str:
+    """Why matplotlib cannot write such a picture, and what to do; "" if it can."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return f"{option} needs matplotlib: pip install matplotlib, or leave it away"
+    known = FigureCanvasBase.get_supported_filetypes()
+    ending = Path(file).suffix.lstrip(".").lower()
+    if ending and ending not in known:
+        return f"{option} {file}: matplotlib writes no .{ending}; pass a name that ends in one of {', '.join(known)}"
+    return ""
 
 
 def output_folder(text: str) -> Path:

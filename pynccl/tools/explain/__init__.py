@@ -9,7 +9,7 @@ from .. import command
 from .execute import ranks_of_this_process
 from .execute import run as run_operation
 from .operations import NONE, OPERATIONS
-from .options import EXAMPLES, FAILED, UsageError, check_drawable, check_writable, columns, configure, known, setup_of
+from .options import EXAMPLES, FAILED, UsageError, check_files, columns, configure, known, setup_of
 from .terminal import drawing, style_of
 from .words import BRIEF
 
@@ -23,11 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
             return _list(arguments)
         name = known(arguments.name)
         op, grad, setup = setup_of(arguments, name)
-        if arguments.png:
-            check_drawable(arguments.png)
-            check_writable("--png", arguments.png)
-        if arguments.html:
-            check_writable("--html", arguments.html)
+        check_files(arguments)
     except UsageError as error:
         command.say(f"python -m pynccl explain: error: {error}")
         return command.USAGE

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 
+from .. import command
 from .moves import Setup
 from .operations import COUNTS, OPERATIONS, Operation
 
@@ -112,27 +112,13 @@ def _choice(option: str, text: str | None, known: tuple[str, ...], none: str) ->
     return text
 
 
-def check_writable(option: str, file: str) -> None:
-    """UsageError unless the file can be written. A new one is there, empty, afterwards."""
-    try:
-        with open(file, "a"):
-            pass
-    except OSError as error:
-        raise UsageError(f"{option} {file}: {error.strerror or error}; pass a file that can be written") from None
-
-
-def check_drawable(file: str) -> None:
-    """UsageError unless matplotlib is there and writes such a file."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise UsageError("--png needs matplotlib: pip install matplotlib, or leave it away") from None
-    known = FigureCanvasBase.get_supported_filetypes()
-    ending = os.path.splitext(file)[1].lstrip(".").lower()
-    if ending and ending not in known:
-        raise UsageError(
-            f"--png {file}: matplotlib writes no .{ending}; pass a name that ends in one of {', '.join(known)}"
-        )
+def check_files(options: argparse.Namespace) -> None:
+    """UsageError unless what is asked for can be drawn and written."""
+    if options.png and (problem := command.undrawable("--png", options.png)):
+        raise UsageError(problem)
+    for option, file in (("--png", options.png), ("--html", options.html)):
+        if file and (problem := command.unwritable(file)):
+            raise UsageError(f"{option} {problem}")
 
 
 def columns() -> int:

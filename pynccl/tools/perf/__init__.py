@@ -142,29 +142,13 @@ def _files(comm: Communicator, options: argparse.Namespace) -> str:
     """What is wrong with the files that rank 0 is to write, said before anything is measured; equal on all ranks."""
     wrong = ""
     for option, file in (("--json", options.json), ("--plot", options.plot)):
-        if file is not None and comm.rank == 0 and not wrong:
-            try:
-                with open(file, "a"):
-                    pass
-            except OSError as error:
-                wrong = f"{option} {file}: {error.strerror or error}; pass a file that can be written"
+        if file is not None and comm.rank == 0 and not wrong and (problem := command.unwritable(file)):
+            wrong = f"{option} {problem}"
     if options.plot is not None and comm.rank == 0 and not wrong:
-        wrong = _undrawable(options.plot)
+        wrong = command.undrawable("--plot", options.plot)
     if not across(comm, [float(bool(wrong))], "max")[0]:
         return ""
     return wrong or "rank 0 cannot write what it was asked for"
-
-
-def _undrawable(file: str) -> str:
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        return "--plot needs matplotlib: pip install matplotlib, or leave it away"
-    known = FigureCanvasBase.get_supported_filetypes()
-    ending = os.path.splitext(file)[1].lstrip(".").lower()
-    if ending and ending not in known:
-        return f"--plot {file}: matplotlib writes no .{ending}; pass a name that ends in one of {', '.join(known)}"
-    return ""
 
 
 def _refused(text: str) -> int:
