@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any, NamedTuple, NoReturn
@@ -31,7 +32,6 @@ from ..watch.track import Identity, Track, new_track, uid_of
 from .deadline import wait_nonblocking
 from .observing import Seldom, observers, telling
 from .scratch import Scratch
-from .turn import Turn
 
 DEFAULT_TIMEOUT = 60.0  # seconds that an init or an end waits for the other ranks
 
@@ -101,7 +101,9 @@ class Comm(Shared):
         if not isinstance(track, Track):
             track = new_track(track, self.rank, self.size, library.path == "host")
         self._track = track
-        self.lock = Turn() if track is None else track.turn
+        # Of every call. A Ctrl-C between two instructions of `with` may leave it with this thread, which goes on, while
+        # other threads wait. abort() needs no lock.
+        self.lock = threading.RLock() if track is None else track.lock
         if self._track is not None:
             self._track.made(self, self.device, self._site)
             if library.is_host:

@@ -55,7 +55,6 @@ class Enqueue(Comm):
         super().__init__(handle, library, timeout, config, track)
         self._detours = [None] if self._check else records
         self._functions = Functions(library)
-        self._acquire, self._release = self.lock.acquire, self.lock.release
         self._fast = {operation: FastPath(self, operation) for operation in GROWTH}
 
     def _enqueue(
@@ -81,8 +80,7 @@ class Enqueue(Comm):
             self._enqueue_with_care(operation, function, args, stream, send, recv, config, op, compared)
             return
         call = self._functions[function]
-        self._acquire()
-        try:
+        with self.lock:
             if self._handle is None:  # ended by another thread since the arguments were checked
                 self.check_alive()
             if (track := self._track) is None:
@@ -92,8 +90,6 @@ class Enqueue(Comm):
                 code = call(*args, self._c_handle, to_pointer(stream))
                 if track.careful:
                     track.leave(slot)
-        finally:
-            self._release()
         if code:
             self._check_result(code, call_text(operation, args))
         if recv is not None:

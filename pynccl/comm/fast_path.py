@@ -19,11 +19,8 @@ from ..bindings.library import to_pointer, without_argtypes
 from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import hold, stream_handle
 from ..watch.frames import call_site
-from ..watch.notes import notes
-from ..watch.track import quick_of
 from .base import Comm
 from .call import call_text
-from .turn import quick
 
 # The operations, and how many times as large as send recv is: 1, 0 and -1 stand for N, 1 and 1/N.
 GROWTH = {
@@ -66,17 +63,17 @@ class FastPath:
         self._paired: dict[int, Any] = {}
         self.launch = self._launcher(comm)
 
-    def _launcher(self, comm: Comm) -> Launch:  # noqa: PLR0915
+    def _launcher(self, comm: Comm) -> Launch:
         # A closure: attributes would be a tenth of its time.
         single, paired, new_recv = self._single.get, self._paired.get, self._new_recv
         track = comm._track
-        take, give, waiting, wake, ring, following, open_segment = quick_of(comm.lock, track)
-        itself = track is not None and not track.careful  # it writes into the flight recorder
-        row_on, noted = (track.rows.on_stream, track.note_own) if track is not None and itself else (_same, None)
-        detours, alive, library, fail = comm._detours, comm._alive, comm.library, self._fail
+        if track is not None and not track.careful:
+            record, row_on = track.add, track.rows.on_stream
+        else:  # the function that is called writes into the flight recorder, or nobody does
+            record, row_on = _nothing, _same
+        lock, detours, alive, library, fail = comm.lock, comm._detours, comm._alive, comm.library, self._fail
 
-        @quick
-        def launch(send: Any, recv: Any, op: Any, root: Any, given: Any) -> Any:  # noqa: PLR0915
+        def launch(send: Any, recv: Any, op: Any, root: Any, given: Any) -> Any:
             try:
                 if detours or (recv is None and (recv := new_recv(send)) is None):
                     return None
@@ -117,25 +114,11 @@ class FastPath:
                 if at != stream:
                     args = (*args[:-1], to_pointer(at))
                     row = row_on(row, at)
-                try:
-                    slot: Any = take()
-                except IndexError:  # another thread's turn
-                    return None
-                try:
+                with lock:
                     if not alive:  # ended by another thread: the general way says so
                         return None
-                    try:
-                        ring[slot] = row
-                    except IndexError:
-                        ring[slot := open_segment()] = row
-                    if notes and noted is not None:
-                        noted(slot)
+                    record(row)
                     code = call(*args)
-                finally:
-                    give(following[slot])
-                    slot = None
-                if waiting:
-                    wake()
                 if code:
                     fail(code, more[1])
                 if counts is not None:
@@ -240,8 +223,12 @@ class FastPath:
         comm._check_result(code, call_text(self._operation, inputs))
 
 
-def _same(row: int, _: int) -> int:
+def _same(row: int, stream: int) -> int:
     return row
+
+
+def _nothing(row: int) -> None:
+    pass
 
 
 def _with_one(address: int, target: int, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -319,7 +319,7 @@ def _after_fork_in_child() -> None:
     """NCCL's threads, sockets and CUDA context did not come along."""
     ended = [released for _, released in _leaked]
     for comm in list(_open):
-        comm.lock.at_fork()
+        comm.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that did not come along may have it
         released = comm._release_handle("inherited through a fork, where NCCL cannot work")
         if released is not None:
             ended.append(released)

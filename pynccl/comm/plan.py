@@ -25,7 +25,7 @@ from ..interop.buffers import TORCH, tensor_types
 from ..interop.streams import Handle, hold, stream_handle
 from ..watch.frames import call_site
 from ..watch.rows import weight_of
-from ..watch.track import Track, quick_of
+from ..watch.track import Track
 from .base import Comm, check_group_result
 from .call import Call, call_text
 from .collectives import Collectives
@@ -33,7 +33,6 @@ from .collectives_v import CollectivesV
 from .groups import launch, leave, recorder, recording
 from .redop import free_unused
 from .rma import Rma
-from .turn import quick
 
 Prepared = tuple[Callable[..., int], tuple[Any, ...]]  # C function without argtypes, its arguments as finished C values
 
@@ -60,35 +59,22 @@ def _plan_one(call: Call) -> Plan:
     comm, prepared = call.comm, _prepare(call)
     function, args = prepared
     track, row = comm._track, _row_of((call,), comm._track)
-    take, give, waiting, wake, ring, following, open_segment = quick_of(comm.lock, track, row)
+    record = track.add if track is not None else None
     if track is not None and (track.careful or not row):
-        function = track.around(function, call.operation, call.inputs, call.stream, row)
-    alive, detours = comm._alive, comm._detours
+        function, record = track.around(function, call.operation, call.inputs, call.stream, row), None
+    lock, alive, detours = comm.lock, comm._alive, comm._detours
     count_change, written, held = TORCH.count_change, _written((call,)), _held((call,))
 
-    @quick
     def plan(stream: Any = None) -> None:
         if stream is not None or detours:
             _launch_with_care([call], stream)
             return
-        try:
-            slot: Any = take()
-        except IndexError:  # another thread's turn
-            launch([call])
-            return
-        try:
+        with lock:
             if not alive:
                 comm.check_alive()
-            try:
-                ring[slot] = row
-            except IndexError:
-                ring[slot := open_segment()] = row
+            if record is not None:
+                record(row)
             code = function(*args)
-        finally:
-            give(following[slot])
-            slot = None
-        if waiting:
-            wake()
         if code:
             comm._check_result(code, call_text(call.operation, call.inputs))
         if written:

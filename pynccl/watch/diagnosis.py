@@ -79,10 +79,12 @@ def report(track: Track, why_alone: str = "") -> str:
 
     known = records(track.uid, track.since)
     found = verdict.judge(known, uid=track.uid)
+    if reader.ask(_running(known, found, track)):
+        known = records(track.uid, track.since)
+        found = verdict.judge(known, uid=track.uid)
     text = verdict.about(found, track.uid, track.rank)
-    for one in known:
-        if one.state == RUNNING and any((comm.uid, comm.rank) in found.culprits for comm in _of(one, track.uid)):
-            folder.tell(one.path, text)
+    for one in _running(known, found, track):
+        folder.tell(one.path, text)
     return f"{text}\nthe ranks on other machines could not be asked: {why_alone}" if why_alone else text
 
 
@@ -111,6 +113,8 @@ def _why(track: Track, elsewhere: Exchange | None) -> tuple[str, bool]:
     from . import verdict  # which takes long to import, and is seldom needed
 
     known = records(track.uid, track.since)
+    if reader.ask(_running(known, verdict.judge(known, uid=track.uid), track)):
+        known = records(track.uid, track.since)
     if elsewhere:
         for one in known:
             if one.state == DEAD:  # it may have been killed, and so cannot tell it
@@ -163,6 +167,15 @@ def _about(known: list[ProcessRecord], uid: str, rank: int) -> str:
     from . import verdict  # which takes long to import, and is seldom needed
 
     return verdict.about(verdict.judge(known, uid=uid), uid, rank)
+
+
+def _running(known: list[ProcessRecord], found: Any, track: Track) -> list[ProcessRecord]:
+    """Of those to blame the ones that run, and so can say where they are."""
+    return [
+        one
+        for one in known
+        if one.state == RUNNING and any((comm.uid, comm.rank) in found.culprits for comm in _of(one, track.uid))
+    ]
 
 
 def _of(process: ProcessRecord, uid: str) -> list[CommRecord]:

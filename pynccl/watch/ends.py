@@ -11,7 +11,8 @@ import os
 import sys
 from types import TracebackType
 
-from . import folder, layout, recorder, stacks
+from . import folder, layout, recorder
+from .frames import is_between
 
 _LINGER_SECONDS = 2.0  # in which ranks on other machines hear of a failure, find out who is to blame, and end
 _prepared: list[object] = []  # what multiprocessing runs when its process ends
@@ -101,7 +102,7 @@ def line_of(error: BaseException) -> str:
     found = ""
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
-        if stacks.is_users(trace.tb_frame):
+        if not is_between(trace.tb_frame.f_code.co_filename):
             found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found

@@ -40,6 +40,8 @@ TEXTS = {"host": (192, 64), "machine": (256, 128), "job": (384, 128), "command":
 # What changes: by the watchdog at each look, and at the end.
 LOOK = struct.Struct("=ddI")  # monotonic clock of the look; of what `where` says; number of regions
 LOOK_AT = 896
+ASKED = struct.Struct("=d")  # by another process: the monotonic clock when it wanted to know where the threads are
+ASKED_AT = 920
 WHERE_AT, WHERE_BYTES = 928, 160
 STACK_AT, STACK_BYTES = 1088, 2048
 END = struct.Struct("=dI")  # monotonic clock of the end, 0: none; kind

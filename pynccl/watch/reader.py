@@ -11,7 +11,7 @@ import re
 import stat
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..bindings.abi import DataType, RedOp
@@ -23,6 +23,8 @@ _MOST_BYTES = 1 << 31
 _MOST_FILES = 20_000
 _MOST_SECONDS = 1e11
 _SLACK_SECONDS = 120.0  # memory that is written to reaches the times of its file late
+_ANSWER_SECONDS = 1.0  # in which a process says where its threads are; its watchdog looks twice a second
+_PAUSE = 0.02
 _TRIES = 5  # copies of a region that is being written to
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _STACK = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -93,6 +95,42 @@ def read_file(path: str) -> Process:
     """What the file says. BadRecord if it is none; OSError if it cannot be opened."""
     with _Bytes(path) as data:
         return data.process()
+
+
+def ask(processes: Iterable[Process]) -> bool:
+    """Have those that run on this machine write down where their threads are, and wait for it; at most a second.
+    Whether any did: then their files are to be read anew."""
+    begun = time.monotonic()
+    asked = [one.path for one in processes if _can_answer(one) and _ask(one.path, begun)]
+    waiting = asked
+    while waiting and time.monotonic() - begun < _ANSWER_SECONDS:
+        time.sleep(_PAUSE)
+        waiting = [path for path in waiting if not _has_answered(path, begun)]
+    return len(waiting) < len(asked)
+
+
+def _can_answer(one: Process) -> bool:
+    """Not a process that is silent, or has just told."""
+    if one.state != RUNNING or not one.path or one.pid == os.getpid():
+        return False
+    return one.now - one.heartbeat < _ANSWER_SECONDS <= one.now - one.where_at
+
+
+def _ask(path: str, begun: float) -> bool:
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return os.pwrite(file, layout.ASKED.pack(begun), layout.ASKED_AT) == layout.ASKED.size
+        finally:
+            os.close(file)
+    return False
+
+
+def _has_answered(path: str, begun: float) -> bool:
+    with contextlib.suppress(OSError, BadRecord), _Bytes(path) as data:
+        _, where_at, _ = layout.LOOK.unpack_from(data.head, layout.LOOK_AT)
+        return bool(where_at >= begun)
+    return True  # it has gone meanwhile
 
 
 class _Bytes:

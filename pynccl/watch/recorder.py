@@ -136,13 +136,22 @@ class Recorder:
             layout.LOOK.pack_into(self.head, layout.LOOK_AT, seen, where, self._regions)
             return memory
 
-    def look(self, where: str) -> None:
-        """The watchdog has looked: at this time the main thread was there."""
+    def look(self) -> None:
+        """The watchdog has looked."""
+        _, where_at, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
+        layout.LOOK.pack_into(self.head, layout.LOOK_AT, now(), where_at, self._regions)
+
+    def write_where(self, where: str, stack: str) -> None:
+        """The main thread is there now, and this is the stack of the thread that matters."""
         layout.put(self.head, layout.WHERE_AT, layout.WHERE_BYTES, where)
+        layout.put(self.head, layout.STACK_AT, layout.STACK_BYTES, stack)
         layout.LOOK.pack_into(self.head, layout.LOOK_AT, now(), now(), self._regions)
 
-    def write_stack(self, text: str) -> None:
-        layout.put(self.head, layout.STACK_AT, layout.STACK_BYTES, text)
+    def is_asked(self) -> bool:
+        """Whether another process has asked where the threads are since that was last written: see folder.ask."""
+        (asked,) = layout.ASKED.unpack_from(self.head, layout.ASKED_AT)
+        _, where_at, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
+        return bool(asked > where_at)
 
     def end(self, kind: int, text: str, site: str) -> None:
         """The process is about to end."""

@@ -1,91 +1,132 @@
-"""Where the threads of this process are, in lines of code."""
+"""Where the threads of this process are, in lines of code, as faulthandler tells them.
+
+To be asked when a call is overdue or another rank wants to know, never in a healthy program. faulthandler walks all
+threads in C without giving up the interpreter's lock. A walk in Python (sys._current_frames, f_back) gives it up
+between two steps: the frames go on meanwhile, and the walk ends in a segmentation fault.
+"""
 
 from __future__ import annotations
 
-import itertools
+import faulthandler
 import os
-import sys
+import re
 import threading
-from types import FrameType
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from .frames import is_between, outwards, user_frame
+from .frames import is_between
 
-_MOST_FRAMES = 60
-# Where communicators are told by the variables of a frame. Of no other: to look at them keeps what they hold alive for
-# as long as the frame runs, before Python 3.13.
 _COMM = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "comm") + os.sep
-_MAKES = os.path.join("pynccl", "comm", "init.py")
+_MOST_BYTES = 1 << 22  # faulthandler tells of at most 100 threads, of 100 frames each
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 
 
-def main_frame() -> FrameType | None:
-    """The innermost frame of the main thread."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+class Line(NamedTuple):
+    """A frame: "file:line function"."""
+
+    file: str
+    number: str
+    function: str
+
+    @property
+    def site(self) -> str:
+        return f"{self.file}:{self.number}"
+
+    def __str__(self) -> str:
+        return f"{self.site} {self.function}"
 
 
-def frame_inside(comm: Any) -> FrameType | None:
-    """The innermost frame of the thread that is in a call of this communicator; else the main thread's.
+class Stacks:
+    """The stacks of all threads, innermost frame first, when it was made; empty where they cannot be had."""
 
-    None stands for one that is being made.
-    Of two, the one that the user's lines lead to: a call with a deadline runs beside its caller."""
-    own, found = threading.get_ident(), None
-    for thread, innermost in sys._current_frames().items():
-        if thread != own and _is_inside(innermost, comm):
-            if user_frame(innermost) is not None:
-                return innermost
-            found = innermost
-    return found or main_frame()
+    def __init__(self, file: int) -> None:
+        """file  a descriptor that is written to and read back, such as that of a memfd; -1: there is none"""
+        self.threads: dict[int, list[Line]] = parsed(_dumped(file)) if file >= 0 else {}
 
+    def main(self) -> list[Line]:
+        """Of the main thread."""
+        return self.threads.get(threading.main_thread().ident or 0, [])
 
-def _is_inside(innermost: FrameType, comm: Any) -> bool:
-    for frame in itertools.islice(outwards(innermost), _MOST_FRAMES):
-        file = frame.f_code.co_filename
-        if comm is None:
-            if file.endswith(_MAKES):
-                return True
-        elif file.startswith(_COMM) and any(frame.f_locals.get(name) is comm for name in ("self", "comm", "first")):
-            return True
-    return False
+    def inside(self, thread: int = 0) -> list[Line]:
+        """Of the thread that is in a call of a communicator: `thread`, which made the newest one, else any that is in
+        one, else the main thread. A call with a deadline runs beside its caller, whose lines are the user's."""
+        own = threading.get_ident()
+        callers = [found for one, found in self.threads.items() if one != own and _calls(found)]
+        if thread in self.threads and thread != own:
+            callers.insert(0, self.threads[thread])
+        return next((one for one in callers if users_line(one)), self.main())
 
 
-def is_users(frame: FrameType) -> bool:
-    """Whether the line is the user's, not one of pynccl, torch or what they generate."""
-    return not is_between(frame)
+def open_file() -> int:
+    """A file in memory for `Stacks`; -1 where the system gives none."""
+    try:
+        return os.memfd_create("pynccl stacks", os.MFD_CLOEXEC)
+    except (OSError, AttributeError):
+        return -1
 
 
-def where(frame: FrameType | None) -> str:
-    """ "file:line function" of the user's innermost line from this frame outwards; "" where there is none."""
-    frame = user_frame(frame)
-    return "" if frame is None else line(frame)
+def _dumped(file: int) -> str:
+    try:
+        os.lseek(file, 0, os.SEEK_SET)
+        os.ftruncate(file, 0)
+        faulthandler.dump_traceback(file, all_threads=True)
+        return os.pread(file, _MOST_BYTES, 0).decode(errors="replace")
+    except OSError:
+        return ""
 
 
-def site(frame: FrameType | None) -> str:
+def parsed(text: str) -> dict[int, list[Line]]:
+    """What faulthandler has written: the frames of each thread, innermost first."""
+    threads: dict[int, list[Line]] = {}
+    frames: list[Line] = []
+    for line in text.splitlines():
+        if found := _THREAD.match(line):
+            frames = threads[int(found[1], 16)] = []
+        elif found := _FRAME.fullmatch(line):
+            frames.append(Line(_unescaped(found[1]), found[2], _unescaped(found[3])))
+    return threads
+
+
+def _unescaped(text: str) -> str:
+    """Letters that are not ASCII come as \\xe4, \\u1234, \\U00012345."""
+    return _ESCAPED.sub(lambda found: chr(min(int(found[0][2:], 16), 0x10FFFF)), text)
+
+
+def _calls(frames: Sequence[Line]) -> bool:
+    return any(one.file.startswith(_COMM) for one in frames)
+
+
+def users_line(frames: Sequence[Line]) -> Line | None:
+    """The user's innermost line; None where there is none."""
+    return next((one for one in frames if not is_between(one.file)), None)
+
+
+def where(frames: Sequence[Line]) -> str:
+    """ "file:line function" of the user's innermost line; "" where there is none."""
+    return str(users_line(frames) or "")
+
+
+def site(frames: Sequence[Line]) -> str:
     """ "file:line" of the same."""
-    frame = user_frame(frame)
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    line = users_line(frames)
+    return "" if line is None else line.site
 
 
-def line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+def users_stack(frames: Sequence[Line]) -> list[str]:
+    """One line per frame, outermost first, without what lies below the call of this package that the user has made."""
+    inner = next((number for number, one in enumerate(frames) if not is_between(one.file)), len(frames))
+    return [str(one) for one in reversed(frames[max(inner - 1, 0) :])]
 
 
-def users_stack(frame: FrameType | None) -> list[str]:
-    """The same without what lies below the call of this package that the user's code has made."""
-    lines, frames = [], list(outwards(frame))
-    while len(frames) > 1 and not is_users(frames[1]):
-        frames.pop(0)
-    for one in reversed(frames[:_MOST_FRAMES]):
-        lines.append(line(one))
-    return lines
-
-
-def stack(frame: FrameType | None, most: int = 2000) -> str:
+def stack(frames: Sequence[Line], most: int = 2000) -> str:
     """One line per frame, outermost first, of at most so many characters: the innermost ones."""
     lines: list[str] = []
-    for one in outwards(frame):
-        most -= len(line(one)) + 1
+    for one in frames:
+        most -= len(str(one)) + 1
         if most < 0:
             lines.append("...")
             break
-        lines.append(line(one))
+        lines.append(str(one))
     return "\n".join(reversed(lines))

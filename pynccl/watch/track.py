@@ -6,7 +6,6 @@ Written by whoever holds the lock of the communicator. See layout.py for what it
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import mmap
 import os
@@ -17,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from ..comm.turn import Turn
 from . import layout
 from .frames import call_site
 from .notes import notes
@@ -25,15 +23,7 @@ from .recorder import Recorder, now, recorder
 from .rows import COUNT_AT, Rows, weight_of
 from .settings import SITES, settings
 
-
-@functools.cache
-def _following(slots: int, segments: int) -> list[int]:
-    """What comes after each slot; after the last one of a segment a number that is no slot: another is to be opened."""
-    length = slots // segments
-    after = [slot + 1 for slot in range(slots)]
-    for segment in range(segments):
-        after[(segment + 1) * length - 1] = slots + segment
-    return after + [slots + segment for segment in range(segments)]
+get_ident = threading.get_ident
 
 
 class Identity(NamedTuple):
@@ -47,9 +37,12 @@ class Identity(NamedTuple):
 class Track:
     """The calls of one communicator: `enter` before the C call, `leave` after it, under the communicator's lock.
 
-    Who cannot afford a call of Python writes `ring[slot] = row`, with one of `rows` and the slot that `turn` hands
-    over, and the watchdog notices when it was made, and has returned: see `Quick`. Where `careful` is true nobody does
-    so: each call gets its line, too, and the time when it returned."""
+    Who is in a hurry has only `add` before it, with one of `rows`, and the watchdog notices when it was made, and has
+    returned. Where `careful` is true nobody does so: each call gets its line, too, and the time when it returned.
+
+    lock    that of the communicator
+    thread  which has made the newest call
+    """
 
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int, careful: bool) -> None:
         memory = recorder.new_region()
@@ -87,8 +80,9 @@ class Track:
         self.library: Any = None  # of the communicator, once it is there; and its device
         self.ordinal = -1
         self.segment, self._numbers = -1, [0, 0]  # calls, and collective ones, before this segment
-        self.following = _following(region.slots, region.segments)
-        self.turn = Turn(region.slots, self._next_slot)
+        self.lock = threading.RLock()
+        self.thread = 0
+        self._next = 0  # slot of the next call; a multiple of the length: a segment is to be opened for it
         for what, text in known._asdict().items():
             self.write(what, text)
         layout.COMM.pack_into(memory, 0, layout.LIVE, rank, size, size + 1, now())
@@ -114,8 +108,8 @@ class Track:
         """A text of the region: name, device, made_at, parent, alias, error."""
         layout.put(self.memory, *layout.COMM_TEXTS[what], text)
 
-    def open_segment(self) -> int:
-        """The first slot of the next segment, which is cleared; for whoever has the turn."""
+    def _open_segment(self) -> int:
+        """The first slot of the next segment, which is cleared; for whoever has the lock."""
         region, memory, length = self.region, self.memory, self.region.segment
         if self.segment >= 0:
             self._numbers[0] += length
@@ -132,38 +126,39 @@ class Track:
         struct.pack_into("=Q", memory, layout.RING_AT, self.segment)
         return place * length
 
-    def _slot_of_mine(self) -> int:
-        """The next slot, for the holder of the turn; -1 for one who has interrupted a call that is only being made."""
-        slot = self.turn.slot
-        if slot >= self.region.slots:
-            slot = self.open_segment()
-        if slot >= 0:
-            self.turn.slot = self.following[slot]
-        return slot
+    def _take_slot(self) -> int:
+        """The next slot, for the holder of the lock; -1: for none, as this is a handler of a signal that has
+        interrupted the opening of a segment.
 
-    def _next_slot(self) -> int:
-        """By what is in the ring: should nobody know it any more."""
-        region = self.region
-        if self.segment < 0:
-            return region.slots
-        place = self.segment % region.segments
-        used = self.head() - self._bases[2 * place]
-        return int(place * region.segment + used) if used < region.segment else region.slots + place
+        Nothing is called between the reading and the writing of `_next`, so that no handler runs there (CPython runs
+        them after calls); on 3.10 one may, and what it calls has its records overwritten."""
+        slot = self._next
+        if slot % self._length == 0:
+            self._next = -1
+            try:
+                self._open_segment()
+            finally:  # a Ctrl-C, too: then the segment is opened once more
+                slot = self._next = max(self.segment, 0) % self.region.segments * self._length
+        elif slot < 0:
+            return -1
+        self._next = slot + 1
+        return slot
 
     # Calls
 
     def begin(self, operation: str, inputs: tuple[Any, ...], stream: int, detail: str = "") -> int:
         """`enter`, for what moves data and is called again and again, maybe in a new size each time; by the holder of
-        the turn."""
+        the lock."""
         at = COUNT_AT.get(operation)  # what a call is known by: all but its addresses
         row = None if at is None or detail else self._known.get((operation, inputs[at:], stream))
         if row is None:
             row = 0 if detail else self.rows.recent(operation, inputs, stream)
             return self.enter(operation, inputs, stream, row=row, detail=detail)
-        slot = self._slot_of_mine()
+        slot = self._take_slot()
         if slot < 0:
             return slot
         self.ring[slot] = row
+        self.thread = get_ident()
         self.issued[slot] = now()
         if self.careful:
             self._site[slot] = self.recorder.string(call_site())
@@ -172,10 +167,13 @@ class Track:
         return slot
 
     def add(self, row: int) -> None:
-        """`enter`, for what is described already, without the time; by the holder of the turn."""
-        slot = self._slot_of_mine()
+        """`enter`, for what is described already, without the time; by the holder of the lock."""
+        slot = self._take_slot()
         if slot >= 0:
             self.ring[slot] = row
+            self.thread = get_ident()
+            if notes:
+                self.note_own(slot)
 
     def unnumbered(self, slot: int) -> None:
         """The call that was entered there counts as none after all."""
@@ -195,13 +193,11 @@ class Track:
         site: str = "",
     ) -> int:
         """A call is about to be made. Returns the slot, for `leave`; -1: it is not in the record."""
-        if self.turn.is_mine():
-            slot = self._slot_of_mine()
-        else:  # of an init, or an end
-            with self.turn:
-                slot = self._slot_of_mine()
+        with self.lock:  # which the caller has, unless it is of an init, or an end
+            slot = self._take_slot()
         if slot < 0:
             return slot
+        self.thread = get_ident()
         self.issued[slot] = now()
         if not row:
             if weight is None:
@@ -218,7 +214,7 @@ class Track:
 
     def note_own(self, slot: int) -> None:
         """The autograd function that this thread is in, if any, makes this call."""
-        if (note := notes.get(threading.get_ident())) is not None:
+        if (note := notes.get(get_ident())) is not None:
             self.note(slot, note)
 
     def note(self, slot: int, note: tuple[str, str]) -> None:
@@ -344,36 +340,6 @@ class Track:
         _, *rest = layout.COMM.unpack_from(self.memory, 0)
         layout.COMM.pack_into(self.memory, 0, layout.ENDED, *rest)
         self.recorder.free(self)
-
-
-class Quick(NamedTuple):
-    """What makes a call in a hurry, as comm/turn.py has it: `ring[slot] = row` is its record, or does nothing. Where
-    that raises IndexError the slot is `open_segment()` instead."""
-
-    take: Callable[[], int]
-    give: Callable[[int], None]
-    waiting: list[Any]
-    wake: Callable[[], None]
-    ring: Any
-    following: list[int]
-    open_segment: Callable[[], int]
-
-
-def quick_of(turn: Turn, track: Track | None, row: int = 1) -> Quick:
-    """For calls of the communicator with this turn; row 0: `Track.around` records them, which takes the turn again."""
-    if track is None:
-        return Quick(turn.take, turn.give, turn.waiting, turn.wake, [0], [0], int)
-    if not track.careful and row:
-        return Quick(turn.take, turn.give, turn.waiting, turn.wake, track.ring, track.following, track.open_segment)
-
-    def take() -> int:
-        turn.acquire()
-        return 0
-
-    def give(_: int) -> None:
-        turn.release()
-
-    return Quick(take, give, [], turn.wake, [0], [0], int)
 
 
 _numbers = itertools.count(1)

@@ -7,6 +7,7 @@ of its own. It takes no lock that a call may hold for long, and never calls into
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -46,7 +47,7 @@ class Watchdog:
         self._watched: dict[int, Watched] = {}
         self._stop = threading.Event()
         self.looks = 0  # so far
-        self._where = ""  # where the main thread was at the last look
+        self._stacks_file = stacks.open_file()
         self._told: set[str] = set()  # what others have told this process of itself
         self._thread = threading.Thread(target=self._work, name="pynccl watchdog", daemon=True)
         self._thread.start()
@@ -58,11 +59,11 @@ class Watchdog:
             self._thread.join(_JOIN_SECONDS)
 
     def _work(self) -> None:
-        while not self._stop.wait(self.settings.poll):
-            if not self.recorder.mine:
-                return
+        while not self._stop.wait(self.settings.poll) and self.recorder.mine:
             with contextlib.suppress(Exception):  # a watchdog that dies tells nothing
                 self.look()
+        if self.recorder.mine and self._stacks_file >= 0:
+            os.close(self._stacks_file)
 
     def look(self) -> None:
         """One look at everything."""
@@ -84,13 +85,10 @@ class Watchdog:
                 self._poll(exchange)
 
     def _look_at_program(self) -> None:
-        """Where the main thread is; its stack, too, if it has stayed there; and whether others wait for it."""
-        frame = stacks.main_frame()
-        where = stacks.where(frame)
-        if where == self._where:
-            self.recorder.write_stack(stacks.stack(frame))
-        self._where = where
-        self.recorder.look(where)
+        """That it lives; where its threads are, if another process asks; and whether others wait for it."""
+        self.recorder.look()
+        if self.recorder.is_asked():
+            self._tell_where()
         if self.recorder.path and (text := folder.told(self.recorder.path)):
             first, *rest = text.splitlines()
             what = first.partition(";")[0]  # then comes how long they have waited
@@ -110,8 +108,6 @@ class Watchdog:
             return None
         if inside:
             seconds = time.monotonic() - watched.since
-            if not track.is_located(head):
-                track.locate(head, stacks.site(stacks.frame_inside(comm)))
             return Stuck(track, head, seconds, True) if seconds > self.settings.timeout else None
         return self._look_at_streams(track, watched)
 
@@ -160,7 +156,7 @@ class Watchdog:
         from . import diagnosis  # what it imports takes long: not before it is needed
 
         track = stuck.track
-        self.recorder.write_stack(stacks.stack(self._frame(stuck)))
+        self._tell_where(stuck)
         if track.exchange is not None and track.uid not in here:
             here[track.uid] = diagnosis.all_here(track)
         if track.exchange is None or here[track.uid]:
@@ -176,7 +172,7 @@ class Watchdog:
         if news.question is not None:
             from . import diagnosis
 
-            self.recorder.write_stack(stacks.stack(stacks.main_frame()))
+            self._tell_where()
             exchange.answer(news.question, diagnosis.answers(news.question.uid, self.recorder.path))
         if not news.verdict and not news.given_up:
             return
@@ -195,13 +191,24 @@ class Watchdog:
 
                 self._report(stuck, diagnosis.report(stuck.track, news.given_up))
 
-    def _frame(self, stuck: Stuck) -> Any:
-        return stacks.frame_inside(stuck.track.comm()) if stuck.inside else stacks.main_frame()
+    def _tell_where(self, stuck: Stuck | None = None) -> list[stacks.Line]:
+        """Write down where the main thread is, the stack of the one that makes the call that is stuck, else its own,
+        and the lines of calls that have not returned. Returns that stack."""
+        taken = stacks.Stacks(self._stacks_file)
+        for track in list(self.recorder.tracks):
+            with contextlib.suppress(Exception):  # one that is just being made, or ends
+                head, inside = self._newest(track, track.comm())
+                if inside and not track.is_located(head):
+                    track.locate(head, stacks.site(taken.inside(track.thread)))
+        main = taken.main()
+        chosen = taken.inside(stuck.track.thread) if stuck is not None and stuck.inside else main
+        self.recorder.write_where(stacks.where(main), stacks.stack(chosen))
+        return chosen
 
     def _report(self, stuck: Stuck, text: str) -> None:
         """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise abort the communicator, too."""
         track, comm = stuck.track, stuck.track.comm()
-        own_stack = stacks.users_stack(self._frame(stuck))
+        own_stack = stacks.users_stack(self._tell_where(stuck))
         aborts = self.settings.action == RAISE and comm is not None
         who = f"rank {track.rank} of {track.size} (comm {track.name!r})"
         lines = [

@@ -21,7 +21,7 @@ ORDER: dict[str, str] = {
         bindings.resource bindings.values bindings.abi bindings.errors bindings.soname bindings.library bindings.structs
         bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
-        comm.deadline comm.turn comm.observing
+        comm.deadline comm.observing
         watch.records watch.layout watch.settings watch.folder watch.frames watch.notes watch.recorder watch.rows
         watch.track watch.reader watch.wording watch.members watch.waits watch.disagreements watch.findings
         watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends

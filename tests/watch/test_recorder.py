@@ -21,7 +21,7 @@ import pynccl
 from pynccl.watch import folder, layout, recorder, watchdog
 from pynccl.watch.reader import BadRecord, ranks, read_file, read_folder, state_of
 from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CommRecord, ProcessRecord
-from pynccl.watch.track import Identity, Track, quick_of, uid_of
+from pynccl.watch.track import Identity, Track, uid_of
 
 ROOT = Path(__file__).parents[2]
 ALL_REDUCE = (0, 0, 4, 7, 0)  # as the C function takes them: addresses, count, FLOAT32, SUM
@@ -72,17 +72,6 @@ def test_a_call_is_in_the_file_with_all_that_it_was_made_with(own: recorder.Reco
     assert (read(own).calls[3].state, read(own).calls[3].error) == (FAILED, "ValueError: no")
 
 
-def put(track: Track, row: int) -> None:
-    """As a plan does."""
-    take, give, _, _, ring, following, open_segment = quick_of(track.turn, track)
-    slot = take()
-    try:
-        ring[slot] = row
-    except IndexError:
-        ring[slot := open_segment()] = row
-    give(following[slot])
-
-
 def random_calls(track: Track, rng: random.Random, count: int) -> list[tuple[int, str]]:
     """Random calls of all kinds; (number among the collectives or 0, operation) of each."""
     rows = {
@@ -94,7 +83,7 @@ def random_calls(track: Track, rng: random.Random, count: int) -> list[tuple[int
     for _ in range(count):
         name = rng.choice([*rows, "send", "broadcast"])
         if name in rows and rng.random() < 0.7:
-            put(track, rows[name])
+            track.add(rows[name])
         else:
             weight = {"group plan": 3}.get(name)
             track.enter(name, (0, 0, 4, 7, 1) if name != "group plan" else (), row=rows.get(name, 0), weight=weight)
@@ -117,10 +106,10 @@ def test_the_last_calls_are_there_in_order_and_numbered(own: recorder.Recorder, 
 def test_ten_million_calls_leave_the_file_as_large_as_it_was(own: recorder.Recorder) -> None:
     track, calls = track_of(own), 200_000  # of the ten million: nothing in the file or the track depends on how many
     row = track.rows.describe("all_reduce", ALL_REDUCE, 0)
-    put(track, row)
+    track.add(row)
     size, strings = os.path.getsize(own.path), len(own._strings)
     for _ in range(calls):
-        put(track, row)
+        track.add(row)
         track.leave(track.enter("all_reduce", ALL_REDUCE)) if track.head() % 16 == 0 else None
     assert (os.path.getsize(own.path), len(own._strings)) == (size, strings)
     assert read(own).entered == track.head() > calls
@@ -131,12 +120,12 @@ def test_calls_that_read_no_clock_have_their_time_from_the_looks_of_the_watchdog
     row = track.rows.describe("all_reduce", ALL_REDUCE, 0)
     for look in range(100):  # more than are kept
         for _ in range(7):
-            put(track, row)
+            track.add(row)
         track.mark(track.head())
         times.append(time.time())
         if look % 10 == 0:
             time.sleep(0.02)
-    put(track, row)  # after the last look
+    track.add(row)  # after the last look
     calls = read(own).calls
     timed = [call for call in calls if call.issued]
     assert len(timed) >= 7 * (layout.MARKS - 1)
@@ -151,7 +140,7 @@ def test_rows_of_plans_that_have_gone_are_used_again_but_not_while_a_slot_holds_
     for turn in range(20_000):
         row = track.rows.describe("broadcast", (0, 0, turn, 7, 1), 0)
         if row:
-            put(track, row)
+            track.add(row)
             track.rows.give_back(row)
         else:
             track.enter("broadcast", (0, 0, turn, 7, 1))

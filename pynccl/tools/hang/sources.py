@@ -41,7 +41,13 @@ class Job:
 
 
 def find(places: list[str], job: str | None) -> Job:
-    """The job that was asked for: in these places, else in the user's base folder."""
+    """The job that was asked for: in these places, else in the user's base folder. Its processes that run on this
+    machine say where they are."""
+    found = _find(places, job)
+    return _find(places, job) if ask(found.processes) else found
+
+
+def _find(places: list[str], job: str | None) -> Job:
     return _in_places(places, job) if places else _in_base(base(), job)
 
 
@@ -71,6 +77,13 @@ def read_file(path: str) -> ProcessRecord:
     from ...watch import reader
 
     return reader.read_file(path)
+
+
+def ask(processes: list[ProcessRecord]) -> bool:
+    """Have them write down where their threads are; whether to read their files anew."""
+    from ...watch import reader
+
+    return reader.ask(processes)
 
 
 def judge(processes: list[ProcessRecord]) -> Any:

@@ -1,0 +1,190 @@
+"""Where threads are: told by faulthandler when somebody needs it, and never looked at in a healthy program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pynccl.watch import recorder, stacks, watchdog
+from pynccl.watch.reader import ask, read_file
+
+HEALTHY = """
+import faulthandler, sys, threading, time
+import torch
+import pynccl
+from pynccl.bootstrap import from_file
+
+walked = []
+real = sys._current_frames
+sys._current_frames = lambda: walked.append("frames") or real()
+faulthandler.dump_traceback = lambda *_, **__: walked.append("dump")
+comm = from_file(sys.argv[1], int(sys.argv[2]), 2)
+plan = comm.plan.all_reduce(torch.ones(3), torch.ones(3))
+threads = [threading.Thread(target=lambda c=c: [c.all_reduce(torch.ones(9)) for _ in range(200)])
+           for c in (comm, comm.split(0))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+end = time.monotonic() + 2
+while comm.all_reduce(torch.tensor(float(time.monotonic() < end)), op="min").item():  # many looks of the watchdog
+    plan()
+    comm.barrier()
+    time.sleep(0.01)
+from pynccl.watch import watchdog
+assert watchdog._watchdog.looks > 4
+comm.destroy()
+print(walked)
+"""
+
+
+def test_nobody_looks_at_the_threads_of_a_healthy_job(tmp_path: Path) -> None:
+    settings = {"PYNCCL_WATCH_TIMEOUT": "5", "PYNCCL_WATCH_DIR": str(tmp_path / "watch"), "PYNCCL_LIBRARY": "host"}
+    command = [sys.executable, "-c", HEALTHY, str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["[]\n"] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    made = stacks.open_file()
+    assert made >= 0
+    yield made
+    os.close(made)
+
+
+def test_the_stacks_are_those_that_the_threads_see_themselves(file: int) -> None:
+    seen: dict[int, list[str]] = {}
+    here, leave = threading.Barrier(4), threading.Event()
+
+    def deep(levels: int) -> None:
+        if levels:
+            return deep(levels - 1)
+        found = traceback.extract_stack()
+        seen[threading.get_ident()] = [f"{one.filename}:{one.name}" for one in reversed(found)]
+        here.wait(20)
+        leave.wait(20)
+
+    def déjà_vu_Ω() -> None:
+        deep(3)
+
+    threads = [threading.Thread(target=run) for run in (déjà_vu_Ω, lambda: deep(0), lambda: deep(40))]
+    for thread in threads:
+        thread.start()
+    here.wait(20)
+    for _ in range(3):  # the file is written anew
+        found = stacks.Stacks(file).threads
+    leave.set()
+    for ident, lines in seen.items():
+        # Python's own frames below bootstrap are the same; at the top each thread has gone on into wait().
+        told = [f"{one.file}:{one.function}" for one in found[ident]]
+        assert told[-len(lines) :] == lines
+    assert {thread.ident for thread in threads} | {threading.get_ident()} <= found.keys()
+    for thread in threads:
+        thread.join(20)
+
+
+def test_without_a_descriptor_there_are_no_stacks_and_no_error() -> None:
+    assert stacks.Stacks(-1).threads == {}
+    assert stacks.where(stacks.Stacks(-1).main()) == "" == stacks.site(stacks.Stacks(-1).inside())
+
+
+def test_what_is_not_a_frame_is_left_out() -> None:
+    text = (
+        "Thread 0x00007f01 (most recent call first):\n  <no Python frame>\n\n"
+        'Thread 0x00007f02 [worker] (most recent call first):\n  Garbage-collecting\n  File "/a, b.py", line 3 in f\n'
+        '  File "a\\xe4\\u03a9.py", line ??? in g\n  ...\n\n'
+        'Current thread 0x00007f03 (most recent call first):\n  File "'
+    )
+    found = stacks.parsed(text)
+    assert {ident: [str(one) for one in lines] for ident, lines in found.items()} == {
+        0x7F01: [],
+        0x7F02: ["/a, b.py:3 f", "aäΩ.py:??? g"],
+        0x7F03: [],
+    }
+
+
+def test_a_process_that_is_asked_says_where_it_is(tmp_path: Path) -> None:
+    script = (
+        "import pynccl, time\n(comm,) = pynccl.Communicator.init_all(1)\nprint('there', flush=True)\ntime.sleep(99)\n"
+    )
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    environment = {**os.environ, "PYNCCL_WATCH_DIR": str(tmp_path), "PYNCCL_LIBRARY": "host"}
+    with subprocess.Popen([sys.executable, str(path)], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "there\n"
+            (record,) = tmp_path.glob("*/*.watch")
+            before = read_file(str(record))
+            assert (before.where, before.stack) == ("", "")
+            assert ask([before])
+            after = read_file(str(record))
+            assert after.where == f"{path}:4 <module>" == after.stack
+            assert 0 <= after.now - after.where_at < 5
+            assert not ask([after])  # it has just said so
+        finally:
+            process.kill()
+    dead = read_file(str(record))
+    assert not ask([dead])
+
+
+def test_the_line_of_a_call_is_that_of_the_thread_that_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from libraries import Stub
+
+    monkeypatch.setenv("PYNCCL_WATCH_DIR", str(tmp_path))
+    monkeypatch.setattr(recorder, "_recorder", None)
+    comms = [Stub().comm(2, 0, cpu=True) for _ in range(2)]
+    inside, leave = threading.Barrier(3), threading.Event()
+
+    def first() -> None:
+        with comms[0].lock:
+            comms[0]._track.enter("all_reduce", (0, 0, 1, 7, 0))
+            inside.wait(20)
+            leave.wait(20)  # first
+
+    def second() -> None:
+        with comms[1].lock:
+            comms[1]._track.enter("all_reduce", (0, 0, 1, 7, 0))
+            inside.wait(20)
+            leave.wait(20)  # second
+
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    own = recorder.started()
+    assert own is not None
+    dog = watchdog.Watchdog(own)
+    dog.stop()
+    dog._stacks_file = stacks.open_file()
+    inside.wait(20)
+    lines = Path(__file__).read_text().splitlines()
+    expected = [
+        f"{__file__}:{lines.index(f'            leave.wait(20)  # {name}') + 1}" for name in ("first", "second")
+    ]
+    for _ in range(50):  # a thread may still be between its two waits
+        dog._tell_where()
+        by_uid = {comm.uid: comm.calls[-1].site for comm in read_file(own.path).comms if comm.calls}
+        found = [by_uid[comm._track.uid] for comm in comms]
+        if found == expected:
+            break
+        for comm in comms:  # a line that is known is kept
+            comm._track._site[0] = 0
+    leave.set()
+    for thread in threads:
+        thread.join(20)
+    assert found == expected
+    for comm in comms:
+        comm.destroy()
