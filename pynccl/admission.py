@@ -105,7 +105,7 @@ class Caller:
         if not self._received.startswith(_MAGIC):
             raise Refused("another program listens there")
         said = struct.pack(f"<II{_NONCE_BYTES}s", *self.who, secrets.token_bytes(_NONCE_BYTES))
-        answer = said + sign(self._key, b"caller", self._received, said)
+        answer = said + sign(self._key, b"caller", bytes(self._received), said)
         self._expected = sign(self._key, b"listener", answer)
         self._received.clear()
         self.sock.sendall(answer)
