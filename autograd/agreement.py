@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from pynccl import Communicator, NcclInvalidUsage
+from pynccl.bindings.values import shown
 from pynccl.comm.consistency import exchange
 from pynccl.watch.frames import call_site
 
@@ -33,14 +34,64 @@ def first_other(rows: Sequence[Sequence[int]]) -> tuple[int, int] | None:
 
 
 def broadcast_object(comm: Communicator | None, value: Any, root: int = 0) -> Any:
-    """What `root` passes, on every rank, by pickle; None: this rank is alone."""
+    """What `root` passes, on every rank; None: this rank is alone.
+
+    It travels as JSON, so that nobody has to trust it: numbers, strings, None, lists, tuples, dicts, data types and
+    tensors, which arrive on the CPU. TypeError, on every rank, for anything else."""
     if comm is None or comm.size == 1:
         return value
-    sent = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    size = gathered(comm, [sent.numel()])[root][0]
-    wire = sent.to(comm.device) if comm.rank == root else torch.empty(size, dtype=torch.uint8, device=comm.device)
+    data, failed = b"", False
+    if comm.rank == root:
+        try:
+            data = json.dumps(_packed(value)).encode()
+        except (TypeError, RecursionError) as error:
+            data, failed = json.dumps(str(error)).encode(), True
+    size, wrong = gathered(comm, [len(data), failed])[root]
+    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
+    wire = sent.to(comm.device)
     comm.broadcast(wire, wire, root)
-    return value if comm.rank == root else pickle.loads(bytes(wire.tolist()))
+    if comm.rank == root and not wrong:
+        return value
+    found = json.loads(bytes(wire.tolist()))
+    if wrong:
+        raise TypeError(f"{found} (on rank {root})")
+    return _unpacked(found)
+
+
+def _packed(value: Any) -> Any:
+    """As what JSON has. A list says first what it was."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return ["list", *map(_packed, value)]
+        case tuple():
+            return ["tuple", *map(_packed, value)]
+        case dict():
+            return ["dict", *([_packed(key), _packed(one)] for key, one in value.items())]
+        case torch.dtype():
+            return ["dtype", str(value).removeprefix("torch.")]
+        case torch.Tensor():
+            return ["tensor", _packed(value.dtype), list(value.shape), value.detach().reshape(-1).tolist()]
+    raise TypeError(
+        f"{shown(value)} cannot be told to other ranks; expected numbers, strings, lists, tuples, dicts or tensors"
+    )
+
+
+def _unpacked(found: Any) -> Any:
+    """What `_packed` was given."""
+    match found:
+        case ["list", *items]:
+            return [_unpacked(one) for one in items]
+        case ["tuple", *items]:
+            return tuple(_unpacked(one) for one in items)
+        case ["dict", *items]:
+            return {_unpacked(key): _unpacked(one) for key, one in items}
+        case ["dtype", str(name)]:
+            return getattr(torch, name)
+        case ["tensor", dtype, shape, values]:
+            return torch.tensor(values, dtype=_unpacked(dtype)).reshape(shape)
+    return found
 
 
 def raise_alike(comm: Communicator | None, problem: Exception | None) -> None:

@@ -9,7 +9,6 @@ What a communicator was before is then one that knows its rank and size, and how
 
 from __future__ import annotations
 
-import pickle
 import types
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance
 from pynccl.comm.base import Origin
 
-from ..agreement import gathered, raise_alike
+from ..agreement import broadcast_object, raise_alike
 from ..arguments import check_comm
 from ..mesh import Mesh
 
@@ -128,7 +127,8 @@ def _split(
     """Split off what is to come from `comm`, in the order of the first time, and from that in turn. A rank that is in
     none of a split's communicators, or has no module of it, takes part in it all the same."""
     own = children.get(origin, {}) if origin is not None else {}
-    rows = _all(comm, {number: one.axes for number, one in own.items()})
+    told = {number: one.axes for number, one in own.items()}
+    rows: list[dict[int, tuple[str, ...]]] = [broadcast_object(comm, told, rank) for rank in range(comm.size)]
     axes = {number: names for row in rows for number, names in row.items()}
     wrong = None
     for one in own.values():
@@ -155,14 +155,6 @@ def _split(
             there.origin = there.origin._replace(axes=child.axes)
         made[child] = there
         _split(there, child, children, None, made)
-
-
-def _all(comm: Communicator, value: Any) -> list[Any]:
-    """What each rank passes, by pickle."""
-    sent = pickle.dumps(value)
-    sizes = [row[0] for row in gathered(comm, [len(sent)])]
-    rows = gathered(comm, [*sent, *bytes(max(sizes) - len(sent))])
-    return [pickle.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
 class _Swap:

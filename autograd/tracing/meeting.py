@@ -4,16 +4,17 @@ They meet over connections of their own (TCP, to rank 0), so that nothing here c
 wait for one: a rank may raise, end or stop at any time. Rank 0 takes what it is sent in a thread for each rank. Nobody
 waits for anybody longer than the deadline.
 
-A message is its length and its bytes. Ranks show a number that only they know; what they send is JSON.
+Only who knows a key is admitted, which the ranks tell each other through the communicator (`pynccl.admission`). A
+message is its length and its bytes; what ranks hand over is JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pynccl import Communicator
+from pynccl.admission import Acceptor, Caller, Who, listen
 from pynccl.watch.folder import machine
 
 from ..agreement import broadcast_object, gathered
@@ -30,10 +32,11 @@ from .marks import now
 from .spans import Part, from_json, to_json
 
 _CONNECT_SECONDS = 5.0
+_ATTEMPTS = 3  # a connection may be lost among strangers
 _ROUNDS = 20  # of which the shortest compares the clocks
-_MOST_BYTES = 1 << 32  # of a message
+_MOST_BYTES = 1 << 30  # of a message
 _LENGTH, _TIME = struct.Struct("!Q"), struct.Struct("!d")
-_ASK, _DATA, _DONE = b"?", b"d", b"."
+_ASK, _DONE = b"?", b"."
 
 
 class Offset(NamedTuple):
@@ -62,50 +65,45 @@ class _Guest:
 class Host:
     """Rank 0."""
 
-    def __init__(self, comm: Communicator, listener: socket.socket, token: bytes, machines: list[int]) -> None:
+    def __init__(self, comm: Communicator, listener: socket.socket, key: bytes, machines: list[int]) -> None:
         self._guests: dict[int, _Guest] = {}
+        self._threads: list[threading.Thread] = []
         self.missing: dict[int, str] = {}
+        self._machines = machines
         self._size = comm.size
-        end = now() + _CONNECT_SECONDS
-        with listener:
-            while len(self._guests) < comm.size - 1 and (left := end - now()) > 0:
-                listener.settimeout(left)
-                try:
-                    link, _ = listener.accept()
-                    guest = self._welcomed(link, token, machines, comm.size)
-                except (OSError, ValueError):
-                    continue
-                if guest is not None:
-                    self._guests[guest.rank] = guest
-        self._threads = [
-            threading.Thread(target=self._attend, args=(guest,), name=f"pynccl-trace-{guest.rank}", daemon=True)
-            for guest in self._guests.values()
-        ]
-        for thread in self._threads:
-            thread.start()
+        end = time.monotonic() + _CONNECT_SECONDS
+        with (
+            selectors.DefaultSelector() as selector,
+            contextlib.closing(Acceptor(listener, selector, key, self._welcome)) as door,
+        ):
+            while len(self._guests) < comm.size - 1 and (left := end - time.monotonic()) > 0:
+                for ready, _ in selector.select(left):
+                    door.handle(ready.fileobj)  # type: ignore[arg-type]
+                door.drop()
 
-    def _welcomed(self, link: socket.socket, token: bytes, machines: list[int], size: int) -> _Guest | None:
-        link.settimeout(_CONNECT_SECONDS)
-        said = _receive(link, 64)
-        rank = int.from_bytes(said[-4:], "big")
-        if not hmac.compare_digest(said[:-4], token) or not 0 < rank < size:
+    def _welcome(self, link: socket.socket, who: Who) -> None:
+        rank, _ = who
+        if not 0 < rank < self._size or rank in self._guests:
             link.close()
-            return None
-        guest = _Guest(rank, link, machines[rank] == machines[0])
-        if not guest.here:
-            guest.before = _compare(link)
-        _send(link, _DONE)
-        return guest
+            return
+        guest = self._guests[rank] = _Guest(rank, link, self._machines[rank] == self._machines[0])
+        thread = threading.Thread(target=self._attend, args=(guest,), name=f"pynccl-trace-{rank}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _attend(self, guest: _Guest) -> None:
         """Until it hands over what it has, in a thread."""
         try:
+            guest.link.settimeout(_CONNECT_SECONDS)
+            if not guest.here:
+                guest.before = _compare(guest.link)
+            _send(guest.link, _DONE)
             guest.link.settimeout(None)
             data = _receive(guest.link, _MOST_BYTES)
             guest.link.settimeout(_CONNECT_SECONDS)
             if not guest.here:
                 guest.after = _compare(guest.link)
-            guest.part = from_json(json.loads(zlib.decompress(data[1:])))
+            guest.part = from_json(json.loads(data))
             _send(guest.link, _DONE)
         except Exception as error:
             guest.gone = f"it has ended, or its connection has: {error}"
@@ -137,14 +135,14 @@ class Host:
 class Guest:
     """Any other rank. link: None where rank 0 was not reached"""
 
-    def __init__(self, rank: int, addresses: list[tuple[str, int]], token: bytes) -> None:
+    def __init__(self, rank: int, addresses: list[tuple[str, int]], key: bytes) -> None:
         self.link: socket.socket | None = None
-        end = now() + _CONNECT_SECONDS
-        for address in addresses:
+        end = time.monotonic() + _CONNECT_SECONDS
+        for address in addresses * _ATTEMPTS:
             with contextlib.suppress(OSError, ValueError):
-                link = socket.create_connection(address, max(min(end - now(), 2.0), 0.1))
+                link = socket.create_connection(address, max(min(end - time.monotonic(), 2.0), 0.1))
+                Caller(link, key, (rank, 0)).wait(end)
                 link.settimeout(_CONNECT_SECONDS)
-                _send(link, token + rank.to_bytes(4, "big"))
                 _answer(link)
                 self.link = link
                 return
@@ -156,8 +154,7 @@ class Guest:
         try:
             with self.link as link:
                 link.settimeout(seconds)
-                data = zlib.compress(json.dumps(to_json(part), allow_nan=False).encode(), 3)
-                _send(link, _DATA + data)
+                _send(link, json.dumps(to_json(part), allow_nan=False).encode())
                 _answer(link)
         except TimeoutError:
             return f"rank 0 did not take it within {seconds:g} s"
@@ -172,18 +169,15 @@ class Guest:
 
 def meet(comm: Communicator) -> Host | Guest:
     """At the begin; every rank of the communicator must come."""
-    token = secrets.token_bytes(16)
     machines = [row[0] for row in gathered(comm, [zlib.crc32(f"{machine()} {_clock_of_machine()}".encode())])]
     together = len(set(machines)) == 1
-    listener = None
-    if comm.rank == 0:
-        listener = socket.create_server(("127.0.0.1" if together else "", 0), backlog=comm.size)
+    listener = listen(together) if comm.rank == 0 else None
     port = listener.getsockname()[1] if listener is not None else 0
     names = ["127.0.0.1"] if together else _names()
-    names, port, token = broadcast_object(comm, (names, port, token))
+    names, port, key = broadcast_object(comm, (names, port, secrets.token_hex(16)))
     if listener is not None:
-        return Host(comm, listener, token, machines)
-    return Guest(comm.rank, [(name, port) for name in names], token)
+        return Host(comm, listener, key.encode(), machines)
+    return Guest(comm.rank, [(name, port) for name in names], key.encode())
 
 
 def _clock_of_machine() -> str:

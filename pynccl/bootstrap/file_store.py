@@ -64,7 +64,7 @@ class FileStore:
     def _locked(self) -> Iterator[int]:
         """The file, opened anew each time, so that over NFS it is seen as the last writer left it."""
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         except OSError as error:
             raise self._unusable(error) from error
         try:

@@ -1,12 +1,17 @@
 """StatelessProcessGroup: ranks that exchange Python objects through a store, beside torch.distributed's own groups.
 
 vLLM's names of what its programs use before they have a communicator. All ranks of a group use this class, or all use
-vLLM's: the keys in the store differ (vLLM's send_obj mixes up two senders to one rank).
+vLLM's: the keys in the store differ (vLLM's send_obj mixes up two senders to one rank), and so does what is in them.
+
+Its methods pass any object, so they pickle it, and who writes into the store decides what the other ranks run. So each
+object is signed with PYNCCL_JOB_KEY, and is unpickled only if the signature is right. Without that variable everybody
+can sign: whoever reaches the store's port is trusted then. torch's store itself asks nobody who he is.
 """
 
 from __future__ import annotations
 
 import functools
+import hmac
 import pickle
 import socket
 import time
@@ -14,15 +19,19 @@ from collections import deque
 from datetime import timedelta
 from typing import Any
 
+from ..admission import KEY_VARIABLE, job_key, sign
 from ..bindings.abi import RedOp
-from ..bindings.errors import NcclSystemError, NcclTimeout
+from ..bindings.errors import NcclRemoteError, NcclSystemError, NcclTimeout
 from .wrapper import ncclRedOpTypeEnum
+
+_SIGNATURE_BYTES = 32
 
 
 class StatelessProcessGroup:
     """Rank `rank` of `world_size` that share `store` (a torch.distributed.Store, and nobody else's).
 
-    For a few small objects at the start. Objects are pickled: use it among processes that trust each other.
+    For a few small objects at the start. Objects are pickled. With PYNCCL_JOB_KEY in the environment of all ranks, 16
+    characters or more, what others than they have written is refused; without, who reaches the store can run code here.
     data_expiration_seconds  after which what this rank has set may be deleted from the store
     """
 
@@ -48,7 +57,8 @@ class StatelessProcessGroup:
         store_timeout: int = 300,
         listen_socket: socket.socket | None = None,
     ) -> StatelessProcessGroup:
-        """The group of `world_size` processes that meet at host:port, where rank 0 listens.
+        """The group of `world_size` processes that meet at host:port, where rank 0 listens: at that address alone, so
+        with "127.0.0.1" nobody on another machine reaches it.
 
         store_timeout  seconds to wait for rank 0, and in every exchange for what another rank has to say
         listen_socket  rank 0's, bound and listening; the store takes it over. None: one at that address
@@ -65,8 +75,19 @@ class StatelessProcessGroup:
 
     def _set(self, key: str, value: Any) -> None:
         self.expire_data()
-        self.store.set(key, pickle.dumps(value))
+        data = pickle.dumps(value)
+        self.store.set(key, _signature(key, data) + data)
         self.entries.append((key, time.time()))
+
+    def _get(self, key: str) -> Any:
+        found = self.store.get(key)
+        signature, data = found[:_SIGNATURE_BYTES], found[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, _signature(key, data)):
+            raise NcclRemoteError(
+                f"StatelessProcessGroup: what the store has as {key} was written by somebody else, or by a rank whose "
+                f"{KEY_VARIABLE} is another one; it was not unpickled"
+            )
+        return pickle.loads(data)
 
     def expire_data(self) -> None:
         """Delete what this rank set longer ago than data_expiration_seconds."""
@@ -78,7 +99,7 @@ class StatelessProcessGroup:
         self.send_dst_counter[dst] += 1
 
     def recv_obj(self, src: int) -> Any:
-        found = pickle.loads(self.store.get(f"send/{src}/{self.rank}/{self.recv_src_counter[src]}"))
+        found = self._get(f"send/{src}/{self.rank}/{self.recv_src_counter[src]}")
         self.recv_src_counter[src] += 1
         return found
 
@@ -88,7 +109,7 @@ class StatelessProcessGroup:
             self._set(f"broadcast/{src}/{self.broadcast_send_counter}", obj)
             self.broadcast_send_counter += 1
             return obj
-        found = pickle.loads(self.store.get(f"broadcast/{src}/{self.broadcast_recv_src_counter[src]}"))
+        found = self._get(f"broadcast/{src}/{self.broadcast_recv_src_counter[src]}")
         self.broadcast_recv_src_counter[src] += 1
         return found
 
@@ -142,6 +163,10 @@ class StatelessProcessGroup:
         except RuntimeError:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             raise NcclTimeout(f"barrier: no sign of rank(s) {missing} of {self.world_size} in {timeout:g} s") from None
+
+
+def _signature(key: str, data: bytes) -> bytes:
+    return sign(job_key(), key.encode(), b"\0", data)
 
 
 def _listen(host: str, port: int) -> socket.socket:

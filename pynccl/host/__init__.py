@@ -3,9 +3,9 @@
 `function(name)` gives ctypes function pointers with the signatures of `abi.FUNCTIONS`; buffers are addresses of CPU
 memory, which the caller keeps alive until the operation has completed; streams are handles of `HostStream`, or
 0 for the calling thread. Environment: PYNCCL_HOST_TIMEOUT and PYNCCL_HOST_INIT_TIMEOUT (seconds, default 600),
-PYNCCL_HOST_TRANSPORT (see `sharing`), PYNCCL_HOST_LINK (see `link`), PYNCCL_HOST_VERSION (see `version`; read when this
-package is imported), NCCL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME (the interface, for ranks on several machines; see
-`interfaces`).
+PYNCCL_HOST_TRANSPORT (see `sharing`), PYNCCL_JOB_KEY (see `rendezvous`), PYNCCL_HOST_LINK (see `link`),
+PYNCCL_HOST_VERSION (see `version`; read when this package is imported), NCCL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME
+(the interface, for ranks on several machines; see `interfaces`).
 
 Calls on a communicator with blocking=0 have completed when they return, so its asynchronous error is never
 ncclInProgress: a program written for nonblocking communicators works, and finds nothing to wait for.

@@ -1,8 +1,8 @@
 """The connections between the ranks of one communicator: who listens where, who dials whom, and who may come in.
 
 Every rank listens for as long as this takes, tells the others where (an endpoint), dials the ranks below it and accepts
-those above. A connection begins with a greeting that holds the listener's token, which only the ranks know; whatever
-else connects is closed. A rank that dials goes on only when it was accepted, and dials again if it was lost in a crowd.
+those above. Who knows the listener's token, as only the ranks do, is admitted (see `admission`); whatever else connects
+is closed. A rank that dials goes on only when it was admitted, and dials again if it was lost in a crowd.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import resource
 import secrets
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ..admission import STRANGER_SECONDS, Acceptor, Caller, listen
 from ..bindings.abi import Result
 from .failure import HostFailure, exiting
 from .interfaces import VARIABLES, machine_mark, own_addresses
-from .store import STRANGER_SECONDS, Acceptor, listen, receive
 
 ENDPOINT_BYTES = 496  # of an endpoint that travels in a table
 
-_GREETING = struct.Struct("<8s16sII")  # magic, token of the listener, rank of the caller, channel
-_MAGIC = b"PYNCCLc2"
-_WELCOME = b"\x06"
 _DIAL_SECONDS = 2.0
 _TICK_SECONDS = 0.2
 _RETRY_SECONDS = 0.05
@@ -119,11 +115,11 @@ class Connecting:
         self._made: dict[Key, socket.socket] = {}
         self._awaited = {(peer, c) for peer in range(rank + 1, len(endpoints)) for c in _CHANNELS}
         self._to_dial = [(peer, c) for peer in range(rank) for c in _CHANNELS]
-        self._dialled: dict[socket.socket, Key] = {}
+        self._dialled: dict[socket.socket, tuple[Key, Caller]] = {}
         self._dial_at = 0.0
         self._probe_at = time.monotonic() + _PROBE_SECONDS
         self._selector = selectors.DefaultSelector()
-        self._acceptor = Acceptor(listener.sock, self._selector, _GREETING.size, self._admit)
+        self._acceptor = Acceptor(listener.sock, self._selector, listener.token, self._admit)
 
     def run(self, timeout: float) -> dict[int, Channels]:
         """Peer -> connections. Raises HostFailure(ncclRemoteError) for a rank that is gone, and at the deadline."""
@@ -154,13 +150,9 @@ class Connecting:
         keys, self._to_dial = self._to_dial, []
         for peer, channel in keys:
             sock = self._connect(peer, deadline)
-            try:
-                sock.sendall(_GREETING.pack(_MAGIC, bytes.fromhex(self._endpoints[peer].token), self._rank, channel))
-            except OSError:
-                self._dial_again(sock, (peer, channel))
-                continue
             sock.setblocking(False)
-            self._dialled[sock] = peer, channel
+            caller = Caller(sock, bytes.fromhex(self._endpoints[peer].token), (self._rank, channel))
+            self._dialled[sock] = (peer, channel), caller
             self._selector.register(sock, selectors.EVENT_READ)
 
     def _dial_again(self, sock: socket.socket, key: Key) -> None:
@@ -199,26 +191,29 @@ class Connecting:
 
     def _serve(self, timeout: float) -> None:
         """Handle what comes within so many seconds."""
-        for key, _ in self._selector.select(timeout):
-            sock: socket.socket = key.fileobj  # type: ignore[assignment]
+        for ready, _ in self._selector.select(timeout):
+            sock: socket.socket = ready.fileobj  # type: ignore[assignment]
             if self._acceptor.handle(sock) or sock not in self._dialled:
                 continue
-            peer = self._dialled.pop(sock)
-            self._selector.unregister(sock)
-            if receive(sock, len(_WELCOME)) == _WELCOME:
-                self._made[peer] = sock
-            else:
-                self._dial_again(sock, peer)
+            key, caller = self._dialled[sock]
+            try:
+                admitted = caller.step()
+            except OSError:
+                self._forget(sock)
+                self._dial_again(sock, key)
+                continue
+            if admitted:
+                self._forget(sock)
+                self._made[key] = sock
 
-    def _admit(self, sock: socket.socket, greeting: bytes) -> None:
-        """Take the connection of a peer that has greeted, and tell it so; close what comes from anybody else."""
-        magic, token, rank, channel = _GREETING.unpack(greeting)
-        expected = self._rank < rank < len(self._endpoints) and channel in _CHANNELS
-        try:
-            if magic != _MAGIC or token != self._listener.token or not expected:
-                raise ConnectionError("a stranger")
-            sock.send(_WELCOME)
-        except OSError:
+    def _forget(self, sock: socket.socket) -> None:
+        del self._dialled[sock]
+        self._selector.unregister(sock)
+
+    def _admit(self, sock: socket.socket, who: Key) -> None:
+        """Take the connection of a peer."""
+        rank, channel = who
+        if not self._rank < rank < len(self._endpoints) or channel not in _CHANNELS:
             sock.close()
             return
         if (earlier := self._made.pop((rank, channel), None)) is not None:
@@ -253,7 +248,8 @@ class Connecting:
 
     def _check_deadline(self, deadline: float, timeout: float) -> None:
         self._check()
-        missing = {peer for peer, _ in [*self._awaited, *self._to_dial, *self._dialled.values()]}
+        dialled = [key for key, _ in self._dialled.values()]
+        missing = {peer for peer, _ in [*self._awaited, *self._to_dial, *dialled]}
         late = time.monotonic() > deadline
         if missing and (late or exiting.is_set()):
             who = ", ".join(self._names[peer] for peer in sorted(missing))

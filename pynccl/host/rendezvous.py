@@ -1,12 +1,14 @@
 """Where ranks find each other: the unique id, the store behind it, and who has arrived.
 
 The 128 bytes of a unique id hold the addresses of a store that the process which made the id keeps until it exits
-(one per process), a mark of the machine, so that its other processes use 127.0.0.1, and a number of its own.
+(one per process), the secret without which nobody is admitted there, a mark of the machine, so that its other processes
+use 127.0.0.1, and a number of its own. With PYNCCL_JOB_KEY the id alone is not enough: the key is made of both.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import socket
@@ -16,33 +18,56 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ..admission import KEY_VARIABLE, Caller, Refused, job_key, sign
 from ..bindings.abi import UNIQUE_ID_BYTES, Result
 from .failure import HostFailure, exiting, invalid_argument, invalid_usage, last_error
 from .interfaces import VARIABLES, machine_mark, on_one_machine, own_addresses
-from .store import GREETING, Server, Store, frame, take_frames
+from .store import Server, Store, frame, take_frames
 
-_MAGIC = b"PYNCCLh2"
-_HEAD = struct.Struct("<8sH8s8s")  # magic, port, machine, nonce; then the addresses as text
+_MAGIC = b"PYNCCLh3"
+_SECRET_BYTES = 16
+_HEAD = struct.Struct(f"<8sH8s8s{_SECRET_BYTES}s")  # magic, port, machine, number, secret; then the addresses as text
 _PROBE_SECONDS = 5.0
+_RETRY_SECONDS = 0.05
 
-_server: tuple[int, Server] | None = None  # with the process that made it: a forked child needs its own
-_server_lock = threading.Lock()
-_idle_clients: dict[tuple[int, str, int], list[Client]] = {}
+
+class _Own(NamedTuple):
+    """The store of this process. process: that made it; a forked child needs its own"""
+
+    process: int
+    server: Server
+    secret: bytes
+
+
+_own: _Own | None = None
+_own_lock = threading.Lock()
+_idle_clients: dict[tuple[int, str, int, bytes], list[Client]] = {}
 
 
 class Client:
     """A store in another process. Every call ends at the deadline, also where the server accepts and is silent."""
 
-    def __init__(self, host: str, port: int, deadline: float) -> None:
+    def __init__(self, host: str, port: int, key: bytes, deadline: float) -> None:
         self.deadline = deadline
         self._host, self._port = host, port
         self._received = bytearray()
+        while not self._admitted(key):  # it was lost among strangers
+            pass
+
+    def _admitted(self, key: bytes) -> bool:
         try:
-            self._sock = socket.create_connection((host, port), timeout=min(_PROBE_SECONDS, self._left()))
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._sock.sendall(GREETING)
+            self._sock = socket.create_connection((self._host, self._port), timeout=min(_PROBE_SECONDS, self._left()))
         except OSError as error:
             raise self._lost(error) from error
+        try:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            Caller(self._sock, key).wait(self.deadline)
+        except OSError as error:
+            self.close()
+            if isinstance(error, (Refused, TimeoutError)) or exiting.wait(_RETRY_SECONDS):
+                raise self._lost(error) from error
+            return False
+        return True
 
     def close(self) -> None:
         self._sock.close()
@@ -69,6 +94,8 @@ class Client:
 
     def _lost(self, error: Exception) -> HostFailure:
         why = "no answer" if isinstance(error, TimeoutError) else str(error)
+        if isinstance(error, Refused):
+            why += f": that process has ended, or {KEY_VARIABLE} is not the same on all ranks"
         return HostFailure(
             Result.REMOTE_ERROR,
             f"cannot reach the store of the process that made the unique id, {self._host} port {self._port} ({why}); "
@@ -77,13 +104,13 @@ class Client:
 
 
 class Meeting(NamedTuple):
-    """Where ranks meet: in the store of this process or of one at (host, port), under a name."""
+    """Where ranks meet: in the store of this process or of one at (host, port) that has a key, under a name."""
 
-    store: tuple[str, int] | Store
+    store: tuple[str, int, bytes] | Store
     name: str
 
     def below(self, name: str) -> Meeting:
-        return Meeting(self.store, f"{self.name}/{name}")
+        return Meeting(self.store, hashlib.sha256(f"{self.name}/{name}".encode()).hexdigest())
 
     @contextlib.contextmanager
     def _open(self, deadline: float) -> Iterator[Store | Client]:
@@ -133,7 +160,8 @@ class Meeting(NamedTuple):
 def make_unique_id() -> bytes:
     """128 bytes; starts this process's store at the first call."""
     local = on_one_machine()
-    head = _HEAD.pack(_MAGIC, _own_server(local).port, bytes.fromhex(machine_mark()), secrets.token_bytes(8))
+    own = _own_store(local)
+    head = _HEAD.pack(_MAGIC, own.server.port, bytes.fromhex(machine_mark()), secrets.token_bytes(8), own.secret)
     room = UNIQUE_ID_BYTES - len(head)
     text = ""
     for address in [] if local else own_addresses():
@@ -142,21 +170,30 @@ def make_unique_id() -> bytes:
     return (head + text.encode()).ljust(UNIQUE_ID_BYTES, b"\0")
 
 
-def _own_server(local: bool) -> Server:
-    global _server
-    with _server_lock:
-        if _server is None or _server[0] != os.getpid():
-            _server = os.getpid(), Server(local)
-        return _server[1]
+def _own_store(local: bool) -> _Own:
+    global _own
+    with _own_lock:
+        if _own is None or _own.process != os.getpid():
+            secret = secrets.token_bytes(_SECRET_BYTES)
+            _own = _Own(os.getpid(), Server(local, _key_of(secret)), secret)
+        return _own
+
+
+def _key_of(secret: bytes) -> bytes:
+    """What a store admits by, of the secret in the unique id, and of the job's key if it has one."""
+    try:
+        return sign(job_key(), secret)
+    except ValueError as error:
+        raise invalid_argument(str(error)) from error
 
 
 def close() -> None:
     """At exit; and in a forked child, where it closes copies of what the parent goes on using."""
-    global _server, _server_lock
-    _server_lock = threading.Lock()
-    if _server is not None:
-        _server[1].close()
-    _server = None
+    global _own, _own_lock
+    _own_lock = threading.Lock()
+    if _own is not None:
+        _own.server.close()
+    _own = None
     for clients in _idle_clients.values():
         for client in clients:
             client.close()
@@ -165,7 +202,7 @@ def close() -> None:
 
 def meeting_of(unique_id: bytes, timeout: float) -> Meeting:
     """The part of a store that belongs to a unique id."""
-    magic, port, machine, nonce = _HEAD.unpack_from(unique_id)
+    magic, port, machine, number, secret = _HEAD.unpack_from(unique_id)
     if magic != _MAGIC or not port:
         raise invalid_argument(
             "commId was not made by ncclGetUniqueId of the host library; all ranks have to use "
@@ -174,7 +211,7 @@ def meeting_of(unique_id: bytes, timeout: float) -> Meeting:
     text = unique_id[_HEAD.size :].rstrip(b"\0").decode("ascii", "replace")
     here = machine.hex() == machine_mark()
     addresses = ["127.0.0.1"] if here else [address for address in text.split(",") if address]
-    return Meeting((_reachable(addresses, port, timeout), port), nonce.hex())
+    return Meeting((_reachable(addresses, port, timeout), port, _key_of(secret)), number.hex())
 
 
 def _reachable(addresses: list[str], port: int, timeout: float) -> str:

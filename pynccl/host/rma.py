@@ -160,6 +160,8 @@ class Rma(Background):
                 while True:  # until the peer closes: closing before would cut off what it has not read yet
                     transport.rma_recv(peer, memoryview(packed))
                     head = PutHeader(*_HEAD.unpack(packed))
+                    with self._mutex:
+                        self._check_room(peer, head)  # before memory is taken for it
                     data = torch.empty(head.nbytes, dtype=torch.uint8)
                     transport.rma_recv(peer, bytes_of(data))
                     self._deliver(peer, head, data)
@@ -173,17 +175,23 @@ class Rma(Background):
         with self._mutex:
             if self._closed:  # the memory may be gone
                 return
-            if head.nbytes:
-                window = self._windows.get(head.window)
-                if window is None or head.offset + head.nbytes > window.nbytes:
-                    have = "was deregistered here" if window is None else f"has {window.nbytes} bytes"
-                    raise invalid_usage(
-                        f"ncclPutSignal: rank {peer} puts {head.nbytes} bytes at offset {head.offset} of window "
-                        f"{head.window:#x}, which {have}"
-                    )
+            if (window := self._check_room(peer, head)) is not None:
                 ctypes.memmove(window.address + head.offset, data.data_ptr(), head.nbytes)
             self._arrived[peer, head.signal, head.context] += 1
             self._change.notify_all()
+
+    def _check_room(self, peer: int, head: PutHeader) -> Window | None:
+        """Where it goes; None for a signal alone, and once all is over."""
+        if self._closed or not head.nbytes:
+            return None
+        window = self._windows.get(head.window)
+        if window is None or head.offset + head.nbytes > window.nbytes:
+            have = "was deregistered here" if window is None else f"has {window.nbytes} bytes"
+            raise invalid_usage(
+                f"ncclPutSignal: rank {peer} puts {head.nbytes} bytes at offset {head.offset} of window "
+                f"{head.window:#x}, which {have}"
+            )
+        return window
 
     def _lose(self, peer: int, failure: TransportFailure) -> None:
         with self._mutex:

@@ -1,26 +1,26 @@
 """The store where ranks meet: a table of who has come, and a server that lends it to other processes.
 
 What NCCL's bootstrap root is to NCCL. A request is a list in JSON behind its length, and so is its answer. Nobody but a
-client that greets is listened to.
+client that knows the store's key is listened to: see `admission`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import selectors
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-GREETING = b"PYNCCLh2"
+from ..admission import STRANGER_SECONDS, Acceptor, Who, listen, receive
+
 MAX_FRAME = 16 << 20
+MAX_REQUEST = 4096
 MAX_RANKS = 1 << 16
-STRANGERS = 256  # connections that have not greeted
-STRANGER_SECONDS = 5.0
-BACKLOG = 4096
+MAX_MEETINGS = 4096  # the oldest go first
 
 _LENGTH = struct.Struct("<I")
 
@@ -31,11 +31,12 @@ def frame(message: Any) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def take_frames(received: bytearray) -> Iterator[Any]:
-    """The messages that have arrived whole; they are taken out of `received`. ValueError for what is none."""
+def take_frames(received: bytearray, most: int = MAX_FRAME) -> Iterator[Any]:
+    """The messages of at most so many bytes that have arrived whole; they are taken out of `received`. ValueError for
+    what is none."""
     while len(received) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(received)
-        if length > MAX_FRAME:
+        if length > most:
             raise ValueError(f"a message of {length} bytes")
         end = _LENGTH.size + length
         if len(received) < end:
@@ -47,16 +48,6 @@ def take_frames(received: bytearray) -> Iterator[Any]:
         except RecursionError as error:  # brackets without end
             raise ValueError("a message that is nested too deeply") from error
         yield message
-
-
-def receive(sock: socket.socket, most: int = 1 << 16) -> bytes | None:
-    """What has come on a connection that does not block; None if nothing has, b"" at its end."""
-    try:
-        return sock.recv(most)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
 
 
 class _Meeting:
@@ -95,6 +86,8 @@ class Store:
                 raise ValueError(f"{request!r} is no request")
         with self._lock:
             meeting = self._meetings.setdefault(name, _Meeting(size))
+            if len(self._meetings) > MAX_MEETINGS:
+                del self._meetings[next(iter(self._meetings))]
             if endpoint:
                 meeting.enter(rank, size, endpoint)
             missing = [rank for rank in range(meeting.size) if rank not in meeting.endpoints]
@@ -102,87 +95,14 @@ class Store:
             return [meeting.contradiction, missing, endpoints]
 
 
-class Acceptor:
-    """A listening socket, and those who have connected to it and not sent their greeting, of a fixed size, yet.
-
-    Strangers cannot crowd out ranks: of the connections that have not greeted, the oldest go first."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        selector: selectors.BaseSelector,
-        size: int,
-        greeted: Callable[[socket.socket, bytes], None],
-    ) -> None:
-        """greeted: takes over a connection, and closes it if the greeting is none."""
-        self.listener, self._selector, self._size, self._greeted = listener, selector, size, greeted
-        self.waiting: dict[socket.socket, tuple[float, bytearray]] = {}
-        selector.register(listener, selectors.EVENT_READ)
-
-    def handle(self, sock: socket.socket) -> bool:
-        """Do what there is to do for a socket that the selector named; False if it is not one of these."""
-        if sock is self.listener:
-            self._accept()
-        elif sock in self.waiting:
-            self._read(sock)
-        else:
-            return False
-        return True
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self.listener.accept()
-            except BlockingIOError:
-                return
-            except ConnectionError:  # closed again already
-                continue
-            except OSError:  # the process has no descriptor left
-                self.drop(0, 0.0)
-                time.sleep(0.01)
-                return
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.waiting[sock] = time.monotonic(), bytearray()
-            self._selector.register(sock, selectors.EVENT_READ)
-            self.drop()
-
-    def _read(self, sock: socket.socket) -> bool:
-        """Read a stranger's greeting; False if it is not complete."""
-        _, greeting = self.waiting[sock]
-        data = receive(sock, self._size - len(greeting))
-        greeting += data or b""
-        if data is None or (data and len(greeting) < self._size):
-            return False
-        self._forget(sock)
-        if data:
-            self._greeted(sock, bytes(greeting))
-        else:
-            sock.close()
-        return True
-
-    def drop(self, most: int = STRANGERS, seconds: float = STRANGER_SECONDS) -> None:
-        """Close all but the newest `most`, and those that took longer than `seconds`."""
-        now, surplus = time.monotonic(), len(self.waiting) - most
-        for i, (sock, (since, _)) in enumerate(list(self.waiting.items())):  # in the order in which they came
-            due = i < surplus or now - since > seconds
-            if due and not self._read(sock):  # its greeting may have come meanwhile
-                self._forget(sock)
-                sock.close()
-
-    def _forget(self, sock: socket.socket) -> None:
-        del self.waiting[sock]
-        self._selector.unregister(sock)
-
-
 class Server:
-    """A store that other processes reach at `port`; ends with the process."""
+    """A store that other processes reach at `port`, if they know its key; ends with the process."""
 
-    def __init__(self, local: bool) -> None:
+    def __init__(self, local: bool, key: bytes) -> None:
         """local: on the loopback alone."""
         self.store = Store()
         self._selector = selectors.DefaultSelector()
-        self._acceptor = Acceptor(listen(local), self._selector, len(GREETING), self._admit)
+        self._acceptor = Acceptor(listen(local), self._selector, key, self._admit)
         self.port: int = self._acceptor.listener.getsockname()[1]
         self._clients: dict[socket.socket, tuple[bytearray, bytearray]] = {}  # received, unsent
         threading.Thread(target=self._serve, name="pynccl-host-store", daemon=True).start()
@@ -202,10 +122,7 @@ class Server:
                     self._acceptor.handle(sock)
             self._acceptor.drop()
 
-    def _admit(self, sock: socket.socket, greeting: bytes) -> None:
-        if greeting != GREETING:
-            sock.close()
-            return
+    def _admit(self, sock: socket.socket, _: Who) -> None:
         self._clients[sock] = bytearray(), bytearray()
         self._selector.register(sock, selectors.EVENT_READ)
 
@@ -214,14 +131,14 @@ class Server:
         received, unsent = self._clients[sock]
         data = receive(sock)
         received += data or b""
+        gone = data == b""
         try:
-            for request in take_frames(received):
+            _send(sock, unsent)
+            for request in take_frames(received, MAX_REQUEST):
+                if unsent:
+                    raise ValueError("it asks again, and does not read its answers")
                 unsent += frame(self.store.answer(request))
-            while unsent:
-                del unsent[: sock.send(unsent)]
-            gone = data == b""
-        except BlockingIOError:
-            gone = data == b""
+                _send(sock, unsent)
         except (OSError, ValueError):
             gone = True
         if gone:
@@ -232,13 +149,8 @@ class Server:
             self._selector.modify(sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0))
 
 
-def listen(local: bool) -> socket.socket:
-    """A listening socket that does not block: on the loopback alone, or on all of this machine's interfaces."""
-    if local:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    elif socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
-    else:
-        listener = socket.create_server(("", 0), backlog=BACKLOG)
-    listener.setblocking(False)
-    return listener
+def _send(sock: socket.socket, unsent: bytearray) -> None:
+    """As much of it as the connection takes now."""
+    with contextlib.suppress(BlockingIOError):
+        while unsent:
+            del unsent[: sock.send(unsent)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.distributed import ReduceOp
 
 import pynccl
 from pynccl import Communicator
-from pynccl.compat import wrapper
+from pynccl.compat import stateless, wrapper
 from pynccl.compat.vllm import NCCLLibrary, PyNcclCommunicator, StatelessProcessGroup
 
 CPU = torch.device("cpu")
@@ -69,6 +71,46 @@ def objects(group: StatelessProcessGroup) -> tuple[Any, ...]:
 def test_stateless_group_exchanges_objects() -> None:
     expected = [(("from", (r - 1) % 3), [0, 1, 4], "last", [2, 1], float((r - 1) % 3), 1) for r in range(3)]
     assert meet(3, objects) == expected
+
+
+class Bad:
+    """What a pickle would run where it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_a_stranger_who_writes_into_the_store_first_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """He knows the names of the keys, and another group's objects, but not the key of the job."""
+    monkeypatch.setenv("PYNCCL_JOB_KEY", "0123456789abcdef")
+    path, store, other = str(tmp_path / "made"), dist.HashStore(), dist.HashStore()
+    group = StatelessProcessGroup(0, 2, store)
+    monkeypatch.setenv("PYNCCL_JOB_KEY", "another key of a job")
+    StatelessProcessGroup(1, 2, other).send_obj(Bad(path), 0)
+    monkeypatch.setenv("PYNCCL_JOB_KEY", "0123456789abcdef")
+    for data in (pickle.dumps(Bad(path)), bytes(32) + pickle.dumps(Bad(path)), other.get("send/1/0/0"), b"", b"x"):
+        store.set("send/1/0/0", data)
+        with pytest.raises(pynccl.NcclRemoteError, match="PYNCCL_JOB_KEY is another one; it was not unpickled"):
+            group.recv_obj(1)
+        store.set("broadcast/1/0", data)
+        with pytest.raises(pynccl.NcclRemoteError, match="somebody else"):
+            group.broadcast_obj(None, 1)
+    StatelessProcessGroup(1, 2, store).send_obj({"a": (1,)}, 0)
+    store.set("send/1/0/1", store.get("send/1/0/0"))
+    assert group.recv_obj(1) == {"a": (1,)}
+    with pytest.raises(pynccl.NcclRemoteError, match="send/1/0/1"):  # the same again is in the wrong place
+        group.recv_obj(1)
+    assert not os.path.exists(path)
+
+
+def test_rank_0_listens_at_the_address_that_it_was_told() -> None:
+    with stateless._listen("127.0.0.1", 0) as local, stateless._listen("localhost", 0) as named:
+        assert local.getsockname()[0] == "127.0.0.1" and named.getsockname()[0] in ("127.0.0.1", "::1")
 
 
 def test_stateless_barrier_names_who_is_missing() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import select
 import signal
 import socket
@@ -16,21 +15,18 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from host_calls import in_threads, unique_id
 from ranks import HOST, RankPool
 
 import pynccl
 from pynccl import Communicator
 from pynccl.bindings.abi import Result
-from pynccl.host import connect, store
+from pynccl.host import connect
 from pynccl.host import init as host_init
 from pynccl.host.failure import HostFailure
-from pynccl.host.rendezvous import Client
 
 ROOT = Path(__file__).parents[2]
 SOON = 2.0  # seconds; a second on a machine that has other work too
@@ -359,57 +355,7 @@ def test_a_call_that_its_deadline_left_behind_does_not_crash_the_exit(call: str,
     assert call == "init" or "ncclCommInitRank" not in last
 
 
-# Strangers
-
-
-def test_strangers_at_the_door_do_not_keep_ranks_out() -> None:
-    """Garbage, silence and endings at every port that listens, while ranks join."""
-    over = threading.Event()
-
-    def annoy(port: int) -> None:
-        held: list[socket.socket] = []
-        while not over.is_set():
-            try:
-                sock = socket.create_connection(("127.0.0.1", port), 1)
-                sock.sendall(secrets.token_bytes(64))
-            except OSError:
-                time.sleep(0.001)
-                continue
-            held.append(sock)
-            if len(held) > 300:
-                for old in held[:150]:
-                    old.close()
-                del held[:150]
-
-    identity = bytes(unique_id())
-    threads = [threading.Thread(target=annoy, args=(int.from_bytes(identity[8:10], "little"),)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(5):
-            made = in_threads(3, partial(Communicator.init, 3, bytes(unique_id()), timeout=20))
-            assert [comm.rank for comm in made] == [0, 1, 2]
-            pynccl.abort(made)
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
-
-
-def test_a_client_that_sends_nonsense_does_not_end_the_store() -> None:
-    lists = [b'["k", 0, 2, 5]', b'["k", 2, 2, "x"]', b'[[], 0, 1, "x"]', b'["k", 0, 100000000, "x"]', b'["k"]']
-    nonsense = [b"[" * 200_000, b"{", *lists, b"[]", b"7", b"\xff"]
-    server = store.Server(local=True)
-    for body in nonsense:
-        with socket.create_connection(("127.0.0.1", server.port)) as client:
-            client.sendall(store.GREETING + struct.pack("<I", len(body)) + body)
-            client.settimeout(10)
-            assert client.recv(1) == b"", body[:20]  # dropped, without an answer
-    rank = Client("127.0.0.1", server.port, time.monotonic() + 10)
-    assert rank.answer(["k", 1, 2, "text"]) == ["", [0], []]
-    assert rank.answer(["k", 0, 2, "other"]) == ["", [], ["other", "text"]]
-    rank.close()
-    server.close()
+# Connections
 
 
 def test_a_rank_whose_connections_break_at_once_is_an_error_that_names_it() -> None:

@@ -6,6 +6,7 @@ import _thread
 import ctypes
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -195,6 +196,14 @@ def test_a_window_that_the_target_closed_is_named(group: Windowed) -> None:
     call("ncclCommWindowDeregister", group.comms[1], group.windows[1])
     group.put(0, torch.ones(1, dtype=torch.int32), 1)
     with pytest.raises(CallFailed, match=r"rank 0 puts 4 bytes at offset 0 of window .*, which was deregistered here"):
+        group.wait(1, {0: 1})
+
+
+def test_no_memory_is_taken_for_a_put_that_does_not_fit(group: Windowed) -> None:
+    """Of a peer that has gone wrong: its header says 2**60 bytes, and nothing follows."""
+    head = struct.pack("<QQQqq", group.windows[1] or 0, 0, 1 << 60, 0, 0)
+    find(group.comms[0]).transport.rma_send(1, head)
+    with pytest.raises(CallFailed, match=r"rank 0 puts 1152921504606846976 bytes .*, which has 4096 bytes"):
         group.wait(1, {0: 1})
 
 

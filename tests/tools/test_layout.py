@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Every module from the ground up: each imports only from those before it, also for type checkers and when called.
 ORDER: dict[str, str] = {
     "pynccl": """
+        admission
         bindings.resource bindings.values bindings.abi bindings.errors bindings.soname bindings.library bindings.structs
         bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
@@ -71,7 +72,12 @@ ORDER: dict[str, str] = {
 }
 # What is in the folder of a package, but a package of its own here.
 APART = {"pynccl": ("pynccl.host",), "pynccl.host": (), "pynccl_autograd": ()}
-HOST_RESTS_ON = {"pynccl.bindings.abi", "pynccl.bindings.errors", "pynccl.bindings.resource"}
+HOST_RESTS_ON = {
+    "pynccl.admission",
+    "pynccl.bindings.abi",
+    "pynccl.bindings.errors",
+    "pynccl.bindings.resource",
+}
 IMPORT_SECONDS = 0.5
 
 

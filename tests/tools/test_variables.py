@@ -19,6 +19,7 @@ NONSENSE = {
     "PYNCCL_HOST_TIMEOUT": (("soon", "-1", "0", "nan", "1e400"), "seconds above 0"),
     "PYNCCL_HOST_TRANSPORT": (("pigeon", "0"), "auto, shm or sockets"),
     "PYNCCL_HOST_VERSION": (("new", "9.9.9", "-1"), "from 2.18 to 2"),
+    "PYNCCL_JOB_KEY": (("short",), "16 or more"),  # what the error says of it, not its value, which is a secret
     "PYNCCL_LIBRARY": (("/nowhere", "Host", "/etc/hostname"), "the path of a libnccl.so.2, .* 'host'"),
     "PYNCCL_WATCH": (("maybe", "-1"), "on, off, sites"),
     "PYNCCL_WATCH_ACTION": (("panic", "0"), "report, raise"),
