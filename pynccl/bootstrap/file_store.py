@@ -105,7 +105,8 @@ class FileStore:
     def _entries(self, file: int) -> dict[str, bytes]:
         entries: dict[str, bytes] = {}
         for line in self._read(file).splitlines()[1:]:
-            with contextlib.suppress(ValueError):  # of a writer that was killed
+            # Of a writer that was killed; or of none of this package.
+            with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
                 key, text, *more = json.loads(line)
                 entries[key] = (entries.get(key, b"") if more else b"") + text.encode("latin-1")
         return entries

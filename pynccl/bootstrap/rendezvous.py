@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
 from ..comm.deadline import Abandoned, Clock, Wait
-from ..watch.store import append, lines
+from ..watch.store import append, lines, read
 
 _MET = "met"
 _ERRORS: dict[str, type[NcclError]] = {"usage": NcclInvalidUsage, "remote": NcclRemoteError}
@@ -119,7 +119,7 @@ class Rendezvous:
         self._raise_if_failed()
 
     def _compare_sizes(self) -> None:
-        size, who = _parse(self.store.get("rank/0"))
+        size, who = _parse(read(self.store, "rank/0"))
         if size != self.nranks:
             self._end(
                 "usage",
@@ -129,8 +129,8 @@ class Rendezvous:
 
     def _refuse_double(self, own: str) -> None:
         key = f"rank/{self.rank}"
-        _, other = _parse(self.store.get(key)) if self.store.check([key]) else (0, "another process")
-        text = f"two processes say that they are rank {self.rank}: {other}, and {_parse(own.encode())[1]}; "
+        _, other = _parse(read(self.store, key)) if self.store.check([key]) else (0, "another process")
+        text = f"two processes say that they are rank {self.rank}: {other}, and {_parse(own)[1]}; "
         if not self.store.check(["over"]):  # else they have met without this one, which is not to disturb them
             self._end("usage", text + self.wording.again)
         raise NcclInvalidUsage(text + self.wording.again)
@@ -139,7 +139,7 @@ class Rendezvous:
         self.store.set("over", f"{kind}\n{text}")
 
     def _raise_if_failed(self) -> None:
-        kind, _, text = self.store.get("over").decode(errors="replace").partition("\n")
+        kind, _, text = read(self.store, "over").partition("\n")
         if kind != _MET:
             self.store.add("heard", 1)
             raise _ERRORS.get(kind, NcclRemoteError)(text)
@@ -185,7 +185,7 @@ def _whoami() -> str:
     return f"process {os.getpid()} on {os.uname().nodename}, {os.path.basename(sys.argv[0] or 'python')}"
 
 
-def _parse(record: bytes) -> tuple[int, str]:
+def _parse(record: str) -> tuple[int, str]:
     """(number of ranks, who) of what `_come_in` wrote."""
-    size, _, who = record.decode(errors="replace").partition(" ")
+    size, _, who = record.partition(" ")
     return int(size), who

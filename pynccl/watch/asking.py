@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .records import COMPLETED, DEAD, FAILED, CallRecord, CommRecord, ProcessRecord, from_json, to_json
+from .layout import printable
+from .records import COMPLETED, DEAD, FAILED, CallRecord, CommRecord, ProcessRecord, checked, from_json, to_json
 from .store import OutOfReach, Reach, append, lines, read
 
 ANSWER_POLLS = 4  # polls after which the reporter judges without those who have not answered
@@ -160,7 +161,7 @@ class Exchange:
                 self._roster = roster + self._roster  # told twice if it was only late
             return News(given_up=self._wait_in_vain(str(error)))
         self._rounds = rounds
-        news = News(_question(question, rounds), _printable(verdict))
+        news = News(_question(question, rounds), verdict[:_TEXT_BYTES])
         if alarm is None:
             return news
         if news.verdict:
@@ -298,7 +299,7 @@ class Exchange:
             text = self.judge(answers) or "the answers say nothing"
         except Exception as error:  # the others wait for it
             text = f"the answers could not be judged: {type(error).__name__}: {error}"
-        text = _printable(text)
+        text = printable(text[:_TEXT_BYTES], lines=True)
         with contextlib.suppress(OutOfReach):  # this process has it
             self._reach.do(lambda store: store.set(f"watch/verdict/{answers.question.round}", text))
         return text
@@ -392,20 +393,15 @@ def _who(record: ProcessRecord) -> tuple[str, str, int]:
 # What may be anything
 
 
-def _printable(text: str) -> str:
-    """As it may be printed and stored: no escape sequences for terminals, no halves of characters."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text[:_TEXT_BYTES])
-
-
 def _values(text: str, *kinds: type) -> list[Any] | None:
     """A JSON list of values of these types; None for anything else."""
     try:
         values = json.loads(text) if len(text) <= _LINE_BYTES else None
+        if isinstance(values, list) and len(values) == len(kinds):
+            return [checked("a value", kind.__name__, value) for kind, value in zip(kinds, values, strict=True)]
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(values, list) or [type(value) for value in values] != list(kinds):
-        return None
-    return values
+        pass
+    return None
 
 
 def _question(text: str, number: int) -> Question | None:

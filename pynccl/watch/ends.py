@@ -127,7 +127,7 @@ def _remove() -> None:
                 gone.append(path)
     if not waiting:
         for path in gone:
-            folder.remove(os.path.dirname(path), [path])
+            folder.remove(path)
         for path in own.beside:
             with contextlib.suppress(OSError):
                 os.unlink(path)

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import stat
 import time
+from typing import NamedTuple
 
-from ..bindings.errors import NcclSystemError
+from . import layout
 from .layout import END, END_AT, HEADER_BYTES, SUFFIX
 from .settings import settings
 
-_KEPT_SECONDS = 7 * 86400.0  # for the files of jobs that went wrong
-_KEPT_JOBS = 64
+_KEPT_SECONDS = 7 * 86400.0  # for the files of processes that went wrong
+_KEPT_BYTES = 32 << 20  # of all of them together, but for those that ended last
+_TOGETHER_SECONDS = 60.0  # in which the ranks of a job end
+_SILENT_SECONDS = 3600.0  # after which a process that is not of this machine counts as ended
 _TOLD = ".told"
 _MOST_TOLD = 1 << 14
+_TRIES = 5  # at a folder that the last process of an earlier job removes in this very moment
 
 
 def base() -> str:
     """PYNCCL_WATCH_DIR, or the user's folder in the temporary folder."""
-    import tempfile  # which takes longer than all of this package's own import
+    return settings().folder or os.path.join(_temporary(), f"pynccl-watch-{os.geteuid()}")
 
-    return settings().folder or os.path.join(tempfile.gettempdir(), f"pynccl-watch-{os.getuid()}")
+
+def _temporary() -> str:
+    """As tempfile.gettempdir(), whether it is full or not: so all processes of a job, and who looks for them, agree."""
+    named = (os.path.abspath(os.environ[name]) for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name))
+    return next(filter(os.path.isdir, named), "/tmp")
 
 
 def jobs(folder: str) -> list[str]:
-    """The jobs that have left files in this base folder, the newest first, as paths."""
+    """The folders of this user's jobs in this base folder, as paths."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    found.append((max(map(os.path.getmtime, files(entry.path)), default=0.0), entry.path))
-    return [path for newest, path in sorted(found, reverse=True) if newest]
+                if entry.is_dir(follow_symlinks=False) and entry.stat().st_uid == os.geteuid() and files(entry.path):
+                    found.append(entry.path)
+    return sorted(found)
 
 
 def files(folder: str) -> list[str]:
@@ -65,14 +74,38 @@ def job() -> str:
 
 
 def started(pid: int | str = "self") -> int:
-    """When a process was started, in ticks since the machine was; with its number it is the only one. 0: it is gone."""
+    """When a process was started, in ticks since the machine was; with its number it is the only one. 0: it is gone, or
+    cannot be told."""
+    with contextlib.suppress(OSError):
+        return begun_at(pid)
+    return 0
+
+
+def begun_at(pid: int | str) -> int:
+    """The same; OSError where it cannot be told: no descriptor is left."""
+    words = words_of(pid)
+    return int(words[19]) if words else 0
+
+
+def words_of(pid: int | str) -> list[bytes]:
+    """What /proc says of a process, from its state on; [] if it is gone. OSError where it cannot be told."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
+            words = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return words if len(words) > 19 and words[19].isdigit() else []
 
 
+def born() -> float:
+    """When this process was started, by the wall clock; 0.0 if that cannot be told."""
+    ticks = started()
+    if not ticks or not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0.0
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+@functools.cache
 def machine() -> str:
     """What tells this machine, and this container on it, from others: numbers of processes are good within."""
     parts = []
@@ -83,39 +116,115 @@ def machine() -> str:
     return "/".join(parts) or os.uname().nodename
 
 
-def prepare() -> str:
-    """The folder for this process's file, made where it is not there. NcclSystemError where that cannot be."""
-    folder = base()
+def create(name: str) -> tuple[str, int]:
+    """The path of this process's file, and a descriptor of it. OSError where it cannot be had."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(FileNotFoundError):
+            return _create(name)
+    return _create(name)
+
+
+def _create(name: str) -> tuple[str, int]:
+    where, folder = _open_folder()
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        if not settings().folder:
-            _check_private(folder)
-        mine = os.path.join(folder, job())
-        os.makedirs(mine, mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise NcclSystemError(
-            f"the flight recorder cannot write into {folder}: {error.strerror or error}\n"
-            "  set PYNCCL_WATCH_DIR to a folder that this user may write to, or PYNCCL_WATCH=off"
-        ) from error
-    return mine
+        return os.path.join(where, name), _new_file(name, folder)
+    finally:
+        os.close(folder)
 
 
-def remove_old(folder: str, keep: str) -> None:
-    """Of the jobs in this base folder, remove those that are old or too many, and have no process any more."""
-    for number, path in enumerate(jobs(folder)):
+def _open_folder() -> tuple[str, int]:
+    """The folder of this job, made where it is not there, and a descriptor of it.
+
+    PermissionError for one that others made, or may write to: they would read, replace and fake what is in it."""
+    above = base()
+    os.makedirs(above, mode=0o700, exist_ok=True)
+    if not settings().folder:
+        _check_private(above, os.lstat(above), 0o077)
+    mine = os.path.join(above, job())
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(mine, 0o700)
+    _check_private(mine, os.lstat(mine), 0o022)
+    folder = os.open(mine, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        _check_private(mine, os.fstat(folder), 0o022)  # others may have replaced it meanwhile
+    except BaseException:
+        os.close(folder)
+        raise
+    return mine, folder
+
+
+def _new_file(name: str, folder: int) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)  # of an earlier recorder of this process
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    file = os.open(name, flags, 0o600, dir_fd=folder)
+    try:
+        reserve(file, 0, layout.REGIONS_AT)
+    except BaseException:
+        os.close(file)
         with contextlib.suppress(OSError):
-            old = time.time() - os.path.getmtime(path) > _KEPT_SECONDS
-            if path != keep and (old or number >= _KEPT_JOBS) and not any(map(alive, files(path))):
-                remove(path, files(path))
+            os.unlink(name, dir_fd=folder)
+        raise
+    return file
 
 
-def remove(folder: str, paths: list[str]) -> None:
-    """Remove these files, and the folder if nothing else is in it."""
-    for path in paths:
-        for one in (path, path + _TOLD):
-            with contextlib.suppress(OSError):
-                os.unlink(one)
+def reserve(file: int, at: int, nbytes: int) -> None:
+    """Take room from the file system at once: memory that is mapped to a file which cannot have it ends the process by
+    SIGBUS when it is written to. OSError where there is none; then the file is as long as it was."""
+    try:
+        os.posix_fallocate(file, at, nbytes)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, at)
+        raise
+
+
+class Left(NamedTuple):
+    """The file of a process that has ended."""
+
+    seen: float  # the last time that the process is known to have lived
+    nbytes: int
+    path: str
+
+
+def remove_old(above: str) -> None:
+    """Of the processes that have left files in this base folder: remove those that are old, and the oldest where they
+    take too much room, but for those that ended together with the last one."""
+    found = (left(path) for job in jobs(above) for path in files(job))
+    ended = sorted(filter(None, found), reverse=True)
+    room, now = _KEPT_BYTES, time.time()
+    for one in ended:
+        room -= one.nbytes
+        too_many = room < 0 and one.seen < ended[0].seen - _TOGETHER_SECONDS
+        if too_many or one.seen < now - _KEPT_SECONDS:
+            remove(one.path)
+
+
+def left(path: str) -> Left | None:
+    """None: its process lives, or its file has gone meanwhile."""
+    try:
+        with open(path, "rb") as file:
+            head, found = file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), os.fstat(file.fileno())
+    except OSError:
+        return None
+    *_, wall, clock = layout.IDENTITY.unpack_from(head, layout.IDENTITY_AT)[:6]
+    looked, _, _ = layout.LOOK.unpack_from(head, layout.LOOK_AT)
+    # A file's own time is that of its first page that was written to, where the file system is in memory.
+    now, looked = time.time(), looked + wall - clock
+    seen = max(found.st_mtime, looked if looked <= now else 0.0)
+    here = layout.get(head, *layout.TEXTS["machine"]) == machine()
+    lives = alive(path) if here else seen > now - _SILENT_SECONDS
+    return None if lives else Left(seen, found.st_blocks * 512, path)
+
+
+def remove(path: str) -> None:
+    """Remove the file of a process and what lies beside it under its name, and the folder if nothing else is in it."""
+    folder, name = os.path.split(path)
     with contextlib.suppress(OSError):
+        for one in os.listdir(folder):
+            if one.startswith(name):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(folder, one))
         os.rmdir(folder)
 
 
@@ -132,34 +241,42 @@ def end_of(path: str) -> tuple[int, bool]:
 
 def tell(path: str, text: str) -> None:
     """Leave a text for the process of this file, whose watchdog prints it: that others wait for it."""
+    mine = f"{path}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        mine = f"{path}.{os.getpid()}"
-        with open(mine, "x") as file:
-            file.write(text)
-        os.replace(mine, path + _TOLD)
+        try:
+            with open(mine, "x", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            os.replace(mine, path + _TOLD)
+        except OSError:  # no room
+            os.unlink(mine)
 
 
 def told(path: str) -> str:
     """What was left for the process of this file, once."""
     with contextlib.suppress(OSError):
-        with open(path + _TOLD, errors="replace") as file:
-            text = file.read(_MOST_TOLD)
-        os.unlink(path + _TOLD)
-        return text
+        file = os.open(path + _TOLD, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            text = os.read(file, _MOST_TOLD).decode(errors="replace")
+        finally:
+            os.close(file)
+            os.unlink(path + _TOLD)
+        return layout.printable(text, lines=True)
     return ""
 
 
 def alive(path: str) -> bool:
     """Whether the process of this file is still there, as far as this machine knows."""
     found = re.search(r"-(\d+)-(\d+)\.watch$", path)
-    return found is None or started(int(found[1])) == int(found[2])
+    try:
+        return found is None or begun_at(found[1]) == int(found[2])
+    except OSError:  # it cannot be told
+        return True
 
 
-def _check_private(folder: str) -> None:
-    """Others may have made a folder of this name before, to read what is written into it."""
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(1, "it is not a private folder of this user (mode 0700)")
+def _check_private(path: str, found: os.stat_result, others: int) -> None:
+    """Others may have made a folder of this name before, to read or fake what is in it."""
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & others:
+        raise PermissionError(1, "expected a folder of this user, no link, that others may not write to", path)
 
 
 def _plain(name: str) -> str:

@@ -35,6 +35,8 @@ FIXED = struct.Struct("=24sIQ")
 # pid, its start in ticks, rank, world, wall and monotonic clock of one moment, slots, segments, rows, strings
 IDENTITY = struct.Struct("=IQiiddIIII")
 IDENTITY_AT = 64
+BORN = struct.Struct("=d")  # wall clock when the process began, before it imported anything; 0: not known
+BORN_AT = 120
 TEXTS = {"host": (192, 64), "machine": (256, 128), "job": (384, 128), "command": (512, 256), "library": (768, 128)}
 
 # What changes: by the watchdog at each look, and at the end.
@@ -154,6 +156,14 @@ def put(memory: memoryview, at: int, nbytes: int, text: str) -> None:
     memory[at : at + nbytes] = data.ljust(nbytes, b"\0")
 
 
-def get(memory: memoryview | bytes, at: int, nbytes: int) -> str:
-    """The text there, up to its end."""
-    return bytes(memory[at : at + nbytes]).partition(b"\0")[0].decode("utf-8", "replace")
+def get(memory: memoryview | bytes, at: int, nbytes: int, lines: bool = False) -> str:
+    """The text there, up to its end, as `printable`."""
+    return printable(bytes(memory[at : at + nbytes]).partition(b"\0")[0].decode("utf-8", "replace"), lines)
+
+
+def printable(text: str, lines: bool = False) -> str:
+    """A text that somebody else has written, as it may be shown: without what a terminal obeys or a reader cannot see.
+    For all that is read, where it is read. lines: it may have several."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or (lines and one == "\n") else "?" for one in text)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import os
-import re
 import stat
 import struct
 import time
@@ -26,25 +25,24 @@ _SLACK_SECONDS = 120.0  # memory that is written to reaches the times of its fil
 _ANSWER_SECONDS = 1.0  # in which a process says where its threads are; its watchdog looks twice a second
 _PAUSE = 0.02
 _TRIES = 5  # copies of a region that is being written to
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_STACK = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
 class BadRecord(ValueError):
     """A file that is no flight recorder's, or was cut short, or damaged; says which, and how."""
 
 
-def read_folder(path: str, *, uid: str = "", since: float = 0.0) -> tuple[list[Process], list[str]]:
+def read_folder(path: str, *, uid: str = "", since: float = 0.0, calls: bool = True) -> tuple[list[Process], list[str]]:
     """The records of all files in this folder, and in the folders of jobs in it; and the problems met.
 
     uid    only those of processes that are or were in this communicator
+    calls  with the calls of each, which are nearly all of it
     since  when that was made: what was left before is not looked into"""
     records, problems = [], []
     paths = [path] if not os.path.isdir(path) else sorted(_paths(path, since))
     for one in paths[:_MOST_FILES]:
         try:
             if not uid or _has(one, uid):
-                records.append(read_file(one))
+                records.append(read_file(one, calls))
         except BadRecord as error:
             problems.append(str(error))
         except FileNotFoundError:
@@ -91,10 +89,10 @@ def ranks(path: str, uid: str, since: float = 0.0) -> set[int]:
     return found
 
 
-def read_file(path: str) -> Process:
+def read_file(path: str, calls: bool = True) -> Process:
     """What the file says. BadRecord if it is none; OSError if it cannot be opened."""
     with _Bytes(path) as data:
-        return data.process()
+        return data.process(calls)
 
 
 def ask(processes: Iterable[Process]) -> bool:
@@ -196,7 +194,7 @@ class _Bytes:
 
     def text(self, region: int, what: str) -> str:
         where, nbytes = layout.COMM_TEXTS[what]
-        return _clean(layout.get(self.at(region + where, nbytes), 0, nbytes))
+        return layout.get(self.at(region + where, nbytes), 0, nbytes)
 
     def rank(self, region: int) -> int:
         """Of a communicator that is there, or has ended; -1: neither."""
@@ -213,14 +211,15 @@ class _Bytes:
             return ""
         if not self._strings:
             self._strings = self.at(layout.HEADER_BYTES, layout.STRINGS * layout.STRING_BYTES)
-        return _clean(layout.get(self._strings, number * layout.STRING_BYTES, layout.STRING_BYTES))
+        return layout.get(self._strings, number * layout.STRING_BYTES, layout.STRING_BYTES)
 
-    def process(self) -> Process:
+    def process(self, calls: bool) -> Process:
         pid, start, rank, _, wall, *_ = self.identity
         seen, where_at, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
         ended, kind = layout.END.unpack_from(self.head, layout.END_AT)
-        texts = {name: _clean(layout.get(self.head, *place)) for name, place in layout.TEXTS.items()}
-        end = _clean(layout.get(self.head, layout.END_TEXT_AT, layout.END_TEXT_BYTES))
+        (born,) = layout.BORN.unpack_from(self.head, layout.BORN_AT)
+        texts = {name: layout.get(self.head, *place) for name, place in layout.TEXTS.items()}
+        end = layout.get(self.head, layout.END_TEXT_AT, layout.END_TEXT_BYTES)
         record = Process(
             pid=pid,
             host=texts["host"],
@@ -229,14 +228,15 @@ class _Bytes:
             command=texts["command"],
             rank=rank,
             path=self.path,
+            born=born if 0 < born < _MOST_SECONDS else 0.0,
             started=wall if 0 < wall < _MOST_SECONDS else 0.0,
             now=time.time(),
             heartbeat=self.seconds(seen),
-            where=_clean(layout.get(self.head, layout.WHERE_AT, layout.WHERE_BYTES)),
+            where=layout.get(self.head, layout.WHERE_AT, layout.WHERE_BYTES),
             where_at=self.seconds(where_at),
-            stack=_STACK.sub("?", layout.get(self.head, layout.STACK_AT, layout.STACK_BYTES)),
+            stack=layout.get(self.head, layout.STACK_AT, layout.STACK_BYTES, lines=True),
             end=end or ("exit" if ended and kind == layout.CLEAN else ""),
-            end_site=_clean(layout.get(self.head, layout.END_SITE_AT, layout.END_SITE_BYTES)),
+            end_site=layout.get(self.head, layout.END_SITE_AT, layout.END_SITE_BYTES),
             end_at=self.seconds(ended),
         )
         here = texts["machine"] == folder.machine()
@@ -244,14 +244,14 @@ class _Bytes:
         record.state = DEAD if ended else state_of(pid, start) if here else UNKNOWN
         if here:
             record.now = self.seconds(time.monotonic())  # by the clock of the file, also if the other was set
-        record.comms = [comm for at in self.regions() if (comm := self.comm(at, record.state)) is not None]
+        record.comms = [comm for at in self.regions() if (comm := self.comm(at, calls)) is not None]
         return record
 
-    def comm(self, at: int, state: str) -> CommRecord | None:
+    def comm(self, at: int, calls: bool) -> CommRecord | None:
         """The communicator of the region there; None where there is none."""
         for _ in range(_TRIES):
             before = self.at(at, layout.REGION_HEAD)
-            data = self.at(at, self.region.nbytes)
+            data = self.at(at, self.region.nbytes) if calls else before
             after = self.at(at, layout.REGION_HEAD)
             ring = layout.RING_AT
             if before[ring : ring + 8] == after[ring : ring + 8] and before[128:192] == after[128:192]:
@@ -261,7 +261,7 @@ class _Bytes:
             return None  # free, or only being made
         if not 0 <= rank < size:
             raise self.bad(f"damaged: rank {rank} of {size}")
-        texts = {what: _clean(layout.get(data, *place)) for what, place in layout.COMM_TEXTS.items()}
+        texts = {what: layout.get(data, *place) for what, place in layout.COMM_TEXTS.items()}
         (ended_at,) = layout.COMM_END.unpack_from(data, layout.COMM_END_AT)
         comm = CommRecord(
             uid=texts["uid"],
@@ -277,7 +277,8 @@ class _Bytes:
             ended_site=texts["ended_site"],
             ended_at=self.seconds(ended_at),
         )
-        self._calls(data, comm, texts["error"])
+        if calls:
+            self._calls(data, comm, texts["error"])
         comm.entered = max((call.number for call in comm.calls), default=0)
         done = [call.number for call in comm.calls if call.state == COMPLETED]
         comm.completed = max(done, default=0)
@@ -384,20 +385,13 @@ class _Bytes:
 def state_of(pid: int, start: int) -> str:
     """What the process with this number, started at that tick, is doing on this machine."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            words = file.read().rpartition(b")")[2].split()
-        letter, ticks = words[0], int(words[19])
-    except (OSError, IndexError, ValueError):
+        words = folder.words_of(pid)
+    except OSError:  # no descriptor is left here, which says nothing of that process
+        return UNKNOWN
+    if not words or int(words[19]) != start or words[0] in (b"Z", b"X"):
         return DEAD
-    if ticks != start or letter in (b"Z", b"X"):
-        return DEAD
-    return STOPPED if letter in (b"T", b"t") else RUNNING
+    return STOPPED if words[0] in (b"T", b"t") else RUNNING
 
 
 def _name(kind: Any, value: int) -> str:
     return str(kind(value).name) if value in kind._value2member_map_ else ""
-
-
-def _clean(text: str) -> str:
-    """Without what a terminal would obey."""
-    return _UNPRINTABLE.sub("?", text)

@@ -1,13 +1,12 @@
 """The flight recorder of this process: its file, with what is true of the whole process. Calls are written by track.py.
 
 The file is mapped into memory, so what was written is there after kill -9, os._exit or a crash. It is made with the
-first communicator, its room taken from the file system at once, so that a full disk is an error then and not a crash
-later.
+first communicator, and grows with each, its room taken from the file system at once. What cannot be had - room, a
+folder, a descriptor - is done without, in memory that nobody else sees, with one warning: it ends no job.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import sys
@@ -41,38 +40,53 @@ class Recorder:
         self.ended = 0  # how, once this process is about to end
         self.beside: list[str] = []  # other files that go when the job has ended well
         self._ended: list[memoryview] = []  # regions of communicators that have ended, oldest first
+        self._warned = False
         self.path, self._file = self._open()
-        self.head = self._map(0, layout.REGIONS_AT)
+        self.head = self._map_head()
         self._write_head()
 
     def _open(self) -> tuple[str, int]:
-        """The path of the file and its descriptor; ("", -1): in memory alone, where the default folder is of no use."""
+        """The path of the file and its descriptor; ("", -1): in memory alone."""
+        where = folder.base()
         try:
-            where = folder.prepare()
-            name = folder.name_of_file(_rank(), self.pid, folder.started())
-            path = os.path.join(where, name)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # of an earlier recorder of this process
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                os.posix_fallocate(file, 0, layout.REGIONS_AT)
-            except OSError:
-                os.close(file)
-                os.unlink(path)
-                raise
-            folder.remove_old(os.path.dirname(where), where)
-            return path, file
+            folder.remove_old(where)
+            return folder.create(folder.name_of_file(_rank(), self.pid, folder.started()))
         except Exception as error:
-            if self.settings.folder:
-                raise
-            warnings.warn(f"no flight recorder: {error}", RuntimeWarning, stacklevel=5)
+            self._do_without(error, where, "this process's calls")
             return "", -1
 
     def _map(self, at: int, nbytes: int) -> memoryview:
+        """This part of the file, which it is made longer for; OSError where that cannot be."""
         if self._file < 0:
             return memoryview(mmap.mmap(-1, nbytes))
-        os.posix_fallocate(self._file, at, nbytes)
+        folder.reserve(self._file, at, nbytes)
         return memoryview(mmap.mmap(self._file, nbytes, offset=at))
+
+    def _map_head(self) -> memoryview:
+        try:
+            return self._map(0, layout.REGIONS_AT)
+        except OSError as error:  # no descriptor is left: a map takes another one
+            os.close(self._file)
+            folder.remove(self.path)
+            self._do_without(error, self.path, "this process's calls")
+            self.path, self._file = "", -1
+            return self._map(0, layout.REGIONS_AT)
+
+    def _do_without(self, error: Exception, path: str, what: str) -> None:
+        """Say so, once, and go on."""
+        if self._warned:
+            return
+        self._warned = True
+        path = getattr(error, "filename", None) or path
+        text = (
+            f"{path}: {getattr(error, 'strerror', None) or error}: the flight recorder goes on in memory alone, so "
+            f"`python -m pynccl hang` and the other ranks do not see {what}\n"
+            "  make room, set PYNCCL_WATCH_DIR to a private folder that this user may write to, or PYNCCL_WATCH=off"
+        )
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # -W error; but what it warns of must not end the job
+            print(f"RuntimeWarning: {text}", file=sys.stderr, flush=True)
 
     def _write_head(self) -> None:
         head, region = self.head, self.region
@@ -80,7 +94,7 @@ class Recorder:
             "host": os.uname().nodename,
             "machine": folder.machine(),
             "job": folder.job(),
-            "command": " ".join(sys.orig_argv[:1] + sys.argv) or "python",
+            "command": " ".join(map(str, sys.orig_argv[:1] + sys.argv)) or "python",
         }
         for name, text in texts.items():
             layout.put(head, *layout.TEXTS[name], text)
@@ -98,6 +112,7 @@ class Recorder:
             layout.ROWS,
             layout.STRINGS,
         )
+        layout.BORN.pack_into(head, layout.BORN_AT, folder.born())
         layout.LOOK.pack_into(head, layout.LOOK_AT, now(), 0, 0)
         layout.FIXED.pack_into(head, 0, layout.MAGIC, layout.VERSION, layout.ORDER)  # last: from now on it can be read
 
@@ -122,7 +137,8 @@ class Recorder:
         return number
 
     def new_region(self) -> memoryview | None:
-        """Memory for one more communicator: of one that has ended long ago, else at the end of the file."""
+        """Memory for one more communicator: of one that has ended long ago, else at the end of the file. None: there is
+        none for it."""
         with self._lock:
             if len(self._ended) > _FORGOTTEN:
                 memory = self._ended.pop(0)
@@ -130,7 +146,11 @@ class Recorder:
                 return memory
             if self._regions >= layout.MOST_REGIONS:
                 return None
-            memory = self._map(layout.REGIONS_AT + self._regions * self.region.nbytes, self.region.nbytes)
+            try:
+                memory = self._map(layout.REGIONS_AT + self._regions * self.region.nbytes, self.region.nbytes)
+            except OSError as error:
+                self._do_without(error, self.path, "communicators that are made from now on")
+                return None
             self._regions += 1
             seen, where, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
             layout.LOOK.pack_into(self.head, layout.LOOK_AT, seen, where, self._regions)

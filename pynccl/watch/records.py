@@ -10,9 +10,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from .layout import printable
+
 # How far a call has come. INSIDE: its C function has not returned, as far as is known. ISSUED: it has; the call is on a
 # stream, and COMPLETED once the stream has passed it, which is learnt by polls only. FAILED: it has raised.
 INSIDE, ISSUED, COMPLETED, FAILED = "inside", "issued", "completed", "failed"
+
+_MOST = 1 << 63  # what a number of another's may be; JSON has longer ones
+_LONGEST = 1 << 16  # characters of a text of another's
 
 # What a process is. UNKNOWN: on another machine, or in another container.
 RUNNING, STOPPED, DEAD, UNKNOWN = "running", "stopped", "dead", "unknown"
@@ -102,6 +107,7 @@ class ProcessRecord:
 
     host       host name; machine: what tells machines (and containers) apart
     rank       RANK of the launch, -1 without one
+    born       when it was started; started: when its record was; 0.0 where that is not known
     now        when this was read; heartbeat: when its watchdog last wrote into the file
     where      "data.py:41 next_batch": the innermost line of the user in its main thread, at where_at
     stack      the main thread, or the thread that is inside a call: one line per frame, outermost first; "" if unknown
@@ -117,6 +123,7 @@ class ProcessRecord:
     rank: int = -1
     path: str = ""
     command: str = ""
+    born: float = 0.0
     started: float = 0.0
     now: float = 0.0
     heartbeat: float = 0.0
@@ -136,7 +143,7 @@ def to_json(process: ProcessRecord) -> dict[str, Any]:
 
 
 def from_json(values: Any) -> ProcessRecord:
-    """The record of what `to_json` gave; ValueError for anything else."""
+    """The record of what `to_json` gave, its texts as they may be shown; ValueError for anything else."""
     return _record(ProcessRecord, values)
 
 
@@ -168,19 +175,22 @@ def _record(kind: Any, values: Any) -> Any:
                 raise ValueError(f"{kind.__name__}.{name}: expected a list")
             given[name] = [_record(_NESTED[name], item) for item in value]
         else:
-            given[name] = _checked(f"{kind.__name__}.{name}", str(known[name].type), value)
+            given[name] = checked(f"{kind.__name__}.{name}", str(known[name].type), value)
     required = {name for name, one in known.items() if one.default is one.default_factory is dataclasses.MISSING}
     if missing := sorted(required - given.keys()):
         raise ValueError(f"{kind.__name__}: {', '.join(missing)} missing")
     return kind(**given)
 
 
-def _checked(what: str, kind: str, value: Any) -> Any:
+def checked(what: str, kind: str, value: Any) -> Any:
+    """A value out of JSON that somebody else has written, if it is of this kind; else ValueError."""
+    if type(value) is int and not -_MOST <= value < _MOST:
+        raise ValueError(f"{what}: a number of {value.bit_length()} bits")
     if kind.startswith("tuple"):
         if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-            return tuple(value)
+            return tuple(printable(item[:_LONGEST]) for item in value)
     elif kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     elif type(value).__name__ == kind:
-        return value
+        return printable(value[:_LONGEST], what.endswith(".stack")) if kind == "str" else value
     raise ValueError(f"{what}: expected {kind}, got {type(value).__name__}")

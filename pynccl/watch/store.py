@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..comm.deadline import GRACE_SECONDS, Clock, Wait
+from .layout import printable
 
 T = TypeVar("T")
 
@@ -32,7 +33,8 @@ def lines(store: Any, key: str) -> list[str]:
 
 
 def read(store: Any, key: str) -> str:
-    return str(store.get(key).decode(errors="replace"))
+    """A text, which anybody may have put there who reaches the store, as it may be shown."""
+    return printable(str(store.get(key).decode(errors="replace")), lines=True)
 
 
 def _appends(store: Any) -> bool:

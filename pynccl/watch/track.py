@@ -47,7 +47,7 @@ class Track:
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int, careful: bool) -> None:
         memory = recorder.new_region()
         self.kept = memory is not None
-        if memory is None:  # more communicators than the file has room for: written, but nowhere to be read
+        if memory is None:  # the file has no room for it: written, but nowhere to be read
             memory = memoryview(mmap.mmap(-1, recorder.region.nbytes))
         region = recorder.region
         self.recorder, self.memory, self.region = recorder, memory, region

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -405,6 +406,12 @@ BROKEN = {
     "no object": b'{"processes": [7]}',
     "deep": b'{"processes": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "long number": b'{"processes": [{"pid": ' + b"9" * 10_000 + b', "host": "y"}]}',
+    "400 digits": b'{"processes": [{"pid": ' + b"9" * 400 + b', "host": "y"}]}',
+    "400 digits of seconds": b'{"processes": [{"pid": 1, "host": "y", "now": ' + b"9" * 400 + b"}]}",
+    "400 digits of a size": b'{"processes": [{"pid": 1, "host": "y", "comms": [{"uid": "u", "name": "n", "rank": 0, '
+    b'"size": ' + b"9" * 400 + b"}]}]}",
+    "400 digits of a count": b'{"processes": [{"pid": 1, "host": "y", "comms": [{"uid": "u", "name": "n", "rank": 0, '
+    b'"size": 1, "calls": [{"entry": 1, "number": 1, "operation": "o", "count": ' + b"9" * 400 + b"}]}]}]}",
 }
 
 
@@ -418,11 +425,35 @@ def test_a_file_that_is_broken_is_named_and_the_others_are_read(kind: str, tmp_p
     assert "1 file could not be read:" in text and "broken.json: " in text
 
 
+def test_a_pipe_is_no_file(tmp_path: Path, printed: Printed) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    assert run(str(tmp_path / "pipe.json")) == 2
+    assert "pipe.json: no regular file" in printed()[1]
+
+
+def test_of_a_text_without_end_as_much_is_read_as_can_be_shown(tmp_path: Path, printed: Printed) -> None:
+    processes = missing(4)
+    processes[0].host = processes[0].end = processes[0].comms[0].name = "x" * 10_000_000
+    assert run(saved(tmp_path / "a.json", processes)) == 1
+    assert len(printed()[0]) < 10_000
+
+
+def test_what_comes_out_of_json_can_be_shown_as_it_is(tmp_path: Path) -> None:
+    processes = missing(2)
+    for one in processes:
+        one.host = one.command = one.stack = HOSTILE
+        one.comms[0].name, one.comms[0].aliases, one.comms[0].calls[0].site = HOSTILE, (HOSTILE,), HOSTILE
+    (tmp_path / "a.json").write_text(json.dumps({"processes": [to_json(one) for one in processes]}))
+    for one in sources.find([str(tmp_path)], None).processes:
+        comm = one.comms[0]
+        assert all(text.isprintable() for text in (one.host, one.command, comm.name, *comm.aliases, comm.calls[0].site))
+        assert all(line.isprintable() for line in one.stack.split("\n")) and "\n" in one.stack
+
+
 def test_where_nothing_is_found_it_says_where_it_looked_and_what_to_do(
     tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "base", lambda: str(tmp_path))
-    monkeypatch.setattr(sources, "jobs", lambda path: [])
     assert run() == 2
     text = printed()[1]
     assert str(tmp_path) in text and "PYNCCL_WATCH=off" in text and "hang DIR" in text
@@ -443,15 +474,19 @@ def test_without_arguments_it_takes_the_newest_job_that_lives(
     printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = {"newest": missing(2, ()), "alive": missing(4), "old": missing(2)}
+    for age, (name, processes) in enumerate(jobs.items()):
+        for one in processes:
+            one.job, one.comms[0].uid, one.state = name, name, RUNNING if name == "alive" else DEAD
+            one.heartbeat, one.pid = one.heartbeat - age, one.pid + 100 * age
+    everyone = [one for processes in jobs.values() for one in processes]
     monkeypatch.setattr(sources, "base", lambda: "/base")
-    monkeypatch.setattr(sources, "jobs", lambda path: [f"{path}/{name}" for name in jobs])
-    monkeypatch.setattr(sources, "_lives", lambda path: path.endswith("alive"))
-    monkeypatch.setattr(sources, "read_folder", lambda path: (jobs[path.rpartition("/")[2]], []))
+    monkeypatch.setattr(sources, "read_folder", lambda path, calls: (everyone, []))
     assert run() == 1
     text = printed()[0]
     assert "alive: 4 processes" in text
-    assert "2 other jobs: --job ID\n    newest  ended\n    old  ended" in text
-    assert run("--job", "newest") == 0
+    ended = "2 processes, none of them running here"
+    assert f"2 other jobs: --job ID\n    newest  {ended}\n    old  {ended}" in text
+    assert run("--job", "newest") == 1  # both have ended
     assert run("--job", "gone") == 2
     assert "newest" in printed()[1]
 

@@ -23,7 +23,7 @@ ORDER: dict[str, str] = {
         bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         comm.deadline comm.observing
-        watch.records watch.layout watch.settings watch.folder watch.frames watch.notes watch.recorder watch.rows
+        watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder watch.rows
         watch.track watch.reader watch.wording watch.members watch.waits watch.disagreements watch.findings
         watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends
         watch.progress watch.watchdog
@@ -39,8 +39,8 @@ ORDER: dict[str, str] = {
         tools.explain.colours tools.explain.moves tools.explain.operations tools.explain.adjoint_words
         tools.explain.words tools.explain.calls tools.explain.execute tools.explain.arrows tools.explain.terminal
         tools.explain.picture tools.explain.options tools.explain.page tools.explain
-        tools.hang.clean tools.hang.sources tools.hang.table tools.hang.ras tools.hang.report tools.hang.clocks
-        tools.hang.timeline tools.hang
+        tools.hang.clean tools.hang.runs tools.hang.sources tools.hang.listing tools.hang.table tools.hang.ras
+        tools.hang.report tools.hang.clocks tools.hang.timeline tools.hang
         tools.perf.options tools.perf.data tools.perf.operations tools.perf.timing tools.perf.beside_torch
         tools.perf.ways tools.perf.report tools.perf.measure tools.perf.surroundings tools.perf __main__
     """,

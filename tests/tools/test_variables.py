@@ -24,10 +24,9 @@ NONSENSE = {
     "PYNCCL_WATCH": (("maybe", "-1"), "on, off, sites"),
     "PYNCCL_WATCH_ACTION": (("panic", "0"), "report, raise"),
     "PYNCCL_WATCH_CALLS": (("many", "0", "-1", "1e9"), "8 to 32768"),
-    "PYNCCL_WATCH_DIR": (("/proc/nowhere", "/etc/hostname"), "a folder that this user may write to"),
     "PYNCCL_WATCH_TIMEOUT": (("never", "-1", "nan", "1e400"), "seconds, such as 60; 0 to never look"),
 }
-ANY = {"PYNCCL_CACHE"}  # a folder that cannot be written is as good as none
+ANY = {"PYNCCL_CACHE", "PYNCCL_WATCH_DIR"}  # a folder that cannot be written to is as good as none
 CASES = [(name, value) for name, (values, _) in NONSENSE.items() for value in values]
 PROGRAM = """
 import pynccl

@@ -498,6 +498,11 @@ def dead(process: Process) -> ProcessRecord:
 # What is at the store may be anything
 
 HOSTILE = ["", "[", "{}", "null", "[1, 2]", '{"pid": "x", "host": 1}', "[" * 100000, '"\ud800"', "\x00\xff", "9" * 5000]
+HOSTILE += [
+    '{"pid": 1, "host": "h", "now": ' + "9" * 400 + "}",
+    '["world", 0, 1, "h", ' + "9" * 400 + "]",
+    '[2, "h", ' + "9" * 400 + ', "m"]',
+]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))

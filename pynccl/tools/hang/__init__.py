@@ -14,7 +14,7 @@ from typing import Any
 from ...bindings.errors import NcclInvalidUsage
 from ...watch.records import RUNNING, STOPPED, to_json
 from .. import command
-from . import ras, report, sources, timeline
+from . import listing, ras, report, sources, timeline
 from .clean import line
 
 WATCH_SECONDS = 2.0
@@ -26,6 +26,7 @@ and pass all of them at once.
 
 examples:
   python -m pynccl hang                         # the newest job
+  python -m pynccl hang --list                  # which jobs there are
   python -m pynccl hang --stacks --calls 5      # with the Python stacks, and the last calls of each rank
   python -m pynccl hang --json                  # for programs
   python -m pynccl hang --timeline trace.json   # its last calls, for ui.perfetto.dev
@@ -36,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dir", nargs="*", metavar="DIR", help="a job's folder, a folder of jobs, files, or saved --json"
     )
+    parser.add_argument("--list", action="store_true", help="the jobs that there are: state, age, size, program")
     parser.add_argument("--job", metavar="ID", help="the job, where there are several")
     parser.add_argument("--json", action="store_true", help="print one JSON object: the verdict, and all records")
     parser.add_argument("--calls", type=_positive, default=0, metavar="N", help="also the last N calls of each rank")
@@ -57,8 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what was found. Exit code: 0 nothing is wrong, 1 something is, 2 there was nothing to look at."""
     if arguments.watch is not None and arguments.json:
         return _refused("--watch prints for people: leave --json away, or call it again and again")
+    if arguments.list and (arguments.watch is not None or arguments.job or arguments.timeline):
+        return _refused("--list says which jobs there are: leave --watch, --job and --timeline away")
     try:
         with contextlib.suppress(KeyboardInterrupt):  # while watching, the way to end it
+            if arguments.list:
+                return _list(arguments)
             if arguments.watch is not None:
                 return _watched(arguments)
             return _look(arguments, asking=not arguments.no_ras)[0]
@@ -86,6 +92,15 @@ def _look(arguments: argparse.Namespace, asking: bool) -> tuple[int, sources.Job
     return (1 if verdict.wrong else 0), job
 
 
+def _list(arguments: argparse.Namespace) -> int:
+    found, problems = sources.all_runs(arguments.dir)
+    if arguments.json:
+        _print(_dumped({"jobs": listing.as_json(found), "problems": problems}))
+    else:
+        _print("\n".join([listing.text(found), *report.unread(problems)]))
+    return command.GOOD
+
+
 def _lives_here(job: sources.Job) -> bool:
     """If not, the RAS service that listens on this machine would speak of another job."""
     here = os.uname().nodename
@@ -101,7 +116,7 @@ def _watched(arguments: argparse.Namespace) -> int:
             _print("\nnone of its processes lives any more")
             return code
         sys.stdout.flush()
-        arguments.job = arguments.job or (job.name if not arguments.dir else None)
+        arguments.job = f"{job.processes[0].job}@{job.processes[0].pid}"
         time.sleep(arguments.watch)
 
 

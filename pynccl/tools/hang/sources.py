@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
-from ...watch.records import RUNNING, STOPPED, ProcessRecord, from_json
+from ...watch.records import RUNNING, ProcessRecord, from_json
+from .runs import LIVING, Run, chosen, listed, lives, named, runs
 
 _MOST_BYTES = 1 << 28  # of a JSON file
 _DEPTH = 3  # folders within folders: collected/node0/job
-_LIVING = (RUNNING, STOPPED)
 _PATIENCE = 2.0  # seconds that a rank of a running job may wait for another
 
 
@@ -37,7 +37,7 @@ class Job:
 
     @property
     def living(self) -> bool:
-        return any(one.state in _LIVING for one in self.processes)
+        return lives(self.processes)
 
 
 def find(places: list[str], job: str | None) -> Job:
@@ -60,17 +60,10 @@ def base() -> str:
     return str(folder.base())
 
 
-def jobs(path: str) -> list[str]:
-    """Folders of jobs in a base folder, the newest first."""
-    from ...watch import folder
-
-    return [str(one) for one in folder.jobs(path)]
-
-
-def read_folder(path: str) -> tuple[list[ProcessRecord], list[str]]:
+def read_folder(path: str, calls: bool = True) -> tuple[list[ProcessRecord], list[str]]:
     from ...watch import reader
 
-    return reader.read_folder(path)
+    return reader.read_folder(path, calls=calls)
 
 
 def read_file(path: str) -> ProcessRecord:
@@ -100,60 +93,14 @@ def render(verdict_: Any) -> str:
     return verdict.render(verdict_)
 
 
-# ------------------------------------------------------------------------------------------- without a folder
+# ------------------------------------------------------------------------------------------- which runs there are
 
 
-def _in_base(folder: str, job: str | None) -> Job:
-    """The newest job that has living processes, else the newest; or the one that was named."""
-    found = jobs(folder)
-    if not found:
-        raise NothingFoundError(
-            f"no job has left a record in {folder}\n"
-            "  was it started with PYNCCL_WATCH=off, by another user, or with another PYNCCL_WATCH_DIR?\n"
-            "  a job that has ended without an error removes its record\n"
-            "  pass the folder: python -m pynccl hang DIR"
-        )
-    chosen = _named(found, job, folder) if job else next(filter(_lives, found), found[0])
-    processes, problems = read_folder(chosen)
-    if not processes:
-        raise NothingFoundError("\n  ".join([f"no file in {chosen} could be read:", *problems]))
-    others = [(_name(one), "running" if _lives(one) else "ended") for one in found if one != chosen]
-    return Job(_name(chosen), processes, [chosen], problems, others)
-
-
-def _named(found: list[str], job: str, folder: str) -> str:
-    for one in found:
-        if _name(one) == job:
-            return one
-    alike = [one for one in found if job in _name(one)]
-    if len(alike) == 1:
-        return alike[0]
-    _no_such_job(job, folder, map(_name, alike or found))
-
-
-def _no_such_job(job: str, where: str, names: Iterable[str]) -> NoReturn:
-    rows = "\n  ".join(names)
-    raise NothingFoundError(f"--job {job}: no job of that name in {where}; there are\n  {rows}")
-
-
-def _name(path: str) -> str:
-    return os.path.basename(os.path.normpath(path))
-
-
-def _lives(path: str) -> bool:
-    """Whether a process of the job lives, by the names of its files alone: there may be many jobs."""
-    from ...watch import folder
-
-    numbers = (re.search(r"-(\d+)-(\d+)\.watch$", one) for one in map(str, folder.files(path)))
-    return any(found and folder.started(int(found[1])) == int(found[2]) for found in numbers)
-
-
-# ------------------------------------------------------------------------------------------- folders and files
-
-
-def _in_places(places: list[str], job: str | None) -> Job:
-    """All that is in these places, which may have been collected from several machines: the job asked for, else that
-    with living processes, else the newest."""
+def all_runs(places: list[str]) -> tuple[list[Run], list[str]]:
+    """What there is in these places, else in the user's base folder, where the calls are left out; and the problems
+    met."""
+    if not places:
+        return _runs_in_base(base())
     records: list[ProcessRecord] = []
     problems: list[str] = []
     for place in places:
@@ -161,21 +108,65 @@ def _in_places(places: list[str], job: str | None) -> Job:
             records += found
             problems += wrong
     if not records:
+        expected = problems or ["expected files *.watch, folders of them, or what --json has written"]
+        raise NothingFoundError("\n  ".join([f"no record in {', '.join(places)}", *expected]))
+    return runs(records), problems
+
+
+def _runs_in_base(folder: str) -> tuple[list[Run], list[str]]:
+    records, problems = read_folder(folder, calls=False)
+    if not records and problems:
+        raise NothingFoundError("\n  ".join([f"no file in {folder} could be read:", *problems]))
+    if not records:
         raise NothingFoundError(
-            "\n  ".join(
-                [
-                    f"no record in {', '.join(places)}",
-                    *(problems or ["expected files *.watch, folders of them, or what --json has written"]),
-                ]
-            )
+            f"no job has left a record in {folder}\n"
+            "  was it started with PYNCCL_WATCH=off, by another user, or with another PYNCCL_WATCH_DIR?\n"
+            "  a job that has ended without an error removes its record\n"
+            "  pass the folder: python -m pynccl hang DIR"
         )
-    groups = _by_job(records)
-    if job:
-        asked = [group for group in groups if any(job == one.job for one in group)]
-        if not asked:
-            _no_such_job(job, ", ".join(places), map(_name_of, groups))
-        groups = asked + [group for group in groups if group not in asked]
-    return Job(_name_of(groups[0]), groups[0], places, problems, [(_name_of(one), _said(one)) for one in groups[1:]])
+    return runs(records), problems
+
+
+def _in_base(folder: str, job: str | None) -> Job:
+    """The newest job that has living processes, else the newest; or the one that was named."""
+    found, problems = _runs_in_base(folder)
+    run = _asked(found, job, folder)
+    processes: list[ProcessRecord] = []
+    for one in run:
+        records, wrong = _file(one.path) if os.path.exists(one.path) else ([], [])  # it has ended well meanwhile
+        processes += records
+        problems += wrong
+    return _job(found, run, processes or run, [folder], problems)
+
+
+def _in_places(places: list[str], job: str | None) -> Job:
+    """All that is in these places, which may have been collected from several machines: the job asked for, else that
+    with living processes, else the newest."""
+    found, problems = all_runs(places)
+    run = _asked(found, job, ", ".join(places))
+    return _job(found, run, run, places, problems)
+
+
+def _asked(found: list[Run], job: str | None, where: str) -> Run:
+    run = chosen(found, job) if job else found[0]
+    if run is None:
+        raise NothingFoundError(f"--job {job}: no job of that name in {where}; there are\n  {listed(found)}")
+    return run
+
+
+def _job(found: list[Run], run: Run, processes: Run, places: list[str], problems: list[str]) -> Job:
+    names = named(found)
+    own = next(name for name, one in names if one is run)
+    return Job(own, processes, places, problems, [(name, said(one)) for name, one in names if one is not run])
+
+
+def said(run: Run) -> str:
+    living = sum(one.state in LIVING for one in run)
+    count = f"{len(run)} process{'es' if len(run) > 1 else ''}"
+    return f"{count}, " + (f"{living} of them running" if living else "none of them running here")
+
+
+# ------------------------------------------------------------------------------------------- folders and files
 
 
 def _read(place: str, depth: int) -> Iterable[tuple[list[ProcessRecord], list[str]]]:
@@ -208,48 +199,13 @@ def _file(path: str) -> tuple[list[ProcessRecord], list[str]]:
 
 def _from_json(path: str) -> list[ProcessRecord]:
     """The processes of an earlier `hang --json`, of this machine or another."""
-    if os.path.getsize(path) > _MOST_BYTES:
-        raise ValueError(f"larger than {_MOST_BYTES >> 20} MiB")
-    with open(path, encoding="utf-8") as file:
-        said: Any = json.load(file)
-    if not isinstance(said, dict) or not isinstance(said.get("processes"), list):
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("no regular file")
+        if found.st_size > _MOST_BYTES:
+            raise ValueError(f"larger than {_MOST_BYTES >> 20} MiB")
+        values: Any = json.load(file)
+    if not isinstance(values, dict) or not isinstance(values.get("processes"), list):
         raise ValueError('not what `python -m pynccl hang --json` writes: expected an object with "processes"')
-    return [from_json(one) for one in said["processes"]]
-
-
-def _by_job(records: list[ProcessRecord]) -> list[list[ProcessRecord]]:
-    """Grouped by the job's name, and by shared communicators where a launch has no name that all its machines know.
-    First those that live, then the newest. A process that was read twice counts once, the newer look."""
-    once: dict[tuple[str, int, float], ProcessRecord] = {}
-    for one in sorted(records, key=lambda one: one.now):
-        once[one.machine or one.host, one.pid, one.started] = one
-    above: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while above.setdefault(name, name) != name:
-            above[name] = name = above[above[name]]
-        return name
-
-    for one in once.values():
-        for comm in one.comms:
-            for uid in filter(None, (comm.uid, *comm.aliases)):
-                above[root(f"comm {uid}")] = root(f"job {one.job}")
-    by_root: dict[str, list[ProcessRecord]] = {}
-    for one in once.values():
-        by_root.setdefault(root(f"job {one.job}"), []).append(one)
-    groups = list(by_root.values())
-    return sorted(groups, key=lambda group: (any(one.state in _LIVING for one in group), _newest(group)), reverse=True)
-
-
-def _newest(group: list[ProcessRecord]) -> float:
-    return max(max(one.started, one.heartbeat, one.end_at) for one in group)
-
-
-def _name_of(group: list[ProcessRecord]) -> str:
-    names = list(dict.fromkeys(one.job for one in group if one.job))
-    return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "") or "a job without a name"
-
-
-def _said(group: list[ProcessRecord]) -> str:
-    living = sum(one.state in _LIVING for one in group)
-    return f"{len(group)} processes, " + (f"{living} of them running" if living else "none of them running here")
+    return [from_json(one) for one in values["processes"]]

@@ -1,0 +1,241 @@
+"""The folder of a job's records: nobody else's, and bounded, whatever killed jobs have left in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pynccl.watch import folder, layout, recorder
+from pynccl.watch.reader import read_folder
+from pynccl.watch.watchdog import Watchdog
+
+SOMEBODY = 54321
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what is another user's")
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder like /tmp, in which anybody may make files."""
+    place = tmp_path / "shared"
+    place.mkdir()
+    place.chmod(0o1777)
+    monkeypatch.setenv("PYNCCL_WATCH_DIR", str(place))
+    return place
+
+
+def refused(shared: Path, why: str = "expected a folder of this user, no link") -> None:
+    with pytest.warns(RuntimeWarning, match=re.escape(str(shared)) + f".*: {why}"):
+        own = recorder.Recorder()
+    assert own.path == ""
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_jobs_folder_that_others_may_write_to_is_not_used(shared: Path, mode: int) -> None:
+    mine = shared / folder.job()
+    mine.mkdir()
+    mine.chmod(mode)
+    refused(shared)
+    assert list(mine.iterdir()) == []
+
+
+@needs_root
+def test_a_jobs_folder_of_another_user_is_not_used(shared: Path) -> None:
+    mine = shared / folder.job()
+    mine.mkdir(0o700)
+    os.chown(mine, SOMEBODY, SOMEBODY)
+    refused(shared)
+    assert list(mine.iterdir()) == []
+
+
+def test_a_jobs_folder_that_is_a_link_is_not_used(shared: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir(0o700)
+    (shared / folder.job()).symlink_to(target)
+    refused(shared)
+    assert list(target.iterdir()) == []
+
+
+def test_a_folder_that_is_replaced_by_a_link_in_between_is_not_used(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, real = tmp_path / "target", os.open
+    target.mkdir(0o700)
+
+    def opened(path: str, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECTORY:
+            os.rename(path, f"{path}.away")
+            os.symlink(target, path)
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+    refused(shared, ".*")
+    assert list(target.iterdir()) == []
+
+
+def test_the_users_own_folder_is_used_again(shared: Path) -> None:
+    first = recorder.Recorder()
+    second = recorder.Recorder()
+    assert Path(first.path).parent == Path(second.path).parent == shared / folder.job()
+    assert (shared / folder.job()).stat().st_mode & 0o777 == 0o700
+    assert Path(second.path).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_that_the_last_process_of_an_earlier_job_removes_is_made_again(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = folder._new_file, [3]
+
+    def late(name: str, descriptor: int) -> int:
+        if left and left.pop():
+            (shared / folder.job()).rmdir()
+        return real(name, descriptor)
+
+    monkeypatch.setattr(folder, "_new_file", late)
+    assert os.path.exists(recorder.Recorder().path)
+
+
+@needs_root
+def test_records_of_another_user_are_not_read(shared: Path) -> None:
+    own = recorder.Recorder()
+    other = shared / "other"
+    other.mkdir()
+    (other / "rank0-1-1.watch").write_bytes(Path(own.path).read_bytes())
+    assert len(read_folder(str(shared))[0]) == 2
+    os.chown(other, SOMEBODY, SOMEBODY)
+    assert [one.path for one in read_folder(str(shared))[0]] == [own.path]
+
+
+def test_the_temporary_folder_is_the_same_for_all_processes_whether_it_is_full_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYNCCL_WATCH_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    tmp_path.chmod(0o500)
+    assert folder.base() == f"{tmp_path}/pynccl-watch-{os.geteuid()}"
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    monkeypatch.delenv("TEMP", raising=False)
+    monkeypatch.delenv("TMP", raising=False)
+    assert folder.base() == f"/tmp/pynccl-watch-{os.geteuid()}"
+
+
+# What others have left for this process
+
+
+HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\u202ee\x1bP1;2\x1b\\f\r\x08g"
+
+
+@pytest.fixture
+def own(shared: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorder:
+    made = recorder.Recorder()
+    monkeypatch.setattr(recorder, "_recorder", made)
+    return made
+
+
+def test_what_was_left_cannot_command_the_terminal(own: recorder.Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    watchdog = Watchdog(own)
+    watchdog.stop()
+    Path(f"{own.path}.told").write_bytes(f"{HOSTILE}\n{HOSTILE}\n".encode() + b"\xff\xfe")
+    watchdog.look()
+    said = capsys.readouterr().err
+    assert said.startswith("pynccl watchdog: other ranks wait for this one\n  a?[31mb?]0;title?c")
+    assert all(line.isprintable() for line in said.split("\n"))
+
+
+def test_a_pipe_or_a_link_in_its_place_does_no_harm(own: recorder.Recorder, tmp_path: Path) -> None:
+    os.mkfifo(f"{own.path}.told")
+    assert folder.told(own.path) == ""
+    (tmp_path / "secret").write_text("secret")
+    os.symlink(tmp_path / "secret", f"{own.path}.told")
+    assert folder.told(own.path) == ""
+    os.unlink(f"{own.path}.told")
+    folder.tell(own.path, "text")
+    assert folder.told(own.path) == "text"
+
+
+# A bound
+
+
+@pytest.fixture
+def killed(own: recorder.Recorder) -> Iterator[Killed]:
+    yield Killed(own)
+
+
+class Killed:
+    """Makes what processes that were killed have left."""
+
+    def __init__(self, own: recorder.Recorder) -> None:
+        self.data, self.base, self.number = Path(own.path).read_bytes(), Path(own.path).parent.parent, 0
+
+    def make(
+        self, job: str, ago: float, *, size: int = 1 << 20, machine: str = "", pid: int = 0, start: int = 1
+    ) -> Path:
+        """One whose last sign of life is so many seconds old. Its file's own time says less, as in memory."""
+        data = bytearray(self.data)
+        wall, clock = time.time() - ago - 1000, time.monotonic()
+        identity = list(layout.IDENTITY.unpack_from(data, layout.IDENTITY_AT))
+        identity[4:6] = wall, clock
+        layout.IDENTITY.pack_into(data, layout.IDENTITY_AT, *identity)
+        layout.LOOK.pack_into(data, layout.LOOK_AT, clock + 1000, 0.0, 0)
+        if machine:
+            layout.put(memoryview(data), *layout.TEXTS["machine"], machine)
+        self.number += 1
+        path = self.base / job / f"rank{self.number}-{pid or 4_000_000 + self.number}-{start}.watch"
+        path.parent.mkdir(0o700, exist_ok=True)
+        path.write_bytes(data.ljust(size, b"\1"))
+        os.utime(path, (wall, wall))
+        return path
+
+
+def test_of_two_hundred_killed_jobs_the_oldest_go(killed: Killed) -> None:
+    paths = [killed.make("127.0.0.1-29500" if n % 2 else f"job{n}", 100 * (n + 1)) for n in range(200)]
+    Path(f"{paths[150]}.told").write_text("text")
+    folder.remove_old(str(killed.base))
+    kept = [path for path in paths if path.exists()]
+    assert kept == paths[: len(kept)]
+    assert 31 <= len(kept) <= 32  # of 1 MiB each
+    assert not Path(f"{paths[150]}.told").exists() and not paths[198].parent.exists()
+
+
+def test_those_that_ended_together_with_the_last_one_stay_whatever_they_take(killed: Killed) -> None:
+    last = [killed.make("large", 5 + n / 10, size=8 << 20) for n in range(8)]
+    before = killed.make("before", 100)
+    folder.remove_old(str(killed.base))
+    assert all(path.exists() for path in last) and not before.exists()
+
+
+def test_what_is_older_than_a_week_goes_and_what_lives_stays(killed: Killed) -> None:
+    old, young = killed.make("old", 8 * 86400), killed.make("young", 6 * 86400)
+    alive = killed.make("alive", 30 * 86400, pid=os.getpid(), start=folder.started())
+    folder.remove_old(str(killed.base))
+    assert (old.exists(), young.exists(), alive.exists()) == (False, True, True)
+
+
+def test_a_process_of_another_machine_may_live_until_it_has_been_silent_for_long(killed: Killed) -> None:
+    for number in range(40):
+        killed.make(f"here{number}", 200 + number)
+    there = [killed.make(f"there{ago}", ago, machine="another") for ago in (30, 1800, 7200)]
+    folder.remove_old(str(killed.base))
+    assert [path.exists() for path in there] == [True, True, False]
+
+
+def test_files_that_make_no_sense_go_as_others_do(killed: Killed) -> None:
+    for number in range(40):
+        killed.make("here", 200 + number)
+    nonsense = killed.base / "here" / "rank0-4194303-1.watch"
+    for data in (b"", b"\xff" * 5000, struct.pack("=d", float("nan")) * 600, struct.pack("=d", float("inf")) * 600):
+        nonsense.write_bytes(data)
+        os.utime(nonsense, (1, 1))
+        folder.remove_old(str(killed.base))
+        assert not nonsense.exists(), data[:8]
+
+
+def test_a_new_recorder_sees_to_it(killed: Killed) -> None:
+    paths = [killed.make(f"job{n}", 100 * (n + 1)) for n in range(40)]
+    assert recorder.Recorder().path
+    assert paths[0].exists() and not paths[39].exists()
