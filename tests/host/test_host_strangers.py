@@ -169,7 +169,7 @@ def test_strangers_take_neither_memory_nor_time(size: int) -> None:
             sock.close()
     thread.join()
     assert grown < 16_000, f"{grown} KB"
-    assert max(seconds) < 5.0
+    assert max(seconds) < 10.0, seconds  # 0.2 on a machine without other work
 
 
 def test_strangers_at_the_door_do_not_keep_ranks_out() -> None:
@@ -393,7 +393,7 @@ def test_with_a_key_of_the_job_the_unique_id_alone_lets_nobody_in(own: str, othe
             assert second.communicate("30\n", timeout=60)[0].endswith("met\n")
             assert first.communicate(timeout=60)[0] == "met\n"
         else:
-            _, said = second.communicate("30\n", timeout=20)  # long before its time is over
+            _, said = second.communicate("200\n", timeout=90)  # long before its time is over
             assert second.returncode and "PYNCCL_JOB_KEY is not the same on all ranks" in said
             assert own not in said or not own
     finally:
