@@ -75,8 +75,10 @@ def watch_at(comm: Communicator, store: Any, serves: bool = False) -> None:
     """The ranks ask each other at this store where they are, if one of them is stuck. serves: it goes with this
     process."""
     if comm._track is not None and comm.size > 1:
-        from ..watch.diagnosis import exchange_at  # what it imports takes long
-
+        try:
+            from ..watch.diagnosis import exchange_at  # what it imports takes long
+        except OSError:  # no descriptor is left: ranks on other machines are not asked
+            return
         comm._watch_at(exchange_at(store, serves))
 
 

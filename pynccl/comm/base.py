@@ -275,10 +275,13 @@ def explained(error: NcclError, track: Track | None) -> NcclError:
     if track is None or track.size == 1 or not isinstance(error, _OF_OTHERS) or track.explains:
         return error
     track.explains = True  # once: what fails afterwards fails for the same reason
-    from ..watch.diagnosis import explain
+    try:
+        from ..watch.diagnosis import explain
 
-    # Who has waited until its own deadline has given the others time enough.
-    text = explain(track, patient=not isinstance(error, NcclTimeout))
+        # Who has waited until its own deadline has given the others time enough.
+        text = explain(track, patient=not isinstance(error, NcclTimeout))
+    except Exception:  # the error itself is what counts; an import needs a descriptor, too
+        return error
     if not text:
         return error
     first, *rest = str(error).splitlines()

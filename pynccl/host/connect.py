@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..admission import STRANGER_SECONDS, Acceptor, Caller, listen
 from ..bindings.abi import Result
-from .failure import HostFailure, exiting
+from .failure import HostFailure, exiting, none_left
 from .interfaces import VARIABLES, machine_mark, own_addresses
 
 ENDPOINT_BYTES = 496  # of an endpoint that travels in a table
@@ -174,6 +174,8 @@ class Connecting:
                     left = max(min(_DIAL_SECONDS, deadline - time.monotonic()), 0.001)
                     sock = socket.create_connection((host, target.port), timeout=left)
                 except OSError as error:
+                    if none_left(error):
+                        raise
                     reasons.append(f"{host}: {error}")
                     silent |= isinstance(error, TimeoutError)  # a crowd at its door, or an address not to be had here
                 else:
@@ -186,8 +188,14 @@ class Connecting:
         raise HostFailure(
             Result.REMOTE_ERROR,
             f"{self._what}: {self._names[peer]} cannot be reached at port {target.port} ({why}): its process has "
-            f"ended, or the network is not open between the machines; {VARIABLES[0]} names the interface to use",
+            f"ended or could not go on{self._network(target)}",
         )
+
+    @staticmethod
+    def _network(target: Endpoint) -> str:
+        if target.machine == machine_mark():
+            return ", look for its first error"
+        return f", or the network is not open between the machines; {VARIABLES[0]} names the interface to use"
 
     def _serve(self, timeout: float) -> None:
         """Handle what comes within so many seconds."""
@@ -231,7 +239,7 @@ class Connecting:
                 self._serve(0)  # it may have dialled just before
                 self._acceptor.drop(0, STRANGER_SECONDS)
                 if any(awaited == peer for awaited, _ in self._awaited):
-                    why = "nobody listens at its port any more: its process has ended"
+                    why = "nobody listens at its port any more: its process has ended or could not go on"
                     raise HostFailure(Result.REMOTE_ERROR, f"{self._what}: lost {self._names[peer]}: {why}")
 
     def _refuses(self, peer: int) -> bool:
@@ -241,7 +249,9 @@ class Connecting:
                 socket.create_connection((host, self._endpoints[peer].port), timeout=_DIAL_SECONDS).close()
             except ConnectionRefusedError:
                 continue
-            except OSError:
+            except OSError as error:
+                if none_left(error):  # so nobody can be accepted either
+                    raise
                 return False
             return False
         return True

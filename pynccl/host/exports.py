@@ -16,7 +16,7 @@ from typing import Any
 from ..bindings.abi import FUNCTIONS, Result
 from . import group
 from .comm import find
-from .failure import HostFailure, last_error
+from .failure import HostFailure, last_error, none_left, of_system
 from .version import VERSION
 
 _exports: dict[str, Callable[..., Any]] = {}
@@ -61,6 +61,9 @@ def export(implementation: Callable[..., None], name: str = "") -> Callable[...,
         except KeyboardInterrupt:
             _interrupt.pending = True  # for `take_interrupt`: from here nothing but a result code gets out
             return _failed(HostFailure(Result.SYSTEM_ERROR, f"{name}: interrupted"))
+        except OSError as error:
+            found = of_system(name, error) if none_left(error) else None
+            return _failed(found or HostFailure(Result.INTERNAL_ERROR, traceback.format_exc()))
         except MemoryError as error:
             return _failed(HostFailure(Result.SYSTEM_ERROR, f"{name}: out of memory: {error}"))
         except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 import threading
 
 from ..bindings.abi import Result
@@ -43,6 +45,18 @@ REASONS: dict[int, str] = {
     Result.IN_PROGRESS: "NCCL operation in progress",
     Result.TIMEOUT: "operation timed out",
 }
+
+
+def none_left(error: BaseException) -> bool:
+    """Whether this process, or the machine, has no descriptor left: which says nothing of the peer."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def of_system(name: str, error: OSError) -> HostFailure:
+    """What the C function `name` fails with where the system refuses something."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    advice = f": this process may have {most:,} (ulimit -n); raise that, or end communicators first"
+    return HostFailure(Result.SYSTEM_ERROR, f"{name}: {error.strerror or error}{advice if none_left(error) else ''}")
 
 
 def invalid_argument(text: str) -> HostFailure:

@@ -19,7 +19,7 @@ from .argcheck import check_config, check_devices, check_flags, check_rank, fiel
 from .comm import Comm, find, seconds
 from .connect import ENDPOINT_BYTES, Channels, Connecting, Listener, pairs_in_process, read_endpoint
 from .exports import export
-from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error
+from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error, of_system
 from .interfaces import on_one_machine
 from .rendezvous import Meeting, meeting_of
 from .sharing import agree, share_in_process
@@ -220,7 +220,8 @@ def _split(parent: Comm, child: Comm | None, color: int, key: int, ticket: int) 
         listener = Listener(parent.local)
     except BaseException as error:  # the others count on this rank's part
         why = f"it could not listen for its peers in a split: {error}"
-        parent.fail(invalid_usage(f"ncclCommSplit: {error}"), parent.because(why))
+        usage = invalid_usage(f"ncclCommSplit: {error}")
+        parent.fail(of_system("ncclCommSplit", error) if isinstance(error, OSError) else usage, parent.because(why))
         raise
     try:
         endpoint = listener.endpoint.encode().ljust(ENDPOINT_BYTES)
@@ -230,6 +231,10 @@ def _split(parent: Comm, child: Comm | None, color: int, key: int, ticket: int) 
             _connect_split(parent, child, color, rows, listener)
     except HostFailure as failure:  # whose fault it was is worth telling, should this rank abort the parent now
         parent.split_error = failure.text
+        raise
+    except OSError as error:  # no descriptor is left
+        why = f"it could not connect to its peers in a split: {error}"
+        parent.fail(of_system("ncclCommSplit", error), parent.because(why))
         raise
     finally:
         listener.close()

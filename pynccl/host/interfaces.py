@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import ipaddress
 import os
@@ -20,13 +21,14 @@ _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913
 _UP = 0x1
 
 
+@functools.cache  # read once, while there are descriptors
 def machine_mark() -> str:
     """Equal for processes that reach each other by 127.0.0.1: same boot of a kernel, same network namespace."""
     parts = [socket.gethostname()]
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             parts = [file.read().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
-    except OSError:  # not Linux: the host name has to do
+    except FileNotFoundError:  # not Linux: the host name has to do
         pass
     return hashlib.blake2b("|".join(parts).encode(), digest_size=8).hexdigest()
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ..admission import KEY_VARIABLE, Caller, Refused, job_key, sign
 from ..bindings.abi import UNIQUE_ID_BYTES, Result
-from .failure import HostFailure, exiting, invalid_argument, invalid_usage, last_error
+from .failure import HostFailure, exiting, invalid_argument, invalid_usage, last_error, none_left
 from .interfaces import VARIABLES, machine_mark, on_one_machine, own_addresses
 from .store import Server, Store, frame, take_frames
 
@@ -93,6 +93,8 @@ class Client:
         return max(self.deadline - time.monotonic(), 0.001)
 
     def _lost(self, error: Exception) -> HostFailure:
+        if none_left(error):
+            raise error
         why = "no answer" if isinstance(error, TimeoutError) else str(error)
         if isinstance(error, Refused):
             why += f": that process has ended, or {KEY_VARIABLE} is not the same on all ranks"
@@ -224,6 +226,8 @@ def _reachable(addresses: list[str], port: int, timeout: float) -> str:
             socket.create_connection((address, port), timeout=left).close()
             return address
         except OSError as error:
+            if none_left(error):
+                raise
             reasons.append(f"{address}: {error}")
     tried = "; ".join(reasons) or "the unique id names no address that other machines could use"
     raise HostFailure(

@@ -296,7 +296,7 @@ class Exchange:
 
     def _judge(self, answers: Answers) -> str:
         try:
-            text = self.judge(answers) or "the answers say nothing"
+            text = self.judge(answers) or "no process has a record of this communicator"
         except Exception as error:  # the others wait for it
             text = f"the answers could not be judged: {type(error).__name__}: {error}"
         text = printable(text[:_TEXT_BYTES], lines=True)

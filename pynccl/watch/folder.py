@@ -15,7 +15,7 @@ from .layout import END, END_AT, HEADER_BYTES, SUFFIX
 from .settings import settings
 
 _KEPT_SECONDS = 7 * 86400.0  # for the files of processes that went wrong
-_KEPT_BYTES = 32 << 20  # of all of them together, but for those that ended last
+_KEPT_BYTES = 16 << 20  # of all of them together, but for the ranks of the job that ended last
 _TOGETHER_SECONDS = 60.0  # in which the ranks of a job end
 _SILENT_SECONDS = 3600.0  # after which a process that is not of this machine counts as ended
 _TOLD = ".told"
@@ -189,14 +189,19 @@ class Left(NamedTuple):
 
 def remove_old(above: str) -> None:
     """Of the processes that have left files in this base folder: remove those that are old, and the oldest where they
-    take too much room, but for those that ended together with the last one."""
+    take too much room, but for the ranks of the job that ended last."""
     found = (left(path) for job in jobs(above) for path in files(job))
     ended = sorted(filter(None, found), reverse=True)
     room, now = _KEPT_BYTES, time.time()
+    last: set[str] = set()
     for one in ended:
         room -= one.nbytes
-        too_many = room < 0 and one.seen < ended[0].seen - _TOGETHER_SECONDS
-        if too_many or one.seen < now - _KEPT_SECONDS:
+        folder, name = os.path.split(one.path)
+        together = folder == os.path.dirname(ended[0].path) and one.seen > ended[0].seen - _TOGETHER_SECONDS
+        of_last = together and (rank := name.partition("-")[0]) not in last
+        if of_last:
+            last.add(rank)
+        if one.seen < now - _KEPT_SECONDS or (room < 0 and not of_last):
             remove(one.path)
 
 

@@ -37,6 +37,7 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "torchrun --standalone": "the begin of a command",
     "python -m pynccl doctor": True,
     "python -m pynccl hang": "tests/tools/test_hang.py",
+    "python -m pynccl hang --list": "tests/tools/test_hang_runs.py",
     "python -m pynccl hang node0.json node1.json": "tests/tools/test_hang.py",
     "python -m pynccl hang node0 node1": "tests/tools/test_hang.py",
     "ssh node0 python -m pynccl hang --json > node0.json": "tests/tools/test_hang.py",

@@ -173,7 +173,15 @@ class Killed:
         self.data, self.base, self.number = Path(own.path).read_bytes(), Path(own.path).parent.parent, 0
 
     def make(
-        self, job: str, ago: float, *, size: int = 1 << 20, machine: str = "", pid: int = 0, start: int = 1
+        self,
+        job: str,
+        ago: float,
+        *,
+        size: int = 1 << 20,
+        machine: str = "",
+        pid: int = 0,
+        start: int = 1,
+        rank: int = -1,
     ) -> Path:
         """One whose last sign of life is so many seconds old. Its file's own time says less, as in memory."""
         data = bytearray(self.data)
@@ -185,7 +193,9 @@ class Killed:
         if machine:
             layout.put(memoryview(data), *layout.TEXTS["machine"], machine)
         self.number += 1
-        path = self.base / job / f"rank{self.number}-{pid or 4_000_000 + self.number}-{start}.watch"
+        path = (
+            self.base / job / f"rank{rank if rank >= 0 else self.number}-{pid or 4_000_000 + self.number}-{start}.watch"
+        )
         path.parent.mkdir(0o700, exist_ok=True)
         path.write_bytes(data.ljust(size, b"\1"))
         os.utime(path, (wall, wall))
@@ -198,7 +208,7 @@ def test_of_two_hundred_killed_jobs_the_oldest_go(killed: Killed) -> None:
     folder.remove_old(str(killed.base))
     kept = [path for path in paths if path.exists()]
     assert kept == paths[: len(kept)]
-    assert 31 <= len(kept) <= 32  # of 1 MiB each
+    assert 15 <= len(kept) <= 16  # of 1 MiB each
     assert not Path(f"{paths[150]}.told").exists() and not paths[198].parent.exists()
 
 
@@ -207,6 +217,13 @@ def test_those_that_ended_together_with_the_last_one_stay_whatever_they_take(kil
     before = killed.make("before", 100)
     folder.remove_old(str(killed.base))
     assert all(path.exists() for path in last) and not before.exists()
+
+
+def test_jobs_that_are_killed_one_right_after_the_other_are_not_one(killed: Killed) -> None:
+    paths = [killed.make("127.0.0.1-29500", 5 + n / 10, rank=n % 2) for n in range(100)]
+    folder.remove_old(str(killed.base))
+    assert [path.exists() for path in paths[:17]] == [True] * 16 + [False]
+    assert not any(path.exists() for path in paths[17:])
 
 
 def test_what_is_older_than_a_week_goes_and_what_lives_stays(killed: Killed) -> None:
