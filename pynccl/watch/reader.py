@@ -235,6 +235,7 @@ class _Bytes:
             made=self.seconds(made),
             parent=texts["parent"],
             aliases=(texts["alias"],) if texts["alias"] else (),
+            waits_at=self.seconds(layout.WAITS.unpack_from(data, layout.WAITS_AT)[0]),
             ended=texts["ended"] if kind == layout.ENDED else "",
             ended_site=texts["ended_site"],
             ended_at=self.seconds(ended_at),
