@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .endings import ending
 from .findings import (
     SHOWN,
     Case,
@@ -18,7 +19,7 @@ from .findings import (
     standings,
     waiting,
 )
-from .members import Group, Member, consequence, names_of
+from .members import Group, Member, consequence, follows, names_of
 from .records import FAILED, CallRecord
 from .waits import LEFT, Meeting, Step
 from .wording import Range, at, call_name, clean, have, line_of, ranks_text, seconds
@@ -102,7 +103,8 @@ def _unknown(case: Case, meeting: Meeting, only: bool) -> Finding:
     text = (
         f"nothing is known of {ranks_text(ranks)}{_in_parent(case, meeting)}: {why}; {waiting(meeting, '')} in {there}"
     )
-    found = Finding("missing", text, 55 if only else 60, chain(case, meeting))
+    told = [ending(case, process) for process in case.job.processes if follows(process)][:1]  # who may have known more
+    found = Finding("missing", text, 55 if only else 60, [*told, *chain(case, meeting)])
     for first, last in ranks:
         found.culprits += [(meeting.group.uid, rank) for rank in range(first, min(last, first + 1024) + 1)]
     return concern(case, found, [meeting], [])

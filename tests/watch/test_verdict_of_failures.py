@@ -139,3 +139,12 @@ def test_messages_of_groups_are_not_compared_where_they_cannot_be_counted() -> N
     for one in (*both, *second):
         one.group = 0
     assert judge(records).kind == "mismatch"
+
+
+def test_what_another_rank_said_at_its_end_is_told_where_nothing_is_known() -> None:
+    gave_up = call(41, state=FAILED, error=DISAGREE, age=3, returned=NOW - 2)
+    end = "NcclInvalidUsage: rank 0 calls all_reduce(count=4) at a.py:9 as #41"
+    gone = process(2, comm(2, 3, [call(40), gave_up]), state=DEAD, end=end, end_at=NOW - 1, end_site="/m/a.py:7")
+    verdict = judge([waiting(1, 3), gone])
+    assert verdict.sentence.startswith("nothing is known of rank 0")
+    assert verdict.details[0].startswith("rank 2 left by NcclInvalidUsage at a.py:7 1.0 s ago: rank 0 calls all_reduce")
