@@ -9,14 +9,15 @@ backward passes. Something goes wrong at a random point: see FAULTS in fault_pro
     false alarm        somebody did without reason    late               Ctrl-C took more than a second
     hang, crash, wrong data, left-over process, left-over file
 
-Seeds S, S + 1, ... take the faults in turn; the folders of runs that went wrong stay in --keep. Beside this file lie
+Seeds S, S + 1, ... take the faults in turn. S is drawn afresh, and printed, unless it is given: a figure that is quoted
+is of seeds that nobody has mended against. The folders of runs that went wrong stay in --keep. Beside this file lie
 fault_steps.py and fault_programs.py (the programs), fault_ranks.py and fault_values.py (what runs in a rank),
 fault_run.py and fault_nodes.py (a run), fault_judge.py (its outcome).
 
 examples:
-  python scripts/fault_campaign.py --runs 2 --seed 1
+  python scripts/fault_campaign.py --runs 2
   python scripts/fault_campaign.py --replay 7  # that run again, and all that is said
-  python scripts/fault_campaign.py --runs 500 --seed 1 --jobs 2 --json out/faults.json --markdown  # long
+  python scripts/fault_campaign.py --runs 500 --json out/faults.json --markdown  # long
 """
 
 from __future__ import annotations
@@ -182,7 +183,10 @@ def main() -> int:
     parser = command.Parser(__doc__, failed="an outcome was none of the first two")
     parser.add_argument("--runs", type=command.whole(1), default=100, metavar="N", help="(default: 100)")
     parser.add_argument(
-        "--seed", type=command.whole(0), default=0, metavar="S", help="of the first run; the next has S + 1"
+        "--seed",
+        type=command.whole(0),
+        metavar="S",
+        help="of the first run; the next has S + 1 (default: drawn afresh)",
     )
     parser.add_argument("--jobs", type=command.whole(1, 64), default=2, metavar="J", help="runs at a time (default: 2)")
     parser.add_argument("--only", default="", metavar="FAULT", choices=FAULTS, help=", ".join(FAULTS))
@@ -198,6 +202,8 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="pynccl-campaign-"))
     folder = folder.resolve()
+    if options.seed is None:
+        options.seed = int.from_bytes(os.urandom(3), "big")
     if options.replay is not None:
         return replay(options.replay, options, folder)
     return many(options, folder)
@@ -205,6 +211,7 @@ def main() -> int:
 
 def many(options: argparse.Namespace, folder: Path) -> int:
     began = time.monotonic()
+    print(f"seeds {options.seed} to {options.seed + options.runs - 1}", file=sys.stderr)
     campaign = Campaign(folder, options.watch, options.only)
     if campaign.without_nodes:
         print(f"{', '.join(NODES)} are skipped, there are no two nodes: {campaign.without_nodes}", file=sys.stderr)

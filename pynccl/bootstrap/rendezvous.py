@@ -1,9 +1,9 @@
 """All ranks meet at a store, where rank 0 hands out the id: who never came, came twice, or cannot go on is named.
 
 Keys: `rank/R` says who rank R is, `claims/R` counts them, `arrived/N` counts those that believe in N ranks, `id` is
-rank 0's, and `over` ends the rendezvous for all: that they met, or the error that all of them raise. `came` lists the
-ranks that came, so that who is missing is one question. How often a rank asks the store does not depend on how many
-there are, but for the turns in which it waits.
+rank 0's, and `over` ends the rendezvous for all: that they met, or the error that all of them raise; `ends` counts who
+says so. `came` lists the ranks that came, so that who is missing is one question. How often a rank asks the store does
+not depend on how many there are, but for the turns in which it waits.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ class Rendezvous:
         raise NcclInvalidUsage(text + self.wording.again)
 
     def _end(self, kind: str, text: str = "") -> None:
-        self.store.set("over", f"{kind}\n{text}")
+        first = self.store.add("ends", 1) == 1
+        if first or kind != _MET:  # a rank may have come, and failed, before the last one came
+            self.store.set("over", f"{kind}\n{text}")
 
     def _raise_if_failed(self) -> None:
         kind, _, text = read(self.store, "over").partition("\n")

@@ -300,6 +300,7 @@ def _explained_on_a_stream(error: BaseException) -> BaseException:
     comms = [comm for track in own.tracks if not track.explains and (comm := track.comm()) is not None and comm.alive]
     for comm in comms:
         if comm.library.is_host and comm.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
+            comm._track.failed_last(error)
             return explained(error, comm._track)
     return error
 

@@ -21,7 +21,7 @@ from ..bindings.errors import NcclError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.values import attribute, listed, seconds, shown
 from ..watch import ends, watchdog
-from ..watch.frames import call_site
+from ..watch.frames import user_site
 from ..watch.track import Track
 from .base import Comm, aborted_late, explained
 from .deadline import call_at_exit, call_with_deadline, leak, prepare_exit, wait_nonblocking
@@ -48,7 +48,7 @@ class Released:
     def __init__(self, handle: int, memory: Any = None, track: Track | None = None, end: str = "") -> None:
         self.handle, self.memory = handle, memory
         by_user = track is not None and not sys.is_finalizing() and "exit" not in end
-        self._track, self._end, self._site = track, end, call_site() if by_user else ""
+        self._track, self._end, self._site = track, end, user_site() if by_user else ""
 
     def drop(self) -> None:
         """Let go of the memory: the communicator has been ended."""
@@ -281,14 +281,19 @@ def graph_hint() -> str:
 # The end of the process, and forks
 
 
-def register_open(comm: Finalize) -> None:
-    """A communicator was made: it is closed at the end of the process, if nobody does before."""
+def prepare_end() -> None:
+    """A communicator is about to be made: the process tells the others how it ends, also if it comes to nothing."""
     if not _open:
         # Registered here, after the library was loaded, to run before what the library itself does at exit.
         ends.register_removal()
         atexit.unregister(_close_everything)
         atexit.register(_close_everything)
         ends.prepare()
+
+
+def register_open(comm: Finalize) -> None:
+    """A communicator was made: it is closed at the end of the process, if nobody does before."""
+    prepare_end()
     _open.add(comm)
     prepare_exit()
 

@@ -20,7 +20,7 @@ from .argcheck import check_rank
 from .base import DEFAULT_TIMEOUT, Comm, Origin, check_is_on, comm_name, explained
 from .consistency import compare_texts
 from .deadline import call_with_deadline, wait_nonblocking
-from .finalize import abort_handle
+from .finalize import abort_handle, prepare_end
 
 Self = TypeVar("Self", bound="Init")
 
@@ -255,6 +255,7 @@ def _beginning(
         yield None
         return
     watchdog.prepare()
+    prepare_end()
     slot = track.enter(how, weight=1)
     try:
         yield track

@@ -141,10 +141,15 @@ class Meeting(NamedTuple):
         """
         deadline = time.monotonic() + timeout
         what = f"{function}: rank {rank} of {size}"
-        pause = 0.001
+        pause, missing = 0.001, []
         with self._open(deadline) as store:
             while True:
-                contradiction, missing, endpoints = store.answer([self.name, rank, size, endpoint])
+                try:
+                    contradiction, missing, endpoints = store.answer([self.name, rank, size, endpoint])
+                except HostFailure as failure:
+                    if missing:
+                        failure.text = f"{what} still waits for ranks {missing}, and {failure.text}"
+                    raise
                 if contradiction:
                     raise invalid_usage(f"{function}: {contradiction}")
                 if not missing:

@@ -94,6 +94,10 @@ class _Completion:
         if self._failed is not None:
             self._failed.raise_once()
 
+    @property
+    def failed(self) -> bool:
+        return self._failed is not None
+
 
 class HostEvent(Shared):
     """A point in a stream. Never recorded, it counts as completed, as in CUDA; recorded again, it forgets the first."""
@@ -139,6 +143,11 @@ class HostEvent(Shared):
 
     def query(self) -> bool:
         return self._completion is None or self._completion.happened.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has happened though work before it has failed."""
+        return self._completion is not None and self._completion.failed
 
     @property
     def moment(self) -> float:

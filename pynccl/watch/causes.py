@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .disagreements import Disagreement, disagreement, other_bytes, sizes
+from .endings import ending
 from .findings import (
     SHOWN,
     Case,
@@ -15,22 +15,22 @@ from .findings import (
     chain,
     concern,
     describe,
-    names_of,
     standing,
     standings,
     waiting,
 )
-from .members import Group, Member
+from .members import Group, Member, consequence, follows, names_of
 from .records import FAILED, CallRecord
-from .waits import LEFT, Meeting, Step, consequence
-from .wording import Range, at, call_name, call_text, clean, have, line_of, ranks_text, seconds
+from .waits import LEFT, Meeting, Step
+from .wording import Range, at, call_name, clean, have, line_of, ranks_text, seconds
 
 NO_RECORD = "left no record here (another machine? another PYNCCL_WATCH_DIR?)"
 _STALLED_SECONDS = 10.0  # a call that all ranks are inside of may take a while
 _ASKED_SECONDS = 1.0  # the same where somebody asks, who has waited too long
-_NOT_TO_BE_SEEN = "the network between them, a GPU, or the work before it on its stream"
+_NOT_TO_BE_SEEN = ", a GPU, or the work before it on its stream"
 _MOST_NAMED = 1 << 16
 _SHOWN_CROSSED = 3
+_SHOWN_HOSTS = 4
 
 
 def missing(case: Case) -> list[Finding]:
@@ -76,10 +76,9 @@ def _away(case: Case, meeting: Meeting, members: Sequence[Member], kind: str) ->
     elif meeting.collective:
         text = f"{ranks} never entered {there}; {waiting(meeting)}"
     else:
-        kind, (waiter, call) = "unmatched", next(iter(meeting.here.items()))
-        there = describe(call, meeting.group, case.paths)
-        wanted = {"send": f"recv from rank {waiter}", "recv": f"send to rank {waiter}"}.get(call.operation, "signal")
-        text = f"{ranks} has not called {wanted}: {waiting(meeting, '')} in {there}"
+        kind = "unmatched"
+        there = describe(meeting.call, meeting.group, case.paths)
+        text = f"{ranks} {have(len(members))} not called {_answer_to(meeting)}: {waiting(meeting, '')} in {there}"
     found = Finding(kind, text, 50 if kind == "unreachable" else 40, standings(case, members, meeting))
     if meeting.call.operation in ("shrink", "grow"):
         found.details.append("ranks that it leaves out need not call it")
@@ -101,11 +100,27 @@ def _unknown(case: Case, meeting: Meeting, only: bool) -> Finding:
     why = f"{its} {NO_RECORD}"
     if meeting.call.operation in ("init", "grow"):  # where records begin
         why = f"{'it has' if single else 'they have'} not come to {meeting.call.operation}, or {why}"
-    text = f"nothing is known of {ranks_text(ranks)}: {why}; {waiting(meeting, '')} in {there}"
-    found = Finding("missing", text, 55 if only else 60, chain(case, meeting))
+    text = (
+        f"nothing is known of {ranks_text(ranks)}{_in_parent(case, meeting)}: {why}; {waiting(meeting, '')} in {there}"
+    )
+    told = [ending(case, process) for process in case.job.processes if follows(process)][:1]  # who may have known more
+    found = Finding("missing", text, 55 if only else 60, [*told, *chain(case, meeting)])
     for first, last in ranks:
         found.culprits += [(meeting.group.uid, rank) for rank in range(first, min(last, first + 1024) + 1)]
     return concern(case, found, [meeting], [])
+
+
+def _in_parent(case: Case, meeting: Meeting) -> str:
+    """ " (rank 0 of comm 'world')": where just as many ranks are unknown of the one that this one was made of."""
+    uids = {member.comm.parent for member in meeting.group.members.values() if member.comm} - {""}
+    for parent in (group for group in case.job.groups if group.uid in uids):
+        if _count(parent.unknown) == _count(meeting.unknown):
+            return f" ({ranks_text(parent.unknown)} of comm '{parent.name}')"
+    return ""
+
+
+def _count(ranks: Sequence[Range]) -> int:
+    return sum(last - first + 1 for first, last in ranks)
 
 
 def _left(case: Case, meeting: Meeting) -> list[Finding]:
@@ -123,7 +138,7 @@ def _left(case: Case, meeting: Meeting) -> list[Finding]:
         f"{describe(meeting.call, meeting.group, case.paths)}, which it never entered"
     )
     if len(members) > 1:
-        text += f"; {ranks_text(one.rank for one in members[1:])} ended theirs, too"
+        text += f"; {names_of(members[1:])} ended theirs, too"
     found = Finding("left", text, 35, [*standings(case, members, meeting), *chain(case, meeting)])
     found.culprits = [(meeting.group.uid, one.rank) for one in members]
     found.lines = [line for one in members if one.comm and (line := line_of(one.comm.ended_site))]
@@ -153,7 +168,9 @@ def _failure(case: Case, group: Group, rows: list[tuple[Member, CallRecord]]) ->
     text = f"{names_of([member])}'s {describe(call, group, case.paths)} raised {clean(call.error) or 'an exception'}"
     text += ago(member.process, call.returned)
     text += f"; {waiting(meetings[0])}" if meetings else ""
-    found = Finding("failed", text, 80 if consequence(call.error) else 33)
+    # That calls disagree is the library's word, where the records do not show which.
+    weight = 33 if not consequence(call.error) else 45 if "disagree" in call.error else 80
+    found = Finding("failed", text, weight)
     for other, theirs in rows[1:SHOWN]:
         what = f"{call_name(theirs)}{called(theirs, case.paths)}"
         found.details.append(f"{names_of([other])}: {what} raised {clean(theirs.error) or 'an exception'}")
@@ -194,10 +211,10 @@ def _lasted(meeting: Meeting, rank: int) -> float:
 def _motionless(case: Case, meeting: Meeting, age: float, gave_up: bool) -> str:
     count, there = len(meeting.here), describe(meeting.call, meeting.group, case.paths)
     is_in, is_missing = ("was" if count == 1 else "were", "was") if gave_up else ("is" if count == 1 else "are", "is")
-    every = f"{ranks_text(meeting.here)} {is_in}{' both' if count == 2 else ''}"
+    every = f"{meeting.group.names(meeting.here)} {is_in}{' both' if count == 2 else ''}"
     every = every if count <= 2 else f"all {count:,} ranks {is_in}"
     after = f"had not moved after {seconds(age)}" if gave_up else f"has not moved for {seconds(age)}"
-    return f"{every} in {there} and nobody {is_missing} missing, but it {after}: {_NOT_TO_BE_SEEN}"
+    return f"{every} in {there} and nobody {is_missing} missing, but it {after}: {_network(meeting)}{_NOT_TO_BE_SEEN}"
 
 
 def _unfinished(case: Case, meeting: Meeting, age: float, gave_up: bool) -> str:
@@ -207,8 +224,19 @@ def _unfinished(case: Case, meeting: Meeting, age: float, gave_up: bool) -> str:
     there = describe(meeting.call, meeting.group, case.paths)
     waited = f"gave up after {seconds(age)}" if gave_up else f"{have(len(meeting.here))} waited {seconds(age)}"
     done = f"which {'it has' if len(others) == 1 else 'they have'} completed"
-    who = f"{ranks_text(meeting.here)} {waited}, for {ranks_text(others)}"
-    return f"{who}, in {there}, {done}: {_NOT_TO_BE_SEEN}"
+    who = f"{meeting.group.names(meeting.here)} {waited}, for {meeting.group.names(others)}"
+    return f"{who}, in {there}, {done}: the network between them{_NOT_TO_BE_SEEN}"
+
+
+def _network(meeting: Meeting) -> str:
+    """ "the network between rank 0 (host a) and ranks 1 and 2 (host b)"."""
+    hosts: dict[str, list[int]] = {}
+    for rank in meeting.here:
+        hosts.setdefault(meeting.group.members[rank].process.host, []).append(rank)
+    if not 2 <= len(hosts) <= _SHOWN_HOSTS:
+        return "the network between them"
+    sides = [f"{meeting.group.names(ranks)} (host {clean(host, 60)})" for host, ranks in hosts.items()]
+    return f"the network between {', '.join(sides[:-1])} and {sides[-1]}"
 
 
 def crossings(case: Case) -> list[Finding]:
@@ -229,10 +257,11 @@ def _crossing(case: Case, circle: Sequence[Meeting]) -> Finding:
     more = f"; and {len(texts) - _SHOWN_CROSSED:,} more ranks in this circle" if len(texts) > _SHOWN_CROSSED else ""
     text = "ranks wait for each other: " + "; ".join(reversed(texts[:_SHOWN_CROSSED])) + more
     certain = all(any(step.certain for step in steps) for _, _, steps in edges)
-    details = []
-    if any(step.then for _, _, steps in edges for step in steps):
-        details.append("every rank has to make the calls of two communicators in the same order")
-    found = Finding("crossed", text, 20 if certain else 45, details)
+    found = Finding("crossed", text, 20 if certain else 45)
+    if len({meeting.collective for meeting in circle}) > 1:
+        _left_out_message(case, edges, found)
+    elif any(step.then for _, _, steps in edges for step in steps):
+        found.details.append("every rank has to make the calls of two communicators in the same order")
     for _, _, steps in reversed(edges[:SHOWN]):
         step = steps[0]
         found.details.append(f"{case.job.name(step.member.process)}: {standing(case, step.member, None)}")
@@ -243,10 +272,35 @@ def _crossing(case: Case, circle: Sequence[Meeting]) -> Finding:
     return concern(case, found, circle, [])
 
 
+def _left_out_message(case: Case, edges: Sequence[tuple[Meeting, Meeting, list[Step]]], found: Finding) -> None:
+    """A circle of messages and collectives: somebody has left a message out, or has one too many."""
+    texts, lacks = [], []
+    for later, earlier, steps in edges:
+        first, members = steps[0].first, [step.member for step in steps]
+        how = (
+            ("is in" if len(members) == 1 else "are in")
+            if earlier.collective
+            else ("waits in" if len(members) == 1 else "wait in")
+        )
+        texts.append(f"{names_of(members)} {how} {briefly(first, earlier.group)}{called(first, case.paths)}")
+        if not later.collective:
+            lacks.append(f"{names_of(members)} {have(len(members))} not called {_answer_to(later)}")
+    texts.sort(key=lambda one: " waits in " in one or " wait in " in one)
+    found.sentence = ", ".join(texts[:SHOWN])
+    found.details = [*lacks[:SHOWN], "either this is left out, or the call that waits for it is one too many"]
+
+
+def _answer_to(meeting: Meeting) -> str:
+    """What the other side of a message has to call."""
+    waiter, call = next(iter(meeting.here.items()))
+    words = {"send": "recv from", "recv": "send to", "wait_signal": "signal to"}
+    return f"{words.get(call.operation, 'its part for')} rank {waiter}"
+
+
 def _edge(case: Case, later: Meeting, earlier: Meeting, steps: Sequence[Step]) -> str:
     step = steps[0]
-    names = sorted({one.member.process.rank if one.member.process.rank >= 0 else one.member.rank for one in steps})
-    who = ranks_text(names) if len(names) > 1 else case.job.name(step.member.process, earlier.group)
+    names = sorted({one.member.rank: one.member for one in steps}.items())
+    who = names_of([member for _, member in names])
     first = f"{briefly(step.first, earlier.group)}{called(step.first, case.paths)}"
     if step.then is not None:
         then = f"{briefly(step.then, later.group)}{called(step.then, case.paths)}"
@@ -254,9 +308,7 @@ def _edge(case: Case, later: Meeting, earlier: Meeting, steps: Sequence[Step]) -
     verb = "waits" if len(names) == 1 else "wait"
     target = briefly(later.call, later.group)
     if not later.collective:
-        rank = next(iter(later.here))
-        target = f"{'recv from' if later.call.operation == 'send' else 'send to'} rank {rank}"
-        return f"{who} {verb} in {first} before its {target}"
+        return f"{who} {verb} in {first} before its {_answer_to(later)}"
     return f"{who} {verb} in {first} and {'has' if len(names) == 1 else 'have'} not entered {target}"
 
 
@@ -280,145 +332,3 @@ def _ids(case: Case) -> list[Finding]:
         found.lines = [line for one in same for call in one.here.values() if (line := line_of(call.site))]
         return [concern(case, found, same, [])]
     return []
-
-
-def disagreements(case: Case) -> list[Finding]:
-    """A finding for each communicator whose ranks made different calls, and for sends and recvs of other sizes."""
-    found = []
-    for group in case.job.groups:
-        if differ := sizes(group):
-            found.append(_sizes(group, *differ))
-        if one := disagreement(group):
-            found.append(_mismatch(case, one))
-    for meeting in case.waits.meetings:
-        found += _checks(case, meeting)
-    for meeting in case.waits.meetings:
-        if meeting.call.operation in ("send", "recv") and len(meeting.here) == 2:
-            calls = {call.operation: (rank, call) for rank, call in meeting.here.items()}
-            if calls.keys() == {"send", "recv"} and other_bytes(calls["send"][1], calls["recv"][1]):
-                found.append(_bytes(case, meeting, *calls["send"], *calls["recv"]))
-    return found
-
-
-def _checks(case: Case, meeting: Meeting) -> list[Finding]:
-    """Ranks of which some compare their calls and some do not: the comparison waits for all."""
-    members = [meeting.group.members[rank] for rank in meeting.here]
-    checking = [one for one in members if one.checking and one.checking == meeting.call.number]
-    others = [one for one in members if one.comm and not any(call.operation == "check" for call in one.comm.calls)]
-    if not checking or not others or meeting.age() < case.patience:
-        return []
-    text = (
-        f"{names_of(checking)} {'compares its' if len(checking) == 1 else 'compare their'} calls (PYNCCL_CHECK=1) and "
-        f"{names_of(others)} {'does' if len(others) == 1 else 'do'} not, in {briefly(meeting.call, meeting.group)}: "
-        "set it on all ranks, or on none"
-    )
-    fewer = min(checking, others, key=len)
-    found = Finding("mismatch", text, 9, [], [(meeting.group.uid, one.rank) for one in fewer])
-    return [concern(case, found, [meeting], [])]
-
-
-def _sizes(group: Group, odd: dict[int, int], usual: int) -> Finding:
-    size = next(iter(odd.values()))
-    text = f"{ranks_text(odd)} made comm '{group.name}' for {size:,} ranks, the others for {usual:,}"
-    lines = [line for one in odd if (comm := group.members[one].comm) and (line := line_of(comm.made_at))]
-    return Finding("mismatch", text, 9, [], [(group.uid, one) for one in odd], lines, [group.uid])
-
-
-def _bytes(case: Case, meeting: Meeting, source: int, send: CallRecord, target: int, recv: CallRecord) -> Finding:
-    name = meeting.group.name
-    text = (
-        f"rank {source} sends {send.dtype} x {send.count:,}{called(send, case.paths)} to rank {target}, "
-        f"which expects {recv.dtype} x {recv.count:,}{called(recv, case.paths)} (comm '{name}')"
-    )
-    found = Finding("mismatch", text, 10, [], [(meeting.group.uid, source), (meeting.group.uid, target)])
-    found.lines = [line for call in (send, recv) if (line := line_of(call.site))]
-    return concern(case, found, [meeting], [])
-
-
-def _mismatch(case: Case, one: Disagreement) -> Finding:
-    sentence = {"left out": _left_out, "extra": _extra}.get(one.shift, _other_call)(case, one)
-    group = one.group
-    meetings = [
-        meeting for meeting in case.waits.meetings if meeting.group is group and meeting.call.number == one.number
-    ]
-    if meetings and meetings[0].here:
-        sentence += f"; {waiting(meetings[0])}"
-    found = Finding("mismatch", sentence, 10, _sides(case, one))
-    ranks = {**one.odd, **one.usual} if one.even else one.odd
-    found.culprits, found.comms = [(group.uid, rank) for rank in sorted(ranks)], [group.uid]
-    found.lines = [line for rank in sorted(ranks) if (line := line_of(ranks[rank].site))]
-    if one.shift == "left out" and not one.even:
-        found.lines += [line for line in [line_of(next(iter(one.usual.values())).site)] if line]
-    return concern(case, found, meetings, [])
-
-
-def _rows(one: Disagreement) -> list[tuple[list[int], CallRecord]]:
-    """The ranks of each kind of call, the odd ones first."""
-    rows: dict[str, tuple[list[int], CallRecord]] = {}
-    for calls in (one.odd, one.usual):
-        for rank, call in calls.items():
-            rows.setdefault(call_text(call), ([], call))[0].append(rank)
-    return list(rows.values())
-
-
-def _side(case: Case, ranks: list[int], call: CallRecord) -> str:
-    verb = "calls" if len(ranks) == 1 else "call"
-    return f"{ranks_text(ranks)} {verb} {call_text(call)}{called(call, case.paths)}"
-
-
-def _sides(case: Case, one: Disagreement) -> list[str]:
-    lines = [_side(case, ranks, call) for ranks, call in _rows(one)[:SHOWN]]
-    return [*lines, "every rank must make the same collective calls in the same order"]
-
-
-def _where(one: Disagreement) -> str:
-    count = f"{one.group.size:,} rank{'s' if one.group.size != 1 else ''}"
-    return f"comm '{one.group.name}', {count}"
-
-
-def _other_call(case: Case, one: Disagreement) -> str:
-    if one.even:
-        sides = ", ".join(_side(case, ranks, call) for ranks, call in _rows(one)[:4])
-        return f"the ranks disagree about call #{one.number:,} ({_where(one)}): {sides}"
-    odd = next(iter(one.odd.values()))
-    alike = len({call_text(call) for call in one.odd.values()}) == 1
-    verb = "calls" if len(one.odd) == 1 else "call"
-    what = f"{call_text(odd)}{called(odd, case.paths)}" if alike else "other collectives"
-    usual = next(iter(one.usual.values()))
-    return (
-        f"{ranks_text(one.odd)} {verb} {what} as #{one.number:,} ({_where(one)}), "
-        f"where the others call {call_text(usual)}{called(usual, case.paths)}"
-    )
-
-
-def _left_out(case: Case, one: Disagreement) -> str:
-    usual, odd = next(iter(one.usual.values())), next(iter(one.odd.values()))
-    its = "its" if len(one.odd) == 1 else "their"
-    text = f"{ranks_text(one.odd)} left out {call_name(usual)} ({_where(one)}{_on_the_others(case, usual)}): "
-    if one.earlier:
-        return (
-            text
-            + f"{its} #{one.number:,} is {_operation(odd)}{called(odd, case.paths)}, "
-            + f"which came after it in #{one.earlier + 1:,}"
-        )
-    return (
-        text + f"{its} #{one.number:,}, {_operation(odd)}{called(odd, case.paths)}, is the others' #{one.number + 1:,}"
-    )
-
-
-def _extra(case: Case, one: Disagreement) -> str:
-    odd = next(iter(one.odd.values()))
-    its = "its" if len(one.odd) == 1 else "their"
-    return (
-        f"{ranks_text(one.odd)} made one call more than the others: {call_name(odd)} ({_where(one)})"
-        f"{called(odd, case.paths)}; {its} #{one.number + 1:,} is the others' #{one.number:,}"
-    )
-
-
-def _on_the_others(case: Case, call: CallRecord) -> str:
-    where = called(call, case.paths)
-    return f",{where} on the others" if where else ""
-
-
-def _operation(call: CallRecord) -> str:
-    return clean(call.operation, 60)

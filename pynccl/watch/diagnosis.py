@@ -11,12 +11,12 @@ import os
 import time
 from typing import Any
 
+from ..bindings.library import load
 from . import folder, reader
 from .asking import Answers, Exchange
 from .recorder import started
-from .records import DEAD, FAILED, RUNNING, UNKNOWN, CommRecord, ProcessRecord
+from .records import DEAD, FAILED, INSIDE, RUNNING, UNKNOWN, CommRecord, ProcessRecord
 from .track import Track
-from .wording import ranks_text
 
 _LONGEST = 1.0  # seconds that an error waits for the other ranks to say what has happened to them
 _PAUSE = 0.02
@@ -78,6 +78,7 @@ def report(track: Track, why_alone: str = "") -> str:
     from . import verdict
 
     known = records(track.uid, track.since)
+    _ask_library(known, track)
     found = verdict.judge(known, uid=track.uid)
     if reader.ask(_running(known, found, track)):
         known = records(track.uid, track.since)
@@ -86,6 +87,15 @@ def report(track: Track, why_alone: str = "") -> str:
     for one in _running(known, found, track):
         folder.tell(one.path, text)
     return f"{text}\nthe ranks on other machines could not be asked: {why_alone}" if why_alone else text
+
+
+def _ask_library(known: list[ProcessRecord], track: Track) -> None:
+    """In an init the library knows who has come, where the records of other machines cannot be had yet."""
+    for comm in (comm for one in known if one.pid == os.getpid() for comm in _of(one, track.uid)):
+        last = comm.last()
+        if comm.rank == track.rank and last is not None and last.operation == "init" and last.state == INSIDE:
+            with contextlib.suppress(Exception):
+                last.error = library.last_error() if (library := load()).is_host else ""
 
 
 def explain(track: Track, patient: bool) -> str:
@@ -122,21 +132,14 @@ def _why(track: Track, elsewhere: Exchange | None) -> tuple[str, bool]:
         own = {(one.machine, one.host, one.pid) for one in known}
         known += [one for one in elsewhere.ends() if (one.machine, one.host, one.pid) not in own]
     others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]
-    if not others and not elsewhere:
-        return _unknown(known, track), True
     found = verdict.judge(known, uid=track.uid)
-    text = verdict.about(found, track.uid, track.rank) or _unknown(known, track)
-    told = any(_tells(one, track) for one in others)
+    text = verdict.about(found, track.uid, track.rank)
+    if not others and not elsewhere:
+        return text, True
+    heard = {comm.rank for one in known for comm in _of(one, track.uid)}
+    blamed = {rank for uid, rank in found.culprits if uid == track.uid}
+    told = any(_tells(one, track) for one in others) and blamed <= heard
     return text, told and found.kind not in (*verdict.NOTHING_WRONG, "failed")
-
-
-def _unknown(known: list[ProcessRecord], track: Track) -> str:
-    """The ranks of which there is no record."""
-    found = {comm.rank for one in known for comm in _of(one, track.uid)}
-    missing = [rank for rank in range(track.size) if rank not in found]
-    if not missing:
-        return ""
-    return f"no record of {ranks_text(missing)} was found: ended before it came here, or on another machine"
 
 
 def _judge(found: Answers) -> str:

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .members import Group, Member
+from .findings import SHOWN, Case, Finding, briefly, called, concern, waiting
+from .members import Group, Member, names_of
 from .records import CallRecord
-from .wording import ITEMSIZE
+from .waits import Meeting
+from .wording import ITEMSIZE, call_name, call_text, clean, line_of
 
 _UNCOMPARED = ("init", "split", "group plan", "barrier", "grow", "shrink")  # by their name alone
 _ENOUGH = 2  # lines of code in a row, for a call that is like all others to be known as left out
@@ -166,3 +168,150 @@ def _by_lines(group: Group) -> Disagreement | None:
             found.shift = "left out"
             return found
     return None
+
+
+# In sentences
+
+
+def disagreements(case: Case) -> list[Finding]:
+    """A finding for each communicator whose ranks made different calls, and for sends and recvs of other sizes."""
+    found = []
+    for group in case.job.groups:
+        if differ := sizes(group):
+            found.append(_sizes(group, *differ))
+        if one := disagreement(group):
+            found.append(_mismatch(case, one))
+    for meeting in case.waits.meetings:
+        found += _checks(case, meeting)
+    for meeting in case.waits.meetings:
+        if meeting.call.operation in ("send", "recv") and len(meeting.here) == 2:
+            calls = {call.operation: (rank, call) for rank, call in meeting.here.items()}
+            both = calls.keys() == {"send", "recv"} and meeting.paired
+            if both and other_bytes(calls["send"][1], calls["recv"][1]):
+                found.append(_bytes(case, meeting, *calls["send"], *calls["recv"]))
+    return found
+
+
+def _checks(case: Case, meeting: Meeting) -> list[Finding]:
+    """Ranks of which some compare their calls and some do not: the comparison waits for all."""
+    members = [meeting.group.members[rank] for rank in meeting.here]
+    checking = [one for one in members if one.checking and one.checking == meeting.call.number]
+    others = [one for one in members if one.comm and not any(call.operation == "check" for call in one.comm.calls)]
+    if not checking or not others or meeting.age() < case.patience:
+        return []
+    text = (
+        f"{names_of(checking)} {'compares its' if len(checking) == 1 else 'compare their'} calls (PYNCCL_CHECK=1) and "
+        f"{names_of(others)} {'does' if len(others) == 1 else 'do'} not, in {briefly(meeting.call, meeting.group)}: "
+        "set it on all ranks, or on none"
+    )
+    fewer = min(checking, others, key=len)
+    found = Finding("mismatch", text, 9, [], [(meeting.group.uid, one.rank) for one in fewer])
+    return [concern(case, found, [meeting], [])]
+
+
+def _sizes(group: Group, odd: dict[int, int], usual: int) -> Finding:
+    size = next(iter(odd.values()))
+    text = f"{group.names(odd)} made comm '{group.name}' for {size:,} ranks, the others for {usual:,}"
+    lines = [line for one in odd if (comm := group.members[one].comm) and (line := line_of(comm.made_at))]
+    return Finding("mismatch", text, 9, [], [(group.uid, one) for one in odd], lines, [group.uid])
+
+
+def _bytes(case: Case, meeting: Meeting, source: int, send: CallRecord, target: int, recv: CallRecord) -> Finding:
+    group = meeting.group
+    text = (
+        f"{group.names([source])} sends {send.dtype} x {send.count:,}{called(send, case.paths)} to "
+        f"{group.names([target])}, which expects {recv.dtype} x {recv.count:,}{called(recv, case.paths)} "
+        f"(comm '{group.name}')"
+    )
+    found = Finding("mismatch", text, 10, [], [(meeting.group.uid, source), (meeting.group.uid, target)])
+    found.lines = [line for call in (send, recv) if (line := line_of(call.site))]
+    return concern(case, found, [meeting], [])
+
+
+def _mismatch(case: Case, one: Disagreement) -> Finding:
+    sentence = {"left out": _left_out, "extra": _extra}.get(one.shift, _other_call)(case, one)
+    group = one.group
+    meetings = [
+        meeting for meeting in case.waits.meetings if meeting.group is group and meeting.call.number == one.number
+    ]
+    if meetings and meetings[0].here:
+        sentence += f"; {waiting(meetings[0])}"
+    found = Finding("mismatch", sentence, 10, _sides(case, one))
+    ranks = {**one.odd, **one.usual} if one.even else one.odd
+    found.culprits, found.comms = [(group.uid, rank) for rank in sorted(ranks)], [group.uid]
+    found.lines = [line for rank in sorted(ranks) if (line := line_of(ranks[rank].site))]
+    if one.shift == "left out" and not one.even:
+        found.lines += [line for line in [line_of(next(iter(one.usual.values())).site)] if line]
+    return concern(case, found, meetings, [])
+
+
+def _rows(one: Disagreement) -> list[tuple[list[int], CallRecord]]:
+    """The ranks of each kind of call, the odd ones first."""
+    rows: dict[str, tuple[list[int], CallRecord]] = {}
+    for calls in (one.odd, one.usual):
+        for rank, call in calls.items():
+            rows.setdefault(call_text(call), ([], call))[0].append(rank)
+    return list(rows.values())
+
+
+def _side(case: Case, group: Group, ranks: list[int], call: CallRecord) -> str:
+    verb = "calls" if len(ranks) == 1 else "call"
+    return f"{group.names(ranks)} {verb} {call_text(call)}{called(call, case.paths)}"
+
+
+def _sides(case: Case, one: Disagreement) -> list[str]:
+    lines = [_side(case, one.group, ranks, call) for ranks, call in _rows(one)[:SHOWN]]
+    return [*lines, "every rank must make the same collective calls in the same order"]
+
+
+def _where(one: Disagreement) -> str:
+    count = f"{one.group.size:,} rank{'s' if one.group.size != 1 else ''}"
+    return f"comm '{one.group.name}', {count}"
+
+
+def _other_call(case: Case, one: Disagreement) -> str:
+    if one.even:
+        sides = ", ".join(_side(case, one.group, ranks, call) for ranks, call in _rows(one)[:4])
+        return f"the ranks disagree about call #{one.number:,} ({_where(one)}): {sides}"
+    odd = next(iter(one.odd.values()))
+    alike = len({call_text(call) for call in one.odd.values()}) == 1
+    verb = "calls" if len(one.odd) == 1 else "call"
+    what = f"{call_text(odd)}{called(odd, case.paths)}" if alike else "other collectives"
+    usual = next(iter(one.usual.values()))
+    return (
+        f"{one.group.names(one.odd)} {verb} {what} as #{one.number:,} ({_where(one)}), "
+        f"where the others call {call_text(usual)}{called(usual, case.paths)}"
+    )
+
+
+def _left_out(case: Case, one: Disagreement) -> str:
+    usual, odd = next(iter(one.usual.values())), next(iter(one.odd.values()))
+    its = "its" if len(one.odd) == 1 else "their"
+    text = f"{one.group.names(one.odd)} left out {call_name(usual)} ({_where(one)}{_on_the_others(case, usual)}): "
+    if one.earlier:
+        return (
+            text
+            + f"{its} #{one.number:,} is {_operation(odd)}{called(odd, case.paths)}, "
+            + f"which came after it in #{one.earlier + 1:,}"
+        )
+    return (
+        text + f"{its} #{one.number:,}, {_operation(odd)}{called(odd, case.paths)}, is the others' #{one.number + 1:,}"
+    )
+
+
+def _extra(case: Case, one: Disagreement) -> str:
+    odd = next(iter(one.odd.values()))
+    its = "its" if len(one.odd) == 1 else "their"
+    return (
+        f"{one.group.names(one.odd)} made one call more than the others: {call_name(odd)} ({_where(one)})"
+        f"{called(odd, case.paths)}; {its} #{one.number + 1:,} is the others' #{one.number:,}"
+    )
+
+
+def _on_the_others(case: Case, call: CallRecord) -> str:
+    where = called(call, case.paths)
+    return f",{where} on the others" if where else ""
+
+
+def _operation(call: CallRecord) -> str:
+    return clean(call.operation, 60)

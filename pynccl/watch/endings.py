@@ -5,23 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .findings import SHOWN, SILENT_SECONDS, Case, Finding, ago, briefly, chain, concern, describe, progress, waiting
-from .members import Group, Member, ended_about
+from .findings import (
+    CONSEQUENCE,
+    SHOWN,
+    SILENT_SECONDS,
+    Case,
+    Finding,
+    ago,
+    briefly,
+    chain,
+    concern,
+    describe,
+    progress,
+    waiting,
+)
+from .members import Group, Member, ended_about, follows, killed, normal
 from .records import DEAD, INSIDE, STOPPED, ProcessRecord
-from .waits import Meeting, consequence
+from .waits import Meeting
 from .wording import at, clean, line_of, ranks_text
 
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: ?(.*))?$", re.DOTALL)
-
-
-def normal(process: ProcessRecord) -> bool:
-    """Whether a process has ended as it should."""
-    return process.end in ("exit", "exit 0", "exit code 0", "exit (0)")
-
-
-def killed(process: ProcessRecord) -> bool:
-    """Whether it ended without a word, or by a signal."""
-    return not process.end or "killed" in process.end or "crashed" in process.end or process.end.startswith("SIG")
 
 
 def dead(case: Case) -> Finding | None:
@@ -36,14 +39,14 @@ def dead(case: Case) -> Finding | None:
     def order(process: ProcessRecord) -> tuple[bool, bool, int, float]:
         # Clocks of two machines are not compared: there, the rank that made the fewest calls is taken for the first.
         made = sum(comm.entered for comm in process.comms) if len(machines) > 1 else 0
-        return consequence(process.end), normal(process), made, ended_about(process)
+        return follows(process), normal(process), made, ended_about(process)
 
     first = min(blamed, key=order)
     meetings = awaited.get(id(first), [])
     rivals = [one for one in blamed if one is not first and order(one)[:2] == order(first)[:2] and _close(one, first)]
     every = f"all {len(ended):,} processes have ended: " if len(ended) == len(case.job.processes) > 1 else ""
     sentence = every + ending(case, first, meetings)
-    found = Finding("dead", sentence, 75 if consequence(first.end) else 0)
+    found = Finding("dead", sentence, _weight(first))
     found.details = _doing(case, first, meetings) + [line for one in meetings[:1] for line in chain(case, one)]
     found.details += _others(case, [one for one in ended if one is not first])
     if rivals:
@@ -53,6 +56,11 @@ def dead(case: Case) -> Finding | None:
     line = line_of(first.end_site) or _inside_line(first) or line_of(first.where)
     found.lines = [line] if line else []
     return concern(case, found, meetings, [])
+
+
+def _weight(process: ProcessRecord) -> int:
+    """Calls that disagree come before the ends that NCCL's own errors have brought about."""
+    return CONSEQUENCE if follows(process) else 15 if process.end.startswith("Nccl") else 0
 
 
 def _close(one: ProcessRecord, other: ProcessRecord) -> bool:
@@ -109,7 +117,7 @@ def ending(case: Case, process: ProcessRecord, meetings: Sequence[Meeting] = ())
     elif match:
         text = f"{who} left by {clean(match[1], 60)}{at(process.end_site, case.paths)}{when}"
         text += f": {clean(match[2], 480)}" if match[2] else ""
-    elif "killed" in process.end or "crashed" in process.end or not process.end:
+    elif killed(process) and not process.end.startswith("SIG"):
         when = when or _within(process)
         text = f"{who}'s process {process.pid} was killed or crashed (no last word){when}{_place(case, process)}"
     else:

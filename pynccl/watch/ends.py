@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from types import TracebackType
+from typing import Any
 
 from . import folder, layout, recorder
 from .frames import is_between
@@ -45,14 +46,17 @@ def _tell() -> None:
     if own is None or not own.mine or own.ended:
         return
     _decide(own)
-    if own.ended != layout.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _tell_elsewhere(own)
-
-
-def _tell_elsewhere(own: recorder.Recorder) -> None:
-    """Where ranks on other machines can be told; in good order only where the store does not end with a rank."""
     tracks = own.tracks + ([own.last_asked] if own.last_asked is not None else [])
     exchanges = dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)
+    if own.ended != layout.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _tell_elsewhere(own, list(exchanges))
+    else:
+        for exchange in exchanges:  # a thread that is in torch's C++ when the interpreter ends would crash it
+            exchange.close()
+
+
+def _tell_elsewhere(own: recorder.Recorder, exchanges: list[Any]) -> None:
+    """Where ranks on other machines can be told; in good order only where the store does not end with a rank."""
     if not exchanges or not own.path:
         return
     from . import reader

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .members import Group, Job, Member, rank_name
+from .members import Group, Job, Member, last_place, names_of, newest_call, seen_ago
 from .records import DEAD, FAILED, INSIDE, STOPPED, UNKNOWN, CallRecord, ProcessRecord
 from .waits import Meeting, Waits
-from .wording import Paths, at, call_name, clean, have, line_of, maker, ranks_text, seconds
+from .wording import Paths, at, call_name, clean, have, line_of, maker, seconds
 
 CONSEQUENCE = 75  # the weight from which a finding is the consequence of something else
 SHOWN = 8  # lines about single ranks in one finding
@@ -79,7 +79,7 @@ def waiting(meeting: Meeting, where: str = "there") -> str:
     for gave_up, ranks in rows.items():
         if not ranks:
             continue
-        who = ranks_text(ranks) if len(ranks) == 1 else f"{len(ranks):,} ranks"
+        who = meeting.group.names(ranks) if len(ranks) == 1 else f"{len(ranks):,} ranks"
         if gave_up:
             calls = [meeting.here[rank] for rank in ranks]
             longest = max(call.returned - call.issued if call.returned and call.issued else 0.0 for call in calls)
@@ -97,7 +97,7 @@ def concern(case: Case, found: Finding, meetings: Sequence[Meeting], members: It
     found.age = max((meeting.age() for meeting in meetings), default=0.0)
     found.comms = list(dict.fromkeys([*found.comms, *(meeting.group.uid for meeting in behind)]))
     for member in members:
-        if line := line_of(member.process.end_site or member.process.where):
+        if line := line_of(member.process.end_site or last_place(member.process)):
             found.lines.append(line)
     found.lines = list(dict.fromkeys(found.lines))
     found.culprits = found.culprits[:_NAMED]
@@ -131,12 +131,6 @@ def standings(case: Case, members: Sequence[Member], meeting: Meeting) -> list[s
     lines = [f"{names_of(same)}: {text}" for text, same in rows.items()][:SHOWN]
     left = len(members) - sum(len(same) for same in list(rows.values())[:SHOWN])
     return lines + ([f"and {left:,} more ranks"] if left > 0 else [])
-
-
-def names_of(members: Sequence[Member]) -> str:
-    if len(members) == 1:
-        return rank_name(members[0].rank, members[0].process)
-    return ranks_text(one.rank for one in members)
 
 
 def standing(case: Case, member: Member, meeting: Meeting | None) -> str:
@@ -174,14 +168,16 @@ def progress(member: Member) -> str:
 
 
 def whereabouts(case: Case, process: ProcessRecord) -> str:
-    if not process.where:
+    """Where its main thread is, or was, and how long ago that was seen; or its newest call, where that came later."""
+    newest, site = newest_call(process), last_place(process)
+    where, age = case.paths.short(site), seen_ago(process)
+    if not site:
         return ""
-    age = process.now - process.where_at if process.where_at > 0 else 0.0
+    if newest is not None and site != process.where:
+        return f"its last call was {call_name(newest)} at {where}{ago(process, newest.issued)}"
     if process.state == DEAD:
-        return f"its main thread was last in {case.paths.short(process.where)}"
-    if age > SILENT_SECONDS:
-        return f"its main thread was in {case.paths.short(process.where)} {seconds(age)} ago"
-    return f"its main thread is in {case.paths.short(process.where)}"
+        return f"its main thread was last in {where}"
+    return f"its main thread was in {where}, seen {seconds(age)} ago" if age else f"its main thread is in {where}"
 
 
 def frozen(process: ProcessRecord) -> str:

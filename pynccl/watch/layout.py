@@ -58,6 +58,8 @@ LIVE, ENDED = 1, 2  # 0: nobody's
 COMM = struct.Struct("=Iiiid")  # state, rank, size, the same plus 1 as a check, monotonic clock when made
 RING = struct.Struct("=QQQdd")  # newest segment; newest entry that has returned, that has completed; when each was seen
 RING_AT = 64
+WAITS = struct.Struct("=d")  # monotonic clock of the last look that saw its streams wait for calls before that
+WAITS_AT = 104
 COMM_END = struct.Struct("=d")
 COMM_END_AT = 112
 COMM_TEXTS = {

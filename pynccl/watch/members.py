@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .records import DEAD, INSIDE, ISSUED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
-from .wording import Paths, Range, clean
+from .records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
+from .wording import Paths, Range, clean, ranks_text
 
 # The end of a process that nobody heard from is later than its last heartbeat, by less than this.
 _SILENT_SECONDS = 5.0
+_FRESH_SECONDS = 2.0  # a line that was seen so lately is told as the present one
 
 
 @dataclass(eq=False)
@@ -61,6 +62,12 @@ class Group:
     stale: list[str] = field(default_factory=list)
     claimed: list[tuple[int, ProcessRecord, ProcessRecord]] = field(default_factory=list)
 
+    def names(self, ranks: Iterable[int]) -> str:
+        """As `names_of`; also of ranks of which nothing is known."""
+        ranks = sorted(set(ranks))
+        known = [self.members[rank] for rank in ranks if rank in self.members]
+        return names_of(known) if len(known) == len(ranks) else ranks_text(ranks)
+
 
 class Job:
     """All communicators of the processes, and who is who in them."""
@@ -79,9 +86,8 @@ class Job:
     def name(self, process: ProcessRecord, group: Group | None = None) -> str:
         """ "rank 2": by its rank in the communicator, else of the launch, else by its number."""
         places = self.members.get(id(process), [])
-        inside = [member.rank for one, member in places if one is group]
-        if inside:
-            return rank_name(inside[0], process)
+        if inside := [member for one, member in places if one is group]:
+            return names_of(inside[:1])
         if process.rank >= 0:
             return f"rank {process.rank}"
         if places:
@@ -101,8 +107,58 @@ class Job:
         return "", process.rank
 
 
-def rank_name(rank: int, process: ProcessRecord) -> str:
-    return f"rank {rank}" if process.rank in (-1, rank) else f"rank {rank} (rank {process.rank} of the launch)"
+def names_of(members: Sequence[Member]) -> str:
+    """ "ranks 0 and 2"; where the launch numbers them otherwise "rank 1 (rank 9 of the launch)"."""
+    ranks, launched = [one.rank for one in members], [one.process.rank for one in members]
+    if ranks == launched or min(launched, default=-1) < 0:
+        return ranks_text(ranks)
+    return f"{ranks_text(ranks)} ({ranks_text(launched)} of the launch)"
+
+
+def normal(process: ProcessRecord) -> bool:
+    """Whether a process has ended as it should."""
+    return process.end in ("exit", "exit 0", "exit code 0", "exit (0)")
+
+
+def killed(process: ProcessRecord) -> bool:
+    """Whether it ended without a word, or by a signal."""
+    return not process.end or process.end.startswith(("killed", "crashed", "SIG"))
+
+
+def consequence(error: str) -> bool:
+    """Whether an error says that others did not come, have gone, or call something else: then it is no cause, and the
+    call that raised it was a wait."""
+    return any(word in error for word in ("Timeout", "timed out", "RemoteError", "Aborted", "lost rank", "disagree"))
+
+
+def follows(process: ProcessRecord) -> bool:
+    """Whether a process ended because a call did not come about: it had waited there until then."""
+    if process.state != DEAD or normal(process) or killed(process):
+        return False
+    if process.end.startswith("Nccl"):
+        last = [call for comm in process.comms if (call := comm.last()) is not None and call.state == FAILED]
+        if last:
+            return any(consequence(call.error) for call in last)
+    return consequence(process.end)
+
+
+def newest_call(process: ProcessRecord) -> CallRecord | None:
+    """The one that it issued last, on any communicator."""
+    last = [call for comm in process.comms if (call := comm.last()) is not None]
+    return max(last, key=lambda call: call.issued, default=None)
+
+
+def last_place(process: ProcessRecord) -> str:
+    """The newest line that is known of it: of its main thread, or of its newest call, where that came later."""
+    newest = newest_call(process)
+    old = not process.where or 0 < process.where_at < (newest.issued if newest else 0.0)
+    return newest.site if newest and newest.site and old else process.where
+
+
+def seen_ago(process: ProcessRecord) -> float:
+    """How many seconds ago the line of its main thread was seen; 0.0 if that was just now."""
+    age = process.now - process.where_at if process.where_at > 0 else 0.0
+    return age if age > _FRESH_SECONDS else 0.0
 
 
 def last_seen(process: ProcessRecord) -> float:
@@ -167,10 +223,10 @@ def _group(uid: str, rows: list[tuple[ProcessRecord, CommRecord]], launched: dic
 
 
 def _add_launched(group: Group, launched: dict[int, ProcessRecord]) -> None:
-    """Ranks that do not know the communicator yet, where its ranks are those of the launch."""
+    """Ranks that do not know the communicator yet, where its ranks are those of the launch; not of one of another."""
     present = {id(member.process) for member in group.members.values()}
     known = [member for member in group.members.values() if member.process.rank >= 0]
-    if not known or any(member.rank != member.process.rank for member in known):
+    if not known or any(member.rank != member.process.rank or (member.comm and member.comm.parent) for member in known):
         return
     jobs = {member.process.job for member in known}
     for rank, process in launched.items():

@@ -27,7 +27,8 @@ class Mark(NamedTuple):
     def passed(self) -> bool | None:
         """Whether all of the calls have completed; None: it cannot be told, and will not be."""
         try:
-            return all(event.query() for event in self.events)
+            passed = all(event.query() for event in self.events)
+            return None if passed and any(getattr(event, "failed", False) for event in self.events) else passed
         except Exception:  # a capture, or an error of an earlier launch, which others report
             return None
 

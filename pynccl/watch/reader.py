@@ -34,14 +34,16 @@ class BadRecord(ValueError):
 def read_folder(path: str, *, uid: str = "", since: float = 0.0, calls: bool = True) -> tuple[list[Process], list[str]]:
     """The records of all files in this folder, and in the folders of jobs in it; and the problems met.
 
-    uid    only those of processes that are or were in this communicator
+    uid    only those of processes that are or were in this communicator, or in another one with such a process, which
+           it may wait for
     calls  with the calls of each, which are nearly all of it
     since  when that was made: what was left before is not looked into"""
     records, problems = [], []
     paths = [path] if not os.path.isdir(path) else sorted(_paths(path, since))
+    related = _related(paths[:_MOST_FILES], uid) if uid else set(paths)
     for one in paths[:_MOST_FILES]:
         try:
-            if not uid or _has(one, uid):
+            if one in related:
                 records.append(read_file(one, calls))
         except BadRecord as error:
             problems.append(str(error))
@@ -65,13 +67,26 @@ def _paths(path: str, since: float = 0.0) -> Iterator[str]:
 _of_the_dead: dict[str, set[str]] = {}  # what is in a file that nobody writes any more
 
 
-def _has(path: str, uid: str) -> bool:
+def _related(paths: list[str], uid: str) -> set[str]:
+    """The files with this communicator, or with another one of theirs; and what cannot be looked into, to be told."""
+    inside = {path: _uids_in(path, uid) for path in paths}
+    wanted, found = {uid}, set[str]()
+    while more := {path for path, known in inside.items() if path not in found and known & wanted}:
+        found |= more
+        wanted |= {one for path in more for one in inside[path]}
+    return found
+
+
+def _uids_in(path: str, uid: str) -> set[str]:
     known = _of_the_dead.get(path)
     if known is None:
-        known = uids(path)
+        try:
+            known = uids(path)
+        except (OSError, BadRecord):
+            return {uid}  # read_file says what is wrong with it
         if not folder.alive(path):
             _of_the_dead[path] = known
-    return uid in known
+    return known
 
 
 def uids(path: str) -> set[str]:
@@ -273,6 +288,7 @@ class _Bytes:
             made=self.seconds(made),
             parent=texts["parent"],
             aliases=(texts["alias"],) if texts["alias"] else (),
+            waits_at=self.seconds(layout.WAITS.unpack_from(data, layout.WAITS_AT)[0]),
             ended=texts["ended"] if kind == layout.ENDED else "",
             ended_site=texts["ended_site"],
             ended_at=self.seconds(ended_at),

@@ -73,6 +73,7 @@ class CommRecord:
     name     for messages: CommConfig.comm_name, else what made it: "init", "split of init, color 0"
     entered  number of the last collective call that it has entered; completed: of the last one that has completed
     calls    the last ones, oldest first
+    waits_at when its streams were last seen to wait for calls before that
     ended    "" while it lives, else "destroyed", "aborted", "aborted at exit", ...; ended_site, ended_at: where, when
     """
 
@@ -87,6 +88,7 @@ class CommRecord:
     aliases: tuple[str, ...] = ()
     entered: int = 0
     completed: int = 0
+    waits_at: float = 0.0
     calls: list[CallRecord] = field(default_factory=list)
     ended: str = ""
     ended_site: str = ""

@@ -160,6 +160,9 @@ class Rows:
         flags = (layout.PLAN if plan else 0) | (
             layout.PEER if operation in _PEERS else layout.ROOT if rank_at >= 0 else 0
         )
+        rank = inputs[rank_at] if rank_at >= 0 and inputs else -1
+        if operation == "wait_signal" and inputs and inputs[0] == 1:  # of several peers none is named
+            flags, rank = flags | layout.PEER, inputs[1][0].peer
         count, dtype = (inputs[count_at], inputs[count_at + 1]) if count_at >= 0 and inputs else (layout.NO_COUNT, -1)
         layout.ROW.pack_into(
             self._memory,
@@ -170,7 +173,7 @@ class Rows:
             dtype,
             weight,
             inputs[op_at] if op_at >= 0 and inputs else -1,
-            inputs[rank_at] if rank_at >= 0 and inputs else -1,
+            rank,
             group,
             count,
             stream,

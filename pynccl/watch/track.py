@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from . import layout
-from .frames import call_site
+from .frames import user_site
 from .notes import notes
 from .recorder import Recorder, now, recorder
 from .rows import COUNT_AT, Rows, weight_of
@@ -161,7 +161,7 @@ class Track:
         self.thread = get_ident()
         self.issued[slot] = now()
         if self.careful:
-            self._site[slot] = self.recorder.string(call_site())
+            self._site[slot] = self.recorder.string(user_site())
         if notes:
             self.note_own(slot)
         return slot
@@ -207,7 +207,7 @@ class Track:
             row = layout.INLINE if weight else layout.INLINE_UNNUMBERED
         self.ring[slot] = row
         if self.careful:
-            self._site[slot] = self.recorder.string(site or call_site())
+            self._site[slot] = self.recorder.string(site or user_site())
         if notes:
             self.note_own(slot)
         return slot
@@ -296,7 +296,7 @@ class Track:
         self._touched.add(slot // self._length)
         self.returned[slot] = now()
         self.memory[self.region.failed + slot] = 1
-        self._site[slot] = self._site[slot] or self.recorder.string(call_site())
+        self._site[slot] = self._site[slot] or self.recorder.string(user_site())
         self.write("error", _line(error))
 
     def new_group(self) -> int:
@@ -330,6 +330,10 @@ class Track:
         packed = layout.RING.pack(segment, old_returned, old_completed, *times)
         self.memory[layout.RING_AT + 8 : layout.RING_AT + layout.RING.size] = packed[8:]
 
+    def waits(self) -> None:
+        """By the watchdog: its streams have not passed all of the calls so far."""
+        layout.WAITS.pack_into(self.memory, layout.WAITS_AT, now())
+
     def end(self, how: str, site: str = "") -> None:
         """The communicator has ended."""
         if not self.recorder.mine:
@@ -343,6 +347,7 @@ class Track:
 
 
 _numbers = itertools.count(1)
+_FIRST = 200  # characters of what was called, where the library says why it failed
 
 
 def new_track(known: Identity | None, rank: int, size: int, careful: bool) -> Track | None:
@@ -360,5 +365,7 @@ def uid_of(*parts: Any) -> str:
 
 
 def _line(error: BaseException | str) -> str:
+    """Its first line, and what the library itself says last."""
     text = str(error) if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return text.partition("\n")[0]
+    first, last = text.partition("\n")[0], text.partition("\n  last error: ")[2].partition("\n")[0]
+    return f"{first[:_FIRST]}: {last}" if last else first

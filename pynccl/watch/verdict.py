@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .causes import crossings, disagreements, failures, missing, stalled
-from .endings import dead, killed, normal, stopped
+from .causes import crossings, failures, missing, stalled
+from .disagreements import disagreements
+from .endings import dead, stopped
 from .findings import CONSEQUENCE, Case, Finding, frozen, standing
-from .members import Job, rank_name
+from .members import Job, follows, killed, names_of, normal
 from .records import DEAD, ProcessRecord
-from .waits import Waits, consequence
-from .wording import clean, line_of, ranks_text, seconds
+from .waits import Waits
+from .wording import clean, line_of, seconds
 
 NOTHING_WRONG = ("running", "finished", "straggling", "empty")
 _HUNG_BEFORE = 5.0  # seconds that ranks had waited when all processes were killed, for the wait to be the reason
@@ -73,8 +74,6 @@ def judge(processes: Sequence[ProcessRecord], *, patience: float = 0.0, uid: str
     found += _frozen(case, {culprit for one in found for culprit in one.culprits})
     if all_dead:
         _weigh_after_the_end(case, found)
-    else:
-        _weigh(found)
     found.sort(key=lambda one: (one.weight, -one.waiting, -one.age))
     if not found:
         found = [_going_on(case)]
@@ -104,25 +103,16 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
         for one in verdict.findings
         if one.kind not in NOTHING_WRONG and not (one.kind == "failed" and one.culprits == [(uid, rank)])
     ]
-    concerned = [one for one in others if uid in one.comms]
+    concerned = [one for one in others if uid in one.comms and one.weight < CONSEQUENCE]
+    if others and others[0].kind == "mismatch":  # in whichever communicator: its ranks may wait for nothing
+        concerned = others
     own = verdict.findings[0] if verdict.wrong and verdict.findings[0] not in others else None
     if own is not None and own.weight < CONSEQUENCE:  # its own error is the cause
-        if verdict.details:
-            return "\n".join(verdict.details[:3])
-    else:
-        concerned = concerned or others
+        return "\n".join(verdict.details[:3])
+    concerned = concerned or others
     if not concerned:
         return ""
-    first, root = concerned[0], others[0]
-    lines = [first.sentence, *first.details[:3]]
-    if root.kind == "mismatch" and root is not first and _by_an_error_of_nccl(first):
-        left = first.sentence.partition(" ago: ")  # what comes then is the first line of its error, the same again
-        lines = [root.sentence, *root.details[:3], f"because of it {left[0]} ago." if left[1] else first.sentence]
-    return "\n".join(lines)
-
-
-def _by_an_error_of_nccl(found: Finding) -> bool:
-    return found.kind == "dead" and " left by Nccl" in found.sentence
+    return "\n".join([concerned[0].sentence, *concerned[0].details[:3]])
 
 
 def _found(case: Case) -> list[Finding]:
@@ -130,25 +120,21 @@ def _found(case: Case) -> list[Finding]:
     found = [*_duplicates(case), *ends, *disagreements(case), *crossings(case), *missing(case), *failures(case)]
     if all(one.weight >= CONSEQUENCE for one in found):  # what does not move may do so because of anything else
         found += stalled(case)
+    if any(one.weight < CONSEQUENCE for one in found):  # then that others ended because of it is no news
+        found = [one for one in found if one.kind != "dead" or one.weight < CONSEQUENCE]
     return found
 
 
-def _weigh(found: list[Finding]) -> None:
-    """Calls that disagree come before the ends that NCCL's own errors have brought about."""
-    ends = [one for one in found if _by_an_error_of_nccl(one)]
-    if ends and any(one.kind == "mismatch" for one in found):
-        ends[0].weight = max(ends[0].weight, 15)
-
-
 def _weigh_after_the_end(case: Case, found: list[Finding]) -> None:
-    """All have ended: what held them before is the cause if they were killed, or gave up, after a wait."""
-    silent = all(killed(one) or normal(one) or consequence(one.end) for one in case.job.processes)
+    """All have ended: what held them before is the cause if they gave up, or were killed after a wait."""
+    if not any(one.kind == "dead" and one.weight < CONSEQUENCE for one in found):
+        return
+    silent = all(killed(one) or normal(one) or follows(one) for one in case.job.processes)
     for one in found:
         if one.kind not in ("dead", "mismatch", "duplicate"):
             one.weight += 0 if silent and one.age >= _HUNG_BEFORE else 100
         elif one.kind == "dead" and silent:
             one.weight = 50
-    _weigh(found)
 
 
 def _duplicates(case: Case) -> list[Finding]:
@@ -208,11 +194,11 @@ def _straggler(case: Case) -> Finding | None:
         behind = [one for one in living if one.entered == last]
         since = f", for {seconds(meeting.age())}" if meeting else ""
         text = (
-            f"no rank is stuck, but {ranks_text(one.rank for one in behind)} of comm '{group.name}' "
+            f"no rank is stuck, but {names_of(behind)} of comm '{group.name}' "
             f"{'is' if len(behind) == 1 else 'are'} {widest:,} call{'s' if widest != 1 else ''} behind{since}: "
             f"last entered #{last:,}, the first rank #{first:,}"
         )
-        details = [f"{rank_name(one.rank, one.process)}: {standing(case, one, meeting)}" for one in behind[:4]]
+        details = [f"{names_of([one])}: {standing(case, one, meeting)}" for one in behind[:4]]
         lines = [line for one in behind[:8] if (line := line_of(one.process.where))]
         best = Finding("straggling", text, 0, details, [(group.uid, one.rank) for one in behind], lines, [group.uid])
     return best

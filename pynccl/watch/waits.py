@@ -7,12 +7,13 @@ that waits for a rank which waits for nothing has that rank as its cause.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .members import Group, Job, Member
-from .records import COMPLETED, DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
-from .wording import Range
+from .members import Group, Job, Member, consequence, follows, killed
+from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, ProcessRecord
+from .wording import Range, ranges_of
 
 LEFT = "left"  # a rank whose communicator has ended, or (FAILED) whose call has raised: it will not come
 # Not numbered, but a call of all ranks. `shrink` and `grow` may leave some out.
@@ -20,6 +21,7 @@ _TOGETHER = ("finalize", "destroy", "shrink", "grow", "split", "init")
 _MOST_TOGETHER = 64  # calls of a group
 _LOOKED_AT = 16  # numbers of one communicator, and sends from one rank to another: the first ones explain the others
 _MOST_PAIRED = 4096  # sends and recvs of one communicator that have met, and yet go on
+_WAITS_FOR = re.compile(r"still waits for ranks \[(\d{1,9}(?:, \d{1,9}){0,1000})\]")
 _OLDEST, _NEWEST = 48, 16  # calls of one process that are put in order: those between them wait as they do
 
 
@@ -45,6 +47,7 @@ class Meeting:
     unknown: list[Range] = field(default_factory=list)
     first: dict[Meeting, list[Step]] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)  # those of `away` that wait elsewhere
+    paired: bool = True  # of a send and a recv: whether they are sure to be the two ends of one message
 
     @property
     def blocked(self) -> bool:
@@ -120,11 +123,19 @@ class Waits:
         """The calls in which a rank waits, or waited until it gave up."""
         found = self._acts.get(id(member))
         if found is None:
-            found = [] if member.dead and not self.post_mortem else member.pending
-            if member.left and not self.post_mortem:  # whatever was on a stream has gone with the communicator
-                found = [call for call in found if call.state == INSIDE]
-            found = self._acts[id(member)] = found + _gave_up(member)
+            found, gave_up = [] if self._ended(member) else member.pending, _gave_up(member)
+            if member.left and not self.post_mortem and not gave_up:
+                found = [
+                    call for call in found if call.state == INSIDE
+                ]  # what was on a stream went with the communicator
+            found = self._acts[id(member)] = found + gave_up
         return found
+
+    def _ended(self, member: Member) -> bool:
+        """Whether its process has ended: not because of a call that others made fail, where it counts as waiting there;
+        nor, where all have ended, by what may have killed them all."""
+        ended = member.dead and not follows(member.process)
+        return ended and not (self.post_mortem and killed(member.process))
 
     def _collectives(self, group: Group) -> Iterator[Meeting]:
         numbers: set[int] = set()
@@ -146,6 +157,7 @@ class Waits:
             if meeting.here:
                 calls = list(meeting.here.values())
                 meeting.call = next((one for one in calls if one.entry > 0), calls[0])
+                meeting.unknown = _not_met(calls) or meeting.unknown
                 yield meeting
 
     def _place(self, meeting: Meeting, member: Member, number: int) -> None:
@@ -165,11 +177,11 @@ class Waits:
             meeting.away.append(member.rank)
 
     def _gone(self, member: Member, call: CallRecord | None) -> str:
-        if member.dead and not self.post_mortem:
+        if self._ended(member):
             return DEAD
         if call and call.state == FAILED:
             return FAILED
-        if member.left and (call is None or call.state != FAILED):
+        if member.left and not follows(member.process):
             return LEFT
         return STOPPED if member.stopped else ""
 
@@ -182,16 +194,29 @@ class Waits:
                     waiting.setdefault(pair, {"send": [], "recv": []})[call.operation].append(call)
         room = _MOST_PAIRED
         for (source, target), calls in waiting.items():
-            sends, recvs = calls["send"], calls["recv"]
+            sends = yield from self._unmet(group, source, target, calls["send"])
+            recvs = yield from self._unmet(group, target, source, calls["recv"])
             met = list(zip(sends, recvs, strict=False))[: min(room, _LOOKED_AT)]
             room -= len(met)
-            for send, recv in met:
-                yield Meeting(group, recv, {source: send, target: recv})
+            sure = _counted(group, source, target)
+            for send, recv in met:  # of a group one message may have arrived, while others are under way
+                paired = sure or not (send.group or recv.group)
+                yield Meeting(group, recv, {source: send, target: recv}, paired=paired)
             for rank, peer, more in ((source, target, sends[len(recvs) :]), (target, source, recvs[len(sends) :])):
                 if not more:
                     continue
                 meeting = Meeting(group, more[0], {rank: more[0]})
                 yield meeting if _answered(group, rank, peer, more[0]) else self._for_peer(meeting, peer)
+
+    def _unmet(
+        self, group: Group, rank: int, peer: int, calls: list[CallRecord]
+    ) -> Generator[Meeting, None, list[CallRecord]]:
+        """Those calls of a rank, sends to the peer or recvs, whose other side is not over. The rest wait as a group."""
+        over = _over(group, rank, peer, calls[0].operation) if calls else set()
+        for call in calls:
+            if id(call) in over:
+                yield Meeting(group, call, {rank: call})
+        return [call for call in calls if id(call) not in over]
 
     def _for_peer(self, meeting: Meeting, peer: int) -> Meeting:
         """The same, without the rank that it is for."""
@@ -208,7 +233,7 @@ class Waits:
         found: dict[str, Meeting] = {}
         for member in group.members.values():
             for call in self._acting(member):
-                if call.number > 0 or call.operation in ("send", "recv") or call.state != INSIDE:
+                if call.number > 0 or call.operation in ("send", "recv") or call.state == ISSUED:
                     continue
                 if call.operation == "wait_signal" and call.peer >= 0:
                     yield self._for_peer(Meeting(group, call, {member.rank: call}), call.peer)
@@ -233,8 +258,8 @@ class Waits:
 
     def _order(self) -> None:
         """A call that its rank has issued after another one waits for that one."""
-        for all_rows in self._at.values():
-            rows = all_rows
+        for process, waiting in self._at.items():
+            rows = waiting + self._gave_up_at.get(process, [])
             if len(rows) > _OLDEST + _NEWEST:
                 rows = sorted(rows, key=lambda row: (row[2].issued, row[2].entry))
                 rows = rows[:_OLDEST] + rows[-_NEWEST:]
@@ -252,16 +277,19 @@ class Waits:
             for rank in meeting.away:
                 process = meeting.group.members[rank].process
                 for other, member, call in self._at.get(id(process), []) + self._gave_up_at.get(id(process), []):
-                    if other is meeting or not (call.state in (INSIDE, FAILED) or other in stuck):
+                    on_stream = member.comm is not None and call.issued < member.comm.waits_at
+                    certain = call.state in (INSIDE, FAILED) or on_stream
+                    if other is meeting or not (certain or other in stuck):
                         continue
                     meeting.held.add(rank)
-                    step = Step(member, call, None, call.state in (INSIDE, FAILED))
+                    step = Step(member, call, None, certain)
                     meeting.first.setdefault(other, []).append(step)
 
 
-def consequence(error: str) -> bool:
-    """Whether an error says that others did not come, or have gone: then it is no cause."""
-    return any(word in error for word in ("Timeout", "timed out", "RemoteError", "Aborted", "lost rank"))
+def _not_met(calls: Sequence[CallRecord]) -> list[Range]:
+    """Who has not come to an init, where the library that the others have met in says so."""
+    said = [found[1] for call in calls if call.operation == "init" and (found := _WAITS_FOR.search(call.error))]
+    return ranges_of(int(rank) for rank in said[-1].split(",")) if said else []
 
 
 def _last_issue(process: ProcessRecord) -> float:
@@ -300,6 +328,23 @@ def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:
     if same_comm:
         return first.entry < then.entry
     return 0 < first.issued < then.issued
+
+
+def _over(group: Group, rank: int, peer: int, operation: str) -> set[int]:
+    """By id(), the sends of a rank to the peer (or recvs) whose other side has completed, where all can be counted."""
+    own, other = (group.members[one].comm if one in group.members else None for one in (rank, peer))
+    if own is None or other is None or not _counted(group, rank, peer):
+        return set()
+    answer = "recv" if operation == "send" else "send"
+    done = sum(one.operation == answer and one.peer == rank and one.state == COMPLETED for one in other.calls)
+    asked = [one for one in own.calls if one.operation == operation and one.peer == peer]
+    return {id(one) for one in asked[:done]}
+
+
+def _counted(group: Group, *ranks: int) -> bool:
+    """Whether all calls of these ranks are still recorded."""
+    comms = [group.members[rank].comm for rank in ranks if rank in group.members]
+    return len(comms) == len(ranks) and all(one is not None and one.calls and one.calls[0].entry == 1 for one in comms)
 
 
 def _answered(group: Group, rank: int, peer: int, call: CallRecord) -> bool:

@@ -128,8 +128,8 @@ class Watchdog:
 
     def _look_at_streams(self, track: Track, watched: Watched) -> Stuck | None:
         """Nothing was issued since the last look: have the streams passed what was issued before?"""
-        if track.library is None or watched.completed == watched.entry:
-            return None
+        if track.library is None or watched.completed == watched.entry or track.explains:
+            return None  # of one that has failed, the streams pass what came to nothing
         if watched.mark is None:
             streams = track.streams(watched.completed)
             if track.library.is_host:
@@ -146,6 +146,7 @@ class Watchdog:
             track.seen(completed=watched.completed)
             watched.mark = None
             return None
+        track.waits()
         seconds = time.monotonic() - max(watched.mark.made, watched.since)
         return Stuck(track, watched.mark.entry, seconds, False) if seconds > self.settings.timeout else None
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from stores import Counted
 
-from pynccl import NcclTimeout
+from pynccl import NcclRemoteError, NcclTimeout
 from pynccl.bootstrap.rendezvous import Rendezvous, Wording
 from pynccl.comm.deadline import Clock
 
@@ -50,3 +50,12 @@ def test_who_is_missing_is_one_question_whatever_the_number_of_ranks(nranks: int
     assert first < 10 and second < 10
     assert all(f"of {nranks} waited 0.5 s: ranks [2, 3, 4, " in text for text in said)
     assert all(f"{nranks - 1}] never came" in text for text in said)
+
+
+def test_who_comes_last_hears_of_a_rank_that_came_and_failed() -> None:
+    store = dist.HashStore()
+    first = Rendezvous(store, 0, 2, Clock(20), WORDS)
+    first._come_in(b"id")  # the part of join() before it waits, in which it is interrupted
+    first.report(KeyboardInterrupt())
+    with pytest.raises(NcclRemoteError, match="rank 0 was interrupted"):
+        Rendezvous(store, 1, 2, Clock(20), WORDS).join(b"")

@@ -215,6 +215,38 @@ def test_what_has_been_issued_longest_is_what_a_gpu_rank_waits_for() -> None:
     assert row.since == pytest.approx([12.3])
 
 
+def test_the_table_and_the_verdict_tell_the_same_call_where_a_stream_was_synchronized_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody has noticed that calls 38 to 40 have completed; what rank 0 waits for is what rank 1 has not entered."""
+    real = pytest.importorskip("pynccl.watch.verdict")
+    monkeypatch.setattr(report, "render", real.render)
+    first, second = process(0, 41, ISSUED, size=2), process(1, 40, COMPLETED, size=2)
+    for call in first.comms[0].calls:
+        call.state = ISSUED
+    first.comms[0].completed = 0
+    later = CommRecord(
+        "uid2", "dp", 0, 2, entered=1, calls=[CallRecord(1, 1, "barrier", issued=NOW - 20, state=ISSUED)]
+    )
+    first.comms.append(later)
+    second.comms.append(dataclasses.replace(later, rank=1, completed=1, calls=[]))
+    verdict = real.judge([first, second])
+    assert verdict.sentence.startswith("rank 1 never entered all_reduce #41 (comm 'tp'")
+    text = report.whole(sources.Job("train", [first, second], ["/x"]), verdict, None)
+    assert "issued all_reduce #41 'tp'" in text and "done all_reduce #40 'tp'" in text
+
+
+def test_an_old_line_is_told_with_its_age_and_a_missing_one_by_the_call() -> None:
+    one = process(0, 40, COMPLETED)
+    one.where_at = NOW - 12
+    assert "data.py:41 next_batch, seen 12.0 s ago" in "\n".join(table.text(table.rows([one])))
+    one.where = ""
+    assert table.rows([one])[0].where == "after model.py:88"
+    inside = process(0)
+    inside.where = ""
+    assert table.rows([inside])[0].where == "model.py:88"
+
+
 def test_several_ranks_of_one_process_have_a_row_each() -> None:
     one = process(0)
     one.rank = -1

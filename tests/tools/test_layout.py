@@ -24,7 +24,7 @@ ORDER: dict[str, str] = {
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         comm.deadline comm.observing
         watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder watch.rows
-        watch.track watch.reader watch.wording watch.members watch.waits watch.disagreements watch.findings
+        watch.track watch.reader watch.wording watch.members watch.waits watch.findings watch.disagreements
         watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends
         watch.progress watch.watchdog
         comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import pynccl
-from pynccl.watch import folder, layout, recorder, watchdog
+from pynccl.watch import folder, layout, reader, recorder, watchdog
 from pynccl.watch.reader import BadRecord, ranks, read_file, read_folder, state_of
 from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CommRecord, ProcessRecord
 from pynccl.watch.track import Identity, Track, uid_of
@@ -392,3 +392,11 @@ def test_whose_records_are_on_this_machine_is_told_from_the_heads_of_the_files(o
     assert ranks(base, uid) == {0, 2, 3}
     assert ranks(base, uid_of("c")) == {1}
     assert ranks(base, uid_of("d")) == set()
+
+
+def test_who_shares_another_communicator_with_those_asked_for_is_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 waits in a split for rank 0, which has given up in a communicator with rank 3."""
+    inside = {"rank0": {"split", "world"}, "rank1": {"split", "world"}, "rank3": {"world"}, "other": {"elsewhere"}}
+    monkeypatch.setattr(reader, "uids", inside.__getitem__)
+    monkeypatch.setattr(folder, "alive", lambda path: True)
+    assert reader._related(list(inside), "split") == {"rank0", "rank1", "rank3"}

@@ -573,7 +573,8 @@ def test_a_collective_and_a_recv_in_two_orders() -> None:
     second = process(1, comm(1, 2, [call(4, "barrier"), call(0, "recv", INSIDE, peer=0)]))
     verdict = judge([first, second])
     assert verdict.kind == "crossed"
-    assert "rank 1 waits in recv from rank 0 of comm 'tp' and has not entered barrier #5" in verdict.sentence
+    assert verdict.sentence == ("rank 0 is in barrier #5 of comm 'tp', rank 1 waits in recv from rank 0 of comm 'tp'.")
+    assert verdict.details[0] == "rank 0 has not called send to rank 1"
 
 
 def test_ranks_that_were_made_for_other_sizes() -> None:

@@ -44,8 +44,9 @@ def whole(job: Job, verdict: Any, ras: Answer | None, wanted: Wanted = Wanted())
 
 
 def _table(job: Job, verdict: Any, wanted: Wanted) -> list[str]:
+    blamed = {uid for uid, _ in verdict.culprits if uid} if verdict.wrong else set()
     waited_in = {found[0].uid for one in job.processes if (found := table.open_call(one.comms))}
-    rows = table.rows(job.processes, waited_in or verdict.comms, wanted.all_apart)
+    rows = table.rows(job.processes, blamed or waited_in or verdict.comms, wanted.all_apart)
     return table.text(rows, len(rows) if wanted.all_apart else table.MOST)
 
 

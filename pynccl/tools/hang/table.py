@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from ...watch.members import seen_ago
 from ...watch.records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, CommRecord, ProcessRecord
 from .clean import cut, known, line, place, ranks, seconds
 
@@ -22,7 +23,8 @@ class Row:
     """One rank, or several that do the same.
 
     doing, since  what, and for how many seconds, by the clock of each one's machine: [] where that is not known
-    where, ended  the main thread's place; of processes that have ended how, and how many seconds ago
+    where, ended  the main thread's place, and how many seconds ago it was seen if not just now; of processes that have
+                  ended how, and how many seconds ago
     """
 
     ranks: list[int]
@@ -42,10 +44,20 @@ def rank_of(process: ProcessRecord) -> int:
     return process.rank if process.rank >= 0 or not process.comms else process.comms[0].rank
 
 
-def open_call(comms: Iterable[CommRecord]) -> tuple[CommRecord, CallRecord] | None:
-    """The call that it is inside, else the oldest that is not known to have completed."""
+def open_call(
+    comms: Iterable[CommRecord], everywhere: Mapping[str, int] | None = None
+) -> tuple[CommRecord, CallRecord] | None:
+    """The call that it is inside, else the oldest that is not known to have completed.
+
+    everywhere  uid -> the last collective that all ranks have entered: those up to it do not wait for a rank"""
     found = [(comm, call) for comm in comms if not comm.ended for call in comm.calls if call.state in (INSIDE, ISSUED)]
-    return min(found, key=lambda one: (one[1].state != INSIDE, one[1].issued, one[1].entry), default=None)
+
+    def order(one: tuple[CommRecord, CallRecord]) -> tuple[bool, bool, float, int]:
+        comm, call = one
+        met = 0 < call.number <= (everywhere or {}).get(comm.uid, 0) < comm.entered
+        return call.state != INSIDE, met, call.issued, call.entry
+
+    return min(found, key=order, default=None)
 
 
 def last_call(comms: Iterable[CommRecord]) -> tuple[CommRecord, CallRecord] | None:
@@ -57,7 +69,14 @@ def rows(processes: list[ProcessRecord], concerned: Collection[str] = (), all_ap
     """One a rank, in their order; of many ranks those that do the same together.
 
     concerned  uids of communicators of which to tell, where a rank is not inside a call of another one"""
-    single = [_row(process, rank, comms, set(concerned)) for process in processes for rank, comms in _members(process)]
+    everywhere: dict[str, int] = {}
+    for comm in (comm for process in processes for comm in process.comms):
+        everywhere[comm.uid] = min(comm.entered, everywhere.get(comm.uid, comm.entered))
+    single = [
+        _row(process, rank, comms, set(concerned), everywhere)
+        for process in processes
+        for rank, comms in _members(process)
+    ]
     single.sort(key=lambda row: (row.ranks, row.processes[0].host, row.processes[0].pid))
     if all_apart or len(single) <= APART:
         return single
@@ -86,9 +105,11 @@ def _members(process: ProcessRecord) -> list[tuple[int, list[CommRecord]]]:
     return sorted(by_rank.items())
 
 
-def _row(process: ProcessRecord, rank: int, comms: list[CommRecord], concerned: set[str]) -> Row:
+def _row(
+    process: ProcessRecord, rank: int, comms: list[CommRecord], concerned: set[str], everywhere: Mapping[str, int]
+) -> Row:
     first = [comm for comm in comms if concerned.intersection((comm.uid, *comm.aliases))]
-    found = open_call(first) or open_call(comms) or last_call(first) or last_call(comms)
+    found = open_call(first, everywhere) or open_call(comms, everywhere) or last_call(first) or last_call(comms)
     row = Row([rank], [process], line(process.state), _DASH, _DASH, "no call yet", [], "", place(process.where), [])
     if process.end or process.state == DEAD:
         row.state = DEAD if process.state == DEAD else _ENDED
@@ -96,7 +117,9 @@ def _row(process: ProcessRecord, rank: int, comms: list[CommRecord], concerned: 
         row.where += f" at {place(process.end_site)}" if process.end_site else ""
         row.ended = [process.now - process.end_at] if known(process.end_at) and known(process.now) else []
     elif not row.where:
-        row.where = "stopped by a signal or a debugger" if row.state == STOPPED else "?"
+        row.where = "stopped by a signal or a debugger" if row.state == STOPPED else _last_line(found and found[1])
+    elif age := seen_ago(process):
+        row.ended = [age]
     if found is not None:
         comm, call = found
         row.entered, row.completed = (str(one) if one else _DASH for one in (comm.entered, comm.completed))
@@ -107,6 +130,13 @@ def _row(process: ProcessRecord, rank: int, comms: list[CommRecord], concerned: 
         elif known(moment) and known(process.now):
             row.since = [process.now - moment]
     return row
+
+
+def _last_line(call: CallRecord | None) -> str:
+    """Where the main thread is or has been, by its call."""
+    if call is None or not call.site:
+        return "?"
+    return place(call.site) if call.state == INSIDE else f"after {place(call.site)}"
 
 
 def _as_it_ended(row: Row, process: ProcessRecord, call: CallRecord) -> None:
@@ -185,6 +215,7 @@ def _cells(row: Row, with_host: bool) -> list[str]:
     pids = {(process.host, process.pid) for process in row.processes}
     pid = str(one.pid) if len(pids) == 1 else f"({len(pids):,})"
     ended = span(row.ended, " ago")
+    ended = f"seen {ended}" if ended and row.state not in _LABEL else ended
     where = f"{row.where}, {ended}" if ended else row.where
     what = [row.state, row.entered, row.completed, row.doing, span(row.since, row.after), where]
     return [number, pid, host if with_host else "", *what]

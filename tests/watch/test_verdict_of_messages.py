@@ -1,0 +1,154 @@
+"""Messages against collectives, streams, signals, ends: whom the errors of all ranks name, and the report as well."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import fault_run
+from fault_judge import last_error
+from fault_programs import Fault, Program
+
+from pynccl.tools.hang import report, sources
+
+HEAD = """\
+import os, sys, torch, pynccl
+R, N = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+comm = pynccl.init(timeout=5)
+A, B = N - 2, N - 1
+x, y = torch.ones(4), torch.empty(4)
+comm.all_reduce(x)
+"""
+
+# Name -> (program, what its errors say). {A}, {B}: the last two ranks; {a}, {b}, {c}: the lines with these marks.
+CASES = {
+    "a send is left out": (
+        """
+if R == B: comm.recv(y, A)  # a
+comm.barrier()  # b
+""",
+        "rank {A} is in barrier #2 of comm 'world' at {b}, "
+        "rank {B} waits in recv from rank {A} of comm 'world' at {a}.",
+    ),
+    "a recv is left out": (
+        """
+if R == A: comm.send(x, B)  # a
+comm.all_reduce(x)  # b
+""",
+        "rank {B} is in all_reduce #2 of comm 'world' at {b}, "
+        "rank {A} waits in send to rank {B} of comm 'world' at {a}.",
+    ),
+    "a send of another size": (
+        """
+if R == A: comm.send(x[:2].clone(), B)  # a
+if R == B: comm.recv(y, A)  # b
+comm.barrier()
+""",
+        "rank {A} sends FLOAT32 x 2 at {a} to rank {B}, which expects FLOAT32 x 4 at {b} (comm 'world').",
+    ),
+    "both receive": (
+        """
+if R == A: comm.recv(y, B)  # a
+if R == B: comm.recv(y, A)  # b
+comm.barrier()
+""",
+        "ranks wait for each other: rank {A} waits in recv from rank {B} of comm 'world' at {a} before its send to "
+        "rank {B}; rank {B} waits in recv from rank {A} of comm 'world' at {b} before its send to rank {A}.",
+    ),
+    "one leaves the group out": (
+        """
+if R == A:
+    with pynccl.group():
+        comm.send(x, B)  # a
+        comm.recv(y, B)
+comm.barrier()  # b
+""",
+        "rank {B} is in barrier #2 of comm 'world' at {b}, rank {A} waits in send to rank {B} of comm 'world' at {a}.",
+    ),
+    "behind it on a stream": (
+        """
+stream = pynccl.create_stream()
+if R == B: comm.recv(y, A, stream=stream)  # a
+comm.all_reduce(x, stream=stream)  # b
+stream.synchronize()
+""",
+        "rank {A} is in all_reduce #2 of comm 'world' at {b}, "
+        "rank {B} waits in recv from rank {A} of comm 'world' at {a}.",
+    ),
+    "a signal is left out": (
+        """
+if R == B: comm.wait_signal(A, stream=0)  # a
+comm.barrier()  # b
+""",
+        "rank {A} is in barrier #2 of comm 'world' at {b}, "
+        "rank {B} waits in wait_signal of rank {A} of comm 'world' at {a}.",
+    ),
+    "one leaves early": (
+        """
+if R == B: sys.exit(0)
+comm.all_reduce(x)  # a
+""",
+        "rank {B} exited by itself",
+    ),
+    "a split disagrees": (
+        """
+child = comm.split(0 if R >= A else 1, -R)
+if R == B: child.all_reduce(x, op="max")  # a
+elif R == A: child.all_reduce(x)  # b
+comm.barrier()
+""",
+        "the ranks disagree about call #1 (comm 'world.split1-0', 2 ranks): "
+        "rank 1{of_A} calls all_reduce(count=4, FLOAT32, SUM) at {b}, "
+        "rank 0 (rank {B} of the launch) calls all_reduce(count=4, FLOAT32, MAX) at {a}",
+    ),
+    "a split sends another size": (
+        """
+child = comm.split(0 if R >= A else 1, -R)
+if R == B: child.send(x, 1)  # a
+if R == A: child.recv(torch.empty(9), 0)  # b
+comm.barrier()
+""",
+        "rank 0 (rank {B} of the launch) sends FLOAT32 x 4 at {a} to rank 1{of_A}, "
+        "which expects FLOAT32 x 9 at {b} (comm 'world.split1-0').",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[fault_run.Server]:
+    server = fault_run.Server()
+    yield server
+    server.close()
+
+
+def expected(case: str, size: int) -> str:
+    program, text = CASES[case]
+    names = {"A": size - 2, "B": size - 1, "of_A": "" if size == 3 else f" (rank {size - 2} of the launch)"}
+    lines = enumerate((HEAD + program).splitlines(), 1)
+    marks = {line[-1]: f"program.py:{number}" for number, line in lines if line[-4:-1] == "  #" or line[-3:-1] == "# "}
+    return text.format(**names, **marks)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_all_errors_and_the_report_name_both_ranks(
+    server: fault_run.Server, tmp_path: Path, case: str, size: int
+) -> None:
+    program = Program(0, size, "environment", Fault("none"), HEAD + CASES[case][0])
+    ended = fault_run.run(program, tmp_path, server, None, "on")
+    said, failed = expected(case, size), [rank for rank in ended.ranks if rank.status]
+    assert failed and not ended.hung
+    for rank in failed:
+        lines = rank.err.splitlines()
+        assert last_error(rank.err).startswith("pynccl.Nccl"), rank.err
+        verdict = lines[lines.index(last_error(rank.err)) + 1].strip()
+        assert verdict.startswith(said), rank.err
+    job = sources.find([str(tmp_path / "watch" / "a")], None)
+    verdict = sources.judge(job.processes)
+    assert verdict.sentence.replace(f"all {size} processes have ended: ", "").startswith(said)
+    assert "threading.py" not in report.whole(job, verdict, None).partition("\n\n")[0]
