@@ -123,10 +123,11 @@ def ask(processes: Iterable[Process]) -> bool:
 
 
 def _can_answer(one: Process) -> bool:
-    """Not a process that is silent, or has just told."""
-    if one.state != RUNNING or not one.path or one.pid == os.getpid():
+    """Not a process that is silent, or has just told, after its newest call."""
+    if one.state != RUNNING or not one.path or one.pid == os.getpid() or one.now - one.heartbeat > _ANSWER_SECONDS:
         return False
-    return one.now - one.heartbeat < _ANSWER_SECONDS <= one.now - one.where_at
+    newest = max((comm.calls[-1].issued for comm in one.comms if comm.calls), default=0.0)
+    return one.now - one.where_at > _ANSWER_SECONDS or one.where_at < newest
 
 
 def _ask(path: str, begun: float) -> bool:
