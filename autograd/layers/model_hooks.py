@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ class Sequence:
 
     def __init__(self) -> None:
         self.cut = True
-        self.length = 0  # of the whole
+        self.shape: tuple[int, ...] = ()  # of the whole hidden states, where it is cut
         self.layers: list[Any] = []
 
     def find(self, model: nn.Module) -> None:
@@ -71,7 +73,7 @@ class Entering:
             trains = fits or torch.is_grad_enabled() or any(reentrant_checkpoints())
             self.sequence.leave_whole(not trains)
             if not self.sequence.cut:
-                self.sequence.length = 0
+                self.sequence.shape = ()
                 return x
             if x.dim() <= self.seq_dim:
                 raise ValueError(
@@ -85,7 +87,7 @@ class Entering:
                     "parallelize with sequence_parallel=False; without gradients, under torch.no_grad(), any length "
                     "will do"
                 )
-            self.sequence.length = x.shape[self.seq_dim]
+            self.sequence.shape = tuple(x.shape)
             y: Tensor = split(x, self.comm, self.seq_dim)
         elif self.how == "copied" or not self.sequence.cut:
             y = copy(x, self.comm)
@@ -154,24 +156,41 @@ class Leaving:
 
 
 class Outputs:
-    """A hook of the whole model: what transformers gives of each layer, of the parts of all ranks."""
+    """A hook of a model, and of the models in it: what transformers gives of each layer, of the parts of all ranks. It
+    is known by its shape, since each family has names of its own, and none with return_dict=False."""
 
-    def __init__(self, comm: Communicator, seq_dim: int, sequence: Sequence, heads: int | None) -> None:
+    def __init__(self, comm: Communicator, seq_dim: int, sequence: Sequence, heads: set[int]) -> None:
         self.comm, self.seq_dim, self.sequence, self.heads = comm, seq_dim, sequence, heads
 
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> None:
-        for name in ("hidden_states", "attentions"):
-            found = getattr(output, name, None)
-            if not isinstance(found, tuple):
-                continue
-            dim, size = (1, self.heads) if name == "attentions" else (self.seq_dim, self.sequence.length)
-            whole = tuple(
-                all_gather(one, self.comm, dim, grad="replicated")
-                if isinstance(one, Tensor) and size and one.shape[dim] * self.comm.size == size
-                else one
-                for one in found
+    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, MutableMapping):
+            for name, one in list(output.items()):
+                if type(one) in (tuple, list):
+                    output[name] = type(one)(map(self._whole, one))
+            return output
+        if type(output) in (tuple, list):
+            return type(output)(
+                type(one)(map(self._whole, one)) if type(one) in (tuple, list) else one for one in output
             )
-            output[name] = whole
+        return output
+
+    def _whole(self, one: Any) -> Any:
+        """Of a tensor that is a part [.., s/N, ..] of hidden states, [tokens/N, ..] of those of routers, or
+        [b, heads/N, s, t] of attention."""
+        if not isinstance(one, Tensor) or not one.is_floating_point():
+            return one
+        ranks, whole = self.comm.size, self.sequence.shape
+        part = [*whole]
+        if whole:
+            part[self.seq_dim] //= ranks
+        if whole and list(one.shape[:-1]) == part[:-1]:
+            return all_gather(one, self.comm, self.seq_dim, grad="replicated")
+        if whole and one.dim() == 2 and one.shape[0] == math.prod(part[:-1]):
+            tokens = one.unflatten(0, part[:-1])
+            return all_gather(tokens, self.comm, self.seq_dim, grad="replicated").flatten(0, -2)
+        if one.dim() == 4 and one.shape[1] * ranks in self.heads and one.shape[1] not in self.heads:
+            return all_gather(one, self.comm, 1, grad="replicated")
+        return one
 
 
 class Drawing:

@@ -20,11 +20,21 @@ from .alike import SameInput, check_alike
 from .model_hooks import CausalLoss, Drawing, Entering, FromShared, Leaving, NoLogits, Outputs, Sequence
 from .parts import keep_parts
 from .plan import NAME, Site, read
-from .plan_checks import check_attributes, check_between, dropouts, probability, warn_of_silence
+from .plan_checks import (
+    check_attributes,
+    check_counts,
+    check_ends,
+    check_staying,
+    cut_heads,
+    dropouts,
+    probability,
+    warn_of_silence,
+)
+from .regions import Stay, stacks, staying
 from .replacement import Given, dropout, replacement
 from .shards import Shard
 from .vocabulary import VocabParallelHead
-from .weights import User, check_tied, draw, is_computed, put, stages, tie, tied_parameters
+from .weights import check_tied, draw, is_computed, put, stages, tie, tied_parameters
 
 _Made = dict[str, nn.Module | None]
 
@@ -92,13 +102,17 @@ def parallelize(
     given = Given(model, comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits, {}, {})
     problem: Exception | None = None
     try:
-        sites, made, tied = _looked_at(given, plan, init)
+        sites, made, stays = _looked_at(given, plan, init)
     except (ValueError, TypeError) as error:
         problem = error
     raise_alike(comm, problem)
     check_alike(model, sites, (sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits, init is None), comm)
-    warn_of_silence(model, sites)
-    sequence = Sequence()
+    warn_of_silence(model, stays, sites)
+    sequence, tied, recording = Sequence(), tied_parameters(model), _recording(given, sites)
+    for stay in stays:
+        if stay.is_partial(sequence_parallel):
+            for parameter in stay.module.parameters(recurse=False):
+                parameter.shard = Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
     for path, site in sites.items():
         _hook(given, site, [one for one in sites.values() if one.parent == path], sequence)
     for path, cut in dropouts(model, sites).items():
@@ -124,20 +138,15 @@ def parallelize(
     sequence.find(model)
     if not sequence_parallel or any("sequence_begin" in site.roles for site in sites.values()):
         model.register_forward_pre_hook(SameInput(comm), with_kwargs=True)
-    model.register_forward_hook(Outputs(comm, seq_dim, sequence, _heads(model)))
-    if any(isinstance(one, VocabParallelHead) and not one.gather_output for one in model.modules()):
-        theirs = getattr(model, "loss_function", None)
-        if getattr(theirs, "__name__", "") == "ForCausalLMLoss":
-            model.loss_function = CausalLoss(comm)  # type: ignore[assignment]
-        if hasattr(model, "generate"):
-            model.generate = NoLogits()  # type: ignore[assignment]
+    for one, heads in recording.items():
+        model.get_submodule(one).register_forward_hook(Outputs(comm, seq_dim, sequence, heads))
+    _cut_logits(model, comm)
     keep_parts(model)
     return model
 
 
-def _looked_at(given: Given, plan: Mapping[str, Any], init: Any) -> tuple[dict[str, Site], _Made, list[list[User]]]:
-    """What the plan says, the layers that it makes on the meta device, and parameters that several modules have; what
-    cannot be is an error."""
+def _looked_at(given: Given, plan: Mapping[str, Any], init: Any) -> tuple[dict[str, Site], _Made, list[Stay]]:
+    """What the plan says, the layers that it makes on the meta device, and what stays; what cannot be is an error."""
     model = given.model
     if not isinstance(model, nn.Module):
         raise TypeError(f"{NAME}: model is {shown(model)}, expected a torch.nn.Module")
@@ -152,19 +161,17 @@ def _looked_at(given: Given, plan: Mapping[str, Any], init: Any) -> tuple[dict[s
     made = {path: replacement(given, site, dry=True) for path, site in sites.items()}
     for site in sites.values():
         check_attributes(site, given.comm.size)
-    if given.sequence_parallel:
-        check_between(model, sites)
-    tied = tied_parameters(model)
-    check_tied(tied, made)
-    return sites, made, tied
+    check_ends(given, sites)
+    check_counts(given, sites)
+    stays = staying(model, sites)
+    check_staying(given, stays, sites)
+    check_tied(given, stays, sites, made)
+    return sites, made, stays
 
 
 def _hook(given: Given, site: Site, within: list[Site], sequence: Sequence) -> None:
     """What is done for a module that stays: its input, its output, its parameters, its attributes."""
     comm, module, roles = given.comm, site.module, site.roles
-    if "partial" in roles or ("sequence" in roles and given.sequence_parallel):
-        for parameter in module.parameters():
-            parameter.shard = Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
     if "sequence_begin" in roles and given.sequence_parallel:
         name = roles["sequence_begin"].get("input")
         entering = Entering(site.path, comm, given.seq_dim, "cut", sequence, name)
@@ -204,7 +211,32 @@ def _divide(module: Any, name: str, ranks: int) -> None:
         setattr(module, name, getattr(module, name) // ranks)
 
 
-def _heads(model: nn.Module) -> int | None:
-    """Of attention, if its configuration says."""
-    heads = as_int(getattr(getattr(model, "config", None), "num_attention_heads", None))
-    return None if heads is None else int(heads)
+def _recording(given: Given, sites: Mapping[str, Site]) -> dict[str, set[int]]:
+    """Modules around the layers that are cut, of one stack of them, that may give what these made -> heads there."""
+    found: dict[str, set[int]] = {}
+    lists = set(stacks(given.model, sites))
+    columns = [site for site in sites.values() if site.roles.keys() & {"column", "key_value"}]
+    for path, module in given.model.named_modules():
+        prefix = f"{path}." if path else ""
+        within = [site for site in columns if site.path.startswith(prefix)]
+        cut = [one for one in lists if f"{one}.".startswith(prefix)]
+        layer = any(path.startswith(f"{one}.") for one in lists)
+        if not within or len(cut) > 1 or layer or not (cut or hasattr(module, "config") or not path):
+            continue
+        said = {cut_heads(given, site) for site in within if "column" in site.roles} - {None}
+        configs = (getattr(one, "config", None) for one in module.modules())
+        theirs = (as_int(getattr(one, "num_attention_heads", None)) for one in configs)
+        found[path] = {int(one) for one in said or {next((one for one in theirs if one), None)} if one}
+    return found
+
+
+def _cut_logits(model: nn.Module, comm: Communicator) -> None:
+    """Of models of transformers whose head leaves each rank its words: their loss, and no generate()."""
+    for module in model.modules():
+        cut = any(isinstance(one, VocabParallelHead) and not one.gather_output for one in module.modules())
+        if not cut or not (module is model or hasattr(module, "save_pretrained")):
+            continue
+        if getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss":
+            module.loss_function = CausalLoss(comm)  # type: ignore[assignment]
+        if hasattr(module, "generate"):
+            module.generate = NoLogits()  # type: ignore[assignment]

@@ -107,6 +107,12 @@ def _fits(path: list[str], pattern: list[str], lists: Mapping[str, int], above: 
     )
 
 
+def above(path: str) -> list[str]:
+    """The path, and those of the modules around."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
 def _roles(pattern: str, value: Any) -> tuple[dict[str, dict[str, Any]], Callable[..., Any] | None]:
     """What the plan says of a pattern: roles with options, and the function, if there is one."""
     found: dict[str, dict[str, Any]] = {}
@@ -131,7 +137,8 @@ def _roles(pattern: str, value: Any) -> tuple[dict[str, dict[str, Any]], Callabl
     return found, function
 
 
-_EITHER = {role for role in KINDS if KINDS[role]} | {"sequence", "partial", "replicated"}
+PLACES = ("partial", "sequence", "replicated")  # where a module that stays is; what is said first counts, of several
+_EITHER = {role for role in KINDS if KINDS[role]} | set(PLACES)
 
 _OPTIONS = {  # of roles of modules that stay
     "shared_input": ("input",),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,9 @@ from torch import nn
 from pynccl.bindings.values import shown
 
 from ..arguments import as_int
-from .plan import KINDS, NAME, Site
+from .plan import NAME, PLACES, Site
+from .regions import Stay, common, outside, read_by, stacks, widths_of
+from .replacement import Given
 
 
 def check_attributes(site: Site, ranks: int) -> None:
@@ -34,35 +37,122 @@ def check_attributes(site: Site, ranks: int) -> None:
             raise ValueError(f"{where} {shown(name)}, which {kind} does not have")
 
 
-def check_between(model: nn.Module, sites: Mapping[str, Site]) -> None:
-    """That what sees a part of the sequence, of its own parameters, is said to be so: their gradients are partial."""
-    lists = {
-        site.parent
-        for site in sites.values()
-        if "sequence_begin" in site.roles and isinstance(model.get_submodule(site.parent), nn.ModuleList)
-    }
-    for path, module in model.named_modules():
-        if not any(path.startswith(f"{one}.") for one in lists if one):
-            continue
-        around = [sites[one] for one in _above(path) if one in sites]
-        if any(
-            site.function is not None
-            or site.roles.keys() & {"sequence", "partial", "shared_input"}
-            or any(KINDS[role] for role in site.roles)
-            for site in around
-        ):
-            continue
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+def check_ends(given: Given, sites: Mapping[str, Site]) -> None:
+    """That the sequence is gathered again after the layers in which it is cut."""
+    lists, ends = stacks(given.model, sites), [site.path for site in sites.values() if "sequence_end" in site.roles]
+    if not given.sequence_parallel or any(site.function is not None for site in sites.values()):
+        return
+    for one in lists:
+        if not any(len(common(one, end)) == max(len(common(other, end)) for other in lists) for end in ends):
             raise ValueError(
-                f"{NAME}: {path} sees a part of the sequence on each rank, so its gradients are partial; say "
-                "'sequence' of it in the plan, or pass sequence_parallel=False"
+                f"{NAME}: {one}: the plan says 'sequence_begin' there, and 'sequence_end' of no module after it, so "
+                "each rank would go on with a part of the sequence; say it of the module whose output is to be whole, "
+                "besides 'sequence', or pass sequence_parallel=False"
             )
 
 
-def _above(path: str) -> list[str]:
-    """The path, and those of the modules around."""
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+def check_staying(given: Given, stays: Iterable[Stay], sites: Mapping[str, Site]) -> None:
+    """That what the plan says of a module that stays, or leaves unsaid, gives right gradients."""
+    for stay in stays:
+        trains = any(one.requires_grad for one in stay.module.parameters(recurse=False))
+        if stay.made or (not trains and stay.said != "partial"):
+            continue
+        what = f"{NAME}: {stay.path or type(stay.module).__name__}"
+        said = f"the plan says {stay.said!r} of it" if stay.said else "the plan says nothing of it"
+        if stay.shared and stay.said != "partial":
+            raise ValueError(
+                f"{what} is within {stay.shared}, whose input 'column' layers share, so each rank has a part of its "
+                f"gradients, and {said}; say 'partial'"
+            )
+        if stay.said == "partial" and not stay.shared and stay.beside is None:
+            raise ValueError(
+                f"{what} is beside no 'column' layer, so it does not see heads or columns of this rank alone, and "
+                f"{said}; say {stay.right!r}"
+            )
+        if stay.said is None and stay.beside is not None and not stay.whole:
+            raise ValueError(
+                f"{what} is beside 'column' layers, and {said}; say 'partial' if it sees this rank's heads or columns, "
+                "'sequence' if it sees whole hidden states"
+            )
+        if given.sequence_parallel and stay.inside and stay.said in (None, "replicated"):
+            raise ValueError(
+                f"{what} sees a part of the sequence on each rank, so its gradients are partial, and {said}; say "
+                f"{stay.right!r} of it in the plan, or pass sequence_parallel=False"
+            )
+        if given.sequence_parallel and stay.said == "sequence" and outside(stay, given.model, sites):
+            raise ValueError(
+                f"{what} is not between 'sequence_begin' and 'sequence_end', so it sees the whole sequence, and "
+                f"{said}; say 'replicated'"
+            )
+        if stay.said == "partial":
+            _check_sizes(given, stay, sites, what)
+
+
+def _check_sizes(given: Given, stay: Stay, sites: Mapping[str, Site], what: str) -> None:
+    """That a module between layers that are cut is not as wide as what all ranks have there, and not one of a list of
+    one for each head."""
+    beside = [site for site in sites.values() if site.parent == stay.beside]
+    columns = [site for site in beside if site.roles.keys() & {"column", "key_value"}]
+    wide = {widths_of(site.module)[1]: site.path for site in columns if cut_heads(given, site) != 1}
+    wide |= {widths_of(site.module)[0]: site.path for site in beside if "row" in site.roles}
+    heads = {cut_heads(given, site) for site in columns} - {None, 1}
+    if given.comm.size == 1:
+        return
+    sizes = {one.shape[0] for one in stay.module.parameters(recurse=False) if one.dim() == 1}
+    linear = isinstance(stay.module, nn.Linear) or type(stay.module).__name__ == "Conv1D"
+    if linear:
+        inputs, outputs = widths_of(stay.module)
+        sizes = {outputs} | ({inputs} - {widths_of(site.module)[0] for site in columns})
+    for size in sorted(sizes & wide.keys()):
+        raise ValueError(
+            f"{what} is as wide as {wide[size]}, {size}, which the plan cuts over {given.comm.size} ranks, so it would "
+            "see a part of what it is made for; give a function in the plan that makes a layer for it, or leave the "
+            "layers that it sees whole"
+        )
+    parent = given.model.get_submodule(stay.path.rpartition(".")[0])
+    each = len(parent) if isinstance(parent, (nn.ModuleList, nn.ParameterList)) else None
+    many = [one.shape[0] for one in stay.module.parameters(recurse=False) if one.dim() > 1 and not linear]
+    own = (sizes if stay.path == stay.beside else set()).union(many) & heads
+    each = next(iter(own), each)
+    if each in heads:
+        raise ValueError(
+            f"{what} has one of each for {each} heads, which the plan cuts over {given.comm.size} ranks; give a "
+            "function in the plan that makes a layer of this rank's heads"
+        )
+
+
+def cut_heads(given: Given, site: Site) -> int | None:
+    """How many heads the plan says that the outputs of a layer are."""
+    options = site.roles.get("column", site.roles.get("key_value", {}))
+    return given.heads(options["heads"], site.path) if "heads" in options else None
+
+
+_COUNTS = re.compile(r"heads$|^n_?head$|num_heads|num_key_value_heads")
+
+
+def check_counts(given: Given, sites: Mapping[str, Site]) -> None:
+    """That the forward of a module whose heads are cut does not count them by an attribute that says them all."""
+    for parent in sorted({site.parent for site in sites.values()}):
+        heads = {cut_heads(given, site) for site in sites.values() if site.parent == parent} - {None}
+        module, around = given.model.get_submodule(parent), sites.get(parent)
+        if not heads or given.comm.size == 1 or (around is not None and around.function is not None):
+            continue
+        read = read_by(module) or set()
+        counts = [name for name in read if _COUNTS.search(name) and getattr(module, name, None) in heads]
+        counts += [
+            f"config.{name}"
+            for name in read
+            if "config" in read and _COUNTS.search(name) and not hasattr(module, name)
+            if getattr(getattr(module, "config", None), name, None) in heads
+        ]
+        divided = around.roles.get("divide", {}).get("attributes", ()) if around is not None else ()
+        missing = sorted(name for name in counts if name not in divided)
+        if missing:
+            raise ValueError(
+                f"{NAME}: {parent}: the forward of {type(module).__name__} counts heads by {' and '.join(missing)}, "
+                f"those of all ranks, and the plan cuts them over {given.comm.size} ranks; say ('divide', "
+                f"{{'attributes': {[*divided, *missing]}}}) of {parent}, besides what the plan says of it"
+            )
 
 
 def dropouts(model: nn.Module, sites: Mapping[str, Site]) -> dict[str, str | None]:
@@ -72,14 +162,11 @@ def dropouts(model: nn.Module, sites: Mapping[str, Site]) -> dict[str, str | Non
         if type(module) is not nn.Dropout or not path:
             continue
         around = path
-        while around and not (around in sites and sites[around].roles.keys() & set(_PLACES)):
+        while around and not (around in sites and sites[around].roles.keys() & set(PLACES)):
             around = around.rpartition(".")[0]
         roles = sites[around].roles if around else {}
-        found[path] = next((place for place in _PLACES if place in roles), None)
+        found[path] = next((place for place in PLACES if place in roles), None)
     return found
-
-
-_PLACES = ("partial", "sequence", "replicated")  # what is said first counts, of several
 
 
 def probability(value: Any) -> float:
@@ -87,25 +174,20 @@ def probability(value: Any) -> float:
     return float(getattr(value, "p", value))
 
 
-def warn_of_silence(model: nn.Module, sites: Mapping[str, Site]) -> None:
-    """Of what has parameters and is not mentioned."""
-    silent = [
-        path
-        for path, module in model.named_modules()
-        if path not in sites
-        and any(True for _ in module.parameters(recurse=False))
-        and not any(path.startswith(f"{one}.") for one in sites if sites[one].roles.keys() & {"sequence", "replicated"})
-    ]
-    silent += [
-        path
-        for path, said in dropouts(model, sites).items()
-        if said is None and probability(model.get_submodule(path)) > 0
-    ]
-    if silent:
-        listed = ", ".join(path or type(model).__name__ for path in silent[:10]) + (", ..." if silent[10:] else "")
+def warn_of_silence(model: nn.Module, stays: Iterable[Stay], sites: Mapping[str, Site]) -> None:
+    """Of what has parameters, or draws, and is not mentioned: which role is right for it."""
+    right: dict[str, list[str]] = {}
+    for stay in stays:
+        if stay.said is None and not stay.made and stay.path not in sites:
+            right.setdefault(stay.right, []).append(stay.path or type(model).__name__)
+    for path, said in dropouts(model, sites).items():
+        if said is None and probability(model.get_submodule(path)) > 0:
+            right.setdefault("replicated' or 'sequence", []).append(path)
+    if right:
+        listed = {role: ", ".join(paths[:10]) + (", ..." if paths[10:] else "") for role, paths in right.items()}
         warnings.warn(
-            f"{NAME}: the plan says nothing of {listed}: replicated on every rank; name them in the plan, as "
-            "'replicated' or 'sequence', to be clear",
+            f"{NAME}: the plan says nothing of {', '.join(listed.values())}: replicated on every rank; to be clear, "
+            "say " + ", and ".join(f"{role!r} of {paths}" for role, paths in listed.items()),
             UserWarning,
             stacklevel=3,
         )

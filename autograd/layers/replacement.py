@@ -20,7 +20,7 @@ from .dropout import Dropout
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .model_hooks import Entering
-from .plan import KINDS, NAME, Site
+from .plan import KINDS, NAME, PLACES, Site, above
 from .shards import Sharded
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
 
@@ -37,9 +37,11 @@ class Given(NamedTuple):
     entering: dict[str, Entering]  # of modules whose input is shared
 
     def heads(self, name: str, path: str) -> int:
-        """The number of heads that the model's configuration says."""
-        config = getattr(self.model, "config", None)
-        heads = as_int(getattr(config, name, None))
+        """The number of heads that the configuration says: of the model, or of the first model in it around the path
+        that says it."""
+        around = ["", *reversed(above(path))]
+        found = (as_int(getattr(getattr(self.model.get_submodule(one), "config", None), name, None)) for one in around)
+        heads = next((one for one in found if one is not None), None)
         if heads is None:
             raise ValueError(f"{NAME}: {path}: the plan names model.config.{name}, which the model does not have")
         return int(heads)
@@ -70,6 +72,12 @@ def replacement(given: Given, site: Site, dry: bool) -> nn.Module | None:
     if len(kinds) > 1:
         raise ValueError(f"{NAME}: {site.path}: the plan says {' and '.join(kinds)}; a module can be one of them")
     (role,) = kinds
+    besides = [one for one in site.roles if not KINDS[one] and one not in PLACES]
+    if besides:
+        raise ValueError(
+            f"{NAME}: {site.path}: the plan says {role}, and {besides[0]}, which is for a module that stays; say "
+            "that of the module around"
+        )
     module = given.model.get_submodule(site.path)
     fits = isinstance(module, nn.Embedding if role == "vocab_embedding" else nn.Linear)
     fits = fits or (type(module).__name__ == "Conv1D" and "Conv1D" in KINDS[role])
@@ -101,9 +109,17 @@ def _check_alone(model: nn.Module, path: str, module: nn.Module) -> None:
     if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention):
         more.append("a weight that nn.MultiheadAttention uses without calling it")
     if more:
+        own = {id(one) for one in module.parameters(recurse=False)}
+        tied = [
+            name
+            for name, one in model.named_modules()
+            if one is not module and any(id(each) in own for each in one.parameters(recurse=False))
+        ]
         raise TypeError(
             f"{NAME}: {path} is {type(module).__name__} with {' and '.join(more)}, which would be lost in the layer in "
-            "its place; say 'replicated', or give a function that makes the layer"
+            "its place; say 'replicated'"
+            + (f", also of {' and '.join(tied)}, which has the same parameter" if tied else "")
+            + ", or give a function that makes the layer"
         )
 
 

@@ -140,7 +140,8 @@ class PositionBias(Sharded):
     def __init__(self, embedding: nn.Embedding, comm: Communicator) -> None:
         super().__init__()
         self.comm, self.shape = comm, tuple(embedding.weight.shape)
-        self.weight = nn.Parameter(self.shards()["weight"].own(embedding.weight.detach()).clone())
+        own = self.shards()["weight"].own(embedding.weight.detach()).clone()
+        self.weight = nn.Parameter(own, requires_grad=embedding.weight.requires_grad)
         self._mark()
 
     def shards(self) -> dict[str, Shard]:

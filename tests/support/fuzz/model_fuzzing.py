@@ -1,0 +1,61 @@
+"""Runs random models on ranks, for scripts/fuzz_models.py and its test."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ranks import RankError, RankPool
+
+from . import model_ranks
+from .model_families import Trial, draw
+
+
+class Failure(NamedTuple):
+    trial: Trial
+    text: str
+
+    def __str__(self) -> str:
+        again = f"--ranks {self.trial.ranks} --seed {self.trial.seed} --models 1"
+        return f"=== {self.trial.text()}\n    (replay: {again})\n{self.text}"
+
+
+class Fuzzed(NamedTuple):
+    ways: Counter[str]  # "equal", "refused", or, of plans with random changes, "failed" in the first forward pass
+    comparisons: int
+    failures: list[Failure]
+    refusals: Counter[str]
+
+
+def fuzz(
+    pool: RankPool, seeds: Iterable[int], sizes: list[int], seconds: float | None = None, timeout: float = 60.0
+) -> Fuzzed:
+    """A model for each seed, on the sizes in turn, until `seconds` are over."""
+    ways: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
+    failures: list[Failure] = []
+    comparisons = 0
+    start = time.monotonic()
+    for seed in seeds:
+        if seconds is not None and time.monotonic() - start > seconds:
+            break
+        trial = draw(seed, sizes[seed % len(sizes)])
+        try:
+            found = pool.run(trial.ranks, model_ranks.run, trial, timeout=timeout)
+        except RankError as error:
+            failures.append(Failure(trial, str(error)))
+            continue
+        what = {one.what for one in found}
+        late = what == {"failed"} and trial.changes
+        if not late and (len(what) > 1 or not what <= {"equal", "refused"}):
+            failures.append(
+                Failure(trial, "\n".join(f"rank {i}: {one.what} {one.text}" for i, one in enumerate(found)))
+            )
+            continue
+        ways[what.pop()] += 1
+        if found[0].what != "equal":
+            refusals[f"{found[0].text}   [{trial.family} {trial.changes}]"] += 1
+        comparisons += sum(one.comparisons for one in found)
+    return Fuzzed(ways, comparisons, failures, refusals)
