@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 
 from pynccl.watch.frames import outwards
 
@@ -242,6 +243,24 @@ queue_callback: Callable[[Callable[[], None]], None] = _find(
 )
 # The number of that pass; a reentrant checkpoint has one of its own. Without: all passes are taken for the same one.
 backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: 0)
+
+# Whether that pass comes to a node; RuntimeError for the leaf of a gradient that torch.autograd.grad returns. Without:
+# it comes to all.
+_comes_to = _find("torch._C._will_engine_execute_node", lambda node: True)
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Whether the backward pass under way adds to a leaf's gradient: torch.autograd.grad, and backward(inputs=..)
+    without it, do not."""
+    if not leaf.requires_grad:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        return bool(_comes_to(get_gradient_edge(leaf).node))
+    except RuntimeError:
+        return False
+
 
 # Nodes are numbered as each thread makes them: the number of its next one. Without: all have been made since.
 next_node: Callable[[], int] = _find("torch._C._autograd._get_sequence_nr", lambda: 0)

@@ -16,6 +16,7 @@ from pynccl.bindings.values import attribute
 
 from ..collective import require_grad, run
 from ..ops.all_gather import AllGather, ReduceScatter
+from ..torch_internals import reshaped
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap, as_config
@@ -92,10 +93,11 @@ def all_gather_matmul(
     unfused.check_input(name, x, w, comm)
     config = as_config(name, overlap, "column")
     reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
-    main_grad = main_grad_of(name, w, grad_accumulation_fusion)
+    parameter, main_grad = w, main_grad_of(name, w, grad_accumulation_fusion)
+    w = unfused.into_main_grad(w, main_grad)
     rows = x.numel() // max(x.shape[-1], 1) * comm.size
     if cast := tensors_for(comm, config, rows, x, w, bias):
-        options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
+        options = Options(comm, config, reduce_dtype, main_grad, parameter, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
         forward = decided(options, name, rows, w, config)
         backwards = (
@@ -106,7 +108,7 @@ def all_gather_matmul(
                 require_grad(x), w, bias, options, forward, return_gathered or config.save_gathered
             )
             return (y, gathered[0]) if return_gathered else y
-    return unfused.all_gather_matmul(x, w, comm, bias, reduce_dtype, main_grad, return_gathered)
+    return unfused.all_gather_matmul(x, w, comm, bias, reduce_dtype, return_gathered)
 
 
 class AllGatherMatmul(Function):
@@ -137,13 +139,13 @@ class AllGatherMatmul(Function):
         shape = (x.shape[0] * comm.size, *x.shape[1:-1])
         ctx.shape, ctx.has_bias = x.shape, bias is not None
         ctx.set_materialize_grads(False)
-        y = y.view(*shape, w.shape[0])
+        y = reshaped(y, (*shape, w.shape[0]))  # no view: the caller may change it in place
         if whole is None:
             ctx.save_for_backward(x, w)
             remember(ctx, "all_gather_matmul", options)
             return (y,)
-        whole = whole.view(*shape, x.shape[-1])
-        ctx.save_for_backward(None, w, whole)
+        whole = reshaped(whole, (*shape, x.shape[-1]))
+        ctx.save_for_backward(None, w, whole if ctx.needs_input_grad[1] else None)
         remember(ctx, "all_gather_matmul", options)
         return y, whole
 
@@ -156,7 +158,7 @@ class AllGatherMatmul(Function):
         options: Options = ctx.options
         if gy is None:
             gy = w.new_zeros(ctx.shape[0] * options.comm.size, *ctx.shape[1:-1], w.shape[0])
-        whole = kept[0] if kept else None
+        whole = kept[0] if kept else None  # which only the gradient of the weight needs
         if torch.is_grad_enabled() or not is_plain(gy, g_whole, w):
             found = _composed(ctx, gy, g_whole, x, w, whole)
         else:
@@ -178,8 +180,7 @@ def _on_lanes(
     own = None if x is None else flat_rows(x)  # a copy, if need be, before the lanes begin
     with opened(options, decision, config, g) as (lanes, work, cut):
         arrived = None
-        if whole is None:  # on every rank, whether or not it needs the gradient of its weight
-            assert own is not None
+        if own is not None:  # on every rank, whether or not it needs the gradient of its weight
             whole = work.empty("gathered", (size, *own.shape), own)
             lanes.comm.wait(lanes.begun)
             lanes.collective("all_gather", own, whole)
@@ -191,14 +192,13 @@ def _on_lanes(
             else:
                 lane.run(linear_rows if into.dtype is g.dtype else linear_into, g[ranks, at], w, out=into)
 
-        rows = whole.reshape(size, -1, w.shape[1])
-
         def weight_and_bias() -> None:
             if db is not None:
                 lanes.main.run(sum_rows, g, out=db)
-            if arrived is not None and grad.wanted:
-                lanes.main.wait(arrived)
-            grad.add(lanes, g, rows)
+            if grad.wanted and whole is not None:
+                if arrived is not None:
+                    lanes.main.wait(arrived)
+                grad.add(lanes, g, whole.reshape(size, -1, w.shape[1]))
 
         reduce_scatter(Sums(lanes, work, dx, options.reduce_dtype or dx.dtype), cut, multiply, weight_and_bias)
     return dx.view(ctx.shape), grad.result(), db
@@ -212,9 +212,8 @@ def _composed(
     comm = options.comm
     d_whole = gy @ w if g_whole is None else gy @ w + g_whole
     dx = run(comm, ReduceScatter, d_whole, 0, "sum", None, options.reduce_dtype)
-    if whole is None:
-        assert x is not None
+    if x is not None:
         whole = run(comm, AllGather, x, 0, "sum", None, options.reduce_dtype)
-    dw = unfused.weight_grad(gy, whole, options.main_grad, options.parameter) if ctx.needs_input_grad[1] else None
+    dw = unfused.weight_grad(gy, whole) if ctx.needs_input_grad[1] and whole is not None else None
     db = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return dx, dw, db

@@ -164,7 +164,7 @@ class HostLane(Lane):
         self.stream = stream
 
     def _do(self, work: Callable[[], object]) -> None:
-        self.stream.submit(_without_gradients(work))
+        self.stream.submit(_as_here(work))
 
     def _record(self) -> Any:
         return self.stream.record()
@@ -177,11 +177,13 @@ class HostLane(Lane):
         return self.stream.record()
 
 
-def _without_gradients(work: Callable[[], object]) -> Callable[[], object]:
-    """The stream's thread records gradients, as every new thread does."""
+def _as_here(work: Callable[[], object]) -> Callable[[], object]:
+    """Without gradients, which the stream's thread records as every new thread does, and in the caller's inference
+    mode: outside of it what he has made there cannot be changed."""
+    inference = torch.is_inference_mode_enabled()
 
     def run() -> None:
-        with torch.no_grad():
+        with torch.inference_mode(inference), torch.no_grad():
             work()
 
     return run

@@ -21,6 +21,7 @@ from pynccl.bindings.values import attribute
 
 from ..collective import require_grad, run
 from ..ops.all_reduce import AllReduce
+from ..torch_internals import reshaped
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap, as_config
@@ -93,10 +94,11 @@ def matmul_all_reduce(
         raise ValueError(f"{name}: hand_off=True hands out rows of a matrix, but x is {tuple(x.shape)}; flatten it")
     config = as_config(name, overlap, "row")
     reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
-    main_grad = main_grad_of(name, w, grad_accumulation_fusion)
+    parameter, main_grad = w, main_grad_of(name, w, grad_accumulation_fusion)
+    w = unfused.into_main_grad(w, main_grad)
     rows = x.numel() // max(x.shape[-1], 1)
     if cast := tensors_for(comm, config, rows, x, w, bias):
-        options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
+        options = Options(comm, config, reduce_dtype, main_grad, parameter, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
         decision = decided(options, name, rows, w, config)
         if decision.method != "off":
@@ -105,7 +107,7 @@ def matmul_all_reduce(
                 return Slices(MatmulAllReduce.apply(require_grad(x), w, bias, options, decision, flight), flight)
             (y,) = MatmulAllReduce.apply(require_grad(x), w, bias, options, decision, None)
             return y
-    y = unfused.matmul_all_reduce(x, w, comm, bias, reduce_dtype, main_grad)
+    y = unfused.matmul_all_reduce(x, w, comm, bias, reduce_dtype)
     return Slices((y,), _Flight()) if hand_off else y
 
 
@@ -220,7 +222,7 @@ class MatmulAllReduce(Function):
         remember(ctx, "matmul_all_reduce", options)
         if flight is not None:
             return tuple(_apart(y[at]) for at in flight.rows)
-        return (y.view(*x.shape[:-1], w.shape[0]),)
+        return (reshaped(y, (*x.shape[:-1], w.shape[0])),)  # no view: the caller may change it in place
 
     @staticmethod
     @in_backward
@@ -233,7 +235,7 @@ class MatmulAllReduce(Function):
         db = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         gy = run(options.comm, function, gy, *params)
         dx = gy @ w if ctx.needs_input_grad[0] else None
-        dw = unfused.weight_grad(gy, x, options.main_grad, options.parameter) if ctx.needs_input_grad[1] else None
+        dw = unfused.weight_grad(gy, x) if ctx.needs_input_grad[1] else None
         return dx, dw, db, None, None, None
 
 

@@ -19,6 +19,7 @@ from ..arguments import check_divisible
 from ..collective import require_grad, run
 from ..ops.all_gather import AllGather
 from ..ops.all_reduce import AllReduce
+from ..torch_internals import reshaped
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap, as_config
@@ -67,10 +68,11 @@ def matmul_reduce_scatter(
     check_divisible(name, x, 0, comm, "cut it otherwise")
     config = as_config(name, overlap, "row")
     reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
-    main_grad = main_grad_of(name, w, grad_accumulation_fusion)
+    parameter, main_grad = w, main_grad_of(name, w, grad_accumulation_fusion)
+    w = unfused.into_main_grad(w, main_grad)
     rows = x.numel() // max(x.shape[-1], 1)
     if cast := tensors_for(comm, config, rows, x, w, bias):
-        options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
+        options = Options(comm, config, reduce_dtype, main_grad, parameter, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
         forward = decided(options, name, rows, w, config)
         backwards = (
@@ -79,7 +81,7 @@ def matmul_reduce_scatter(
         if forward.method != "off" or backwards:
             y: Tensor = MatmulReduceScatter.apply(require_grad(x), w, bias, options, forward)
             return y
-    return unfused.matmul_reduce_scatter(x, w, comm, bias, reduce_dtype, main_grad)
+    return unfused.matmul_reduce_scatter(x, w, comm, bias, reduce_dtype)
 
 
 class MatmulReduceScatter(Function):
@@ -106,7 +108,7 @@ class MatmulReduceScatter(Function):
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, w)
         remember(ctx, "matmul_reduce_scatter", options)
-        return y.view(x.shape[0] // size, *x.shape[1:-1], w.shape[0])
+        return reshaped(y, (x.shape[0] // size, *x.shape[1:-1], w.shape[0]))  # no view: it may be changed in place
 
     @staticmethod
     @in_backward
@@ -157,7 +159,7 @@ def _composed(ctx: Any, gy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor | None
     options: Options = ctx.options
     g = run(options.comm, AllGather, gy, 0, "sum", None, options.reduce_dtype)
     dx = g @ w if ctx.needs_input_grad[0] else None
-    dw = unfused.weight_grad(g, x, options.main_grad, options.parameter) if ctx.needs_input_grad[1] else None
+    dw = unfused.weight_grad(g, x) if ctx.needs_input_grad[1] else None
     db = None
     if ctx.has_bias:  # every rank has the bias: its gradient is equal on all of them, and so are what derives it again
         own = gy.reshape(-1, gy.shape[-1]).sum(0)

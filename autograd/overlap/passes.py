@@ -24,6 +24,7 @@ from ..arguments import check_reduce_dtype
 from ..checks import compare_backward, number_call
 from ..recompute import save_token
 from ..torch_internals import (
+    accumulates,
     dispatch_modes,
     has_storage,
     in_forward_mode,
@@ -37,7 +38,6 @@ from .lanes import Lanes, observers, tell_decided
 from .limits import limited
 from .matmul import add_outer_rows, outer_rows
 from .planner import Decision
-from .unfused import told_of_main_grad
 from .workspace import Workspace, workspace_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -46,7 +46,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Options(NamedTuple):
     """What a call says besides its tensors.
 
-    main_grad     where the weight's gradient is added; None: it is returned, as ever
+    main_grad     where the weight's gradient is added, by passes that add to gradients; None: it is returned, as ever
     parameter     the weight that has it
     owner         the layer that called, for the report
     """
@@ -184,9 +184,10 @@ class WeightGrad:
     products  how many there will be: of more than one, the sum is kept in float32 at least"""
 
     def __init__(self, options: Options, w: Tensor, wanted: bool, products: int = 1) -> None:
-        self.wanted, self._options, self._dtype = wanted, options, w.dtype
-        self._sum: Tensor | None = options.main_grad
-        self._begun = self._sum is not None
+        self.wanted, self._dtype = wanted, w.dtype
+        adds = wanted and options.main_grad is not None and accumulates(options.parameter)
+        self._sum: Tensor | None = options.main_grad if adds else None
+        self._begun = self._in_main_grad = adds
         if wanted and self._sum is None:
             wide = products > 1 and w.dtype.itemsize < 4
             self._sum = torch.empty(w.shape, dtype=torch.float32 if wide else w.dtype, device=w.device)
@@ -203,12 +204,8 @@ class WeightGrad:
         self._begun = True
 
     def result(self) -> Tensor | None:
-        """The gradient to be returned; None if it was added to main_grad, of which the parameter is told."""
-        if not self.wanted or self._sum is None:
-            return None
-        if self._options.main_grad is None:
-            return self._sum.to(self._dtype)
-        return told_of_main_grad(self._options.parameter)
+        """The gradient to be returned; None if it was added to main_grad: `IntoMainGrad` tells the parameter."""
+        return None if self._sum is None or self._in_main_grad else self._sum.to(self._dtype)
 
 
 def flat_rows(x: Tensor) -> Tensor:

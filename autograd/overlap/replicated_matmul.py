@@ -17,6 +17,7 @@ from pynccl.bindings.values import attribute
 
 from ..collective import require_grad, run
 from ..ops.all_reduce import AllReduce, CopyView
+from ..torch_internals import reshaped
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap, as_config
@@ -62,15 +63,16 @@ def copy_matmul(
     unfused.check_input(name, x, w, comm)
     config = as_config(name, overlap, "column")
     reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
-    main_grad = main_grad_of(name, w, grad_accumulation_fusion)
+    parameter, main_grad = w, main_grad_of(name, w, grad_accumulation_fusion)
+    w = unfused.into_main_grad(w, main_grad)
     rows = x.numel() // max(x.shape[-1], 1)
     if torch.is_grad_enabled() and (cast := tensors_for(comm, config, rows, x, w, bias)):
-        options = Options(comm, config, reduce_dtype, main_grad, w, owner, attribute(overlap, "workspace"))
+        options = Options(comm, config, reduce_dtype, main_grad, parameter, owner, attribute(overlap, "workspace"))
         x, w, bias = cast
         if decided(options, "copy_backward", rows, w, config.backward).method != "off":
             y: Tensor = CopyMatmul.apply(require_grad(x), w, bias, options)
             return y
-    return unfused.copy_matmul(x, w, comm, bias, reduce_dtype, main_grad)
+    return unfused.copy_matmul(x, w, comm, bias, reduce_dtype)
 
 
 class CopyMatmul(Function):
@@ -85,7 +87,8 @@ class CopyMatmul(Function):
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, w)
         remember(ctx, "copy_matmul", options)
-        return F.linear(x, w, bias)
+        y = F.linear(x, w, bias)
+        return reshaped(y, y.shape)  # no view, as it may be now: the caller may change it in place
 
     @staticmethod
     @in_backward
@@ -123,6 +126,6 @@ def _composed(ctx: Any, gy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor | None
     options: Options = ctx.options
     dx = run(options.comm, AllReduce, gy @ w, "sum", "replicated", options.reduce_dtype)
     x = run(options.comm, CopyView, x, options.reduce_dtype)  # as the forward pass had it
-    dw = unfused.weight_grad(gy, x, options.main_grad, options.parameter) if ctx.needs_input_grad[1] else None
+    dw = unfused.weight_grad(gy, x) if ctx.needs_input_grad[1] else None
     db = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return dx, dw, db

@@ -18,6 +18,7 @@ from ..arguments import check_call, check_comm
 from ..collective import run
 from ..ops.all_gather import all_gather, reduce_scatter
 from ..ops.all_reduce import CopyView, all_reduce, copy_view
+from ..torch_internals import accumulates
 from ..wire import Dtype
 
 
@@ -27,12 +28,11 @@ def all_gather_matmul(
     comm: Communicator,
     bias: Tensor | None = None,
     reduce_dtype: Dtype = None,
-    main_grad: Tensor | None = None,
     return_gathered: bool = False,
 ) -> Any:
     """all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in] -> [s, .., out];  dx is reduce-scattered."""
     whole = all_gather(x, comm, 0, grad="sum", reduce_dtype=reduce_dtype)
-    y = F.linear(whole, into_main_grad(w, main_grad), bias)
+    y = F.linear(whole, w, bias)
     return (y, whole) if return_gathered else y
 
 
@@ -42,11 +42,10 @@ def matmul_reduce_scatter(
     comm: Communicator,
     bias: Tensor | None = None,
     reduce_dtype: Dtype = None,
-    main_grad: Tensor | None = None,
 ) -> Tensor:
     """reduce_scatter(x @ w.T, dim 0) + bias.   x [s, .., in/N], w [out, in/N] -> [s/N, .., out];  dy is all-gathered,
     and the gradient of the bias is summed over the ranks, each of which has its part of the sequence."""
-    y = reduce_scatter(F.linear(x, into_main_grad(w, main_grad)), comm, 0, reduce_dtype=reduce_dtype)
+    y = reduce_scatter(F.linear(x, w), comm, 0, reduce_dtype=reduce_dtype)
     return y if bias is None else y + copy_view(bias, comm).to(y.dtype)  # which autocast has chosen
 
 
@@ -56,10 +55,9 @@ def matmul_all_reduce(
     comm: Communicator,
     bias: Tensor | None = None,
     reduce_dtype: Dtype = None,
-    main_grad: Tensor | None = None,
 ) -> Tensor:
     """all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N] -> [s, .., out];  dy must be equal on all ranks."""
-    partial = F.linear(x, into_main_grad(w, main_grad))
+    partial = F.linear(x, w)
     y = all_reduce(partial, comm, grad="replicated", reduce_dtype=reduce_dtype)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -70,11 +68,10 @@ def copy_matmul(
     comm: Communicator,
     bias: Tensor | None = None,
     reduce_dtype: Dtype = None,
-    main_grad: Tensor | None = None,
 ) -> Tensor:
     """x @ w.T + bias.   x [s, .., in], equal on all ranks, w [out/N, in] -> [s, .., out/N];  dx is all-reduced."""
     check_call("copy_matmul", x, comm)
-    return F.linear(run(comm, CopyView, x, reduce_dtype), into_main_grad(w, main_grad), bias)
+    return F.linear(run(comm, CopyView, x, reduce_dtype), w, bias)
 
 
 def into_main_grad(w: Tensor, main_grad: Tensor | None) -> Tensor:
@@ -86,25 +83,30 @@ def into_main_grad(w: Tensor, main_grad: Tensor | None) -> Tensor:
 
 
 class IntoMainGrad(Function):
-    """A weight whose gradient is summed up elsewhere.
+    """A weight whose gradient is summed up elsewhere, by the passes that would add to its .grad.
 
     forward    w [..] -> w [..]
-    backward   g [..] -> nothing; main_grad += g
+    backward   g [..] -> nothing; main_grad += g        torch.autograd.grad(.., w): g, and main_grad is left alone
     """
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, main_grad: Tensor) -> Tensor:
         ctx.parameter, ctx.main_grad = w, main_grad
+        ctx.set_materialize_grads(False)
         return w.view_as(w)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, None]:
-        with torch.no_grad():
-            ctx.main_grad.add_(cotangents[0])
-        return told_of_main_grad(ctx.parameter), None
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, None]:
+        (g,) = cotangents
+        if not accumulates(ctx.parameter):
+            return g, None
+        if g is not None:  # else an overlapped pass has added it
+            with torch.no_grad():
+                ctx.main_grad.add_(g)
+        return _told(ctx.parameter), None
 
 
-def told_of_main_grad(parameter: Any) -> Tensor | None:
+def _told(parameter: Any) -> Tensor | None:
     """What is returned for the gradient of a parameter whose main_grad has it. Who waits for hooks of gradients sets
     `grad_added_to_main_grad`: then a gradient of zeros comes, which takes no memory, and the mark is set."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
@@ -114,14 +116,9 @@ def told_of_main_grad(parameter: Any) -> Tensor | None:
     return zeros
 
 
-def weight_grad(g: Tensor, a: Tensor, main_grad: Tensor | None, parameter: Any) -> Tensor | None:
-    """g.T @ a over all rows, differentiable; None if it was added to main_grad.   g [.., n], a [.., k] -> [n, k]"""
-    dw = g.reshape(-1, g.shape[-1]).t() @ a.reshape(-1, a.shape[-1])
-    if main_grad is None:
-        return dw
-    with torch.no_grad():
-        main_grad.add_(dw)
-    return told_of_main_grad(parameter)
+def weight_grad(g: Tensor, a: Tensor) -> Tensor:
+    """g.T @ a over all rows, differentiable.   g [.., n], a [.., k] -> [n, k]"""
+    return g.reshape(-1, g.shape[-1]).t() @ a.reshape(-1, a.shape[-1])
 
 
 def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator) -> None:

@@ -54,7 +54,8 @@ class Workspace:
 
     def reserve(self, role: str, nbytes: int, device: torch.device) -> None:
         """Make the buffer of a role."""
-        self._buffers[role] = self._allocate(max(nbytes, ALIGNMENT), device)
+        with torch.inference_mode(False):  # whoever makes it: it outlives his pass
+            self._buffers[role] = self._allocate(max(nbytes, ALIGNMENT), device)
 
     def drop(self) -> None:
         """Let go of all buffers."""
