@@ -8,10 +8,11 @@ collective alone needs stand in its file.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from pynccl.bindings.values import attribute, shown
 from .torch_internals import dispatch_modes, is_traced, is_zero_tensor, transforms_active
 from .wire import CARRIED, REAL_OF, Splits, is_paired
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Grad = Literal["sum", "replicated"]
 Op = Literal["sum", "avg"] | RedOp
 AnyOp = Literal["sum", "avg", "max", "min", "prod"] | RedOp  # of all_reduce alone
@@ -183,12 +186,28 @@ def check_op(operation: str, op: Any, allowed: tuple[str, ...] = SUM_OPS) -> Any
     return name
 
 
+_WHICH_GRAD = (
+    "expected 'sum' (each rank goes on with work of its own on the output) or 'replicated' (every rank goes on alike); "
+    "docs/conventions.md"
+)
+
+
 def check_grad(operation: str, grad: object) -> None:
     if not isinstance(grad, str) or grad not in ("sum", "replicated"):
-        raise ValueError(
-            f"{operation}: grad is {shown(grad)}, expected 'sum' (each rank goes on with work of its own on the "
-            "output) or 'replicated' (every rank goes on alike); docs/conventions.md"
-        )
+        raise ValueError(f"{operation}: grad is {shown(grad)}, {_WHICH_GRAD}")
+
+
+def asks_for_grad(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose `grad` has no default, with an error that says which one to pass."""
+    name = function.__name__ if function.__name__ != "__init__" else f"nn.{function.__qualname__.partition('.')[0]}"
+
+    @functools.wraps(function)
+    def asked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "grad" not in kwargs:
+            raise TypeError(f"{name}: grad= is missing, {_WHICH_GRAD}")
+        return function(*args, **kwargs)
+
+    return asked
 
 
 def as_int(value: Any) -> Any:

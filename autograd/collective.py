@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -272,6 +273,7 @@ def operation(plan: Callable[P, Any]) -> Callable[P, Tensor]:
 
     run_now.plan = plan  # type: ignore[attr-defined]
     run_now.__annotations__ = {**plan.__annotations__, "return": "Tensor"}
+    run_now.__signature__ = inspect.signature(plan).replace(return_annotation="Tensor")  # type: ignore[attr-defined]
     return run_now
 
 

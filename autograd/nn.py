@@ -17,7 +17,7 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import attribute
 
-from .arguments import AnyOp, Grad, Op, check_comm, check_grad, check_op, check_rank
+from .arguments import AnyOp, Grad, Op, asks_for_grad, check_comm, check_grad, check_op, check_rank
 from .ops.all_gather import all_gather, reduce_scatter, split
 from .ops.all_reduce import PreMul, all_reduce, copy
 from .ops.all_to_all import all_to_all
@@ -75,6 +75,7 @@ def _frozen(sizes: Any) -> Any:
 
 class AllReduce(Operation):
     """y = sum_q x_q on every rank (op: see `all_reduce`).  grad="replicated": gradients pass through unchanged.
+    grad="sum": they are summed over ranks.
 
     The scale of PreMul(scale) is the module's, by the name `scale`: a parameter if it is an nn.Parameter, a buffer if
     it is another tensor. So it is among its parameters and in its state_dict, and moves with it.
@@ -83,8 +84,9 @@ class AllReduce(Operation):
     function = staticmethod(all_reduce)
     passes_alone = True
     scale: Tensor
-    __call__: OfLists[[]]
+    __call__: OfLists
 
+    @asks_for_grad
     def __init__(
         self, comm: Communicator, op: AnyOp | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None
     ) -> None:
@@ -120,7 +122,7 @@ class ReduceScatter(Operation):
 
     function = staticmethod(reduce_scatter)
     passes_alone = True
-    __call__: OfLists[[]]
+    __call__: OfLists
 
     def __init__(
         self, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None
@@ -130,12 +132,13 @@ class ReduceScatter(Operation):
 
 
 class AllGather(Operation):
-    """y = concat_q x_q along `dim` on every rank; gradients are reduce-scattered (grad="replicated": cut)."""
+    """y = concat_q x_q along `dim` on every rank; gradients are reduce-scattered (grad="replicated": cut): see `all_gather`."""
 
     function = staticmethod(all_gather)
     passes_alone = True
-    __call__: OfLists[[]]
+    __call__: OfLists
 
+    @asks_for_grad
     def __init__(
         self, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
     ) -> None:
@@ -154,10 +157,11 @@ class Split(Operation):
 
 
 class Broadcast(Operation):
-    """y_r = x_root on every rank; x on the others gives shape and type."""
+    """y_r = x_root on every rank; x on the others gives shape and type. grad: see `broadcast`."""
 
     function = staticmethod(broadcast)
 
+    @asks_for_grad
     def __init__(self, comm: Communicator, root: int, *, grad: Grad, reduce_dtype: Dtype = None) -> None:
         check_grad("nn.Broadcast", grad)
         check_rank("nn.Broadcast", comm, root)

@@ -5,7 +5,7 @@ Notation: see ops/__init__.py.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from pynccl import Communicator
 from ..arguments import (
     Grad,
     Op,
+    asks_for_grad,
     check_call,
     check_cut,
     check_dim,
@@ -27,15 +28,28 @@ from ..arguments import (
 )
 from ..collective import Call, Collective, mean, operation
 from ..wire import Dtype, Prepared, Splits, counts, local, own, recv_buffer, resized, to_wire
-from .coalesced import operation_of_lists
+from .coalesced import Tensors, operation_of_lists
 
 
+@overload
+def all_gather(
+    x: Tensor, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
+) -> Tensor: ...
+@overload
+def all_gather(
+    x: Tensors, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
+) -> list[Tensor]: ...
 @operation_of_lists
+@asks_for_grad
 def all_gather(
     x: Tensor, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
 ) -> Any:
     """y = concat_q x_q along `dim` on every rank.  [.., s, ..] -> [.., N*s, ..]; a 0-d x gives [N].  See `AllGather`.
 
+    grad          what every rank does with y: "replicated" if all go on alike, so that the gradients of y are equal on
+                  all ranks, and that of x is this rank's slice; "sum" if each goes on with work of its own, such as its
+                  columns of a matmul, so that it is the slice of their sum
+    splits        size along `dim` of each rank's part, where they are not equal
     reduce_dtype  type of the sum in the backward reduce-scatter
     """
     check_call("all_gather", x, comm)
@@ -85,6 +99,14 @@ class AllGather(Collective):
         return Prepared(launch, result)
 
 
+@overload
+def reduce_scatter(
+    x: Tensor, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None
+) -> Tensor: ...
+@overload
+def reduce_scatter(
+    x: Tensors, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None
+) -> list[Tensor]: ...
 @operation_of_lists
 def reduce_scatter(
     x: Tensor, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None

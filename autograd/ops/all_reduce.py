@@ -6,17 +6,26 @@ all_reduce of max, min and prod goes on in extremes.py. Notation: see ops/__init
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from pynccl import Communicator
 
-from ..arguments import AnyOp, Grad, check_call, check_grad, check_op, check_reduce_dtype, check_reduction
+from ..arguments import (
+    AnyOp,
+    Grad,
+    asks_for_grad,
+    check_call,
+    check_grad,
+    check_op,
+    check_reduce_dtype,
+    check_reduction,
+)
 from ..collective import Call, Collective, mean, operation, run
 from ..wire import Dtype, Prepared, local, own, recv_buffer_like, to_wire
-from .coalesced import operation_of_lists
+from .coalesced import Tensors, operation_of_lists
 
 
 class PreMul(NamedTuple):
@@ -33,7 +42,16 @@ class PreMul(NamedTuple):
 NONLINEAR: dict[str, Callable[[Tensor, str, str, Dtype], Call]] = {}
 
 
+@overload
+def all_reduce(
+    x: Tensor, comm: Communicator, op: AnyOp | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None
+) -> Tensor: ...
+@overload
+def all_reduce(
+    x: Tensors, comm: Communicator, op: AnyOp | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None
+) -> list[Tensor]: ...
 @operation_of_lists
+@asks_for_grad
 def all_reduce(
     x: Tensor,
     comm: Communicator,
@@ -44,7 +62,9 @@ def all_reduce(
 ) -> Any:
     """y_r = sum_q x_q on every rank.  [..] -> [..], a new tensor also on one rank; a list of tensors -> a list.
 
-    op  "sum", "avg" (/ N; of integers towards zero), "max", "min", "prod", or PreMul(scale): sum_q scale_q * x_q
+    op    "sum", "avg" (/ N; of integers towards zero), "max", "min", "prod", or PreMul(scale): sum_q scale_q * x_q
+    grad  what every rank does with y: "replicated" if all go on alike, so that the gradients of y are equal on all
+          ranks, and that of x is one of them; "sum" if each goes on with work of its own, so that it is their sum
 
     bool has "max" (logical or) and "min" (logical and). Integers and floats that NCCL cannot reduce (int16, float8
     variants) need reduce_dtype=; the functions that only copy take every type.

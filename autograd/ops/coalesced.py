@@ -7,8 +7,9 @@ tensor's output and derivative are those of the call with it alone; see ops/__in
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -23,25 +24,25 @@ from ..checks import ForwardCall, compare_backward, number_call
 from ..collective import Call, Collective, refuse_group, require_grad, run, sees_operators
 from ..torch_internals import in_forward_mode, transforms_active
 
-P = ParamSpec("P")
+
+Tensors = list[Tensor] | tuple[Tensor, ...]  # all of which are launched as one group
 
 
-class OfLists(Protocol[P]):
-    """A function that also takes a list or tuple of tensors, all of them launched as one group."""
-
-    plan: Callable[..., Any]
+class OfLists(Protocol):
+    """What a module is called with whose function also takes a list of tensors."""
 
     @overload
-    def __call__(self, x: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor: ...
     @overload
-    def __call__(self, x: list[Tensor] | tuple[Tensor, ...], *args: P.args, **kwargs: P.kwargs) -> list[Tensor]: ...
+    def __call__(self, x: Tensors) -> list[Tensor]: ...
 
 
-def operation_of_lists(plan: Callable[Concatenate[Tensor, P], Any]) -> OfLists[P]:
-    """`operation`, for one tensor or for each of several."""
+def operation_of_lists(plan: Callable[..., Any]) -> Callable[..., Any]:
+    """`operation`, for one tensor or for each of several. Its overloads are written out, for tools that read signatures
+    without running anything."""
 
     @functools.wraps(plan)
-    def run_now(x: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def run_now(x: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, (list, tuple)):
             comm, (function, x, params) = plan(x, *args, **kwargs)
             return run(comm, function, x, *params)
@@ -55,7 +56,8 @@ def operation_of_lists(plan: Callable[Concatenate[Tensor, P], Any]) -> OfLists[P
 
     run_now.plan = plan  # type: ignore[attr-defined]
     run_now.__annotations__ = {**plan.__annotations__, "return": "Tensor"}
-    return run_now  # type: ignore[return-value]
+    run_now.__signature__ = inspect.signature(plan).replace(return_annotation="Tensor")  # type: ignore[attr-defined]
+    return run_now
 
 
 class _Plan(NamedTuple):

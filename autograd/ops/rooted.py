@@ -17,6 +17,7 @@ from pynccl import Communicator
 from ..arguments import (
     Grad,
     Op,
+    asks_for_grad,
     check_call,
     check_dim,
     check_divisible,
@@ -34,8 +35,15 @@ from ..wire import Dtype, Prepared, Splits, counts, local, own, recv_buffer, rec
 
 
 @operation
+@asks_for_grad
 def broadcast(x: Tensor, comm: Communicator, root: int, *, grad: Grad, reduce_dtype: Dtype = None) -> Any:
-    """y_r = x_root on every rank.  [..] -> [..]; x on the other ranks gives shape and type.  See `Broadcast`."""
+    """y_r = x_root on every rank.  [..] -> [..]; x on the other ranks gives shape and type.  See `Broadcast`.
+
+    grad          what every rank does with y: "replicated" if all go on alike, so that the gradients of y are equal on
+                  all ranks, and that of root's x is root's; "sum" if each goes on with work of its own, so that it is
+                  their sum
+    reduce_dtype  type of that sum
+    """
     check_call("broadcast", x, comm)
     check_grad("broadcast", grad)
     root = check_rank("broadcast", comm, root)

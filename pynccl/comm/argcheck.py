@@ -10,8 +10,9 @@ from typing import Any
 
 from ..bindings.abi import ITEMSIZE, DataType
 from ..bindings.values import integer
-from ..interop.buffers import ANY_DEVICE, CPU, Adapter, adapter, adapters, device_name
+from ..interop.buffers import ANY_DEVICE, CPU, TORCH, Adapter, adapter, adapters, device_name
 from ..interop.streams import stream_handle
+from ..interop.tensors import check_not_in_graph
 from .base import Comm
 
 
@@ -38,6 +39,8 @@ class ArgCheck(Comm):
                 raw_stream = stream_handle(stream)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{operation}: {role}: {error}") from None
+        if kind is TORCH and x.requires_grad:
+            check_not_in_graph(operation, role, x)
         if device != self._ordinal:
             self._check_device(operation, role, device)
         return pointer, count, dtype, raw_stream
@@ -59,6 +62,8 @@ class ArgCheck(Comm):
                 raw_stream = stream_handle(stream)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{operation}: send: {error}") from None
+        if kind is TORCH and send.requires_grad:
+            check_not_in_graph(operation, "send", send)
         if device != self._ordinal:
             self._check_device(operation, "send", device)
         if recv is send and grow == shrink and blocks == 1:
@@ -86,6 +91,8 @@ class ArgCheck(Comm):
             kind.check_writable(recv)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{operation}: recv: {error}") from None
+        if kind is TORCH and recv.requires_grad:
+            check_not_in_graph(operation, "recv", recv)
         if device != self._ordinal:
             self._check_device(operation, "recv", device)
         if found != expected:

@@ -10,7 +10,7 @@ library's stream, or where only its handle is passed, keep them until it has run
 is received into has its version counted, as by an operation of torch, so that a backward pass that saved it says so.
 
 Errors, all before anything is launched: TypeError (no buffer, no NCCL data type, no stream), ValueError (size, device,
-contiguity, overlap, rank out of range, unknown operator, a recv that requires grad under grad mode),
+contiguity, overlap, rank out of range, unknown operator, a buffer that requires grad, under grad mode),
 NcclInvalidUsage (a communicator that has ended).
 """
 

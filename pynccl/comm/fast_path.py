@@ -162,7 +162,7 @@ class FastPath:
         send, recv  what was read and written, None where nothing was"""
         writes = recv is not None
         send, recv = recv if send is None else send, send if recv is None else recv
-        if type(send) not in tensor_types or type(recv) not in tensor_types or (writes and recv.requires_grad):
+        if type(send) not in tensor_types or type(recv) not in tensor_types or send.requires_grad or recv.requires_grad:
             return
         if op is not None and type(op) not in (str, RedOp):  # a PreMulSum, which may be destroyed
             return

@@ -302,8 +302,9 @@ def _close_everything() -> None:
     """Destroy what is open; abort it if the process ends by an exception, since the peers may be gone."""
     watchdog.stop()
     comms, failed = list(_open), getattr(sys, "last_value", None) is not None
-    if (comms or _leaked) and not call_at_exit(lambda: _close(comms, failed), EXIT_SECONDS):
-        late = f"{len(comms)} open communicators did not close within {EXIT_SECONDS:g} s{graph_hint()}"
+    count = len(comms) + len(_leaked)
+    if count and not call_at_exit(lambda: _close(comms, failed), EXIT_SECONDS):
+        late = f"{count} open communicators did not close within {EXIT_SECONDS:g} s{graph_hint()}"
         print(f"pynccl: {late}", file=sys.stderr)
 
 

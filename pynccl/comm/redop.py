@@ -8,7 +8,8 @@ from typing import Any, Literal
 from ..bindings.abi import ELEMENTS, DataType, RedOp, ScalarResidence
 from ..bindings.resource import Resource, Shared
 from ..bindings.values import shown
-from ..interop.buffers import CPU, adapter, data_type, device_name
+from ..interop.buffers import CPU, TORCH, adapter, data_type, device_name
+from ..interop.tensors import check_not_in_graph
 from .base import Comm
 
 _OPS: dict[Any, int] = {
@@ -69,7 +70,10 @@ class PreMulSum(Resource, Shared):
             pointer, code, residence = keep.data_ptr(), int(data_type(dtype)), ScalarResidence.HOST_IMMEDIATE
         else:
             keep = scalar
-            pointer, count, code, device = adapter(scalar, "pre_mul_sum", "scalar").describe(scalar)
+            kind = adapter(scalar, "pre_mul_sum", "scalar")
+            pointer, count, code, device = kind.describe(scalar)
+            if kind is TORCH and scalar.requires_grad:
+                check_not_in_graph("pre_mul_sum", "scalar", scalar)
             if count != 1 or device not in (comm.ordinal, CPU):
                 raise ValueError(
                     f"pre_mul_sum: scalar has {count} elements on {device_name(device)}, expected 1 on {comm.device}"

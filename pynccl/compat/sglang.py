@@ -18,7 +18,7 @@ from ..bindings.abi import RedOp, UniqueId
 from ..bindings.structs import CommConfig, struct_of
 from . import vllm, wrapper
 from .stateless import StatelessProcessGroup
-from .tensors import contiguous, writable
+from .tensors import contiguous
 from .vllm import buffer_type, cudaStream_t, ncclComm_t, ncclDataTypeEnum, ncclRedOpTypeEnum, ncclUniqueId
 
 __all__ = [
@@ -124,5 +124,5 @@ class PyNcclCommunicator(vllm.PyNcclCommunicator):
         comm = self._live("all_to_all_single")
         if comm is not None:
             send = contiguous("all_to_all_single", "input_tensor", input_tensor)
-            recv = contiguous("all_to_all_single", "output_tensor", writable(output_tensor))
+            recv = contiguous("all_to_all_single", "output_tensor", output_tensor)
             comm.all_to_all(send, recv, stream=self._stream(stream))

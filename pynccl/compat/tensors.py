@@ -9,16 +9,11 @@ from typing import Any
 from ..bindings.values import integers
 
 
-def writable(tensor: Any) -> Any:
-    """The same memory, for C to write to: also of a parameter, as vLLM's weight transfer does under grad mode."""
-    return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor
-
-
 def flat(operation: str, role: str, tensor: Any) -> Any:
     """The memory of a tensor whose elements fill it without gaps, in whatever order of dimensions.
 
     Operations element by element do not care for that order, if it is the same on all ranks."""
-    _check_tensor(operation, role, tensor)
+    tensor = _memory_of(operation, role, tensor)
     if tensor.is_contiguous():
         return tensor
     whole = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
@@ -29,15 +24,18 @@ def flat(operation: str, role: str, tensor: Any) -> Any:
 
 def contiguous(operation: str, role: str, tensor: Any) -> Any:
     """The same for operations that cut dimension 0, which must come first in memory too."""
-    _check_tensor(operation, role, tensor)
+    tensor = _memory_of(operation, role, tensor)
     if not tensor.is_contiguous():
         raise ValueError(_gaps(operation, role, tensor))
     return tensor
 
 
-def _check_tensor(operation: str, role: str, tensor: Any) -> None:
+def _memory_of(operation: str, role: str, tensor: Any) -> Any:
+    """The same memory, without a graph: parameters are sent and received as they are, in vLLM's weight transfer, too,
+    under grad mode."""
     if not hasattr(tensor, "is_contiguous"):
         raise TypeError(f"{operation}: {role} is {tensor!r}, expected a torch tensor")
+    return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor
 
 
 def _gaps(operation: str, role: str, tensor: Any) -> str:
@@ -49,7 +47,7 @@ def _gaps(operation: str, role: str, tensor: Any) -> str:
 
 def empty_like(operation: str, tensor: Any) -> Any:
     """Memory for a result, laid out as `tensor` is."""
-    _check_tensor(operation, "in_tensor", tensor)
+    _memory_of(operation, "in_tensor", tensor)
     import torch
 
     return torch.empty_like(tensor, requires_grad=False)

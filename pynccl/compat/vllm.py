@@ -25,7 +25,7 @@ from ..comm.init import check_rank_of
 from ..interop.streams import stream_handle
 from .process_group import broadcast_bytes, place_in
 from .stateless import StatelessProcessGroup
-from .tensors import as_bytes, contiguous, elements, empty_like, flat, row_counts, rows, writable
+from .tensors import as_bytes, contiguous, elements, empty_like, flat, row_counts, rows
 from .wrapper import (
     NCCL_UNIQUE_ID_BYTES,
     Function,
@@ -215,10 +215,10 @@ class PyNcclCommunicator:
     def _all_reduce(self, comm: Communicator, send: Any, recv: Any, op: Any, stream: Any) -> None:
         code = operator_of(op)
         if recv is send:
-            whole = flat("all_reduce", "tensor", writable(send))
+            whole = flat("all_reduce", "tensor", send)
             comm.all_reduce(whole, whole, code, stream=self._stream(stream))
             return
-        send_flat, recv_flat = flat("all_reduce", "in_tensor", send), flat("all_reduce", "out_tensor", writable(recv))
+        send_flat, recv_flat = flat("all_reduce", "in_tensor", send), flat("all_reduce", "out_tensor", recv)
         if send.stride() != recv.stride() and not (send.is_contiguous() and recv.is_contiguous()):
             raise ValueError(
                 f"all_reduce: in_tensor has strides {send.stride()}, out_tensor {recv.stride()}; they must be equal"
@@ -231,7 +231,7 @@ class PyNcclCommunicator:
         if comm is None:
             return
         send = contiguous("all_gather", "input_tensor", input_tensor)
-        recv = contiguous("all_gather", "output_tensor", writable(output_tensor))
+        recv = contiguous("all_gather", "output_tensor", output_tensor)
         comm.all_gather(send, elements(recv, send.numel() * self.world_size), stream=self._stream(stream))
 
     def all_gatherv(self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int], stream: Any = None) -> None:
@@ -241,7 +241,7 @@ class PyNcclCommunicator:
             return
         counts = rows("all_gatherv", sizes, output_tensor, self.world_size, exact=True)
         send = contiguous("all_gatherv", "input_tensor", input_tensor)
-        recv = contiguous("all_gatherv", "output_tensor", writable(output_tensor))
+        recv = contiguous("all_gatherv", "output_tensor", output_tensor)
         comm.all_gather_v(elements(send, counts[self.rank]), recv, counts=counts, stream=self._stream(stream))
 
     def reduce_scatter(self, output_tensor: Any, input_tensor: Any, op: Any = RedOp.SUM, stream: Any = None) -> None:
@@ -249,7 +249,7 @@ class PyNcclCommunicator:
         comm = self._live("reduce_scatter")
         if comm is None:
             return
-        recv = contiguous("reduce_scatter", "output_tensor", writable(output_tensor))
+        recv = contiguous("reduce_scatter", "output_tensor", output_tensor)
         send = contiguous("reduce_scatter", "input_tensor", input_tensor)
         code = operator_of(op)
         comm.reduce_scatter(elements(send, recv.numel() * self.world_size), recv, code, stream=self._stream(stream))
@@ -263,7 +263,7 @@ class PyNcclCommunicator:
             return
         counts = rows("reduce_scatterv", sizes, input_tensor, self.world_size)
         send = contiguous("reduce_scatterv", "input_tensor", input_tensor)
-        recv = contiguous("reduce_scatterv", "output_tensor", writable(output_tensor))
+        recv = contiguous("reduce_scatterv", "output_tensor", output_tensor)
         code = operator_of(op)
         own = elements(recv, counts[self.rank])
         comm.reduce_scatter_v(elements(send, sum(counts)), own, code, counts=counts, stream=self._stream(stream))
@@ -275,7 +275,7 @@ class PyNcclCommunicator:
             return
         send, recv = flat("reduce", "input_tensor", input_tensor), None
         if root == self.rank:
-            recv = elements(flat("reduce", "output_tensor", writable(output_tensor)), input_tensor.numel())
+            recv = elements(flat("reduce", "output_tensor", output_tensor), input_tensor.numel())
         comm.reduce(send, recv, operator_of(op), root, stream=self._stream(stream))
 
     def scatter(
@@ -285,7 +285,7 @@ class PyNcclCommunicator:
         comm = self._live("scatter")
         if comm is None:
             return
-        recv, send = contiguous("scatter", "output_tensor", writable(output_tensor)), None
+        recv, send = contiguous("scatter", "output_tensor", output_tensor), None
         if root == self.rank:
             counts = rows("scatter", sizes, input_tensor, self.world_size)
             send = elements(contiguous("scatter", "input_tensor", input_tensor), sum(counts))
@@ -299,7 +299,7 @@ class PyNcclCommunicator:
         comm = self._live("broadcast")
         if comm is None:
             return
-        whole = flat("broadcast", "tensor", writable(tensor))
+        whole = flat("broadcast", "tensor", tensor)
         comm.broadcast(whole, whole, src, stream=self._stream(stream))
 
     # Point to point
@@ -314,7 +314,7 @@ class PyNcclCommunicator:
         """Receive into tensor what rank src sends."""
         comm = self._live("recv")
         if comm is not None:
-            comm.recv(as_bytes(flat("recv", "tensor", writable(tensor))), src, stream=self._stream(stream))
+            comm.recv(as_bytes(flat("recv", "tensor", tensor)), src, stream=self._stream(stream))
 
     def batch_isend_irecv(self, p2p_ops: Sequence[Any], stream: Any = None) -> None:
         """The sends and receives of a list of torch.distributed.P2POp, as one launch."""

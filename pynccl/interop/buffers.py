@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType, RedOp
 from ..bindings.values import SIZE_MAX, attribute, integer, shown
 from . import dlpack
-from .tensors import check_not_in_graph, negated, stands_for_another, why_no_memory
+from .tensors import negated, stands_for_another, why_no_memory
 
 # (address, number of elements, DataType as int, CUDA ordinal). A plain tuple: this is built on every call.
 Description = tuple[int, int, int, int]
@@ -148,10 +148,6 @@ class _Torch(Adapter):
 
     def current_stream(self, x: Any, device: int) -> int:
         return int(self.raw_stream(device)) if device >= 0 else 0
-
-    def check_writable(self, x: Any) -> None:
-        if x.requires_grad:
-            check_not_in_graph(x)
 
     def received(self, x: Any) -> None:
         self.count_change((x,))

@@ -18,6 +18,8 @@ _INSTEAD = {
     "UninitializedBuffer": "it has no shape yet: run the module once, or materialize() it",
 }
 _PLAIN = "pass the plain tensor that it is made of"
+# What pynccl_autograd has for an operation, where that has another name.
+_DIFFERENTIABLE = {"send": "send_recv", "recv": "send_recv", "put_signal": "send_recv", "pre_mul_sum": "all_reduce"}
 
 
 def stands_for_another(kind: type) -> bool:
@@ -54,11 +56,14 @@ def negated(x: Any) -> str:
     return f"tensor of shape {tuple(x.shape)} has its negative bit set, so its memory holds -x; pass x.resolve_neg()"
 
 
-def check_not_in_graph(x: Any) -> None:
+def check_not_in_graph(operation: str, role: str, x: Any) -> None:
     """Raise for a tensor that requires grad, under grad mode: as torch does for `out=`."""
-    if x.requires_grad and sys.modules["torch"].is_grad_enabled():
-        kind = "a leaf" if x.is_leaf else "the result of an operation"
-        raise ValueError(
-            f"tensor of shape {tuple(x.shape)} requires grad ({kind}), and autograd would not know that it was "
-            "overwritten; call it under torch.no_grad(), pass x.detach(), or use pynccl_autograd for a derivative"
-        )
+    if not sys.modules["torch"].is_grad_enabled():
+        return
+    kind = "a leaf" if x.is_leaf else "the result of an operation"
+    name = _DIFFERENTIABLE.get(operation, operation.removesuffix("_v"))
+    raise ValueError(
+        f"{operation}: {role}: tensor of shape {tuple(x.shape)} requires grad ({kind}), and autograd does not know of "
+        f"this call: no gradient would come through it; use pynccl_autograd.{name} for one, or pass x.detach(), or call "
+        "it under torch.no_grad(), to mean it without"
+    )

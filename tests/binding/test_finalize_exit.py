@@ -50,6 +50,21 @@ stub.stub_rule(1, b"ncclCommFinalize", 1000 * 300)
     assert ended.calls[-1] == "ncclCommFinalize"
 
 
+def test_one_that_was_collected_and_does_not_end_is_counted(tmp_path: Path) -> None:
+    source = """
+from pynccl.comm import finalize
+finalize.EXIT_SECONDS = 0.5
+def leak():
+    make(2)
+leak()
+gc.collect()
+stub.stub_rule(1, b"ncclCommAbort", 1000 * 300)
+"""
+    ended = process(tmp_path, source)
+    assert ended.code == 0
+    assert ended.err.endswith("pynccl: 1 open communicators did not close within 0.5 s\n")
+
+
 def test_a_communicator_that_has_failed_is_aborted_at_exit_at_once(tmp_path: Path) -> None:
     ended = process(tmp_path, 'comm = make()\nstub.stub_rule(0, b"ncclCommGetAsyncError", 6)\n')
     assert (ended.code, ended.err) == (0, "")

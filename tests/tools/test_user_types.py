@@ -70,6 +70,9 @@ ad.reduce(x, comm, 0, op="sun")  #: incompatible type "Literal['sun']"
 ad.reduce_scatter(x, comm, op="max")  #: No overload variant
 ad.all_reduce(x, comm, "summ", grad="sum")  #: No overload variant
 ad.all_reduce(x, comm, grad="replicate")  #: No overload variant
+ad.all_reduce(x, comm)  #: No overload variant
+ad.all_gather([x], comm)  #: No overload variant
+reveal_type(ad.all_gather((x, x), comm, grad="sum"))  #: "list[torch._tensor.Tensor]"
 ad.all_reduce(comm, x, grad="sum")  #: No overload variant
 ad.broadcast(comm, x, 0, grad="sum")  #: Argument 1 to "broadcast" has incompatible type "Communicator"
 ad.start(ad.copy, x)  #: Missing positional argument "comm"
