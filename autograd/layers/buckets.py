@@ -71,6 +71,12 @@ class Bucket:
             else:
                 self.marks.copy_(torch.tensor(has))
 
+    def let_go(self) -> None:
+        """No gradient is a view of `flat` any more."""
+        for piece, view in zip(self.pieces, self.views, strict=True):
+            if piece.parameter.grad is not None and is_view(piece.parameter.grad, view):
+                piece.parameter.grad = None
+
     def spread(self, as_views: bool) -> None:
         """What is in `flat` to the gradients: also of those that have one on another rank alone."""
         lacking = any(piece.parameter.grad is None for piece in self.pieces)

@@ -12,6 +12,7 @@ full: so on every rank in one order, whatever the order of the gradients.
 from __future__ import annotations
 
 import contextlib
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -131,10 +132,12 @@ class DataParallelGradients(Shared):
         The others' backward passes wait for that. Nothing happens within no_sync(). What this rank has accumulated
         counts, zeros do where it has nothing."""
         if self._sync:
+            self._abandon()
             self._reduce()
 
     def zero_grad(self) -> None:
         """No gradients; with gradient_as_bucket_view zeros in the buckets, to which the next pass adds."""
+        self._abandon()
         for bucket in self._buckets:
             if self.gradient_as_bucket_view:
                 bucket.flat.zero_()
@@ -208,7 +211,9 @@ class DataParallelGradients(Shared):
             return
         self._abandon()
         self._pass = number
-        queue_callback(self._end)
+        end = partial(self._end)  # which autograd has until the pass is over, also one that raises
+        weakref.finalize(end, _is_over, weakref.ref(self), number).atexit = False
+        queue_callback(end)
 
     def _arrived(self, name: str, parameter: Tensor) -> None:
         if not self._sync:
@@ -268,6 +273,13 @@ class DataParallelGradients(Shared):
             self._cut(sorted(self._named, key=lambda one: -order.get(one[0], last)), False)
             self._reset()
 
+    def _is_over(self, number: int) -> None:
+        """The pass is: if without `_end`, it has raised, and what it launched may still be written to."""
+        if number == self._pass:
+            self._pass = None
+            for bucket, _ in zip(self._buckets, self._launched, strict=False):
+                bucket.let_go()
+
     def _abandon(self) -> None:
         """A pass that has raised: what it launched comes to its end on the other ranks, too."""
         launched = self._launched
@@ -308,6 +320,12 @@ class DataParallelGradients(Shared):
                 as_real(bucket.flat).copy_(launched.send)
             bucket.spread(self.gradient_as_bucket_view)
         side.release(launched.home, here, None)
+
+
+def _is_over(owner: weakref.ref[DataParallelGradients], number: int) -> None:
+    one = owner()
+    if one is not None:
+        one._is_over(number)
 
 
 class _Launched(NamedTuple):

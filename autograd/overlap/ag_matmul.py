@@ -180,11 +180,15 @@ def _on_lanes(
     own = None if x is None else flat_rows(x)  # a copy, if need be, before the lanes begin
     with opened(options, decision, config, g) as (lanes, work, cut):
         arrived = None
-        if own is not None:  # on every rank, whether or not it needs the gradient of its weight
+        if own is not None:
             whole = work.empty("gathered", (size, *own.shape), own)
-            lanes.comm.wait(lanes.begun)
-            lanes.collective("all_gather", own, whole)
-            arrived = lanes.comm.record()
+
+        def gather_anew() -> None:
+            nonlocal arrived
+            if own is not None and whole is not None:  # on every rank, whether or not it needs its weight's gradient
+                lanes.comm.wait(lanes.begun)
+                lanes.collective("all_gather", own, whole)
+                arrived = lanes.comm.record()
 
         def multiply(lane: Lane, ranks: slice, at: slice, into: Tensor) -> None:
             if more is not None:
@@ -200,7 +204,8 @@ def _on_lanes(
                     lanes.main.wait(arrived)
                 grad.add(lanes, g, whole.reshape(size, -1, w.shape[1]))
 
-        reduce_scatter(Sums(lanes, work, dx, options.reduce_dtype or dx.dtype), cut, multiply, weight_and_bias)
+        sums = Sums(lanes, work, dx, options.reduce_dtype or dx.dtype)
+        reduce_scatter(sums, cut, multiply, weight_and_bias, gather_anew)
     return dx.view(ctx.shape), grad.result(), db
 
 

@@ -29,7 +29,7 @@ from pynccl.bindings.values import shown
 
 from ..agreement import gathered
 from ..arguments import as_int, check_comm
-from ..streams import share_side_streams
+from ..streams import share_side_streams, side_stream
 from .ag_matmul import all_gather_matmul
 from .config import OverlapConfig
 from .lanes import Lanes
@@ -88,7 +88,7 @@ class CommOverlap(Shared):
 
     helper          of the communicator
     tensor_shape    of the whole: what is gathered, or what is summed; rows are all dimensions but the last
-    dtype           in which it travels
+    dtype           in which it travels: the widest, where sums do so in a reduce_dtype
     num_splits      slices
     num_comm_ctas   most thread blocks of a collective (NCCL's maxCTAs)
     priority        of the communication's stream
@@ -129,9 +129,15 @@ class CommOverlap(Shared):
             deterministic=deterministic,
             save_gathered=save_gathered,
         )
-        # What reduces by slices needs no buffer to receive into.
-        roles = {"gathered": 1.0, "partial": 1.0, **({"received": 1.0, "total": 1.0} if deterministic else {})}
-        self._begin(helper, tensor_shape, dtype, config, roles, copy_engines)
+
+        def rows_of(rows: int, ranks: int) -> dict[str, int]:
+            """What reduces by slices needs no buffer to receive into. An exchange rounds each slice up to all ranks."""
+            if not deterministic:
+                return {"gathered": rows, "partial": rows}
+            most = rows + (ranks - 1) * num_splits
+            return {"gathered": most, "partial": most, "received": most, "total": -(-most // ranks)}
+
+        self._begin(helper, tensor_shape, dtype, config, rows_of, copy_engines)
 
     def _begin(
         self,
@@ -139,7 +145,7 @@ class CommOverlap(Shared):
         tensor_shape: Sequence[int],
         dtype: torch.dtype,
         config: OverlapConfig,
-        roles: dict[str, float],
+        rows_of: Callable[[int, int], dict[str, int]],
         copy_engines: bool = False,
     ) -> None:
         name = type(self).__name__
@@ -160,10 +166,10 @@ class CommOverlap(Shared):
         self._carrier = self.comm
         if copy_engines:
             self._carrier = self._split_off()
-        nbytes = math.prod(shape) * dtype.itemsize
         self.workspace = Workspace(self._allocate, fixed=name, carrier=self._carrier)
-        for role, share in roles.items():
-            self.workspace.reserve(role, math.ceil(nbytes * share), torch.device(self.comm.device))
+        for role, rows in rows_of(math.prod(shape[:-1]), self.comm.size).items():
+            nbytes = rows * shape[-1] * dtype.itemsize
+            self.workspace.reserve(role, nbytes, torch.device(self.comm.device))
 
     @property
     def nbytes(self) -> int:
@@ -233,11 +239,20 @@ class CommOverlap(Shared):
                 yield recv
 
     def close(self) -> None:
-        """Give the buffers back, on every rank. Twice is harmless."""
+        """Give the buffers back, on every rank, when nothing uses them any more. Twice is harmless."""
+        if self._closing:
+            self._wait()
         self.workspace.drop()
         closing, self._closing = self._closing, []
         for close in reversed(closing):
             close()
+
+    def _wait(self) -> None:
+        """Until what was issued has run: after an error within a pass, or of slices that nobody took, some has not."""
+        with contextlib.suppress(Exception):  # of which whoever launched it was told
+            side_stream(self._carrier, self.config.priority).record().synchronize()
+        if self.comm.device != "cpu":
+            torch.cuda.synchronize(self.comm.device)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -284,6 +299,9 @@ class CommOverlapP2P(CommOverlap):
             set_sm_margin=set_sm_margin,
             save_gathered=save_gathered,
         )
-        size = helper.size if isinstance(helper, CommOverlapHelper) else 1
-        roles = {"gathered": 1.0, "partial": 2.0 / size, "received": 1.0 / size}
-        self._begin(helper, tensor_shape, dtype, config, roles)
+
+        def rows_of(rows: int, ranks: int) -> dict[str, int]:
+            each = -(-rows // ranks)
+            return {"gathered": rows, "partial": 2 * each, "received": each}
+
+        self._begin(helper, tensor_shape, dtype, config, rows_of)

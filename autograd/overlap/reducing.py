@@ -49,24 +49,34 @@ def nothing() -> None:
     """No other work."""
 
 
-def reduce_scatter(sums: Sums, cut: Cut, multiply: Multiply, meanwhile: Callable[[], None] = nothing) -> None:
+def reduce_scatter(
+    sums: Sums,
+    cut: Cut,
+    multiply: Multiply,
+    meanwhile: Callable[[], None] = nothing,
+    begin: Callable[[], None] = nothing,
+) -> None:
     """out = (sum over ranks of the partial products) [rows of this rank], when the lanes have been joined.
 
-    meanwhile()  issues other work of the caller's, which hides the last of the sums"""
+    meanwhile()  issues other work of the caller's, which hides the last of the sums
+    begin()      launches what is to travel before the sums; all buffers are there"""
     if cut.method == "ring":
-        _scatter_around_the_ring(sums, multiply, meanwhile)
+        _scatter_around_the_ring(sums, multiply, meanwhile, begin)
     else:
         chunks = bounds(len(sums.out), 1 if cut.method == "bulk" else cut.chunks)
-        _scatter_by_slices(sums, chunks, multiply, cut.method == "exchange")
+        _scatter_by_slices(sums, chunks, multiply, cut.method == "exchange", begin)
         meanwhile()
 
 
-def _scatter_by_slices(sums: Sums, chunks: list[slice], multiply: Multiply, exchange: bool) -> None:
+def _scatter_by_slices(
+    sums: Sums, chunks: list[slice], multiply: Multiply, exchange: bool, begin: Callable[[], None]
+) -> None:
     """Each slice is cut out of every rank's rows, so that all ranks' sums of it can begin."""
     lanes, size = sums.lanes, sums.lanes.nccl.size
     partial = sums.buffer("partial", size * len(sums.out))
     received = sums.buffer("received", size * len(sums.out)) if exchange else partial
     total = sums.out if exchange else sums.total()
+    begin()
     for at in chunks:
         here = slice(size * at.start, size * at.stop)
         sent = partial[here].unflatten(0, (size, -1))
@@ -83,7 +93,9 @@ def _scatter_by_slices(sums: Sums, chunks: list[slice], multiply: Multiply, exch
                 lanes.comm.run(copy, total[at], out=sums.out[at])
 
 
-def _scatter_around_the_ring(sums: Sums, multiply: Multiply, meanwhile: Callable[[], None]) -> None:
+def _scatter_around_the_ring(
+    sums: Sums, multiply: Multiply, meanwhile: Callable[[], None], begin: Callable[[], None]
+) -> None:
     """Step i makes the partial product for rank r-1-i, adds what the rank before has summed for it, and passes it on.
 
     The own rows come last. Two buffers take turns: one is sent while the next is made."""
@@ -91,12 +103,14 @@ def _scatter_around_the_ring(sums: Sums, multiply: Multiply, meanwhile: Callable
     whole = slice(0, len(sums.out))
     made = sums.buffer("partial", 2, len(sums.out))
     received = sums.buffer("received", len(sums.out))
+    total = sums.total()
+    begin()
     arrived: Point | None = None
     main = lanes.main
     for step in range(size):
         target = (rank - 1 - step) % size
         last = step == size - 1
-        into = sums.total() if last else made[step % 2]
+        into = total if last else made[step % 2]
         multiply(main, slice(target, target + 1), whole, into[None])
         if last:
             meanwhile()
@@ -142,6 +156,8 @@ def _reduce_by_exchange(sums: Sums, chunks: list[slice], multiply: Multiply, the
     partial = sums.buffer("partial", size * sum(shares))
     received = sums.buffer("received", size * sum(shares))
     own = sums.work.empty("total", (sum(shares), sums.out.shape[1]), sums.out, sums.out.dtype)
+    uneven = [share for at, share in zip(chunks, shares, strict=True) if at.stop - at.start < size * share]
+    gathered = sums.work.empty("gathered", (size * max(uneven, default=0), sums.out.shape[1]), sums.out)
     done = 0
     for at, share in zip(chunks, shares, strict=True):
         here, rows = slice(size * done, size * (done + share)), at.stop - at.start
@@ -155,9 +171,9 @@ def _reduce_by_exchange(sums: Sums, chunks: list[slice], multiply: Multiply, the
         if rows == size * share:
             lanes.collective("all_gather", mine, sums.out[at])
         else:
-            gathered = sums.work.empty("gathered", (size * share, sums.out.shape[1]), sums.out)
-            lanes.collective("all_gather", mine, gathered)
-            lanes.comm.run(copy, gathered[:rows], out=sums.out[at])
+            whole = gathered[: size * share]
+            lanes.collective("all_gather", mine, whole)
+            lanes.comm.run(copy, whole[:rows], out=sums.out[at])
         there(at)
         done += share
 

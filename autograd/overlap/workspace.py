@@ -43,6 +43,7 @@ class Workspace:
         self._fixed = fixed
         self.broken_off = False  # the last operation: what it has launched may still be using the buffers
         self._buffers: dict[str, Tensor] = {}
+        self._reserved: set[str] = set()
         self._lock = threading.Lock()
         self._home: object = None  # the stream of the last operation
         self._last: torch.cuda.Event | None = None  # its end
@@ -53,9 +54,15 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reserve(self, role: str, nbytes: int, device: torch.device) -> None:
-        """Make the buffer of a role."""
+        """Make the buffer of a role, of the workspace's own memory. If that is fixed, the other roles' are torch's."""
+        self._make(role, nbytes, device, self._allocate)
+        self._reserved.add(role)
+
+    def _make(
+        self, role: str, nbytes: int, device: torch.device, allocate: Callable[[int, torch.device], Tensor]
+    ) -> None:
         with torch.inference_mode(False):  # whoever makes it: it outlives his pass
-            self._buffers[role] = self._allocate(max(nbytes, ALIGNMENT), device)
+            self._buffers[role] = allocate(max(nbytes, ALIGNMENT), device)
 
     def drop(self) -> None:
         """Let go of all buffers."""
@@ -67,14 +74,15 @@ class Workspace:
         nbytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(role)
         if buffer is None or buffer.nbytes < nbytes or buffer.device != like.device:
-            if self._fixed is not None:
+            if self._fixed is not None and (role in self._reserved or not self._buffers):
                 raise ValueError(
                     f"{self._fixed}: its buffer {role!r} has {0 if buffer is None else buffer.nbytes} bytes, but "
                     f"{tuple(shape)} of {dtype} takes {nbytes}; make it with the tensor_shape and dtype of the "
                     "largest tensor that is to travel, and do not use it after close()"
                 )
             self._buffers.pop(role, None)  # before the larger one is made
-            self.reserve(role, nbytes, like.device)
+            allocate = self._allocate if self._fixed is None else _of_torch
+            self._make(role, nbytes, like.device, allocate)
             buffer = self._buffers[role]
         return buffer[:nbytes].view(dtype).view(tuple(shape))
 
