@@ -129,7 +129,7 @@ def draw(seed: int, ranks: int) -> Trial:
         {**plan, **changes},
         changes,
         rng.random() < 0.6,
-        rng.random() < 0.8 or bool(around),  # what is around takes logits for whole
+        rng.random() < 0.8 or bool(around) or family == "T5",  # what is around takes logits for whole
         around,
         rng.choice(((1, ranks), (1, ranks), (2, ranks // 2))) if ranks % 2 == 0 and ranks > 2 else (1, ranks),
         rng.choice((0.0, 0.0, 0.3)),
