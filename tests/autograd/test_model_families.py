@@ -29,7 +29,12 @@ LIKE_LLAMA = (
 
 def trial(family: str, plan: dict[str, Any], ranks: int = 2, around: str = "", **changes: Any) -> Trial:
     heads = 2 * ranks
-    sizes = {"vocab_size": 29, "hidden_size": 8 * heads, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 29,
+        "hidden_size": 8 * heads,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+    }
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 8, "pad_token_id": 0}
     sizes |= {
         "tie_word_embeddings": False,
@@ -113,7 +118,7 @@ def test_a_model_of_another_build_is_refused_before_anything_changes(
 def test_what_the_errors_advise_is_right(ranks: RankPool, n: int) -> None:
     for sequence_parallel in (True, False):
         for family in ("StableLm", "HunYuanDenseV1", "Apertus", "Gemma"):
-            sizes = {"tie_word_embeddings": family == "Gemma"}
+            sizes: dict[str, Any] = {"tie_word_embeddings": family == "Gemma"}
             plan = {**ad.plans.llama, **ADDED[family]}
             expect_equal(ranks, trial(family, plan, n, sequence_parallel=sequence_parallel, sizes=sizes))
         act = {**ad.plans.gpt2, "**.mlp.act": "partial"}

@@ -159,7 +159,7 @@ def _sizes(rng: random.Random, family: str, ranks: int) -> dict[str, Any]:
         gated = rng.choice(("relu", "gated-gelu"))
         t5 = {"d_model": 8 * rng.choice((2, 3)), "d_kv": dim, "d_ff": inner, "num_layers": layers, "num_heads": heads}
         return {**common, **t5, "dropout_rate": 0.0, "decoder_start_token_id": 0, "feed_forward_proj": gated}
-    sizes = {**common, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes: dict[str, Any] = {**common, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     sizes |= {"intermediate_size": inner, **({"hidden_act": act} if act else {})}
     if family in ("Bert", "Roberta"):
         drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
