@@ -224,6 +224,18 @@ class NoLogits:
         )
 
 
+class NoLabels:
+    """A hook of a model whose own loss would take the logits of this rank's words for all of them."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("labels") is not None:
+            raise ValueError(
+                f"{type(module).__name__} was called with labels: each rank has the logits of its own words, of which "
+                "its loss would be another one; call it without, and vocab_parallel_cross_entropy, or call parallelize "
+                "with gather_logits=True"
+            )
+
+
 class CausalLoss:
     """The loss of a language model of transformers, of logits that are cut over the vocabulary."""
 

@@ -17,7 +17,7 @@ from ..arguments import as_int, check_comm
 from ..overlap.config import Overlap
 from ..wire import Dtype
 from .alike import SameInput, check_alike
-from .model_hooks import CausalLoss, Drawing, Entering, FromShared, Leaving, NoLogits, Outputs, Sequence
+from .model_hooks import CausalLoss, Drawing, Entering, FromShared, Leaving, NoLabels, NoLogits, Outputs, Sequence
 from .parts import keep_parts
 from .plan import NAME, Site, read
 from .plan_checks import (
@@ -30,7 +30,7 @@ from .plan_checks import (
     probability,
     warn_of_silence,
 )
-from .regions import Stay, stacks, staying
+from .regions import Stay, read_by, stacks, staying
 from .replacement import Given, dropout, replacement
 from .shards import Shard
 from .vocabulary import VocabParallelHead
@@ -236,7 +236,10 @@ def _cut_logits(model: nn.Module, comm: Communicator) -> None:
         cut = any(isinstance(one, VocabParallelHead) and not one.gather_output for one in module.modules())
         if not cut or not (module is model or hasattr(module, "save_pretrained")):
             continue
-        if getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss":
+        theirs = getattr(module, "loss_function", None) if "loss_function" in (read_by(module) or ()) else None
+        if getattr(theirs, "__name__", "") == "ForCausalLMLoss":
             module.loss_function = CausalLoss(comm)  # type: ignore[assignment]
+        elif hasattr(module, "save_pretrained"):
+            module.register_forward_pre_hook(NoLabels(), with_kwargs=True)
         if hasattr(module, "generate"):
             module.generate = NoLogits()  # type: ignore[assignment]

@@ -78,6 +78,11 @@ def replacement(given: Given, site: Site, dry: bool) -> nn.Module | None:
             f"{NAME}: {site.path}: the plan says {role}, and {besides[0]}, which is for a module that stays; say "
             "that of the module around"
         )
+    if site.shared and role.startswith("vocab"):
+        raise ValueError(
+            f"{NAME}: {site.path} is within {site.shared}, whose input 'column' layers share, and the plan says {role} "
+            "of it, which takes what is equal on all ranks; say 'column'"
+        )
     module = given.model.get_submodule(site.path)
     fits = isinstance(module, nn.Embedding if role == "vocab_embedding" else nn.Linear)
     fits = fits or (type(module).__name__ == "Conv1D" and "Conv1D" in KINDS[role])

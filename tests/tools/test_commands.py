@@ -318,6 +318,8 @@ NONSENSE = [
     ("scripts/fuzz_autograd.py", "--modes sideways"),
     ("scripts/fuzz_autograd.py", "--timeout -1"),
     ("scripts/fuzz_calls.py", "--ranks 0"),
+    ("scripts/fuzz_models.py", "--seconds 0"),
+    ("scripts/fuzz_models.py", "--ranks two"),
     ("scripts/dump_nccl_abi.py", "/nowhere"),
     ("scripts/dump_nccl_abi.py", "/etc/hostname"),
     ("scripts/dump_nccl_abi.py", "/etc"),

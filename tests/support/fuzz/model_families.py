@@ -129,7 +129,7 @@ def draw(seed: int, ranks: int) -> Trial:
         {**plan, **changes},
         changes,
         rng.random() < 0.6,
-        rng.random() < 0.8 or bool(around),  # what is around takes logits for whole
+        rng.random() < 0.8 or bool(around) or family == "T5",  # what is around takes logits for whole
         around,
         rng.choice(((1, ranks), (1, ranks), (2, ranks // 2))) if ranks % 2 == 0 and ranks > 2 else (1, ranks),
         rng.choice((0.0, 0.0, 0.3)),
@@ -159,7 +159,7 @@ def _sizes(rng: random.Random, family: str, ranks: int) -> dict[str, Any]:
         gated = rng.choice(("relu", "gated-gelu"))
         t5 = {"d_model": 8 * rng.choice((2, 3)), "d_kv": dim, "d_ff": inner, "num_layers": layers, "num_heads": heads}
         return {**common, **t5, "dropout_rate": 0.0, "decoder_start_token_id": 0, "feed_forward_proj": gated}
-    sizes = {**common, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes: dict[str, Any] = {**common, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     sizes |= {"intermediate_size": inner, **({"hidden_act": act} if act else {})}
     if family in ("Bert", "Roberta"):
         drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

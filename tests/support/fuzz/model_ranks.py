@@ -59,6 +59,17 @@ class Two(nn.Module):
         return (first - 2 * second).square().mean(), first, outputs
 
 
+class Outer(nn.Module):
+    """A model that hands on what the one within gives."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **given: Any) -> Any:
+        return self.inner(**given)
+
+
 class Tied(nn.Module):
     """A head of one's own that has the weight of the embedding."""
 
@@ -87,7 +98,7 @@ def make(trial: Trial) -> nn.Module:
         config._attn_implementation = "eager"
     torch.manual_seed(trial.seed)
     model: Any = getattr(transformers, kind)(config)
-    around: Any = {"reward": Reward, "two": Two, "tied": Tied}
+    around: Any = {"reward": Reward, "two": Two, "tied": Tied, "outer": Outer}
     if trial.around:
         model = around[trial.around](model)
     model = model.double()

@@ -1,0 +1,251 @@
+"""Families of transformers under the plans of the library: equal to the unsharded model in all that they give and in
+every gradient, or refused on every rank before anything is changed, with a sentence that says what is right."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import test_other_models as others
+import torch
+from fuzz import model_fuzzing, model_ranks
+from fuzz.model_families import ADDED, Trial, draw
+from ranks import RankPool
+from torch import Tensor, nn
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+
+pytest.importorskip("transformers")
+
+LIKE_LLAMA = (
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Cohere", "Cohere2", "Granite", "Olmo", "Helium", "Nemotron", "SmolLM3"),
+    *("Ministral", "Arcee", "SeedOss", "Ernie4_5"),
+)
+
+
+def trial(family: str, plan: dict[str, Any], ranks: int = 2, around: str = "", **changes: Any) -> Trial:
+    heads = 2 * ranks
+    sizes: dict[str, Any] = {
+        "vocab_size": 29,
+        "hidden_size": 8 * heads,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+    }
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 8, "pad_token_id": 0}
+    sizes |= {
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+    }
+    if family == "T5":
+        sizes = {"vocab_size": 29, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": heads}
+        sizes |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+    sizes |= changes.pop("sizes", {})
+    call = {"return_dict": True, "labels": True, "output_hidden_states": True, "output_attentions": True}
+    call |= changes.pop("call", {})
+    made = Trial(7, ranks, family, sizes, dict(plan), {}, True, True, around, (1, ranks), 0.0, call, False)
+    return made._replace(**changes)
+
+
+def outcome(pool: RankPool, one: Trial) -> tuple[str, str]:
+    found = pool.run(one.ranks, model_ranks.run, one)
+    assert len({(each.what, each.text) for each in found}) == 1, found
+    return found[0].what, found[0].text
+
+
+def expect_equal(pool: RankPool, one: Trial) -> None:
+    assert outcome(pool, one) == ("equal", "")
+
+
+@pytest.mark.parametrize("family", LIKE_LLAMA)
+def test_models_that_are_built_as_llama_is_are_right_with_its_plan(ranks: RankPool, family: str) -> None:
+    for sequence_parallel in (True, False):
+        expect_equal(ranks, trial(family, ad.plans.llama, sequence_parallel=sequence_parallel))
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_and_on_three_and_four_ranks(ranks: RankPool, n: int) -> None:
+    for family in ("Cohere", "Granite", "Nemotron", "SmolLM3", "Ernie4_5"):
+        expect_equal(ranks, trial(family, ad.plans.llama, n, sizes={"tie_word_embeddings": True}))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_model_of_another_build_is_refused_before_anything_changes(
+    ranks: RankPool, sequence_parallel: bool, n: int
+) -> None:
+    def said(family: str, *parts: str, plan: dict[str, Any] | None = None, **sizes: Any) -> None:
+        given = {**ad.plans.llama, **(plan or {})}
+        what, text = outcome(ranks, trial(family, given, n, sequence_parallel=sequence_parallel, sizes=sizes))
+        assert what == "refused", text
+        assert all(part in text for part in parts), text
+
+    said("StableLm", "the forward of StableLmAttention counts heads by num_heads and num_key_value_heads", "'divide'")
+    said("StableLm", "norms.0 is within model.layers.0.self_attn", plan=ADDED["StableLm"], qk_layernorm=True)
+    norms = {**ADDED["StableLm"], "**.self_attn.*_layernorm": "partial"}
+    said("StableLm", f"has one of each for {2 * n} heads", plan=norms, qk_layernorm=True)
+    said("BitNet", "attn_sub_norm is within model.layers.0.self_attn", "say 'partial'")
+    said("BitNet", "attn_sub_norm is as wide as", plan={"**.*_sub_norm": "partial"})
+    said("DiffLlama", "model.layers.0.self_attn is within model.layers.0.self_attn")
+    for family in ("Olmo2", "Olmo3"):
+        said(family, "model.layers.0.self_attn.q_norm is as wide as", "give a function")
+    said("Cohere", f"q_norm has one of each for {2 * n} heads", use_qk_norm=True)
+    said("HunYuanDenseV1", "layernorm is within model.layers.0.self_attn", "say 'partial'")
+    said("Apertus", "model.layers.0.mlp.act_fn is within model.layers.0.mlp", "says nothing of it; say 'partial'")
+    said("Llama", "mlp.act_fn is within", hidden_act="xielu")
+    replicated = {"**.self_attn.*_layernorm": "replicated"}
+    said("HunYuanDenseV1", "the plan says 'replicated' of it; say 'partial'", plan=replicated)
+    said("Llama", "the plan says 'partial' of it; say 'sequence'", plan={"**.input_layernorm": "partial"})
+    said("Gemma", "say 'replicated', also of lm_head, which has the same parameter", tie_word_embeddings=True)
+    said("Llama", "the plan says vocab_head of it", plan={"**.self_attn.q_proj": "vocab_head"})
+    if sequence_parallel:
+        said("Llama", "'sequence_end' of no module after it", plan={"**.norm": "replicated"})
+        said(
+            "Llama",
+            "the plan says 'replicated' of it; say 'sequence'",
+            plan={"**.norm": ["replicated", "sequence_end"]},
+        )
+        said("Llama", "lm_head is not between", "say 'replicated'", plan={"**.lm_head": "sequence"})
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_what_the_errors_advise_is_right(ranks: RankPool, n: int) -> None:
+    for sequence_parallel in (True, False):
+        for family in ("StableLm", "HunYuanDenseV1", "Apertus", "Gemma"):
+            sizes: dict[str, Any] = {"tie_word_embeddings": family == "Gemma"}
+            plan = {**ad.plans.llama, **ADDED[family]}
+            expect_equal(ranks, trial(family, plan, n, sequence_parallel=sequence_parallel, sizes=sizes))
+        act = {**ad.plans.gpt2, "**.mlp.act": "partial"}
+        sizes = {"n_embd": 8 * n, "n_layer": 2, "n_head": n, "n_positions": 24, "activation_function": "xielu"}
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        expect_equal(ranks, trial("GPT2", act, n, sequence_parallel=sequence_parallel, sizes=sizes))
+        what, text = outcome(ranks, trial("GPT2", ad.plans.gpt2, n, sequence_parallel=sequence_parallel, sizes=sizes))
+        assert what == "refused" and "transformer.h.0.mlp.act is beside 'column' layers" in text, text
+
+
+class ByHand(nn.Module):
+    """An embedding and a layer that have one weight, under names of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(13, 12), nn.Linear(12, 13, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.out(self.words(ids).tanh())
+        return y
+
+
+class Holds(ByHand):
+    """It has the weight under another name, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.words.weight
+        self.out = nn.Linear(12, 13, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.words(ids).tanh()) + self.words(ids).tanh() @ self.table.T
+
+
+def by_hand(comm: Communicator) -> None:
+    for kind, plan, parts in (
+        (ByHand, {"words": "vocab_embedding"}, ("words.weight ('vocab_embedding')", "out.weight (of which it says")),
+        (ByHand, {"words": "vocab_embedding", "out": "replicated"}, ("out.weight ('replicated')",)),
+        (ByHand, {"words": "replicated", "out": "vocab_head"}, ("'vocab_embedding' of words and 'vocab_head' of out",)),
+        (ByHand, {"words": "vocab_embedding", "out": "row"}, ("out.weight ('row')",)),
+        (Holds, {"words": "vocab_embedding", "out": "vocab_head"}, ("table (of which it says nothing)",)),
+    ):
+        model: Any = kind()
+        before = model_ranks.state(model)
+        with pytest.raises(ValueError, match="are one parameter") as caught:
+            ad.parallelize(model, comm, plan, False)
+        assert all(part in str(caught.value) for part in parts), str(caught.value)
+        assert model_ranks.state(model) == before
+    for plan in (
+        {"words": "vocab_embedding", "out": "vocab_head"},
+        {"words": "replicated", "out": "replicated", "up": "column"},
+    ):
+        torch.manual_seed(1)
+        whole: Any = ByHand().double()
+        whole.up = nn.Linear(12, 12)
+        model = copy.deepcopy(whole)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ad.parallelize(model, comm, plan, False)
+        assert model.out.weight is model.words.weight
+        ids = torch.arange(12).reshape(2, 6)
+        for one in (whole, model):
+            one(ids).square().sum().backward()
+        torch.testing.assert_close(model(ids), whole(ids))
+        shard = getattr(model.words.weight, "shard", None)
+        grad = whole.words.weight.grad
+        torch.testing.assert_close(model.words.weight.grad, grad if shard is None else shard.own(grad))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_parameter_of_several_modules_is_cut_in_one_way(ranks: RankPool, n: int) -> None:
+    ranks.run(n, by_hand)
+    for family, tied, plan in (
+        ("Qwen2", "lm_head", {"**.lm_head": "replicated"}),
+        ("Qwen2", "embed_tokens", {"**.embed_tokens": "replicated"}),
+        ("Gemma", "embed_tokens", {"**.embed_tokens": "replicated"}),
+    ):
+        one = trial(family, {**ad.plans.llama, **plan}, n, sizes={"tie_word_embeddings": True})
+        what, text = outcome(ranks, one)
+        assert what == "refused" and "are one parameter" in text and f"{tied}.weight ('replicated')" in text, text
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_what_layers_give_is_whole_wherever_the_model_is_called_from(
+    ranks: RankPool, sequence_parallel: bool, n: int
+) -> None:
+    for return_dict in (True, False):
+        call = {"return_dict": return_dict}
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "call": call}
+        for around in ("", "reward", "two"):
+            expect_equal(ranks, trial("Llama", ad.plans.llama, n, around, **copy.deepcopy(options)))
+        expect_equal(ranks, trial("T5", others.t5, n, **copy.deepcopy(options)))
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+        routed = {"call": {**call, "output_router_logits": True}, "sequence_parallel": sequence_parallel}
+        expect_equal(ranks, trial("Mixtral", others.mixtral, n, sizes=experts, **routed))
+
+
+def test_logits_that_stay_cut_have_their_loss_within_a_larger_model_too(ranks: RankPool) -> None:
+    for around in ("", "outer"):
+        expect_equal(ranks, trial("Llama", ad.plans.llama, 2, around, gather_logits=False))
+        what, text = outcome(ranks, trial("T5", others.t5, 2, around, gather_logits=False))
+        assert what == "failed" and "labels: each rank has the logits of its own words" in text, text
+
+
+def test_random_models_are_equal_or_refused(ranks: RankPool) -> None:
+    found = model_fuzzing.fuzz(ranks, range(40), [2, 3])
+    assert not found.failures, "\n".join(map(str, found.failures))
+    assert found.ways["equal"] >= 5 and found.ways["refused"] >= 5
+
+
+def careless(comm: Communicator, one: Trial) -> Any:
+    """Without the look at parameters that several modules have."""
+    import sys
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["pynccl_autograd.layers.parallelize"], "check_tied", lambda *_: None)
+        return model_ranks.run(comm, one)
+
+
+def test_the_fuzzer_finds_what_is_wrong(ranks: RankPool) -> None:
+    plan = {**ad.plans.llama, "**.lm_head": "replicated"}
+    one = trial("Qwen2", plan, sizes={"tie_word_embeddings": True})
+    ways = Counter(found.what for found in ranks.run(2, careless, one))
+    assert ways == {"wrong": 2} or ways == {"failed": 2}
+
+
+def test_a_seed_stands_for_one_model() -> None:
+    assert draw(11, 3) == draw(11, 3) != draw(12, 3)
