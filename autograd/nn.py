@@ -132,7 +132,9 @@ class ReduceScatter(Operation):
 
 
 class AllGather(Operation):
-    """y = concat_q x_q along `dim` on every rank; gradients are reduce-scattered (grad="replicated": cut): see `all_gather`."""
+    """y = concat_q x_q along `dim` on every rank; gradients are reduce-scattered (grad="replicated": cut).
+
+    See `all_gather` for which grad to take."""
 
     function = staticmethod(all_gather)
     passes_alone = True

@@ -23,7 +23,7 @@ from ..agreement import raise_alike
 from ..arguments import check_comm
 from .checkpoint_sources import Path_, Source, caught, source_of
 from .dtensors import cut_like, full_tensor, local_part
-from .safetensors_files import Row, check_rows, in_order, plan_of, write
+from .safetensors_files import Row, check_rows, claim_of, in_order, plan_of, write
 from .shards import Shard, shard_of
 
 
@@ -121,6 +121,9 @@ def save_full_state_dict(
 ) -> None:
     """The state dict of the unsharded model, in files of safetensors that rank 0 writes. Every rank must call it.
 
+    Data-parallel replicas, which have the same parts, may all call it with the same path: one of them writes, the
+    others wait for it. RuntimeError on all ranks of a job that comes while another one is saving there.
+
     path             a file .safetensors; or a folder, made if need be: model.safetensors, or files of up to
                      max_shard_bytes (or one tensor) each with model.safetensors.index.json, as Hugging Face names them
     max_shard_bytes  bytes
@@ -137,9 +140,13 @@ def save_full_state_dict(
     by_name = {entry.names[0]: entry for entry in entries}
     rows = in_order(Row(name, entry.shape, entry.tensor.dtype) for name, entry in by_name.items())
     _, problem = caught(lambda: _check_save(operation, path, rows, others, max_shard_bytes))
-    plan, problem = None, problem or _without_values(operation, entries)
-    if problem is None and (comm is None or comm.rank == 0):
-        plan, problem = caught(lambda: plan_of(operation, Path(path), rows, max_shard_bytes))
+    claim, plan, problem = None, None, problem or _without_values(operation, entries)
+    if problem is None and _speaks(comm):
+        claim, problem = caught(lambda: claim_of(operation, Path(path), rows))
+        if claim is not None and claim.own:
+            plan, problem = caught(lambda: plan_of(operation, Path(path), rows, max_shard_bytes))
+            if problem is not None:
+                claim.finish(saved=False)
     raise_alike(comm, problem)
     left = iter([by_name[row.name] for row in rows])
     if plan is not None:
@@ -154,6 +161,9 @@ def save_full_state_dict(
             _, problem = caught(lambda: write(plan, wholes(), ties))
     for entry in left:  # on the other ranks, and on rank 0 if it failed: the others wait for it in the rest
         entry.gather()
+    if claim is not None:
+        _, wrong = caught(lambda: claim.finish(saved=problem is None))
+        problem = problem or wrong
     raise_alike(comm, problem)
 
 

@@ -7,9 +7,13 @@ Several files have an index, `*.safetensors.index.json`, that says which tensor 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import re
+import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -162,6 +166,104 @@ def _weight_map(operation: str, index: Path) -> dict[str, str]:
 # -------------------------------------------------------------------------------------------------------- writing
 
 
+class Claim:
+    """The right to write a checkpoint, which one process has at a time: a lock of the system, gone with the process.
+
+    Data-parallel replicas write the same checkpoint: the first one does, and the others wait until it has. RuntimeError
+    if another job has it, or a part of this one that saves other tensors. Where the file system has no locks, the
+    right is everybody's.
+    """
+
+    def __init__(self, operation: str, path: Path, rows: list[Row]) -> None:
+        self.operation = operation
+        self.path = path.with_name(f"{path.name}.saver") if path.suffix == ".safetensors" else path / "model.saver"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        who = {"job": _job(), "tensors": zlib.crc32(repr(rows).encode())}
+        while True:
+            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            self.own = self._locked()
+            if not self.own or self._is_there():
+                break
+            os.close(self.file)
+        if self.own:
+            self._write({**who, "by": f"process {os.getpid()} on {os.uname().nodename}"})
+        else:
+            self._check(who)
+
+    def _locked(self, wait: bool = False) -> bool:
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        return True
+
+    def _is_there(self) -> bool:
+        """Whether the file is that of its name: who had it before has removed it."""
+        try:
+            return os.path.samestat(os.fstat(self.file), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _write(self, row: dict[str, Any]) -> None:
+        text = json.dumps(row).encode()
+        os.pwrite(self.file, text, 0)
+        os.ftruncate(self.file, len(text))
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(os.pread(self.file, 1 << 16, 0)))
+        except ValueError:
+            return {}
+
+    def _check(self, who: dict[str, Any]) -> None:
+        for _ in range(100):  # it has the lock, and is about to say who it is
+            if found := self._read():
+                break
+            time.sleep(0.01)
+        if {name: found.get(name) for name in who} == who:
+            return
+        os.close(self.file)
+        what = "another job" if found.get("job") != who["job"] else "a rank that saves other tensors"
+        raise RuntimeError(
+            f"{self.operation}: {what} ({found.get('by', 'unknown')}) is saving into {self.path.parent}; nothing of "
+            "this checkpoint was written: save it elsewhere"
+        )
+
+    def finish(self, saved: bool) -> None:
+        """Give it up; `saved`: the checkpoint is there. Without the right: wait until it is, else OSError."""
+        try:
+            if self.own:
+                self._write({"saved": saved})
+                self.path.unlink(missing_ok=True)
+                return
+            self._locked(wait=True)
+            if not self._read().get("saved"):
+                raise OSError(f"{self.operation}: another replica was writing {self.path.parent}, and could not finish")
+        finally:
+            os.close(self.file)
+
+
+def claim_of(operation: str, path: Path, rows: list[Row]) -> Claim:
+    """Claim the file or folder."""
+    if path.suffix in (".json", ".bin", ".pt", ".pth") or (path.suffix == ".safetensors" and path.is_dir()):
+        what = "is a folder" if path.is_dir() else "is none of these"
+        raise ValueError(f"{operation}: path is {path}, which {what}; expected a file .safetensors, or a folder")
+    return Claim(operation, path, rows)
+
+
+def _job() -> str:
+    """The same for all ranks of a job, and for no other that runs at the time."""
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    known = [os.environ.get(name, "") for name in (*names, "PMI_JOBID", "MASTER_ADDR", "MASTER_PORT")]
+    on_one = known[-2] in ("", "localhost", "::1") or known[-2].startswith("127.")
+    if on_one and not any(known[1:6]):
+        known.append(os.uname().nodename)
+    return "/".join(known if any(known[:-1]) else [*known, str(os.getppid())])
+
+
 class Plan(NamedTuple):
     """What is to be written."""
 
@@ -181,9 +283,6 @@ def plan_of(operation: str, path: Path, rows: list[Row], max_shard_bytes: float)
 
     Several get names that nothing in the folder has: so the index that is there stays true until it is replaced.
     """
-    if path.suffix in (".json", ".bin", ".pt", ".pth") or (path.suffix == ".safetensors" and path.is_dir()):
-        what = "is a folder" if path.is_dir() else "is none of these"
-        raise ValueError(f"{operation}: path is {path}, which {what}; expected a file .safetensors, or a folder")
     if path.suffix == ".safetensors":
         return Plan(path.parent, {path.name: rows}, False, [])
     groups: list[list[Row]] = [[]]

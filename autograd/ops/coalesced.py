@@ -24,7 +24,6 @@ from ..checks import ForwardCall, compare_backward, number_call
 from ..collective import Call, Collective, refuse_group, require_grad, run, sees_operators
 from ..torch_internals import in_forward_mode, transforms_active
 
-
 Tensors = list[Tensor] | tuple[Tensor, ...]  # all of which are launched as one group
 
 

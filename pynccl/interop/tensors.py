@@ -64,6 +64,6 @@ def check_not_in_graph(operation: str, role: str, x: Any) -> None:
     name = _DIFFERENTIABLE.get(operation, operation.removesuffix("_v"))
     raise ValueError(
         f"{operation}: {role}: tensor of shape {tuple(x.shape)} requires grad ({kind}), and autograd does not know of "
-        f"this call: no gradient would come through it; use pynccl_autograd.{name} for one, or pass x.detach(), or call "
-        "it under torch.no_grad(), to mean it without"
+        f"this call: no gradient would come through it; use pynccl_autograd.{name} for one, or pass x.detach(), or "
+        "call it under torch.no_grad(), to mean it without"
     )

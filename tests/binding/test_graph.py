@@ -97,10 +97,10 @@ def test_in_groups_and_plans() -> None:
     stub = Stub()
     comm = stub.comm(4, 1, cpu=True)
     x = torch.zeros(8)
-    with pytest.raises(ValueError, match="all_gather: send: .*requires grad"), pynccl.group():
+    with pytest.raises(ValueError, match=r"all_gather: send: .*requires grad"), pynccl.group():
         comm.all_reduce(x, x)
         comm.all_gather(leaf())
-    with pytest.raises(ValueError, match="all_reduce: send: .*requires grad"):
+    with pytest.raises(ValueError, match=r"all_reduce: send: .*requires grad"):
         comm.plan.all_reduce(leaf())
     assert stub.names() == []
     with torch.no_grad():

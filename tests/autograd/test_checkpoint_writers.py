@@ -1,0 +1,132 @@
+"""Replicas and jobs that save into one folder at a time: one writes, and what is there is one checkpoint, whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import loaded, loads
+from ranks import RankPool
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+from pynccl_autograd.layers import safetensors_files
+
+SAVES = 4
+
+
+def _replicas_save(comm: Communicator, shape: dict[str, int], folder: str, limit: float) -> int:
+    written: list[Path] = []
+    original = safetensors_files._write_file
+
+    def write_file(path: Path, *rest: object) -> None:
+        written.append(path)
+        time.sleep(0.02)  # so that the replicas meet
+        original(path, *rest)  # type: ignore[arg-type]
+
+    safetensors_files._write_file = write_file
+    try:
+        with ad.Mesh(comm, shape) as mesh:
+            model = loaded(mesh["tp"])
+            for _ in range(SAVES):
+                comm.barrier()
+                ad.save_full_state_dict(model, folder, limit)
+                loads(mesh["tp"], folder)
+    finally:
+        safetensors_files._write_file = original
+    return len(written)
+
+
+@pytest.mark.parametrize("limit", [5e9, 500.0])
+@pytest.mark.parametrize(
+    "shape",
+    [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 2, "tp": 1}, {"pp": 1, "dp": 2, "tp": 2}, {"dp": 3, "tp": 1}],
+)
+def test_data_parallel_replicas_save_one_checkpoint(
+    ranks: RankPool, tmp_path: Path, shape: dict[str, int], limit: float
+) -> None:
+    n = 1
+    for size in shape.values():
+        n *= size
+    folder = tmp_path / "checkpoint"
+    written = ranks.run(n, _replicas_save, shape, str(folder), limit)
+    files = sorted(file.name for file in folder.iterdir())
+    expected = sum(name.endswith(".safetensors") for name in files)
+    assert sum(written) == SAVES * expected, (written, files)  # one writer each time
+    assert not [name for name in files if "sav" in name.replace("safetensors", "")], files
+
+
+def _jobs_save(comm: Communicator, folder: str) -> str:
+    """Each rank is a job of its own; both save at once, other values into one folder."""
+    alone = comm.split(comm.rank)
+    assert alone is not None
+    model = loaded(alone, comm.rank)
+    os.environ["TORCHELASTIC_RUN_ID"] = f"job {comm.rank}"
+    original = safetensors_files._write_file
+
+    def write_file(path: Path, *rest: object) -> None:
+        if len(met) == 0:
+            met.append(comm.barrier())  # the winner is writing, and the loser has been told
+        original(path, *rest)  # type: ignore[arg-type]
+
+    met: list[None] = []
+    safetensors_files._write_file = write_file
+    try:
+        ad.save_full_state_dict(model, folder, 500.0)
+        return ""
+    except RuntimeError as error:
+        comm.barrier()
+        return str(error)
+    finally:
+        safetensors_files._write_file = original
+        del os.environ["TORCHELASTIC_RUN_ID"]
+        alone.destroy()
+
+
+def test_of_two_jobs_the_second_is_told_and_the_folder_is_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
+    said = ranks.run(2, _jobs_save, str(tmp_path))
+    (loser,) = [rank for rank, text in enumerate(said) if text]
+    assert "another job (process " in said[loser] and "nothing of this checkpoint was written" in said[loser]
+    ranks.run(1, loads, str(tmp_path), 1 - loser)
+    assert not list(tmp_path.glob("*.sav*"))
+
+
+def _parts_save(comm: Communicator, folder: str) -> str:
+    """Stages of a pipeline that were given one folder by mistake."""
+    rows = [safetensors_files.Row(f"stage {comm.rank}", (2,), ad.nn.torch.float32)]
+    try:
+        claim = safetensors_files.claim_of("save", Path(folder), rows)
+        comm.barrier()
+        claim.finish(saved=True)
+        return ""
+    except RuntimeError as error:
+        comm.barrier()
+        return str(error)
+
+
+def test_ranks_of_one_job_with_other_tensors_are_no_replicas(ranks: RankPool, tmp_path: Path) -> None:
+    said = ranks.run(2, _parts_save, str(tmp_path))
+    assert sorted(bool(text) for text in said) == [False, True]
+    assert "a rank that saves other tensors" in "".join(said)
+
+
+def _one_fails(comm: Communicator, folder: str) -> str:
+    rows: list[safetensors_files.Row] = []
+    claim = None
+    for turn in range(2):
+        if turn == comm.rank:
+            claim = safetensors_files.claim_of("save", Path(folder), rows)
+        comm.barrier()
+    assert claim is not None and claim.own == (comm.rank == 0)
+    try:
+        claim.finish(saved=False)
+        return ""
+    except OSError as error:
+        return str(error)
+
+
+def test_a_replica_hears_that_the_writer_could_not_finish(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, _one_fails, str(tmp_path))
+    assert first == "" and "could not finish" in second
