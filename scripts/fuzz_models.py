@@ -1,12 +1,12 @@
 """Random small models of transformers made parallel by random plans, compared with the unsharded ones.
 
 Families, heads, tied weights, exceptions from the plan, sequence parallelism, meshes and what is around the model are
-drawn from the seed. Everything that the model gives and every gradient has to be equal, or every rank has to refuse the
+drawn from the seed, which is another one each time. Everything that the model gives and every gradient has to be equal, or every rank has to refuse the
 plan before anything is changed. A failure prints what was drawn, and the options that replay it.
 
 examples:
-  python scripts/fuzz_models.py                     # a minute, with a seed of the day
-  python scripts/fuzz_models.py --seed 7 --models 1 --ranks 2
+  python scripts/fuzz_models.py --models 3 --seed 1 --ranks 2
+  python scripts/fuzz_models.py --seconds 600  # long
 """
 
 from __future__ import annotations
