@@ -1,7 +1,7 @@
 """Random small models of transformers made parallel by random plans, compared with the unsharded ones.
 
 Families, heads, tied weights, exceptions from the plan, sequence parallelism, meshes and what is around the model are
-drawn from the seed, which is another one each time. Everything that the model gives and every gradient has to be equal, or every rank has to refuse the
+drawn from the seed. Everything that the model gives and every gradient has to be equal, or every rank has to refuse the
 plan before anything is changed. A failure prints what was drawn, and the options that replay it.
 
 examples:
