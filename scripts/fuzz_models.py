@@ -5,8 +5,8 @@ drawn from the seed. Everything that the model gives and every gradient has to b
 plan before anything is changed. A failure prints what was drawn, and the options that replay it.
 
 examples:
-  python scripts/fuzz_models.py                     # a minute, with a seed of the day
-  python scripts/fuzz_models.py --seed 7 --models 1 --ranks 2
+  python scripts/fuzz_models.py --models 3 --seed 1 --ranks 2
+  python scripts/fuzz_models.py --seconds 600  # long
 """
 
 from __future__ import annotations

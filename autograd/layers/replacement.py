@@ -20,7 +20,7 @@ from .dropout import Dropout
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .model_hooks import Entering
-from .plan import KINDS, NAME, PLACES, Site, above
+from .plan import KINDS, NAME, Site, above
 from .shards import Sharded
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
 
@@ -72,7 +72,7 @@ def replacement(given: Given, site: Site, dry: bool) -> nn.Module | None:
     if len(kinds) > 1:
         raise ValueError(f"{NAME}: {site.path}: the plan says {' and '.join(kinds)}; a module can be one of them")
     (role,) = kinds
-    besides = [one for one in site.roles if not KINDS[one] and one not in PLACES]
+    besides = [one for one in ("shared_input", "sequence_begin", "sequence_end") if one in site.roles]
     if besides:
         raise ValueError(
             f"{NAME}: {site.path}: the plan says {role}, and {besides[0]}, which is for a module that stays; say "
