@@ -178,17 +178,20 @@ class Claim:
         self.operation = operation
         self.path = path.with_name(f"{path.name}.saver") if path.suffix == ".safetensors" else path / "model.saver"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        who = {"job": _job(), "tensors": zlib.crc32(repr(rows).encode())}
+        self.who = {"job": _job(), "tensors": zlib.crc32(repr(rows).encode())}
         while True:
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             self.own = self._locked()
             if not self.own or self._is_there():
                 break
+            if self._is_of_replica(found := self._read()) and found.get("saved"):  # while this one was about to
+                self.own = False
+                return
             os.close(self.file)
         if self.own:
-            self._write({**who, "by": f"process {os.getpid()} on {os.uname().nodename}"})
+            self._write({"by": f"process {os.getpid()} on {os.uname().nodename}"})
         else:
-            self._check(who)
+            self._check()
 
     def _locked(self, wait: bool = False) -> bool:
         try:
@@ -208,7 +211,7 @@ class Claim:
             return False
 
     def _write(self, row: dict[str, Any]) -> None:
-        text = json.dumps(row).encode()
+        text = json.dumps({**self.who, **row}).encode()
         os.pwrite(self.file, text, 0)
         os.ftruncate(self.file, len(text))
 
@@ -218,15 +221,18 @@ class Claim:
         except ValueError:
             return {}
 
-    def _check(self, who: dict[str, Any]) -> None:
+    def _is_of_replica(self, row: dict[str, Any]) -> bool:
+        return {name: row.get(name) for name in self.who} == self.who
+
+    def _check(self) -> None:
         for _ in range(100):  # it has the lock, and is about to say who it is
             if found := self._read():
                 break
             time.sleep(0.01)
-        if {name: found.get(name) for name in who} == who:
+        if self._is_of_replica(found):
             return
         os.close(self.file)
-        what = "another job" if found.get("job") != who["job"] else "a rank that saves other tensors"
+        what = "another job" if found.get("job") != self.who["job"] else "a rank that saves other tensors"
         raise RuntimeError(
             f"{self.operation}: {what} ({found.get('by', 'unknown')}) is saving into {self.path.parent}; nothing of "
             "this checkpoint was written: save it elsewhere"

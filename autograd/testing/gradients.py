@@ -14,10 +14,17 @@ from torch import Tensor
 
 from pynccl import Communicator
 
+_NOT_TWICE = (
+    "the gradients themselves are right, and their derivatives are not: is the backward pass made of plain calls of a "
+    "communicator, of detached tensors, or @once_differentiable? Make it of functions of pynccl_autograd; or pass "
+    "second_order=False, if nobody differentiates it twice"
+)
+
 Loss = Callable[[], Tensor]  # this rank's share, a real scalar, of the present values of the leaves
 
 # Of a central difference in double precision, with steps of about 1e-6: truncation 1e-12, rounding 1e-10.
 STEP, RTOL, ATOL = 1e-6, 1e-5, 1e-7
+_FIRST = "gradient"
 
 
 class GradientError(AssertionError):
@@ -72,25 +79,37 @@ def check_gradients(
             )
     xs = [x.detach().clone().requires_grad_() for x in given]
     names = [f"input {position}" if len(xs) > 1 else "the input" for position in range(len(xs))]
-    counted = 0.0 if replicated and comm.rank else 1.0
-    w = _random_like(fn(*xs), seed, 0 if replicated else comm.rank + 1).requires_grad_()
+    check = _Check(comm, samples, step, rtol, atol, seed)
+    output = fn(*xs)
 
-    def loss() -> Tensor:
-        return _inner(fn(*xs), w) * counted
+    def cotangent(replicated: bool) -> Tensor:
+        return _random_like(output, seed, 0 if replicated else comm.rank + 1).requires_grad_()
+
+    def first_order(replicated: bool) -> float:
+        w, counted = cotangent(replicated), 0.0 if replicated and comm.rank else 1.0
+        found = gradients_of(fn(*xs), xs, w)
+        leaves = [_Leaf(name, x, dx) for name, x, dx in zip(names, xs, found, strict=True)]
+        return check.run(_FIRST, lambda: _inner(fn(*xs), w) * counted, leaves)
+
+    try:
+        worst = first_order(replicated)
+    except GradientError as error:
+        raise GradientError(f"{error}{_of_the_other(first_order, replicated, comm)}") from None
+    w = cotangent(replicated)
 
     def gradients(create_graph: bool = False) -> list[Tensor]:
         return gradients_of(fn(*xs), xs, w, create_graph)
 
-    check = _Check(comm, samples, step, rtol, atol, seed)
-    leaves = [_Leaf(name, x, dx) for name, x, dx in zip(names, xs, gradients(), strict=True)]
-    worst = check.run("gradient", loss, leaves)
     if second_order:
         vs = [_random_like(x, seed, 1000 + comm.rank) for x in xs]
 
         def slope_along_v() -> Tensor:
             return sum((_inner(dx, v) for dx, v in zip(gradients(True), vs, strict=True)), w.real.new_zeros(()))
 
-        of = slope_along_v()
+        try:
+            of = slope_along_v()
+        except ValueError as error:  # a plain call in the backward pass: see pynccl/interop/tensors.py
+            raise GradientError(f"{_NOT_TWICE}: {error}") from error
         seconds = gradients_of(of, [*xs, w])
         leaves = [
             _Leaf(name, x, ddx) for name, x, ddx in zip([*names, "the cotangent"], [*xs, w], seconds, strict=True)
@@ -98,6 +117,25 @@ def check_gradients(
         leaves[-1] = leaves[-1]._replace(shared=replicated)
         worst = max(worst, check.run("second derivative", slope_along_v, leaves))
     return worst
+
+
+def _of_the_other(first_order: Callable[[bool], float], replicated: bool, comm: Communicator) -> str:
+    """What to say where the gradients are right in the other convention; asked of all ranks alike."""
+    if comm.size == 1:
+        return ""
+    try:
+        first_order(not replicated)
+    except GradientError:
+        return ""
+    if replicated:
+        return (
+            "; they are right of an output with which each rank goes on with work of its own, as grad='sum' has it: "
+            "use grad='replicated', or leave out replicated=True"
+        )
+    return (
+        "; they are right of an output with which every rank goes on alike, as grad='replicated' has it: use "
+        "grad='sum', or pass replicated=True, whichever your ranks do"
+    )
 
 
 def gradients_of(
@@ -172,11 +210,10 @@ class _Check(NamedTuple):
             where = f"index {place}{part}"
         else:
             where = f"flat index {index}{part}"
-        ratio = found.gradient / found.slope if found.slope else float("nan")
         return (
             f"wrong {what}: rank {owner}, {leaf.name}, {where}{shape}: the backward pass gives {found.gradient:.10g}, "
-            f"finite differences {found.slope:.10g} (the losses of {self.comm.size} ranks summed); a ratio of "
-            f"{ratio:.6g} that is {self.comm.size} or 1/{self.comm.size} points to the wrong convention of gradient"
+            f"finite differences {found.slope:.10g} (the losses of {self.comm.size} ranks summed)"
+            + (f"; {_NOT_TWICE}" if what != _FIRST else "")
         )
 
 

@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from checkpoints import loaded, loads
 from ranks import RankPool
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl_autograd.layers import safetensors_files
+from pynccl_autograd.layers import checkpoint, safetensors_files
 
 SAVES = 4
 
 
-def _replicas_save(comm: Communicator, shape: dict[str, int], folder: str, limit: float) -> int:
+def _replicas_save(comm: Communicator, shape: dict[str, int], folder: str, limit: float, meet: bool) -> int:
     written: list[Path] = []
-    original = safetensors_files._write_file
+    write_file, claim_of = safetensors_files._write_file, checkpoint.claim_of
 
-    def write_file(path: Path, *rest: object) -> None:
+    def noted(path: Path, *rest: Any) -> None:
         written.append(path)
-        time.sleep(0.02)  # so that the replicas meet
-        original(path, *rest)  # type: ignore[arg-type]
+        write_file(path, *rest)
 
-    safetensors_files._write_file = write_file
+    def met(*args: Any) -> Any:
+        claim = claim_of(*args)
+        if meet:
+            replicas.barrier()  # all have asked before the first one has written
+        return claim
+
+    safetensors_files._write_file, checkpoint.claim_of = noted, met  # type: ignore[assignment]
     try:
         with ad.Mesh(comm, shape) as mesh:
-            model = loaded(mesh["tp"])
-            for _ in range(SAVES):
-                comm.barrier()
+            model, replicas = loaded(mesh["tp"]), mesh["dp"]
+            for _ in range(SAVES if meet else 10 * SAVES):
                 ad.save_full_state_dict(model, folder, limit)
-                loads(mesh["tp"], folder)
+                if meet:  # else a replica that is late may be replacing it
+                    loads(mesh["tp"], folder)
     finally:
-        safetensors_files._write_file = original
+        safetensors_files._write_file, checkpoint.claim_of = write_file, claim_of  # type: ignore[assignment]
     return len(written)
 
 
@@ -51,11 +57,18 @@ def test_data_parallel_replicas_save_one_checkpoint(
     for size in shape.values():
         n *= size
     folder = tmp_path / "checkpoint"
-    written = ranks.run(n, _replicas_save, shape, str(folder), limit)
+    written = ranks.run(n, _replicas_save, shape, str(folder), limit, True)
     files = sorted(file.name for file in folder.iterdir())
     expected = sum(name.endswith(".safetensors") for name in files)
     assert sum(written) == SAVES * expected, (written, files)  # one writer each time
     assert not [name for name in files if "sav" in name.replace("safetensors", "")], files
+
+
+@pytest.mark.parametrize("limit", [5e9, 500.0])
+def test_replicas_that_save_at_any_time(ranks: RankPool, tmp_path: Path, limit: float) -> None:
+    ranks.run(3, _replicas_save, {"dp": 3, "tp": 1}, str(tmp_path), limit, False)
+    ranks.run(2, loads, str(tmp_path))
+    assert not list(tmp_path.glob("*.sav*"))
 
 
 def _jobs_save(comm: Communicator, folder: str) -> str:
@@ -66,13 +79,14 @@ def _jobs_save(comm: Communicator, folder: str) -> str:
     os.environ["TORCHELASTIC_RUN_ID"] = f"job {comm.rank}"
     original = safetensors_files._write_file
 
-    def write_file(path: Path, *rest: object) -> None:
-        if len(met) == 0:
-            met.append(comm.barrier())  # the winner is writing, and the loser has been told
-        original(path, *rest)  # type: ignore[arg-type]
+    def write_file(path: Path, *rest: Any) -> None:
+        if not met:
+            comm.barrier()  # the winner is writing, and the loser has been told
+            met.append(True)
+        original(path, *rest)
 
-    met: list[None] = []
-    safetensors_files._write_file = write_file
+    met: list[bool] = []
+    safetensors_files._write_file = write_file  # type: ignore[assignment]
     try:
         ad.save_full_state_dict(model, folder, 500.0)
         return ""
@@ -95,7 +109,7 @@ def test_of_two_jobs_the_second_is_told_and_the_folder_is_of_the_first(ranks: Ra
 
 def _parts_save(comm: Communicator, folder: str) -> str:
     """Stages of a pipeline that were given one folder by mistake."""
-    rows = [safetensors_files.Row(f"stage {comm.rank}", (2,), ad.nn.torch.float32)]
+    rows = [safetensors_files.Row(f"stage {comm.rank}", (2,), torch.float32)]
     try:
         claim = safetensors_files.claim_of("save", Path(folder), rows)
         comm.barrier()

