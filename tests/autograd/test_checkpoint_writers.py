@@ -20,7 +20,7 @@ SAVES = 4
 
 def _replicas_save(comm: Communicator, shape: dict[str, int], folder: str, limit: float, meet: bool) -> int:
     written: list[Path] = []
-    write_file, claim_of = safetensors_files._write_file, checkpoint.claim_of
+    write_file, claim_of = safetensors_files._write_file, checkpoint.claim_of  # type: ignore[attr-defined]
 
     def noted(path: Path, *rest: Any) -> None:
         written.append(path)
@@ -32,7 +32,7 @@ def _replicas_save(comm: Communicator, shape: dict[str, int], folder: str, limit
             replicas.barrier()  # all have asked before the first one has written
         return claim
 
-    safetensors_files._write_file, checkpoint.claim_of = noted, met  # type: ignore[assignment]
+    safetensors_files._write_file, checkpoint.claim_of = noted, met  # type: ignore[assignment, attr-defined]
     try:
         with ad.Mesh(comm, shape) as mesh:
             model, replicas = loaded(mesh["tp"]), mesh["dp"]
@@ -41,7 +41,7 @@ def _replicas_save(comm: Communicator, shape: dict[str, int], folder: str, limit
                 if meet:  # else a replica that is late may be replacing it
                     loads(mesh["tp"], folder)
     finally:
-        safetensors_files._write_file, checkpoint.claim_of = write_file, claim_of  # type: ignore[assignment]
+        safetensors_files._write_file, checkpoint.claim_of = write_file, claim_of  # type: ignore[assignment, attr-defined]
     return len(written)
 
 
