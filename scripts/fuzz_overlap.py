@@ -1,7 +1,8 @@
 """Random programs of overlapped matmuls and layers on ranks, compared with F.linear of the whole in float64.
 
 Random method, shape, type, outputs and inputs changed in place, inference mode and back, gradients of inputs alone,
-main_grad, checkpoints, exceptions within a pass, buffers of their own: tests/support/fuzz/overlap_programs.py.
+main_grad, checkpoints, exceptions within a pass, buffers of their own: tests/support/fuzz/overlap_programs.py. The seed
+is printed, and for each failure the options that replay it. A rank that hangs or dies is a failure.
 
 examples:
   python scripts/fuzz_overlap.py --seconds 5

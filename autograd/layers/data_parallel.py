@@ -69,7 +69,8 @@ class DataParallelGradients(Shared):
     Raises, on all ranks: ValueError for a model that differs from rank to rank, is elsewhere, has no parameters that
     require gradients, or has partial ones that cannot be summed; TypeError for types that NCCL does not reduce. In a
     backward pass: RuntimeError for a parameter that has its gradient twice (which use_reentrant=True of checkpoints
-    does), TypeError for sparse gradients. Deterministic where the communicator is.
+    does), TypeError for sparse gradients. Deterministic where the communicator is. After a backward pass that raised on
+    all ranks alike, gradients that were views of buckets under way are None; the next pass has nothing of it.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ from pynccl_autograd.overlap import unfused
 
 
 def test_random_programs_give_what_plain_layers_do(ranks: RankPool) -> None:
-    found = fuzz(ranks, 100, (2, 3, 4), programs=48)
-    assert found.programs == 48 and found.passes > 100
+    found = fuzz(ranks, 100, (2, 3, 4), programs=24)
+    assert found.programs == 24 and found.passes > 50
     assert not found.failures, "\n".join(found.failures)
 
 
