@@ -12,7 +12,6 @@ from ranks import RankError, RankPool
 from . import model_ranks
 from .model_families import Trial, draw
 
-
 START_SECONDS = 300.0  # in which ranks load transformers
 
 
