@@ -12,6 +12,8 @@ from ranks import RankError, RankPool
 from . import model_ranks
 from .model_families import Trial, draw
 
+START_SECONDS = 300.0  # in which ranks load transformers
+
 
 class Failure(NamedTuple):
     trial: Trial
@@ -37,6 +39,7 @@ def fuzz(
     refusals: Counter[str] = Counter()
     failures: list[Failure] = []
     comparisons = 0
+    pool.run(max(sizes), model_ranks.load, timeout=START_SECONDS)
     start = time.monotonic()
     for seed in seeds:
         if seconds is not None and time.monotonic() - start > seconds:

@@ -88,6 +88,13 @@ class Tied(nn.Module):
         return logits.square().mean() + output.logits.square().mean(), logits
 
 
+def load(comm: Communicator) -> None:
+    """What takes a while, on a busy machine."""
+    import transformers
+
+    assert transformers.LlamaForCausalLM
+
+
 def make(trial: Trial) -> nn.Module:
     import transformers
 
