@@ -318,6 +318,8 @@ NONSENSE = [
     ("scripts/fuzz_autograd.py", "--modes sideways"),
     ("scripts/fuzz_autograd.py", "--timeout -1"),
     ("scripts/fuzz_calls.py", "--ranks 0"),
+    ("scripts/fuzz_overlap.py", "--ranks 1"),
+    ("scripts/fuzz_overlap.py", "--seconds 0"),
     ("scripts/dump_nccl_abi.py", "/nowhere"),
     ("scripts/dump_nccl_abi.py", "/etc/hostname"),
     ("scripts/dump_nccl_abi.py", "/etc"),
