@@ -318,13 +318,10 @@ NONSENSE = [
     ("scripts/fuzz_autograd.py", "--modes sideways"),
     ("scripts/fuzz_autograd.py", "--timeout -1"),
     ("scripts/fuzz_calls.py", "--ranks 0"),
-<<<<<<< HEAD
     ("scripts/fuzz_models.py", "--seconds 0"),
     ("scripts/fuzz_models.py", "--ranks two"),
-=======
     ("scripts/fuzz_overlap.py", "--ranks 1"),
     ("scripts/fuzz_overlap.py", "--seconds 0"),
->>>>>>> fix-overlap
     ("scripts/dump_nccl_abi.py", "/nowhere"),
     ("scripts/dump_nccl_abi.py", "/etc/hostname"),
     ("scripts/dump_nccl_abi.py", "/etc"),
