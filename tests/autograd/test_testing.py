@@ -130,7 +130,7 @@ class PlainBackward(torch.autograd.Function):
 class OnceDifferentiable(PlainBackward):
     """The same, marked as not to be differentiated again."""
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(PlainBackward.backward))
+    backward = staticmethod(torch.autograd.function.once_differentiable(PlainBackward.backward))  # type: ignore[assignment]
 
 
 def wrong_gradient(comm: Communicator, kind: str) -> str:
