@@ -20,7 +20,7 @@ SAVES = 4
 
 def _replicas_save(comm: Communicator, shape: dict[str, int], folder: str, limit: float, meet: bool) -> int:
     written: list[Path] = []
-    write_file, claim_of = safetensors_files._write_file, checkpoint.claim_of  # type: ignore[attr-defined]
+    write_file, claim_of = safetensors_files._write_file, safetensors_files.claim_of
 
     def noted(path: Path, *rest: Any) -> None:
         written.append(path)
@@ -32,16 +32,14 @@ def _replicas_save(comm: Communicator, shape: dict[str, int], folder: str, limit
             replicas.barrier()  # all have asked before the first one has written
         return claim
 
-    safetensors_files._write_file, checkpoint.claim_of = noted, met  # type: ignore[assignment, attr-defined]
-    try:
-        with ad.Mesh(comm, shape) as mesh:
-            model, replicas = loaded(mesh["tp"]), mesh["dp"]
-            for _ in range(SAVES if meet else 10 * SAVES):
-                ad.save_full_state_dict(model, folder, limit)
-                if meet:  # else a replica that is late may be replacing it
-                    loads(mesh["tp"], folder)
-    finally:
-        safetensors_files._write_file, checkpoint.claim_of = write_file, claim_of  # type: ignore[assignment, attr-defined]
+    with pytest.MonkeyPatch.context() as patch, ad.Mesh(comm, shape) as mesh:
+        patch.setattr(safetensors_files, "_write_file", noted)
+        patch.setattr(checkpoint, "claim_of", met)
+        model, replicas = loaded(mesh["tp"]), mesh["dp"]
+        for _ in range(SAVES if meet else 10 * SAVES):
+            ad.save_full_state_dict(model, folder, limit)
+            if meet:  # else a replica that is late may be replacing it
+                loads(mesh["tp"], folder)
     return len(written)
 
 
