@@ -1,6 +1,7 @@
 # Every target sets up its own virtual environment on first use; later runs reuse it.
 #   make demo [N=4]   train a small transformer with N tensor-parallel ranks beside the unsharded model
 #   make test         the whole test suite              make lint / make format / make clean
+#   make test-all     that, and a minute or two of each fuzzer and of the fault campaign, of seeds that they draw and print
 #   make api          docs/api.md from the docstrings
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
 #   make collectives  docs/collectives.html: the page on which elements move, of python -m pynccl explain
@@ -16,11 +17,11 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 LOG := $(VENV).log
 
-.PHONY: help setup demo test semantics api collectives lint format clean
+.PHONY: help setup demo test test-all semantics api collectives lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,7s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -31,6 +32,12 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest $(ARGS)
+
+test-all: test
+	$(PY) scripts/fuzz_autograd.py --programs 20
+	$(PY) scripts/fuzz_overlap.py --seconds 60
+	$(PY) scripts/fuzz_models.py --seconds 60
+	$(PY) scripts/fault_campaign.py --runs 100
 
 semantics: $(STAMP)
 	$(PY) scripts/semantics_table.py $(ARGS)

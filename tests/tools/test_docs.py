@@ -59,6 +59,8 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "scripts/train.py --layers 1 --width 512 --heads 8 --seq 256 --batch 16 --steps 5": "tests/tools/test_train.py",
     "scripts/train_llama.py --check": "tests/tools/test_train_llama.py",
     "python scripts/fault_campaign.py --runs 500 --seed 1 --markdown": {"--runs 500": "--runs 1"},
+    "python scripts/fault_campaign.py --runs 500 --markdown": {"--runs 500": "--runs 1"},
+    "python scripts/fuzz_models.py": "tests/autograd/test_model_families.py",
     "python scripts/fault_campaign.py --replay 17": True,
     "scripts/gpu_check.sh probe": "tests/tools/test_gpu_check.py",
     "scripts/gpu_check.sh --report out/gpu_check_*.json": "tests/tools/test_gpu_check.py",
