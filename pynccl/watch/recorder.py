@@ -168,7 +168,7 @@ class Recorder:
         layout.LOOK.pack_into(self.head, layout.LOOK_AT, now(), now(), self._regions)
 
     def is_asked(self) -> bool:
-        """Whether another process has asked where the threads are since that was last written: see folder.ask."""
+        """Whether another process has asked where the threads are since that was last written: see reader.ask."""
         (asked,) = layout.ASKED.unpack_from(self.head, layout.ASKED_AT)
         _, where_at, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
         return bool(asked > where_at)
