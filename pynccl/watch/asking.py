@@ -33,7 +33,7 @@ WAITING_SECONDS = 0.5  # of one that waits for a verdict; the reporter so gives 
 FRESH_SECONDS = 30.0  # a verdict so old says nothing of a call that is still under way
 
 _MOST_ENDS = 64  # of a job that ends as a whole, the others would read megabytes
-_END_BYTES = 4096
+_END_BYTES = 12288  # the last eight calls of three communicators: the one that explains an error may be some calls back
 _ANSWER_BYTES = 4096, 512  # of a process, and for each of its communicators
 _LINE_BYTES = 1 << 18
 _TEXT_BYTES = 1 << 16

@@ -633,3 +633,21 @@ def test_the_store_is_asked_once_a_second_and_twice_while_a_verdict_is_awaited(
 
 def test_a_reporter_waits_longer_than_a_quiet_process_takes_to_answer() -> None:
     assert (ANSWER_POLLS - 1) * WAITING_SECONDS >= 1.5 * QUIET_SECONDS
+
+
+def test_what_is_told_of_an_end_goes_back_to_the_call_that_explains_it() -> None:
+    def calls(name: str) -> list[CallRecord]:
+        long = {"count": 17_622, "dtype": "UINT8", "root": 1, "group": 3, "site": "program.py:111", "function": name}
+        numbers = range(1, 21)
+        return [CallRecord(n, n, "broadcast", issued=1.7e9, returned=1.7e9, completed=1.7e9, **long) for n in numbers]
+
+    names = ["world", "world.split1-1", "world.split1-1.split1-0"]
+    comms = [
+        CommRecord("0" * 32, name, 0, 3, made_at="program.py:31", calls=calls("AllGather.forward")) for name in names
+    ]
+    record = ProcessRecord(1, "h", end="NcclInvalidUsage: the calls of the ranks disagree " * 9, comms=comms)
+    server = dist.HashStore()
+    exchange = Process(server, 0, 5).exchange
+    exchange.tell_end(record)
+    (told,) = exchange.ends()
+    assert [[call.number for call in comm.calls] for comm in told.comms] == [list(range(13, 21))] * 3
