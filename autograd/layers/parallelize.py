@@ -24,6 +24,7 @@ from .plan_checks import (
     check_attributes,
     check_counts,
     check_ends,
+    check_pieces,
     check_staying,
     cut_heads,
     dropouts,
@@ -163,6 +164,7 @@ def _looked_at(given: Given, plan: Mapping[str, Any], init: Any) -> tuple[dict[s
         check_attributes(site, given.comm.size)
     check_ends(given, sites)
     check_counts(given, sites)
+    check_pieces(given, sites)
     stays = staying(model, sites)
     check_staying(given, stays, sites)
     check_tied(given, stays, sites, made)

@@ -55,9 +55,11 @@ def check_staying(given: Given, stays: Iterable[Stay], sites: Mapping[str, Site]
     """That what the plan says of a module that stays, or leaves unsaid, gives right gradients."""
     for stay in stays:
         trains = any(one.requires_grad for one in stay.module.parameters(recurse=False))
-        if stay.made or (not trains and stay.said != "partial"):
-            continue
         what = f"{NAME}: {stay.path or type(stay.module).__name__}"
+        if stay.made or (not trains and stay.said != "partial"):
+            if stay.shared and not stay.made:  # frozen: what it computes has to be right all the same
+                _check_sizes(given, stay, sites, what)
+            continue
         said = f"the plan says {stay.said!r} of it" if stay.said else "the plan says nothing of it"
         if stay.shared and stay.said != "partial":
             raise ValueError(
@@ -103,6 +105,15 @@ def _check_sizes(given: Given, stay: Stay, sites: Mapping[str, Site], what: str)
     if linear:
         inputs, outputs = widths_of(stay.module)
         sizes = {outputs} | ({inputs} - {widths_of(site.module)[0] for site in columns})
+    for site in columns if linear else ():
+        width = widths_of(site.module)[1] // (cut_heads(given, site) or 1)
+        reads_the_same = widths_of(site.module)[0] == inputs and width != widths_of(site.module)[1]
+        if reads_the_same and outputs > width and outputs % width == 0:
+            raise ValueError(
+                f"{what} has {outputs // width} heads of {width}, all on every rank, and {site.path} beside it is cut "
+                f"by heads over {given.comm.size} ranks: theirs would meet the wrong ones; say ('key_value', "
+                "{'heads': ...}) or ('column', {'heads': ...}) of it"
+            )
     for size in sorted(sizes & wide.keys()):
         raise ValueError(
             f"{what} is as wide as {wide[size]}, {size}, which the plan cuts over {given.comm.size} ranks, so it would "
@@ -125,6 +136,22 @@ def cut_heads(given: Given, site: Site) -> int | None:
     """How many heads the plan says that the outputs of a layer are."""
     options = site.roles.get("column", site.roles.get("key_value", {}))
     return given.heads(options["heads"], site.path) if "heads" in options else None
+
+
+def check_pieces(given: Given, sites: Mapping[str, Site]) -> None:
+    """That the plan says what lies side by side in the outputs of a layer, where they are more than one thing."""
+    for site in sites.values():
+        options = next((site.roles[role] for role in ("column", "key_value") if role in site.roles), None)
+        beside = [one for one in sites.values() if one.parent == site.parent and "row" in one.roles]
+        if options is None or options.keys() & {"heads", "blocks"} or not beside or given.comm.size == 1:
+            continue
+        outputs, most = widths_of(site.module)[1], max(widths_of(one.module)[0] for one in beside)
+        if outputs > most:
+            raise ValueError(
+                f"{NAME}: {site.path} has {outputs} outputs, and {beside[0].path} beside it reads {most}, so they are "
+                "several things in one matrix, such as queries, keys and values; say how they lie: ('column', "
+                "{'blocks': 3}) one after the other, {'heads': 'num_heads'} head by head, {'blocks': 1} if it is one"
+            )
 
 
 _COUNTS = re.compile(r"heads$|^n_?head$|num_heads|num_key_value_heads")

@@ -80,9 +80,10 @@ def test_and_on_three_and_four_ranks(ranks: RankPool, n: int) -> None:
 def test_a_model_of_another_build_is_refused_before_anything_changes(
     ranks: RankPool, sequence_parallel: bool, n: int
 ) -> None:
-    def said(family: str, *parts: str, plan: dict[str, Any] | None = None, **sizes: Any) -> None:
+    def said(family: str, *parts: str, plan: dict[str, Any] | None = None, frozen: float = 0.0, **sizes: Any) -> None:
         given = {**ad.plans.llama, **(plan or {})}
-        what, text = outcome(ranks, trial(family, given, n, sequence_parallel=sequence_parallel, sizes=sizes))
+        changes: dict[str, Any] = {"sequence_parallel": sequence_parallel, "frozen": frozen, "sizes": sizes}
+        what, text = outcome(ranks, trial(family, given, n, **changes))
         assert what == "refused", text
         assert all(part in text for part in parts), text
 
@@ -92,6 +93,8 @@ def test_a_model_of_another_build_is_refused_before_anything_changes(
     said("StableLm", f"has one of each for {2 * n} heads", plan=norms, qk_layernorm=True)
     said("BitNet", "attn_sub_norm is within model.layers.0.self_attn", "say 'partial'")
     said("BitNet", "attn_sub_norm is as wide as", plan={"**.*_sub_norm": "partial"})
+    said("BitNet", "attn_sub_norm is as wide as", frozen=1.0)
+    said("Granite", f"k_proj has {2 * n} heads of 8, all on every rank", plan={"**.[kv]_proj": "partial"})
     said("DiffLlama", "model.layers.0.self_attn is within model.layers.0.self_attn")
     for family in ("Olmo2", "Olmo3"):
         said(family, "model.layers.0.self_attn.q_norm is as wide as", "give a function")
@@ -127,6 +130,14 @@ def test_what_the_errors_advise_is_right(ranks: RankPool, n: int) -> None:
         expect_equal(ranks, trial("GPT2", act, n, sequence_parallel=sequence_parallel, sizes=sizes))
         what, text = outcome(ranks, trial("GPT2", ad.plans.gpt2, n, sequence_parallel=sequence_parallel, sizes=sizes))
         assert what == "refused" and "transformer.h.0.mlp.act is beside 'column' layers" in text, text
+
+
+@pytest.mark.parametrize("role", ["column", "key_value"])
+def test_several_things_in_one_matrix_are_not_cut_as_one(ranks: RankPool, role: str) -> None:
+    sizes: dict[str, Any] = {"n_embd": 24, "n_layer": 1, "n_head": 3, "n_positions": 24}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    what, text = outcome(ranks, trial("GPT2", {**ad.plans.gpt2, "**.c_attn": role}, 3, sizes=sizes))
+    assert what == "refused" and "c_attn has 144 outputs, and transformer.h.0.attn.c_proj" in text, text
 
 
 class ByHand(nn.Module):
