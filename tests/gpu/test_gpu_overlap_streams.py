@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from gpu.overlapped import (
     HIDDEN,
     SEQUENCE,
     WIDTH,
+    Timeline,
     assert_same,
     delay,
     forward_and_backward,
@@ -35,7 +36,7 @@ from pynccl import Communicator
 from pynccl.interop.devices import core_device
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import lanes
-from pynccl_autograd.overlap.lanes import Lane, seconds_between
+from pynccl_autograd.overlap.lanes import seconds_between
 
 WAYS = {
     "slices": OverlapConfig("slices", chunks=3),
@@ -225,42 +226,10 @@ def test_slices_that_are_all_taken_can_be_captured(comm: Communicator) -> None:
             assert torch.equal(y.double(), 2 * reference(whole).y.flatten(0, 1)), i
 
 
-class Span(NamedTuple):
-    """What ran on a lane, between two events."""
-
-    lane: Lane
-    name: str
-    begin: Any
-    end: Any
-
-
-class Timeline:
-    """An observer of the lanes that keeps the events."""
-
-    timing = True
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
-        self.spans.append(Span(lane, name, begin, end))
-
-    def recorded(self, lane: Lane, point: Any) -> None: ...
-
-    def waited(self, lane: Lane, point: Any) -> None: ...
-
-    def closed(self, opened: Any) -> None: ...
-
-    def on(self, *names: str) -> list[Span]:
-        return [span for span in self.spans if span.lane.name in names]
-
-
 @pytest.fixture
 def timeline() -> Iterator[Timeline]:
-    observer = Timeline()
-    lanes.observers.append(observer)
-    yield observer
-    lanes.observers.remove(observer)
+    with lanes.observed(observer := Timeline()):
+        yield observer
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
@@ -276,7 +245,7 @@ def test_communication_runs_while_matmuls_do(comm: Communicator, timeline: Timel
         with torch.no_grad():
             case.function(x, w, comm, overlap=OverlapConfig("slices", chunks=4))
         torch.cuda.synchronize()
-    collectives, matmuls = timeline.on("comm"), timeline.on("main")
+    collectives, matmuls = timeline.on("comm"), timeline.on("main", "second")
     assert len(collectives) == 4 and len(matmuls) >= 4
     assert all(seconds_between(span.begin, span.end) >= 0 for span in timeline.spans)
     assert seconds_between(collectives[0].begin, matmuls[-1].end) > 0
