@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from gpu.graphs import captured
 from gpu.overlapped import (
     BUSY_CYCLES,
     CASES,
@@ -149,25 +149,6 @@ def test_many_steps_take_no_more_memory(comm: Communicator) -> None:
     assert allocated(200 if comm.size <= 2 else 40) <= before  # many ranks on one GPU take turns, which takes long
 
 
-@contextmanager
-def captured(step: Callable[[], Sequence[Tensor]]) -> Iterator[tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]]:
-    """The graph of a step, and where it leaves its results."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # NCCL connects, cuBLAS makes its handles: that cannot be captured
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = step()
-        yield graph, results
-    finally:
-        torch.cuda.synchronize()
-        graph.reset()  # NCCL's destroy waits for it
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_captured_forward_pass_repeats_itself_on_new_inputs(comm: Communicator, name: str, way: str) -> None:
@@ -204,6 +185,42 @@ def test_a_captured_backward_pass_repeats_itself_on_new_inputs(comm: Communicato
                 t.copy_(new)
             graph.replay()
             assert_same(type(own)(*results), parts(case, reference(whole), comm), (way, i))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pass_is_captured_in_torchs_default_mode_too(comm: Communicator, name: str) -> None:
+    """In which no thread of the process may ask CUDA anything that a capture forbids."""
+    case, whole = CASES[name], inputs(comm, seed=55)
+    own, expected = to(parts(case, whole, comm), torch.float32), parts(case, reference(whole), comm)
+    way = WAYS["two compute streams"]
+    with captured(lambda: forward_and_backward(case, own, comm, way), "global") as (graph, results):
+        graph.replay()
+        assert_same(type(own)(*results), expected, way)
+
+
+def test_two_graphs_may_be_replayed_at_once(comm: Communicator) -> None:
+    """Of few rows and many features, for which cuBLAS splits the sum and needs its workspace."""
+    rows, width, config = 256, 16384, WAYS["two compute streams"]
+    made = [torch.zeros(n, width // comm.size, device=comm.device) for n in (rows, 64, rows, 64)]
+
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return [ad.matmul_all_reduce(x, w, comm, overlap=config)]
+
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    with captured(lambda: step(*made[:2])) as (first, (y,)), captured(lambda: step(*made[2:])) as (second, (z,)):
+        for seed in range(REPLAYS):
+            generator = torch.Generator().manual_seed(seed)
+            whole = [torch.randint(-1, 2, (len(t), width), generator=generator).double() for t in made]
+            for t, new in zip(made, whole, strict=True):
+                t.copy_(new.chunk(comm.size, 1)[comm.rank])
+            torch.cuda.synchronize()
+            for stream, graph in zip(streams, (first, second), strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            torch.cuda.synchronize()
+            for found, (x, w) in zip((y, z), (whole[:2], whole[2:]), strict=True):
+                assert torch.equal(found.cpu().double(), x @ w.t()), seed
 
 
 def test_slices_that_are_all_taken_can_be_captured(comm: Communicator) -> None:
