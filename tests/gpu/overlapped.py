@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,6 +36,12 @@ CASES = {
     "matmul_all_reduce": Case(ad.matmul_all_reduce, 2, 1, None, None),
     "copy_matmul": Case(ad.copy_matmul, None, 0, 2, 0),
 }
+
+
+def some_pairs(ways: Iterable[str]) -> list[tuple[str, str]]:
+    """(pattern, way): each way with two of the patterns, of which each has several ways. Half of the product."""
+    names = list(CASES)
+    return [(names[(at + more) % len(names)], way) for at, way in enumerate(ways) for more in (0, 2)]
 
 
 class Tensors(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_a_cap_of_ctas_is_the_grid_of_every_kernel(child: Communicator, tmp_path
     grids = {}
     for most in (1, None):
         config = OverlapConfig(method, chunks=2, num_comm_ctas=most)
-        grids[most] = blocks(ran(lambda config=config: forward_and_backward(case, own, child, config), tmp_path))
+        grids[most] = blocks(ran(partial(forward_and_backward, case, own, child, config), tmp_path))
     assert grids[1] and set(grids[1]) == {1}
     if max(grids[None]) == 1:
         pytest.skip("right, but NCCL takes one thread block without a cap, too")

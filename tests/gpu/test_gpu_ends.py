@@ -8,7 +8,7 @@ from gpu.launches import Ended, as_ranks
 pytestmark = pytest.mark.usefixtures("own_launch")
 
 SPEAKS = 2  # seconds, of PYNCCL_WATCH_TIMEOUT
-LEAVES = 12  # seconds from being connected until a rank that hangs leaves by itself, with code 7
+LEAVES = 8  # seconds from being connected until a rank that hangs leaves by itself, with code 7
 LIMIT = 35  # seconds, after which a process is killed: code -9
 
 # `x` is reduced, both ranks are connected; `leave` ends a rank that waits in a call of C.
@@ -43,8 +43,7 @@ torch.cuda.synchronize()
         assert f"pynccl watchdog: rank {rank} of 2" in one.err, one.err
 
 
-@pytest.mark.parametrize("action", ["report", "raise"])
-@pytest.mark.parametrize("calls", [1, 20_000], ids=["one call", "a full launch queue"])
+@pytest.mark.parametrize(("calls", "action"), [(1, "raise"), (20_000, "report"), (20_000, "raise")])
 def test_a_missing_peer_is_told_also_where_the_main_thread_is_stuck_in_a_launch(calls: int, action: str) -> None:
     """The queue of launches takes about a thousand; the call after that returns when a kernel has ended."""
     ended = run(
@@ -87,8 +86,8 @@ comm.all_reduce(x, y)
 
 @pytest.mark.parametrize(
     ("source", "code"),
-    [(GRAPH, 0), (HUNG, 0), (HUNG + "raise ZeroDivisionError\n", 1), (GRAPH + HUNG, 0)],
-    ids=["a live graph", "a hung kernel", "an exception and a hung kernel", "a live graph and a hung kernel"],
+    [(GRAPH, 0), (HUNG, 0), (HUNG + "raise ZeroDivisionError\n", 1)],
+    ids=["a live graph", "a hung kernel", "an exception and a hung kernel"],
 )
 def test_a_process_ends_with(source: str, code: int) -> None:
     """Within the ten seconds that it has for closing what is open, and what CUDA's own end takes."""

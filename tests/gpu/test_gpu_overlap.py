@@ -56,12 +56,17 @@ TOLERANCE = {
 SOME = (WAYS[1], WAYS[5], WAYS[10], WAYS[11])
 
 
+def ways_of(comm: Communicator) -> tuple[OverlapConfig, ...]:
+    """All; some with more than two ranks, which take turns on one GPU."""
+    return WAYS if comm.size <= 2 else SOME
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_exact_sums_have_the_same_bits_in_every_way(comm: Communicator, name: str, dtype: torch.dtype) -> None:
     case, whole = CASES[name], inputs(comm, seed=1)
     own, expected = to(parts(case, whole, comm), dtype), parts(case, reference(whole), comm)
-    for way in WAYS:
+    for way in ways_of(comm):
         assert_same(forward_and_backward(case, own, comm, way), expected, way)
 
 
@@ -81,7 +86,7 @@ def test_random_values_come_out_as_close_as_the_type_allows(comm: Communicator, 
 def test_what_is_summed_in_reduce_dtype_comes_out_in_the_type_of_x(comm: Communicator, name: str) -> None:
     case, whole = CASES[name], inputs(comm, seed=3)
     own, expected = to(parts(case, whole, comm), torch.bfloat16), parts(case, reference(whole), comm)
-    for way in WAYS:
+    for way in ways_of(comm):
         found = forward_and_backward(case, own, comm, way, reduce_dtype=torch.float32)
         assert {got.dtype for got in found} == {torch.bfloat16}
         assert_same(found, expected, way)
@@ -110,7 +115,7 @@ def test_handed_out_slices_make_the_whole(comm: Communicator) -> None:
     whole = whole._replace(x=whole.x.flatten(0, 1), y=whole.y.flatten(0, 1))
     expected = parts(case._replace(x_dim=1), reference(whole), comm)
     own = to(parts(case._replace(x_dim=1), whole, comm), torch.float32)
-    for way in WAYS:
+    for way in ways_of(comm):
         x, w, bias = (t.clone().requires_grad_() for t in own[:3])
         slices = ad.matmul_all_reduce(x, w, comm, bias, overlap=way, hand_off=True)
         rows: list[Tensor] = [y * 1 for y in slices]
@@ -178,7 +183,7 @@ def test_objects_with_buffers_of_their_own_keep_the_result(child: Communicator, 
     with made as overlap:
         assert overlap.memory in ("window", "registered")
         held = overlap.nbytes
-        for seed in range(3):
+        for seed in range(3 if child.size <= 2 else 1):
             case, whole = CASES[name], inputs(child, seed=seed)
             own, expected = to(parts(case, whole, child), torch.float32), parts(case, reference(whole), child)
             assert_same(forward_and_backward(case, own, child, overlap), expected, overlap)

@@ -24,6 +24,7 @@ from gpu.overlapped import (
     part,
     parts,
     reference,
+    some_pairs,
     to,
     trample,
     untouched,
@@ -45,11 +46,10 @@ WAYS = {
     "exchange": OverlapConfig("exchange", chunks=3, compute_streams=2),
     "gathered twice": OverlapConfig("bulk", save_gathered=False),
 }
-REPLAYS = 10
+REPLAYS = 3
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), some_pairs(WAYS))
 def test_the_caller_may_have_a_stream_of_his_own(comm: Communicator, name: str, way: str) -> None:
     """Whose work is late: who does not wait for it reads zeros."""
     case, whole = CASES[name], inputs(comm, seed=11)
@@ -87,8 +87,7 @@ def test_callers_on_two_streams_may_take_turns(comm: Communicator, name: str) ->
         assert_same(got, expected, name)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), some_pairs(WAYS))
 def test_what_was_dropped_is_not_used_anew_too_early(comm: Communicator, name: str, way: str) -> None:
     needs_peers(comm)
     case, whole = CASES[name], inputs(comm, seed=30)
@@ -146,11 +145,10 @@ def test_many_steps_take_no_more_memory(comm: Communicator) -> None:
         return torch.cuda.memory_allocated()
 
     before = allocated(5)
-    assert allocated(200 if comm.size <= 2 else 40) <= before  # many ranks on one GPU take turns, which takes long
+    assert allocated(200 if comm.size == 1 else 40) <= before  # ranks on one GPU take turns, which takes long
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), some_pairs(WAYS))
 def test_a_captured_forward_pass_repeats_itself_on_new_inputs(comm: Communicator, name: str, way: str) -> None:
     case = CASES[name]
     x, w, bias, _ = to(parts(case, inputs(comm, seed=40), comm), torch.float32)
@@ -169,8 +167,7 @@ def test_a_captured_forward_pass_repeats_itself_on_new_inputs(comm: Communicator
             assert torch.equal(step()[0], y)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), some_pairs(WAYS))
 def test_a_captured_backward_pass_repeats_itself_on_new_inputs(comm: Communicator, name: str, way: str) -> None:
     case = CASES[name]
     own = to(parts(case, inputs(comm, seed=50), comm), torch.float32)
