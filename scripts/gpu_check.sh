@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, offline, in three calls that each take at most 8.5 minutes. Not yet run on a GPU.
 #
-#   scripts/gpu_check.sh probe     versions, doctor, tests/gpu with 1 rank; two ranks that share a GPU, overlap
-#   scripts/gpu_check.sh ranks     tests/gpu with 2 and 4 ranks (sharing one GPU if there is only one), transforms last
-#   scripts/gpu_check.sh train     train.py --check; PYNCCL_CHECK=1; memory; a hung peer; launch overhead; a profile
+#   scripts/gpu_check.sh probe     versions, doctor; what only a GPU can show: streams, trace, watch, overlap, bad ends
+#   scripts/gpu_check.sh ranks     the rest of tests/gpu with 1, 2 and 4 ranks (sharing one GPU if there is only one)
+#   scripts/gpu_check.sh train     train.py --check; a hung peer; a profile; PYNCCL_CHECK=1; launch overhead; perf
 #   scripts/gpu_check.sh           all three in a row
 #   scripts/gpu_check.sh tests_4   single steps, for another try; --list shows them and what they run
 #   OUT=results PYTHON=python3.12 scripts/gpu_check.sh probe --budget 300 --nccl-env NCCL_SOCKET_IFNAME=lo

@@ -15,7 +15,9 @@ CALL_SECONDS = 510.0  # of the 600 that a call may take where it is to run
 CALLS = ("probe", "ranks", "train")
 FIRST = ("install", "versions")  # of every call: the machine may be a new one each time
 TRANSFORMS = "tests/gpu/test_gpu_transforms.py"
-OVERLAP = "tests/gpu/test_gpu_overlap_streams.py"  # delays, captures and many steps: too long to go with the others
+STREAMS = [f"tests/gpu/test_gpu_{name}.py" for name in ("streams", "trace", "watch")]
+OVERLAP = [f"tests/gpu/test_gpu_{name}.py" for name in ("overlap_streams", "effects")]
+ENDS, EXAMPLES, PERF = (f"tests/gpu/test_gpu_{name}.py" for name in ("ends", "examples", "perf"))
 LEAST_SHARE = 0.25  # of its limit, that a step is started with
 STACKS_AFTER = 25  # seconds in one test, after which pytest writes where it is
 TEST_SECONDS = 40  # in one test, after which it ends the process, where pytest-timeout is there
@@ -65,21 +67,28 @@ def plan(call: str, work: Path, gpus: int) -> list[Step]:
 
 
 def _probe(work: Path, gpus: int) -> list[Step]:
-    alone = [
-        Step("doctor", ["-m", "pynccl", "doctor"], 30),
-        tests("tests_1", 1, 120, "tests/gpu", f"--ignore={TRANSFORMS}"),
-        tests("transforms_1", 1, 90, TRANSFORMS),
+    """What only a GPU can show: order on streams, what is hidden, the end of what hangs."""
+    return [
+        Step("doctor", ["-m", "pynccl", "doctor"], 20),
+        tests("streams_1", 1, 40, *STREAMS),
+        *reach(40, 25),
+        tests("streams_2", 2, 60, *STREAMS),
+        tests("overlap_2", 2, 95, *OVERLAP),
+        tests("ends_1", 1, 125, ENDS),
+        tests("examples_1", 1, 35, EXAMPLES),
     ]
-    return [*alone, *reach(45, 30), tests("overlap_2", 2, 125, OVERLAP)]
 
 
 def _ranks(work: Path, gpus: int) -> list[Step]:
+    """Values: of the tests that no other step has."""
+    others = [f"--ignore={path}" for path in (*STREAMS, *OVERLAP, ENDS, EXAMPLES, PERF, TRANSFORMS)]
     return [
         *reach(30, 25),
-        tests("tests_2", 2, 110, "tests/gpu", f"--ignore={TRANSFORMS}", f"--ignore={OVERLAP}"),
-        tests("tests_4", 4, 120, "tests/gpu", f"--ignore={TRANSFORMS}", f"--ignore={OVERLAP}"),
-        tests("transforms_2", 2, 70, TRANSFORMS),
-        tests("transforms_4", 4, 80, TRANSFORMS),
+        tests("examples_2", 2, 40, EXAMPLES),
+        tests("tests_1", 1, 60, "tests/gpu", *others),
+        tests("tests_2", 2, 95, "tests/gpu", *others),
+        tests("tests_4", 4, 105, "tests/gpu", *others),
+        tests("transforms_2", 2, 85, TRANSFORMS),
     ]
 
 
@@ -90,18 +99,18 @@ def _train(work: Path, gpus: int) -> list[Step]:
         options = ["--check", "--steps", "40", "--device", device, "--dtype", dtype]
         out = ["--out", str(work / f"train_{n}_{dtype}")]
         steps.append(Step(f"train_{n}_{dtype}", [str(SCRIPTS / "train.py"), *out, *options], 35 + 5 * n, ranks=n))
-    checked = tests("checked_2", 2, 60, "tests/gpu/test_gpu_collectives.py")
+    checked = tests("checked_2", 2, 45, "tests/gpu/test_gpu_collectives.py")
     checked.env["PYNCCL_CHECK"] = "1"
     # Two processes take turns on a GPU, and a collective of both may take milliseconds: far fewer of them.
     overhead = [str(SCRIPTS / "bench_overhead.py"), "--gpu", "--rounds"]
     return [
         *steps,
-        checked,
-        tests("memory_2", 2, 45, "tests/gpu", f"--ignore={TRANSFORMS}", "-k", "simulat or pool or window or alloc"),
         Step("hang_2", [str(HERE / "gpu_hang.py"), str(work / "hang")], 35, ranks=2),
+        Step("profile_2", [str(HERE / "gpu_profile.py"), str(work / "trace.json.gz")], 40, ranks=2),
+        checked,
         Step("overhead_1", [*overhead, "31", "--calls", "100"], 30, ranks=1),
         Step("overhead_2", [*overhead, "11", "--calls", "20"], 40, ranks=2),
-        Step("profile_2", [str(HERE / "gpu_profile.py"), str(work / "trace.json.gz")], 45, ranks=2),
+        tests("perf_1", 1, 60, PERF),
     ]
 
 

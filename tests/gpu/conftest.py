@@ -74,3 +74,9 @@ def child(comm: pynccl.Communicator, pytestconfig: pytest.Config) -> Iterator[py
     assert made is not None
     yield made
     close(made, pytestconfig)
+
+
+@pytest.fixture
+def own_launch() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        pytest.skip("starts processes of its own: for a run of these tests with one rank")

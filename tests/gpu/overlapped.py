@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl_autograd.overlap.lanes import Lane, Observer
 from pynccl_autograd.streams import side_stream
 
 SEQUENCE, BATCH, WIDTH, HIDDEN = 24, 2, 64, 96  # divisible by 1, 2 and 4 ranks; the rows not by all chunks
@@ -34,6 +36,12 @@ CASES = {
     "matmul_all_reduce": Case(ad.matmul_all_reduce, 2, 1, None, None),
     "copy_matmul": Case(ad.copy_matmul, None, 0, 2, 0),
 }
+
+
+def some_pairs(ways: Iterable[str]) -> list[tuple[str, str]]:
+    """(pattern, way): each way with two of the patterns, of which each has several ways. Half of the product."""
+    names = list(CASES)
+    return [(names[(at + more) % len(names)], way) for at, way in enumerate(ways) for more in (0, 2)]
 
 
 class Tensors(NamedTuple):
@@ -114,3 +122,27 @@ def trample(comm: Communicator) -> list[Tensor]:
 def untouched(trampled: list[Tensor]) -> bool:
     """Whether nobody has written to it since."""
     return bool(torch.stack([t.min() for t in trampled]).eq(255).all())
+
+
+class Span(NamedTuple):
+    """What ran on a lane, between two events."""
+
+    lane: Lane
+    name: str
+    begin: Any
+    end: Any
+
+
+class Timeline(Observer):
+    """Keeps the events of what ran."""
+
+    timing = True
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
+        self.spans.append(Span(lane, name, begin, end))
+
+    def on(self, *names: str) -> list[Span]:
+        return [span for span in self.spans if span.lane.name in names]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from gpu.graphs import captured
 from gpu.overlapped import (
     BUSY_CYCLES,
     CASES,
     HIDDEN,
     SEQUENCE,
     WIDTH,
+    Timeline,
     assert_same,
     delay,
     forward_and_backward,
@@ -23,6 +24,7 @@ from gpu.overlapped import (
     part,
     parts,
     reference,
+    some_pairs,
     to,
     trample,
     untouched,
@@ -35,7 +37,7 @@ from pynccl import Communicator
 from pynccl.interop.devices import core_device
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import lanes
-from pynccl_autograd.overlap.lanes import Lane, seconds_between
+from pynccl_autograd.overlap.lanes import seconds_between
 
 WAYS = {
     "slices": OverlapConfig("slices", chunks=3),
@@ -44,11 +46,10 @@ WAYS = {
     "exchange": OverlapConfig("exchange", chunks=3, compute_streams=2),
     "gathered twice": OverlapConfig("bulk", save_gathered=False),
 }
-REPLAYS = 10
+REPLAYS = 3
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), some_pairs(WAYS))
 def test_the_caller_may_have_a_stream_of_his_own(comm: Communicator, name: str, way: str) -> None:
     """Whose work is late: who does not wait for it reads zeros."""
     case, whole = CASES[name], inputs(comm, seed=11)
@@ -86,8 +87,7 @@ def test_callers_on_two_streams_may_take_turns(comm: Communicator, name: str) ->
         assert_same(got, expected, name)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), some_pairs(WAYS))
 def test_what_was_dropped_is_not_used_anew_too_early(comm: Communicator, name: str, way: str) -> None:
     needs_peers(comm)
     case, whole = CASES[name], inputs(comm, seed=30)
@@ -145,30 +145,10 @@ def test_many_steps_take_no_more_memory(comm: Communicator) -> None:
         return torch.cuda.memory_allocated()
 
     before = allocated(5)
-    assert allocated(200 if comm.size <= 2 else 40) <= before  # many ranks on one GPU take turns, which takes long
+    assert allocated(200 if comm.size == 1 else 40) <= before  # ranks on one GPU take turns, which takes long
 
 
-@contextmanager
-def captured(step: Callable[[], Sequence[Tensor]]) -> Iterator[tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]]:
-    """The graph of a step, and where it leaves its results."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # NCCL connects, cuBLAS makes its handles: that cannot be captured
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = step()
-        yield graph, results
-    finally:
-        torch.cuda.synchronize()
-        graph.reset()  # NCCL's destroy waits for it
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), some_pairs(WAYS))
 def test_a_captured_forward_pass_repeats_itself_on_new_inputs(comm: Communicator, name: str, way: str) -> None:
     case = CASES[name]
     x, w, bias, _ = to(parts(case, inputs(comm, seed=40), comm), torch.float32)
@@ -187,8 +167,7 @@ def test_a_captured_forward_pass_repeats_itself_on_new_inputs(comm: Communicator
             assert torch.equal(step()[0], y)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), some_pairs(WAYS))
 def test_a_captured_backward_pass_repeats_itself_on_new_inputs(comm: Communicator, name: str, way: str) -> None:
     case = CASES[name]
     own = to(parts(case, inputs(comm, seed=50), comm), torch.float32)
@@ -203,6 +182,42 @@ def test_a_captured_backward_pass_repeats_itself_on_new_inputs(comm: Communicato
                 t.copy_(new)
             graph.replay()
             assert_same(type(own)(*results), parts(case, reference(whole), comm), (way, i))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pass_is_captured_in_torchs_default_mode_too(comm: Communicator, name: str) -> None:
+    """In which no thread of the process may ask CUDA anything that a capture forbids."""
+    case, whole = CASES[name], inputs(comm, seed=55)
+    own, expected = to(parts(case, whole, comm), torch.float32), parts(case, reference(whole), comm)
+    way = WAYS["two compute streams"]
+    with captured(lambda: forward_and_backward(case, own, comm, way), "global") as (graph, results):
+        graph.replay()
+        assert_same(type(own)(*results), expected, way)
+
+
+def test_two_graphs_may_be_replayed_at_once(comm: Communicator) -> None:
+    """Of few rows and many features, for which cuBLAS splits the sum and needs its workspace."""
+    rows, width, config = 256, 16384, WAYS["two compute streams"]
+    made = [torch.zeros(n, width // comm.size, device=comm.device) for n in (rows, 64, rows, 64)]
+
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return [ad.matmul_all_reduce(x, w, comm, overlap=config)]
+
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    with captured(lambda: step(*made[:2])) as (first, (y,)), captured(lambda: step(*made[2:])) as (second, (z,)):
+        for seed in range(REPLAYS):
+            generator = torch.Generator().manual_seed(seed)
+            whole = [torch.randint(-1, 2, (len(t), width), generator=generator).double() for t in made]
+            for t, new in zip(made, whole, strict=True):
+                t.copy_(new.chunk(comm.size, 1)[comm.rank])
+            torch.cuda.synchronize()
+            for stream, graph in zip(streams, (first, second), strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            torch.cuda.synchronize()
+            for found, (x, w) in zip((y, z), (whole[:2], whole[2:]), strict=True):
+                assert torch.equal(found.cpu().double(), x @ w.t()), seed
 
 
 def test_slices_that_are_all_taken_can_be_captured(comm: Communicator) -> None:
@@ -225,42 +240,10 @@ def test_slices_that_are_all_taken_can_be_captured(comm: Communicator) -> None:
             assert torch.equal(y.double(), 2 * reference(whole).y.flatten(0, 1)), i
 
 
-class Span(NamedTuple):
-    """What ran on a lane, between two events."""
-
-    lane: Lane
-    name: str
-    begin: Any
-    end: Any
-
-
-class Timeline:
-    """An observer of the lanes that keeps the events."""
-
-    timing = True
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
-        self.spans.append(Span(lane, name, begin, end))
-
-    def recorded(self, lane: Lane, point: Any) -> None: ...
-
-    def waited(self, lane: Lane, point: Any) -> None: ...
-
-    def closed(self, opened: Any) -> None: ...
-
-    def on(self, *names: str) -> list[Span]:
-        return [span for span in self.spans if span.lane.name in names]
-
-
 @pytest.fixture
 def timeline() -> Iterator[Timeline]:
-    observer = Timeline()
-    lanes.observers.append(observer)
-    yield observer
-    lanes.observers.remove(observer)
+    with lanes.observed(observer := Timeline()):
+        yield observer
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
@@ -276,7 +259,7 @@ def test_communication_runs_while_matmuls_do(comm: Communicator, timeline: Timel
         with torch.no_grad():
             case.function(x, w, comm, overlap=OverlapConfig("slices", chunks=4))
         torch.cuda.synchronize()
-    collectives, matmuls = timeline.on("comm"), timeline.on("main")
+    collectives, matmuls = timeline.on("comm"), timeline.on("main", "second")
     assert len(collectives) == 4 and len(matmuls) >= 4
     assert all(seconds_between(span.begin, span.end) >= 0 for span in timeline.spans)
     assert seconds_between(collectives[0].begin, matmuls[-1].end) > 0

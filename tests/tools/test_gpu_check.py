@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
 import gpu_steps  # noqa: E402
 
 CHECK = str(ROOT / "scripts" / "gpu_check.sh")
+HELD_SECONDS, TRANSFER_SECONDS = 1800, 90  # where it is to run; of the latter for each call
 MOST_FILES, MOST_BYTES = 8, 16 << 20  # that come back from the machine that this is for
 
 # Run as `fake.py STEP`; KINDS says by step what it does.
@@ -146,9 +147,26 @@ def test_without_an_argument_all_three_calls_run_and_leave_few_files(everything:
     assert len(list(everything.out.iterdir())) == 6
 
 
-def test_the_transforms_come_last(everything: Ended) -> None:
-    order = [step["name"] for step in everything.result("ranks")["steps"]]
-    assert order[-4:] == ["tests_2", "tests_4", "transforms_2", "transforms_4"]
+def test_what_only_a_gpu_can_show_comes_before_long_matrices_and_perf(everything: Ended) -> None:
+    order = [step["name"] for call in gpu_steps.CALLS for step in everything.result(call)["steps"]]
+    first = ("streams_1", "streams_2", "overlap_2", "ends_1", "examples_1", "examples_2")
+    long = ("tests_1", "tests_2", "tests_4", "transforms_2", "checked_2", "overhead_2", "perf_1")
+    assert max(map(order.index, first)) < min(map(order.index, long))
+
+
+def test_every_file_of_gpu_tests_is_in_one_step_of_one_rank_or_of_two() -> None:
+    """Whichever has processes of its own, perf among them, is run by one rank: others would start as many again."""
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    found: dict[int, list[str]] = {1: [], 2: []}
+    for step in [step for call in gpu_steps.CALLS for step in gpu_steps.plan(call, Path("work"), 1)]:
+        if "pytest" in step.command and step.ranks in found and not step.env:
+            left_out = {word.removeprefix("--ignore=") for word in step.command}
+            named = files & set(step.command) or files - left_out
+            found[step.ranks] += sorted(named)
+    assert all(len(set(names)) == len(names) for names in found.values())
+    own = {gpu_steps.ENDS, gpu_steps.PERF}
+    assert set(found[1]) == files - {*gpu_steps.OVERLAP, gpu_steps.TRANSFORMS}
+    assert set(found[2]) == files - own
 
 
 def test_every_rank_of_a_step_has_a_log_and_its_environment(everything: Ended) -> None:
@@ -158,7 +176,7 @@ def test_every_rank_of_a_step_has_a_log_and_its_environment(everything: Ended) -
     results = everything.steps("ranks")["tests_4"]["results"]
     assert [found["NCCL_HOSTID"] for found in results] == [f"rank{rank}" for rank in range(4)]
     assert {(found["WORLD_SIZE"], found["PYNCCL_LIBRARY"]) for found in results} == {("4", "nccl")}
-    assert everything.steps("probe")["tests_1"]["results"][0]["NCCL_HOSTID"] is None
+    assert everything.steps("probe")["streams_1"]["results"][0]["NCCL_HOSTID"] is None
     assert everything.steps("probe")["collectives_2"]["results"][0]["NCCL_DEBUG"] == "INFO"
     assert everything.steps("train")["checked_2"]["results"][1]["PYNCCL_CHECK"] == "1"
 
@@ -180,6 +198,10 @@ def test_the_limits_of_a_call_fit_into_its_budget(call: str) -> None:
     assert gpu_steps.CALL_SECONDS <= 510
     assert 100 < sum(step.limit for step in steps if not step.remedy) <= gpu_steps.CALL_SECONDS
     assert len({step.name for step in steps}) == len(steps)
+
+
+def test_three_calls_fit_into_the_time_for_which_a_machine_is_held() -> None:
+    assert len(gpu_steps.CALLS) * gpu_steps.CALL_SECONDS <= HELD_SECONDS - 3 * TRANSFER_SECONDS
 
 
 def test_the_list_runs_nothing_and_names_every_step(tmp_path: Path) -> None:
@@ -230,9 +252,9 @@ def test_a_failure_is_told_and_the_other_steps_run_on(tmp_path: Path) -> None:
 
 def test_a_hang_in_c_ends_at_the_limit_with_its_stack_in_the_log(tmp_path: Path) -> None:
     kinds = {"doctor": "hangs in C", "tests_1": "hangs"}
-    done = check(tmp_path, "doctor", "tests_1", "transforms_1", "--limit", "3", kinds=kinds)
+    done = check(tmp_path, "doctor", "tests_1", "perf_1", "--limit", "3", kinds=kinds)
     steps = done.steps("steps")
-    assert [steps[name]["status"] for name in ("doctor", "tests_1", "transforms_1")] == ["failed", "failed", "passed"]
+    assert [steps[name]["status"] for name in ("doctor", "tests_1", "perf_1")] == ["failed", "failed", "passed"]
     assert steps["doctor"]["returncodes"] == [-signal.SIGKILL]
     assert steps["tests_1"]["returncodes"] == [-signal.SIGABRT]
     assert all(steps[name]["reason"] == "not done within 3 s: rank 0 was killed" for name in kinds)
@@ -291,15 +313,15 @@ def test_a_call_that_is_killed_leaves_what_it_found(tmp_path: Path) -> None:
         found = json.loads(path.read_text())["steps"] if path.exists() else []
         return next((step["status"] for step in found if step["name"] == name), "")
 
-    process = subprocess.Popen([CHECK, "doctor", "tests_1", "transforms_1"], env=env, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([CHECK, "doctor", "tests_1", "perf_1"], env=env, stdout=subprocess.DEVNULL)
     try:
         wait_until(lambda: status("tests_1") == "running" and len(fakes(tmp_path)) == 1)
     finally:
         process.kill()
         process.wait()
     steps = {step["name"]: step for step in json.loads(path.read_text())["steps"]}
-    assert [steps[name]["status"] for name in ("doctor", "tests_1", "transforms_1")] == ["passed", "running", "not run"]
-    assert steps["transforms_1"]["reason"] == "not reached"
+    assert [steps[name]["status"] for name in ("doctor", "tests_1", "perf_1")] == ["passed", "running", "not run"]
+    assert steps["perf_1"]["reason"] == "not reached"
     wait_until(lambda: not fakes(tmp_path))
 
 

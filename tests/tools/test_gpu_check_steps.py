@@ -19,6 +19,16 @@ sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
 import gpu_profile  # noqa: E402
 import gpu_run  # noqa: E402
 import gpu_steps  # noqa: E402
+import torch  # noqa: E402
+from gpu.launches import alone, as_ranks  # noqa: E402
+from gpu.overlapped import Timeline  # noqa: E402
+from gpu.test_gpu_streams import test_what_a_stream_of_pynccl_holds_does_not_grow as holds_no_more  # noqa: E402
+from ranks import RankPool  # noqa: E402
+
+import pynccl_autograd as ad  # noqa: E402
+from pynccl import Communicator  # noqa: E402
+from pynccl_autograd import OverlapConfig  # noqa: E402
+from pynccl_autograd.overlap.lanes import observed  # noqa: E402
 
 ON_HOST = {"PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
 
@@ -281,3 +291,37 @@ def test_the_versions_of_this_environment_are_told(tmp_path: Path) -> None:
     (found,) = step.results
     assert found["python"] == ".".join(map(str, sys.version_info[:3])) and found["packages"]["pytest"] != "-"
     assert found["imported from"][1].endswith("/autograd/__init__.py")
+
+
+# ------------------------------------------------------------------------- what tests/gpu has of its own, on the CPU
+
+
+def test_a_process_that_a_gpu_test_starts_is_not_a_rank_of_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for rank 0 of two, or claim to be it a second time."""
+    step = gpu_steps.Step("tests_2", [], 60, ranks=2)
+    for name, value in gpu_run.environment(step, 1, gpu_run.free_port(), True).items():
+        monkeypatch.setenv(name, value)
+    words = ["all_reduce", "-b", "8", "-e", "8", "-n", "2", "-c", "1"]
+    done = alone(["-m", "pynccl", "perf", *words], 30, PYNCCL_LIBRARY="host")
+    assert (done.code, "# rank 1" in done.out) == (0, False), done.err
+    names = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'NCCL_HOSTID')))"
+    ended = as_ranks(["-c", names], 2)
+    assert [one.out for one in ended] == ["0 2 0 rank0\n", "1 2 0 rank1\n"]
+
+
+def timeline_of(comm: Communicator) -> tuple[int, int]:
+    """How many collectives and matmuls the GPU tests' observer sees of a layer that overlaps."""
+    with observed(timeline := Timeline()):
+        layer = ad.RowParallelLinear(8, 6, comm, overlap=OverlapConfig("slices", chunks=4))
+        layer(torch.ones(8, 8 // comm.size)).sum().backward()
+    return len(timeline.on("comm")), len(timeline.on("main", "second"))
+
+
+def test_the_observer_of_gpu_tests_takes_all_that_it_is_told(ranks: RankPool) -> None:
+    for collectives, matmuls in ranks.run(2, timeline_of):
+        assert collectives == 8 and matmuls >= 4  # of both passes
+
+
+def test_what_a_stream_holds_is_counted_without_its_insides() -> None:
+    with Communicator.init_all(1)[0] as comm:
+        holds_no_more(comm)

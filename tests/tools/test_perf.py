@@ -9,6 +9,8 @@ import json
 import re
 import subprocess
 import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ from ranks import TORCHRUN, RankPool
 from pynccl import Communicator
 from pynccl.__main__ import main
 from pynccl.tools import perf
-from pynccl.tools.perf import report
+from pynccl.tools.perf import measure, report
 from pynccl.tools.perf.data import PERIOD, count_wrong, fill, pattern, reduced, torch_type
 from pynccl.tools.perf.measure import measured
-from pynccl.tools.perf.operations import NEVER_IN_PLACE, bus_factor, case
+from pynccl.tools.perf.operations import NEVER_IN_PLACE, bus_factor, call_of, case
 from pynccl.tools.perf.options import COLLECTIVES, OPERATORS, REDUCING, TYPES, configure, problem, size, sizes
 from pynccl.tools.perf.surroundings import Listening
 from pynccl.tools.perf.timing import across
@@ -319,6 +321,60 @@ def test_one_process_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in said.splitlines() if not line.startswith("#")]
     assert [row[0] for row in rows] == ["8", "64", "512", "4096"]
     assert all(row[2] == "double" and row[3] == "none" and row[8] == row[12] == "N/A" for row in rows)
+
+
+class FakeGraphs:
+    """torch.cuda's streams and graphs by their names: which calls a graph would have, launched on the stream that is
+    captured."""
+
+    def __init__(self) -> None:
+        self.current, self.capturing = "default", ""
+        self.inside: list[bool] = []  # of each call that is made in a capture, whether it is on the captured stream
+
+    def CUDAGraph(self) -> Any:
+        return types.SimpleNamespace(replay=lambda: None, reset=lambda: None)
+
+    def Stream(self) -> str:
+        return "a stream"
+
+    def synchronize(self) -> None: ...
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any, stream: str = "of torch.cuda.graph") -> Iterator[None]:
+        self.capturing = stream
+        with self.stream(stream):
+            yield
+        self.capturing = ""
+
+    def call_of(self, comm: Communicator, row: Any, place: Any, planned: bool) -> Callable[[], Any]:
+        """A plan launches on the stream on which it is made, a plain call on the current one."""
+        call, made_on = call_of(comm, row, place, planned), self.current
+
+        def launch() -> None:
+            call()
+            if self.capturing:
+                self.inside.append((made_on if planned else self.current) == self.capturing)
+
+        return launch
+
+
+@pytest.mark.parametrize("way", [[], ["--plan"]], ids=["plain", "plan"])
+def test_a_cuda_graph_has_all_calls_of_a_plan_too(monkeypatch: pytest.MonkeyPatch, way: list[str]) -> None:
+    fake = FakeGraphs()
+    for name in ("CUDAGraph", "Stream", "synchronize", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(measure, "call_of", fake.call_of)
+    with Communicator.init_all(1)[0] as comm:
+        options = parsed("all_reduce", "-n", "3", "-w", "0", "-c", "1", "-G", "2", *way)
+        found = measured(comm, case("all_reduce", "float", "sum", 0, 1, 64), options, True)
+    assert fake.inside == [True] * 6  # in two places
+    assert found.wrong == 0
 
 
 def test_all_types_and_operators_have_their_rows(capsys: pytest.CaptureFixture[str]) -> None:

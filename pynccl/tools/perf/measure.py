@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from ...bindings.errors import NcclError
@@ -75,7 +76,7 @@ def _side(
             one()
     torchs: list[float] = []
     if options.graph:
-        times = _replayed(comm, call, options)
+        times = _replayed(comm, lambda: call_of(comm, case, place, options.plan), options)
     else:
         times, torchs = _by_turns(comm, call, theirs, options.iters, one_clock)
     mean = across(comm, [statistics.fmean(times)], options.average)[0]
@@ -104,8 +105,8 @@ def _by_turns(
     return ours, torchs
 
 
-def _replayed(comm: Communicator, call: Call, options: argparse.Namespace) -> list[float]:
-    graph = captured(comm, call, options.iters)
+def _replayed(comm: Communicator, make: Callable[[], Call], options: argparse.Namespace) -> list[float]:
+    graph = captured(comm, make, options.iters)
     times = iterations(comm, graph.replay, options.graph, True)
     graph.reset()
     return [seconds / options.iters for seconds in times]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from ...comm.communicator import Communicator
@@ -50,14 +51,18 @@ def _on_the_stream(comm: Communicator, call: Call, count: int) -> list[float]:
     return [before.elapsed_time(after) * 1e-3 for before, after in itertools.pairwise(events)]
 
 
-def captured(comm: Communicator, call: Call, count: int) -> Any:
-    """A CUDA graph of count calls, after one replay."""
+def captured(comm: Communicator, make: Callable[[], Call], count: int) -> Any:
+    """A CUDA graph of count calls, after one replay. The call is made on the stream that is captured: a plan launches
+    on the stream on which it was made."""
     import torch
 
-    graph = torch.cuda.CUDAGraph()
-    call()  # what NCCL makes ready at its first call is no part of a graph
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()  # the buffers are filled
+    with torch.cuda.stream(stream):
+        call = make()
+        call()  # what NCCL makes ready at its first call is no part of a graph
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(count):
             call()
     graph.replay()
