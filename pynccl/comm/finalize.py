@@ -30,6 +30,7 @@ Self = TypeVar("Self", bound="Finalize")
 
 EXIT_SECONDS = 10.0  # for closing all communicators at the end of the process
 ABORT_SECONDS = 30.0
+_BLOCKS_AFTER_SHRINK = (2, 31, 2)  # ncclCommDestroy of the parent of a shrink that aborts: pytorch/pytorch#194775
 
 _open: weakref.WeakSet[Finalize] = weakref.WeakSet()
 _leaked: list[tuple[Library, Released]] = []  # of communicators that were collected before they were closed
@@ -85,7 +86,8 @@ class Finalize(Comm):
         """
         if self._handle is None:
             return
-        if self.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
+        blocks = self._stopped and self.library.version >= _BLOCKS_AFTER_SHRINK
+        if blocks or self.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
             self.abort()
             self._end = "destroyed"
             return

@@ -140,13 +140,15 @@ class Init(Comm):
     def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: CommConfig | None = None) -> Self:
         """The communicator of all ranks but `exclude`, which do not call it (NCCL >= 2.27).
 
-        abort  first stop what is in flight here: for when an excluded rank has failed
+        abort  first stop what is in flight here: for when an excluded rank has failed. destroy() aborts the parent
+               then with NCCL >= 2.31.2, whose own destroy would block for ever.
         """
         given = listed(exclude, "shrink: exclude", "the ranks to leave out, a list of them")
         ranks = [check_rank("shrink: exclude", rank, self.size) for rank in given]
         if not ranks or self.rank in ranks or len(set(ranks)) != len(ranks):
             raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
         struct = struct_of(config, CommConfig, self.library, "shrink")
+        self._stopped = self._stopped or abort
         array = (ctypes.c_int * len(ranks))(*ranks)
         made = self._derive(
             lambda new: self.library.ncclCommShrink(self.handle, array, len(ranks), new, struct, int(abort)),
