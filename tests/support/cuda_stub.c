@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef struct { int device; } context_t;
 typedef struct { context_t *context; } thing_t; /* a stream or an event */
@@ -20,12 +21,14 @@ static __thread context_t *stack[16];
 static __thread int depth;
 static int query_code, status, queries, made_events, calls, pinned; /* what tests set and read */
 static int elsewhere;
+static volatile int blocked; /* as where the launch queue is full */
 static __thread int capture_mode; /* GLOBAL, THREAD_LOCAL, RELAXED */
 static int gone_code = INVALID_HANDLE, after_end, spoilt; /* a real driver may crash after the end of a stream */
 
 static context_t *current(void) { return depth ? stack[depth - 1] : NULL; }
 static context_t *of(thing_t *stream) { return (size_t)stream > 2 ? stream->context : current(); }
 #define NEEDS_CONTEXT calls++; if (!current()) return INVALID_CONTEXT
+#define MAY_BLOCK while (blocked) usleep(1000)
 #define NEEDS(stream) if ((size_t)(stream) > 2 && !(stream)->context) return after_end++, gone_code
 /* As while any stream of the process is captured in the default mode, as torch does it. */
 #define UNSAFE if (elsewhere && capture_mode != 2) return spoilt++, CAPTURE_UNSUPPORTED
@@ -33,6 +36,7 @@ static context_t *of(thing_t *stream) { return (size_t)stream > 2 ? stream->cont
 void stub_query(int code) { query_code = code; }
 void stub_capture(int on) { status = on; }
 void stub_capture_elsewhere(int on) { elsewhere = on; }
+void stub_block(int on) { blocked = on; }
 void stub_gone(int code) { gone_code = code; }
 int stub_after_end(void) { return after_end; }
 int stub_spoilt(void) { return spoilt; }
@@ -92,10 +96,11 @@ int cuEventDestroy_v2(thing_t *event) { return 0; }
 int cuEventRecord(thing_t *event, thing_t *stream) {
   NEEDS_CONTEXT;
   NEEDS(stream);
+  MAY_BLOCK;
   return event->context == of(stream) ? 0 : INVALID_HANDLE;
 }
 int cuEventRecordWithFlags(thing_t *event, thing_t *stream, unsigned flags) { return cuEventRecord(event, stream); }
-int cuEventQuery(thing_t *event) { NEEDS_CONTEXT; UNSAFE; return query_code; }
+int cuEventQuery(thing_t *event) { NEEDS_CONTEXT; UNSAFE; MAY_BLOCK; return query_code; }
 int cuEventSynchronize(thing_t *event) { NEEDS_CONTEXT; return 0; }
 int cuEventElapsedTime(float *ms, thing_t *start, thing_t *end) { NEEDS_CONTEXT; *ms = 1; return 0; }
 int cuEventElapsedTime_v2(float *ms, thing_t *start, thing_t *end) { return cuEventElapsedTime(ms, start, end); }
