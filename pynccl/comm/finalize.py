@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -122,10 +123,12 @@ class Finalize(Comm):
         abort([self])
 
     def _abort_late(self, text: str) -> None:
-        """By the watchdog: abort it, so that a call that is under way raises NcclTimeout with this text."""
+        """By the watchdog: abort it, so that a call that is under way raises NcclTimeout with this text.
+
+        Nobody waits: ncclCommAbort may wait for the kernel of another communicator, which is aborted meanwhile."""
         self._late = text
         aborted_late[:] = [*aborted_late[-1:], text]
-        abort([self])
+        threading.Thread(target=self.abort, name="pynccl abort", daemon=True).start()
 
     def _release_handle(self, end: str) -> Released | None:
         """Give up the handle and the memory that goes after it; None if that was done already.
