@@ -58,7 +58,7 @@ for name, call in (
     ("", lambda: pynccl.create_stream(1, priority=99, library=library)),
     ("", lambda: pynccl.create_stream(7, library=library)),
     ("ncclMemAlloc", lambda: pynccl.mem_alloc(4, device=1, library=library)),
-    ("ncclCommInitRank", lambda: pynccl.Communicator.init(1, bytes(128), 0, 1, timeout=None, library=library)),
+    ("ncclCommInitRankConfig", lambda: pynccl.Communicator.init(1, bytes(128), 0, 1, timeout=None, library=library)),
     ("", lambda: pynccl.create_stream(1, library=library).record("no event")),
 ):
     stub.fail(name, 1)
