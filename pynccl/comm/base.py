@@ -96,6 +96,7 @@ class Comm(Shared):
         self._scratch: Scratch | None = None
         self.origin = Origin(self.rank, self.size, number=next(_roots))
         self._splits = 0
+        self._stopped = False  # by a shrink that has aborted what was in flight
         self._unused_operators: list[int] = []  # nobody holds them any more: see redop.OpHandle
         self._site = call_site()
         if not isinstance(track, Track):

@@ -85,6 +85,33 @@ class Wait:
             raise
 
 
+class Silent(Exception):
+    """A question has not been answered for so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no answer for {seconds:g} s")
+        self.seconds = seconds
+
+
+class Helper:
+    """Asks what may never answer, each time in a thread; never again while it has not answered."""
+
+    def __init__(self) -> None:
+        self._job: _Job[Any] | None = None
+        self._since = 0.0
+
+    def ask(self, call: Callable[[], T], limit: float) -> T:
+        """What `call()` returns or raises; Silent if it, or an earlier one, has done neither for so many seconds."""
+        if self._job is not None and not self._job.done.is_set():
+            raise self._silent()
+        job = _Job(call, "question")
+        self._job, self._since = job, time.monotonic()
+        return job.result(limit, self._silent)
+
+    def _silent(self) -> Silent:
+        return Silent(time.monotonic() - self._since)
+
+
 def call_with_deadline(timeout: float | None, call: Callable[[], T], library: Library, what: str) -> T:
     """`call()` into `library`, or NcclTimeout after `timeout` seconds (None: never).
 

@@ -100,7 +100,8 @@ class Enqueue(Comm):
         if stream or type(stream) is Handle:
             hold(stream, self.library, (send, recv, op.scalar if type(op) is PreMulSum else None))
         if fast is not None:
-            fast.remember(call, args, (self._c_handle, to_pointer(stream)), stream, send, recv, op, root)
+            number = int(stream)
+            fast.remember(call, args, (self._c_handle, to_pointer(number)), number, send, recv, op, root)
 
     def _enqueue_with_care(
         self,

@@ -159,6 +159,7 @@ class FastPath:
 
         inputs      the addresses of send and recv, the count, ...
         tail        the communicator and the stream, finished
+        stream      its number alone: a handle may hold whoever keeps the buffers, and so those
         send, recv  what was read and written, None where nothing was"""
         writes = recv is not None
         send, recv = recv if send is None else send, send if recv is None else recv

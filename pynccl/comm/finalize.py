@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ Self = TypeVar("Self", bound="Finalize")
 
 EXIT_SECONDS = 10.0  # for closing all communicators at the end of the process
 ABORT_SECONDS = 30.0
+_BLOCKS_AFTER_SHRINK = (2, 31, 2)  # ncclCommDestroy of the parent of a shrink that aborts: pytorch/pytorch#194775
 
 _open: weakref.WeakSet[Finalize] = weakref.WeakSet()
 _leaked: list[tuple[Library, Released]] = []  # of communicators that were collected before they were closed
@@ -85,7 +87,8 @@ class Finalize(Comm):
         """
         if self._handle is None:
             return
-        if self.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
+        blocks = self._stopped and self.library.version >= _BLOCKS_AFTER_SHRINK
+        if blocks or self.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
             self.abort()
             self._end = "destroyed"
             return
@@ -120,10 +123,12 @@ class Finalize(Comm):
         abort([self])
 
     def _abort_late(self, text: str) -> None:
-        """By the watchdog: abort it, so that a call that is under way raises NcclTimeout with this text."""
+        """By the watchdog: abort it, so that a call that is under way raises NcclTimeout with this text.
+
+        Nobody waits: ncclCommAbort may wait for the kernel of another communicator, which is aborted meanwhile."""
         self._late = text
         aborted_late[:] = [*aborted_late[-1:], text]
-        abort([self])
+        threading.Thread(target=self.abort, name="pynccl abort", daemon=True).start()
 
     def _release_handle(self, end: str) -> Released | None:
         """Give up the handle and the memory that goes after it; None if that was done already.

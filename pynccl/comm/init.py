@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from ..bindings.abi import SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Config, Result, UniqueId
+from ..bindings.abi import CONFIG_SINCE, SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Config, Result, UniqueId
 from ..bindings.errors import NcclError, NcclTimeout
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
@@ -105,7 +105,7 @@ class Init(Comm):
         library = chosen(library)
         recorder()
         ordinal = choose_device(library, device)
-        struct = struct_of(config, CommConfig, library)
+        struct = _struct(config, library)
         identity = as_unique_id(unique_id)
         with _beginning(uid_of(bytes(identity)), rank, nranks, library, config, "init") as track:
             handle = comm_grow(library, 0, nranks, identity, rank, ordinal, struct, timeout)
@@ -123,7 +123,7 @@ class Init(Comm):
         key = integer(key, "split: key", INT_MIN, INT_MAX)
         if self.checking:
             compare_texts({self: "split()"})
-        struct = struct_of(config, CommConfig, self.library, "split")
+        struct = _struct(config, self.library, "split")
         made = self._derive(
             lambda new: self.library.ncclCommSplit(self.handle, number, key, new, struct),
             f"ncclCommSplit(color={number}, key={key}) on rank {self.rank} of {self.size}",
@@ -140,13 +140,15 @@ class Init(Comm):
     def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: CommConfig | None = None) -> Self:
         """The communicator of all ranks but `exclude`, which do not call it (NCCL >= 2.27).
 
-        abort  first stop what is in flight here: for when an excluded rank has failed
+        abort  first stop what is in flight here: for when an excluded rank has failed. destroy() aborts the parent
+               then with NCCL >= 2.31.2, whose own destroy would block for ever.
         """
         given = listed(exclude, "shrink: exclude", "the ranks to leave out, a list of them")
         ranks = [check_rank("shrink: exclude", rank, self.size) for rank in given]
         if not ranks or self.rank in ranks or len(set(ranks)) != len(ranks):
             raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
-        struct = struct_of(config, CommConfig, self.library, "shrink")
+        struct = _struct(config, self.library, "shrink")
+        self._stopped = self._stopped or abort
         array = (ctypes.c_int * len(ranks))(*ranks)
         made = self._derive(
             lambda new: self.library.ncclCommShrink(self.handle, array, len(ranks), new, struct, int(abort)),
@@ -175,7 +177,7 @@ class Init(Comm):
         """
         more = f"more than the {self.size} ranks that there are, up to {INT_MAX}"
         nranks = integer(nranks, "grow: nranks", self.size + 1, INT_MAX, more)
-        struct = struct_of(config, CommConfig, self.library, "grow")
+        struct = _struct(config, self.library, "grow")
         identity = None if unique_id is None else as_unique_id(unique_id)
         with self.lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
             handle = comm_grow(
@@ -214,6 +216,19 @@ class Init(Comm):
 # The C calls; they return handles
 
 
+def _struct(config: CommConfig | None, library: Library, operation: str = "") -> Any:
+    """ncclConfig_t of a new communicator, None where all is left to NCCL; with an `operation` that is the parent's.
+
+    Ranks that began the kernels of two communicators in different orders could wait for each other for ever: they
+    begin in the order of the calls, where the library has a field for that."""
+    if not library.is_host and library.version >= CONFIG_SINCE["launchOrderImplicit"]:
+        if config is None and not operation:
+            config = CommConfig()
+        if isinstance(config, CommConfig) and config.launch_order_implicit is None:
+            config = config._replace(launch_order_implicit=1)
+    return struct_of(config, CommConfig, library, operation)
+
+
 def get_unique_id(library: Library | None = None) -> UniqueId:
     """A new id, to be given to all ranks of one communicator. `bytes(id)` travels; `Communicator.init` takes both."""
     library = chosen(library)
@@ -232,7 +247,7 @@ def comm_init_rank(
     timeout: float | None,
 ) -> int:
     """ncclCommInitRank and its variants: with a config, with several ids."""
-    struct = struct_of(config, CommConfig, library)
+    struct = _struct(config, library)
 
     def call(handle: Any) -> int:
         if len(ids) > 1:
@@ -312,7 +327,7 @@ def comm_split_all(
 
     One group, since they may be several ranks of this process, each of which waits for the others."""
     handles = [ctypes.c_void_p() for _ in comms]
-    structs = [struct_of(config, CommConfig, library) for config in configs]
+    structs = [_struct(config, library) for config in configs]
     what = f"ncclCommSplit of {len(comms)} communicators"
 
     def run() -> int:

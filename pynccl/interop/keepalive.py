@@ -32,14 +32,14 @@ class KeepAlive:
 
     def add(self, keep: Any) -> None:
         """Keep this until the work that was issued so far is done."""
-        for detached in _detached.copy() if _detached else ():
-            with on_device(detached._device):
-                detached.release_passed()
-        with on_device(self._device):
+        with on_device(self._device), relaxed():
             if capturing(self._core):  # nothing runs now; what runs later is the graph's, and so is its memory
                 return
             self._open.append(keep)
             self.release_passed()
+        for detached in _detached.copy() if _detached else ():
+            with on_device(detached._device), relaxed():
+                detached.release_passed()
 
     def release_passed(self) -> None:
         """Drop what has been passed, and see to the rest. Without references left, a detached one is forgotten."""
@@ -70,3 +70,19 @@ def capturing(core: Any) -> bool:
     """Whether the stream is captured into a CUDA graph, when no event of it may be asked for."""
     code, status = cuda_driver().cuStreamIsCapturing(core.handle)[:2]
     return not code and bool(status)
+
+
+class relaxed:
+    """`with relaxed():` this thread may ask for events while other streams are captured into CUDA graphs. In CUDA's
+    default mode, which is torch's too, a question breaks the capture of any stream of the process."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        driver = cuda_driver()
+        _, self._before = driver.cuThreadExchangeStreamCaptureMode(
+            driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        cuda_driver().cuThreadExchangeStreamCaptureMode(self._before)

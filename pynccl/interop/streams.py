@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from ..bindings.errors import NcclInvalidUsage, NcclUnhandledCudaError
@@ -18,7 +19,7 @@ from ..bindings.values import INT_MAX, INT_MIN, SIZE_MAX, attribute, instance, i
 from .devices import core_device as _core_device
 from .devices import cuda_core as _cuda_core
 from .devices import cuda_driver, current_device, described, on_device
-from .keepalive import KeepAlive, capturing
+from .keepalive import KeepAlive, capturing, relaxed
 
 
 @runtime_checkable
@@ -78,7 +79,7 @@ class CudaEvent(Shared):
             self.core.sync()
 
     def query(self) -> bool:
-        with on_device(self.device):
+        with on_device(self.device), relaxed():
             return bool(self.core.is_done)
 
     def elapsed_time(self, end: CudaEvent) -> float:
@@ -90,10 +91,11 @@ class CudaEvent(Shared):
 class CudaStream(Shared):
     """cuda.core's stream with this module's verbs, in any thread, whichever GPU is current there.
 
-    device  ordinal of its GPU; None: the one that is current where it is used"""
+    device  ordinal of its GPU; None: the one that is current where it is used
+    own     its CUDA stream goes with it"""
 
-    def __init__(self, stream: Any, device: int | None = None) -> None:
-        self.core, self.device = stream, device
+    def __init__(self, stream: Any, device: int | None = None, own: bool = False) -> None:
+        self.core, self.device, self._own = stream, device, own
         self._kept = KeepAlive(stream, device)
         self._closed = False
 
@@ -167,6 +169,7 @@ class CudaStream(Shared):
         with on_device(self.device):
             self._kept.close()
             _made.pop(self.handle, None)
+            self._tell_end()
             self._closed = True
             self.core.close()
 
@@ -183,10 +186,16 @@ class CudaStream(Shared):
         """Keep these objects until the work that was issued so far is done."""
         self._kept.add(keep)
 
+    def _tell_end(self) -> None:
+        for tell in ended if self._own else ():
+            tell(int(self.core.handle))
+
     def __del__(self) -> None:
         kept = getattr(self, "_kept", None)
         if kept is not None:
             kept.detach()
+            if not self._closed and not sys.is_finalizing():
+                self._tell_end()
 
 
 def _device_of(stream: Any, handle: int, core: Any, waiting: int | None) -> Any:
@@ -224,7 +233,7 @@ def create_stream(
     options = {} if priority is None else {"priority": priority}
     with on_device(ordinal):
         core_device.set_current()  # cuda.core wants to be told, whatever is current
-        made = CudaStream(core_device.create_stream(options=_cuda_core().StreamOptions(**options)), ordinal)
+        made = CudaStream(core_device.create_stream(options=_cuda_core().StreamOptions(**options)), ordinal, True)
     _made[made.handle] = made
     return made
 
@@ -300,6 +309,7 @@ def _number_of(stream: Any) -> Any:
 
 
 _made: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()  # by create_stream
+ended: list[Callable[[int], None]] = []  # called with the handle of such a stream that is closed or dropped
 
 
 def hold(stream: int, library: Library, keep: Any) -> None:

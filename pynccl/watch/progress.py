@@ -7,13 +7,12 @@ have to begin in the very moment between a look at the stream and the event.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any, NamedTuple
 
 from ..bindings.library import Library, host_module
 from ..interop.devices import cuda_core, cuda_driver, on_device
-from ..interop.keepalive import capturing
+from ..interop.keepalive import relaxed
 from ..interop.streams import CudaStream
 
 
@@ -56,28 +55,15 @@ def _host_event(handle: int) -> Any:
     return stream.record()
 
 
-class _Mode(threading.local):
-    """Of CUDA's checks of what a thread does while a graph is captured anywhere in the process."""
-
-    relaxed = False
-
-
-_mode = _Mode()
-
-
-def _relax() -> None:
-    """From now on events of this thread break no capture of another one: without this, a question would."""
-    if not _mode.relaxed:
-        driver = cuda_driver()
-        driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-        _mode.relaxed = True
-
-
 def _cuda_event(handle: int, ordinal: int) -> Any:
-    _relax()
-    core = cuda_core().Stream.from_handle(handle)
-    stream = CudaStream(core, ordinal)
-    with on_device(ordinal):
-        if capturing(core):
+    driver = cuda_driver()
+    with on_device(ordinal), relaxed():
+        code, status = driver.cuStreamIsCapturing(driver.CUstream(handle))[:2]
+        if int(code) in _GONE:
+            raise LookupError("the stream is gone: another library has destroyed it")
+        if code or status:
             return None
-    return stream.record()
+        return CudaStream(cuda_core().Stream.from_handle(handle), ordinal).record()
+
+
+_GONE = (400, 709)  # CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_CONTEXT_IS_DESTROYED

@@ -16,10 +16,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from ..interop.streams import ended
 from . import layout
 from .frames import user_site
 from .notes import notes
-from .recorder import Recorder, now, recorder
+from .recorder import Recorder, now, recorder, started
 from .rows import COUNT_AT, Rows, weight_of
 from .settings import SITES, settings
 
@@ -65,12 +66,12 @@ class Track:
         self._bases = self._array(region.bases, "Q", 2 * region.segments)
         self._mark_times = self._array(region.marks, "d", 2 * layout.MARKS)
         self._mark_heads = self._array(region.marks, "Q", 2 * layout.MARKS)
-        self._marks = 0
-        self._length = region.segment
+        self._marks, self._length = 0, region.segment
         self._touched = set(range(region.segments))  # segments in which more than the usual was written
         self.rows = Rows(memory, region, recorder.string)
         self._known = self.rows.known
         self._groups = itertools.count(1)
+        self._gone: dict[int, int] = {}  # the newest call when such a stream was closed
         self.explains = False  # an error of this communicator has been explained
         parent = next((track for track in recorder.tracks if track.uid == known.parent), None)
         self.exchange: Any = None  # with which the ranks on other machines are asked
@@ -286,8 +287,14 @@ class Track:
         found, head, length = set(), self.head(), self.region.segment
         place = self.segment % self.region.segments
         for number in range(max(after, head - length, self._bases[2 * place]) + 1, head + 1):
-            found.add(self.rows.stream_of(self._slot(number)))
+            stream = self.rows.stream_of(self._slot(number))
+            if number > self._gone.get(stream, 0):  # CUDA may have given its address to another one
+                found.add(stream)
         return found
+
+    def forget(self, stream: int) -> None:
+        """A stream is closed, or dropped: the calls made on it so far count as complete. Nothing may be asked of it."""
+        self._gone[stream] = self.head()
 
     def failed(self, slot: int, error: BaseException | str) -> None:
         """The call has raised."""
@@ -346,6 +353,13 @@ class Track:
         self.recorder.free(self)
 
 
+def _forget(stream: int) -> None:
+    own = started()
+    for track in list(own.tracks) if own is not None else ():
+        track.forget(stream)
+
+
+ended.append(_forget)
 _numbers = itertools.count(1)
 _FIRST = 200  # characters of what was called, where the library says why it failed
 

@@ -1,7 +1,8 @@
 """The watchdog: a thread of the process that looks at all its communicators, and speaks up when a call does not return.
 
 It starts with the first communicator and ends with the process; a forked child has none until it makes a communicator
-of its own. It takes no lock that a call may hold for long, and never calls into NCCL but to abort.
+of its own. It takes no lock that a call may hold for long, never calls into NCCL but to abort, and asks CUDA in another
+thread: where a peer is missing, the program fills the launch queue, and then all calls into CUDA block.
 """
 
 from __future__ import annotations
@@ -11,20 +12,27 @@ import os
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from ..comm.deadline import Helper, Silent
 from . import folder, progress, recorder, stacks
 from .settings import RAISE
 from .track import Track
 
 _JOIN_SECONDS = 0.5
+ANSWER_SECONDS = 1.0  # for CUDA, which takes microseconds
+_SILENT = "the CUDA driver does not answer: the launch queue is full or the device hangs"
+
+
+T = TypeVar("T")
 
 
 class Stuck:
-    """A call that has been under way for too long."""
+    """A call that has been under way for too long.   note: what this rank alone knows about it"""
 
-    def __init__(self, track: Track, entry: int, seconds: float, inside: bool) -> None:
-        self.track, self.entry, self.seconds, self.inside = track, entry, seconds, inside
+    def __init__(self, track: Track, entry: int, seconds: float, inside: bool, note: str = "") -> None:
+        self.track, self.entry, self.seconds, self.inside, self.note = track, entry, seconds, inside, note
 
 
 class Watched:
@@ -45,6 +53,7 @@ class Watchdog:
     def __init__(self, own: recorder.Recorder) -> None:
         self.recorder, self.settings = own, own.settings
         self._watched: dict[int, Watched] = {}
+        self._cuda = Helper()
         self._stop = threading.Event()
         self.looks = 0  # so far
         self._stacks_file = stacks.open_file()
@@ -130,14 +139,16 @@ class Watchdog:
         """Nothing was issued since the last look: have the streams passed what was issued before?"""
         if track.library is None or watched.completed == watched.entry or track.explains:
             return None  # of one that has failed, the streams pass what came to nothing
-        if watched.mark is None:
-            streams = track.streams(watched.completed)
-            if track.library.is_host:
-                streams.discard(0)  # the caller's, who has returned
-            watched.mark = progress.mark(track.library, track.ordinal, watched.entry, streams)
+        try:
             if watched.mark is None:
-                return None
-        passed = watched.mark.passed()
+                watched.mark = self._mark(track, watched)
+                if watched.mark is None:
+                    return None
+            passed = self._ask_streams(track, watched.mark.passed)
+        except Silent as silence:
+            track.waits()
+            late = silence.seconds > self.settings.timeout
+            return Stuck(track, watched.entry, silence.seconds, False, _SILENT) if late else None
         if passed is None:
             watched.mark = None
             return None
@@ -149,6 +160,18 @@ class Watchdog:
         track.waits()
         seconds = time.monotonic() - max(watched.mark.made, watched.since)
         return Stuck(track, watched.mark.entry, seconds, False) if seconds > self.settings.timeout else None
+
+    def _mark(self, track: Track, watched: Watched) -> progress.Mark | None:
+        streams = track.streams(watched.completed)
+        if track.library.is_host:
+            streams.discard(0)  # the caller's, who has returned
+        return self._ask_streams(
+            track, lambda: progress.mark(track.library, track.ordinal, watched.entry, streams), bool(streams)
+        )
+
+    def _ask_streams(self, track: Track, call: Callable[[], T], asks: bool = True) -> T:
+        """What `call()` returns, which asks CUDA; Silent if that does not answer."""
+        return call() if track.library.is_host or not asks else self._cuda.ask(call, ANSWER_SECONDS)
 
     def _ask(self, stuck: Stuck, watched: Watched, here: dict[str, bool]) -> None:
         """Find out who is missing: from the files of this machine, or from all machines, whose answer comes later.
@@ -208,6 +231,7 @@ class Watchdog:
 
     def _report(self, stuck: Stuck, text: str) -> None:
         """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise abort the communicator, too."""
+        text = f"{text}\n{stuck.note}" if stuck.note else text
         track, comm = stuck.track, stuck.track.comm()
         own_stack = stacks.users_stack(self._tell_where(stuck))
         aborts = self.settings.action == RAISE and comm is not None

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import math
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl.interop.streams import Handle
 from pynccl_autograd.layers.buckets import cut_into_buckets
+from pynccl_autograd.streams import side_stream
 
 WIDTH, ROWS = 10, 6
 
@@ -214,6 +217,43 @@ def in_bfloat16(comm: Communicator) -> None:
 
 def test_reduce_dtype_is_the_type_of_the_average(ranks: RankPool) -> None:
     ranks.run(2, in_bfloat16)
+
+
+def as_on_a_gpu(side: Any, keeper: Any) -> Handle:
+    """The handle of a side stream, whose buffers the keeper has to keep."""
+    handle = Handle(side.stream.handle)
+    handle.owner = keeper
+    return handle
+
+
+def dropped(comm: Communicator) -> list[int]:
+    """How many bytes a pass has sent that are still there when it is over, and when all is dropped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(side_stream(comm)), "handle", as_on_a_gpu)
+        sent: list[weakref.ref[Tensor]] = []
+        launch = type(comm).all_reduce
+
+        def all_reduce(self: Any, send: Tensor, *args: Any, **options: Any) -> Any:
+            sent.append(weakref.ref(send))
+            return launch(self, send, *args, **options)
+
+        patch.setattr(type(comm), "all_reduce", all_reduce)
+        model = model_of(0, torch.float32)
+        averaged = ad.DataParallelGradients(model, comm, 500, torch.bfloat16)
+        flats = [weakref.ref(bucket.flat) for bucket in averaged._buckets]
+        for step in range(4):  # a call is kept when it is made for the second time
+            loss_of(model, comm.rank, step, dtype=torch.float32).backward()
+        gc.collect()
+        between = sum(one.nbytes for ref in sent if (one := ref()) is not None)
+        averaged.remove()
+        del averaged, model
+        gc.collect()
+    assert len(sent) >= 8
+    return [between, sum(one.nbytes for ref in (*sent, *flats) if (one := ref()) is not None)]
+
+
+def test_what_was_sent_goes_with_the_pass_and_the_buckets_with_the_model(ranks: RankPool) -> None:
+    assert ranks.run(2, dropped) == [[0, 0]] * 2
 
 
 def complex_numbers(comm: Communicator, sharded: bool) -> None:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import threading
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,8 +19,10 @@ from torch import Tensor
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.host.comm import Comm as HostComm
+from pynccl.interop.streams import Handle
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import reducing
+from pynccl_autograd.overlap.lanes import Lanes
 from pynccl_autograd.overlap.workspace import workspace_of
 
 WARM_UP, STEPS = 100, 1000
@@ -72,6 +75,37 @@ def test_a_thousand_steps_take_no_more_than_the_first(ranks: RankPool, way: Over
         assert first.workspace == last.workspace > 0
         assert last.tensors <= first.tensors and last.threads <= first.threads
         assert last.resident - warm.resident < GROWTH, (warm, last)
+
+
+def as_on_a_gpu(lanes: Lanes) -> Any:
+    """The handle of the lane of communication, which lets the lanes keep the buffers."""
+    stream = getattr(lanes.comm, "stream", None)
+    if stream is None:
+        return None
+    handle = Handle(stream.handle)
+    handle.owner = lanes
+    return handle
+
+
+def deleted_layers(comm: Communicator) -> list[bool]:
+    """Which of two layers' weights are still there when the layers are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lanes, "_handle", as_on_a_gpu)
+        way = OverlapConfig("slices", chunks=4)  # a ring's calls are groups, which are not kept
+        options: dict[str, Any] = {"comm": comm, "sequence_parallel": True, "overlap": way}
+        column = ad.ColumnParallelLinear(WIDTH, WIDTH * 2, **options)
+        row = ad.RowParallelLinear(WIDTH * 2, WIDTH, **options)
+        x = torch.randn(SEQUENCE // comm.size, 2, WIDTH)
+        for _ in range(4):  # a call is kept when it is made for the second time
+            row(column(x)).square().sum().backward()
+        weights = [weakref.ref(column.weight), weakref.ref(row.weight)]
+        del column, row
+        gc.collect()
+    return [weight() is not None for weight in weights]
+
+
+def test_the_weights_of_deleted_layers_go(ranks: RankPool) -> None:
+    assert ranks.run(2, deleted_layers) == [[False, False]] * 2
 
 
 class Broken(Exception):

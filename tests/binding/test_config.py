@@ -10,8 +10,9 @@ from libraries import Stub, compile_c
 from test_abi import CONFIG_BYTES, compiler_options, header, header_version
 
 import pynccl
-from pynccl import CollConfig, CommConfig
+from pynccl import CollConfig, CommConfig, UniqueId
 from pynccl.bindings import abi
+from pynccl.comm.init import comm_init_rank
 
 
 def given_to_c(stub: Stub, config: CommConfig) -> dict[str, int]:
@@ -34,6 +35,37 @@ def test_a_library_is_given_its_own_size_and_version(version: abi.Version) -> No
 def test_a_library_newer_than_the_header_is_given_the_headers() -> None:
     given = given_to_c(Stub((2, 40, 1)), CommConfig(max_ctas=4))
     assert (given["size"], given["version"]) == (CONFIG_BYTES[2, 32, 3], 23203)
+
+
+def launch_orders(stub: Stub) -> list[int]:
+    """The field of each struct that C was given; -1: it does not have it, or it is not set."""
+    found = []
+    for struct in (bytes.fromhex(call.hex) for call in stub.calls() if call.name == "config"):
+        value = abi.Config.from_buffer_copy(struct.ljust(ctypes.sizeof(abi.Config), b"\xff")).launchOrderImplicit
+        found.append(-1 if value == abi.UNDEF_INT else value)
+    stub.clear()
+    return found
+
+
+def test_kernels_of_two_communicators_begin_in_the_order_of_the_calls_where_nccl_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pynccl.Communicator, "_own_ordinal", lambda comm: None)  # there is no driver
+    plain, named, off = None, CommConfig(comm_name="tp"), CommConfig(launch_order_implicit=0)
+    for version, expected in (((2, 32, 3), [1, 1, 0]), ((2, 31, 2), [1, 1, 0]), ((2, 30, 3), [-1])):
+        stub = Stub(version)
+        configs = [plain, named, off] if version >= (2, 31) else [plain, named]
+        found = []
+        for config in configs:
+            handle = comm_init_rank(stub.library, 2, [UniqueId()], 1, None, config, None)
+            found += launch_orders(stub)
+        assert handle and found == expected
+        comm = stub.comm()
+        for config in configs:
+            comm.split(0, config=config)
+        assert launch_orders(stub) == expected[-len(configs) + 1 :]  # without a config it is its parent's
+    assert comm_init_rank(stub.cpu_library, 2, [UniqueId()], 1, None, None, None)
+    assert launch_orders(stub) == []
 
 
 def test_a_field_that_the_library_lacks_is_refused() -> None:

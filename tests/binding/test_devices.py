@@ -58,7 +58,7 @@ for name, call in (
     ("", lambda: pynccl.create_stream(1, priority=99, library=library)),
     ("", lambda: pynccl.create_stream(7, library=library)),
     ("ncclMemAlloc", lambda: pynccl.mem_alloc(4, device=1, library=library)),
-    ("ncclCommInitRank", lambda: pynccl.Communicator.init(1, bytes(128), 0, 1, timeout=None, library=library)),
+    ("ncclCommInitRankConfig", lambda: pynccl.Communicator.init(1, bytes(128), 0, 1, timeout=None, library=library)),
     ("", lambda: pynccl.create_stream(1, library=library).record("no event")),
 ):
     stub.fail(name, 1)
@@ -286,3 +286,24 @@ for call in (lambda: pynccl.create_stream(0, library=library), lambda: pynccl.me
 """,
         str(broken_pair(tmp_path)),
     )
+
+
+def test_what_streams_keep_breaks_no_capture_of_another_stream() -> None:
+    """cuEventQuery is illegal while any stream is captured in CUDA's default mode, unless the thread has relaxed it."""
+    over_driver("""
+make_current(0)
+stream, other = pynccl.create_stream(0, library=library), pynccl.create_stream(0, library=library)
+driver.stub_query(600)
+for one in (stream, other):
+    one.hold(object())
+one = stream = None                              # dropped, with work under way
+driver.stub_capture_elsewhere(1)
+for _ in range(3):
+    other.hold(object())
+assert driver.stub_spoilt() == 0
+assert driver.stub_capture_mode() == 0           # the mode of the thread is what it was
+driver.stub_query(0)
+other.hold(object())
+other.close()
+assert driver.stub_spoilt() == 0
+""")

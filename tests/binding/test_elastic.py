@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -46,6 +47,26 @@ def test_ranks_that_cannot_be_excluded_are_refused(exclude: list[Any], message: 
     with pytest.raises(ValueError, match=message):
         stub.comm(cpu=True).shrink(exclude)
     assert stub.names() == []
+
+
+@pytest.mark.parametrize("version", [(2, 31, 1), (2, 31, 2), (2, 32, 3)])
+@pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_parent_of_an_aborting_shrink_is_aborted_where_its_destroy_would_block(
+    version: tuple[int, ...], aborts: bool, fails: bool
+) -> None:
+    stub = Stub(version)
+    comm = stub.comm(cpu=True)
+    stub.fail("ncclCommShrink", 3 if fails else 0)
+    with pytest.raises(pynccl.NcclInternalError) if fails else contextlib.nullcontext():
+        comm.shrink([0], abort=aborts)
+    stub.clear()
+    comm.destroy()
+    blocks = aborts and version >= (2, 31, 2)
+    called = [name for name in stub.names() if name != POLL]
+    assert called == (["ncclCommAbort"] if blocks else ["ncclCommFinalize", "ncclCommDestroy"])
+    with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed"):
+        comm.barrier()
 
 
 def test_a_failed_shrink_names_the_ranks() -> None:

@@ -17,6 +17,8 @@ from libraries import FAIL, Called, Stub
 import pynccl
 from pynccl import Communicator, NcclInvalidUsage, NcclUnhandledCudaError
 from pynccl.comm import fast_path
+from pynccl.host import HostStream
+from pynccl.interop.streams import Handle
 
 N, RANK = 4, 1  # of the stub's communicator
 OPERATIONS: dict[str, Callable[[Communicator, Any, Any], Any]] = {
@@ -351,6 +353,27 @@ def test_nothing_is_kept_alive_and_nothing_grows_without_end(monkeypatch: pytest
     communicator = weakref.ref(comm)
     del comm, path
     assert communicator() is None  # at once: what it keeps does not refer to it
+
+
+def test_a_kept_call_does_not_keep_what_its_stream_handle_keeps() -> None:
+    class Owner:
+        """The stream, or who keeps the buffers of a collective under way: on a GPU a layer's, or a bucket's."""
+
+        def hold(self, keep: Any) -> None:
+            self.kept = keep
+
+    gone: list[Any] = []
+    comm, stream = Stub().comm(N, RANK, cpu=True), HostStream()
+    for _ in range(3):
+        x = torch.zeros(8)
+        handle = Handle(stream.handle)
+        handle.owner = owner = Owner()
+        comm.all_reduce(x, x, stream=handle)
+        comm.all_reduce(x, torch.zeros(8), stream=handle)
+        gone += [weakref.ref(owner), weakref.ref(x)]
+    del x, handle, owner
+    gc.collect()
+    assert [one() for one in gone] == [None] * len(gone)
 
 
 def test_without_the_guard_everything_goes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:

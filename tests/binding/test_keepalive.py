@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -145,6 +146,7 @@ class Core:
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     monkeypatch.setattr(keepalive, "capturing", lambda core: getattr(core, "captured", False))
+    monkeypatch.setattr(keepalive, "relaxed", contextlib.nullcontext)
     monkeypatch.setattr(keepalive, "_detached", [])
     return Core()
 

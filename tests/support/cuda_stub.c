@@ -6,23 +6,40 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef struct { int device; } context_t;
 typedef struct { context_t *context; } thing_t; /* a stream or an event */
 
-enum { INVALID_VALUE = 1, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500 };
+enum {
+  INVALID_VALUE = 1, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
+  CAPTURE_UNSUPPORTED = 900
+};
 
 static context_t primary[2] = {{0}, {1}};
 static __thread context_t *stack[16];
 static __thread int depth;
 static int query_code, status, queries, made_events, calls, pinned; /* what tests set and read */
+static int elsewhere;
+static volatile int blocked; /* as where the launch queue is full */
+static __thread int capture_mode; /* GLOBAL, THREAD_LOCAL, RELAXED */
+static int gone_code = INVALID_HANDLE, after_end, spoilt; /* a real driver may crash after the end of a stream */
 
 static context_t *current(void) { return depth ? stack[depth - 1] : NULL; }
 static context_t *of(thing_t *stream) { return (size_t)stream > 2 ? stream->context : current(); }
 #define NEEDS_CONTEXT calls++; if (!current()) return INVALID_CONTEXT
+#define MAY_BLOCK while (blocked) usleep(1000)
+#define NEEDS(stream) if ((size_t)(stream) > 2 && !(stream)->context) return after_end++, gone_code
+/* As while any stream of the process is captured in the default mode, as torch does it. */
+#define UNSAFE if (elsewhere && capture_mode != 2) return spoilt++, CAPTURE_UNSUPPORTED
 
 void stub_query(int code) { query_code = code; }
 void stub_capture(int on) { status = on; }
+void stub_capture_elsewhere(int on) { elsewhere = on; }
+void stub_block(int on) { blocked = on; }
+void stub_gone(int code) { gone_code = code; }
+int stub_after_end(void) { return after_end; }
+int stub_spoilt(void) { return spoilt; }
 int stub_queries(void) { return queries; }
 int stub_events(void) { return made_events; }
 int stub_pinned(void) { return pinned; }
@@ -56,16 +73,15 @@ static int make(thing_t **thing) {
 }
 int cuStreamCreateWithPriority(thing_t **stream, unsigned flags, int priority) { return make(stream); }
 int cuStreamCreate(thing_t **stream, unsigned flags) { return make(stream); }
-int cuStreamDestroy_v2(thing_t *stream) { return 0; }
+int cuStreamDestroy_v2(thing_t *stream) { NEEDS(stream); stream->context = NULL; return 0; }
 int cuStreamGetCtx(thing_t *stream, context_t **context) { *context = of(stream); return *context ? 0 : INVALID_CONTEXT; }
 int cuStreamGetDevice(thing_t *stream, int *device) {
   if (!of(stream)) return INVALID_CONTEXT;
   *device = of(stream)->device;
   return 0;
 }
-int cuStreamQuery(thing_t *stream) { NEEDS_CONTEXT; queries++; return query_code; }
+int cuStreamQuery(thing_t *stream) { NEEDS_CONTEXT; NEEDS(stream); UNSAFE; queries++; return query_code; }
 int cuStreamSynchronize(thing_t *stream) { NEEDS_CONTEXT; return 0; }
-static __thread int capture_mode; /* GLOBAL, THREAD_LOCAL, RELAXED */
 int cuThreadExchangeStreamCaptureMode(int *mode) {
   int before = capture_mode;
   capture_mode = *mode;
@@ -73,16 +89,18 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
   return 0;
 }
 int stub_capture_mode(void) { return capture_mode; }
-int cuStreamIsCapturing(thing_t *stream, int *found) { NEEDS_CONTEXT; *found = status; return 0; }
+int cuStreamIsCapturing(thing_t *stream, int *found) { NEEDS_CONTEXT; NEEDS(stream); *found = status; return 0; }
 int cuStreamWaitEvent(thing_t *stream, thing_t *event, unsigned flags) { NEEDS_CONTEXT; return event ? 0 : INVALID_HANDLE; }
 int cuEventCreate(thing_t **event, unsigned flags) { made_events++; return make(event); }
 int cuEventDestroy_v2(thing_t *event) { return 0; }
 int cuEventRecord(thing_t *event, thing_t *stream) {
   NEEDS_CONTEXT;
+  NEEDS(stream);
+  MAY_BLOCK;
   return event->context == of(stream) ? 0 : INVALID_HANDLE;
 }
 int cuEventRecordWithFlags(thing_t *event, thing_t *stream, unsigned flags) { return cuEventRecord(event, stream); }
-int cuEventQuery(thing_t *event) { NEEDS_CONTEXT; return query_code; }
+int cuEventQuery(thing_t *event) { NEEDS_CONTEXT; UNSAFE; MAY_BLOCK; return query_code; }
 int cuEventSynchronize(thing_t *event) { NEEDS_CONTEXT; return 0; }
 int cuEventElapsedTime(float *ms, thing_t *start, thing_t *end) { NEEDS_CONTEXT; *ms = 1; return 0; }
 int cuEventElapsedTime_v2(float *ms, thing_t *start, thing_t *end) { return cuEventElapsedTime(ms, start, end); }
