@@ -92,7 +92,6 @@ class CommOverlap(Shared):
     num_splits      slices
     num_comm_ctas   most thread blocks of a collective (NCCL's maxCTAs)
     priority        of the communication's stream
-    set_sm_margin   leave as many multiprocessors out of the matmuls
     deterministic   sums by exchange, in the order of the ranks
     save_gathered   see `OverlapConfig`; here the backward pass gathers once more, as TransformerEngine's does
     copy_engines    let NCCL >= 2.28 carry what only copies (gathers, exchanges, not sums) on the GPU's copy engines,
@@ -114,7 +113,6 @@ class CommOverlap(Shared):
         num_splits: int = 4,
         num_comm_ctas: int | None = None,
         priority: int = -1,
-        set_sm_margin: bool = False,
         deterministic: bool = False,
         save_gathered: bool = False,
         copy_engines: bool = False,
@@ -125,7 +123,6 @@ class CommOverlap(Shared):
             chunks=num_splits,
             num_comm_ctas=num_comm_ctas,
             priority=priority,
-            set_sm_margin=set_sm_margin,
             deterministic=deterministic,
             save_gathered=save_gathered,
         )
@@ -230,13 +227,12 @@ class CommOverlap(Shared):
         """
         if collective not in COLLECTIVES:
             raise ValueError(f"bulk: collective is {shown(collective)}, expected one of {', '.join(COLLECTIVES)}")
-        comm, limit, margin = limited(self._carrier, self.config, "bulk")
+        comm, limit = limited(self._carrier, self.config, "bulk")
         lanes = Lanes(comm, priority=self.config.priority, config=limit)
         with lanes:
             lanes.comm.wait(lanes.begun)
             lanes.collective(collective, send.detach(), recv.detach(), *args)
-            with margin:
-                yield recv
+            yield recv
 
     def close(self) -> None:
         """Give the buffers back, on every rank, when nothing uses them any more. Twice is harmless."""
@@ -288,7 +284,6 @@ class CommOverlapP2P(CommOverlap):
         aggregate: bool = False,
         num_comm_ctas: int | None = None,
         priority: int = -1,
-        set_sm_margin: bool = False,
         save_gathered: bool = False,
     ) -> None:
         config = OverlapConfig(
@@ -296,7 +291,6 @@ class CommOverlapP2P(CommOverlap):
             aggregate=aggregate,
             num_comm_ctas=num_comm_ctas,
             priority=priority,
-            set_sm_margin=set_sm_margin,
             save_gathered=save_gathered,
         )
 

@@ -121,7 +121,7 @@ class Pass(NamedTuple):
 def opened(options: Options, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
     """The lanes of a pass; serial ones if it was decided not to overlap."""
     workspace = options.workspace or workspace_of(options.comm)
-    comm, limit, margin = limited(workspace.carrier or options.comm, config, decision.method)
+    comm, limit = limited(workspace.carrier or options.comm, config, decision.method)
     overlaps = decision.method != "off"
     lanes = Lanes(
         comm,
@@ -134,7 +134,7 @@ def opened(options: Options, decision: Decision, config: OverlapConfig, like: Te
     cut = Cut(decision.method if overlaps else "bulk", decision.chunks, config.aggregate)
     if config.deterministic and not overlaps:
         cut = Cut("exchange", 1)
-    with workspace.lent(like) as work, margin, lanes:
+    with workspace.lent(like) as work, lanes:
         if work.broken_off:
             lanes.main.wait(lanes.comm.record())
         yield Pass(lanes, work, cut)

@@ -155,7 +155,7 @@ def test_a_communicator_with_fewer_ctas_works_on_the_same_side_stream(caller: Ca
     comm: Any = Comm()
     own = FakeStream("the user's")
     streams.set_side_stream(comm, own)
-    child, _, _ = limits.limited(comm, OverlapConfig("slices", num_comm_ctas=4), "slices")
+    child, _ = limits.limited(comm, OverlapConfig("slices", num_comm_ctas=4), "slices")
     assert child is not comm
     assert streams.side_stream(child) is streams.side_stream(comm)
     assert streams.side_stream(comm).owner is own  # type: ignore[attr-defined]
