@@ -91,7 +91,7 @@ class CommOverlap(Shared):
     dtype           in which it travels: the widest, where sums do so in a reduce_dtype
     num_splits      slices
     num_comm_ctas   most thread blocks of a collective (NCCL's maxCTAs)
-    priority        of the communication's stream
+    priority        of the communication's stream; see `OverlapConfig`
     deterministic   sums by exchange, in the order of the ranks
     save_gathered   see `OverlapConfig`; here the backward pass gathers once more, as TransformerEngine's does
     copy_engines    let NCCL >= 2.28 carry what only copies (gathers, exchanges, not sums) on the GPU's copy engines,

@@ -29,7 +29,7 @@ class OverlapConfig:
     aggregate        "ring" gathers the blocks of two ranks for each matmul
     compute_streams  1 or 2, on which the matmuls of the slices take turns
     num_comm_ctas    most thread blocks (CTAs) that a collective takes from the matmul, as NCCL's maxCTAs
-    priority         of the communication's stream; the lower, the earlier it runs
+    priority         of the communication's stream: below 0 it runs before the matmuls' streams, from 0 on as they do
     deterministic    sums only by "exchange"
     save_gathered    keep what the forward pass has gathered for the weight's gradient; else it is gathered once more
                      in the backward pass, beside the gradient of the input, and the memory is free in between

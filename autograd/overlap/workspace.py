@@ -107,7 +107,7 @@ class Workspace:
             raise
         finally:
             if home is not None:  # which need not be current any more, where slices are handed out
-                self._last = home.record_event()
+                self._last = home.record_event(self._last)
             self._lock.release()
 
     def _begin(self, here: torch.cuda.Stream) -> None:
