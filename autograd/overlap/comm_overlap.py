@@ -163,6 +163,7 @@ class CommOverlap(Shared):
         self._carrier = self.comm
         if copy_engines:
             self._carrier = self._split_off()
+        self._carrier, _ = limited(self._carrier, config, config.method)  # the one whose windows they are to be
         self.workspace = Workspace(self._allocate, fixed=name, carrier=self._carrier)
         for role, rows in rows_of(math.prod(shape[:-1]), self.comm.size).items():
             nbytes = rows * shape[-1] * dtype.itemsize
@@ -174,7 +175,9 @@ class CommOverlap(Shared):
 
     def _split_off(self) -> Communicator:
         """A communicator whose copies go by copy engines; NcclVersionError where NCCL is too old for that."""
-        child = self.comm.split(0, self.comm.rank, CommConfig(cta_policy=CTA_POLICY_ZERO))
+        child = self.comm.split(
+            0, self.comm.rank, CommConfig(cta_policy=CTA_POLICY_ZERO, max_ctas=self.config.num_comm_ctas)
+        )
         assert child is not None
         share_side_streams(self.comm, child)
         self._closing.append(child.destroy)

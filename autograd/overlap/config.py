@@ -28,7 +28,9 @@ class OverlapConfig:
     chunks           slices that the rows are cut into, >= 1; for "slices" and "exchange"
     aggregate        "ring" gathers the blocks of two ranks for each matmul
     compute_streams  1 or 2, on which the matmuls of the slices take turns
-    num_comm_ctas    most thread blocks (CTAs) that a collective takes from the matmul, as NCCL's maxCTAs
+    num_comm_ctas    most thread blocks (CTAs) that a collective takes from the matmul, as NCCL's maxCTAs. Before NCCL
+                     2.31, and of "ring", it needs a communicator of its own, which a layer splits off when it is made,
+                     and a function in its first pass; it ends with the communicator
     priority         of the communication's stream: below 0 it runs before the matmuls' streams, from 0 on as they do
     deterministic    sums only by "exchange"
     save_gathered    keep what the forward pass has gathered for the weight's gradient; else it is gathered once more

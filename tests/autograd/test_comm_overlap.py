@@ -11,6 +11,7 @@ from ranks import RankPool, each_size
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl_autograd import OverlapConfig
 
 ROWS, WIDTH, HIDDEN = 24, 16, 36
 
@@ -53,8 +54,9 @@ def test_a_helper_gathers_and_waits(ranks: RankPool, n: int) -> None:
 def made(comm: Communicator, kind: str) -> Any:
     helper = ad.CommOverlapHelper(comm)
     shape = (ROWS, max(WIDTH, HIDDEN))
-    if kind == "ring":
-        return ad.CommOverlapP2P(helper, shape, torch.float64, aggregate=comm.size > 2)
+    if kind in ("ring", "capped ring"):
+        most = 4 if kind == "capped ring" else None
+        return ad.CommOverlapP2P(helper, shape, torch.float64, aggregate=comm.size > 2, num_comm_ctas=most)
     by_copies = {"copy_engines": kind == "copy engines", "deterministic": kind in ("exchange", "copy engines")}
     return ad.CommOverlap(helper, shape, torch.float64, num_splits=3, **by_copies)
 
@@ -101,6 +103,36 @@ def check_layers(comm: Communicator, kind: str) -> str:
 @pytest.mark.parametrize("kind", ["slices", "ring", "exchange", "copy engines"])
 def test_layers_with_buffers_of_their_own_equal_the_unsharded_ones(ranks: RankPool, n: int, kind: str) -> None:
     assert ranks.run(n, check_layers, kind) == ["window"] * n
+
+
+def capped(comm: Communicator, end: str) -> None:
+    """A child of the ranks' communicator, so that it can end."""
+    parent = comm.split(0, comm.rank)
+    assert parent is not None
+    config = OverlapConfig("ring", num_comm_ctas=4, dgrad=OverlapConfig("ring", num_comm_ctas=2))
+    options: Any = {"sequence_parallel": True, "overlap": config}
+    layers = [ad.RowParallelLinear(WIDTH * comm.size, WIDTH, parent, **options) for _ in range(2)]
+    children = parent.dependents
+    assert [child.config.max_ctas for child in children if child.config] == [
+        4,
+        2,
+    ]  # made with the first layer, and once
+    for layer in layers:
+        layer(torch.ones(comm.size, WIDTH)).sum().backward()
+    with made(parent, "capped ring") as overlap:  # whose windows are those of the communicator that carries
+        assert overlap.workspace.carrier is children[0]
+        overlap.matmul_reduce_scatter(torch.ones(ROWS, WIDTH).double(), torch.ones(HIDDEN, WIDTH).double())
+    assert parent.dependents == children
+    getattr(parent, end)()
+    assert not any(child.alive for child in children)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_communicators_with_fewer_ctas_are_made_with_a_layer_and_end_with_their_parent(
+    ranks: RankPool, end: str
+) -> None:
+    ranks.run(2, capped, end)
 
 
 def too_small(comm: Communicator) -> None:

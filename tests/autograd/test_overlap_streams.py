@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import pynccl
+from pynccl import NcclInvalidUsage
 from pynccl_autograd import OverlapConfig, streams
 from pynccl_autograd.overlap import lanes, limits
 from pynccl_autograd.overlap.lanes import Lanes
@@ -44,6 +45,8 @@ class Comm:
 
     library = SimpleNamespace(is_host=False, version=(2, 28, 0))
     device, rank, size = "cuda:0", 0, 2
+    config: Any = None
+    dependents: tuple[Any, ...] = ()
 
     def split(self, color: int, key: int, config: Any) -> Comm:
         return Comm()
@@ -212,6 +215,16 @@ def test_a_communicator_with_fewer_ctas_works_on_the_same_side_stream(caller: Ca
     assert streams.side_stream(comm).owner is own  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="has used its own side stream"):
         streams.set_side_stream(comm, own)
+
+
+def test_no_communicator_is_split_off_in_a_capture(caller: Caller) -> None:
+    comm: Any = Comm()
+    config = OverlapConfig("slices", num_comm_ctas=4)
+    limits.prepare(comm, config)
+    caller.captures = True
+    assert limits.limited(comm, config, "slices")[0] in comm.dependents
+    with pytest.raises(NcclInvalidUsage, match=r"num_comm_ctas=4 needs a communicator .* run one pass before it"):
+        limits.prepare(Comm(), config)  # type: ignore[arg-type]
 
 
 def buffer_of(work: Workspace) -> Tensor:
