@@ -95,7 +95,8 @@ class CommOverlap(Shared):
     deterministic   sums by exchange, in the order of the ranks
     save_gathered   see `OverlapConfig`; here the backward pass gathers once more, as TransformerEngine's does
     copy_engines    let NCCL >= 2.28 carry what only copies (gathers, exchanges, not sums) on the GPU's copy engines,
-                    which takes no multiprocessor from the matmuls (CTA policy ZERO), on a communicator split off for it
+                    which takes no multiprocessor from the matmuls (CTA policy ZERO), on a communicator split off for
+                    it; NCCL does so with symmetric windows alone, else by kernels
 
     config      what it is as an OverlapConfig
     memory      "window": a symmetric window (NCCL >= 2.27), "registered" (>= 2.19), or "plain": torch's
@@ -168,6 +169,7 @@ class CommOverlap(Shared):
         for role, rows in rows_of(math.prod(shape[:-1]), self.comm.size).items():
             nbytes = rows * shape[-1] * dtype.itemsize
             self.workspace.reserve(role, nbytes, torch.device(self.comm.device))
+        self.workspace.window = self.memory == "window"
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -135,6 +136,9 @@ def opened(options: Options, decision: Decision, config: OverlapConfig, like: Te
     if config.deterministic and not overlaps:
         cut = Cut("exchange", 1)
     with workspace.lent(like) as work, lanes:
+        if observers and options.workspace is not None:
+            said = "in symmetric windows" if work.window and cut.method != "ring" else "not in symmetric windows"
+            lanes.describe(options.owner, replace(decision, reason=f"{decision.reason}; {said}"))
         if work.broken_off:
             lanes.main.wait(lanes.comm.record())
         yield Pass(lanes, work, cut)

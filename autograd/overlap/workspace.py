@@ -44,6 +44,7 @@ class Workspace:
         self.broken_off = False  # the last operation: what it has launched may still be using the buffers
         self._buffers: dict[str, Tensor] = {}
         self._reserved: set[str] = set()
+        self.window = False  # whether what is reserved is in symmetric windows of the carrier
         self._lock = threading.Lock()
         self._home: object = None  # the stream of the last operation
         self._last: torch.cuda.Event | None = None  # its end
