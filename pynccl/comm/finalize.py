@@ -66,7 +66,6 @@ class Finalize(Comm):
     """The methods of a communicator that end it, and its use in a `with` statement."""
 
     _finalized = False
-    dependents: tuple[Finalize, ...] = ()  # end with this one: destroyed before it, in their order, or aborted
 
     def finalize(self) -> None:
         """Flush what is in flight; afterwards only destroy() is left to do."""
