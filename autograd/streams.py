@@ -182,7 +182,9 @@ _sides: weakref.WeakKeyDictionary[Communicator, dict[int, SideStream]] = weakref
 
 
 def side_stream(comm: Communicator, priority: int = HIGH) -> SideStream:
-    """The communicator's side stream of a priority; made on first use, and once."""
+    """The communicator's side stream of a priority; made on first use, and once. Below 0 they are one, and from 0 on:
+    a process has 8 queues to a GPU, and streams that share one wait for each other."""
+    priority = HIGH if priority < 0 else 0
     sides = _sides.setdefault(comm, {})
     side = sides.get(priority)
     if side is None:
@@ -211,4 +213,4 @@ def set_side_stream(comm: Communicator, stream: Any) -> None:
         side: SideStream = _HostSide(comm, stream)
     else:
         side = _CudaSide(comm, stream)
-    _sides.setdefault(comm, {})[HIGH] = side
+    _sides.setdefault(comm, {}).update({HIGH: side, 0: side})

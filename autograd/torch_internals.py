@@ -314,21 +314,3 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | No
     """Where the module keeps its parameters: the dict itself. Without: one of those that it has now."""
     found: Any = module.__dict__.get("_parameters")
     return dict(module.named_parameters(recurse=False)) if found is None else found
-
-
-# Matmuls on GPUs.
-
-# How many multiprocessors matmuls leave free, and the setting of it. Without: they leave none.
-_get_carveout = _find("torch._C._get_sm_carveout_experimental", lambda: None)
-_set_carveout = _find("torch._C._set_sm_carveout_experimental", lambda count: None)
-
-
-@contextlib.contextmanager
-def sm_carveout(count: int) -> Iterator[None]:
-    """Matmuls that are issued in the block leave `count` multiprocessors of the GPU to others."""
-    before = _get_carveout()
-    _set_carveout(count)
-    try:
-        yield
-    finally:
-        _set_carveout(before)

@@ -65,11 +65,10 @@ class Bucket:
         if there:
             copy_all([view for view, _ in there], [grad for _, grad in there])
         if len(self.marks):
-            has = [grad is not None for grad in grads]
-            if all(has):
-                self.marks.fill_(1)
-            else:
-                self.marks.copy_(torch.tensor(has))
+            self.marks.fill_(1)
+            for mark, grad in zip(self.marks, grads, strict=True):
+                if grad is None:  # written there: a copy from the CPU waits for the GPU, and breaks a capture
+                    mark.zero_()
 
     def let_go(self) -> None:
         """No gradient is a view of `flat` any more."""

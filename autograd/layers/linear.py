@@ -21,6 +21,7 @@ from ..arguments import as_int, check_call, check_comm, check_dim
 from ..ops.all_gather import all_gather
 from ..overlap.ag_matmul import all_gather_matmul
 from ..overlap.config import Overlap, as_config
+from ..overlap.limits import prepare
 from ..overlap.matmul_ar import matmul_all_reduce
 from ..overlap.matmul_rs import matmul_reduce_scatter
 from ..overlap.replicated_matmul import copy_matmul
@@ -74,6 +75,8 @@ class _ParallelLinear(Sharded):
         self.comm, self.sequence_parallel, self.seq_dim = comm, sequence_parallel, seq_dim
         config = as_config(type(self).__name__, overlap, self.kind)
         self.overlap: Overlap = config if attribute(overlap, "workspace") is None else overlap
+        if self.overlap is config:
+            prepare(comm, config)
         self.reduce_dtype, self.grad_accumulation_fusion = reduce_dtype, grad_accumulation_fusion
         shape = [out_features, in_features]
         shape[self.dim] //= comm.size

@@ -20,7 +20,7 @@ from ..torch_internals import reshaped
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap, as_config
-from .gathering import gather, keep
+from .gathering import from_window, gather, keep
 from .lanes import Lane
 from .matmul import linear_into, linear_plus, linear_rows, sum_rows
 from .passes import (
@@ -187,7 +187,7 @@ def _on_lanes(
             nonlocal arrived
             if own is not None and whole is not None:  # on every rank, whether or not it needs its weight's gradient
                 lanes.comm.wait(lanes.begun)
-                lanes.collective("all_gather", own, whole)
+                lanes.collective("all_gather", from_window(lanes, work, own, whole), whole)
                 arrived = lanes.comm.record()
 
         def multiply(lane: Lane, ranks: slice, at: slice, into: Tensor) -> None:

@@ -91,12 +91,12 @@ class CommOverlap(Shared):
     dtype           in which it travels: the widest, where sums do so in a reduce_dtype
     num_splits      slices
     num_comm_ctas   most thread blocks of a collective (NCCL's maxCTAs)
-    priority        of the communication's stream
-    set_sm_margin   leave as many multiprocessors out of the matmuls
+    priority        of the communication's stream; see `OverlapConfig`
     deterministic   sums by exchange, in the order of the ranks
     save_gathered   see `OverlapConfig`; here the backward pass gathers once more, as TransformerEngine's does
     copy_engines    let NCCL >= 2.28 carry what only copies (gathers, exchanges, not sums) on the GPU's copy engines,
-                    which takes no multiprocessor from the matmuls (CTA policy ZERO), on a communicator split off for it
+                    which takes no multiprocessor from the matmuls (CTA policy ZERO), on a communicator split off for
+                    it; NCCL does so with symmetric windows alone, else by kernels
 
     config      what it is as an OverlapConfig
     memory      "window": a symmetric window (NCCL >= 2.27), "registered" (>= 2.19), or "plain": torch's
@@ -114,7 +114,6 @@ class CommOverlap(Shared):
         num_splits: int = 4,
         num_comm_ctas: int | None = None,
         priority: int = -1,
-        set_sm_margin: bool = False,
         deterministic: bool = False,
         save_gathered: bool = False,
         copy_engines: bool = False,
@@ -125,7 +124,6 @@ class CommOverlap(Shared):
             chunks=num_splits,
             num_comm_ctas=num_comm_ctas,
             priority=priority,
-            set_sm_margin=set_sm_margin,
             deterministic=deterministic,
             save_gathered=save_gathered,
         )
@@ -166,10 +164,12 @@ class CommOverlap(Shared):
         self._carrier = self.comm
         if copy_engines:
             self._carrier = self._split_off()
+        self._carrier, _ = limited(self._carrier, config, config.method)  # the one whose windows they are to be
         self.workspace = Workspace(self._allocate, fixed=name, carrier=self._carrier)
         for role, rows in rows_of(math.prod(shape[:-1]), self.comm.size).items():
             nbytes = rows * shape[-1] * dtype.itemsize
             self.workspace.reserve(role, nbytes, torch.device(self.comm.device))
+        self.workspace.window = self.memory == "window"
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +177,9 @@ class CommOverlap(Shared):
 
     def _split_off(self) -> Communicator:
         """A communicator whose copies go by copy engines; NcclVersionError where NCCL is too old for that."""
-        child = self.comm.split(0, self.comm.rank, CommConfig(cta_policy=CTA_POLICY_ZERO))
+        child = self.comm.split(
+            0, self.comm.rank, CommConfig(cta_policy=CTA_POLICY_ZERO, max_ctas=self.config.num_comm_ctas)
+        )
         assert child is not None
         share_side_streams(self.comm, child)
         self._closing.append(child.destroy)
@@ -230,13 +232,12 @@ class CommOverlap(Shared):
         """
         if collective not in COLLECTIVES:
             raise ValueError(f"bulk: collective is {shown(collective)}, expected one of {', '.join(COLLECTIVES)}")
-        comm, limit, margin = limited(self._carrier, self.config, "bulk")
+        comm, limit = limited(self._carrier, self.config, "bulk")
         lanes = Lanes(comm, priority=self.config.priority, config=limit)
         with lanes:
             lanes.comm.wait(lanes.begun)
             lanes.collective(collective, send.detach(), recv.detach(), *args)
-            with margin:
-                yield recv
+            yield recv
 
     def close(self) -> None:
         """Give the buffers back, on every rank, when nothing uses them any more. Twice is harmless."""
@@ -288,7 +289,6 @@ class CommOverlapP2P(CommOverlap):
         aggregate: bool = False,
         num_comm_ctas: int | None = None,
         priority: int = -1,
-        set_sm_margin: bool = False,
         save_gathered: bool = False,
     ) -> None:
         config = OverlapConfig(
@@ -296,7 +296,6 @@ class CommOverlapP2P(CommOverlap):
             aggregate=aggregate,
             num_comm_ctas=num_comm_ctas,
             priority=priority,
-            set_sm_margin=set_sm_margin,
             save_gathered=save_gathered,
         )
 

@@ -28,9 +28,10 @@ class OverlapConfig:
     chunks           slices that the rows are cut into, >= 1; for "slices" and "exchange"
     aggregate        "ring" gathers the blocks of two ranks for each matmul
     compute_streams  1 or 2, on which the matmuls of the slices take turns
-    num_comm_ctas    most thread blocks (CTAs) that a collective takes from the matmul, as NCCL's maxCTAs
-    set_sm_margin    leave as many multiprocessors out of the matmuls
-    priority         of the communication's stream; the lower, the earlier it runs
+    num_comm_ctas    most thread blocks (CTAs) that a collective takes from the matmul, as NCCL's maxCTAs. Before NCCL
+                     2.31, and of "ring", it needs a communicator of its own, which a layer splits off when it is made,
+                     and a function in its first pass; it ends with the communicator
+    priority         of the communication's stream: below 0 it runs before the matmuls' streams, from 0 on as they do
     deterministic    sums only by "exchange"
     save_gathered    keep what the forward pass has gathered for the weight's gradient; else it is gathered once more
                      in the backward pass, beside the gradient of the input, and the memory is free in between
@@ -44,7 +45,6 @@ class OverlapConfig:
     aggregate: bool = False
     compute_streams: int | None = None
     num_comm_ctas: int | None = None
-    set_sm_margin: bool = False
     priority: int = -1
     deterministic: bool = False
     save_gathered: bool = True
@@ -58,7 +58,7 @@ class OverlapConfig:
             if value is not None and not (type(value) is int and value >= 1 and (most is None or value <= most)):
                 upto = f" and <= {most}" if most else ""
                 raise ValueError(f"OverlapConfig: {name} is {shown(value)}, expected an integer >= 1{upto}, or None")
-        for name in ("aggregate", "set_sm_margin", "deterministic", "save_gathered"):
+        for name in ("aggregate", "deterministic", "save_gathered"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"OverlapConfig: {name} is {shown(getattr(self, name))}, expected True or False")
         if type(self.priority) is not int:
@@ -122,18 +122,19 @@ def as_config(owner: str, overlap: Any, kind: str) -> OverlapConfig:
 # TransformerEngine's defaults. Its layers qkv and fc1 are column-parallel, proj and fc2 row-parallel.
 _LAYERS = {"column": ("qkv", "fc1"), "row": ("proj", "fc2")}
 _PASSES = ("fprop", "dgrad", "wgrad")
-_RING = {"method": "ring_exchange", "num_sm": 1, "set_sm_margin": False}
-_PIPELINE = {"method": "pipeline", "num_sm": 16, "set_sm_margin": True, "num_splits": 4}
-_BULK = {"method": "bulk", "num_sm": 16, "set_sm_margin": True}
+_RING = {"method": "ring_exchange", "num_sm": 1}
+_PIPELINE = {"method": "pipeline", "num_sm": 16, "num_splits": 4}
+_BULK = {"method": "bulk", "num_sm": 16}
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "column": {"fprop": _RING, "dgrad": _BULK, "wgrad": _BULK},
     "row": {"fprop": _PIPELINE, "dgrad": _RING},
 }
-_KEYS = ("method", "num_splits", "num_sm", "set_sm_margin", "aggregate", "comm_priority")
+_KEYS = ("method", "num_splits", "num_sm", "aggregate", "comm_priority")
 # Of its own kernels and number formats, which have no meaning here: accepted, so that a configuration can be shared.
+# set_sm_margin: torch's matmuls go through cublasGemmEx, which takes no number of multiprocessors.
 _IGNORED = (
     "is_reduce_scatter", "cga_size", "gemm_priority", "use_ce", "fp8_buf", "atomic_gemm",
-    "pipeline_rs_overlap_first_gemm",
+    "pipeline_rs_overlap_first_gemm", "set_sm_margin",
 )  # fmt: skip
 
 
@@ -194,7 +195,6 @@ def _one(owner: str, keys: Mapping[str, Any]) -> OverlapConfig:
             method=method,
             chunks=keys.get("num_splits") if method == "slices" else None,
             num_comm_ctas=keys.get("num_sm") or None,
-            set_sm_margin=bool(keys.get("set_sm_margin", False)),
             aggregate=bool(keys.get("aggregate", False)),
             priority=keys.get("comm_priority", -1),
         )

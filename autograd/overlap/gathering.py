@@ -58,9 +58,19 @@ def gather(lanes: Lanes, work: Workspace, x: Tensor, cut: Cut, whole: Tensor | N
     if cut.method == "ring":
         return _around_the_ring(lanes, work, x, cut, whole)
     chunks = bounds(len(x), 1 if cut.method == "bulk" else cut.chunks)
-    if len(chunks) == 1:
+    if len(chunks) == 1 and (whole is None or not work.window):
         return _at_once(lanes, work, x, whole)
     return _by_slices(lanes, work, x, chunks, whole)
+
+
+def from_window(lanes: Lanes, work: Workspace, x: Tensor, gathered: Tensor) -> Tensor:
+    """What an all-gather of x [m, k] into gathered [N, m, k] is to send: x; of a window x copied to its place there.
+    NCCL's symmetric kernels and copy engines take a call only if both of its buffers are in windows."""
+    if not work.window:
+        return x
+    place = gathered[lanes.nccl.rank]
+    lanes.comm.run(copy, x, out=place)
+    return place
 
 
 def _own(lanes: Lanes, x: Tensor) -> Piece:
@@ -78,7 +88,7 @@ def _others(lanes: Lanes, rows: Tensor, at: slice) -> list[Block]:
 def _at_once(lanes: Lanes, work: Workspace, x: Tensor, whole: Tensor | None) -> list[Piece]:
     if whole is None:
         whole = work.empty("gathered", (lanes.nccl.size, *x.shape), x)
-    lanes.collective("all_gather", x, whole)
+    lanes.collective("all_gather", from_window(lanes, work, x, whole), whole)
     return [_own(lanes, x), Piece(lanes.comm.record(), _others(lanes, whole, slice(0, len(x))))]
 
 
@@ -91,8 +101,9 @@ def _by_slices(lanes: Lanes, work: Workspace, x: Tensor, chunks: list[slice], wh
         lanes.main.run(copy, x, out=whole[lanes.nccl.rank])
     for at in chunks:
         rows = arrivals[size * at.start : size * at.stop]
-        lanes.collective("all_gather", x[at], rows)
-        blocks = _others(lanes, rows.unflatten(0, (size, -1)), at)
+        by_rank = rows.unflatten(0, (size, -1))
+        lanes.collective("all_gather", from_window(lanes, work, x[at], by_rank), rows)
+        blocks = _others(lanes, by_rank, at)
         pieces.append(Piece(lanes.comm.record(), blocks))
     return pieces
 

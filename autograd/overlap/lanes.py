@@ -199,7 +199,7 @@ class _CudaLane(Lane):
             work()
 
     def _record(self) -> Any:
-        return self.stream.record_event()
+        return self.stream.record_event(self.lanes.new_event())
 
     def _wait(self, event: Any) -> None:
         self.stream.wait_event(event)
@@ -256,6 +256,7 @@ class Lanes:
         self.nccl, self.config = comm, config
         self.observers = tuple(observers)
         self._kept: list[Any] = []
+        self._events: list[Any] = []
         self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority, serial)
         self._turn = 0
         self.owner: Any = None
@@ -283,6 +284,8 @@ class Lanes:
         for observer in self.observers:
             observer.closed(self)
         self._kept.clear()
+        _spare(self.nccl).extend(self._events)  # nobody waits for them any more
+        self._events.clear()
 
     def compute(self, after: Point | None = None) -> Lane:
         """The lane of the next piece of a matmul, which starts after the point: they take turns."""
@@ -333,6 +336,12 @@ class Lanes:
         """Keep what was enqueued until the caller has waited for it."""
         self._kept.append(keep)
 
+    def new_event(self) -> Any:
+        """One of CUDA, of the communicator's device; of an operation that has ended, if there is one."""
+        spare = _spare(self.nccl)
+        self._events.append(spare.pop() if spare else torch.cuda.Event())
+        return self._events[-1]
+
 
 def make_lanes(
     lanes: Lanes, comm: Communicator, compute_streams: int, priority: int, serial: bool
@@ -348,19 +357,28 @@ def make_lanes(
         return main, main, [main]
     computing: list[Lane] = [main]
     if compute_streams > 1:
-        computing.append(_CudaLane("second", lanes, _second_stream(comm, side.device)))
+        computing.append(_CudaLane("second", lanes, _second_stream(side.device, current)))
     return main, _CudaLane("comm", lanes, side.stream), computing
 
 
 maker = make_lanes  # which tests replace
-_seconds: weakref.WeakKeyDictionary[Communicator, dict[bool, Any]] = weakref.WeakKeyDictionary()
+_seconds: dict[tuple[torch.device, int | None], Any] = {}
+_spares: weakref.WeakKeyDictionary[Communicator, list[Any]] = weakref.WeakKeyDictionary()
 
 
-def _second_stream(comm: Communicator, device: torch.device) -> Any:
-    """The communicator's second stream for matmuls; made once. What is captured into a CUDA graph has another one:
-    the graph keeps cuBLAS's workspace of the stream, and may run beside what is issued later."""
-    made = _seconds.setdefault(comm, {})
-    captured = is_capturing(device)
-    if captured not in made:
-        made[captured] = torch.cuda.Stream(device)
-    return made[captured]
+def _second_stream(device: torch.device, main: Any) -> Any:
+    """The GPU's second stream for matmuls; made once, for all communicators: a process has 8 queues to a GPU. What is
+    captured into a CUDA graph has another one for each stream that captures: a graph keeps cuBLAS's workspace of its
+    streams, and may run beside other graphs and beside what is issued later."""
+    key = device, main.cuda_stream if is_capturing(device) else None
+    if key not in _seconds:
+        _seconds[key] = torch.cuda.Stream(device)
+    return _seconds[key]
+
+
+def _spare(comm: Communicator) -> list[Any]:
+    """Events of operations that have ended."""
+    found = _spares.get(comm)
+    if found is None:
+        found = _spares[comm] = []
+    return found

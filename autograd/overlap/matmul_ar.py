@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -102,8 +101,8 @@ def matmul_all_reduce(
         x, w, bias = cast
         decision = decided(options, name, rows, w, config)
         if decision.method != "off":
-            if hand_off:  # what the caller does between the slices has the whole GPU
-                flight, options = _Flight(), options._replace(config=replace(config, set_sm_margin=False))
+            if hand_off:
+                flight = _Flight()
                 return Slices(MatmulAllReduce.apply(require_grad(x), w, bias, options, decision, flight), flight)
             (y,) = MatmulAllReduce.apply(require_grad(x), w, bias, options, decision, None)
             return y

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -121,7 +122,7 @@ class Pass(NamedTuple):
 def opened(options: Options, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
     """The lanes of a pass; serial ones if it was decided not to overlap."""
     workspace = options.workspace or workspace_of(options.comm)
-    comm, limit, margin = limited(workspace.carrier or options.comm, config, decision.method)
+    comm, limit = limited(workspace.carrier or options.comm, config, decision.method)
     overlaps = decision.method != "off"
     lanes = Lanes(
         comm,
@@ -134,7 +135,10 @@ def opened(options: Options, decision: Decision, config: OverlapConfig, like: Te
     cut = Cut(decision.method if overlaps else "bulk", decision.chunks, config.aggregate)
     if config.deterministic and not overlaps:
         cut = Cut("exchange", 1)
-    with workspace.lent(like) as work, margin, lanes:
+    with workspace.lent(like) as work, lanes:
+        if observers and options.workspace is not None:
+            said = "in symmetric windows" if work.window and cut.method != "ring" else "not in symmetric windows"
+            lanes.describe(options.owner, replace(decision, reason=f"{decision.reason}; {said}"))
         if work.broken_off:
             lanes.main.wait(lanes.comm.record())
         yield Pass(lanes, work, cut)

@@ -75,7 +75,8 @@ def _scatter_by_slices(
     lanes, size = sums.lanes, sums.lanes.nccl.size
     partial = sums.buffer("partial", size * len(sums.out))
     received = sums.buffer("received", size * len(sums.out)) if exchange else partial
-    total = sums.out if exchange else sums.total()
+    window = sums.work.window  # then a call's result arrives in one too, in place: see from_window
+    total = sums.out if exchange or window else sums.total()
     begin()
     for at in chunks:
         here = slice(size * at.start, size * at.stop)
@@ -88,9 +89,10 @@ def _scatter_by_slices(
             lanes.collective("all_to_all", sent, parts)
             lanes.comm.run(sum_in_order, parts, out=total[at])
         else:
-            lanes.collective("reduce_scatter", sent, total[at])
-            if sums.converts:
-                lanes.comm.run(copy, total[at], out=sums.out[at])
+            summed = sent[lanes.nccl.rank] if window else total[at]
+            lanes.collective("reduce_scatter", sent, summed)
+            if window or sums.converts:
+                lanes.comm.run(copy, summed, out=sums.out[at])
 
 
 def _scatter_around_the_ring(
@@ -137,13 +139,14 @@ def all_reduce(sums: Sums, cut: Cut, multiply: Multiply, there: Callable[[slice]
     if cut.method == "exchange":
         _reduce_by_exchange(sums, chunks, multiply, there)
         return
-    lanes, total = sums.lanes, sums.total()
+    lanes, window = sums.lanes, sums.work.window
+    total = sums.buffer("partial", len(sums.out)) if window else sums.total()
     for at in chunks:
         lane = lanes.compute()
         multiply(lane, slice(0, 1), at, total[at][None])
         lanes.comm.wait(lane.record())
         lanes.collective("all_reduce", total[at], total[at])
-        if sums.converts:
+        if window or sums.converts:
             lanes.comm.run(copy, total[at], out=sums.out[at])
         there(at)
 
@@ -156,8 +159,9 @@ def _reduce_by_exchange(sums: Sums, chunks: list[slice], multiply: Multiply, the
     partial = sums.buffer("partial", size * sum(shares))
     received = sums.buffer("received", size * sum(shares))
     own = sums.work.empty("total", (sum(shares), sums.out.shape[1]), sums.out, sums.out.dtype)
-    uneven = [share for at, share in zip(chunks, shares, strict=True) if at.stop - at.start < size * share]
-    gathered = sums.work.empty("gathered", (size * max(uneven, default=0), sums.out.shape[1]), sums.out)
+    window = sums.work.window
+    apart = [share for at, share in zip(chunks, shares, strict=True) if window or at.stop - at.start < size * share]
+    gathered = sums.work.empty("gathered", (size * max(apart, default=0), sums.out.shape[1]), sums.out)
     done = 0
     for at, share in zip(chunks, shares, strict=True):
         here, rows = slice(size * done, size * (done + share)), at.stop - at.start
@@ -168,7 +172,7 @@ def _reduce_by_exchange(sums: Sums, chunks: list[slice], multiply: Multiply, the
         lanes.collective("all_to_all", sent, parts)
         mine = own[done : done + share]
         lanes.comm.run(sum_in_order, parts, out=mine)
-        if rows == size * share:
+        if rows == size * share and not window:
             lanes.collective("all_gather", mine, sums.out[at])
         else:
             whole = gathered[: size * share]

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from pynccl.bindings.values import attribute
+
+from .config import as_config
 from .lanes import observed
 from .planner import Decision
 from .trace import Operation, Trace
@@ -50,7 +53,9 @@ class Report(Trace):
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         super().__init__()
-        self._named = {id(module): name or "model" for name, module in model.named_modules()} if model else {}
+        named = dict(model.named_modules()) if model else {}
+        self._named = {id(module): name or "model" for name, module in named.items()}
+        self._overlapping = [name or "model" for name, module in named.items() if _may_overlap(module)]
         self._owners: list[Any] = []  # kept, so that no number is given twice
         self._declined: dict[tuple[str, str], list[Decision]] = {}
 
@@ -83,13 +88,17 @@ class Report(Trace):
 
     def __str__(self) -> str:
         rows = self.rows()
+        unseen = [f"  {name}: {_UNSEEN}" for name in self._overlapping if name not in {row.layer for row in rows}]
         if not rows:
-            return "overlap: no layer with overlap ran"
+            return "\n".join(["overlap: no layer with overlap ran", *unseen])
         table = [_HEADINGS, *(_cells(row) for row in rows)]
         widths = [max(len(line[at]) for line in table) for at in range(len(_HEADINGS))]
         lines = [_line(line, widths) for line in table]
         whys = dict.fromkeys(f"  {row.layer}, {row.what}: {row.decision.reason}" for row in rows)
-        return "\n".join([*lines, *whys])
+        return "\n".join([*lines, *whys, *unseen])
+
+
+_UNSEEN = "nothing that could overlap was seen: not called, no backward pass, or compiled (torch.compile drops overlap)"
 
 
 _HEADINGS = ("layer", "pass", "chosen", "calls", "comm us", "mm us", "wall us", "exposed us", "efficiency")
@@ -124,6 +133,15 @@ def _off(owner: str, pattern: str, decisions: Sequence[Decision]) -> Row:
     return Row(owner, _what(pattern), pattern, decisions[-1], len(decisions), nan, nan, nan, nan, nan)
 
 
+def _may_overlap(module: torch.nn.Module) -> bool:
+    """Whether it is a layer that overlaps when it is called by itself."""
+    kind, comm = (attribute(module, name) for name in ("kind", "comm"))
+    if kind not in ("column", "row") or attribute(comm, "size") == 1 or attribute(module, "gather_input") is False:
+        return False
+    config = as_config("report", module.overlap, kind)
+    return not config.method == config.backward.method == "off"
+
+
 @contextlib.contextmanager
 def report(model: torch.nn.Module | None = None) -> Iterator[Report]:
     """What overlap does in the block, of all layers of this process.
@@ -133,7 +151,9 @@ def report(model: torch.nn.Module | None = None) -> Iterator[Report]:
                 train_step(model)
         print(report)
 
-    model  gives the layers their names. The marks cost some microseconds a piece; medians over the calls are shown."""
+    model  gives the layers their names, and tells those that were not seen: torch.compile takes the way without
+           overlap, of which nothing is in the report. The marks cost some microseconds a piece; medians over the
+           calls are shown."""
     found = Report(model)
     with observed(found):
         yield found

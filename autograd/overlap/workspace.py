@@ -44,6 +44,7 @@ class Workspace:
         self.broken_off = False  # the last operation: what it has launched may still be using the buffers
         self._buffers: dict[str, Tensor] = {}
         self._reserved: set[str] = set()
+        self.window = False  # whether what is reserved is in symmetric windows of the carrier
         self._lock = threading.Lock()
         self._home: object = None  # the stream of the last operation
         self._last: torch.cuda.Event | None = None  # its end
@@ -107,7 +108,7 @@ class Workspace:
             raise
         finally:
             if home is not None:  # which need not be current any more, where slices are handed out
-                self._last = home.record_event()
+                self._last = home.record_event(self._last)
             self._lock.release()
 
     def _begin(self, here: torch.cuda.Stream) -> None:

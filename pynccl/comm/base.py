@@ -91,6 +91,7 @@ class Comm(Shared):
         self._ordinal = CPU if library.is_host else self.device_index
         self.device = device_name(self._ordinal)
         self._check = check_is_on()
+        self.dependents: tuple[Any, ...] = ()  # communicators that are destroyed before this one, or aborted with it
         self._end = ""  # how it ended, for messages
         self._late = ""  # why the watchdog has aborted it, if it has
         self._scratch: Scratch | None = None

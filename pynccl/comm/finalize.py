@@ -92,6 +92,8 @@ class Finalize(Comm):
             self.abort()
             self._end = "destroyed"
             return
+        for dependent in self.dependents:
+            dependent.destroy()
         what = f"ncclCommDestroy on rank {self.rank} of {self.size}"
         if not self.lock.acquire(timeout=-1 if self.timeout is None else self.timeout):
             raise NcclTimeout(f"{what}: a call of another thread has not returned for {self.timeout:g} s; abort() it")
@@ -201,7 +203,7 @@ def abort(comms: Iterable[Finalize], timeout: float = ABORT_SECONDS) -> None:
     """
     limit = seconds(timeout)
     by_library: dict[Library, list[Released]] = {}
-    for comm in _communicators(comms):
+    for comm in [one for given in _communicators(comms) for one in (*given.dependents, given)]:
         released = comm._release_handle("aborted")
         if released is not None:
             by_library.setdefault(comm.library, []).append(released)

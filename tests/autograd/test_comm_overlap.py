@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from ranks import RankPool, each_size
+from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl_autograd import OverlapConfig
+from pynccl_autograd.overlap.comm_overlap import COLLECTIVES
+from pynccl_autograd.overlap.lanes import Lane, Observer, observed
+from pynccl_autograd.testing import Schedule, deferred_lanes, races
 
 ROWS, WIDTH, HIDDEN = 24, 16, 36
 
@@ -53,8 +59,9 @@ def test_a_helper_gathers_and_waits(ranks: RankPool, n: int) -> None:
 def made(comm: Communicator, kind: str) -> Any:
     helper = ad.CommOverlapHelper(comm)
     shape = (ROWS, max(WIDTH, HIDDEN))
-    if kind == "ring":
-        return ad.CommOverlapP2P(helper, shape, torch.float64, aggregate=comm.size > 2)
+    if kind in ("ring", "capped ring"):
+        most = 4 if kind == "capped ring" else None
+        return ad.CommOverlapP2P(helper, shape, torch.float64, aggregate=comm.size > 2, num_comm_ctas=most)
     by_copies = {"copy_engines": kind == "copy engines", "deterministic": kind in ("exchange", "copy engines")}
     return ad.CommOverlap(helper, shape, torch.float64, num_splits=3, **by_copies)
 
@@ -101,6 +108,78 @@ def check_layers(comm: Communicator, kind: str) -> str:
 @pytest.mark.parametrize("kind", ["slices", "ring", "exchange", "copy engines"])
 def test_layers_with_buffers_of_their_own_equal_the_unsharded_ones(ranks: RankPool, n: int, kind: str) -> None:
     assert ranks.run(n, check_layers, kind) == ["window"] * n
+
+
+class Calls(Observer):
+    """Collectives whose buffers are not both in some memory."""
+
+    def __init__(self, memory: Iterable[Tensor]) -> None:
+        self._storages = {buffer.untyped_storage().data_ptr() for buffer in memory}
+        self.all = 0
+        self.outside: list[str] = []
+
+    def ran(self, lane: Lane, name: str, reads: Any, writes: Any, begin: Any, end: Any) -> None:
+        if name in COLLECTIVES:
+            self.all += 1
+            if any(t.untyped_storage().data_ptr() not in self._storages for t in (*reads, *writes)):
+                self.outside.append(name)
+
+
+def in_windows(comm: Communicator, deterministic: bool, save_gathered: bool) -> tuple[int, list[str], list[str], str]:
+    helper, shape = ad.CommOverlapHelper(comm), (ROWS, HIDDEN)
+    overlap = ad.CommOverlap(
+        helper, shape, torch.float64, num_splits=3, deterministic=deterministic, save_gathered=save_gathered
+    )
+    calls = Calls(overlap.workspace._buffers.values())
+    with observed(calls), ad.overlap.report() as report, deferred_lanes(), Schedule() as schedule:
+        for sequence_parallel in (True, False):
+            options: Any = {"sequence_parallel": sequence_parallel, "dtype": torch.float64, "overlap": overlap}
+            column = ad.ColumnParallelLinear(12, HIDDEN, comm, **options)
+            row = ad.RowParallelLinear(HIDDEN, 12, comm, **options)
+            x = torch.randn(ROWS // comm.size if sequence_parallel else ROWS, 12, dtype=torch.float64)
+            row(column(x)).sum().backward()
+    overlap.close()
+    return calls.all, calls.outside, [text for log in schedule.logs for text in races(log)], str(report)
+
+
+@each_size
+@pytest.mark.parametrize("save_gathered", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_collectives_send_from_windows_into_windows(
+    ranks: RankPool, n: int, deterministic: bool, save_gathered: bool
+) -> None:
+    """Of one buffer elsewhere NCCL uses neither symmetric kernels nor copy engines."""
+    for calls, outside, found, text in ranks.run(n, in_windows, deterministic, save_gathered):
+        assert calls >= 18 and not outside and not found
+        assert text.count("; in symmetric windows") == 6 and "not in symmetric" not in text
+
+
+def capped(comm: Communicator, end: str) -> None:
+    """A child of the ranks' communicator, so that it can end."""
+    parent = comm.split(0, comm.rank)
+    assert parent is not None
+    config = OverlapConfig("ring", num_comm_ctas=4, dgrad=OverlapConfig("ring", num_comm_ctas=2))
+    options: Any = {"sequence_parallel": True, "overlap": config}
+    layers = [ad.RowParallelLinear(WIDTH * comm.size, WIDTH, parent, **options) for _ in range(2)]
+    children = parent.dependents
+    caps = [child.config.max_ctas for child in children if child.config]
+    assert caps == [4, 2]  # made with the first layer, and once
+    for layer in layers:
+        layer(torch.ones(comm.size, WIDTH)).sum().backward()
+    with made(parent, "capped ring") as overlap:  # whose windows are those of the communicator that carries
+        assert overlap.workspace.carrier is children[0]
+        overlap.matmul_reduce_scatter(torch.ones(ROWS, WIDTH).double(), torch.ones(HIDDEN, WIDTH).double())
+    assert parent.dependents == children
+    getattr(parent, end)()
+    assert not any(child.alive for child in children)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_communicators_with_fewer_ctas_are_made_with_a_layer_and_end_with_their_parent(
+    ranks: RankPool, end: str
+) -> None:
+    ranks.run(2, capped, end)
 
 
 def too_small(comm: Communicator) -> None:

@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.interop.streams import Handle
-from pynccl_autograd.layers.buckets import cut_into_buckets
+from pynccl_autograd.layers.buckets import Bucket, cut_into_buckets
 from pynccl_autograd.streams import side_stream
+from pynccl_autograd.torch_internals import DispatchMode
 
 WIDTH, ROWS = 10, 6
 
@@ -308,6 +309,36 @@ def views(comm: Communicator) -> None:
 
 def test_gradients_stay_views_of_the_buckets(ranks: RankPool) -> None:
     ranks.run(2, views)
+
+
+class OneDevice(DispatchMode):
+    """Refuses what reads the CPU and writes to another device: a copy that waits for the GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        devices = {t.device.type for t in args if isinstance(t, Tensor) and t.dim()}
+        assert len(devices) < 2, f"{func} of tensors on {devices}"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_bucket_is_filled_without_a_copy_from_the_cpu() -> None:
+    """Which waits in the middle of a backward pass, and is an error in the capture of a CUDA graph."""
+    parameters = [(str(size), nn.Parameter(torch.zeros(size, device="meta"))) for size in (3, 5, 4)]
+    for _, parameter in parameters[::2]:
+        parameter.grad = torch.zeros_like(parameter)
+    bucket = Bucket(parameters, ranks=2, marked=True)
+    with OneDevice():
+        bucket.fill()
+
+
+def test_a_bucket_marks_whose_gradients_there_are() -> None:
+    parameters = [(str(size), nn.Parameter(torch.zeros(size))) for size in (3, 5, 4)]
+    bucket = Bucket(parameters, ranks=2, marked=True)
+    for has in ([True, False, True], [False, False, False], [True, True, True]):
+        for (_, parameter), there in zip(parameters, has, strict=True):
+            parameter.grad = torch.ones_like(parameter) if there else None
+        bucket.fill()
+        assert bucket.marks.bool().tolist() == has
+        assert [bool(view.all()) for view in bucket.views] == has
 
 
 def sizes(kilobytes: list[int], nbytes: float) -> list[list[int]]:

@@ -15,8 +15,8 @@ from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.config import as_config
 
 RING = OverlapConfig("ring", num_comm_ctas=1)
-PIPELINE = OverlapConfig("slices", chunks=4, num_comm_ctas=16, set_sm_margin=True)
-BULK = OverlapConfig("bulk", num_comm_ctas=16, set_sm_margin=True)
+PIPELINE = OverlapConfig("slices", chunks=4, num_comm_ctas=16)
+BULK = OverlapConfig("bulk", num_comm_ctas=16)
 # TransformerEngine's defaults: qkv and fc1 are column-parallel, proj and fc2 row-parallel.
 COLUMN, ROW = replace(RING, dgrad=BULK), replace(PIPELINE, dgrad=RING)
 
@@ -33,7 +33,7 @@ COLUMN, ROW = replace(RING, dgrad=BULK), replace(PIPELINE, dgrad=RING)
         ("column", {"method": "pipeline"}, replace(PIPELINE, dgrad=BULK)),
         (
             "column",
-            {"method": "bulk", "num_sm": 4, "set_sm_margin": False},
+            {"method": "bulk", "num_sm": 4, "set_sm_margin": True},  # accepted, since its configurations have it
             OverlapConfig("bulk", num_comm_ctas=4, dgrad=BULK),
         ),
         ("column", {"method": "none"}, OverlapConfig("off", dgrad=BULK)),

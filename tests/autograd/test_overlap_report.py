@@ -75,6 +75,25 @@ def test_each_layer_has_its_passes_in_order(ranks: RankPool) -> None:
     assert nothing == "overlap: no layer with overlap ran"
 
 
+def compiled(comm: Communicator) -> tuple[str, str]:
+    model, x = Model(comm), torch.randn(ROWS // comm.size, WIDTH)
+    model.add_module("never", ad.RowParallelLinear(WIDTH, WIDTH, comm, overlap="off"))
+    model.up.compile(backend="eager")
+    with ad.overlap.report(model) as report:
+        model(x).sum().backward()
+    with ad.overlap.report(model) as nothing:
+        pass
+    return str(report), str(nothing)
+
+
+def test_layers_that_were_compiled_or_not_called_are_named(ranks: RankPool) -> None:
+    text, nothing = ranks.run(2, compiled)[0]
+    why = "nothing that could overlap was seen: not called, no backward pass, or compiled (torch.compile drops overlap)"
+    assert text.splitlines()[1].split()[:3] == ["down", "forward", "off"]
+    assert text.splitlines()[-1] == f"  up: {why}"
+    assert nothing.splitlines() == ["overlap: no layer with overlap ran", f"  up: {why}", f"  down: {why}"]
+
+
 def test_layers_without_names_are_numbered(ranks: RankPool) -> None:
     rows, _, _ = ranks.run(2, steps, False)[0]
     assert list(dict.fromkeys(row.layer for row in rows)) == [

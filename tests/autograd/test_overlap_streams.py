@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import pynccl
+from pynccl import NcclInvalidUsage
 from pynccl_autograd import OverlapConfig, streams
 from pynccl_autograd.overlap import lanes, limits
 from pynccl_autograd.overlap.lanes import Lanes
@@ -28,15 +29,14 @@ class FakeStream:
 
     log: list[str]
     device = torch.device("cuda", 0)
-    cuda_stream = 0x51DE
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.cuda_stream = name, id(self)
 
     def wait_event(self, event: str) -> None:
         self.log.append(f"{self.name} waits for {event}")
 
-    def record_event(self) -> str:
+    def record_event(self, event: Any = None) -> str:
         return f"an event of {self.name}"
 
 
@@ -45,6 +45,8 @@ class Comm:
 
     library = SimpleNamespace(is_host=False, version=(2, 28, 0))
     device, rank, size = "cuda:0", 0, 2
+    config: Any = None
+    dependents: tuple[Any, ...] = ()
 
     def split(self, color: int, key: int, config: Any) -> Comm:
         return Comm()
@@ -78,12 +80,18 @@ def caller(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", caller.under)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(f"second {next(numbers)}"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: log.append("a new event"))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: FakeStream("comm"))
     monkeypatch.setattr(pynccl, "create_stream", lambda *_, **__: SimpleNamespace(handle=0x51DE))
     monkeypatch.setattr(streams, "_sides", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(lanes, "_seconds", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(lanes, "_seconds", {})
+    monkeypatch.setattr(lanes, "_spares", weakref.WeakKeyDictionary())
     monkeypatch.setattr(limits, "_capped", weakref.WeakKeyDictionary())
     return caller
+
+
+def waits(log: list[str]) -> list[str]:
+    return [line for line in log if line != "a new event"]
 
 
 class Like(SimpleNamespace):
@@ -108,7 +116,7 @@ def test_what_another_lane_works_on_is_kept_until_the_caller_has_waited(
         del source, result
         assert all(reference() is not None for reference in kept)
         log.clear()
-    assert log == [f"main waits for an event of {'comm' if lane == 'comm' else 'second 1'}"]
+    assert waits(log) == [f"main waits for an event of {'comm' if lane == 'comm' else 'second 1'}"]
     assert all(reference() is None for reference in kept)
 
 
@@ -127,7 +135,7 @@ def test_a_lane_that_has_only_waited_is_joined(caller: Caller, log: list[str]) -
         opened.compute()
         assert opened.compute() is not opened.main
         opened.comm.wait(opened.begun)
-    assert log == [
+    assert waits(log) == [
         "second 1 waits for an event of main",
         "comm waits for an event of main",
         "main waits for an event of second 1",
@@ -138,7 +146,7 @@ def test_a_lane_that_has_only_waited_is_joined(caller: Caller, log: list[str]) -
 def test_lanes_that_were_not_used_are_not_waited_for(caller: Caller, log: list[str]) -> None:
     with Lanes(Comm(), compute_streams=2) as opened:  # type: ignore[arg-type]
         opened.main.run(copy, torch.ones(3), out=torch.zeros(3))
-    assert not log
+    assert not waits(log)
 
 
 def test_what_is_captured_has_a_second_stream_of_its_own(caller: Caller) -> None:
@@ -147,20 +155,76 @@ def test_what_is_captured_has_a_second_stream_of_its_own(caller: Caller) -> None
     names = []
     for captures in (False, True, False, True):
         caller.captures = captures
-        names.append(Lanes(comm, compute_streams=2)._computing[1].stream.name)  # type: ignore[attr-defined]
+        names.append(second_of(comm))
     assert names == ["second 1", "second 2"] * 2
+
+
+def second_of(comm: Any) -> Any:
+    """The name of the second stream for matmuls."""
+    return Lanes(comm, compute_streams=2)._computing[1].stream.name  # type: ignore[attr-defined]
+
+
+def test_graphs_captured_on_two_streams_share_no_second_stream(caller: Caller) -> None:
+    """A graph keeps the cuBLAS workspaces of its streams, and two may be replayed at once."""
+    comm: Any = Comm()
+    caller.captures = True
+    first, other = FakeStream("first"), FakeStream("other")
+    names = []
+    for stream in (first, other, first):
+        with caller.under(stream):
+            names.append(second_of(comm))
+    assert names == ["second 1", "second 2", "second 1"]
+
+
+def test_communicators_share_the_second_stream(caller: Caller) -> None:
+    """A process has 8 queues to a GPU, and each communicator takes one for its communication."""
+    one, other = Comm(), Comm()
+    assert [second_of(one), second_of(other)] == ["second 1"] * 2
+
+
+def test_events_are_used_anew_once_an_operation_has_ended(caller: Caller, log: list[str]) -> None:
+    comm: Any = Comm()
+
+    def overlapped() -> list[str]:
+        log.clear()
+        with Lanes(comm, compute_streams=2) as opened:
+            for _ in range(3):
+                opened.comm.wait(opened.compute().record())
+        return [line for line in log if line == "a new event"]
+
+    assert len(overlapped()) > 3
+    assert overlapped() == []
+
+
+def test_priorities_share_two_side_streams(caller: Caller) -> None:
+    comm: Any = Comm()
+    sides = [streams.side_stream(comm, priority) for priority in (-5, -2, -1, 0, 3)]
+    assert len(set(sides)) == 2 and len(set(sides[:3])) == 1
+    other: Any = Comm()
+    streams.set_side_stream(other, FakeStream("the user's"))
+    assert streams.side_stream(other, -5) is streams.side_stream(other, 0)  # whatever a layer asks for
 
 
 def test_a_communicator_with_fewer_ctas_works_on_the_same_side_stream(caller: Caller) -> None:
     comm: Any = Comm()
     own = FakeStream("the user's")
     streams.set_side_stream(comm, own)
-    child, _, _ = limits.limited(comm, OverlapConfig("slices", num_comm_ctas=4), "slices")
+    child, _ = limits.limited(comm, OverlapConfig("slices", num_comm_ctas=4), "slices")
     assert child is not comm
     assert streams.side_stream(child) is streams.side_stream(comm)
     assert streams.side_stream(comm).owner is own  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="has used its own side stream"):
         streams.set_side_stream(comm, own)
+
+
+def test_no_communicator_is_split_off_in_a_capture(caller: Caller) -> None:
+    comm: Any = Comm()
+    config = OverlapConfig("slices", num_comm_ctas=4)
+    limits.prepare(comm, config)
+    caller.captures = True
+    assert limits.limited(comm, config, "slices")[0] in comm.dependents
+    with pytest.raises(NcclInvalidUsage, match=r"num_comm_ctas=4 needs a communicator .* run one pass before it"):
+        limits.prepare(Comm(), config)  # type: ignore[arg-type]
 
 
 def buffer_of(work: Workspace) -> Tensor:
