@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from . import folder, layout, recorder
 from .frames import is_between
 
+_CATCHERS = ("multiprocessing.process", "torch.multiprocessing.spawn")
 _LINGER_SECONDS = 2.0  # in which ranks on other machines hear of a failure, find out who is to blame, and end
 _prepared: list[object] = []  # what multiprocessing runs when its process ends
+_caught: list[BaseException | None] = []  # what a function of multiprocessing has raised
 
 
 def prepare() -> None:
@@ -30,9 +34,33 @@ def prepare() -> None:
         # of atexit are not run in all such processes.
         _prepared.append(util.Finalize(None, _tell, exitpriority=1000))
         _prepared.append(util.Finalize(None, _remove, exitpriority=0))
+        _note_what_is_caught()
 
 
-os.register_at_fork(after_in_child=_prepared.clear)  # as multiprocessing does with what it was given
+def _note_what_is_caught() -> None:
+    """From Python 3.13 on multiprocessing runs nothing while it has the exception in hand, but to print it, and
+    torch.multiprocessing to send it to its parent: so it is taken there."""
+    import traceback
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **options: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__") in _CATCHERS:
+                _caught[:] = [sys.exc_info()[1]]
+            return function(*args, **options)
+
+        return wrapper
+
+    for name in ("print_exc", "format_exc"):
+        setattr(traceback, name, noting(getattr(traceback, name)))
+
+
+def _forget() -> None:  # as multiprocessing does with what it was given
+    _prepared.clear()
+    _caught.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def register_removal() -> None:
@@ -83,7 +111,7 @@ def _linger(own: recorder.Recorder) -> None:
 
 def _decide(own: recorder.Recorder) -> None:
     """How this process ends."""
-    error = _cause(getattr(sys, "last_value", None) or sys.exc_info()[1])
+    error = _cause(getattr(sys, "last_value", None) or sys.exc_info()[1] or next(iter(_caught), None))
     if isinstance(error, SystemExit):
         text = "exit" if error.code in (None, 0) else f"exit({error.code!r})"
         own.end(layout.CLEAN if error.code in (None, 0) else layout.EXCEPTION, text, "")
