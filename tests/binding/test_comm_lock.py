@@ -70,6 +70,7 @@ while time.monotonic() < end:
         inside = False
     except KeyboardInterrupt:
         interrupts += 1
+        stub.clear()
 signal.setitimer(signal.ITIMER_REAL, 0)
 nested = 0
 def once_more():
