@@ -23,7 +23,7 @@ from ..bindings.structs import CollConfig
 from ..interop.buffers import Buffer
 from .argcheck import ArgCheck, check_rank
 from .enqueue import Enqueue
-from .groups import fused
+from .groups import group
 from .redop import Op, op_code
 
 
@@ -148,7 +148,7 @@ class Collectives(ArgCheck, Enqueue):
             self._enqueue("all_to_all", "ncclAlltoAll", args, stream, send, recv, config, fast=fast)
             return recv
         step = n * ITEMSIZE[dtype]
-        with fused():
+        with group():
             for peer in range(self.size):
                 self._enqueue_p2p("ncclSend", send_ptr + peer * step, n, dtype, peer, stream, send, config)
                 self._enqueue_p2p("ncclRecv", recv_ptr + peer * step, n, dtype, peer, stream, recv, config)
@@ -183,7 +183,7 @@ class Collectives(ArgCheck, Enqueue):
             self._enqueue("gather", "ncclGather", args, stream, send, recv, config, fast=fast, root=root)
             return recv
         step = count * ITEMSIZE[dtype]
-        with fused():
+        with group():
             self._enqueue_p2p("ncclSend", send_ptr, count, dtype, root, stream, send, config)
             for peer in range(self.size if self.rank == root else 0):
                 self._enqueue_p2p("ncclRecv", recv_ptr + peer * step, count, dtype, peer, stream, recv, config)
@@ -225,7 +225,7 @@ class Collectives(ArgCheck, Enqueue):
             self._enqueue("scatter", "ncclScatter", args, stream, send, recv, config, fast=fast, root=root)
             return recv
         step = n * ITEMSIZE[dtype]
-        with fused():
+        with group():
             for peer in range(self.size if self.rank == root else 0):
                 self._enqueue_p2p("ncclSend", send_ptr + peer * step, n, dtype, peer, stream, send, config)
             self._enqueue_p2p("ncclRecv", recv_ptr, n, dtype, root, stream, recv, config)

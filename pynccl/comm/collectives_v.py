@@ -15,7 +15,7 @@ from ..bindings.values import integers, listed
 from ..interop.buffers import Buffer, adapter
 from .argcheck import ArgCheck, check_rank
 from .enqueue import Enqueue
-from .groups import fused
+from .groups import group
 from .redop import Op, op_code
 
 _MOST = 1 << 60  # elements: no machine has as many bytes, and no offset in bytes reaches what C cuts off
@@ -43,7 +43,7 @@ class CollectivesV(ArgCheck, Enqueue):
         )
         starts = zip(accumulate(send_counts, initial=0), accumulate(recv_counts, initial=0), strict=True)
         size = ITEMSIZE[dtype]
-        with fused():
+        with group():
             for peer, (send_at, recv_at) in zip(range(self.size), starts, strict=False):
                 self._enqueue_p2p("ncclSend", send_ptr + send_at * size, send_counts[peer], dtype, peer, stream, send)
                 self._enqueue_p2p("ncclRecv", recv_ptr + recv_at * size, recv_counts[peer], dtype, peer, stream, recv)
@@ -61,7 +61,7 @@ class CollectivesV(ArgCheck, Enqueue):
             operation, send, recv, counts[self.rank], sum(counts), stream
         )
         starts = list(accumulate(counts, initial=0))
-        with fused():
+        with group():
             for root, count in enumerate(counts):
                 part = recv_ptr + starts[root] * ITEMSIZE[dtype]
                 inputs = (send_ptr if root == self.rank else part, part, count, dtype, root)
@@ -81,7 +81,7 @@ class CollectivesV(ArgCheck, Enqueue):
         )
         starts = list(accumulate(counts, initial=0))
         code = op_code(op, self, operation, dtype)
-        with fused():
+        with group():
             for root, count in enumerate(counts):
                 part = send_ptr + starts[root] * ITEMSIZE[dtype]
                 inputs = (part, recv_ptr if root == self.rank else 0, count, dtype, code, root)
@@ -119,7 +119,7 @@ class CollectivesV(ArgCheck, Enqueue):
             self._check_writable(operation, recv)
         text = f"scatter_v(counts={list(counts)}, {DataType(dtype).name}, root={root})"
         starts = list(accumulate(counts, initial=0))
-        with fused():
+        with group():
             for peer in range(self.size if self.rank == root else 0):
                 part = send_ptr + starts[peer] * ITEMSIZE[dtype]
                 self._enqueue_p2p("ncclSend", part, counts[peer], dtype, peer, stream, send)
@@ -146,7 +146,7 @@ class CollectivesV(ArgCheck, Enqueue):
             recv = None
         text = f"gather_v(counts={list(counts)}, {DataType(dtype).name}, root={root})"
         starts = list(accumulate(counts, initial=0))
-        with fused():
+        with group():
             self._enqueue_p2p("ncclSend", send_ptr, own, dtype, root, stream, send, compared=text)
             for peer in range(self.size if self.rank == root else 0):
                 part = recv_ptr + starts[peer] * ITEMSIZE[dtype]

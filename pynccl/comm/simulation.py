@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -20,7 +19,7 @@ from . import consistency
 from .base import Comm, lock
 from .call import UNCOMPARED, Call
 from .communicator import Communicator
-from .groups import Record, owner_of, recording_in, replay
+from .groups import recording, replay
 from .init import comm_split_all
 from .redop import OpHandle, PreMulSum
 
@@ -49,7 +48,7 @@ def simulate() -> Iterator[Simulation]:
     with their children (split_share), and for one-sided calls.
     """
     found = Simulation()
-    with recording_in(Record(*owner_of(sys._getframe(1)))) as record:
+    with recording() as record:
         yield found
     if record.calls:
         found.estimated_time = _estimate(record.calls)

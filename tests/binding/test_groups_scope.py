@@ -1,11 +1,10 @@
-"""A group takes the calls of its block: not of others while it is suspended, nor those of a block that raised."""
+"""A group takes the calls of its block: of its thread or task, and not those of a block that raised."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -52,17 +51,13 @@ def two_sends(comm: Communicator) -> Iterator[None]:
         call(comm, 1)
 
 
-def test_a_suspended_generator_does_not_take_the_calls_of_its_consumer(stub: Stub) -> None:
+def test_a_generator_that_is_suspended_in_its_group_takes_what_its_consumer_calls(stub: Stub) -> None:
     comm = stub.comm(cpu=True)
-    generator = two_sends(comm)
-    next(generator)
+    for _ in two_sends(comm):  # as group() says
+        call(comm, 2)
+    assert peers(stub) == [[0, 2, 1]]
     call(comm, 3)
-    x = torch.ones(2)
-    comm.all_reduce(x, x)
-    assert stub.names() == ["ncclSend", "ncclAllReduce"]
-    stub.clear()
-    assert list(generator) == []
-    assert peers(stub) == [[0, 1]]
+    assert peers(stub) == [[0, 2, 1], 3]
 
 
 @pytest.mark.parametrize("end", ["close", "collect", "throw"])
@@ -82,36 +77,13 @@ def test_a_suspended_generator_that_ends_early_launches_nothing(stub: Stub, end:
     assert peers(stub) == [3]
 
 
-def test_the_group_of_a_consumer_does_not_take_what_its_generator_groups(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-    generator = two_sends(comm)
-    next(generator)
-    with pynccl.group():
-        call(comm, 2)
-        assert list(generator) == []  # its group was opened outside, and is launched as it ends
-        assert peers(stub) == [[0, 1]]
-        call(comm, 3)
-    assert peers(stub) == [[0, 1], [2, 3]]
-
-
 def test_a_generator_that_runs_in_a_group_joins_it(stub: Stub) -> None:
     comm = stub.comm(cpu=True)
     with pynccl.group():
         for _ in two_sends(comm):
             call(comm, 2)
         assert stub.names() == []
-    assert peers(stub) == [[2, 0, 1]]
-
-
-def test_generators_may_end_in_any_order(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-    first, second = two_sends(comm), two_sends(comm)
-    next(first)
-    next(second)
-    assert list(first) == []
-    call(comm, 3)
-    assert list(second) == []
-    assert peers(stub) == [[0, 1], 3, [0, 1]]
+    assert peers(stub) == [[0, 2, 1]]
 
 
 def test_a_group_that_is_closed_before_the_one_inside_keeps_to_its_own_calls(stub: Stub) -> None:
@@ -125,16 +97,6 @@ def test_a_group_that_is_closed_before_the_one_inside_keeps_to_its_own_calls(stu
     call(comm, 2)
     inner.__exit__(None, None, None)
     assert peers(stub) == [[0], [1, 2]]
-
-
-def test_a_generator_may_go_on_in_another_thread(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-    generator = two_sends(comm)
-    next(generator)
-    other = threading.Thread(target=lambda: list(generator))
-    other.start()
-    other.join()
-    assert peers(stub) == [[0, 1]]
 
 
 def test_a_block_that_raised_in_a_block_is_dropped_alone(stub: Stub) -> None:
@@ -152,40 +114,14 @@ def test_a_block_that_raised_in_a_block_is_dropped_alone(stub: Stub) -> None:
     assert peers(stub) == [[0, 2]]
 
 
-def test_a_plan_made_in_a_suspended_group_and_launched_outside_is_launched(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-
-    def generate() -> Iterator[Any]:
-        with pynccl.group():
-            plan = comm.plan.send(torch.zeros(4), 0)
-            plan()
-            yield plan
-
-    generator = generate()
-    plan = next(generator)
-    plan()
-    comm.plan.group([plan, comm.plan.send(torch.zeros(4), 1)])()
-    assert peers(stub) == [[0], [0, 1]]  # the general way of a plan is a group, also of one
-    assert list(generator) == []
-    assert peers(stub) == [[0], [0, 1], [0]]
-
-
 def test_a_simulation_takes_its_own_calls_alone(stub: Stub) -> None:
     comm = stub.comm(cpu=True)
 
-    def generate() -> Iterator[Any]:
-        with pynccl.simulate() as estimate:
+    with pynccl.group():
+        with pynccl.simulate():
             call(comm, 0)
-            yield estimate
-
-    generator = generate()
-    next(generator)
-    call(comm, 3)
-    assert list(generator) == []
-    assert [name for name in stub.names() if name in ("ncclSend", "ncclGroupSimulateEnd")] == [
-        "ncclSend", "ncclSend", "ncclGroupSimulateEnd"
-    ]  # fmt: skip
-    assert [call.args["peer"] for call in stub.calls() if call.name == "ncclSend"] == [3, 0]
+        call(comm, 3)
+    assert [call.args["peer"] for call in stub.calls() if call.name == "ncclSend"] == [0, 3]
     stub.clear()
     with pynccl.group():
         call(comm, 1)
@@ -223,18 +159,6 @@ def test_a_context_manager_of_the_users_opens_a_group_for_its_block(stub: Stub) 
         opened(stack)
         call(comm, 3)
     assert peers(stub) == [[0, 1], [2], [3]]
-
-    def generate() -> Iterator[None]:
-        with both():
-            call(comm, 1)
-            yield
-
-    generator = generate()
-    next(generator)
-    stub.clear()
-    call(comm, 3)
-    assert list(generator) == []
-    assert peers(stub) == [3, [0, 1]]
 
 
 @pynccl.group()
@@ -279,7 +203,7 @@ def test_tasks_have_groups_of_their_own(stub: Stub) -> None:
     assert peers(stub) == [3, 2, [0, 1], [2, 3]]
 
 
-def test_a_task_that_is_started_in_a_group_is_not_in_it(stub: Stub) -> None:
+def test_a_task_that_is_started_in_a_group_is_in_it(stub: Stub) -> None:
     comm = stub.comm(cpu=True)
 
     async def other() -> None:
@@ -292,7 +216,7 @@ def test_a_task_that_is_started_in_a_group_is_not_in_it(stub: Stub) -> None:
             call(comm, 1)
 
     asyncio.run(main())
-    assert peers(stub) == [3, [0, 1]]
+    assert peers(stub) == [[0, 3, 1]]
 
 
 def test_a_cancelled_task_launches_nothing(stub: Stub) -> None:
@@ -317,14 +241,8 @@ def test_a_cancelled_task_launches_nothing(stub: Stub) -> None:
     assert peers(stub) == [3]
 
 
-def test_an_asynchronous_generator_and_context_manager_are_like_the_others(stub: Stub) -> None:
+def test_an_asynchronous_context_manager_is_like_the_others(stub: Stub) -> None:
     comm = stub.comm(cpu=True)
-
-    async def generate() -> AsyncIterator[None]:
-        with pynccl.group():
-            call(comm, 0)
-            yield
-            call(comm, 1)
 
     @contextlib.asynccontextmanager
     async def grouped() -> AsyncIterator[None]:
@@ -332,12 +250,10 @@ def test_an_asynchronous_generator_and_context_manager_are_like_the_others(stub:
             yield
 
     async def main() -> None:
-        async for _ in generate():
-            call(comm, 3)
         async with grouped():
             call(comm, 2)
             await asyncio.sleep(0)
             call(comm, 2)
 
     asyncio.run(main())
-    assert peers(stub) == [3, [0, 1], [2, 2]]
+    assert peers(stub) == [[2, 2]]

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import errno
-import gc
-import os
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,25 +15,17 @@ from pynccl import Library
 from pynccl.comm import mempool
 
 SIZES = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-KINDS: dict[str, Callable[[Library], int | None]] = {
-    "native": lambda library: mempool.native_alloc(mempool._address(library.ncclMemAlloc)),
-    "python": mempool.python_alloc,
-}
 
 
-def c_allocator(library: Library, kind: str) -> tuple[Any, Any]:
+def c_allocator(library: Library) -> tuple[Any, Any]:
     """(alloc, free) as torch has them: by address, with its signatures."""
-    alloc = KINDS[kind](library)
-    if alloc is None:
-        pytest.skip(f"no machine code for {os.uname().machine}, or none may be run")
-    free = mempool._address(library.ncclMemFree)
+    alloc, free = mempool.allocator_functions(library)
     return ctypes.CFUNCTYPE(ctypes.c_void_p, *SIZES)(alloc), ctypes.CFUNCTYPE(None, ctypes.c_void_p, *SIZES)(free)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_torch_gets_ncclMemAllocs_memory_and_gives_it_back(kind: str) -> None:
+def test_torch_gets_ncclMemAllocs_memory_and_gives_it_back() -> None:
     stub = Stub()
-    alloc, free = c_allocator(stub.library, kind)
+    alloc, free = c_allocator(stub.library)
     pointers = [alloc(1 << 13, device, 0xC0DE) for device in (0, 3)]
     for pointer in pointers:
         ctypes.memset(pointer, 1, 1 << 13)
@@ -50,10 +36,9 @@ def test_torch_gets_ncclMemAllocs_memory_and_gives_it_back(kind: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_torch_gets_null_when_there_is_no_memory(kind: str) -> None:
+def test_torch_gets_null_when_there_is_no_memory() -> None:
     stub = Stub()
-    alloc, _ = c_allocator(stub.library, kind)
+    alloc, _ = c_allocator(stub.library)
     for code in (1, 7, -1):  # the pointer that the stub leaves there is none
         stub.fail("ncclMemAlloc", code)
         assert alloc(64, 0, None) is None
@@ -63,10 +48,27 @@ def test_torch_gets_null_when_there_is_no_memory(kind: str) -> None:
 
 def test_a_size_of_more_than_32_bits_arrives_whole() -> None:
     stub = Stub()
-    alloc, _ = c_allocator(stub.library, "native")
+    alloc, _ = c_allocator(stub.library)
     stub.fail("ncclMemAlloc", 1)
     alloc((1 << 45) + 8, 0, None)
     assert stub.calls()[0].args["size"] == (1 << 45) + 8
+
+
+def test_the_allocator_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Stub().library
+    first = mempool.allocator_functions(library)
+    monkeypatch.setattr(mempool, "_compile", lambda: 1 // 0)
+    assert mempool.allocator_functions(library) == first
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(mempool, "_compiled", {})
+    with pytest.raises(
+        RuntimeError, match=r"could not be compiled: .*\n  install a C compiler \(apt install gcc\) or name"
+    ):
+        pynccl.mem_pool(Stub().library)
 
 
 # Torch's allocator: one thread allocates with the mutex in hand, another frees with the GIL in hand.
@@ -103,80 +105,19 @@ int give_back(int milliseconds) {
 """
 
 
-def freed_meanwhile(kind: str, milliseconds: int) -> int:
-    """What a thread gets that asks for the mutex with the GIL in hand while another one allocates."""
+def test_memory_can_be_freed_with_the_gil_in_hand_while_another_thread_allocates() -> None:
     path = str(compile_c(TORCHS, "libtorchs_allocator.so", ["-shared", "-fPIC", "-pthread"]))
     without_gil, with_gil = ctypes.CDLL(path), ctypes.PyDLL(path)
     without_gil.allocate.restype, without_gil.allocate.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
-    alloc, _ = c_allocator(Stub().library, kind)
+    alloc, _ = c_allocator(Stub().library)
     address = ctypes.cast(alloc, ctypes.c_void_p).value
     memory: list[Any] = []
     thread = threading.Thread(target=lambda: memory.append(without_gil.allocate(address, 64)))
     thread.start()
     without_gil.wait_until_held()
-    code = int(with_gil.give_back(milliseconds))
+    assert with_gil.give_back(20_000) == 0
     thread.join()
     assert memory[0]
-    return code
-
-
-def test_memory_can_be_freed_with_the_gil_in_hand_while_another_thread_allocates() -> None:
-    assert freed_meanwhile("native", 20_000) == 0
-
-
-def test_an_allocator_in_python_would_hang_there() -> None:
-    assert freed_meanwhile("python", 200) == errno.ETIMEDOUT
-
-
-def test_the_code_cannot_be_written_to_and_is_made_once() -> None:
-    stub = Stub()
-    give = mempool._address(stub.library.ncclMemAlloc)
-    page = mempool.native_alloc(give)
-    if page is None:
-        pytest.skip("no machine code here")
-    assert mempool.native_alloc(give) == page
-    with open("/proc/self/maps") as maps:
-        (rights,) = [line.split()[1] for line in maps if int(line.split("-")[0], 16) == page]
-    assert rights == "r-xp"
-
-
-# Where there can be no machine code
-
-
-@pytest.fixture(params=["processor", "refused"])
-def no_machine_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(mempool, "_native", {})
-    if request.param == "processor":
-        monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="riscv64"))
-    else:
-        monkeypatch.setattr(mempool, "_EXECUTE", 1 << 20)  # which no system grants
-    yield
-
-
-@pytest.mark.usefixtures("no_machine_code")
-def test_python_allocates_then_and_says_what_to_mind() -> None:
-    stub = Stub()
-    with pytest.warns(RuntimeWarning, match=r"Python allocates, .* can hang both: use one thread"):
-        alloc, free = mempool.allocator_functions(stub.library)
-    pointer = ctypes.CFUNCTYPE(ctypes.c_void_p, *SIZES)(alloc)(64, 0, None)
-    assert pointer and free == mempool._address(stub.library.ncclMemFree)
-    assert stub.names() == ["ncclMemAlloc"]
-
-
-def test_an_allocator_in_python_lets_no_garbage_be_collected() -> None:
-    stub = Stub()
-    found: list[bool] = []
-    original = stub.library.ncclMemAlloc
-
-    def watched(*args: Any) -> int:
-        found.append(gc.isenabled())
-        return int(original(*args))
-
-    stub.library.ncclMemAlloc = watched
-    alloc, _ = c_allocator(stub.library, "python")
-    assert alloc(64, 0, None) and found == [False] and gc.isenabled()
-    stub.library.ncclMemAlloc = lambda *args: 1 // 0
-    assert alloc(64, 0, None) is None and gc.isenabled()
 
 
 # The pool
@@ -192,9 +133,7 @@ def test_a_pool_is_made_of_these_functions(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch._C, "_cuda_customAllocator", custom, raising=False)
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
     library = Stub().library
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert pynccl.mem_pool(library) == "pool of allocator"
+    assert pynccl.mem_pool(library) == "pool of allocator"
     assert given == [mempool.allocator_functions(library)]
 
 
