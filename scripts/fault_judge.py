@@ -35,7 +35,11 @@ HEARD_SECONDS = 1.0  # in which Ctrl-C ends a rank
 _CRASHES = re.compile(
     r"Fatal Python error|terminate called|Segmentation fault|Exception in thread|Exception ignored|double free|Aborted"
 )
-_OF_TORCH = re.compile(r"^\[W.*The hostname of the client socket cannot be retrieved.*\n", re.MULTILINE)  # no DNS
+# Without DNS; and what triton's bindings say at the end of some processes.
+_OF_TORCH = re.compile(
+    r"^(\[W.*The hostname of the client socket cannot be retrieved|nanobind: | - (leaked|\.\.\.)|See https://nanobind).*\n?",
+    re.MULTILINE,
+)
 _BLAMELESS = re.compile(r"rank \d+ of \d+|\(rank=\d+, nranks=\d+\)|\(says rank \d+\)")  # itself, and who told it
 _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |, and )\d+)*)|\branks? \[([\d, ]+)\]")
 
