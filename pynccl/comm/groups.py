@@ -32,13 +32,24 @@ class Record:
 
 _innermost: ContextVar[Record | None] = ContextVar("innermost group", default=None)  # of this thread, or asyncio task
 records: list[Record] = []  # all that are open. Empty means that nobody need look for theirs.
-os.register_at_fork(after_in_child=records.clear)  # communicators do not come along either
+
+
+def _forget() -> None:  # in a forked child, to which communicators do not come along either
+    records.clear()
+    _innermost.set(None)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def recorder() -> Record | None:
     """The record that a call made now goes to; None if it is to be launched."""
-    record = _innermost.get() if records else None
-    while record is not None and not record.open:  # was closed elsewhere, or before a group inside it
+    return _still_open(_innermost.get()) if records else None
+
+
+def _still_open(record: Record | None) -> Record | None:
+    """It, or the nearest one around it that is open: a group may be closed before a group inside it."""
+    while record is not None and not record.open:
         record = record.outer
     return record
 
@@ -58,8 +69,8 @@ def group() -> Iterator[None]:
     with recording() as record:
         yield
     calls, record.calls = record.calls, []
-    if record.outer is not None and record.outer.open:
-        record.outer.calls += calls
+    if (outer := _still_open(record.outer)) is not None:
+        outer.calls += calls
         return
     launch(calls)
     comms = {id(call.comm): call.comm for call in calls}

@@ -138,6 +138,7 @@ def test_several_things_in_one_matrix_are_not_cut_as_one(ranks: RankPool, role: 
     sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     what, text = outcome(ranks, trial("GPT2", {**ad.plans.gpt2, "**.c_attn": role}, 3, sizes=sizes))
     assert what == "refused" and "c_attn has 144 outputs, and transformer.h.0.attn.c_proj" in text, text
+    expect_equal(ranks, trial("GPT2", {**ad.plans.gpt2, "**.c_attn": ("column", {"blocks": 3})}, 3, sizes=sizes))
 
 
 class ByHand(nn.Module):

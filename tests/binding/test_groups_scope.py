@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from libraries import Stub
 
 import pynccl
 from pynccl import Communicator
+from pynccl.comm import groups
 from pynccl.comm.groups import records
 
 START, END = "ncclGroupStart", "ncclGroupEnd"
@@ -97,6 +100,30 @@ def test_a_group_that_is_closed_before_the_one_inside_keeps_to_its_own_calls(stu
     call(comm, 2)
     inner.__exit__(None, None, None)
     assert peers(stub) == [[0], [1, 2]]
+
+
+def test_a_group_whose_outer_one_was_closed_joins_the_one_around_that(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+    with pynccl.group():
+        middle, inner = pynccl.group(), pynccl.group()
+        middle.__enter__()
+        inner.__enter__()
+        call(comm, 0)
+        middle.__exit__(None, None, None)
+        inner.__exit__(None, None, None)
+        call(comm, 1)
+        assert stub.names() == []
+    assert peers(stub) == [[0, 1]]
+
+
+def test_a_child_that_is_forked_in_a_group_is_in_none(stub: Stub) -> None:
+    with pynccl.group():
+        child = os.fork()
+        if not child:
+            with groups.observing(SimpleNamespace()):  # type: ignore[arg-type]
+                os._exit(3 if groups.recorder() is None else 4)
+        assert groups.recorder() is not None
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 def test_a_block_that_raised_in_a_block_is_dropped_alone(stub: Stub) -> None:
