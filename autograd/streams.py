@@ -10,9 +10,8 @@ second.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -21,22 +20,10 @@ from torch import Tensor
 import pynccl
 from pynccl import Communicator
 from pynccl.bindings.values import shown
+from pynccl.comm.observing import waiting
 from pynccl.interop.streams import Handle, stream_handle
 
 HIGH = -1  # the priority of communication
-
-
-# Traces: each makes a context in which the caller's stream (on the CPU the caller) waits for communication.
-waits: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
-
-
-def wait_told(wait: Callable[[Any], object], event: Any) -> None:
-    """wait(event), which lets the caller wait for communication beside his work."""
-    if not waits:
-        wait(event)
-        return
-    with waits[0]():
-        wait(event)
 
 
 class SideStream(Protocol):
@@ -99,9 +86,7 @@ class _HostSide:
         return self.stream.record()
 
     def wait(self, event: Any) -> None:
-        if waits:
-            wait_told(lambda at: at.synchronize(), event)
-        else:
+        with waiting():
             event.synchronize()
 
     def wait_on(self, home: None, event: Any) -> None:
@@ -142,7 +127,8 @@ class _CudaSide:
 
     def wait(self, event: Any) -> Any:
         here = torch.cuda.current_stream(self.device)
-        wait_told(here.wait_event, event)
+        with waiting():
+            here.wait_event(event)
         return here
 
     def wait_on(self, home: Any, event: Any) -> None:

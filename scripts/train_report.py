@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 import pynccl
-from pynccl_autograd.overlap import lanes
+from pynccl.comm.groups import observing
+from pynccl.comm.observing import Observer
+from pynccl_autograd.overlap.lanes import Lanes
 
 COMPARED_STEPS = 50
 # Largest relative difference of the two losses within COMPARED_STEPS. Only the order of summation differs, but training
@@ -18,13 +20,13 @@ COMPARED_STEPS = 50
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
 
 
-class _Blocked(lanes.Observer):
+class _Blocked(Observer):
     """Tells the meter how long overlapped layers have waited for their communication."""
 
     def __init__(self, meter: CommMeter) -> None:
         self._meter = meter
 
-    def closed(self, lanes: lanes.Lanes) -> None:
+    def closed(self, lanes: Lanes) -> None:
         self._meter.add(getattr(lanes.main, "blocked", 0.0))
 
 
@@ -45,7 +47,7 @@ class CommMeter:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._open = contextlib.ExitStack()
         if comm.library.is_host:
-            self._open.enter_context(lanes.observed(_Blocked(self)))
+            self._open.enter_context(observing(_Blocked(self)))
         for name in self.METHODS:
             method = getattr(comm, name)
             setattr(comm, name, self._on_cpu(method) if comm.library.is_host else self._on_gpu(method))

@@ -6,10 +6,9 @@ and those that it writes, so that a test can prove each dependency, and a timeli
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -18,15 +17,10 @@ from torch import Tensor
 
 import pynccl
 from pynccl import CollConfig, Communicator
+from pynccl.comm.observing import observers, waiting
 from pynccl.interop.streams import Handle
 
-from ..streams import HIGH, is_capturing, side_stream, wait_told
-
-
-def tell_decided(owner: Any, decision: Any) -> None:
-    """Tell all observers of a planner's decision."""
-    for observer in observers:
-        observer.decided(owner, decision)
+from ..streams import HIGH, is_capturing, side_stream
 
 
 class Point(NamedTuple):
@@ -36,40 +30,6 @@ class Point(NamedTuple):
     issued: int  # how much that was
     event: Any
     seen: dict[Lane, int]  # of other lanes, how much had happened then
-
-
-class Observer:
-    """Who is told what runs on the lanes: the report, the timeline, the tests of the schedule."""
-
-    timing = False  # whether it wants `begin` and `end`
-
-    def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
-        """Work was issued: tensors that it reads and writes, marks of the lane around it."""
-
-    def recorded(self, lane: Lane, point: Point) -> None:
-        """A point of a lane."""
-
-    def waited(self, lane: Lane, point: Point) -> None:
-        """The lane waits for the point."""
-
-    def closed(self, lanes: Lanes) -> None:
-        """The caller has waited for all that ran on the lanes."""
-
-    def decided(self, owner: Any, decision: Any) -> None:
-        """How a pass of a layer is to overlap: asked for before it, and for a backward pass once more in it."""
-
-
-observers: list[Observer] = []  # of this process: a backward pass runs in other threads
-
-
-@contextlib.contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """The observer is told of all operations that begin in the block, of all threads."""
-    observers.append(observer)
-    try:
-        yield
-    finally:
-        observers.remove(observer)
 
 
 class Lane:
@@ -149,7 +109,8 @@ class CallerLane(Lane):
     def _wait(self, event: Any) -> None:
         if event is not None:
             begin = time.perf_counter()
-            wait_told(lambda at: at.synchronize(), event)
+            with waiting():
+                event.synchronize()
             self.blocked += time.perf_counter() - begin
 
     def mark(self) -> Any:
@@ -215,7 +176,8 @@ class _MainLane(_CudaLane):
         work()
 
     def _wait(self, event: Any) -> None:
-        wait_told(self.stream.wait_event, event)
+        with waiting():
+            self.stream.wait_event(event)
 
 
 def seconds_between(begin: Any, end: Any) -> float:
@@ -254,7 +216,7 @@ class Lanes:
         serial: bool = False,
     ) -> None:
         self.nccl, self.config = comm, config
-        self.observers = tuple(observers)
+        self.observers = tuple(observers)  # who hears the begin of an operation hears its end
         self._kept: list[Any] = []
         self._events: list[Any] = []
         self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority, serial)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pynccl import Communicator
 from pynccl.bindings.values import shown
+from pynccl.comm.observing import observers
 from pynccl.watch.frames import call_site
 from pynccl.watch.notes import noting
 
@@ -35,7 +36,7 @@ from ..torch_internals import (
 from .config import OverlapConfig
 from .decide import decide, is_tiny
 from .gathering import Cut
-from .lanes import Lanes, observers, tell_decided
+from .lanes import Lanes
 from .limits import limited
 from .matmul import add_outer_rows, outer_rows
 from .planner import Decision
@@ -147,8 +148,8 @@ def opened(options: Options, decision: Decision, config: OverlapConfig, like: Te
 def decided(options: Options, pattern: str, rows: int, w: Tensor, config: OverlapConfig) -> Decision:
     """Whether and how to overlap; the same on all ranks.   rows: of the whole, w [out, in]: of this rank"""
     decision = decide(options.comm, pattern, rows, w.shape[0], w.shape[1], w.dtype, config)
-    if observers:
-        tell_decided(options.owner, decision)
+    for observer in tuple(observers):
+        observer.decided(options.owner, decision)
     return decision
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from pynccl.bindings.values import attribute
+from pynccl.comm.groups import observing
 
 from .config import as_config
-from .lanes import observed
 from .planner import Decision
 from .trace import Operation, Trace
 
@@ -155,5 +155,5 @@ def report(model: torch.nn.Module | None = None) -> Iterator[Report]:
            overlap, of which nothing is in the report. The marks cost some microseconds a piece; medians over the
            calls are shown."""
     found = Report(model)
-    with observed(found):
+    with observing(found):
         yield found

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pynccl.comm.groups import observing
+from pynccl.comm.observing import Observer
 from pynccl.tools import chrome
 
-from .lanes import Lane, Lanes, Observer, Point, observed, seconds_between
+from .lanes import Lane, Lanes, Point, seconds_between
 
 COMM = "comm"
 # Work of these names is communication also where it runs on the caller's stream, one thing after the other.
@@ -155,9 +157,6 @@ class Trace(Observer):
         """See Observer. The first point of all is the caller's, at which the operation begins."""
         self._record(lane.lanes)
 
-    def waited(self, lane: Lane, point: Point) -> None:
-        """See Observer."""
-
     def closed(self, lanes: Lanes) -> None:
         """See Observer."""
         record = self._record(lanes)
@@ -194,7 +193,7 @@ class Trace(Observer):
 def recording() -> Iterator[Trace]:
     """Record the operations that begin in the block, of all threads."""
     trace = Trace()
-    with observed(trace):
+    with observing(trace):
         yield trace
 
 

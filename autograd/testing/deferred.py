@@ -15,9 +15,11 @@ from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
+from pynccl.comm.groups import observing
+from pynccl.comm.observing import Observer, observers
 
 from ..overlap import lanes as lanes_module
-from ..overlap.lanes import HostLane, Lane, Lanes, Observer, Point, make_lanes
+from ..overlap.lanes import HostLane, Lane, Lanes, Point, make_lanes
 from ..overlap.matmul_ar import _Flight
 from ..overlap.workspace import Workspace
 from ..streams import side_stream
@@ -59,23 +61,15 @@ class _Delays(Observer):
 
     It sleeps where other lanes are about to go by it: behind each point, and behind each wait."""
 
-    timing = False
-
     def __init__(self, seed: int | None, delay: float | Mapping[str, float]) -> None:
         self._random = None if seed is None else random.Random(seed)
         self._delay = delay
-
-    def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
-        """Nothing: a sleep between two pieces of a lane is one before the second."""
 
     def recorded(self, lane: Lane, point: Point) -> None:
         self._sleep(lane)
 
     def waited(self, lane: Lane, point: Point) -> None:
         self._sleep(lane)
-
-    def closed(self, lanes: Lanes) -> None:
-        """Nothing is left to come."""
 
     def _sleep(self, lane: Lane) -> None:
         most = self._delay.get(lane.name, 0.0) if isinstance(self._delay, Mapping) else self._delay
@@ -89,16 +83,8 @@ class _Return(Observer):
 
     What failed on a lane that was waited for is raised here."""
 
-    timing = False
-
     def __init__(self) -> None:
         self._waited: weakref.WeakKeyDictionary[Lanes, list[Any]] = weakref.WeakKeyDictionary()
-
-    def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
-        """Nothing: the lanes run ahead of each other as they can."""
-
-    def recorded(self, lane: Lane, point: Point) -> None:
-        """Nothing."""
 
     def waited(self, lane: Lane, point: Point) -> None:
         if lane is lane.lanes.main:
@@ -131,15 +117,14 @@ def deferred_lanes(seed: int | None = None, delay: float | Mapping[str, float] =
         if lanes is not None:
             returning.closed(lanes)
 
-    observers: list[Observer] = [returning, _Delays(seed, delay)]
     lanes_module.maker, _Flight.wait = _Streams().make, wait  # type: ignore[method-assign]
-    lanes_module.observers[:0] = observers  # first: when the others hear of an end, it has come
     try:
-        yield
+        with observing(returning), observing(_Delays(seed, delay)):
+            observers.remove(returning)
+            observers.insert(0, returning)  # first: when the others hear of an end, it has come
+            yield
     finally:
         lanes_module.maker, _Flight.wait = before, plain  # type: ignore[method-assign]
-        for observer in observers:
-            lanes_module.observers.remove(observer)
 
 
 @contextmanager

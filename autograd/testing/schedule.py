@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..overlap import lanes as lanes_module
-from ..overlap.lanes import Lane, Lanes, Observer, Point
+from pynccl.comm.groups import observing
+from pynccl.comm.observing import Observer
+
+from ..overlap.lanes import Lane, Lanes, Point
 from ..torch_internals import DispatchMode, arguments_of
 from .deferred import DeferredLane
 
@@ -206,18 +208,17 @@ class Schedule(Observer):
     Under `deferred_lanes` it also sees what the caller does between the pieces that he issues, which on a GPU is work
     of his stream: copies, fills, and memory that he makes."""
 
-    timing = False
-
     def __init__(self) -> None:
         self.logs: list[Log] = []
         self._open: dict[int, _Recording] = {}
 
     def __enter__(self) -> Schedule:
-        lanes_module.observers.append(self)
+        self._observing = observing(self)
+        self._observing.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        lanes_module.observers.remove(self)
+        self._observing.__exit__(None, None, None)
         for recording in self._open.values():
             recording.end()
         self._open.clear()

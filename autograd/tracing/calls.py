@@ -6,12 +6,12 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pynccl import Communicator
 from pynccl.bindings.abi import ITEMSIZE, DataType, RedOp
-from pynccl.comm.observing import Observed, Seldom, Told
+from pynccl.comm.observing import Observed, Observer, Seldom, Told
 from pynccl.watch.frames import call_site
 from pynccl.watch.notes import notes
 from pynccl.watch.rows import SHAPES, weight_of
@@ -45,8 +45,8 @@ class Said(NamedTuple):
     message: str = ""  # "send" or "recv", also of an operation that is made of such
 
 
-class Calls:
-    """An observer of all communicators: see pynccl.comm.observing."""
+class Calls(Observer):
+    """Hears of calls of communicators, and of the waits for them, which are in the lanes "compute"."""
 
     def __init__(self, spans: Spans, clock: Clock, layers: Layers) -> None:
         self._spans, self._clock, self._layers = spans, clock, layers
@@ -69,6 +69,16 @@ class Calls:
                     if error is not None:
                         span.args["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
                     span.end = marks.on(comm, stream)
+
+        return told
+
+    def waiting(self) -> Told:
+        """See Observer."""
+        span = Span(self._layers.lane(), "waits for communication", self._clock.here(), blocks=True)
+
+        def told(error: BaseException | None) -> None:
+            span.end = self._clock.here()
+            self._spans.add(span)
 
         return told
 
@@ -156,22 +166,6 @@ class _Marks:
         if key not in self._found:
             self._found[key] = self._clock.on(comm, stream)
         return self._found[key]
-
-
-class Waits:
-    """Spans of the lanes "compute": what waits there for communication beside it."""
-
-    def __init__(self, spans: Spans, clock: Clock, layers: Layers) -> None:
-        self._spans, self._clock, self._layers = spans, clock, layers
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        span = Span(self._layers.lane(), "waits for communication", self._clock.here(), blocks=True)
-        try:
-            yield
-        finally:
-            span.end = self._clock.here()
-            self._spans.add(span)
 
 
 def _stream_of(call: Observed) -> int:

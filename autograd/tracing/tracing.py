@@ -24,11 +24,11 @@ from pynccl.tools import chrome
 
 from ..agreement import raise_alike
 from ..arguments import check_comm
-from ..overlap.lanes import Lanes, observed
+from ..overlap.lanes import Lanes
 from ..overlap.trace import COMM as PIECE_OF_COMM
 from ..overlap.trace import Trace, said_of, title
-from ..streams import is_capturing, waits
-from .calls import Calls, Waits
+from ..streams import is_capturing
+from .calls import Calls
 from .layers import Layers, Place
 from .marks import Clock, has_happened, now
 from .meeting import Guest, Host, meet
@@ -161,10 +161,7 @@ class Tracing(Shared):
     def _install(self) -> None:
         enter = self._open.enter_context
         enter(self._layers.watched())
-        enter(observed(self._pieces))
-        told = Waits(self._spans, self._clock, self._layers)
-        waits.append(told)
-        self._open.callback(waits.remove, told)
+        enter(observing(self._pieces))
         enter(observing(self._calls))
 
     @contextlib.contextmanager

@@ -1,7 +1,5 @@
-"""Who is told of each call of all communicators of this process, as a trace is. Without observers it costs nothing.
-
-What looks for an open group before it takes the short way (fast_path.py, plan.py, enqueue.py) finds one that is
-nobody's while there are observers, and so takes the long way, which tells them.
+"""Who is told of what this process does: of each call of all communicators, and of overlapped layers. A trace is, and a
+report. Without observers it costs one look at an empty list.
 """
 
 from __future__ import annotations
@@ -9,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 Told = Callable[[BaseException | None], None]
@@ -43,21 +42,60 @@ class Seldom(NamedTuple):
     site: str = ""
 
 
-class Observer(Protocol):
-    def launching(self, calls: Sequence[Observed]) -> Told:
+class Observer:
+    """Overrides what it wants to hear of, by whichever thread does it. What it raises is raised into the program, so it
+    does not: nor does what it returns.
+
+    timing  whether `ran` wants `begin` and `end`"""
+
+    timing = False
+
+    def launching(self, calls: Sequence[Observed]) -> Told | None:
         """Calls are about to be made together, by this thread, under the locks of their communicators, so in their
         order. What is returned is told once the C calls have returned, with the error, if there was one: then work on a
-        stream may still be under way. Neither may raise."""
+        stream may still be under way."""
+        return None
+
+    def waiting(self) -> Told | None:
+        """The caller's stream is about to wait for communication beside it; on the CPU the caller, until what is
+        returned is told."""
+        return None
+
+    # Of overlapped layers: see Lane, Point and Lanes of pynccl_autograd.overlap.lanes.
+
+    def ran(self, lane: Any, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
+        """Work was issued: tensors that it reads and writes, marks of the lane around it."""
+
+    def recorded(self, lane: Any, point: Any) -> None:
+        """A point of a lane."""
+
+    def waited(self, lane: Any, point: Any) -> None:
+        """The lane waits for the point."""
+
+    def closed(self, lanes: Any) -> None:
+        """The caller has waited for all that ran on the lanes."""
+
+    def decided(self, owner: Any, decision: Any) -> None:
+        """How a pass of a layer is to overlap: asked for before it, and for a backward pass once more in it."""
 
 
 observers: list[Observer] = []
 os.register_at_fork(after_in_child=observers.clear)
 
 
-@contextlib.contextmanager
-def telling(calls: Sequence[Observed]) -> Iterator[None]:
+def telling(calls: Sequence[Observed]) -> AbstractContextManager[None]:
     """The calls are made within."""
-    ends = [observer.launching(calls) for observer in tuple(observers)]
+    return _telling(lambda observer: observer.launching(calls))
+
+
+def waiting() -> AbstractContextManager[None]:
+    """The caller waits within for communication beside it."""
+    return _telling(lambda observer: observer.waiting()) if observers else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _telling(begin: Callable[[Observer], Told | None]) -> Iterator[None]:
+    ends = [end for observer in tuple(observers) if (end := begin(observer)) is not None]
     try:
         yield
     except BaseException as error:

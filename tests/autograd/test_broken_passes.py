@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl_autograd.overlap.lanes import Lane, Observer, observed
+from pynccl.comm.groups import observing
+from pynccl.comm.observing import Observer
+from pynccl_autograd.overlap.lanes import Lane
 
 WIDTH = 8
 
@@ -186,7 +188,7 @@ def closed_after_an_error(comm: Communicator, kind: str) -> None:
     x, w = torch.ones(rows, 64), torch.ones(256, 64)
     for again in (False, True, False):
         overlap = made(comm, kind, (rows, 256), torch.float32)
-        with observed(Refuses(SENDS[kind])), pytest.raises(ValueError, match="refused"):
+        with observing(Refuses(SENDS[kind])), pytest.raises(ValueError, match="refused"):
             overlap.matmul_reduce_scatter(x, w)
         if again:  # the next pass has none of it
             assert overlap.matmul_reduce_scatter(x, w).eq(64 * comm.size).all()

@@ -13,9 +13,11 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl.comm.groups import observing
+from pynccl.comm.observing import Observer
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.comm_overlap import COLLECTIVES
-from pynccl_autograd.overlap.lanes import Lane, Observer, observed
+from pynccl_autograd.overlap.lanes import Lane
 from pynccl_autograd.testing import Schedule, deferred_lanes, races
 
 ROWS, WIDTH, HIDDEN = 24, 16, 36
@@ -131,7 +133,7 @@ def in_windows(comm: Communicator, deterministic: bool, save_gathered: bool) -> 
         helper, shape, torch.float64, num_splits=3, deterministic=deterministic, save_gathered=save_gathered
     )
     calls = Calls(overlap.workspace._buffers.values())
-    with observed(calls), ad.overlap.report() as report, deferred_lanes(), Schedule() as schedule:
+    with observing(calls), ad.overlap.report() as report, deferred_lanes(), Schedule() as schedule:
         for sequence_parallel in (True, False):
             options: Any = {"sequence_parallel": sequence_parallel, "dtype": torch.float64, "overlap": overlap}
             column = ad.ColumnParallelLinear(12, HIDDEN, comm, **options)

@@ -27,8 +27,7 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm import groups, observing
 from pynccl.tools import command
-from pynccl_autograd import streams, torch_internals
-from pynccl_autograd.overlap import lanes
+from pynccl_autograd import torch_internals
 from pynccl_autograd.tracing import marks, meeting, tracing
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -45,7 +44,7 @@ def left_alone(comm: Communicator, path: str) -> tuple[list[Any], ...]:
     before = kept(x, x, "sum", None, None) is not None
     with ad.trace(path, comm):
         within = kept(x, x, "sum", None, None) is not None
-    left: list[Any] = [observing.observers, groups.records, streams.waits, lanes.observers]
+    left: list[Any] = [observing.observers, groups.records]
     left.append(torch_internals.is_hooked(nn.Linear(1, 1)))
     return [before, within, kept(x, x, "sum", None, None) is not None], left
 
@@ -53,7 +52,7 @@ def left_alone(comm: Communicator, path: str) -> tuple[list[Any], ...]:
 def test_nothing_is_left_behind_and_calls_are_quick_again(ranks: RankPool, tmp_path: Path) -> None:
     for quick, left in ranks.run(2, left_alone, str(tmp_path / "trace.json")):
         assert quick == [True, False, True]
-        assert left == [[], [], [], [], False]
+        assert left == [[], [], False]
 
 
 def limited(comm: Communicator, path: str) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 from collections.abc import AsyncIterator, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import pynccl
 from pynccl import Communicator
 from pynccl.comm import groups
 from pynccl.comm.groups import records
+from pynccl.comm.observing import Observer
 
 START, END = "ncclGroupStart", "ncclGroupEnd"
 
@@ -120,7 +120,7 @@ def test_a_child_that_is_forked_in_a_group_is_in_none(stub: Stub) -> None:
     with pynccl.group():
         child = os.fork()
         if not child:
-            with groups.observing(SimpleNamespace()):  # type: ignore[arg-type]
+            with groups.observing(Observer()):
                 os._exit(3 if groups.recorder() is None else 4)
         assert groups.recorder() is not None
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl_autograd.overlap.lanes import Lane, Observer
+from pynccl.comm.observing import Observer
+from pynccl_autograd.overlap.lanes import Lane
 from pynccl_autograd.streams import side_stream
 
 SEQUENCE, BATCH, WIDTH, HIDDEN = 24, 2, 64, 96  # divisible by 1, 2 and 4 ranks; the rows not by all chunks

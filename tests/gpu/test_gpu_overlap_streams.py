@@ -34,9 +34,9 @@ from torch import Tensor
 import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl.comm.groups import observing
 from pynccl.interop.devices import core_device
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap import lanes
 from pynccl_autograd.overlap.lanes import seconds_between
 
 WAYS = {
@@ -242,7 +242,7 @@ def test_slices_that_are_all_taken_can_be_captured(comm: Communicator) -> None:
 
 @pytest.fixture
 def timeline() -> Iterator[Timeline]:
-    with lanes.observed(observer := Timeline()):
+    with observing(observer := Timeline()):
         yield observer
 
 

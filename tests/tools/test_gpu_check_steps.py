@@ -27,8 +27,8 @@ from ranks import RankPool  # noqa: E402
 
 import pynccl_autograd as ad  # noqa: E402
 from pynccl import Communicator  # noqa: E402
+from pynccl.comm.groups import observing  # noqa: E402
 from pynccl_autograd import OverlapConfig  # noqa: E402
-from pynccl_autograd.overlap.lanes import observed  # noqa: E402
 
 ON_HOST = {"PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
 
@@ -311,7 +311,7 @@ def test_a_process_that_a_gpu_test_starts_is_not_a_rank_of_its_launch(monkeypatc
 
 def timeline_of(comm: Communicator) -> tuple[int, int]:
     """How many collectives and matmuls the GPU tests' observer sees of a layer that overlaps."""
-    with observed(timeline := Timeline()):
+    with observing(timeline := Timeline()):
         layer = ad.RowParallelLinear(8, 6, comm, overlap=OverlapConfig("slices", chunks=4))
         layer(torch.ones(8, 8 // comm.size)).sum().backward()
     return len(timeline.on("comm")), len(timeline.on("main", "second"))

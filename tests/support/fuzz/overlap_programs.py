@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl.comm.groups import observing
+from pynccl.comm.observing import Observer
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap.lanes import Lane, Observer, observed
+from pynccl_autograd.overlap.lanes import Lane
 
 # Of a sum of up to some hundred products, of the largest value.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
@@ -343,10 +345,10 @@ def _broken(running: Running, rng: random.Random) -> None:
     refuses = Refuses(rng.randrange(8))
     backwards = rng.random() < 0.5
     try:
-        with nullcontext() if backwards else observed(refuses):
+        with nullcontext() if backwards else observing(refuses):
             y = running.call(own)
         if y.requires_grad:
-            with observed(refuses):
+            with observing(refuses):
                 y.sum().backward()
     except ArithmeticError:
         pass
