@@ -94,23 +94,21 @@ def _covered(intervals: Iterator[Interval]) -> float:
     return seconds
 
 
-class _Work(NamedTuple):
-    """A piece of work, with the marks of its lane around it."""
-
-    lane: str
-    what: str
-    begin: Any
-    end: Any
-    shape: tuple[int, ...]
-    nbytes: int
+def add_work(work: list[Interval], lane: Lane, name: str, writes: Sequence[Any], begin: Any, end: Any) -> None:
+    """One more piece of an operation. Its begin and end are marks of the lane, which may not have happened yet; no
+    tensor is kept."""
+    row = COMM if name in _COLLECTIVES else lane.name
+    number = sum(one.what == name for one in work)
+    shape = tuple(writes[0].shape) if writes else ()
+    work.append(Interval(row, name, number, begin, end, shape, sum(one.nbytes for one in writes)))
 
 
 @dataclass
 class _Record:
-    """An operation whose marks may not have happened yet. No tensor is kept, and no layer."""
+    """An operation whose marks may not have happened yet. No layer is kept."""
 
     begin: Any
-    work: list[_Work]
+    work: list[Interval]
     owner: str = ""
     decision: Any = None
     end: Any = None
@@ -140,18 +138,11 @@ class Trace(Observer):
 
     def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
         """See Observer."""
-        row = COMM if name in _COLLECTIVES else lane.name
-        shape = tuple(writes[0].shape) if writes else ()
-        work = _Work(row, name, begin, end, shape, sum(one.nbytes for one in writes))
-        self._record(lane.lanes).work.append(work)
+        add_work(self._record(lane.lanes).work, lane, name, writes, begin, end)
 
     def name(self, owner: Any) -> str:
         """What a layer is called in the trace."""
         return "" if owner is None else type(owner).__name__
-
-    def start_of(self, begin: Any) -> float:
-        """When an operation has started that begins at this mark, which has happened; see Operation."""
-        return begin if isinstance(begin, float) else seconds_between(self._first, begin)
 
     def recorded(self, lane: Lane, point: Point) -> None:
         """See Observer. The first point of all is the caller's, at which the operation begins."""
@@ -181,7 +172,7 @@ class Trace(Observer):
             for record in ended:
                 if hasattr(record.end, "synchronize"):
                     record.end.synchronize()  # the caller's stream has waited for the others: all marks have happened
-                self._resolved.append(_resolve(record, self.start_of(record.begin)))
+                self._resolved.append(_resolve(record, self._first))
             return list(self._resolved)
 
     def to_chrome(self, path: str | Path, rank: int = 0) -> None:
@@ -197,13 +188,13 @@ def recording() -> Iterator[Trace]:
         yield trace
 
 
-def _resolve(record: _Record, start: float) -> Operation:
-    counts: dict[str, int] = {}
+def _resolve(record: _Record, first: Any) -> Operation:
+    """first: mark at which the first operation began"""
+    start = record.begin if isinstance(record.begin, float) else seconds_between(first, record.begin)
     intervals = []
-    for lane, what, begin, end, shape, nbytes in record.work:
-        number = counts[what] = counts.get(what, -1) + 1
-        begun, ended = (seconds_between(record.begin, mark) for mark in (begin, end))
-        intervals.append(Interval(lane, what, number, begun, ended, shape, nbytes))
+    for one in record.work:
+        begin, end = (seconds_between(record.begin, mark) for mark in (one.begin, one.end))
+        intervals.append(one._replace(begin=begin, end=end))
     said = record.decision
     return Operation(
         record.owner,
@@ -236,7 +227,8 @@ def _of_rank(rank: int, operations: Sequence[Operation], zero: float) -> Iterato
         at = operation.start - zero
         for one in operation.intervals:
             kind, tid = "comm" if one.lane == COMM else "compute", _ROWS.index(one.lane) + 1
-            yield chrome.piece(title(one), kind, rank, tid, at + one.begin, at + one.end, said_of(operation, one))
+            said = said_of(operation.owner, operation, one)
+            yield chrome.piece(title(one), kind, rank, tid, at + one.begin, at + one.end, said)
 
 
 def title(interval: Interval) -> str:
@@ -244,7 +236,7 @@ def title(interval: Interval) -> str:
     return f"{interval.what} {interval.number}"
 
 
-def said_of(operation: Operation, interval: Interval) -> dict[str, Any]:
-    """What there is to say of it besides."""
-    said = {"owner": operation.owner, "pattern": operation.pattern, "method": operation.method}
+def said_of(owner: str, plan: Any, interval: Interval) -> dict[str, Any]:
+    """What there is to say of it besides.   plan: what has a pattern and a method: an operation, or a decision"""
+    said = {"owner": owner, "pattern": getattr(plan, "pattern", ""), "method": getattr(plan, "method", "")}
     return {**said, "shape": list(interval.shape), "bytes": interval.nbytes}

@@ -1,10 +1,12 @@
-"""The calls of all communicators as spans: which, how large, on which stream, of which layer, by which line."""
+"""The calls of all communicators as spans: which, how large, on which stream, of which layer, by which line; the waits
+for them, and the pieces of overlapped layers beside them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +18,11 @@ from pynccl.watch.frames import call_site
 from pynccl.watch.notes import notes
 from pynccl.watch.rows import SHAPES, weight_of
 
+from ..overlap.lanes import Lane as LaneOfLayer
+from ..overlap.lanes import Lanes
+from ..overlap.trace import COMM as LAYERS_COMM
+from ..overlap.trace import Interval, add_work, said_of, title
+from ..streams import is_capturing
 from .layers import Layers
 from .marks import OF_CPU, Clock
 from .spans import COMM, Lane, Span, Spans
@@ -28,6 +35,7 @@ _MESSAGES = ("send", "recv")
 _OPERATORS = frozenset(map(int, RedOp))  # others are a PreMulSum's
 
 
+_SECOND_STREAM = "second"
 _INPUTS_OF_MESSAGE = 4  # buffer, count, type, peer
 
 
@@ -46,7 +54,9 @@ class Said(NamedTuple):
 
 
 class Calls(Observer):
-    """Hears of calls of communicators, and of the waits for them, which are in the lanes "compute"."""
+    """The observer of a trace: see pynccl.comm.observing."""
+
+    timing = True
 
     def __init__(self, spans: Spans, clock: Clock, layers: Layers) -> None:
         self._spans, self._clock, self._layers = spans, clock, layers
@@ -54,6 +64,7 @@ class Calls(Observer):
         self._collectives: Counter[tuple[str, int]] = Counter()
         self._messages: Counter[tuple[str, int, int, int, str]] = Counter()
         self._streams: dict[tuple[str, int, bool], list[int]] = {}
+        self._work: weakref.WeakKeyDictionary[Lanes, list[Interval]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def launching(self, calls: Sequence[Observed]) -> Told:
@@ -81,6 +92,28 @@ class Calls(Observer):
             self._spans.add(span)
 
         return told
+
+    def ran(self, lane: LaneOfLayer, name: str, reads: Any, writes: Sequence[Any], begin: Any, end: Any) -> None:
+        """See Observer."""
+        with self._lock:
+            work = self._work.setdefault(lane.lanes, [])
+        add_work(work, lane, name, writes, begin, end)
+
+    def closed(self, lanes: Lanes) -> None:
+        """See Observer. Of an operation that was broken off there is nothing."""
+        with self._lock:
+            work = self._work.pop(lanes, [])
+        device = self._clock.device
+        if device.type == "cuda" and is_capturing(device):
+            return  # the events of a graph have no times
+        owner = "" if lanes.owner is None else self._layers.name_of(lanes.owner)
+        on, place = self._layers.lane(), self._layers.place()
+        for one in work:
+            if one.lane == LAYERS_COMM:  # which is in the lanes of communicators
+                continue
+            args = said_of(owner, lanes.decision, one) | {"layer": place.layer, "phase": place.phase}
+            lane = on._replace(beside=one.lane == _SECOND_STREAM)
+            self._spans.add(Span(lane, title(one), one.begin, one.end, args))
 
     def _begun(self, calls: Sequence[Observed]) -> list[tuple[Span, Communicator, int]]:
         together: dict[tuple[int, int], list[Observed]] = {}

@@ -135,8 +135,8 @@ class Layers:
         with self._lock:
             return self._lanes.setdefault(key, Lane(COMPUTE, number=len(self._lanes)))
 
-    def name_of(self, module: nn.Module) -> str:
-        """That of a module which is being called, or was."""
+    def name_of(self, module: object) -> str:
+        """That of a module which is being called, or was; of anything else, that of its type."""
         for names in list(self._names.values()):
             if id(module) in names.by_id:
                 return names.by_id[id(module)]

@@ -8,7 +8,7 @@ event that the CPU waits for, before the trace and after it.
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -67,7 +67,7 @@ class Clock:
             return now()
         if is_capturing(self.device):
             return None
-        return _event_on(torch.cuda.current_stream(self.device), self.device)
+        return _event_on(torch.cuda.current_stream(self.device))
 
     def lane(self) -> int:
         """Where the computation that this thread issues runs: the number of the stream."""
@@ -84,7 +84,7 @@ class Clock:
         if is_capturing(device):
             return None
         default = torch.cuda.default_stream(device)
-        return _event_on(torch.cuda.ExternalStream(int(stream), device=device) if stream else default, device)
+        return _event_on(torch.cuda.ExternalStream(int(stream), device=device) if stream else default)
 
     def blocks(self, comm: Communicator, stream: int) -> bool:
         """Whether the computation that this thread issues waits for what `comm` does on that stream, by its order."""
@@ -111,12 +111,12 @@ class Clock:
             return None
         if hasattr(mark, "moment"):
             return float(mark.moment)
-        event, index = (mark.event, mark.gpu) if isinstance(mark, _OfGpu) else (mark, _index(self.device))
-        self._anchor(torch.device("cuda", index))
+        index = mark.device.index
+        self._anchor(mark.device)
         base, at = self._last[index]
-        distance = float(base.elapsed_time(event))
+        distance = float(base.elapsed_time(mark))
         if distance > _FAR_MILLISECONDS:
-            self._last[index] = (event, at + distance / 1e3)
+            self._last[index] = (mark, at + distance / 1e3)
         return at + distance / 1e3
 
     def finish(self) -> None:
@@ -134,22 +134,12 @@ class Clock:
         return max((anchor.uncertainty for anchor in self._anchors.values()), default=0.0)
 
 
-class _OfGpu(NamedTuple):
-    """An event, and the GPU on which it was recorded."""
-
-    event: Any
-    gpu: int
-
-    def query(self) -> bool:
-        return bool(self.event.query())
-
-
 def has_happened(mark: Any) -> bool:
     return mark is None or isinstance(mark, float) or bool(mark.query())
 
 
-def _event_on(stream: Any, device: torch.device) -> _OfGpu:
-    return _OfGpu(stream.record_event(torch.cuda.Event(enable_timing=True)), _index(device))
+def _event_on(stream: Any) -> Any:
+    return stream.record_event(torch.cuda.Event(enable_timing=True))
 
 
 def _index(device: torch.device) -> int:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,20 +23,15 @@ from pynccl.tools import chrome
 
 from ..agreement import raise_alike
 from ..arguments import check_comm
-from ..overlap.lanes import Lanes
-from ..overlap.trace import COMM as PIECE_OF_COMM
-from ..overlap.trace import Trace, said_of, title
-from ..streams import is_capturing
 from .calls import Calls
-from .layers import Layers, Place
-from .marks import Clock, has_happened, now
+from .layers import Layers
+from .marks import Clock, now
 from .meeting import Guest, Host, meet
 from .merge import Merged
-from .spans import STEP, Lane, Part, Piece, Span, Spans, resolved
+from .spans import STEP, Lane, Part, Span, Spans, resolved
 
 LIMIT = 200_000
 _RAISED_SECONDS = 1.0  # for which a rank whose block has raised waits for the others, who may wait for it
-_SECOND_STREAM = "second"
 _active: list[Tracing] = []
 _changing = threading.Lock()
 os.register_at_fork(after_in_child=_active.clear)
@@ -127,10 +121,10 @@ class Tracing(Shared):
             self._clock = Clock(_device(comm))
             self._layers = Layers(self._spans, self._clock, self._model)
             self._calls = Calls(self._spans, self._clock, self._layers)
-            self._pieces = _Pieces(self._layers, self._clock)
             if comm is not None and comm.size > 1:
                 comm.barrier()
-            self._install()
+            self._open.enter_context(self._layers.watched())
+            self._open.enter_context(observing(self._calls))
         except BaseException:
             self._end_alone()
             if self._meeting is not None:
@@ -157,12 +151,6 @@ class Tracing(Shared):
         with _changing:
             if self in _active:
                 _active.remove(self)
-
-    def _install(self) -> None:
-        enter = self._open.enter_context
-        enter(self._layers.watched())
-        enter(observing(self._pieces))
-        enter(observing(self._calls))
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -196,8 +184,6 @@ class Tracing(Shared):
         marks = [mark for span in spans.found for mark in (span.begin, span.end)]
         done = not raised and clock.wait(marks, self._timeout)
         pieces, captured = resolved(spans.found, clock.time, end)
-        with contextlib.suppress(Exception):  # events that cannot be asked: there are no pieces, but all the rest
-            pieces += self._pieces.resolved(done)
         if done:
             clock.finish()
         comm = self._comm
@@ -242,45 +228,6 @@ class Tracing(Shared):
         """Of a process that is traced alone."""
         alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
         return self._asked if alone else with_rank(self._asked, _rank_of_launch())
-
-
-class _Pieces(Trace):
-    """The pieces of overlapped layers: see overlap/trace.py. Their communication is in the lanes of communicators."""
-
-    def __init__(self, layers: Layers, clock: Clock) -> None:
-        super().__init__()
-        self._layers, self._clock = layers, clock
-        self._places: list[tuple[Lane, Place]] = []
-        self._closing = threading.Lock()
-
-    def name(self, owner: Any) -> str:
-        return self._layers.name_of(owner) if isinstance(owner, nn.Module) else super().name(owner)
-
-    def start_of(self, begin: Any) -> float:
-        return self._clock.time(begin) or 0.0
-
-    def closed(self, lanes: Lanes) -> None:
-        with self._closing:
-            super().closed(lanes)
-            if self._clock.device.type == "cuda" and is_capturing(self._clock.device):
-                self._ended.pop()  # the events of a graph have no times
-            else:
-                self._places.append((self._layers.lane(), self._layers.place()))
-
-    def resolved(self, waits: bool) -> list[Piece]:
-        """waits: for those that have not ended, which end on their own"""
-        if not waits and not all(has_happened(record.end) for record in self._ended):
-            return []
-        pieces = []
-        for operation, (lane, place) in zip(self.operations(), self._places, strict=True):
-            for one in operation.intervals:
-                if one.lane == PIECE_OF_COMM:
-                    continue
-                on = lane._replace(beside=one.lane == _SECOND_STREAM)
-                args = said_of(operation, one) | {"layer": place.layer, "phase": place.phase}
-                begin = operation.start + one.begin
-                pieces.append(Piece(on, title(one), begin, operation.start + one.end, args, (), False))
-        return pieces
 
 
 def with_rank(path: Path, rank: int) -> Path:
