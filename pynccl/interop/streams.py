@@ -187,8 +187,8 @@ class CudaStream(Shared):
         self._kept.add(keep)
 
     def _tell_end(self) -> None:
-        for tell in ended if self._own else ():
-            tell(int(self.core.handle))
+        if self._own and on_end is not None:
+            on_end(int(self.core.handle))
 
     def __del__(self) -> None:
         kept = getattr(self, "_kept", None)
@@ -309,7 +309,7 @@ def _number_of(stream: Any) -> Any:
 
 
 _made: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()  # by create_stream
-ended: list[Callable[[int], None]] = []  # called with the handle of such a stream that is closed or dropped
+on_end: Callable[[int], None] | None = None  # the flight recorder's: such a stream, by its handle, is closed or dropped
 
 
 def hold(stream: int, library: Library, keep: Any) -> None:

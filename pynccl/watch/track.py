@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from ..interop.streams import ended
+from ..interop import streams
 from . import layout
 from .frames import user_site
 from .notes import notes
@@ -359,7 +359,7 @@ def _forget(stream: int) -> None:
         track.forget(stream)
 
 
-ended.append(_forget)
+streams.on_end = _forget
 _numbers = itertools.count(1)
 _FIRST = 200  # characters of what was called, where the library says why it failed
 
