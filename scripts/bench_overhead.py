@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench_ways import BARE, CHECKED, ELEMENTS, NCCL4PY, PLAN, Way, measure, nccl4py_ways
 
 import pynccl
-from pynccl.bindings import abi, soname
+from pynccl.bindings import abi
+from pynccl.bindings.library import torchs_own
 from pynccl.interop.buffers import data_type
 from pynccl.tools import command, progress
 
@@ -129,9 +130,9 @@ def first_of_its_name(path: Path) -> ctypes.CDLL:
 
     A torch for CUDA then finds in its own what the stub lacks, or it would not import."""
     stub = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    needed = soname.needed_by_torch()
-    if needed and needed.path:
-        ctypes.CDLL(needed.path, mode=ctypes.RTLD_GLOBAL)
+    own = torchs_own()
+    if os.path.isabs(own):
+        ctypes.CDLL(own, mode=ctypes.RTLD_GLOBAL)
     return stub
 
 

@@ -10,18 +10,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import abi, soname
+from . import abi
 from .errors import NcclError, NcclLibraryNotFound, NcclVersionError, from_result
 from .resource import Shared
 from .values import instance
 
 SONAME = "libnccl.so.2"
+_OF_TORCH = (("libtorch_cuda.so", SONAME), ("libtorch_hip.so", "librccl.so.1"))  # a build for CPUs has neither
 _NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
 _ROWS = {**abi.FUNCTIONS, **abi.DEVICE_FUNCTIONS}
 
@@ -148,7 +149,7 @@ def _load(spec: str) -> Library:
     if spec == "nccl":
         return _load_nccl()
     try:
-        _reserve_name(spec)
+        _open_torchs_own()
         return _from_cdll(_open(spec), spec, "PYNCCL_LIBRARY")
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a surrogate pair
         named = spec if spec.isprintable() else repr(spec)
@@ -157,14 +158,15 @@ def _load(spec: str) -> Library:
         ) from error
 
 
-def _reserve_name(spec: str) -> None:
-    """Open torch's own libnccl before one of the same SONAME, which torch would otherwise be given; see soname.py."""
-    needed = soname.needed_by_torch()
-    if needed is None or soname.name_of(spec) not in (needed.name, ""):
-        return
-    if not holder(needed.name):
+def _open_torchs_own() -> None:
+    """Before another libnccl, which torch would otherwise be given.
+
+    Who needs "libnccl.so.2", as torch does, gets whichever copy of that SONAME is in the process already; if it is
+    older than the one torch was built with, `import torch` fails ("undefined symbol: ncclCommResume")."""
+    own = torchs_own()
+    if own and not holder(os.path.basename(own)):
         with contextlib.suppress(OSError):  # torch will say so itself, if it is ever imported
-            _open(torchs_own(needed))
+            _open(own)
 
 
 def holder(name: str) -> str:
@@ -175,9 +177,20 @@ def holder(name: str) -> str:
         return ""
 
 
-def torchs_own(needed: soname.Needed) -> str:
-    """The libnccl that torch will get: by its search path, else what it looks for on sys.path, else the system's."""
-    return needed.path or next(iter(wheel_paths()), needed.name)
+def torchs_own() -> str:
+    """The libnccl of the installed torch, found without importing it: beside it, on sys.path, in the environment, else
+    the system's; "" if there is no torch for GPUs."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError, AttributeError):  # ValueError: a stand-in in sys.modules without a spec
+        return ""
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for library, name in _OF_TORCH:
+            if os.path.exists(os.path.join(folder, "lib", library)):
+                wheels = wheel_paths(name, [os.path.dirname(folder), *sys.path])
+                files = [*wheels, os.path.join(folder, "lib", name), os.path.join(sys.prefix, "lib", name)]
+                return next(filter(os.path.exists, files), name)
+    return ""
 
 
 def _open(path: str, mode: int = 0) -> ctypes.CDLL:
@@ -220,9 +233,9 @@ def _load_nccl() -> Library:
 def _candidates() -> list[tuple[str, Callable[[], str], int]]:
     """(origin, where it is, extra dlopen flags) in the order of the search."""
     rows: list[tuple[str, Callable[[], str], int]] = [("already in the process", lambda: SONAME, _NOLOAD)]
-    needed = soname.needed_by_torch()
-    if needed and needed.name == SONAME:
-        rows.append(("torch's own", functools.partial(torchs_own, needed), 0))
+    own = torchs_own()
+    if os.path.basename(own) == SONAME:
+        rows.append(("torch's own", lambda: own, 0))
     rows += [("wheel", functools.partial(str, path), 0) for path in wheel_paths()]
     rows += [("cuda.pathfinder", _pathfinder, 0), ("system", lambda: SONAME, 0)]
     return rows
@@ -238,9 +251,9 @@ def _pathfinder() -> str:
     return path
 
 
-def wheel_paths() -> list[str]:
-    """Files that the nvidia-nccl-cu12 / -cu13 wheels may have installed, in the order of sys.path."""
-    paths = [os.path.join(entry, "nvidia", "nccl", "lib", SONAME) for entry in sys.path if entry]
+def wheel_paths(name: str = SONAME, folders: Sequence[str] = ()) -> list[str]:
+    """Files of the nvidia-nccl-cu12 / -cu13 wheels, in the order of `folders`, else of sys.path."""
+    paths = [os.path.join(entry, "nvidia", "nccl", "lib", name) for entry in folders or sys.path if entry]
     return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
 
 

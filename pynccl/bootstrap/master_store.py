@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclSystemError, NcclTimeout
-from ..comm.deadline import Abandoned, Clock, Wait, duration
+from ..comm.deadline import Abandoned, Clock, Wait
 from .rendezvous import first_line
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -128,8 +128,11 @@ def _tcp_store(host: str, port: int, timeout: float, **options: Any) -> Any:
     from torch.distributed import TCPStore
 
     # multi_tenant: torch.distributed may serve its store at the same port in this process
-    limit = timedelta(seconds=duration(timeout))
-    return TCPStore(host, port, timeout=limit, wait_for_workers=False, multi_tenant=True, **options)
+    return TCPStore(host, port, timeout=_duration(timeout), wait_for_workers=False, multi_tenant=True, **options)
+
+
+def _duration(seconds: float) -> timedelta:
+    return timedelta(seconds=min(seconds, 1e6))  # it knows no infinity
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -200,7 +203,7 @@ class _Search:
     def store(self) -> Any:
         wait = Wait(self.clock)
         store = wait.beside(lambda: self._search(wait), self._late)
-        store.set_timeout(timedelta(seconds=duration(self.clock.timeout)))
+        store.set_timeout(_duration(self.clock.timeout))
         return store
 
     def _search(self, wait: Wait) -> Any:

@@ -40,7 +40,7 @@ class Memory(Resource):
         self.pointer, self.shape, self.dtype, self.library = pointer, shape, dtype, library
         self.nbytes = math.prod(shape) * ITEMSIZE[dtype]
         self._device = device
-        self.device = "cpu" if library.is_host else f"cuda:{device}"
+        self.device = "cpu" if device == CPU_MEMORY else f"cuda:{device}"
 
     def close(self) -> None:
         """Give the memory back. Views of it must not be used any more. Twice is harmless."""
@@ -52,8 +52,7 @@ class Memory(Resource):
 
     def describe(self) -> Description:
         """What `buffers` wants to know of it."""
-        device = CPU_MEMORY if self.library.is_host else self._device
-        return self._live(), math.prod(self.shape), int(self.dtype), device
+        return self._live(), math.prod(self.shape), int(self.dtype), self._device
 
     def _live(self) -> int:
         if not self.pointer:
@@ -66,7 +65,7 @@ class Memory(Resource):
         return export(self._live(), self.shape, self.dtype, self.__dlpack_device__(), keep=self)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (CPU, 0) if self.library.is_host else (CUDA, self._device)
+        return (CPU, 0) if self._device == CPU_MEMORY else (CUDA, self._device)
 
     def _interface(self, wanted: bool, name: str) -> dict[str, Any]:
         element = ELEMENTS[self.dtype]
@@ -77,11 +76,11 @@ class Memory(Resource):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return self._interface(not self.library.is_host, "__cuda_array_interface__")
+        return self._interface(self._device != CPU_MEMORY, "__cuda_array_interface__")
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        return self._interface(self.library.is_host, "__array_interface__")
+        return self._interface(self._device == CPU_MEMORY, "__array_interface__")
 
     def __copy__(self) -> NoReturn:
         raise TypeError("a pynccl.Memory has one owner, who frees it; make another with mem_alloc and copy into it")
@@ -136,7 +135,7 @@ def mem_alloc(
     nbytes = math.prod(dims) * ITEMSIZE[kind]
     with on_device(ordinal):  # which is where NCCL allocates
         pointer = _allocate(library, max(nbytes, 1))
-    return Memory(pointer, dims, kind, ordinal or 0, library)
+    return Memory(pointer, dims, kind, CPU_MEMORY if ordinal is None else ordinal, library)
 
 
 def _allocate(library: Library, nbytes: int) -> int:

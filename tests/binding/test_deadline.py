@@ -47,28 +47,13 @@ def test_a_call_that_does_not_come_back_does_not_hold_up_the_end_for_long(tmp_pa
     assert ended.seconds < 30
 
 
-def test_a_call_in_cpp_that_was_left_behind_never_returns_to_the_interpreter(tmp_path: Path) -> None:
-    """An exit handler that runs later than the one that stops it would see it come back."""
-    source = """
-wait = deadline.Wait(deadline.Clock(0.05))
-deadline.GRACE_SECONDS = 0.05
-try:
-    wait.beside(lambda: slow(1.0), lambda: pynccl.NcclTimeout("late"))
-except pynccl.NcclTimeout as error:
-    print(error, flush=True)
-"""
-    before = "import atexit, time\natexit.register(lambda: (time.sleep(1.5), print('ended', flush=True)))\n"
-    ended = process(tmp_path, SLOW + source, first=before)
-    assert (ended.code, ended.out, ended.err) == (0, "late\nended\n", "")
-
-
 def test_a_forked_child_waits_for_no_call_of_its_parent(tmp_path: Path) -> None:
     source = """
 child = os.fork()
 if not child:
-    print("left behind in the child:", deadline._left_behind, flush=True)
+    print("under way in the child:", len(deadline._running), flush=True)
     sys.exit(0)
 os.waitpid(child, 0)
 """
     ended = process(tmp_path, SLOW + BY_DEADLINE + source, *A_FORK_WITH_THREADS)
-    assert ended.code == 0 and ended.out.splitlines()[1:] == ["left behind in the child: []", "came back"]
+    assert ended.code == 0 and ended.out.splitlines()[1:] == ["under way in the child: 0", "came back"]

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from libraries import Stub
-from processes import HANGS, left_behind, overlapping, wait_for
+from processes import HANGS, comes_back, overlapping, wait_for
 from ranks import RankPool
 
 import pynccl
@@ -28,8 +28,7 @@ def test_an_init_that_no_other_rank_joins_is_a_timeout() -> None:
         Communicator.init(4, bytes(128), 1, library=stub.cpu_library, timeout=0.1)
     assert "ncclCommInitRank(rank=1, nranks=4) did not return within 0 s (timeout=0.1)" in str(caught.value)
     assert "a rank is missing or unreachable: were all ranks started" in str(caught.value)
-    for thread in left_behind("ncclCommInitRank"):
-        thread.join()
+    comes_back("ncclCommInitRank")
 
 
 def test_a_peer_that_does_not_come_along_makes_destroy_a_timeout_and_an_abort() -> None:
@@ -43,8 +42,7 @@ def test_a_peer_that_does_not_come_along_makes_destroy_a_timeout_and_an_abort() 
     assert time.monotonic() - started < 1.0
     assert stub.names() == ["ncclCommGetAsyncError", "ncclCommFinalize", "ncclCommAbort"]
     assert not comm.alive
-    (thread,) = left_behind("ncclCommFinalize")
-    thread.join()
+    comes_back("ncclCommFinalize")
     assert stub.names()[-1] == "ncclCommAbort"  # what is left behind keeps its hands off the freed handle
     comm.destroy()
 
@@ -92,8 +90,7 @@ def test_an_abort_that_a_live_graph_holds_up_goes_on_in_the_background() -> None
     assert "ncclGroupEnd" not in stub.names()  # so the caller was not kept
     with pytest.raises(pynccl.NcclInvalidUsage, match="was aborted"):
         comms[0].broadcast(X, Y, stream=0)
-    (thread,) = left_behind("ncclCommAbort")
-    thread.join()
+    comes_back("ncclCommAbort")
     assert stub.names() == ["ncclGroupStart", "ncclCommAbort", "ncclCommAbort", "ncclGroupEnd"]
 
 

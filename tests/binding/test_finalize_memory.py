@@ -14,7 +14,7 @@ import pytest
 import torch
 from gpu.graphs import forget_graphs
 from libraries import Stub
-from processes import A_FORK_WITH_THREADS, DESTROYED, HANGS, left_behind, process, wait_for
+from processes import A_FORK_WITH_THREADS, DESTROYED, HANGS, comes_back, process, wait_for
 
 import pynccl
 from pynccl import Communicator
@@ -83,8 +83,7 @@ def test_memory_outlives_an_end_that_goes_on_in_the_background() -> None:
     with pytest.raises(pynccl.NcclTimeout):
         comm.destroy()
     assert order == []
-    (thread,) = left_behind("ncclCommDestroy")
-    thread.join()
+    comes_back("ncclCommDestroy")
     assert order == ["ncclCommDestroy", "freed"]
 
 
@@ -180,8 +179,7 @@ def test_an_end_that_does_not_come_names_the_graphs_that_are_alive(monkeypatch: 
         stub.linger(slow, 0.3)
         with pytest.raises(pynccl.NcclTimeout) as caught:
             comm.destroy()
-        for thread in left_behind(slow):
-            thread.join()
+        comes_back(slow)
         return str(caught.value)
 
     assert all("CUDAGraph" not in failing(slow) for slow in ("ncclCommFinalize", "ncclCommDestroy"))
@@ -198,8 +196,7 @@ def test_an_end_that_does_not_come_names_the_graphs_that_are_alive(monkeypatch: 
     stub.linger("ncclCommAbort", 0.3)
     with pytest.warns(RuntimeWarning, match=said):
         pynccl.abort([comm], timeout=0.1)
-    for thread in left_behind("ncclCommAbort"):
-        thread.join()
+    comes_back("ncclCommAbort")
     assert len(graphs) == 2
 
 

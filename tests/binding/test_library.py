@@ -162,20 +162,6 @@ def test_a_bare_name_is_torchs_own_libnccl_too(tmp_path: Path, order: str) -> No
 
 
 @both_orders
-@pytest.mark.parametrize("runpath", [False, True], ids=["RPATH", "RUNPATH"])
-def test_what_torch_gets_is_found_as_the_loader_finds_it(tmp_path: Path, order: str, runpath: bool) -> None:
-    """LD_LIBRARY_PATH comes after an RPATH and before a RUNPATH, and counts as it was when the process started."""
-    own = torch_with_cuda(tmp_path / "torchs", runpath=runpath)
-    other = wheel(tmp_path / "other", (2, 29, 7))
-    expected = (other, (2, 29, 7)) if runpath else (own, HEADER_VERSION)
-    late = f"import os; os.environ['LD_LIBRARY_PATH'] = {os.path.dirname(wheel(tmp_path / 'late', OLD))!r}"
-    folders = os.pathsep.join(["", str(tmp_path / "nothing"), os.path.dirname(other)])
-    code = late + order.format(spec="nccl") + BOTH
-    said = python(code, PYTHONPATH=str(tmp_path / "torchs"), LD_LIBRARY_PATH=folders).split("; ")
-    assert said[:3] == [str(version_code(expected[1])), str(expected[1]), str(expected[0])]
-
-
-@both_orders
 def test_without_torchs_own_libnccl_the_one_named_is_torchs_too(tmp_path: Path, order: str) -> None:
     torch_with_cuda(tmp_path, own=False)
     path = compiled(HEADER_VERSION, SONAME)
@@ -189,13 +175,9 @@ def test_without_torchs_own_libnccl_the_one_named_is_torchs_too(tmp_path: Path, 
 
 def test_a_torch_that_needs_no_libnccl_costs_nothing(tmp_path: Path) -> None:
     own = torch_with_cuda(tmp_path)
-    library = tmp_path / "torch" / "lib" / "libtorch_cuda.so"
     code = f"import pynccl; pynccl.load({compiled(OLD, SONAME)!r}); print(open('/proc/self/maps').read())"
     assert str(own) in python(code, PYTHONPATH=str(tmp_path))
-    for content in (b"not a library", b"\x7fELF\2\1" + bytes(80), Path(compiled(OLD)).read_bytes()):
-        library.write_bytes(content)
-        assert str(own) not in python(code, PYTHONPATH=str(tmp_path))
-    library.unlink()  # a build for CPUs
+    (tmp_path / "torch" / "lib" / "libtorch_cuda.so").unlink()  # a build for CPUs
     assert str(own) not in python(code, PYTHONPATH=str(tmp_path))
 
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,9 +69,9 @@ class Stub:
     """The C library loaded, and what it has seen."""
 
     def __init__(self, version: Version = HEADER_VERSION) -> None:
-        for thread in threading.enumerate():  # a call that an earlier test has left behind would enter the record here
-            if thread.name.startswith("pynccl nccl"):
-                thread.join(5)
+        end = time.monotonic() + 5  # a call that an earlier test has left behind would enter the record here
+        while any("pynccl nccl" in thread.name for thread in threading.enumerate()) and time.monotonic() < end:
+            time.sleep(0.01)
         self.path = compiled(version)
         self.cdll = ctypes.CDLL(self.path)
         self.cdll.stub_record.restype = ctypes.c_char_p

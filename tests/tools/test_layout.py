@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER: dict[str, str] = {
     "pynccl": """
         admission
-        bindings.resource bindings.values bindings.abi bindings.errors bindings.soname bindings.library bindings.structs
+        bindings.resource bindings.values bindings.abi bindings.errors bindings.library bindings.structs
         bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         comm.deadline comm.observing

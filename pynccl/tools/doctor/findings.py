@@ -19,7 +19,6 @@ from typing import Any
 from ... import __version__
 from ...bindings import abi
 from ...bindings.library import Library, gpu_count, gpu_problem, holder, load, torchs_own
-from ...bindings.soname import needed_by_torch
 from ...interop.devices import cuda_core, cuda_driver
 from .wheels import LibraryFile, Wheel, identify, installed_wheels
 
@@ -154,11 +153,11 @@ def torch_and_its_copy() -> Torch | None:
 
 
 def _torchs_libnccl() -> tuple[LibraryFile | None, Callable[[], LibraryFile | None]]:
-    """The one that torch's libraries lead to, and a function for the one that holds its name once they are loaded."""
-    needed = needed_by_torch()
-    if needed is None:
+    """Torch's own, and a function for the one that holds its name once torch's libraries are loaded."""
+    own = torchs_own()
+    if not own:
         return None, lambda: None
-    return identify(torchs_own(needed)), lambda: identify(path) if (path := holder(needed.name)) else None
+    return identify(own), lambda: identify(path) if (path := holder(os.path.basename(own))) else None
 
 
 def chosen_library() -> Chosen:

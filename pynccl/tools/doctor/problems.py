@@ -8,8 +8,9 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 
+from ...bindings.library import SONAME
 from .findings import Findings
-from .wheels import FILE_IN_WHEEL, pip, wheel_problems
+from .wheels import FILE_IN_WHEEL, identify, pip, wheel_problems
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,10 @@ def _torch_problem(found: Findings, wheel_is_broken: bool) -> Problem | None:
         return Problem("torch-broken", text, "mend the wheel named above, then look again")
     if _order_problem(found, wheel_is_broken):
         return Problem("torch-broken", text, "mend what is named above, then look again")
-    if (own := found.torch.own) and _entry("LD_LIBRARY_PATH", os.path.dirname(own.path)):
-        return Problem("torch-broken", f"{text}. Its libnccl is {own}", _remedy(own.path))
+    if "undefined symbol: nccl" in found.torch.error:  # a torch that has a RUNPATH is given what is there
+        for folder in re.split("[:;]", os.environ.get("LD_LIBRARY_PATH", "")):
+            if folder and os.path.exists(path := os.path.join(os.path.normpath(folder), SONAME)):
+                return Problem("torch-broken", f"{text}. Its libnccl is {identify(path)}", _remedy(path))
     return Problem("torch-broken", text, f"{pip('install')} --force-reinstall torch", is_command=True)
 
 
