@@ -39,6 +39,8 @@ _LINE_BYTES = 1 << 18
 _TEXT_BYTES = 1 << 16
 _MOST_LINES = 1 << 16
 _CALLS = 8  # of a communicator, in an answer
+_FEW = 2  # of those that were not asked for
+_MOST_TOGETHER = 32  # calls of a group that is kept whole
 _LINGER_POLL_SECONDS = 0.05
 
 
@@ -334,7 +336,7 @@ def trimmed(record: ProcessRecord, uid: str, limit: int = 0) -> ProcessRecord:
     stack = record.stack[-2048:]
     calls, short = _CALLS, record
     while calls:
-        kept = [_shortened(comm, calls if uid in ("", comm.uid) else min(calls, 2)) for comm in comms]
+        kept = [_shortened(comm, calls if uid in ("", comm.uid) else min(calls, _FEW)) for comm in comms]
         short = replace(record, comms=kept, stack=stack[-256 * calls :], command=record.command[:200])
         if len(json.dumps(to_json(short))) <= limit:
             return short
@@ -345,12 +347,19 @@ def trimmed(record: ProcessRecord, uid: str, limit: int = 0) -> ProcessRecord:
 
 
 def _shortened(comm: CommRecord, most: int) -> CommRecord:
-    """With the oldest call that is under way, and the last ones."""
+    """With the oldest call that is under way, and the last ones, groups of messages whole."""
+    first = max(len(comm.calls) - most, 0)
+    while first and len(comm.calls) - first < _MOST_TOGETHER and _together(*comm.calls[first - 1 : first + 1]):
+        first -= 1
+    last: list[CallRecord] = comm.calls[first:]
     under_way = next((call for call in comm.calls if call.state not in (COMPLETED, FAILED)), None)
-    last: list[CallRecord] = comm.calls[-most:]
     if under_way is not None and under_way not in last:
         last = [under_way, *last[1:]]
-    return replace(comm, calls=last)
+    return replace(comm, calls=last, cut=first > 0 and most <= _FEW)
+
+
+def _together(one: CallRecord, other: CallRecord) -> bool:
+    return bool(one.group) and one.group == other.group and not one.number and not other.number
 
 
 # What is at the store

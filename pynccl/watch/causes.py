@@ -111,11 +111,14 @@ def _unknown(case: Case, meeting: Meeting, only: bool) -> Finding:
 
 
 def _in_parent(case: Case, meeting: Meeting) -> str:
-    """ " (rank 0 of comm 'world')": where just as many ranks are unknown of the one that this one was made of."""
+    """ " (rank 0 of comm 'world')", or " (one of ranks 0 and 1 of comm 'world')": who is unknown here is unknown in the
+    communicator that this one was made of, too, maybe by another number."""
     uids = {member.comm.parent for member in meeting.group.members.values() if member.comm} - {""}
     for parent in (group for group in case.job.groups if group.uid in uids):
-        if _count(parent.unknown) == _count(meeting.unknown):
-            return f" ({ranks_text(parent.unknown)} of comm '{parent.name}')"
+        here, there = _count(meeting.unknown), _count(parent.unknown)
+        among = "" if here == there else "one of " if here == 1 else f"{here} of "
+        if here <= there:
+            return f" ({among}{ranks_text(parent.unknown)} of comm '{parent.name}')"
     return ""
 
 

@@ -34,7 +34,7 @@ class CallRecord:
     count       elements; -1 where there is none. dtype: "FLOAT32" or ""; op: "SUM" or ""
     root, peer  ranks of the communicator; -1 where there is none
     group       calls of one rank with the same number here were issued as one group; 0: in none
-    site        file:line of the call; "" where it was not recorded (PYNCCL_WATCH=sites records it always)
+    site        file:line of the call; "" where no line of the user made it
     function    "AllReduce.backward" where an autograd function made it; forward_site: the line of its forward call
     detail      what else there is to say: "color=0, key=1" of a split, the calls of a group plan
     """
@@ -73,6 +73,7 @@ class CommRecord:
     name     for messages: CommConfig.comm_name, else what made it: "init", "split of init, color 0"
     entered  number of the last collective call that it has entered; completed: of the last one that has completed
     calls    the last ones, oldest first
+    cut      whether so few calls were passed on that earlier ones may matter
     waits_at when its streams were last seen to wait for calls before that
     ended    "" while it lives, else "destroyed", "aborted", "aborted at exit", ...; ended_site, ended_at: where, when
     """
@@ -88,6 +89,7 @@ class CommRecord:
     aliases: tuple[str, ...] = ()
     entered: int = 0
     completed: int = 0
+    cut: bool = False
     waits_at: float = 0.0
     calls: list[CallRecord] = field(default_factory=list)
     ended: str = ""

@@ -348,10 +348,12 @@ def _counted(group: Group, *ranks: int) -> bool:
 
 
 def _answered(group: Group, rank: int, peer: int, call: CallRecord) -> bool:
-    """Whether the other side of this send or recv is known to have come, though it was not seen to complete."""
+    """Whether the other side of this send or recv has come, or may have, though it was not seen to complete."""
     member, own = group.members.get(peer), group.members[rank]
     if member is None or member.comm is None:
         return False
+    if member.comm.cut:
+        return True  # who says that it has not come must have seen all that it did
     other = "recv" if call.operation == "send" else "send"
     answers = [one for one in member.comm.calls if one.operation == other and one.peer == rank]
     if own.comm is None or not answers:

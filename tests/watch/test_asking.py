@@ -33,7 +33,7 @@ from pynccl.watch.asking import (
     trimmed,
 )
 from pynccl.watch.diagnosis import exchange_at
-from pynccl.watch.records import DEAD, INSIDE, CallRecord, CommRecord, ProcessRecord, to_json
+from pynccl.watch.records import DEAD, INSIDE, CallRecord, CommRecord, ProcessRecord, from_json, to_json
 from pynccl.watch.store import Reach, append, lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -543,6 +543,16 @@ def test_a_large_record_is_trimmed_to_what_matters() -> None:
     assert short.comms[0].calls[-1].number == 2000
     assert short.stack.endswith("inner")
     assert len(record.comms) == 100 and len(calls) == 2000
+
+
+def test_a_group_of_messages_is_passed_on_whole() -> None:
+    calls = [CallRecord(n, n, "all_reduce") for n in range(1, 9)]
+    calls += [CallRecord(9, 0, "send", group=4), CallRecord(10, 0, "recv", group=4), CallRecord(11, 9, "barrier")]
+    record = ProcessRecord(1, "h", comms=[CommRecord("asked", "x", 0, 2), CommRecord("other", "y", 0, 2, calls=calls)])
+    other = trimmed(record, "asked").comms[1]
+    assert [call.operation for call in other.calls] == ["send", "recv", "barrier"]
+    assert other.cut
+    assert from_json(json.loads(json.dumps(to_json(record)))).comms[1].cut is False
 
 
 # The lists below it

@@ -248,6 +248,20 @@ def test_a_recv_without_its_send_names_the_sender() -> None:
     )
 
 
+def test_of_a_rank_of_whom_few_calls_are_known_no_message_is_missed() -> None:
+    """Rank 0 has sent, which was not passed on from its machine; rank 1 waits for what rank 2 has to receive."""
+    group = [
+        call(0, "send", INSIDE, peer=2, site="/m/pp.py:3", group=1),
+        call(0, "recv", INSIDE, peer=0, site="/m/pp.py:4", group=1),
+    ]
+    ranks = [process(0, comm(0, 3, [call(2, "barrier", INSIDE, age=8.0)])), process(1, comm(1, 3, group))]
+    assert "rank 0 has not called send" in render(judge(ranks))
+    ranks[0].comms[0].cut = True
+    verdict = judge(ranks)
+    assert verdict.sentence.startswith("nothing is known of rank 2")
+    assert "not called" not in render(verdict)
+
+
 def test_a_send_without_its_recv_names_the_receiver() -> None:
     send = call(0, "send", INSIDE, peer=1, site="/m/pp.py:9")
     verdict = judge([process(1, comm(1, 2)), process(0, comm(0, 2, [send]))])
