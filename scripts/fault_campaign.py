@@ -190,7 +190,7 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=command.whole(1, 64), default=2, metavar="J", help="runs at a time (default: 2)")
     parser.add_argument("--only", default="", metavar="FAULT", choices=FAULTS, help=", ".join(FAULTS))
-    parser.add_argument("--watch", default="on", choices=("off", "on", "sites"), help="PYNCCL_WATCH of the ranks")
+    parser.add_argument("--watch", default="on", choices=("off", "on"), help="PYNCCL_WATCH of the ranks")
     parser.add_argument("--replay", type=command.whole(0), metavar="SEED", help="one run, with all that its ranks say")
     parser.add_argument(
         "--keep", type=command.output_folder, metavar="DIR", help="where the folders of runs that went wrong stay"

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 import pynccl
-from pynccl.comm.groups import observing
-from pynccl.comm.observing import Observer
+from pynccl.comm.observing import Observer, observing
 from pynccl_autograd.overlap.lanes import Lanes
 
 COMPARED_STEPS = 50

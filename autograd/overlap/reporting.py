@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pynccl.bindings.values import attribute
-from pynccl.comm.groups import observing
+from pynccl.comm.observing import observing
 
 from .config import as_config
 from .planner import Decision

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pynccl.comm.groups import observing
-from pynccl.comm.observing import Observer
+from pynccl.comm.observing import Observer, observing
 from pynccl.tools import chrome
 
 from .lanes import Lane, Lanes, Point, seconds_between

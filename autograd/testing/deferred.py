@@ -15,8 +15,7 @@ from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
-from pynccl.comm.groups import observing
-from pynccl.comm.observing import Observer, observers
+from pynccl.comm.observing import Observer, observers, observing
 
 from ..overlap import lanes as lanes_module
 from ..overlap.lanes import HostLane, Lane, Lanes, Point, make_lanes

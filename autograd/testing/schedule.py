@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pynccl.comm.groups import observing
-from pynccl.comm.observing import Observer
+from pynccl.comm.observing import Observer, observing
 
 from ..overlap.lanes import Lane, Lanes, Point
 from ..torch_internals import DispatchMode, arguments_of

@@ -15,8 +15,8 @@ from pynccl import Communicator
 from pynccl.bindings.abi import ITEMSIZE, DataType, RedOp
 from pynccl.comm.observing import Observed, Observer, Seldom, Told
 from pynccl.watch.frames import call_site
+from pynccl.watch.layout import ARGUMENTS, UNNUMBERED
 from pynccl.watch.notes import notes
-from pynccl.watch.rows import SHAPES, weight_of
 
 from ..overlap.lanes import Lane as LaneOfLayer
 from ..overlap.lanes import Lanes
@@ -181,7 +181,7 @@ class Calls(Observer):
                 pair = (uid, rank, source, target, said.message)
                 self._messages[pair] += 1
                 keys.append(f"{uid} {source}>{target} {self._messages[pair]}")
-            if weight_of(said.operation) if weight is None else weight:
+            if said.operation not in UNNUMBERED if weight is None else weight:
                 self._collectives[uid, rank] += 1
                 keys.append(f"{uid} #{self._collectives[uid, rank]} {said.operation}")
         return keys
@@ -215,24 +215,23 @@ def name_of(comm: Communicator) -> str:
 def _said(call: Observed) -> Said:
     operation, inputs = call.operation, call.inputs
     message = operation if operation in _MESSAGES else ""
-    if operation not in SHAPES and len(inputs) == _INPUTS_OF_MESSAGE:  # of what is made of them: gather_v, scatter_v
+    if operation not in ARGUMENTS and len(inputs) == _INPUTS_OF_MESSAGE:  # of what is made of them: gather_v, scatter_v
         message = "send" if getattr(call, "recv", None) is None else "recv"
-    shape = SHAPES.get(message or operation)
-    if shape is None or not inputs or shape[0] < 0:
+    at, names = ARGUMENTS.get(message or operation, (0, ()))
+    if not at or not inputs:
         return Said(call.compared or operation, operation, 0)
-    return _described(operation, inputs[shape[0] :], call.compared, message, call.comm.size)
+    return _described(operation, inputs[at : at + 2 + len(names)], call.compared, message, call.comm.size)
 
 
 @functools.lru_cache(4096)
 def _described(operation: str, inputs: tuple[int, ...], compared: str, message: str, ranks: int) -> Said:
-    """inputs: from the count on, so without addresses"""
-    at, op_at, rank_at, _ = SHAPES[message or operation]
+    """inputs: the count, the data type and what ARGUMENTS names"""
     count, kind = int(inputs[0]), DataType(inputs[1])
+    rest = dict(zip(ARGUMENTS[message or operation][1], inputs[2:], strict=True))
     nbytes = count * ITEMSIZE[kind] * (ranks if operation in _BLOCKS else 1)
-    op = inputs[op_at - at] if op_at >= 0 else -1
-    reduction = "" if op_at < 0 else RedOp(op).name if op in _OPERATORS else "PRE_MUL_SUM"
-    other = int(inputs[rank_at - at]) if rank_at >= 0 else -1
-    root, peer = (-1, other) if message or operation == "put_signal" else (other, -1)
+    op, root, peer = rest.get("op"), int(rest.get("root", -1)), int(rest.get("peer", -1))
+    reduction = "" if op is None else RedOp(op).name if op in _OPERATORS else "PRE_MUL_SUM"
+    other = max(root, peer)
     text = compared or f"{operation}({count} {kind.name}{f', rank {other}' if other >= 0 else ''})"
     return Said(text, operation, nbytes, count, kind.name, reduction, root, peer, message)
 

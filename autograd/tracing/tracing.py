@@ -18,7 +18,7 @@ from torch import nn
 from pynccl import Communicator
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import instance, integer, shown
-from pynccl.comm.groups import observing
+from pynccl.comm.observing import observing
 from pynccl.tools import chrome
 
 from ..agreement import raise_alike

@@ -290,6 +290,23 @@ def _file_of(cdll: ctypes.CDLL) -> str:
     return os.path.realpath(os.fsdecode(info.file)) if info.file else ""
 
 
+class Functions(dict[str, Any]):
+    """Name -> C function for `(*inputs, communicator, stream, *config)`, the last ones finished. Filled when used."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+
+    def __missing__(self, name: str) -> Any:
+        function = getattr(self.library, name)
+        # What moves data takes buffers and a size, then ints, then two handles. Other functions keep their argtypes.
+        types = list(function.argtypes)
+        wide, ints = types.index(ctypes.c_int), types.count(ctypes.c_int)
+        handles = types[wide + ints :][:2]
+        plain = types[wide : wide + ints] == [ctypes.c_int] * ints and handles == [ctypes.c_void_p] * 2
+        self[name] = without_argtypes(function, wide) if plain else function
+        return self[name]
+
+
 def gpu_count() -> int:
     """Number of GPUs that a CUDA (or ROCm) program of this process could use."""
     return _driver()[0]

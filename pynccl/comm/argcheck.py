@@ -1,7 +1,6 @@
 """Buffers, counts, ranks and devices of a call: checked on this rank, and turned into what C takes.
 
-Every operation comes through here, so all is written for speed where all is well (a few attribute reads), and the
-explaining is left to functions that are called when something is wrong.
+Every operation comes through here each time, so where all is well it is a few attribute reads.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Any
 
 from ..bindings.abi import ITEMSIZE, DataType
 from ..bindings.values import integer
-from ..interop.buffers import ANY_DEVICE, CPU, TORCH, Adapter, adapter, adapters, device_name
+from ..interop.buffers import ANY_DEVICE, CPU, TORCH, Adapter, adapter, adapters, device_name, tensor_types
 from ..interop.streams import stream_handle
 from ..interop.tensors import check_not_in_graph
 from .base import Comm
@@ -23,124 +22,113 @@ def check_rank(name: str, rank: Any, nranks: int, expected: str = "") -> int:
     return integer(rank, name, 0, nranks - 1, expected or f"a rank in 0..{nranks - 1}")
 
 
-class ArgCheck(Comm):
-    """What the operations of a communicator ask of their arguments."""
+def check_buffer(comm: Comm, operation: str, role: str, x: Any, stream: Any) -> tuple[int, int, int, int]:
+    """(pointer, count, data type, stream handle) of the only buffer of a call."""
+    if comm._handle is None:
+        comm.check_alive()
+    kind = adapters.get(type(x)) or adapter(x, operation, role)
+    try:
+        pointer, count, dtype, device = kind.describe(x)
+        if stream is None:
+            raw_stream = 0 if device == CPU else kind.current_stream(x, device)
+        else:
+            raw_stream = stream_handle(stream)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{operation}: {role}: {error}") from None
+    if kind is TORCH and x.requires_grad:
+        check_not_in_graph(operation, role, x)
+    if device != comm._ordinal:
+        _check_device(comm, operation, role, device)
+    return pointer, count, dtype, raw_stream
 
-    def _check_buffer(self, operation: str, role: str, x: Any, stream: Any) -> tuple[int, int, int, int]:
-        """(pointer, count, data type, stream handle) of the only buffer of a call."""
-        if self._handle is None:
-            self.check_alive()
-        kind = adapters.get(type(x)) or adapter(x, operation, role)
-        try:
-            pointer, count, dtype, device = kind.describe(x)
-            if stream is None:
-                raw_stream = 0 if device == CPU else kind.current_stream(x, device)
-            else:
-                raw_stream = stream_handle(stream)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{operation}: {role}: {error}") from None
-        if kind is TORCH and x.requires_grad:
-            check_not_in_graph(operation, role, x)
-        if device != self._ordinal:
-            self._check_device(operation, role, device)
-        return pointer, count, dtype, raw_stream
 
-    def _check_buffers(
-        self, operation: str, send: Any, recv: Any, stream: Any, grow: int = 1, shrink: int = 1, blocks: int = 1
-    ) -> tuple[int, int, int, int, Any, int]:
-        """(send pointer, recv pointer, send count, data type, recv, stream handle), all checks made.
+def check_buffers(
+    comm: Comm, operation: str, send: Any, recv: Any, stream: Any, grow: int = 1, shrink: int = 1, blocks: int = 1
+) -> tuple[int, int, int, int, Any, int]:
+    """(send pointer, recv pointer, send count, data type, recv, stream handle), all checks made.
 
-        recv has grow/shrink times as many elements as send, which has to divide into `shrink` or `blocks` parts."""
-        if self._handle is None:
-            self.check_alive()
-        kind = adapters.get(type(send)) or adapter(send, operation, "send")
-        try:
-            send_ptr, count, dtype, device = kind.describe(send)
-            if stream is None:
-                raw_stream = 0 if device == CPU else kind.current_stream(send, device)
-            else:
-                raw_stream = stream_handle(stream)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{operation}: send: {error}") from None
-        if kind is TORCH and send.requires_grad:
-            check_not_in_graph(operation, "send", send)
-        if device != self._ordinal:
-            self._check_device(operation, "send", device)
-        if recv is send and grow == shrink and blocks == 1:
-            try:
-                kind.check_writable(send)
-            except ValueError as error:
-                raise ValueError(f"{operation}: recv: {error}") from None
-            return send_ptr, send_ptr, count, dtype, recv, raw_stream
-        parts = shrink * blocks
-        if parts > 1 and count % parts:
-            raise ValueError(f"{operation}: send has {count} elements, not divisible by {parts} ranks; pad it")
-        if recv is None:
-            recv = self._allocate(operation, kind, send, grow, shrink)
-        recv_ptr = self._check_recv(operation, recv, count * grow // shrink, dtype, count)
-        nbytes = count * ITEMSIZE[dtype]
-        if send_ptr < recv_ptr + nbytes * grow // shrink and recv_ptr < send_ptr + nbytes:
-            self._check_overlap(operation, send_ptr, recv_ptr, nbytes, grow, shrink, blocks)
-        return send_ptr, recv_ptr, count, dtype, recv, raw_stream
+    recv has grow/shrink times as many elements as send, which has to divide into `shrink` or `blocks` parts."""
+    send_ptr, count, dtype, raw_stream = check_buffer(comm, operation, "send", send, stream)
+    if recv is send and grow == shrink and blocks == 1:
+        if type(send) not in tensor_types:
+            check_writable(operation, send)
+        return send_ptr, send_ptr, count, dtype, recv, raw_stream
+    parts = shrink * blocks
+    if parts > 1 and count % parts:
+        raise ValueError(f"{operation}: send has {count} elements, not divisible by {parts} ranks; pad it")
+    if recv is None:
+        recv = _allocate(operation, adapter(send), send, grow, shrink)
+    recv_ptr = check_recv(comm, operation, recv, count * grow // shrink, dtype, count)
+    nbytes = count * ITEMSIZE[dtype]
+    if send_ptr < recv_ptr + nbytes * grow // shrink and recv_ptr < send_ptr + nbytes:
+        _check_overlap(comm, operation, send_ptr, recv_ptr, nbytes, grow, shrink, blocks)
+    return send_ptr, recv_ptr, count, dtype, recv, raw_stream
 
-    def _check_recv(self, operation: str, recv: Any, expected: int, dtype: int, count: int) -> int:
-        """Address of recv, which has to hold `expected` elements of `dtype`; `count` is that of send, for messages."""
-        kind = adapters.get(type(recv)) or adapter(recv, operation, "recv")
-        try:
-            recv_ptr, found, recv_dtype, device = kind.describe(recv)
-            kind.check_writable(recv)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{operation}: recv: {error}") from None
-        if kind is TORCH and recv.requires_grad:
-            check_not_in_graph(operation, "recv", recv)
-        if device != self._ordinal:
-            self._check_device(operation, "recv", device)
-        if found != expected:
-            raise ValueError(
-                f"{operation}: recv has {found} elements, expected {expected} for send of {count} on {self.size} ranks"
-            )
-        if recv_dtype != dtype:
-            raise ValueError(
-                f"{operation}: send is {DataType(dtype).name}, recv is {DataType(recv_dtype).name}; they must be equal"
-            )
-        return recv_ptr
 
-    # What is called when something may be wrong
-
-    def _allocate(self, operation: str, kind: Adapter, send: Any, grow: int, shrink: int) -> Any:
-        if grow == shrink:
-            return kind.empty(send)
-        try:
-            shape = kind.shape(send) or (1,)
-        except TypeError as error:
-            raise TypeError(f"{operation}: send: {error}") from None
-        if shape[0] % shrink:
-            raise ValueError(
-                f"{operation}: dimension 0 has {shape[0]} rows, not divisible by {shrink} ranks; pad it or pass recv="
-            )
-        return kind.empty(send, (shape[0] * grow // shrink, *shape[1:]))
-
-    def _check_overlap(
-        self, operation: str, send_ptr: int, recv_ptr: int, send_bytes: int, grow: int, shrink: int, blocks: int
-    ) -> None:
-        """Overlapping buffers are in place in NCCL's sense, or an error."""
-        block = send_bytes // shrink  # bytes of the smaller buffer
-        in_place = 0 if grow == shrink else self.rank * block
-        offset = send_ptr - recv_ptr if grow > shrink else recv_ptr - send_ptr
-        if blocks > 1 or offset != in_place:
-            where = "send and recv must not overlap" if blocks > 1 else f"in place means an offset of {in_place} bytes"
-            raise ValueError(f"{operation}: send and recv overlap, {recv_ptr - send_ptr} bytes apart; {where}")
-
-    def _check_writable(self, operation: str, x: Any) -> None:
-        try:
-            adapter(x).check_writable(x)
-        except ValueError as error:
-            raise ValueError(f"{operation}: recv: {error}") from None
-
-    def _check_device(self, operation: str, role: str, device: int) -> None:
-        if device == ANY_DEVICE:
-            return
+def check_recv(comm: Comm, operation: str, recv: Any, expected: int, dtype: int, count: int) -> int:
+    """Address of recv, which has to hold `expected` elements of `dtype`; `count` is that of send, for messages."""
+    kind = adapters.get(type(recv)) or adapter(recv, operation, "recv")
+    try:
+        recv_ptr, found, recv_dtype, device = kind.describe(recv)
+        kind.check_writable(recv)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{operation}: recv: {error}") from None
+    if kind is TORCH and recv.requires_grad:
+        check_not_in_graph(operation, "recv", recv)
+    if device != comm._ordinal:
+        _check_device(comm, operation, "recv", device)
+    if found != expected:
         raise ValueError(
-            f"{operation}: {role} is on {device_name(device)}, the communicator on {device_name(self._ordinal)}; "
-            f"move it there, or use a communicator of {device_name(device)}"
+            f"{operation}: recv has {found} elements, expected {expected} for send of {count} on {comm.size} ranks"
         )
+    if recv_dtype != dtype:
+        raise ValueError(
+            f"{operation}: send is {DataType(dtype).name}, recv is {DataType(recv_dtype).name}; they must be equal"
+        )
+    return recv_ptr
+
+
+# What is called when something may be wrong
+
+
+def _allocate(operation: str, kind: Adapter, send: Any, grow: int, shrink: int) -> Any:
+    if grow == shrink:
+        return kind.empty(send)
+    try:
+        shape = kind.shape(send) or (1,)
+    except TypeError as error:
+        raise TypeError(f"{operation}: send: {error}") from None
+    if shape[0] % shrink:
+        raise ValueError(
+            f"{operation}: dimension 0 has {shape[0]} rows, not divisible by {shrink} ranks; pad it or pass recv="
+        )
+    return kind.empty(send, (shape[0] * grow // shrink, *shape[1:]))
+
+
+def _check_overlap(
+    comm: Comm, operation: str, send_ptr: int, recv_ptr: int, send_bytes: int, grow: int, shrink: int, blocks: int
+) -> None:
+    """Overlapping buffers are in place in NCCL's sense, or an error."""
+    block = send_bytes // shrink  # bytes of the smaller buffer
+    in_place = 0 if grow == shrink else comm.rank * block
+    offset = send_ptr - recv_ptr if grow > shrink else recv_ptr - send_ptr
+    if blocks > 1 or offset != in_place:
+        where = "send and recv must not overlap" if blocks > 1 else f"in place means an offset of {in_place} bytes"
+        raise ValueError(f"{operation}: send and recv overlap, {recv_ptr - send_ptr} bytes apart; {where}")
+
+
+def check_writable(operation: str, x: Any) -> None:
+    """ValueError where `x` cannot be received into."""
+    try:
+        adapter(x).check_writable(x)
+    except ValueError as error:
+        raise ValueError(f"{operation}: recv: {error}") from None
+
+
+def _check_device(comm: Comm, operation: str, role: str, device: int) -> None:
+    if device == ANY_DEVICE:
+        return
+    raise ValueError(
+        f"{operation}: {role} is on {device_name(device)}, the communicator on {device_name(comm._ordinal)}; "
+        f"move it there, or use a communicator of {device_name(device)}"
+    )

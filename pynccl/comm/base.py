@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +20,7 @@ from ..bindings.errors import (
     NcclSystemError,
     NcclTimeout,
 )
-from ..bindings.library import Library, gpu_count, host_module, to_pointer
+from ..bindings.library import Functions, Library, gpu_count, host_module, to_pointer
 from ..bindings.resource import Shared
 from ..bindings.structs import CommConfig
 from ..bindings.values import seconds
@@ -69,8 +69,6 @@ class Origin(NamedTuple):
 class Comm(Shared):
     """An ncclComm_t and its state. `Communicator` is what users see of it, with its operations."""
 
-    _detours: list[Any]  # empty: calls are enqueued at once. Not so in an open group, and never with PYNCCL_CHECK=1
-
     def __init__(
         self,
         handle: int,
@@ -81,7 +79,6 @@ class Comm(Shared):
     ) -> None:
         self._handle: int | None = handle
         self._c_handle: Any = to_pointer(handle)  # the same, finished for C
-        self._alive: list[None] = [None]  # empty once it has ended: the quickest thing to look at
         self.library = library
         self._config = config
         self.timeout = timeout
@@ -97,15 +94,17 @@ class Comm(Shared):
         self._scratch: Scratch | None = None
         self.origin = Origin(self.rank, self.size, number=next(_roots))
         self._splits = 0
+        self._functions = Functions(library)
+        self._finalized = False
         self._stopped = False  # by a shrink that has aborted what was in flight
         self._unused_operators: list[int] = []  # nobody holds them any more: see redop.OpHandle
         self._site = call_site()
         if not isinstance(track, Track):
-            track = new_track(track, self.rank, self.size, library.path == "host")
+            track = new_track(track, self.rank, self.size)
         self._track = track
         # Of every call. A Ctrl-C between two instructions of `with` may leave it with this thread, which goes on, while
         # other threads wait. abort() needs no lock.
-        self.lock = threading.RLock() if track is None else track.lock
+        self.lock = threading.RLock()
         if self._track is not None:
             self._track.made(self, self.device, self._site)
             if library.is_host:
@@ -197,7 +196,7 @@ class Comm(Shared):
 
     def on_own_device(self) -> on_device:
         """A context manager for C calls that look at the current GPU, or leave another one current."""
-        return on_device(None if self.library.is_host or not gpu_count() else self.device_index)
+        return on_device(self._own_ordinal() if gpu_count() else None)
 
     def scratch(self, nbytes: int) -> Scratch:
         """At least `nbytes` bytes for the communicator's own operations; for the holder of its lock."""
@@ -206,7 +205,7 @@ class Comm(Shared):
         return self._scratch
 
     def _own_ordinal(self) -> int | None:
-        return None if self.library.is_host else self.device_index
+        return None if self._ordinal == CPU else self.device_index
 
     def _property(self, function: str) -> int:
         value = ctypes.c_int()
@@ -315,12 +314,17 @@ def check_is_on() -> bool:
     return _CHECK[text.lower()]
 
 
-def lock(locks: contextlib.ExitStack, comms: Iterable[Comm]) -> None:
-    """Take the locks of all of them, which are alive, until the end of the stack."""
-    for comm in sorted(comms, key=id):  # one order in all threads, so that two groups cannot wait for each other
-        comm.lock.acquire()
-        locks.callback(comm.lock.release)
-        comm.check_alive()
+def locked(comms: Sequence[Comm]) -> contextlib.AbstractContextManager[Any]:
+    """The locks of all of them, which may have ended when they have been taken."""
+    return comms[0].lock if len(comms) == 1 else _all_locked(comms)
+
+
+@contextlib.contextmanager
+def _all_locked(comms: Sequence[Comm]) -> Iterator[None]:
+    with contextlib.ExitStack() as locks:
+        for comm in sorted(comms, key=id):  # one order in all threads, so that two groups cannot wait for each other
+            locks.enter_context(comm.lock)
+        yield
 
 
 def check_group_result(comms: list[Comm], code: int, what: str) -> None:

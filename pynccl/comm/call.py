@@ -1,4 +1,4 @@
-"""Call: one validated C call as a value, and its text. Groups and plans hold such, PYNCCL_CHECK=1 compares them."""
+"""Call: one validated C call as a value, its text, and how it is made: lock, record, C function, result code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,39 @@ from ..interop.streams import Handle, hold
 from .base import Comm
 
 POINT_TO_POINT = ("send", "recv", "put_signal")
-UNCOMPARED = (*POINT_TO_POINT, "signal", "wait_signal")  # calls that not every rank of a communicator makes
+
+
+def issue(
+    comm: Comm,
+    operation: str,
+    function: Callable[..., int],
+    args: tuple[Any, ...],
+    inputs: tuple[int, ...],
+    stream: int,
+    detail: str = "",
+    site: str = "",
+    flags: int = 0,
+) -> None:
+    """Make one C call of a communicator, on its record; raise for its result.
+
+    args    of the C function, finished
+    inputs  those before the communicator, and the stream, as numbers: for the record, with the others; see Track.enter
+    """
+    track = comm._track
+    with comm.lock:
+        if comm._handle is None:  # ended by another thread since the arguments were checked
+            comm.check_alive()
+        entry = 0 if track is None else track.enter(operation, inputs, stream, detail, 0, site, -1, flags)
+        try:
+            code = function(*args)
+        except BaseException as error:  # Ctrl-C
+            if track is not None:
+                track.failed(entry, error)
+            raise
+        if track is not None:
+            track.leave(entry)
+    if code:
+        comm._check_result(code, detail or call_text(operation, inputs))
 
 
 class Call(NamedTuple):
@@ -27,7 +59,7 @@ class Call(NamedTuple):
     keep: Any = None  # what must live until the launch, and until its stream has passed: buffers, an operator
     recv: Any = None  # what it writes to
     compared: str = ""  # what the ranks must agree on, where it is an operation that this call is a part of
-    site: str = ""  # file:line of the user, where lines are recorded: a group issues its calls elsewhere
+    site: str = ""  # file:line of the user: a group issues its calls elsewhere
 
     @property
     def args(self) -> tuple[Any, ...]:

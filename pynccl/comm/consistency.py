@@ -21,8 +21,9 @@ from ..bindings.errors import NcclInvalidUsage
 from ..bindings.library import Library, gpu_count
 from ..interop.devices import cuda_core
 from ..watch.frames import call_site
-from .base import Comm, check_group_result, lock
-from .call import UNCOMPARED, Call
+from ..watch.layout import UNNUMBERED
+from .base import Comm, check_group_result, locked
+from .call import Call
 from .scratch import Scratch
 
 RECORD_BYTES = 1024
@@ -30,11 +31,11 @@ _WHAT = "all_gather of PYNCCL_CHECK"
 _CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 
 
-def compare(calls: list[Call]) -> None:
+def compare(calls: Iterable[Call]) -> None:
     """Raise NcclInvalidUsage, on all ranks alike, unless all ranks of each communicator make the same calls."""
     texts: dict[Comm, list[str]] = {}
     for call in calls:
-        if call.operation not in UNCOMPARED:
+        if call.operation not in UNNUMBERED:
             texts.setdefault(call.comm, []).append(call.text())
     compare_texts({comm: "; ".join(lines) for comm, lines in texts.items()}, {call.stream for call in calls})
 
@@ -111,8 +112,9 @@ def exchange(texts: dict[Comm, str], streams: Iterable[int] = ()) -> dict[Comm, 
 
 def _exchange(texts: dict[Comm, str]) -> dict[Comm, list[str]]:
     comms = list(texts)
-    with contextlib.ExitStack() as locks:
-        lock(locks, comms)  # until the answer was read: another thread's barrier or comparison uses the same memory
+    with locked(comms):  # until the answer was read: another thread's barrier or comparison uses the same memory
+        for comm in comms:
+            comm.check_alive()
         return dict(zip(comms, _gathered(comms, texts), strict=True))
 
 

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout
@@ -27,13 +27,11 @@ from ..watch.track import Track
 from .base import Comm, aborted_late, explained
 from .deadline import call_at_exit, call_with_deadline, leak, prepare_exit, wait_nonblocking
 
-Self = TypeVar("Self", bound="Finalize")
-
 EXIT_SECONDS = 10.0  # for closing all communicators at the end of the process
 ABORT_SECONDS = 30.0
 _BLOCKS_AFTER_SHRINK = (2, 31, 2)  # ncclCommDestroy of the parent of a shrink that aborts: pytorch/pytorch#194775
 
-_open: weakref.WeakSet[Finalize] = weakref.WeakSet()
+_open: weakref.WeakSet[Comm] = weakref.WeakSet()
 _leaked: list[tuple[Library, Released]] = []  # of communicators that were collected before they were closed
 
 
@@ -64,138 +62,125 @@ class Released:
             self._track = None
 
 
-class Finalize(Comm):
-    """The methods of a communicator that end it, and its use in a `with` statement."""
+def finalize(self: Comm) -> None:
+    """Flush what is in flight; afterwards only destroy() is left to do."""
+    with self.lock, self._recorded("finalize", weight=0):
+        _flush(self, self.handle)
+    self._finalized = True
 
-    _finalized = False
 
-    def finalize(self) -> None:
-        """Flush what is in flight; afterwards only destroy() is left to do."""
-        with self.lock, self._recorded("finalize", weight=0):
-            self._flush(self.handle)
-        self._finalized = True
+def destroy(self: Comm) -> None:
+    """Finish what is in flight and free the communicator. Twice is harmless; one that has failed is aborted.
 
-    def destroy(self) -> None:
-        """Finish what is in flight and free the communicator. Twice is harmless; one that has failed is aborted.
+    Every rank should call it. Raises NcclTimeout after `timeout` seconds in which a peer, or a call of another
+    thread, did not let it finish; a communicator that a peer holds up is aborted then.
 
-        Every rank should call it. Raises NcclTimeout after `timeout` seconds in which a peer, or a call of another
-        thread, did not let it finish; a communicator that a peer holds up is aborted then.
-
-        NCCL's destroy and abort wait for every CUDA graph that captured the communicator. Let go of them before:
-        reset() a torch.cuda.CUDAGraph; torch.compile(mode="reduce-overhead") keeps its graphs in dynamo's cache, also
-        when the compiled function is gone, until torch._dynamo.reset().
-        """
-        if self._handle is None:
-            return
-        blocks = self._stopped and self.library.version >= _BLOCKS_AFTER_SHRINK
-        if blocks or self.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
-            self.abort()
-            self._end = "destroyed"
-            return
-        for dependent in self.dependents:
-            dependent.destroy()
-        what = f"ncclCommDestroy on rank {self.rank} of {self.size}"
-        if not self.lock.acquire(timeout=-1 if self.timeout is None else self.timeout):
-            raise NcclTimeout(f"{what}: a call of another thread has not returned for {self.timeout:g} s; abort() it")
-        try:
-            released = self._release_handle("destroyed")
-        finally:
-            self.lock.release()
-        if released is None:  # another thread was faster
-            return
-        try:
-            with self._recorded("destroy", weight=0):
-                self._end_it(released, what)
-        except NcclError as error:
-            raise explained(error, self._track) from None
-
-    def _end_it(self, released: Released, what: str) -> None:
-        try:
-            if not self._finalized:
-                self._flush(released.handle)
-        except NcclError as error:
-            abort_released(self.library, [released])
-            raise type(error)(f"{error}\n  the communicator was aborted instead") from None
-        destroy_released(self.library, released, self.timeout, what)
-
-    def abort(self) -> None:
-        """Stop what is in flight, also from another thread, and free the communicator. Twice is harmless.
-
-        For several communicators of one process, `pynccl.abort(comms)`, which also says what happens to CUDA graphs."""
+    NCCL's destroy and abort wait for every CUDA graph that captured the communicator. Let go of them before:
+    reset() a torch.cuda.CUDAGraph; torch.compile(mode="reduce-overhead") keeps its graphs in dynamo's cache, also
+    when the compiled function is gone, until torch._dynamo.reset().
+    """
+    if self._handle is None:
+        return
+    blocks = self._stopped and self.library.version >= _BLOCKS_AFTER_SHRINK
+    if blocks or self.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
         abort([self])
-
-    def _abort_late(self, text: str) -> None:
-        """By the watchdog: abort it, so that a call that is under way raises NcclTimeout with this text.
-
-        Nobody waits: ncclCommAbort may wait for the kernel of another communicator, which is aborted meanwhile."""
-        self._late = text
-        aborted_late[:] = [*aborted_late[-1:], text]
-        threading.Thread(target=self.abort, name="pynccl abort", daemon=True).start()
-
-    def _release_handle(self, end: str) -> Released | None:
-        """Give up the handle and the memory that goes after it; None if that was done already.
-
-        Takes no lock: abort() has to free a thread that holds it."""
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return None
-        self._end = end
-        self._c_handle = None  # NULL, which every library refuses
-        self._alive.clear()
-        memory, self._scratch = self._scratch, None
-        return Released(handle, memory, self._track, end)
-
-    def _close_at_exit(self, failed: bool) -> Released | None:
-        """Close what the program left open; `failed` if it ends by an exception. What is to go last is returned."""
-        if not failed:
-            self.timeout = None  # the end of the process has a deadline of its own
-            self.destroy()
-            return None
-        released = self._release_handle("aborted at exit")
-        if released is not None:
-            self.library.ncclCommAbort(released.handle)
-            released.record()
-        return released
-
-    def _flush(self, handle: int) -> None:
-        """ncclCommFinalize until it is done. The thread that a deadline leaves behind does nothing afterwards, since
-        the handle may be gone by then."""
-        what = f"ncclCommFinalize on rank {self.rank} of {self.size}"
-        try:
-            code = call_with_deadline(self.timeout, lambda: self._finalize(handle), self.library, what)
-            code = wait_nonblocking(self.library, handle, code, self.timeout, what)
-        except NcclTimeout as error:
-            raise NcclTimeout(f"{error}{graph_hint()}") from None
-        self.library.check(code, what, handle)
-
-    def _finalize(self, handle: int) -> int:
-        with self.on_own_device():
-            return int(self.library.ncclCommFinalize(handle))
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *exc: object) -> None:
-        if kind is None:
-            self.destroy()
-        else:
-            self.abort()
-
-    def __del__(self) -> None:
-        """Its handle is aborted at exit, never here: the collector runs in any thread at any moment, also inside
-        another NCCL call."""
-        handle = getattr(self, "_handle", None)
-        if handle is None or not hasattr(self, "_site") or sys.is_finalizing():
-            return
-        _leaked.append((self.library, Released(handle, self._scratch)))
-        warnings.warn(
-            f"{self!r}, made at {self._site}, was never closed: call destroy(), or use it in a with statement",
-            ResourceWarning,
-            stacklevel=2,
-        )
+        self._end = "destroyed"
+        return
+    for dependent in self.dependents:
+        destroy(dependent)
+    what = f"ncclCommDestroy on rank {self.rank} of {self.size}"
+    if not self.lock.acquire(timeout=-1 if self.timeout is None else self.timeout):
+        raise NcclTimeout(f"{what}: a call of another thread has not returned for {self.timeout:g} s; abort() it")
+    try:
+        released = release_handle(self, "destroyed")
+    finally:
+        self.lock.release()
+    if released is None:  # another thread was faster
+        return
+    try:
+        with self._recorded("destroy", weight=0):
+            _end_it(self, released, what)
+    except NcclError as error:
+        raise explained(error, self._track) from None
 
 
-def abort(comms: Iterable[Finalize], timeout: float = ABORT_SECONDS) -> None:
+def _end_it(comm: Comm, released: Released, what: str) -> None:
+    try:
+        if not comm._finalized:
+            _flush(comm, released.handle)
+    except NcclError as error:
+        abort_released(comm.library, [released])
+        raise type(error)(f"{error}\n  the communicator was aborted instead") from None
+    destroy_released(comm.library, released, comm.timeout, what)
+
+
+def abort_late(self: Comm, text: str) -> None:
+    """By the watchdog: abort it, so that a call that is under way raises NcclTimeout with this text.
+
+    Nobody waits: ncclCommAbort may wait for the kernel of another communicator, which is aborted meanwhile."""
+    self._late = text
+    aborted_late[:] = [*aborted_late[-1:], text]
+    threading.Thread(target=partial(abort, [self]), name="pynccl abort", daemon=True).start()
+
+
+def release_handle(comm: Comm, end: str) -> Released | None:
+    """Give up the handle and the memory that goes after it; None if that was done already.
+
+    Takes no lock: abort() has to free a thread that holds it."""
+    handle, comm._handle = comm._handle, None
+    if handle is None:
+        return None
+    comm._end = end
+    comm._c_handle = None  # NULL, which every library refuses
+    memory, comm._scratch = comm._scratch, None
+    return Released(handle, memory, comm._track, end)
+
+
+def _close_at_exit(comm: Comm, failed: bool) -> Released | None:
+    """Close what the program left open; `failed` if it ends by an exception. What is to go last is returned."""
+    if not failed:
+        comm.timeout = None  # the end of the process has a deadline of its own
+        destroy(comm)
+        return None
+    released = release_handle(comm, "aborted at exit")
+    if released is not None:
+        comm.library.ncclCommAbort(released.handle)
+        released.record()
+    return released
+
+
+def _flush(comm: Comm, handle: int) -> None:
+    """ncclCommFinalize until it is done. The thread that a deadline leaves behind does nothing afterwards, since
+    the handle may be gone by then."""
+    what = f"ncclCommFinalize on rank {comm.rank} of {comm.size}"
+    try:
+        code = call_with_deadline(comm.timeout, lambda: _finalize(comm, handle), comm.library, what)
+        code = wait_nonblocking(comm.library, handle, code, comm.timeout, what)
+    except NcclTimeout as error:
+        raise NcclTimeout(f"{error}{graph_hint()}") from None
+    comm.library.check(code, what, handle)
+
+
+def _finalize(comm: Comm, handle: int) -> int:
+    with comm.on_own_device():
+        return int(comm.library.ncclCommFinalize(handle))
+
+
+def collected(comm: Comm) -> None:
+    """Nobody holds the communicator any more. Its handle is aborted at exit, never here: the collector runs in any
+    thread at any moment, also inside another NCCL call."""
+    handle = getattr(comm, "_handle", None)
+    if handle is None or not hasattr(comm, "_site") or sys.is_finalizing():
+        return
+    _leaked.append((comm.library, Released(handle, comm._scratch)))
+    warnings.warn(
+        f"{comm!r}, made at {comm._site}, was never closed: call destroy(), or use it in a with statement",
+        ResourceWarning,
+        stacklevel=3,
+    )
+
+
+def abort(comms: Iterable[Comm], timeout: float = ABORT_SECONDS) -> None:
     """Abort several communicators of this process as one group, so that none waits for another.
 
     Runs beside the calling thread: a CUDA graph that captured a communicator keeps NCCL busy until it is destroyed. If
@@ -204,18 +189,18 @@ def abort(comms: Iterable[Finalize], timeout: float = ABORT_SECONDS) -> None:
     limit = seconds(timeout)
     by_library: dict[Library, list[Released]] = {}
     for comm in [one for given in _communicators(comms) for one in (*given.dependents, given)]:
-        released = comm._release_handle("aborted")
+        released = release_handle(comm, "aborted")
         if released is not None:
             by_library.setdefault(comm.library, []).append(released)
     for library, all_released in by_library.items():
         abort_released(library, all_released, limit)
 
 
-def _communicators(comms: Iterable[Finalize]) -> list[Finalize]:
+def _communicators(comms: Iterable[Comm]) -> list[Comm]:
     """All of them, before the first one is aborted; TypeError if one is none."""
     given = listed(comms, "abort: comms", "communicators, a list of them; pass [comm], or call comm.abort()")
     for comm in given:
-        if not callable(attribute(comm, "_release_handle")):
+        if not callable(attribute(comm, "_abort_late")):
             raise TypeError(f"abort: comms holds {shown(comm)}, expected a list of communicators, and nothing else")
     return given
 
@@ -298,7 +283,7 @@ def prepare_end() -> None:
         ends.prepare()
 
 
-def register_open(comm: Finalize) -> None:
+def register_open(comm: Comm) -> None:
     """A communicator was made: it is closed at the end of the process, if nobody does before."""
     prepare_end()
     _open.add(comm)
@@ -315,7 +300,7 @@ def _close_everything() -> None:
         print(f"pynccl: {late}", file=sys.stderr)
 
 
-def _close(comms: list[Finalize], failed: bool) -> None:
+def _close(comms: list[Comm], failed: bool) -> None:
     ended: list[Released | None] = []  # whose memory goes when no communicator is left that could keep the GPU busy
     for library, released in _leaked:
         library.ncclCommAbort(released.handle)
@@ -323,7 +308,7 @@ def _close(comms: list[Finalize], failed: bool) -> None:
     _leaked.clear()
     for comm in comms:
         try:
-            ended.append(comm._close_at_exit(failed))
+            ended.append(_close_at_exit(comm, failed))
         except NcclError as error:
             print(f"pynccl: closing {comm} at exit: {error}", file=sys.stderr)
 
@@ -333,7 +318,7 @@ def _after_fork_in_child() -> None:
     ended = [released for _, released in _leaked]
     for comm in list(_open):
         comm.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that did not come along may have it
-        released = comm._release_handle("inherited through a fork, where NCCL cannot work")
+        released = release_handle(comm, "inherited through a fork, where NCCL cannot work")
         if released is not None:
             ended.append(released)
     for released in ended:

@@ -10,13 +10,15 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
 from ..bindings.abi import Result
 from ..watch.track import Track
-from .base import Comm, check_group_result, lock
-from .call import Call, after_launch
+from .base import check_group_result, locked
+from .call import Call, after_launch, issue
 from .consistency import compare
-from .observing import Observer, observers, telling
+from .observing import observers, telling
 from .redop import free_unused
 
 
@@ -96,85 +98,86 @@ def recording() -> Iterator[Record]:
             _innermost.set(record.outer)
 
 
-@contextlib.contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """The observer is told of all calls of this process in the block, of all threads and communicators; see Observer.
-
-    What is replayed by a CUDA graph is no call. A forked child has no observers."""
-    nobody = Record(None)
-    records.append(nobody)
-    observers.append(observer)
-    try:
-        yield
-    finally:
-        if nobody in records:
-            records.remove(nobody)
-        if observer in observers:  # not so in a forked child
-            observers.remove(observer)
+def enqueue_calls(calls: list[Call]) -> None:
+    """Launch the calls, or record them if a group is open around the caller."""
+    record = recorder()
+    if record is not None:
+        record.calls += calls
+    elif len(calls) > 1:
+        launch(calls)
+    else:
+        (call,) = calls
+        if call.comm.checking:
+            compare(calls)
+        with call.comm.lock, telling(calls) if observers else contextlib.nullcontext():
+            issue(call.comm, *call[1:3], call.args, call.inputs, call.stream, call.compared, call.site)
+        after_launch(calls)
 
 
 def launch(calls: list[Call]) -> None:
     """Issue `calls` as one NCCL group. Raises the first error, after the group has been closed."""
     if not calls:
         return
-    comms = {id(call.comm): call.comm for call in calls}
-    if any(comm.checking for comm in comms.values()):
+    comms = list({id(call.comm): call.comm for call in calls}.values())
+    if any(comm.checking for comm in comms):
         compare(calls)
-    with contextlib.ExitStack() as locks:
-        lock(locks, comms.values())
-        if observers:
-            locks.enter_context(telling(calls))
-        replay(calls, calls[0].comm.library.ncclGroupEnd, list(comms.values()))
+    with locked(comms):
+        for comm in comms:
+            comm.check_alive()
+        with telling(calls) if observers else contextlib.nullcontext():
+            prepared = [(call.function, call.args) for call in calls]
+            replay(calls, prepared, comms[0].library.ncclGroupEnd, partial(enter, calls))
     after_launch(calls)
 
 
-def enter(calls: Sequence[Call]) -> list[tuple[Track, int]]:
-    """Calls that are about to be made together, for the record; returns what `leave` takes once they have returned."""
+Entries = list[tuple[Track, int]]  # calls in the flight recorder
+
+
+def enter(calls: Sequence[Call]) -> Entries:
+    """Calls that are about to be made together, for the record."""
     tracks = {track: track.new_group() for call in calls if (track := call.comm._track) is not None}
-    group = len(calls) > 1
     return [
-        (
-            track,
-            track.enter(
-                call.operation,
-                call.inputs,
-                call.stream,
-                detail=call.compared,
-                group=group and tracks[track],
-                site=call.site,
-            ),
-        )
+        (track, track.enter(call.operation, call.inputs, call.stream, call.compared, tracks[track], call.site))
         for call in calls
         if (track := call.comm._track) is not None
     ]
 
 
-def leave(slots: list[tuple[Track, int]], error: BaseException | str | None = None) -> None:
-    for track, slot in slots:
+def _leave(entries: Entries, error: BaseException | str | None = None) -> None:
+    for track, entry in entries:
         if error is None:
-            track.leave(slot)
+            track.leave(entry)
         else:
-            track.failed(slot, error)
+            track.failed(entry, error)
 
 
-def replay(calls: list[Call], end: Callable[[], int], comms: list[Comm]) -> None:
-    """The calls, all of them of `comms`, as one group that `end` closes. The caller holds the locks."""
+def replay(
+    calls: Sequence[Call],
+    prepared: Sequence[tuple[Callable[..., int], tuple[Any, ...]]],
+    end: Callable[[], int],
+    enter: Callable[[], Entries],
+) -> None:
+    """The calls as one group that `end` closes. The caller holds the locks.
+
+    prepared  the C function of each, and its finished arguments"""
     library = calls[0].comm.library
     library.check(library.ncclGroupStart(), "ncclGroupStart")
-    code, slots = 0, []
+    entries: Entries = []
     try:
-        slots = enter(calls)
-        for call in calls:
-            code = call.function(*call.args)
+        entries = enter()
+        for one in prepared:
+            code = one[0](*one[1])
             if code and code != Result.IN_PROGRESS:
+                call = calls[prepared.index(one)]
                 raise library.error(code, call.text(), call.comm._handle)
     except BaseException as error:
         # Ctrl-C too. NCCL launches nothing of a group in which a call failed, but it must not stay open.
         end()
-        leave(slots, error)
+        _leave(entries, error)
         raise
     code = end()
-    leave(slots, None if code in (Result.SUCCESS, Result.IN_PROGRESS) else library.error_string(code))
+    _leave(entries, None if code in (Result.SUCCESS, Result.IN_PROGRESS) else library.error_string(code))
     if code:
         names = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
+        comms = list({id(call.comm): call.comm for call in calls}.values())
         check_group_result(comms, code, f"group of {len(calls)} calls: {names}")

@@ -9,214 +9,129 @@ from typing import Any, TypeVar
 
 from ..bindings.abi import CONFIG_SINCE, SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Config, Result, UniqueId
 from ..bindings.errors import NcclError, NcclTimeout
-from ..bindings.library import Library, chosen, gpu_count
+from ..bindings.library import Library, chosen
 from ..bindings.structs import CommConfig, struct_of
-from ..bindings.values import INT_MAX, INT_MIN, integer, listed, seconds
+from ..bindings.values import INT_MAX, INT_MIN, integer, listed
 from ..interop.devices import current_device, device_ordinal, on_device
 from ..watch import watchdog
-from ..watch.recorder import recorder
 from ..watch.track import Identity, new_track, uid_of
 from .argcheck import check_rank
-from .base import DEFAULT_TIMEOUT, Comm, Origin, check_is_on, comm_name, explained
+from .base import Comm, Origin, check_is_on, comm_name, explained
 from .consistency import compare_texts
 from .deadline import call_with_deadline, wait_nonblocking
 from .finalize import abort_handle, prepare_end
 
-Self = TypeVar("Self", bound="Init")
+Self = TypeVar("Self", bound=Comm)
 
-_MOST_DEVICES = 1 << 16
+# Others of its ranks
 
 
-class Init(Comm):
-    """The methods of a communicator that make one, or another one of its ranks."""
+def split(self: Self, color: int | None, key: int = 0, config: CommConfig | None = None) -> Self | None:
+    """The communicator of all ranks that pass the same color, ordered by key, then by rank here.
 
-    @classmethod
-    def init(
-        cls: type[Self],
-        nranks: int,
-        unique_id: UniqueId | bytes | Sequence[UniqueId | bytes],
-        rank: int,
-        device: Any = None,
-        config: CommConfig | None = None,
-        timeout: float | None = DEFAULT_TIMEOUT,
-        library: Library | None = None,
-    ) -> Self:
-        """Join rank `rank` of `nranks`; returns when all ranks have joined with the same id.
+    Every rank must call it. color=None (or NCCL_SPLIT_NOCOLOR, -1): this rank is in none and gets None.
+    """
+    colors = f"an integer >= 0, up to {INT_MAX}, or None for no communicator"
+    number = SPLIT_NOCOLOR if color is None else integer(color, "split: color", SPLIT_NOCOLOR, INT_MAX, colors)
+    key = integer(key, "split: key", INT_MIN, INT_MAX)
+    if self.checking:
+        compare_texts({self: "split()"})
+    struct = make_struct(config, self.library, "split")
+    made = _derive(
+        self,
+        lambda new: self.library.ncclCommSplit(self.handle, number, key, new, struct),
+        f"ncclCommSplit(color={number}, key={key}) on rank {self.rank} of {self.size}",
+        config,
+        "split",
+        f"color={number}, key={key}",
+        number,
+    )
+    if made is not None:
+        made.origin = Origin(made.rank, made.size, self.origin, self._splits, number, key, config)
+    self._splits += 1
+    return made
 
-        unique_id  from get_unique_id() on one rank; or a list of ids made on several ranks, equal everywhere, which
-                   speeds up the init of large communicators (NCCL >= 2.23)
-        device     ordinal or name of this rank's GPU; None or "cuda": the current one. The host library has the CPU
-                   only. The thread's current GPU stays what it is: pass device=comm.device to what makes tensors, or
-                   call torch.cuda.set_device(comm.device).
-        timeout    seconds to wait for the other ranks; None: for ever.
 
-        Raises ValueError for bad arguments, NcclTimeout if a rank never comes, NcclSystemError without a driver.
-        """
-        rank, nranks = check_rank_of(rank, nranks)
-        timeout = seconds(timeout)
-        recorder()
-        ids = [as_unique_id(one) for one in (unique_id if isinstance(unique_id, (list, tuple)) else [unique_id])]
-        if not 1 <= len(ids) <= nranks:
-            raise ValueError(f"unique_id is a list of {len(ids)} ids, expected 1 to {nranks} for {nranks} ranks")
-        library = chosen(library)
-        ordinal = choose_device(library, device)
-        with _beginning(uid_of(*map(bytes, ids)), rank, nranks, library, config, "init") as track:
-            handle = comm_init_rank(library, nranks, ids, rank, ordinal, config, timeout)
-        return cls(handle, library, timeout, config, track)
+def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: CommConfig | None = None) -> Self:
+    """The communicator of all ranks but `exclude`, which do not call it (NCCL >= 2.27).
 
-    @classmethod
-    def init_all(
-        cls: type[Self], devices: int | Sequence[Any] | None = None, *, library: Library | None = None
-    ) -> list[Self]:
-        """One communicator per device of this process, rank i on devices[i].
+    abort  first stop what is in flight here: for when an excluded rank has failed. destroy() aborts the parent
+           then with NCCL >= 2.31.2, whose own destroy would block for ever.
+    """
+    given = listed(exclude, "shrink: exclude", "the ranks to leave out, a list of them")
+    ranks = [check_rank("shrink: exclude", rank, self.size) for rank in given]
+    if not ranks or self.rank in ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
+    struct = make_struct(config, self.library, "shrink")
+    self._stopped = self._stopped or abort
+    array = (ctypes.c_int * len(ranks))(*ranks)
+    made = _derive(
+        self,
+        lambda new: self.library.ncclCommShrink(self.handle, array, len(ranks), new, struct, int(abort)),
+        f"ncclCommShrink(exclude={ranks}) on rank {self.rank} of {self.size}",
+        config,
+        "shrink",
+        f"exclude={ranks}",
+        sorted(ranks),
+    )
+    assert made is not None  # only a split leaves ranks without
+    return made
 
-        devices  a number of devices, a list of ordinals or names, or None for all GPUs. The host library takes a
-                 number: so many ranks in one process (None: 1).
 
-        Calls to several of them from one thread belong in one `pynccl.group`.
-        """
-        library = chosen(library)
-        recorder()
-        if devices is None:
-            devices = 1 if library.is_host else gpu_count()
-        if isinstance(devices, Sequence) and not isinstance(devices, (str, bytes, bytearray)):
-            ordinals = [device_ordinal(device, "devices: device") for device in devices]
-        else:
-            ordinals = list(range(integer(devices, "devices", 0, _MOST_DEVICES, "a number of devices, or a list")))
-        if not ordinals:
-            raise ValueError(f"devices is {devices!r}, expected at least one")
-        known = Identity(uid_of(), "world", "")
-        return [cls(handle, library, track=known) for handle in comm_init_all(library, ordinals)]
+def grow_id(self: Comm) -> UniqueId:
+    """The id for one `grow` of this communicator: give it to the new ranks, and to grow() on this rank."""
+    unique_id = UniqueId()
+    with self.lock:
+        self._status("ncclCommGetUniqueId", ctypes.byref(unique_id))
+    return unique_id
 
-    @classmethod
-    def join_grown(
-        cls: type[Self],
-        nranks: int,
-        unique_id: UniqueId | bytes,
-        rank: int,
-        device: Any = None,
-        config: CommConfig | None = None,
-        timeout: float | None = DEFAULT_TIMEOUT,
-        library: Library | None = None,
-    ) -> Self:
-        """Enter, as new rank `rank`, a communicator that its members `grow` to `nranks` (NCCL >= 2.29)."""
-        rank, nranks = check_rank_of(rank, nranks)
-        timeout = seconds(timeout)
-        library = chosen(library)
-        recorder()
-        ordinal = choose_device(library, device)
-        struct = _struct(config, library)
-        identity = as_unique_id(unique_id)
-        with _beginning(uid_of(bytes(identity)), rank, nranks, library, config, "init") as track:
-            handle = comm_grow(library, 0, nranks, identity, rank, ordinal, struct, timeout)
-        return cls(handle, library, timeout, config, track)
 
-    # Others of its ranks
+def grow(
+    self: Self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: CommConfig | None = None
+) -> Self:
+    """This communicator with new ranks, size..nranks-1, which call `join_grown` meanwhile (NCCL >= 2.29).
 
-    def split(self: Self, color: int | None, key: int = 0, config: CommConfig | None = None) -> Self | None:
-        """The communicator of all ranks that pass the same color, ordered by key, then by rank here.
+    unique_id  what grow_id() returned, on the rank that called it; None on the other members
+    """
+    more = f"more than the {self.size} ranks that there are, up to {INT_MAX}"
+    nranks = integer(nranks, "grow: nranks", self.size + 1, INT_MAX, more)
+    struct = make_struct(config, self.library, "grow")
+    identity = None if unique_id is None else as_unique_id(unique_id)
+    with self.lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
+        handle = comm_grow(self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout)
+    made = type(self)(handle, self.library, self.timeout, config or self._config, self._child(config, "grow", nranks))
+    if identity is not None and made._track is not None:
+        made._track.write("alias", uid_of(bytes(identity)))  # as the new ranks call it
+    return made
 
-        Every rank must call it. color=None (or NCCL_SPLIT_NOCOLOR, -1): this rank is in none and gets None.
-        """
-        colors = f"an integer >= 0, up to {INT_MAX}, or None for no communicator"
-        number = SPLIT_NOCOLOR if color is None else integer(color, "split: color", SPLIT_NOCOLOR, INT_MAX, colors)
-        key = integer(key, "split: key", INT_MIN, INT_MAX)
-        if self.checking:
-            compare_texts({self: "split()"})
-        struct = _struct(config, self.library, "split")
-        made = self._derive(
-            lambda new: self.library.ncclCommSplit(self.handle, number, key, new, struct),
-            f"ncclCommSplit(color={number}, key={key}) on rank {self.rank} of {self.size}",
-            config,
-            "split",
-            f"color={number}, key={key}",
-            number,
-        )
-        if made is not None:
-            made.origin = Origin(made.rank, made.size, self.origin, self._splits, number, key, config)
-        self._splits += 1
-        return made
 
-    def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: CommConfig | None = None) -> Self:
-        """The communicator of all ranks but `exclude`, which do not call it (NCCL >= 2.27).
-
-        abort  first stop what is in flight here: for when an excluded rank has failed. destroy() aborts the parent
-               then with NCCL >= 2.31.2, whose own destroy would block for ever.
-        """
-        given = listed(exclude, "shrink: exclude", "the ranks to leave out, a list of them")
-        ranks = [check_rank("shrink: exclude", rank, self.size) for rank in given]
-        if not ranks or self.rank in ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
-        struct = _struct(config, self.library, "shrink")
-        self._stopped = self._stopped or abort
-        array = (ctypes.c_int * len(ranks))(*ranks)
-        made = self._derive(
-            lambda new: self.library.ncclCommShrink(self.handle, array, len(ranks), new, struct, int(abort)),
-            f"ncclCommShrink(exclude={ranks}) on rank {self.rank} of {self.size}",
-            config,
-            "shrink",
-            f"exclude={ranks}",
-            sorted(ranks),
-        )
-        assert made is not None  # only a split leaves ranks without
-        return made
-
-    def grow_id(self) -> UniqueId:
-        """The id for one `grow` of this communicator: give it to the new ranks, and to grow() on this rank."""
-        unique_id = UniqueId()
-        with self.lock:
-            self._status("ncclCommGetUniqueId", ctypes.byref(unique_id))
-        return unique_id
-
-    def grow(
-        self: Self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: CommConfig | None = None
-    ) -> Self:
-        """This communicator with new ranks, size..nranks-1, which call `join_grown` meanwhile (NCCL >= 2.29).
-
-        unique_id  what grow_id() returned, on the rank that called it; None on the other members
-        """
-        more = f"more than the {self.size} ranks that there are, up to {INT_MAX}"
-        nranks = integer(nranks, "grow: nranks", self.size + 1, INT_MAX, more)
-        struct = _struct(config, self.library, "grow")
-        identity = None if unique_id is None else as_unique_id(unique_id)
-        with self.lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
-            handle = comm_grow(
-                self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout
-            )
-        made = type(self)(
-            handle, self.library, self.timeout, config or self._config, self._child(config, "grow", nranks)
-        )
-        if identity is not None and made._track is not None:
-            made._track.write("alias", uid_of(bytes(identity)))  # as the new ranks call it
-        return made
-
-    def _derive(
-        self: Self,
-        call: Callable[[Any], int],
-        what: str,
-        config: CommConfig | None,
-        operation: str,
-        detail: str,
-        part: Any,
-    ) -> Self | None:
-        """Another communicator of some of its ranks; `part` tells it from those that others get of the same call."""
-        self.check_alive()
-        weight = 1 if operation == "split" else 0
-        try:
-            with self.lock, self._recorded(operation, weight=weight, detail=detail):
-                handle = make(self.library, call, what, self._own_ordinal(), self.timeout, self.handle)
-        except NcclError as error:
-            raise explained(error, self._track) from None
-        track = self._child(config, operation, part)
-        if not handle:
-            return None
-        return type(self)(handle, self.library, self.timeout, config or self._config, track)
+def _derive(
+    comm: Self,
+    call: Callable[[Any], int],
+    what: str,
+    config: CommConfig | None,
+    operation: str,
+    detail: str,
+    part: Any,
+) -> Self | None:
+    """Another communicator of some of its ranks; `part` tells it from those that others get of the same call."""
+    comm.check_alive()
+    weight = 1 if operation == "split" else 0
+    try:
+        with comm.lock, comm._recorded(operation, weight=weight, detail=detail):
+            handle = make(comm.library, call, what, comm._own_ordinal(), comm.timeout, comm.handle)
+    except NcclError as error:
+        raise explained(error, comm._track) from None
+    track = comm._child(config, operation, part)
+    if not handle:
+        return None
+    return type(comm)(handle, comm.library, comm.timeout, config or comm._config, track)
 
 
 # The C calls; they return handles
 
 
-def _struct(config: CommConfig | None, library: Library, operation: str = "") -> Any:
+def make_struct(config: CommConfig | None, library: Library, operation: str = "") -> Any:
     """ncclConfig_t of a new communicator, None where all is left to NCCL; with an `operation` that is the parent's.
 
     Ranks that began the kernels of two communicators in different orders could wait for each other for ever: they
@@ -247,7 +162,7 @@ def comm_init_rank(
     timeout: float | None,
 ) -> int:
     """ncclCommInitRank and its variants: with a config, with several ids."""
-    struct = _struct(config, library)
+    struct = make_struct(config, library)
 
     def call(handle: Any) -> int:
         if len(ids) > 1:
@@ -261,26 +176,24 @@ def comm_init_rank(
 
 
 @contextlib.contextmanager
-def _beginning(
-    uid: str, rank: int, nranks: int, library: Library, config: CommConfig | None, how: str
-) -> Iterator[Any]:
+def beginning(uid: str, rank: int, nranks: int, library: Library, config: CommConfig | None, how: str) -> Iterator[Any]:
     """The track of a communicator whose ranks are about to meet, in which its init is the first call."""
-    track = new_track(Identity(uid, comm_name(config, "world"), ""), rank, nranks, library.path == "host")
+    track = new_track(Identity(uid, comm_name(config, "world"), ""), rank, nranks)
     if track is None:
         yield None
         return
     watchdog.prepare()
     prepare_end()
-    slot = track.enter(how, weight=1)
+    entry = track.enter(how, weight=1)
     try:
         yield track
     except BaseException as error:
-        track.failed(slot, error)
+        track.failed(entry, error)
         told = explained(error, track) if isinstance(error, NcclError) else error
         track.end("never made")
         raise told from None
-    track.leave(slot)
-    track.unnumbered(slot)  # its first collective is number 1
+    track.leave(entry)
+    track.unnumbered(entry)  # its first collective is number 1
 
 
 def make(
@@ -327,7 +240,7 @@ def comm_split_all(
 
     One group, since they may be several ranks of this process, each of which waits for the others."""
     handles = [ctypes.c_void_p() for _ in comms]
-    structs = [_struct(config, library) for config in configs]
+    structs = [make_struct(config, library) for config in configs]
     what = f"ncclCommSplit of {len(comms)} communicators"
 
     def run() -> int:

@@ -83,6 +83,19 @@ observers: list[Observer] = []
 os.register_at_fork(after_in_child=observers.clear)
 
 
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """The observer is told of all that this process does in the block, in all threads; see Observer.
+
+    What is replayed by a CUDA graph is no call. A forked child has no observers."""
+    observers.append(observer)
+    try:
+        yield
+    finally:
+        if observer in observers:  # not so in a forked child
+            observers.remove(observer)
+
+
 def telling(calls: Sequence[Observed]) -> AbstractContextManager[None]:
     """The calls are made within."""
     return _telling(lambda observer: observer.launching(calls))

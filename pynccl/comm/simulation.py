@@ -15,11 +15,12 @@ from functools import partial
 from ..bindings.abi import SIM_INFO_MAGIC, UNDEF_FLOAT, SimInfo
 from ..bindings.errors import NcclInvalidUsage
 from ..bindings.structs import CommConfig, stamped
+from ..watch.layout import UNNUMBERED
 from . import consistency
-from .base import Comm, lock
-from .call import UNCOMPARED, Call
+from .base import Comm, locked
+from .call import Call
 from .communicator import Communicator
-from .groups import recording, replay
+from .groups import enter, recording, replay
 from .init import comm_split_all
 from .redop import OpHandle, PreMulSum
 
@@ -70,7 +71,8 @@ def _estimate(calls: list[Call]) -> float:
     with contextlib.ExitStack() as made:
         children = {comm: made.enter_context(child) for comm, child in _children(comms).items()}
         again = [_on(children[call.comm], call, made) for call in calls if call.comm in children]
-        replay(again, partial(end, ctypes.byref(info)), list(children.values()))
+        prepared = [(call.function, call.args) for call in again]
+        replay(again, prepared, partial(end, ctypes.byref(info)), partial(enter, again))
     time: float = info.estimatedTime
     return time if time >= 0 else math.nan
 
@@ -108,7 +110,7 @@ def _compare(comms: list[Comm], calls: list[Call]) -> None:
     texts = {}
     for comm in comms:
         if comm.checking:
-            own = [call.text() for call in calls if call.comm is comm and call.operation not in UNCOMPARED]
+            own = [call.text() for call in calls if call.comm is comm and call.operation not in UNNUMBERED]
             texts[comm] = f"simulate({'; '.join(own)})"
     consistency.compare_texts(texts)
 
@@ -117,8 +119,7 @@ def _children(comms: list[Comm]) -> dict[Comm, Communicator]:
     """For each a communicator of the same ranks: destroyed on a clean exit, aborted on another."""
     library, timeout = comms[0].library, comms[0].timeout
     configs = [(comm._config or CommConfig())._replace(blocking=True) for comm in comms]
-    with contextlib.ExitStack() as locks:
-        lock(locks, comms)
+    with locked(comms):
         handles = comm_split_all(library, comms, configs, timeout)
     return {
         comm: Communicator(handle, library, comm.timeout, config, comm._child(None, "simulate", 0))

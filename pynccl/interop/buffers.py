@@ -107,7 +107,6 @@ def _no_cuda(device: int) -> int:
 class _Torch(Adapter):
     def __init__(self) -> None:
         self.raw_stream: Callable[[int], int] = _no_cuda  # cudaStream_t of torch's current stream on a device
-        self.strided: Any = None
         self.empty_like: Callable[[Any], Any]
         self.count_change: Callable[[tuple[Any, ...]], object] = tuple  # counts the version of each tensor of a tuple
 
@@ -115,25 +114,23 @@ class _Torch(Adapter):
         """Learn of a tensor type; torch is loaded by then."""
         torch = sys.modules["torch"]
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
-        self.strided, self.empty_like = torch.strided, torch.empty_like
+        self.empty_like = torch.empty_like
         self.count_change = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
         if kind in (torch.Tensor, torch.nn.Parameter):
             tensor_types.add(kind)
 
     def describe(self, x: Any) -> Description:
-        if x.layout is not self.strided:
-            raise TypeError(why_no_memory(x))
-        if not x.is_contiguous():
-            raise ValueError(
-                f"tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous; pass x.contiguous()"
-            )
-        count = x.numel()
-        if (x._base is not None or count <= 1) and x.is_neg():
-            raise ValueError(negated(x))
         try:
             pointer = x.data_ptr()
         except RuntimeError:  # torch's own words for a tensor without storage
             raise TypeError(why_no_memory(x)) from None
+        if not x.is_contiguous():
+            raise ValueError(
+                f"tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous; pass x.contiguous()"
+            )
+        if x.is_neg():
+            raise ValueError(negated(x))
+        count = x.numel()
         if not pointer and count:
             raise TypeError(why_no_memory(x))
         return pointer, count, torch_types[x.dtype], x.get_device()

@@ -6,21 +6,18 @@
 
 Numbers are of the machine's byte order, which the header names. All is fixed in size: nothing grows with the calls.
 
-The calls of a communicator lie in a ring of slots, cut into segments. A segment is cleared when the writer comes to
-it, and its number is written then, with the numbers of calls before it; so the newest call is the last slot of the
-newest segment that is not 0, and to record a call takes one store of two bytes. What a slot holds is the row that
-describes the call: of the table, where what is called again and again is described once; or INLINE, of the slot's own.
-The reader takes a copy, and takes another one where the segment has changed meanwhile.
+The calls of a communicator lie in a ring of slots, each of which says all of one call; call number `entry` is in slot
+`(entry - 1) % slots`. A slot begins and ends with the entry, so a reader sees one that is being written: where the two
+differ, or change between two copies, the slot is left out.
 """
 
 from __future__ import annotations
 
 import struct
-import sys
 from typing import NamedTuple
 
 MAGIC = b"pynccl flight recorder\n\0"
-VERSION = 1
+VERSION = 2
 ORDER = 0x0102030405060708  # as read with the wrong byte order it is another number
 SUFFIX = ".watch"
 
@@ -32,8 +29,8 @@ MOST_REGIONS = 4096
 
 # The header: magic, version, byte order, then what is written once. Times are seconds of the machine's monotonic clock.
 FIXED = struct.Struct("=24sIQ")
-# pid, its start in ticks, rank, world, wall and monotonic clock of one moment, slots, segments, rows, strings
-IDENTITY = struct.Struct("=IQiiddIIII")
+# pid, its start in ticks, rank, world, wall and monotonic clock of one moment, slots, strings
+IDENTITY = struct.Struct("=IQiiddII")
 IDENTITY_AT = 64
 BORN = struct.Struct("=d")  # wall clock when the process began, before it imported anything; 0: not known
 BORN_AT = 120
@@ -52,12 +49,12 @@ END_TEXT_AT, END_TEXT_BYTES = 3152, 640
 END_SITE_AT, END_SITE_BYTES = 3792, 160
 CLEAN, EXCEPTION = 1, 2  # kinds of end
 
-# A region: its head, and behind it the arrays. Head: state, then texts.
+# A region: its head, and behind it the slots. Head: state, then texts.
 REGION_HEAD = 1536
 LIVE, ENDED = 1, 2  # 0: nobody's
 COMM = struct.Struct("=Iiiid")  # state, rank, size, the same plus 1 as a check, monotonic clock when made
-RING = struct.Struct("=QQQdd")  # newest segment; newest entry that has returned, that has completed; when each was seen
-RING_AT = 64
+COMPLETED = struct.Struct("=Qd")  # newest entry that has completed, as far as is known; when that was seen
+COMPLETED_AT = 64
 WAITS = struct.Struct("=d")  # monotonic clock of the last look that saw its streams wait for calls before that
 WAITS_AT = 104
 COMM_END = struct.Struct("=d")
@@ -74,82 +71,55 @@ COMM_TEXTS = {
     "error": (896, 512),
 }
 
-# A description. Operation and detail are strings; op and rank: -1 where there is none; weight: collective calls in it.
-ROW = struct.Struct("=HHBbHiiIQQH")  # operation, detail, flags, data type, weight, op, rank, group, count, stream, site
-PLAN, ROOT, PEER = 1, 2, 4
+# A slot: entry; monotonic clocks when it was issued and has returned, 0: not yet; number among the collective calls, 0:
+# it is none; stream; group; strings: operation, line, detail, autograd function and its forward line; flags; then
+# count, data type and what follows them among the C arguments (see ARGUMENTS); entry.
+SLOT = struct.Struct("=QddQQIHHHHHBxQiii4xQ")
+SLOT_BYTES = SLOT.size
+RETURNED_AT, NUMBER_AT, STREAM_AT, FLAGS_AT = 16, 24, 32, 54  # in a slot
+# The same for a call that is about to be made, without the autograd function, which few calls have.
+ENTERED = struct.Struct("=Qd8xQQIHHH4xBxQiii4xQ")
+FUNCTION = struct.Struct("=HH")
+FUNCTION_AT = 50
+PLAN, FAILED = 1, 2  # flags
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
-# What a slot holds. Its high byte says how many collective calls it counts as, so that a segment of them is counted by
-# counting bytes: rows of the table that count as one, as none, as another number; and slots that describe themselves.
-ONE, NONE, OTHER = range(1, 0x300), range(0x300, 0x400), range(0x400, 0x500)
-ROWS = OTHER.stop
-INLINE, INLINE_UNNUMBERED = 0x600, 0x700  # as one, as none
-HIGH = 1 if sys.byteorder == "little" else 0  # where the high byte is
+# Which C argument of an operation is its count, behind which is the data type, and what follows that.
+ARGUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "all_reduce": (2, ("op",)),
+    "reduce_scatter": (2, ("op",)),
+    "reduce": (2, ("op", "root")),
+    "broadcast": (2, ("root",)),
+    "gather": (2, ("root",)),
+    "scatter": (2, ("root",)),
+    "all_gather": (2, ()),
+    "all_to_all": (2, ()),
+    "send": (1, ("peer",)),
+    "recv": (1, ("peer",)),
+    "put_signal": (1, ("peer",)),
+}
+SIGNALS = ("signal", "wait_signal")  # which have neither, but a peer
+UNNUMBERED = ("send", "recv", "put_signal", *SIGNALS)  # calls that not every rank of a communicator makes
 
-SEGMENTS = 3  # one of which is being written
-CALLS = 2048  # that are kept at least
-MARKS = 64  # the last looks of the watchdog, from which calls that did not read the clock have their time
+CALLS = 2048  # that are kept of each communicator
+MARGIN = 16  # slots more than that, of which the oldest ones may be being written when they are read
 
 
 class Region(NamedTuple):
-    """Where the arrays of a region begin, in bytes; slots is a multiple of the segments."""
+    """The memory of a communicator: so many slots behind its head, in whole pages."""
 
     slots: int
-    segments: int
-    ring: int  # H: 0, a row, or INLINE
-    issued: int  # d: 0 where the clock was not read
-    returned: int  # d
-    site: int  # H: string
-    function: int  # H: string: the autograd function
-    forward: int  # H: string: its forward line
-    failed: int  # B: 1: it raised
-    bases: int  # Q, Q a segment: entries before it, collective calls before it
-    marks: int  # d, Q a mark: at this time this was the newest entry
-    table: int
-    inline: int
-    nbytes: int  # of it all, whole pages
+    nbytes: int
 
-    @property
-    def segment(self) -> int:
-        return self.slots // self.segments
-
-    def written(self) -> tuple[tuple[int, int], ...]:
-        """Where the arrays begin that each call writes to, and the bytes of an entry."""
-        return (self.ring, 2), (self.issued, 8)
-
-    def seldom(self) -> tuple[tuple[int, int], ...]:
-        """The same of those that few calls write to, unless tracks are careful."""
-        short = (self.site, self.function, self.forward)
-        return (*((at, 2) for at in short), (self.returned, 8), (self.failed, 1))
-
-    def short(self) -> dict[str, int]:
-        """Where the arrays of two bytes a slot begin."""
-        return {"ring": self.ring, "site": self.site, "function": self.function, "forward": self.forward}
-
-    def clocks(self) -> dict[str, int]:
-        """Where those of eight bytes a slot begin."""
-        return {"issued": self.issued, "returned": self.returned}
+    def at(self, entry: int) -> int:
+        """Where the slot of this call begins, in bytes."""
+        return REGION_HEAD + (entry - 1) % self.slots * SLOT_BYTES
 
 
-def region(calls: int = CALLS, segments: int = SEGMENTS) -> Region:
+def region(calls: int = CALLS) -> Region:
     """The region whose ring keeps at least so many calls."""
-    slots = -(-calls // (segments - 1)) * segments
-    at, places = REGION_HEAD, []
-    for nbytes in (
-        2 * slots,
-        8 * slots,
-        8 * slots,
-        *[2 * slots] * 3,
-        slots,
-        16 * segments,
-        16 * MARKS,
-        ROW.size * ROWS,
-    ):
-        places.append(at)
-        at += -(-nbytes // 16) * 16
-    places.append(at)
-    at += ROW.size * slots
-    return Region._make((slots, segments, *places, -(-at // PAGE) * PAGE))
+    slots = calls + MARGIN
+    return Region(slots, -(-(REGION_HEAD + slots * SLOT_BYTES) // PAGE) * PAGE)
 
 
 def put(memory: memoryview, at: int, nbytes: int, text: str) -> None:

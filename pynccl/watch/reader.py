@@ -4,7 +4,6 @@ writing, or may be an enemy: nothing in it is trusted, nothing is run, and what 
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import os
 import stat
@@ -24,7 +23,7 @@ _MOST_SECONDS = 1e11
 _SLACK_SECONDS = 120.0  # memory that is written to reaches the times of its file late
 _ANSWER_SECONDS = 1.0  # in which a process says where its threads are; its watchdog looks twice a second
 _PAUSE = 0.02
-_TRIES = 5  # copies of a region that is being written to
+_FIRST = struct.Struct("=Q")
 
 
 class BadRecord(ValueError):
@@ -187,12 +186,13 @@ class _Bytes:
         if version != layout.VERSION:
             raise self.bad(f"version {version} of the format, this pynccl reads version {layout.VERSION}")
         self.identity = layout.IDENTITY.unpack_from(self.head, layout.IDENTITY_AT)
-        slots, segments, rows, strings = self.identity[6:]
-        if not (2 <= segments <= 64 and 0 < slots <= 1 << 16 and slots % segments == 0):
-            raise self.bad(f"damaged: {slots} slots in {segments} segments")
-        if (rows, strings) != (layout.ROWS, layout.STRINGS):
-            raise self.bad(f"damaged: {rows} rows and {strings} strings")
-        self.region = layout.region(slots // segments * (segments - 1), segments)
+        slots, strings = self.identity[6:]
+        self.calls = slots - layout.MARGIN
+        if not (self.calls > 0 and slots <= 1 << 16):
+            raise self.bad(f"damaged: {slots} slots")
+        if strings != layout.STRINGS:
+            raise self.bad(f"damaged: {strings} strings")
+        self.region = layout.region(self.calls)
         self.wall = self.identity[4] - self.identity[5]  # of the clock since then, unless it was set
 
     def at(self, where: int, nbytes: int) -> bytes:
@@ -265,13 +265,8 @@ class _Bytes:
 
     def comm(self, at: int, calls: bool) -> CommRecord | None:
         """The communicator of the region there; None where there is none."""
-        for _ in range(_TRIES):
-            before = self.at(at, layout.REGION_HEAD)
-            data = self.at(at, self.region.nbytes) if calls else before
-            after = self.at(at, layout.REGION_HEAD)
-            ring = layout.RING_AT
-            if before[ring : ring + 8] == after[ring : ring + 8] and before[128:192] == after[128:192]:
-                break
+        nbytes = self.region.nbytes if calls else layout.REGION_HEAD
+        before, data = self.at(at, nbytes), self.at(at, nbytes)
         kind, rank, size, check, made = layout.COMM.unpack_from(data)
         if kind not in (layout.LIVE, layout.ENDED) or check != size + 1:
             return None  # free, or only being made
@@ -295,69 +290,26 @@ class _Bytes:
             ended_at=self.seconds(ended_at),
         )
         if calls:
-            self._calls(data, comm, texts["error"])
+            self._calls(before, data, comm, texts["error"])
         comm.entered = max((call.number for call in comm.calls), default=0)
         done = [call.number for call in comm.calls if call.state == COMPLETED]
         comm.completed = max(done, default=0)
         return comm
 
-    def _calls(self, data: bytes, comm: CommRecord, error: str) -> None:
-        """Fill in the calls of the ring, oldest first."""
-        region, view = self.region, memoryview(data)
-        short = {name: view[at:][: 2 * region.slots].cast("H") for name, at in region.short().items()}
-        clocks = {name: view[at:][: 8 * region.slots].cast("d") for name, at in region.clocks().items()}
-        bases = view[region.bases :][: 16 * region.segments].cast("Q")
-        segment, returned, completed, returned_at, completed_at = layout.RING.unpack_from(data, layout.RING_AT)
-        length, calls = region.segment, comm.calls
-        for number in range(max(0, segment - region.segments + 1), segment + 1):
-            place = number % region.segments
-            entry, collective = bases[2 * place], bases[2 * place + 1]
-            for slot in range(place * length, (place + 1) * length):
-                row = short["ring"][slot]
-                if not row:
-                    break
-                entry += 1
-                call, weight = self._call(view, row, slot)
-                collective += weight
-                call.entry, call.number = entry, collective if weight else 0
-                call.site = self.string(short["site"][slot]) or call.site
-                call.function = self.string(short["function"][slot])
-                call.forward_site = self.string(short["forward"][slot])
-                call.issued = self.seconds(clocks["issued"][slot])
-                call.returned = self.seconds(clocks["returned"][slot])
-                if view[region.failed + slot]:
-                    call.state, call.error = FAILED, "it raised"
-                elif call.returned or entry <= returned:
-                    call.returned = call.returned or self.seconds(returned_at)
-                    synchronous = not call.stream and comm.device == "cpu"
-                    call.state = COMPLETED if synchronous or entry <= completed else ISSUED
-                    if call.state == COMPLETED:
-                        call.completed = call.returned if synchronous else self.seconds(completed_at)
-                else:
-                    call.state = INSIDE
-                calls.append(call)
-        self._settle(calls, error)
-        (made,) = struct.unpack_from("=d", data, layout.COMM.size - 8)
-        self._time(calls, made, view[region.marks :][: 16 * layout.MARKS])
-
-    def _time(self, calls: list[CallRecord], made: float, marks: memoryview) -> None:
-        """Give a time to calls that did not read the clock: evenly between the looks of the watchdog around them."""
-        looks = [(head, when) for when, head in struct.iter_unpack("=dQ", marks) if head and self.seconds(when)]
-        looks = sorted(looks)[-layout.MARKS :]
-        if not looks:
-            return
-        if len(looks) < layout.MARKS:  # none was lost
-            looks.insert(0, (0, made))
-        heads = [head for head, _ in looks]
-        for call in calls:
-            if call.issued:
-                continue
-            after = bisect.bisect_left(heads, call.entry)
-            if after == len(looks):
-                call.issued = self.seconds(looks[-1][1])
-            elif after:
-                (low, begin), (high, end) = looks[after - 1], looks[after]
-                call.issued = self.seconds(begin + (call.entry - low) / (high - low) * (end - begin))
+    def _calls(self, before: bytes, data: bytes, comm: CommRecord, error: str) -> None:
+        """Fill in the calls of the ring, oldest first, that two copies have alike."""
+        completed, completed_at = layout.COMPLETED.unpack_from(data, layout.COMPLETED_AT)
+        places = [self.region.at(entry) for entry in range(1, self.region.slots + 1)]
+        entries = sorted((entry, at) for at in places if (entry := _entry(data, at)) and entry == _entry(before, at))
+        for entry, at in entries[-self.calls :]:
+            call = self._call(data, at)
+            if call.state != FAILED and call.returned:
+                synchronous = not call.stream and comm.device == "cpu"
+                call.state = COMPLETED if synchronous or entry <= completed else ISSUED
+                if call.state == COMPLETED:
+                    call.completed = call.returned if synchronous else self.seconds(completed_at)
+            comm.calls.append(call)
+        self._settle(comm.calls, error)
 
     def _settle(self, calls: list[CallRecord], error: str) -> None:
         """What later calls say of those before them: they have returned, unless they were issued together."""
@@ -369,34 +321,42 @@ class _Bytes:
         if failed and error:
             failed[-1].error = error
 
-    def _call(self, view: memoryview, row: int, slot: int) -> tuple[CallRecord, int]:
-        """The description of what the slot holds, and how many collective calls it is."""
-        region, size = self.region, layout.ROW.size
-        inline = row in (layout.INLINE, layout.INLINE_UNNUMBERED)
-        if not inline and row >= layout.ROWS:
-            raise self.bad(f"damaged: a call of row {row}")
-        at = region.inline + slot * size if inline else region.table + row * size
-        operation, detail, flags, dtype, weight, op, rank, group, count, stream, site = layout.ROW.unpack_from(view, at)
-        call = CallRecord(
-            entry=0,
-            number=0,
-            operation=self.string(operation) or "call",
+    def _call(self, data: bytes, at: int) -> CallRecord:
+        """What the slot there says."""
+        entry, issued, returned, number, stream, group, *texts, flags, count, dtype, first, second, _ = (
+            layout.SLOT.unpack_from(data, at)
+        )
+        operation, site, detail, function, forward = map(self.string, texts)
+        _, names = layout.ARGUMENTS.get(operation, (0, ("peer",) if operation in layout.SIGNALS else ()))
+        rest = dict(zip(names, (first, second), strict=False))
+        op = rest.get("op", -1)
+        return CallRecord(
+            entry=entry,
+            number=number,
+            operation=operation or "call",
             count=count if count < 1 << 63 else -1,
             dtype=_name(DataType, dtype),
             op=_name(RedOp, op) or ("PRE_MUL_SUM" if op > 0 else ""),
+            root=rest.get("root", -1),
+            peer=rest.get("peer", -1),
             stream=stream,
             group=group,
             plan=bool(flags & layout.PLAN),
-            site=self.string(site),
-            detail=self.string(detail),
+            site=site,
+            function=function,
+            forward_site=forward,
+            detail=detail,
+            issued=self.seconds(issued),
+            returned=self.seconds(returned),
+            state=FAILED if flags & layout.FAILED else INSIDE,
+            error="it raised" if flags & layout.FAILED else "",
         )
-        if flags & layout.PEER:
-            call.peer = rank
-        elif flags & layout.ROOT:
-            call.root = rank
-        if row == layout.INLINE_UNNUMBERED:
-            weight = 0
-        return call, weight
+
+
+def _entry(data: bytes, at: int) -> int:
+    """Of the call in the slot there; 0: none is, or it is being written."""
+    first: int = _FIRST.unpack_from(data, at)[0]
+    return first if _FIRST.unpack_from(data, at + layout.SLOT_BYTES - _FIRST.size)[0] == first else 0
 
 
 def state_of(pid: int, start: int) -> str:

@@ -23,6 +23,29 @@ now = time.monotonic
 _FORGOTTEN = 8  # communicators that have ended stay in the file until so many more have
 
 
+class Strings(dict[str, int]):
+    """Text -> its row in the file, written when it is first asked for; that of "(...)" where the table is full."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__({"": 0})
+        self._recorder = recorder
+        self._lock = threading.RLock()  # a handler of a signal may make a call, too
+
+    def __missing__(self, text: str) -> int:
+        with self._lock:
+            number = len(self)
+            if text in self:  # another thread was faster
+                return self[text]
+            full = number >= layout.STRINGS - 1
+            if full:
+                number = layout.STRINGS - 1
+            at = layout.HEADER_BYTES + number * layout.STRING_BYTES
+            layout.put(self._recorder.head, at, layout.STRING_BYTES, "(...)" if full else text)
+            if not full:
+                self[text] = number
+            return number
+
+
 class Recorder:
     """The file of this process."""
 
@@ -35,7 +58,7 @@ class Recorder:
         self.last_asked: Any = None  # the last track that ranks elsewhere ask, kept: there the end is told, too
         self.sharing = threading.Lock()  # of what all threads share: the exchanges, the watchdog
         self._lock = threading.Lock()
-        self._strings = {"": 0}
+        self.strings = Strings(self)
         self._regions = 0
         self.ended = 0  # how, once this process is about to end
         self.beside: list[str] = []  # other files that go when the job has ended well
@@ -108,33 +131,11 @@ class Recorder:
             time.time(),
             now(),
             region.slots,
-            region.segments,
-            layout.ROWS,
             layout.STRINGS,
         )
         layout.BORN.pack_into(head, layout.BORN_AT, folder.born())
         layout.LOOK.pack_into(head, layout.LOOK_AT, now(), 0, 0)
         layout.FIXED.pack_into(head, 0, layout.MAGIC, layout.VERSION, layout.ORDER)  # last: from now on it can be read
-
-    def string(self, text: str) -> int:
-        """The row that holds this text; that of "(...)" where the table is full."""
-        number = self._strings.get(text)
-        if number is None:
-            with self._lock:
-                number = self._strings.get(text)
-                if number is None:
-                    number = self._new_string(text)
-        return number
-
-    def _new_string(self, text: str) -> int:
-        number = len(self._strings)
-        if number >= layout.STRINGS - 1:
-            number, text = layout.STRINGS - 1, "(...)"
-        at = layout.HEADER_BYTES + number * layout.STRING_BYTES
-        layout.put(self.head, at, layout.STRING_BYTES, text)
-        if number < layout.STRINGS - 1:
-            self._strings[text] = number
-        return number
 
     def new_region(self) -> memoryview | None:
         """Memory for one more communicator: of one that has ended long ago, else at the end of the file. None: there is

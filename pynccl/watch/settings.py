@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..bindings.errors import NcclInvalidUsage
 
-OFF, ON, SITES = "off", "on", "sites"
+OFF, ON = "off", "on"
 REPORT, RAISE = "report", "raise"
 
 _MOST_CALLS = 1 << 15
@@ -17,7 +17,7 @@ _MOST_CALLS = 1 << 15
 class Settings(NamedTuple):
     """What PYNCCL_WATCH and its relatives say.
 
-    mode     PYNCCL_WATCH=off | on | sites: record no calls, calls, or calls with the line of each
+    mode     PYNCCL_WATCH=off | on: record no calls, or all
     folder   PYNCCL_WATCH_DIR: where the files go; "": a private folder of the user in the temporary folder
     timeout  PYNCCL_WATCH_TIMEOUT: seconds that a call may be under way before all ranks are asked; 0: never
     action   PYNCCL_WATCH_ACTION=report | raise: then tell, or also abort the communicator
@@ -50,7 +50,7 @@ def settings() -> Settings:
 
 def _parsed(mode: str, folder: str, timeout: str, action: str, calls: str) -> Settings:
     return Settings(
-        _one_of("PYNCCL_WATCH", mode, (ON, OFF, SITES)),
+        _one_of("PYNCCL_WATCH", mode, (ON, OFF)),
         os.path.abspath(os.path.expanduser(folder)) if folder else "",
         _timeout(timeout),
         _one_of("PYNCCL_WATCH_ACTION", action, (REPORT, RAISE)),

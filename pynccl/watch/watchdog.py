@@ -107,33 +107,16 @@ class Watchdog:
                 print("\n  ".join(lines), file=sys.stderr, flush=True)
 
     def _look_at(self, track: Track, watched: Watched) -> Stuck | None:
-        comm = track.comm()
-        head, inside = self._newest(track, comm)
+        head = track.head
         if head != watched.entry:
-            track.mark(head)
             watched.entry, watched.since = head, time.monotonic()
             return None
         if not head:
             return None
-        if inside:
+        if not track.has_returned(head):
             seconds = time.monotonic() - watched.since
             return Stuck(track, head, seconds, True) if seconds > self.settings.timeout else None
         return self._look_at_streams(track, watched)
-
-    def _newest(self, track: Track, comm: Any) -> tuple[int, bool]:
-        """The number of the newest call, and whether it is still inside its C function."""
-        if track.careful or track.library is None:
-            head = track.head()
-            return head, bool(head) and not track.has_returned(head)
-        if comm is not None and not comm.lock.acquire(blocking=False):
-            return track.head(), True
-        try:
-            head = track.head()
-        finally:
-            if comm is not None:  # else it was dropped, and nobody can be in a call of it
-                comm.lock.release()
-        track.seen(returned=head)
-        return head, False
 
     def _look_at_streams(self, track: Track, watched: Watched) -> Stuck | None:
         """Nothing was issued since the last look: have the streams passed what was issued before?"""
@@ -154,7 +137,7 @@ class Watchdog:
             return None
         if passed:
             watched.completed = watched.mark.entry
-            track.seen(completed=watched.completed)
+            track.completed(watched.completed)
             watched.mark = None
             return None
         track.waits()
@@ -216,14 +199,9 @@ class Watchdog:
                 self._report(stuck, diagnosis.report(stuck.track, news.given_up))
 
     def _tell_where(self, stuck: Stuck | None = None) -> list[stacks.Line]:
-        """Write down where the main thread is, the stack of the one that makes the call that is stuck, else its own,
-        and the lines of calls that have not returned. Returns that stack."""
+        """Write down where the main thread is, and the stack of the one that makes the call that is stuck, else its
+        own. Returns that stack."""
         taken = stacks.Stacks(self._stacks_file)
-        for track in list(self.recorder.tracks):
-            with contextlib.suppress(Exception):  # one that is just being made, or ends
-                head, inside = self._newest(track, track.comm())
-                if inside and not track.is_located(head):
-                    track.locate(head, stacks.site(taken.inside(track.thread)))
         main = taken.main()
         chosen = taken.inside(stuck.track.thread) if stuck is not None and stuck.inside else main
         self.recorder.write_where(stacks.where(main), stacks.stack(chosen))

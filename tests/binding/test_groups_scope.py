@@ -17,7 +17,7 @@ import pynccl
 from pynccl import Communicator
 from pynccl.comm import groups
 from pynccl.comm.groups import records
-from pynccl.comm.observing import Observer
+from pynccl.comm.observing import Observer, observing
 
 START, END = "ncclGroupStart", "ncclGroupEnd"
 
@@ -120,7 +120,7 @@ def test_a_child_that_is_forked_in_a_group_is_in_none(stub: Stub) -> None:
     with pynccl.group():
         child = os.fork()
         if not child:
-            with groups.observing(Observer()):
+            with observing(Observer()):
                 os._exit(3 if groups.recorder() is None else 4)
         assert groups.recorder() is not None
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3

@@ -34,7 +34,7 @@ from torch import Tensor
 import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.groups import observing
+from pynccl.comm.observing import observing
 from pynccl.interop.devices import core_device
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.lanes import seconds_between

@@ -281,42 +281,6 @@ BAD: dict[str, Bad] = {
 }
 
 
-def remember_good_calls(comm: Communicator) -> None:
-    """Make every call that has a fast path on tensors of as many elements as the bad ones have, until it is kept."""
-    n, rank = comm.size, comm.rank
-    for size in (1, 2, 3, 4, 8, 10, 24):
-        for _ in range(3):
-            x, y, wide = torch.zeros(size), torch.zeros(size), torch.zeros(n * size)
-            for op in ("sum", "avg"):
-                comm.all_reduce(x, x, op)
-                comm.all_reduce(x, y, op)
-                comm.all_reduce(x, op=op)
-            for root in {0, rank}:
-                comm.broadcast(x, x, root)
-                comm.broadcast(x, y, root)
-                comm.broadcast(x, root=root)
-                comm.reduce(x, y, root=root)
-                comm.gather(x, wide, root)
-                comm.gather(x, root=root)
-                comm.scatter(wide, x, root)
-                comm.scatter(wide, root=root)
-            comm.all_gather(x, wide)
-            comm.all_gather(x)
-            comm.reduce_scatter(wide, x)
-            comm.reduce_scatter(wide)
-            comm.all_to_all(wide, torch.zeros(n * size))
-            comm.all_to_all(wide)
-            if n > 1:
-                comm.send(x, 0)
-                comm.recv(x, 0)
-    kept = {name for name, path in comm._fast.items() if path._single or path._paired}
-    assert kept == set(comm._fast) - (set() if n > 1 else {"send", "recv"})
-
-
-# Before the bad call: nothing, or good calls like it, so that it comes to the fast path.
-WAYS: dict[str, Callable[[Communicator], None]] = {"first": lambda comm: None, "repeated": remember_good_calls}
-
-
 def refuse(comm: Communicator, bad: Bad) -> None:
     with pytest.raises(bad.error) as caught:
         bad.call(comm)

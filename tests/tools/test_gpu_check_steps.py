@@ -27,7 +27,7 @@ from ranks import RankPool  # noqa: E402
 
 import pynccl_autograd as ad  # noqa: E402
 from pynccl import Communicator  # noqa: E402
-from pynccl.comm.groups import observing  # noqa: E402
+from pynccl.comm.observing import observing  # noqa: E402
 from pynccl_autograd import OverlapConfig  # noqa: E402
 
 ON_HOST = {"PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}

@@ -495,7 +495,7 @@ def test_where_nothing_is_found_it_says_where_it_looked_and_what_to_do(
 
 def test_a_variable_that_makes_no_sense_is_said(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     def base() -> str:
-        raise NcclInvalidUsage("PYNCCL_WATCH='maybe': expected one of on, off, sites")
+        raise NcclInvalidUsage("PYNCCL_WATCH='maybe': expected one of on, off")
 
     monkeypatch.setattr(sources, "base", base)
     assert run() == 2

@@ -115,14 +115,6 @@ def test_the_end_of_a_process_is_marked(tmp_path: Path) -> None:
     assert mark["args"] == {"site": "/a/train.py:31"}
 
 
-def test_calls_without_times_lie_evenly_between_those_that_have_some_and_say_so(tmp_path: Path) -> None:
-    calls = [call(1, 10.0, 9.0), call(2, 0), call(3, 0), call(4, 5.0, 4.0), call(5, 0), call(6, 0)]
-    found = slices(written(tmp_path, process(0, calls)))
-    assert [one["ts"] / 1e6 for one in found] == pytest.approx([0, 1, 3, 5, 6, 8])
-    assert [one["dur"] / 1e6 for one in found] == pytest.approx([1, 2, 2, 1, 2, 2])
-    assert ["time" in one["args"] for one in found] == [False, True, True, False, True, True]
-
-
 def test_a_job_without_calls_or_times_gives_a_trace(tmp_path: Path) -> None:
     bare = ProcessRecord(1, "node0")
     timeless = process(1, [call(1, 0)])

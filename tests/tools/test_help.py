@@ -41,6 +41,6 @@ def test_the_docstring_names_all_that_is_public_before_the_first_function(packag
 
 def test_help_of_one_thing_is_whole() -> None:
     assert "the reduction of all ranks' send" in help_of(pynccl.Communicator.all_reduce)
-    assert "all_reduce(self, send" in help_of(pynccl.Communicator)
+    assert "all_reduce(self: 'Comm', send" in help_of(pynccl.Communicator)
     assert "grad: 'Grad'" in help_of(pynccl_autograd.all_reduce)
     assert "load_full(self, weight" in help_of(pynccl_autograd.ColumnParallelLinear)

@@ -23,12 +23,12 @@ ORDER: dict[str, str] = {
         bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         comm.deadline comm.observing
-        watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder watch.rows
+        watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder
         watch.track watch.reader watch.wording watch.members watch.waits watch.findings watch.disagreements
         watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends
         watch.progress watch.watchdog
         comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
-        comm.argcheck comm.fast_path comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
+        comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
         bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange
         bootstrap.stores bootstrap

@@ -44,9 +44,9 @@ reveal_type(comm.scatter(None, x, 1))  #: "torch._tensor.Tensor"
 comm.all_reduce(x, op=pynccl.RedOp.MIN)
 with comm.pre_mul_sum(2.0, "float32") as doubled:
     comm.all_reduce(x, op=doubled)
-comm.all_reduce(x, op="summ")  #: Argument "op" to "all_reduce" of "Collectives" has incompatible type "Literal['summ']"
-comm.reduce_scatter(x, op="sun")  #: Argument "op" to "reduce_scatter" of "Collectives" has incompatible type
-comm.reduce(x, None, "add", 0)  #: Argument 3 to "reduce" of "Collectives" has incompatible type
+comm.all_reduce(x, op="summ")  #: Argument "op" has incompatible type "Literal['summ']"
+comm.reduce_scatter(x, op="sun")  #: Argument "op" has incompatible type
+comm.reduce(x, None, "add", 0)  #: Argument 3 has incompatible type
 comm.all_reduce(x, oper="sum")  #: Unexpected keyword argument "oper"
 comm.all_reduced(x)  #: has no attribute "all_reduced"
 reveal_type(comm.plan.all_reduce(x, x, "max"))  #: "pynccl.comm.plan.Plan"

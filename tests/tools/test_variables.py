@@ -21,7 +21,7 @@ NONSENSE = {
     "PYNCCL_HOST_VERSION": (("new", "9.9.9", "-1"), "from 2.18 to 2"),
     "PYNCCL_JOB_KEY": (("short",), "16 or more"),  # what the error says of it, not its value, which is a secret
     "PYNCCL_LIBRARY": (("/nowhere", "Host", "/etc/hostname"), "the path of a libnccl.so.2, .* 'host'"),
-    "PYNCCL_WATCH": (("maybe", "-1"), "on, off, sites"),
+    "PYNCCL_WATCH": (("maybe", "-1"), "on, off"),
     "PYNCCL_WATCH_ACTION": (("panic", "0"), "report, raise"),
     "PYNCCL_WATCH_CALLS": (("many", "0", "-1", "1e9"), "8 to 32768"),
     "PYNCCL_WATCH_TIMEOUT": (("never", "-1", "nan", "1e400"), "seconds, such as 60; 0 to never look"),

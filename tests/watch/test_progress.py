@@ -56,7 +56,7 @@ def call(stream):
 
 def complete(after):
     "Whether all calls so far have completed, as the watchdog asks for it."
-    found = progress.mark(library, 1, comm._track.head(), comm._track.streams(after))
+    found = progress.mark(library, 1, comm._track.head, comm._track.streams(after))
     return found is not None and found.passed()
 """
 
@@ -68,7 +68,7 @@ for end in ("close", "drop"):
     handle = int(stream.handle)
     call(stream)
     call(other)
-    after = comm._track.head() - 2
+    after = comm._track.head - 2
     assert comm._track.streams(after) == {handle, int(other.handle)}
     stream.close() if end == "close" else None
     stream = None
@@ -86,14 +86,14 @@ def test_the_calls_of_a_stream_that_another_library_has_destroyed_count_as_compl
 for error in (400, 709):
     _, stream = api.cuStreamCreate(0)
     call(int(stream))
-    assert complete(comm._track.head() - 1)
+    assert complete(comm._track.head - 1)
     driver.stub_gone(error)
     api.cuStreamDestroy(stream)
-    assert complete(comm._track.head() - 1), error
+    assert complete(comm._track.head - 1), error
 _, stream = api.cuStreamCreate(0)
 call(int(stream))
 driver.stub_gone(719)
 api.cuStreamDestroy(stream)
-print(complete(comm._track.head() - 1))          # an error of an earlier launch does not say that it is gone
+print(complete(comm._track.head - 1))          # an error of an earlier launch does not say that it is gone
 """
     assert over_driver(CLOSED + code).strip() == "False"

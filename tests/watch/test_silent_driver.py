@@ -39,7 +39,7 @@ def look(times):
 
 def completed():
     from pynccl.watch import layout
-    return [layout.RING.unpack_from(comm._track.memory, layout.RING_AT)[2] for comm in comms]
+    return [layout.COMPLETED.unpack_from(comm._track.memory, layout.COMPLETED_AT)[0] for comm in comms]
 """
 SILENT = "the CUDA driver does not answer: the launch queue is full or the device hangs"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pynccl.watch import recorder, stacks, watchdog
+from pynccl.watch import stacks
 from pynccl.watch.reader import ask, read_file
 
 HEALTHY = """
@@ -137,54 +137,3 @@ def test_a_process_that_is_asked_says_where_it_is(tmp_path: Path) -> None:
             process.kill()
     dead = read_file(str(record))
     assert not ask([dead])
-
-
-def test_the_line_of_a_call_is_that_of_the_thread_that_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from libraries import Stub
-
-    monkeypatch.setenv("PYNCCL_WATCH_DIR", str(tmp_path))
-    monkeypatch.setattr(recorder, "_recorder", None)
-    comms = [Stub().comm(2, 0, cpu=True) for _ in range(2)]
-    inside, leave = threading.Barrier(3), threading.Event()
-
-    def first() -> None:
-        with comms[0].lock:
-            comms[0]._track.enter("all_reduce", (0, 0, 1, 7, 0))
-            inside.wait(20)
-            leave.wait(20)  # first
-
-    def second() -> None:
-        with comms[1].lock:
-            comms[1]._track.enter("all_reduce", (0, 0, 1, 7, 0))
-            inside.wait(20)
-            leave.wait(20)  # second
-
-    threads = [threading.Thread(target=run) for run in (first, second)]
-    for thread in threads:
-        thread.start()
-    own = recorder.started()
-    assert own is not None
-    dog = watchdog.Watchdog(own)
-    dog.stop()
-    dog._stacks_file = stacks.open_file()
-    inside.wait(20)
-    lines = Path(__file__).read_text().splitlines()
-    expected = [
-        f"{__file__}:{lines.index(f'            leave.wait(20)  # {name}') + 1}" for name in ("first", "second")
-    ]
-    for _ in range(50):  # a thread may still be between its two waits
-        dog._tell_where()
-        by_uid = {comm.uid: comm.calls[-1].site for comm in read_file(own.path).comms if comm.calls}
-        found = [by_uid[comm._track.uid] for comm in comms]
-        if found == expected:
-            break
-        for comm in comms:  # a line that is known is kept
-            comm._track._site[0] = 0
-    leave.set()
-    for thread in threads:
-        thread.join(20)
-    assert found == expected
-    for comm in comms:
-        comm.destroy()

@@ -131,7 +131,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorder:
 
 
 def track(own: recorder.Recorder) -> Track:
-    return Track(own, Identity(uid_of(), "tp", ""), 1, 4, False)
+    return Track(own, Identity(uid_of(), "tp", ""), 1, 4)
 
 
 def no_room(*_: object) -> None:
@@ -178,7 +178,7 @@ def test_without_descriptors_a_communicator_is_recorded_in_memory(own: recorder.
     with pytest.warns(RuntimeWarning, match="Too many open files"):
         one = track(own)
     one.leave(one.enter("all_reduce", (0, 0, 4, 7, 0)))
-    assert one.head() == 1 and not one.kept
+    assert one.head == 1 and not one.kept
 
 
 def test_without_descriptors_a_recorder_begins_in_memory(

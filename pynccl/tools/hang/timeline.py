@@ -20,12 +20,11 @@ _OPEN = {INSIDE: " (inside)", ISSUED: " (issued)", FAILED: " (failed)"}
 
 @dataclass
 class _Slice:
-    """A call with its place in time. timed: whether that was recorded, not derived from the calls around it."""
+    """A call with its place in time."""
 
     call: CallRecord
     begin: float
     end: float
-    timed: bool
 
 
 def write(path: str | Path, processes: list[ProcessRecord]) -> None:
@@ -66,7 +65,7 @@ def events(processes: list[ProcessRecord], shifts: dict[str, float]) -> Iterator
         for tid, (comm, _, slices) in enumerate(found, 1):
             for one in slices:
                 yield _event(pid, tid, comm, one, offset)
-                if one.call.collective and one.timed:
+                if one.call.collective:
                     flows.setdefault((comm.uid, one.call.number), []).append((one.begin + offset, pid, tid))
         yield from _end(pid, process, offset)
     for number, (key, places) in enumerate(flows.items()):
@@ -77,40 +76,16 @@ def _tracks(process: ProcessRecord) -> list[tuple[CommRecord, int, list[_Slice]]
     """(communicator, stream, slices): a communicator whose calls are on several streams has a track for each."""
     found = []
     for comm in process.comms:
-        placed = _placed(comm, process.now)
+        placed = [_placed(call, process.now) for call in comm.calls if known(call.issued)]
         streams = sorted({one.call.stream for one in placed})
         for stream in streams or [0]:
             found.append((comm, stream, _in_turn([one for one in placed if one.call.stream == stream])))
     return found
 
 
-def _placed(comm: CommRecord, now: float) -> list[_Slice]:
-    """Its calls; those without times are spread evenly between those around them that have some."""
-    placed: list[_Slice] = []
-    waiting: list[CallRecord] = []
-    earlier = comm.made
-    for call in comm.calls:
-        if not known(call.issued):
-            waiting.append(call)
-            continue
-        placed += _spread(waiting, earlier, call.issued)
-        placed.append(_timed(call, now))
-        waiting, earlier = [], placed[-1].end
-    later = comm.ended_at if known(comm.ended_at) else now
-    return placed + _spread(waiting, earlier, later)
-
-
-def _timed(call: CallRecord, now: float) -> _Slice:
+def _placed(call: CallRecord, now: float) -> _Slice:
     end = now if call.state in (INSIDE, ISSUED) else call.completed or call.returned
-    return _Slice(call, call.issued, max(end, call.issued) if known(end) else call.issued, True)
-
-
-def _spread(calls: list[CallRecord], begin: float, end: float) -> list[_Slice]:
-    if not known(begin) and not known(end):
-        return []  # there is no place for them
-    begin = begin if known(begin) else end
-    step = max(end - begin, 0.0) / len(calls) if calls and known(end) else 0.0
-    return [_Slice(call, begin + step * i, begin + step * (i + 1), False) for i, call in enumerate(calls)]
+    return _Slice(call, call.issued, max(end, call.issued) if known(end) else call.issued)
 
 
 def _in_turn(slices: list[_Slice]) -> list[_Slice]:
@@ -151,8 +126,6 @@ def _args(comm: CommRecord, one: _Slice) -> dict[str, Any]:
     args |= {name: line(getattr(call, name)) for name in names if getattr(call, name)}
     if call.group:
         args["group"] = call.group
-    if not one.timed:
-        args["time"] = "not recorded: spread evenly between the calls around it"
     return args
 
 
