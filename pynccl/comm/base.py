@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ..bindings.abi import Result
 from ..bindings.errors import (
@@ -220,21 +220,27 @@ class Comm(Shared):
             code = wait_nonblocking(self.library, handle, code, self.timeout, function)
             self.library.check(code, function, handle)
 
-    def _check_result(self, code: int, what: str) -> None:
-        """Raise for the result of a C call; wait for a nonblocking communicator until its deadline."""
+    def _check_result(self, code: int, what: str, entry: int = 0) -> None:
+        """Raise for the result of a C call, with what the other ranks' records say about it; wait for a nonblocking
+        communicator until its deadline.   entry: of the call in the record"""
         if not code:
             return
-        self.check_alive()  # that another thread has ended the communicator explains more than the code
-        code = wait_nonblocking(self.library, self._handle, code, self.timeout, what)
-        if code:
-            self._raise(self.library.error(code, what, self._handle))
+        try:
+            self.check_alive()  # that another thread has ended the communicator explains more than the code
+            code = wait_nonblocking(self.library, self._handle, code, self.timeout, what)
+            error = self.library.error(code, what, self._handle) if code else None
+        except BaseException as raised:
+            if entry and self._track is not None:
+                self._track.failed(entry, raised)
+            raise
+        if error is not None:
+            if entry and self._track is not None:
+                self._track.failed(entry, error)
+            raise explained(error, self._track)
 
-    def _raise(self, error: NcclError) -> NoReturn:
-        """Raise the error of the newest call, with what the other ranks' records say about it."""
-        if self._track is None:
-            raise error
-        self._track.failed_last(error)
-        raise explained(error, self._track)
+    def _newest(self) -> int:
+        """Of its calls, in the record; for the holder of the lock."""
+        return 0 if self._track is None else self._track.head
 
     def _recorded(
         self, operation: str, *, weight: int = 1, detail: str = ""
@@ -330,4 +336,4 @@ def _all_locked(comms: Sequence[Comm]) -> Iterator[None]:
 def check_group_result(comms: list[Comm], code: int, what: str) -> None:
     """Raise for the result of ncclGroupEnd; wait for nonblocking communicators until their deadline."""
     for comm in comms if code == Result.IN_PROGRESS else comms[:1]:
-        comm._check_result(code, what)
+        comm._check_result(code, what, comm._newest())

@@ -34,21 +34,23 @@ def issue(
     with comm.lock:
         if comm._handle is None:  # ended by another thread since the arguments were checked
             comm.check_alive()
-        entry = 0 if track is None else track.enter(operation, inputs, stream, detail, 0, site, -1, flags)
-        try:
-            code = function(*args)
-        except BaseException as error:  # Ctrl-C
-            if track is not None:
-                track.failed(entry, error)
-            raise
-        if track is not None:
-            track.leave(entry)
+        if track is None:
+            code, entry = function(*args), 0
+        else:
+            head = track.head
+            try:
+                entry = track.enter(operation, inputs, stream, detail, 0, site, -1, flags)
+                code = function(*args)
+                track.leave(entry)
+            except BaseException as error:  # Ctrl-C, between any two of them
+                track.failed_since(head, error)
+                raise
     if code:
-        comm._check_result(code, detail or call_text(operation, inputs))
+        comm._check_result(code, detail or call_text(operation, inputs), entry)
 
 
 class Call(NamedTuple):
-    """One validated C call: function(*inputs, comm, stream, *config), with a function of `enqueue.Functions`."""
+    """One validated C call: function(*inputs, comm, stream, *config), with a function of `library.Functions`."""
 
     comm: Comm
     operation: str
@@ -60,6 +62,7 @@ class Call(NamedTuple):
     recv: Any = None  # what it writes to
     compared: str = ""  # what the ranks must agree on, where it is an operation that this call is a part of
     site: str = ""  # file:line of the user: a group issues its calls elsewhere
+    flags: int = 0  # layout.PLAN
 
     @property
     def args(self) -> tuple[Any, ...]:

@@ -230,11 +230,13 @@ class Communicator(Comm):
 
     def suspend(self) -> None:
         """Give NCCL's dynamic memory back until resume(); no operation may run in between (NCCL >= 2.29)."""
+        self.check_alive()
         with self.lock, self._recorded("suspend", weight=0):
             self._status("ncclCommSuspend", 1)
 
     def resume(self) -> None:
         """End a suspend()."""
+        self.check_alive()
         with self.lock, self._recorded("resume", weight=0):
             self._status("ncclCommResume")
 
@@ -268,7 +270,8 @@ class Communicator(Comm):
             scratch = self.scratch(4)
             args = (scratch.address, scratch.address, 1, int(DataType.INT32), int(RedOp.SUM))
             with self._recorded("barrier"):
-                self._check_result(self.library.ncclAllReduce(*args, self.handle, scratch.stream), "barrier")
+                code = self.library.ncclAllReduce(*args, self.handle, scratch.stream)
+                self._check_result(code, "barrier", self._newest())
                 scratch.wait()
             self.check_alive()  # an abort ends the wait too, and is no meeting of the ranks
 

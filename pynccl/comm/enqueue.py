@@ -33,7 +33,7 @@ def enqueue(
 
     inputs      of the C function, up to the communicator
     send, recv  the buffers; recv is what C writes to
-    compared    what the ranks must agree on, where it is an operation that this call is a part of"""
+    compared    what the ranks must agree on, where it is an operation that this call, in a group, is a part of"""
     struct: Any = None
     tail: tuple[Any, ...] = ()
     if config is not None:
@@ -41,12 +41,14 @@ def enqueue(
         function, tail = function + "Config", (ctypes.byref(struct),)
     c_function = comm._functions[function]
     if records or observers or comm._check:
-        keep = (send, recv, op.op_handle if type(op) is PreMulSum else None, struct)
-        enqueue_calls([Call(comm, operation, c_function, inputs, stream, tail, keep, recv, compared, user_site())])
+        operator, scalar = (op.op_handle, op.scalar) if type(op) is PreMulSum else (None, None)
+        keep = (send, recv, operator, scalar, struct)
+        site = user_site() if comm.recorded else ""
+        enqueue_calls([Call(comm, operation, c_function, inputs, stream, tail, keep, recv, compared, site)])
         return
     args = (*inputs, comm._c_handle, to_pointer(stream), *tail)
     site = "" if comm._track is None else user_site(3)
-    issue(comm, operation, c_function, args, inputs, stream, compared, site)
+    issue(comm, operation, c_function, args, inputs, stream, "", site)
     if type(recv) in tensor_types:
         TORCH.count_change((recv,))
     elif recv is not None:

@@ -20,7 +20,7 @@ from typing import Any
 from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout
 from ..bindings.library import Library
-from ..bindings.values import attribute, listed, seconds, shown
+from ..bindings.values import listed, seconds, shown
 from ..watch import ends, watchdog
 from ..watch.frames import user_site
 from ..watch.track import Track
@@ -64,6 +64,7 @@ class Released:
 
 def finalize(self: Comm) -> None:
     """Flush what is in flight; afterwards only destroy() is left to do."""
+    self.check_alive()
     with self.lock, self._recorded("finalize", weight=0):
         _flush(self, self.handle)
     self._finalized = True
@@ -200,7 +201,7 @@ def _communicators(comms: Iterable[Comm]) -> list[Comm]:
     """All of them, before the first one is aborted; TypeError if one is none."""
     given = listed(comms, "abort: comms", "communicators, a list of them; pass [comm], or call comm.abort()")
     for comm in given:
-        if not callable(attribute(comm, "_abort_late")):
+        if not isinstance(comm, Comm):
             raise TypeError(f"abort: comms holds {shown(comm)}, expected a list of communicators, and nothing else")
     return given
 

@@ -110,7 +110,7 @@ def enqueue_calls(calls: list[Call]) -> None:
         if call.comm.checking:
             compare(calls)
         with call.comm.lock, telling(calls) if observers else contextlib.nullcontext():
-            issue(call.comm, *call[1:3], call.args, call.inputs, call.stream, call.compared, call.site)
+            issue(call.comm, *call[1:3], call.args, call.inputs, call.stream, call.compared, call.site, call.flags)
         after_launch(calls)
 
 
@@ -130,41 +130,30 @@ def launch(calls: list[Call]) -> None:
     after_launch(calls)
 
 
-Entries = list[tuple[Track, int]]  # calls in the flight recorder
-
-
-def enter(calls: Sequence[Call]) -> Entries:
+def enter(calls: Sequence[Call]) -> None:
     """Calls that are about to be made together, for the record."""
-    tracks = {track: track.new_group() for call in calls if (track := call.comm._track) is not None}
-    return [
-        (track, track.enter(call.operation, call.inputs, call.stream, call.compared, tracks[track], call.site))
-        for call in calls
-        if (track := call.comm._track) is not None
-    ]
-
-
-def _leave(entries: Entries, error: BaseException | str | None = None) -> None:
-    for track, entry in entries:
-        if error is None:
-            track.leave(entry)
-        else:
-            track.failed(entry, error)
+    groups = {track: track.new_group() for call in calls if (track := call.comm._track) is not None}
+    for call in calls:
+        if (track := call.comm._track) is not None:
+            given = (call.operation, call.inputs, call.stream, call.compared, groups[track], call.site)
+            track.enter(*given, flags=call.flags)
 
 
 def replay(
     calls: Sequence[Call],
     prepared: Sequence[tuple[Callable[..., int], tuple[Any, ...]]],
     end: Callable[[], int],
-    enter: Callable[[], Entries],
+    enter: Callable[[], None],
 ) -> None:
     """The calls as one group that `end` closes. The caller holds the locks.
 
-    prepared  the C function of each, and its finished arguments"""
-    library = calls[0].comm.library
+    prepared  the C function of each, and its finished arguments
+    enter     writes them into the record"""
+    library, comms = calls[0].comm.library, list({id(call.comm): call.comm for call in calls}.values())
+    heads = {track: track.head for comm in comms if (track := comm._track) is not None}
     library.check(library.ncclGroupStart(), "ncclGroupStart")
-    entries: Entries = []
     try:
-        entries = enter()
+        enter()
         for one in prepared:
             code = one[0](*one[1])
             if code and code != Result.IN_PROGRESS:
@@ -173,11 +162,24 @@ def replay(
     except BaseException as error:
         # Ctrl-C too. NCCL launches nothing of a group in which a call failed, but it must not stay open.
         end()
-        _leave(entries, error)
+        _settle(heads, error)
         raise
-    code = end()
-    _leave(entries, None if code in (Result.SUCCESS, Result.IN_PROGRESS) else library.error_string(code))
+    try:
+        code = end()
+        _settle(heads, None if code in (Result.SUCCESS, Result.IN_PROGRESS) else library.error_string(code))
+    except BaseException as error:
+        _settle(heads, error)
+        raise
     if code:
         names = ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
-        comms = list({id(call.comm): call.comm for call in calls}.values())
         check_group_result(comms, code, f"group of {len(calls)} calls: {names}")
+
+
+def _settle(heads: dict[Track, int], error: BaseException | str | None) -> None:
+    """The calls after these have returned, or raised."""
+    for track, head in heads.items():
+        if error is not None:
+            track.failed_since(head, error)
+        else:
+            for entry in range(head + 1, track.head + 1):
+                track.leave(entry)

@@ -97,6 +97,7 @@ def grow(
     nranks = integer(nranks, "grow: nranks", self.size + 1, INT_MAX, more)
     struct = make_struct(config, self.library, "grow")
     identity = None if unique_id is None else as_unique_id(unique_id)
+    self.check_alive()
     with self.lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
         handle = comm_grow(self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout)
     made = type(self)(handle, self.library, self.timeout, config or self._config, self._child(config, "grow", nranks))

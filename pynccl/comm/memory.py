@@ -23,7 +23,6 @@ from ..interop.dlpack import CPU, CUDA, export
 from .base import Comm
 
 COLL_SYMMETRIC = 0x01  # NCCL_WIN_COLL_SYMMETRIC
-STRICT_ORDERING = 0x02  # NCCL_WIN_STRICT_ORDERING
 _MOST_BYTES = (1 << 63) - 1
 
 

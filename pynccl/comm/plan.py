@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol
 from ..bindings.library import without_argtypes
 from ..bindings.resource import Shared
 from ..bindings.values import attribute, listed, shown
-from ..interop.buffers import TORCH, tensor_types
+from ..interop.buffers import TORCH, adapter
 from ..interop.streams import Handle, hold, stream_handle
 from ..watch import layout
 from ..watch.frames import user_site
+from ..watch.track import Track
 from . import collectives, collectives_v, rma
 from .base import Comm, locked
 from .call import Call, issue
-from .groups import Entries, enqueue_calls, recording, records, replay
+from .groups import enqueue_calls, recording, records, replay
 from .observing import observers
 from .redop import free_unused
 
@@ -51,10 +52,10 @@ def _plan_one(call: Call) -> Plan:
     comm, checks, (function, args) = call.comm, call.comm.checking, _prepare(call)
 
     def plan(stream: Any = None) -> None:
+        site = user_site() if comm.recorded else ""
         if stream is not None or records or observers or checks:
-            enqueue_calls(_on_stream([call], stream))
+            enqueue_calls(_again([call], stream, site))
             return
-        site = "" if comm._track is None else user_site()
         issue(comm, call.operation, function, args, call.inputs, call.stream, call.compared, site, layout.PLAN)
         launched()
 
@@ -64,36 +65,38 @@ def _plan_one(call: Call) -> Plan:
 
 def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
     comms = list({id(call.comm): call.comm for call in calls}.values())
-    checks = any(comm.checking for comm in comms)
-    end, what = calls[0].comm.library.ncclGroupEnd, f"{len(calls)} calls: {_names(calls)}"
-    tracks = {comm._track: 0 for comm in comms if comm._track is not None}
-    for call in calls:
-        if call.comm._track is not None:
-            tracks[call.comm._track] += call.operation not in layout.UNNUMBERED
+    checks, end = any(comm.checking for comm in comms), calls[0].comm.library.ncclGroupEnd
+    rows = [_row(track, [call for call in calls if call.comm is comm]) for comm in comms if (track := comm._track)]
 
-    def enter() -> Entries:
-        return [
-            (track, track.enter("group plan", (), calls[0].stream, what, weight=weight, flags=layout.PLAN))
-            for track, weight in tracks.items()
-        ]
+    def enter(site: str) -> None:
+        for track, stream, text, weight in rows:
+            track.enter("group plan", (), stream, text, 0, site, weight, layout.PLAN)
 
     def plan(stream: Any = None) -> None:
+        site = user_site() if rows or observers else ""
         if stream is not None or records or observers or checks:
-            enqueue_calls(_on_stream(calls, stream))
+            enqueue_calls(_again(calls, stream, site))
             return
         with locked(comms):
             for comm in comms:
                 comm.check_alive()
-            replay(calls, prepared, end, enter)
+            replay(calls, prepared, end, partial(enter, site))
         launched()
 
     launched = _launched(calls)
     return _finish(plan, calls, prepared)
 
 
+def _row(track: Track, calls: Sequence[Call]) -> tuple[Track, int, str, int]:
+    """What a launch of these calls, all those of one communicator in a group, is in its record."""
+    weight = sum(call.operation not in layout.UNNUMBERED for call in calls)
+    return track, calls[0].stream, f"{len(calls)} calls: {_names(calls)}", weight
+
+
 def _launched(calls: tuple[Call, ...]) -> Callable[[], None]:
     """Tells autograd, once for all the calls, what was written to, and the streams what they must keep."""
-    written = tuple({id(x): x for call in calls if type(x := call.recv) in tensor_types}.values())
+    received = {id(x): x for call in calls if (x := call.recv) is not None}.values()
+    written = tuple(x for x in received if adapter(x) is TORCH)  # what others receive, nobody counts
     held = [call for call in calls if call.stream or type(call.stream) is Handle]
 
     def launched() -> None:
@@ -105,9 +108,11 @@ def _launched(calls: tuple[Call, ...]) -> Callable[[], None]:
     return launched
 
 
-def _on_stream(calls: Iterable[Call], stream: Any) -> list[Call]:
+def _again(calls: Iterable[Call], stream: Any, site: str) -> list[Call]:
+    """The calls, launched from this line, on this stream if there is one."""
+    calls = [call._replace(site=site, flags=layout.PLAN) for call in calls]
     if stream is None:
-        return list(calls)
+        return calls
     handle = stream_handle(stream)
     return [call._replace(stream=handle) for call in calls]
 

@@ -18,7 +18,7 @@ _MODULES = tuple(_LIBRARY + name for name in ("contextlib.py", "functools.py", "
 _TYPED_IN = ("<stdin>", "<string>", "<console>", "<ipython", "<doctest")  # of users; other names in <> are generated
 _MOST_FILES = _MOST_SITES = 10_000
 
-# Whether code of a file lies between: asked for each frame of each call where lines are recorded.
+# Whether code of a file lies between.
 _known: dict[str, bool] = {}
 # file:line of the calls that were met, "" of those that lie between, by the address of their code and the instruction;
 # and the code, which so keeps its address.
@@ -47,7 +47,10 @@ def user_site(depth: int = 2) -> str:
     """The same for a record, of each call: "" where there is none, as when what is open is closed at exit.
 
     depth  so many frames, this one included, are known to lie between"""
-    frame: FrameType | None = sys._getframe(depth)
+    try:
+        frame: FrameType | None = sys._getframe(depth)
+    except ValueError:  # called by C: by atexit, as a thread's function, as a hook of autograd
+        return ""
     while frame is not None:
         code = frame.f_code
         found = _sites.get((id(code), frame.f_lasti)) or _new_site(frame)

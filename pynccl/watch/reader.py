@@ -225,9 +225,11 @@ class _Bytes:
     def string(self, number: int) -> str:
         if not 0 < number < layout.STRINGS:
             return ""
-        if not self._strings:
+        text = layout.get(self._strings, number * layout.STRING_BYTES, layout.STRING_BYTES)
+        if not text:  # not read so far, or written since
             self._strings = self.at(layout.HEADER_BYTES, layout.STRINGS * layout.STRING_BYTES)
-        return layout.get(self._strings, number * layout.STRING_BYTES, layout.STRING_BYTES)
+            text = layout.get(self._strings, number * layout.STRING_BYTES, layout.STRING_BYTES)
+        return text
 
     def process(self, calls: bool) -> Process:
         pid, start, rank, _, wall, *_ = self.identity

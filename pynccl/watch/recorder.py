@@ -33,17 +33,20 @@ class Strings(dict[str, int]):
 
     def __missing__(self, text: str) -> int:
         with self._lock:
-            number = len(self)
             if text in self:  # another thread was faster
                 return self[text]
-            full = number >= layout.STRINGS - 1
-            if full:
-                number = layout.STRINGS - 1
-            at = layout.HEADER_BYTES + number * layout.STRING_BYTES
-            layout.put(self._recorder.head, at, layout.STRING_BYTES, "(...)" if full else text)
-            if not full:
+            number = min(len(self), layout.STRINGS - 1)
+            if number < layout.STRINGS - 1:
                 self[text] = number
+            else:
+                text = "(...)"
+            at = layout.HEADER_BYTES + number * layout.STRING_BYTES
+            layout.put(self._recorder.head, at, layout.STRING_BYTES, text)
             return number
+
+    def of_detail(self, text: str) -> int:
+        """The row of what may be another text at every call: at most half of the table is theirs."""
+        return self[text] if text in self or len(self) < layout.STRINGS // 2 else self["(...)"]
 
 
 class Recorder:
@@ -62,7 +65,7 @@ class Recorder:
         self._regions = 0
         self.ended = 0  # how, once this process is about to end
         self.beside: list[str] = []  # other files that go when the job has ended well
-        self._ended: list[memoryview] = []  # regions of communicators that have ended, oldest first
+        self._ended: list[Any] = []  # tracks of communicators that have ended, oldest first
         self._warned = False
         self.path, self._file = self._open()
         self.head = self._map_head()
@@ -142,7 +145,9 @@ class Recorder:
         none for it."""
         with self._lock:
             if len(self._ended) > _FORGOTTEN:
-                memory = self._ended.pop(0)
+                track = self._ended.pop(0)
+                memory: memoryview = track.memory
+                track.detach()
                 memory[:] = bytes(len(memory))
                 return memory
             if self._regions >= layout.MOST_REGIONS:
@@ -187,7 +192,7 @@ class Recorder:
             if track in self.tracks:
                 self.tracks.remove(track)
                 if track.kept:
-                    self._ended.append(track.memory)
+                    self._ended.append(track)
 
     @property
     def mine(self) -> bool:
@@ -228,8 +233,13 @@ def _integer(name: str) -> int:
 
 
 def _after_fork_in_child() -> None:
+    """The file is the parent's."""
     global _recorder
-    _recorder = None  # the file is the parent's
+    if _recorder is not None:
+        _recorder.head = memoryview(bytearray(layout.REGIONS_AT))
+        for track in _recorder.tracks:
+            track.detach()
+    _recorder = None
     _starting._at_fork_reinit()  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,7 @@
 """The calls of one communicator in the flight recorder: entered, returned, failed, and how it ended.
 
-Written by whoever holds the lock of the communicator. See layout.py for what it writes.
+Written by whoever holds the lock of the communicator, its init and its end excepted, beside which nothing is called.
+See layout.py for what is written.
 """
 
 from __future__ import annotations
@@ -47,14 +48,13 @@ class Track:
         self.kept = memory is not None
         if memory is None:  # the file has no room for it: written, but nowhere to be read
             memory = memoryview(mmap.mmap(-1, recorder.region.nbytes))
-        self.recorder, self.memory, self.region = recorder, memory, recorder.region
+        self.recorder, self.region = recorder, recorder.region
         self.number, self.since = next(_numbers), time.time()
         self.uid, self.name, self.rank, self.size = known.uid, known.name, rank, size
         self.children: dict[str, int] = {}  # how many were made of it, by what made them: for their names
         self.head, self.thread = 0, 0
         self._collective = 0  # calls so far that all ranks make
-        self._slots = memory[layout.REGION_HEAD :][: self.region.slots * layout.SLOT_BYTES]
-        self._words, self._clocks = self._slots.cast("Q"), self._slots.cast("d")
+        self._look_into(memory)
         self._ring, self._strings, self._kinds = self.region.slots, recorder.strings, _Kinds(recorder)
         self._groups = itertools.count(1)
         self._gone: dict[int, int] = {}  # the newest call when such a stream was closed
@@ -70,6 +70,15 @@ class Track:
             self.write(what, text)
         layout.COMM.pack_into(memory, 0, layout.LIVE, rank, size, size + 1, now())
         recorder.tracks.append(self)
+
+    def _look_into(self, memory: memoryview) -> None:
+        self.memory = memory
+        self._slots = memory[layout.REGION_HEAD :][: self.region.slots * layout.SLOT_BYTES]
+        self._words, self._clocks = self._slots.cast("Q"), self._slots.cast("d")
+
+    def detach(self) -> None:
+        """Its region is another one's from now on, or its parent's: what is still written goes nowhere."""
+        self._look_into(memoryview(mmap.mmap(-1, self.region.nbytes)))
 
     def join(self, exchange: Any) -> None:
         """The ranks of this communicator can be asked so."""
@@ -106,7 +115,7 @@ class Track:
         detail  what else there is to say; group: that of `new_group`; site: the user's line, "": the one that runs now
         weight  as how many calls it counts that all ranks make; -1: as one, or none, by its operation
 
-        A handler of a signal that makes a call while `head` is counted has its record overwritten."""
+        A handler of a signal that makes a call in here takes this one's number, or has its own overwritten."""
         number, counts, at, rest = self._kinds[operation]
         if at:
             count, dtype = inputs[at], inputs[at + 1]
@@ -130,7 +139,7 @@ class Track:
             group,
             number,
             self._strings[site or user_site()],
-            self._strings[detail],
+            self._strings.of_detail(detail) if detail else 0,
             flags,
             count,
             dtype,
@@ -153,6 +162,11 @@ class Track:
         self._slots[(entry - 1) % self._ring * _BYTES + layout.FLAGS_AT] |= layout.FAILED
         self.write("error", _line(error))
 
+    def failed_since(self, head: int, error: BaseException | str) -> None:
+        """The calls after this one, which are all of one group, or one, have raised."""
+        for entry in range(head + 1, self.head + 1):
+            self.failed(entry, error)
+
     def failed_last(self, error: BaseException | str) -> None:
         """The newest call has raised."""
         if self.head:
@@ -165,17 +179,18 @@ class Track:
     @contextlib.contextmanager
     def call(self, operation: str, *, weight: int = 1, detail: str = "") -> Iterator[None]:
         """What runs within is one call: an init, a split, a barrier."""
-        entry = self.enter(operation, weight=weight, detail=detail)
+        head = self.head
         try:
+            entry = self.enter(operation, weight=weight, detail=detail)
             yield
+            self.leave(entry)
         except BaseException as error:
-            self.failed(entry, error)
+            self.failed_since(head, error)
             raise
-        self.leave(entry)
 
     def new_group(self) -> int:
         """A number for the calls that are issued together."""
-        return next(self._groups)
+        return next(self._groups) & 0xFFFFFFFF  # a slot has 32 bits for it
 
     # For the watchdog
 
