@@ -112,14 +112,20 @@ def _unknown(case: Case, meeting: Meeting, only: bool) -> Finding:
 
 def _in_parent(case: Case, meeting: Meeting) -> str:
     """ " (rank 0 of comm 'world')", or " (one of ranks 0 and 1 of comm 'world')": who is unknown here is unknown in the
-    communicator that this one was made of, too, maybe by another number."""
-    uids = {member.comm.parent for member in meeting.group.members.values() if member.comm} - {""}
-    for parent in (group for group in case.job.groups if group.uid in uids):
-        here, there = _count(meeting.unknown), _count(parent.unknown)
-        among = "" if here == there else "one of " if here == 1 else f"{here} of "
+    communicators that this one was made of, too, maybe by another number; of those the outermost."""
+    groups = {group.uid: group for group in case.job.groups}
+    group, here, text = meeting.group, _count(meeting.unknown), ""
+    groups.pop(group.uid, None)  # in a record that is damaged they may be a circle
+    while True:
+        uids = {member.comm.parent for member in group.members.values() if member.comm}
+        parent = next((groups.pop(uid) for uid in uids if uid in groups), None)
+        if parent is None:
+            return text
+        there = _count(parent.unknown)
         if here <= there:
-            return f" ({among}{ranks_text(parent.unknown)} of comm '{parent.name}')"
-    return ""
+            among = "" if here == there else "one of " if here == 1 else f"{here} of "
+            text = f" ({among}{ranks_text(parent.unknown)} of comm '{parent.name}')"
+        group = parent
 
 
 def _count(ranks: Sequence[Range]) -> int:

@@ -698,3 +698,19 @@ def test_calls_that_were_on_streams_of_an_ended_communicator_wait_for_nothing() 
     left = dp(0, call(0, "recv", ISSUED, peer=1), ended="aborted", ended_at=NOW - 100)
     other = dp(1, call(6), ended="aborted", ended_at=NOW - 100)
     assert judge([process(0, left, comm(0, 2, [call(1)])), process(1, other, comm(1, 2, [call(1)]))]).kind == "running"
+
+
+def test_an_unknown_rank_is_named_by_its_number_in_the_outermost_communicator() -> None:
+    """Ranks 1, 2 and 3 of the world are ranks 0, 1 and 2 of a child, 1 and 2 of which are 0 and 1 of another one."""
+    inner = call(3, "barrier", INSIDE, site="/m/x.py:3")
+    known = process(
+        2,
+        comm(2, 4, uid="w", name="world"),
+        comm(1, 3, uid="c", name="child", parent="w"),
+        comm(0, 2, [inner], uid="g", name="inner", parent="c"),
+    )
+    others = [process(rank, comm(rank, 4, uid="w", name="world")) for rank in (0, 1)]
+    others[1].comms.append(comm(0, 3, uid="c", name="child", parent="w"))
+    assert judge([known, *others]).sentence.startswith("nothing is known of rank 1 (rank 3 of comm 'world')")
+    known.comms[0].parent = "g"  # of a record that is damaged
+    assert judge([known, *others]).sentence.startswith("nothing is known of rank 1 (rank 3 of comm 'world')")
