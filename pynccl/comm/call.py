@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..bindings.abi import DataType, RedOp
 from ..bindings.library import to_pointer
-from ..interop.buffers import adapter
+from ..interop.buffers import TORCH, adapter
 from ..interop.streams import Handle, hold
 from .base import Comm
 
@@ -90,10 +90,16 @@ def call_text(operation: str, inputs: tuple[int, ...]) -> str:
     return f"{operation}({', '.join(words)})"
 
 
-def after_launch(calls: Sequence[Call]) -> None:
-    """Tell autograd what is written to, and the streams what they must keep."""
-    for written in {id(call.recv): call.recv for call in calls if call.recv is not None}.values():
-        adapter(written).received(written)
-    for call in calls:
-        if call.stream or type(call.stream) is Handle:
+def to_be_told(calls: Sequence[Call]) -> Callable[[], None]:
+    """What each launch of the calls ends in: autograd hears what was written to, the streams what they must keep."""
+    received = {id(call.recv): call.recv for call in calls if call.recv is not None}.values()
+    written = tuple(x for x in received if adapter(x) is TORCH)  # one count for all; what others receive nobody counts
+    held = [call for call in calls if call.stream or type(call.stream) is Handle]
+
+    def tell() -> None:
+        if written:
+            TORCH.count_change(written)
+        for call in held:
             hold(call.stream, call.comm.library, call.keep)
+
+    return tell

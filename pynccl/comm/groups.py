@@ -15,8 +15,8 @@ from typing import Any
 
 from ..bindings.abi import Result
 from ..watch.track import Track
-from .base import check_group_result, locked
-from .call import Call, after_launch, issue
+from .base import Comm, check_group_result, locked
+from .call import Call, issue, to_be_told
 from .consistency import compare
 from .observing import observers, telling
 from .redop import free_unused
@@ -110,8 +110,9 @@ def enqueue_calls(calls: list[Call]) -> None:
         if call.comm.checking:
             compare(calls)
         with call.comm.lock, telling(calls) if observers else contextlib.nullcontext():
-            issue(call.comm, *call[1:3], call.args, call.inputs, call.stream, call.compared, call.site, call.flags)
-        after_launch(calls)
+            said = (call.inputs, call.stream, call.compared, call.site, call.flags)
+            issue(call.comm, call.operation, call.function, call.args, *said)
+        to_be_told(calls)()
 
 
 def launch(calls: list[Call]) -> None:
@@ -126,8 +127,8 @@ def launch(calls: list[Call]) -> None:
             comm.check_alive()
         with telling(calls) if observers else contextlib.nullcontext():
             prepared = [(call.function, call.args) for call in calls]
-            replay(calls, prepared, comms[0].library.ncclGroupEnd, partial(enter, calls))
-    after_launch(calls)
+            replay(calls, comms, prepared, comms[0].library.ncclGroupEnd, partial(enter, calls))
+    to_be_told(calls)()
 
 
 def enter(calls: Sequence[Call]) -> None:
@@ -141,23 +142,23 @@ def enter(calls: Sequence[Call]) -> None:
 
 def replay(
     calls: Sequence[Call],
+    comms: list[Comm],
     prepared: Sequence[tuple[Callable[..., int], tuple[Any, ...]]],
     end: Callable[[], int],
     enter: Callable[[], None],
 ) -> None:
-    """The calls as one group that `end` closes. The caller holds the locks.
+    """The calls, all of `comms`, as one group that `end` closes. The caller holds the locks.
 
     prepared  the C function of each, and its finished arguments
     enter     writes them into the record"""
-    library, comms = calls[0].comm.library, list({id(call.comm): call.comm for call in calls}.values())
+    library = comms[0].library
     heads = {track: track.head for comm in comms if (track := comm._track) is not None}
     library.check(library.ncclGroupStart(), "ncclGroupStart")
     try:
         enter()
-        for one in prepared:
-            code = one[0](*one[1])
+        for call, (function, args) in zip(calls, prepared, strict=True):
+            code = function(*args)
             if code and code != Result.IN_PROGRESS:
-                call = calls[prepared.index(one)]
                 raise library.error(code, call.text(), call.comm._handle)
     except BaseException as error:
         # Ctrl-C too. NCCL launches nothing of a group in which a call failed, but it must not stay open.

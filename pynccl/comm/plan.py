@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol
 from ..bindings.library import without_argtypes
 from ..bindings.resource import Shared
 from ..bindings.values import attribute, listed, shown
-from ..interop.buffers import TORCH, adapter
-from ..interop.streams import Handle, hold, stream_handle
+from ..interop.streams import stream_handle
 from ..watch import layout
 from ..watch.frames import user_site
 from ..watch.track import Track
 from . import collectives, collectives_v, rma
 from .base import Comm, locked
-from .call import Call, issue
+from .call import Call, issue, to_be_told
 from .groups import enqueue_calls, recording, records, replay
 from .observing import observers
 from .redop import free_unused
@@ -49,7 +48,7 @@ class Plan(Protocol):
 
 
 def _plan_one(call: Call) -> Plan:
-    comm, checks, (function, args) = call.comm, call.comm.checking, _prepare(call)
+    comm, checks, tell, (function, args) = call.comm, call.comm.checking, to_be_told([call]), _prepare(call)
 
     def plan(stream: Any = None) -> None:
         site = user_site() if comm.recorded else ""
@@ -57,15 +56,15 @@ def _plan_one(call: Call) -> Plan:
             enqueue_calls(_again([call], stream, site))
             return
         issue(comm, call.operation, function, args, call.inputs, call.stream, call.compared, site, layout.PLAN)
-        launched()
+        tell()
 
-    launched = _launched((call,))
     return _finish(plan, (call,), ((function, args),))
 
 
 def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
     comms = list({id(call.comm): call.comm for call in calls}.values())
-    checks, end = any(comm.checking for comm in comms), calls[0].comm.library.ncclGroupEnd
+    checks, end = any(comm.checking for comm in comms), comms[0].library.ncclGroupEnd
+    tell = to_be_told(calls)
     rows = [_row(track, [call for call in calls if call.comm is comm]) for comm in comms if (track := comm._track)]
 
     def enter(site: str) -> None:
@@ -80,10 +79,9 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
         with locked(comms):
             for comm in comms:
                 comm.check_alive()
-            replay(calls, prepared, end, partial(enter, site))
-        launched()
+            replay(calls, comms, prepared, end, partial(enter, site))
+        tell()
 
-    launched = _launched(calls)
     return _finish(plan, calls, prepared)
 
 
@@ -91,21 +89,6 @@ def _row(track: Track, calls: Sequence[Call]) -> tuple[Track, int, str, int]:
     """What a launch of these calls, all those of one communicator in a group, is in its record."""
     weight = sum(call.operation not in layout.UNNUMBERED for call in calls)
     return track, calls[0].stream, f"{len(calls)} calls: {_names(calls)}", weight
-
-
-def _launched(calls: tuple[Call, ...]) -> Callable[[], None]:
-    """Tells autograd, once for all the calls, what was written to, and the streams what they must keep."""
-    received = {id(x): x for call in calls if (x := call.recv) is not None}.values()
-    written = tuple(x for x in received if adapter(x) is TORCH)  # what others receive, nobody counts
-    held = [call for call in calls if call.stream or type(call.stream) is Handle]
-
-    def launched() -> None:
-        if written:
-            TORCH.count_change(written)
-        for call in held:
-            hold(call.stream, call.comm.library, call.keep)
-
-    return launched
 
 
 def _again(calls: Iterable[Call], stream: Any, site: str) -> list[Call]:

@@ -72,7 +72,7 @@ def _estimate(calls: list[Call]) -> float:
         children = {comm: made.enter_context(child) for comm, child in _children(comms).items()}
         again = [_on(children[call.comm], call, made) for call in calls if call.comm in children]
         prepared = [(call.function, call.args) for call in again]
-        replay(again, prepared, partial(end, ctypes.byref(info)), partial(enter, again))
+        replay(again, list(children.values()), prepared, partial(end, ctypes.byref(info)), partial(enter, again))
     time: float = info.estimatedTime
     return time if time >= 0 else math.nan
 

@@ -9,20 +9,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import FrameType
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = ("torch", "pynccl_autograd")  # whose files lie between a user's line and a call of this package, as ours do
 _MODULES = tuple(_LIBRARY + name for name in ("contextlib.py", "functools.py", "threading.py", "concurrent" + os.sep))
 _TYPED_IN = ("<stdin>", "<string>", "<console>", "<ipython", "<doctest")  # of users; other names in <> are generated
-_MOST_FILES = _MOST_SITES = 10_000
+_MOST_FILES = 10_000
 
-# Whether code of a file lies between.
+# Whether code of a file lies between: asked for each frame of each call.
 _known: dict[str, bool] = {}
-# file:line of the calls that were met, "" of those that lie between, by the address of their code and the instruction;
-# and the code, which so keeps its address.
-_sites: dict[tuple[int, int], tuple[str, CodeType]] = {}
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -44,30 +41,22 @@ def call_site() -> str:
 
 
 def user_site(depth: int = 2) -> str:
-    """The same for a record, of each call: "" where there is none, as when what is open is closed at exit.
+    """The same for a record, of each call: "" where there is none, as in what C calls (atexit, a hook of autograd).
 
-    depth  so many frames, this one included, are known to lie between"""
+    depth  so many frames, this one included, are known to lie between: to step over them costs nothing"""
     try:
         frame: FrameType | None = sys._getframe(depth)
-    except ValueError:  # called by C: by atexit, as a thread's function, as a hook of autograd
+    except ValueError:  # there are no more
         return ""
     while frame is not None:
-        code = frame.f_code
-        found = _sites.get((id(code), frame.f_lasti)) or _new_site(frame)
-        if found[0]:
-            return found[0]
+        file = frame.f_code.co_filename
+        between = _known.get(file)
+        if between is None:
+            between = is_between(file)
+        if not between:
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def _new_site(frame: FrameType) -> tuple[str, CodeType]:
-    """Of a call that is met for the first time; "" where it lies between."""
-    code = frame.f_code
-    if len(_sites) >= _MOST_SITES:  # of a program that makes code for ever
-        _sites.clear()
-    site = "" if is_between(code.co_filename) else f"{code.co_filename}:{frame.f_lineno}"
-    _sites[id(code), frame.f_lasti] = found = (site, code)
-    return found
 
 
 def is_between(file: str) -> bool:

@@ -108,12 +108,6 @@ def where(frames: Sequence[Line]) -> str:
     return str(users_line(frames) or "")
 
 
-def site(frames: Sequence[Line]) -> str:
-    """ "file:line" of the same."""
-    line = users_line(frames)
-    return "" if line is None else line.site
-
-
 def users_stack(frames: Sequence[Line]) -> list[str]:
     """One line per frame, outermost first, without what lies below the call of this package that the user has made."""
     inner = next((number for number, one in enumerate(frames) if not is_between(one.file)), len(frames))

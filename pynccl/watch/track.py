@@ -25,7 +25,8 @@ from .recorder import Recorder, now, recorder, started
 get_ident = threading.get_ident
 _pack = layout.ENTERED.pack_into
 _BYTES = layout.SLOT_BYTES
-_WORDS = _BYTES // 8  # of a slot
+_WORDS = _BYTES // 8  # of a slot; and which of them are
+_RETURNED, _NUMBER, _STREAM = layout.RETURNED_AT // 8, layout.NUMBER_AT // 8, layout.STREAM_AT // 8
 
 
 class Identity(NamedTuple):
@@ -154,7 +155,7 @@ class Track:
 
     def leave(self, entry: int) -> None:
         """The call has returned."""
-        self._clocks[(entry - 1) % self._ring * _WORDS + 2] = now()
+        self._clocks[(entry - 1) % self._ring * _WORDS + _RETURNED] = now()
 
     def failed(self, entry: int, error: BaseException | str) -> None:
         """The call has raised."""
@@ -174,7 +175,7 @@ class Track:
 
     def unnumbered(self, entry: int) -> None:
         """The call, so far the only one, counts as none after all."""
-        self._words[(entry - 1) % self._ring * _WORDS + layout.NUMBER_AT // 8] = self._collective = 0
+        self._words[(entry - 1) % self._ring * _WORDS + _NUMBER] = self._collective = 0
 
     @contextlib.contextmanager
     def call(self, operation: str, *, weight: int = 1, detail: str = "") -> Iterator[None]:
@@ -196,13 +197,13 @@ class Track:
 
     def has_returned(self, entry: int) -> bool:
         """Whether the call, one of the last, has returned."""
-        return bool(self._clocks[(entry - 1) % self._ring * _WORDS + layout.RETURNED_AT // 8])
+        return bool(self._clocks[(entry - 1) % self._ring * _WORDS + _RETURNED])
 
     def streams(self, after: int) -> set[int]:
         """Those of the calls after this number that are still in the ring."""
         found, head, slots = set(), self.head, self._ring
         for entry in range(max(after, head - slots) + 1, head + 1):
-            stream = self._words[(entry - 1) % slots * _WORDS + layout.STREAM_AT // 8]
+            stream = self._words[(entry - 1) % slots * _WORDS + _STREAM]
             if entry > self._gone.get(stream, 0):  # CUDA may have given its address to another one
                 found.add(stream)
         return found

@@ -16,7 +16,7 @@ import pynccl
 from pynccl import Communicator
 
 PACKAGE = Path(pynccl.__file__).parent
-MOST = 12
+MOST = {"in place": 12, "two buffers": 13, "plan": 12}
 
 
 def entered(call: Callable[[], Any]) -> list[str]:
@@ -59,5 +59,5 @@ def test_the_thousandth_call_goes_the_way_of_the_second_on_every_library(way: st
             often()
         ways += [second, entered(often)]
     assert all(one == ways[0] for one in ways), ways
-    assert way == "two buffers" or len(ways[0]) <= MOST, ways[0]
+    assert len(ways[0]) <= MOST[way], ways[0]
     host.destroy()

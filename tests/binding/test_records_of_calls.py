@@ -16,6 +16,7 @@ from libraries import Stub
 import pynccl
 from pynccl import Communicator
 from pynccl.comm.call import issue
+from pynccl.interop import streams
 from pynccl.watch import recorder
 from pynccl.watch.reader import read_file
 from pynccl.watch.records import COMPLETED, FAILED, CallRecord, CommRecord
@@ -180,3 +181,16 @@ def test_a_c_function_that_raises_leaves_its_call_failed_and_the_lock_free() -> 
         issue(comm, "all_reduce", broken, (), (0, 0, 4, 7, 0), 0)
     assert last(comm).state == FAILED and comm.lock.acquire(blocking=False)
     comm.lock.release()
+
+
+def test_a_group_keeps_the_scalar_of_an_operator_until_its_stream_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm, kept = Stub().comm(2, 0, cpu=True), []
+    monkeypatch.setattr("pynccl.comm.call.hold", lambda stream, library, keep: kept.append(keep))
+    scalar = torch.ones(1)
+    op = comm.pre_mul_sum(scalar)
+    plan = comm.plan.all_reduce((4096, 4, "float32"), (4096, 4, "float32"), op, stream=16)
+    plan()
+    with pynccl.group():
+        comm.all_reduce((4096, 4, "float32"), (4096, 4, "float32"), op, stream=16)
+    assert [any(x is scalar for x in streams._tensors(keep)) for keep in kept] == [True, True]
+    op.close()

@@ -97,7 +97,7 @@ def test_the_stacks_are_those_that_the_threads_see_themselves(file: int) -> None
 
 def test_without_a_descriptor_there_are_no_stacks_and_no_error() -> None:
     assert stacks.Stacks(-1).threads == {}
-    assert stacks.where(stacks.Stacks(-1).main()) == "" == stacks.site(stacks.Stacks(-1).inside())
+    assert stacks.where(stacks.Stacks(-1).main()) == "" == stacks.where(stacks.Stacks(-1).inside())
 
 
 def test_what_is_not_a_frame_is_left_out() -> None:
