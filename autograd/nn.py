@@ -25,10 +25,8 @@ from .ops.coalesced import OfLists
 from .ops.halo import Halo, halo_exchange
 from .ops.permute import check_edges, permute
 from .ops.rooted import broadcast, gather, reduce, scatter
-from .overlap.ag_matmul import all_gather_matmul
 from .overlap.config import Overlap, as_config
-from .overlap.matmul_ar import matmul_all_reduce
-from .overlap.matmul_rs import matmul_reduce_scatter
+from .overlap.patterns import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .torch_internals import is_hooked
 from .wire import Dtype, Splits
 

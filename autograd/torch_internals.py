@@ -220,6 +220,35 @@ saved_tensors_hooks: Callable[[bool], Any] = _find(
 )
 pop_saved_tensors_hooks: Callable[[], None] = _find("torch._C._autograd._pop_saved_tensors_default_hooks")
 push_saved_tensors_hooks: Callable[[Any, Any], None] = _find("torch._C._autograd._push_saved_tensors_default_hooks")
+
+
+def checkpointed_regions() -> list[tuple[Any, Any]]:
+    """The regions of torch.utils.checkpoint, not the reentrant kind, that this thread is in, innermost first: each an
+    object, and None while it runs first, or the number of the backward pass that it is computed anew for.
+
+    They are what the hooks' functions close over, by torch's names; where those are others, no region is seen."""
+    if saved_tensors_hooks(False) is None:
+        return []
+    hooks: list[Any] = []
+    try:
+        while (top := saved_tensors_hooks(False)) is not None:
+            hooks.append(top)
+            pop_saved_tensors_hooks()
+    finally:
+        for pack, unpack in reversed(hooks):
+            push_saved_tensors_hooks(pack, unpack)
+    return [region for pack, _ in hooks if (region := _region_of(inspect.unwrap(pack))) is not None]
+
+
+def _region_of(pack: Any) -> tuple[Any, Any] | None:
+    names = pack.__code__.co_freevars if inspect.isfunction(pack) else ()
+    cells = zip(names, getattr(pack, "__closure__", None) or (), strict=False)
+    held = {name: cell.cell_contents for name, cell in cells if name in ("frame", "target_frame_ref", "gid")}
+    if "target_frame_ref" in held and (region := held["target_frame_ref"]()) is not None:
+        return region, held.get("gid", 0)
+    return (held["frame"], None) if hasattr(held.get("frame"), "weak_holders") else None
+
+
 # What a checkpoint raises where the part that it computes anew is complete. Without: nothing is to be caught.
 StopRecomputation: type[Exception] = _find(
     "torch.utils.checkpoint._StopRecomputationError", type("StopRecomputation", (Exception,), {})
@@ -242,7 +271,13 @@ queue_callback: Callable[[Callable[[], None]], None] = _find(
     "torch.autograd.variable.Variable._execution_engine.queue_callback"
 )
 # The number of that pass; a reentrant checkpoint has one of its own. Without: all passes are taken for the same one.
-backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: 0)
+backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
+
+
+def in_backward_pass() -> bool:
+    """Whether this thread is in a backward pass; never, where that cannot be seen."""
+    return backward_pass() >= 0
+
 
 # Whether that pass comes to a node; RuntimeError for the leaf of a gradient that torch.autograd.grad returns. Without:
 # it comes to all.

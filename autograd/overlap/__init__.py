@@ -1,15 +1,12 @@
 """Matmuls with the collective before or behind them, as one operation each, which hides the one behind the other."""
 
-from .ag_matmul import all_gather_matmul
-from .calibration import calibrate
 from .comm_overlap import CommOverlap, CommOverlapHelper, CommOverlapP2P
 from .config import OverlapConfig
-from .matmul_ar import Slices, matmul_all_reduce
-from .matmul_rs import matmul_reduce_scatter
-from .planner import Decision, plan
-from .replicated_matmul import copy_matmul
+from .patterns import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .reporting import Report, report
+from .slices import Slices
 from .trace import Trace, recording
+from .trials import Decision, decisions, load, retry, save
 
 __all__ = [
     "CommOverlap",
@@ -21,11 +18,13 @@ __all__ = [
     "Slices",
     "Trace",
     "all_gather_matmul",
-    "calibrate",
     "copy_matmul",
+    "decisions",
+    "load",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
-    "plan",
     "recording",
     "report",
+    "retry",
+    "save",
 ]

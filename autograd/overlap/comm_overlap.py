@@ -30,12 +30,10 @@ from pynccl.bindings.values import shown
 from ..agreement import gathered
 from ..arguments import as_int, check_comm
 from ..streams import share_side_streams, side_stream
-from .ag_matmul import all_gather_matmul
 from .config import OverlapConfig
 from .lanes import Lanes
 from .limits import limited
-from .matmul_ar import matmul_all_reduce
-from .matmul_rs import matmul_reduce_scatter
+from .patterns import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .workspace import Workspace
 
 CTA_POLICY_ZERO = 0x02  # NCCL_CTA_POLICY_ZERO

@@ -1,13 +1,12 @@
-"""What the overlapped patterns share: when they apply, how a pass is decided and opened, and the gradient of a weight.
+"""What the overlapped patterns share: when they apply, how a pass is opened, and the gradient of a weight.
 
 A pattern is one autograd Function: forward pass and backward pass on lanes. It applies to plain tensors in memory,
-outside of what traces and transforms; everything else goes through the composition of unfused.py, whose parts have
-rules for all that.
+outside of what traces and transforms; everything else, and what is decided not to overlap, goes through the composition
+of unfused.py, whose parts have rules for all that.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,24 +32,25 @@ from ..torch_internals import (
     saved_tensors_hooks,
     transforms_active,
 )
-from .config import OverlapConfig
-from .decide import decide, is_tiny
+from .config import AUTO, OverlapConfig
 from .gathering import Cut
 from .lanes import Lanes
 from .limits import limited
 from .matmul import add_outer_rows, outer_rows
-from .planner import Decision
+from .trials import Asked, Decision, Turn, is_tiny, turn_of
 from .workspace import Workspace, workspace_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, w, bias
 
 
 class Options(NamedTuple):
     """What a call says besides its tensors.
 
+    backward      the pass of its gradients, if that communicates
     main_grad     where the weight's gradient is added, by passes that add to gradients; None: it is returned, as ever
     parameter     the weight that has it
-    owner         the layer that called, for the report
+    owner         the layer that called, for which is decided, and for the report
     """
 
     comm: Communicator
@@ -60,6 +60,7 @@ class Options(NamedTuple):
     parameter: Any = None
     owner: Any = None
     workspace: Workspace | None = None
+    backward: Asked | None = None
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -78,8 +79,8 @@ def tensors_for(
     Under torch.autocast they have its type, so that it is what travels, too."""
     if comm.size == 1 or torch.compiler.is_compiling() or (config.method == config.backward.method == "off"):
         return None
-    if config.leaves_all_to_the_planner and not observers and is_tiny(comm, rows, *w.shape):
-        return None  # as `decide` would say, in less time than that takes
+    if config == AUTO and not observers and is_tiny(comm, rows, *w.shape):
+        return None  # as would be decided, in less time than that takes
     if x.dim() < 2 or not x.numel() or not w.numel() or not is_plain(x, w, bias):
         return None
     if torch.is_autocast_enabled(x.device.type):
@@ -121,21 +122,12 @@ class Pass(NamedTuple):
 
 @contextmanager
 def opened(options: Options, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
-    """The lanes of a pass; serial ones if it was decided not to overlap."""
+    """The lanes of a pass that is decided to overlap."""
     workspace = options.workspace or workspace_of(options.comm)
     comm, limit = limited(workspace.carrier or options.comm, config, decision.method)
-    overlaps = decision.method != "off"
-    lanes = Lanes(
-        comm,
-        compute_streams=decision.compute_streams,
-        priority=config.priority,
-        config=limit,
-        serial=not overlaps,
-    )
+    lanes = Lanes(comm, compute_streams=decision.compute_streams, priority=config.priority, config=limit)
     lanes.describe(options.owner, decision)
-    cut = Cut(decision.method if overlaps else "bulk", decision.chunks, config.aggregate)
-    if config.deterministic and not overlaps:
-        cut = Cut("exchange", 1)
+    cut = Cut(decision.method, decision.chunks, config.aggregate)
     with workspace.lent(like) as work, lanes:
         if observers and options.workspace is not None:
             said = "in symmetric windows" if work.window and cut.method != "ring" else "not in symmetric windows"
@@ -143,14 +135,6 @@ def opened(options: Options, decision: Decision, config: OverlapConfig, like: Te
         if work.broken_off:
             lanes.main.wait(lanes.comm.record())
         yield Pass(lanes, work, cut)
-
-
-def decided(options: Options, pattern: str, rows: int, w: Tensor, config: OverlapConfig) -> Decision:
-    """Whether and how to overlap; the same on all ranks.   rows: of the whole, w [out, in]: of this rank"""
-    decision = decide(options.comm, pattern, rows, w.shape[0], w.shape[1], w.dtype, config)
-    for observer in tuple(observers):
-        observer.decided(options.owner, decision)
-    return decision
 
 
 def remember(ctx: Any, name: str, options: Options) -> None:
@@ -161,26 +145,32 @@ def remember(ctx: Any, name: str, options: Options) -> None:
     ctx.site = call_site() if options.comm.recorded else ""
 
 
-def check_backward(ctx: Any, replicated: Tensor | None = None) -> None:
-    """Before the communication of a backward pass."""
-    if ctx.ask_for_token is not None:
-        ctx.ask_for_token()
-    if ctx.call is not None:
-        compare_backward(ctx.options.comm, ctx.call, replicated)
+def backward_of(
+    ctx: Any,
+    tensors: tuple[Tensor | None, ...],
+    composed: Callable[[], Grads],
+    on_lanes: Callable[[Decision, OverlapConfig], Grads] | None = None,
+    replicated: Tensor | None = None,
+) -> Grads:
+    """The gradients, by the way whose turn it is; by operations that have derivatives where those are wanted. The calls
+    are in the flight recorder as those of the forward call.
 
-
-Backward = Callable[..., tuple[Tensor | None, ...]]
-
-
-def in_backward(backward: Backward) -> Backward:
-    """A backward pass whose calls are in the flight recorder as those of its forward call; see `remember`."""
-
-    @functools.wraps(backward)
-    def noted(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
-        with noting(backward.__qualname__, ctx.site):
-            return backward(ctx, *cotangents)
-
-    return noted
+    on_lanes    None: nothing of it is to be hidden
+    replicated  what has to be equal on all ranks"""
+    options: Options = ctx.options
+    with noting(f"{type(ctx).__name__.removesuffix('Backward')}.backward", ctx.site):
+        if ctx.ask_for_token is not None:
+            ctx.ask_for_token()
+        if ctx.call is not None:
+            compare_backward(options.comm, ctx.call, replicated)
+        if on_lanes is None or options.backward is None or torch.is_grad_enabled() or not is_plain(*tensors):
+            return composed()
+        turn: Turn = turn_of(options.comm, options.owner, options.backward)
+        assert tensors[0] is not None and turn.decision is not None
+        with turn.timed(tensors[0]):
+            if turn.decision.method == "off":
+                return composed()
+            return on_lanes(turn.decision, options.config.backward)
 
 
 class WeightGrad:

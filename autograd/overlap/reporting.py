@@ -15,8 +15,8 @@ from pynccl.bindings.values import attribute
 from pynccl.comm.observing import observing
 
 from .config import as_config
-from .planner import Decision
 from .trace import Operation, Trace
+from .trials import Decision
 
 _FORWARD = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 

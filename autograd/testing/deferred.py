@@ -19,7 +19,7 @@ from pynccl.comm.observing import Observer, observers, observing
 
 from ..overlap import lanes as lanes_module
 from ..overlap.lanes import HostLane, Lane, Lanes, Point, make_lanes
-from ..overlap.matmul_ar import _Flight
+from ..overlap.slices import Flight
 from ..overlap.workspace import Workspace
 from ..streams import side_stream
 
@@ -108,22 +108,22 @@ def deferred_lanes(seed: int | None = None, delay: float | Mapping[str, float] =
 
     It holds for all threads, and not for what is still under way when it ends: read all `Slices` within."""
     returning = _Return()
-    before, plain = lanes_module.maker, _Flight.wait
+    before, plain = lanes_module.maker, Flight.wait
 
-    def wait(self: _Flight, at: int) -> None:
+    def wait(self: Flight, at: int) -> None:
         lanes = self._lanes
         plain(self, at)
         if lanes is not None:
             returning.closed(lanes)
 
-    lanes_module.maker, _Flight.wait = _Streams().make, wait  # type: ignore[method-assign]
+    lanes_module.maker, Flight.wait = _Streams().make, wait  # type: ignore[method-assign]
     try:
         with observing(returning), observing(_Delays(seed, delay)):
             observers.remove(returning)
             observers.insert(0, returning)  # first: when the others hear of an end, it has come
             yield
     finally:
-        lanes_module.maker, _Flight.wait = before, plain  # type: ignore[method-assign]
+        lanes_module.maker, Flight.wait = before, plain  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -1,0 +1,615 @@
+"""A linear layer with the collective before or behind it: a slice travels while another one is multiplied.
+
+N ranks; x is [s, .., in] with the sequence in dimension 0, w is [out, in] as in F.linear; rows are all dimensions but
+the last. Four functions, each with its autograd Function:
+
+    all_gather_matmul        x [s/N, .., in]     -> y [s, .., out]      dx is reduce-scattered
+    matmul_reduce_scatter    x [s, .., in/N]     -> y [s/N, .., out]    gy is all-gathered
+    matmul_all_reduce        x [s, .., in/N]     -> y [s, .., out]      nothing travels
+    copy_matmul              x [s, .., in] equal -> y [s, .., out/N]    dx is all-reduced
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from pynccl import Communicator
+from pynccl.bindings.values import attribute
+
+from ..arguments import check_divisible
+from ..collective import require_grad, run
+from ..ops.all_gather import AllGather, ReduceScatter
+from ..ops.all_reduce import AllReduce, CopyView
+from ..torch_internals import reshaped
+from ..wire import Dtype
+from . import unfused
+from .config import Overlap, OverlapConfig, as_config
+from .gathering import from_window, gather, keep
+from .lanes import Lane
+from .matmul import add, add_sum_rows, linear_into, linear_plus, linear_rows, sum_rows
+from .passes import (
+    Grads,
+    Options,
+    WeightGrad,
+    backward_of,
+    checked_reduce_dtype,
+    flat_rows,
+    main_grad_of,
+    opened,
+    remember,
+    tensors_for,
+)
+from .reducing import Sums, all_reduce, reduce_scatter
+from .slices import Flight, Slices
+from .trials import Decision, Route, asked_for, route_of
+
+
+@overload
+def all_gather_matmul(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    *,
+    overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None,
+    grad_accumulation_fusion: bool = False,
+    owner: Any = None,
+) -> Tensor: ...
+@overload
+def all_gather_matmul(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    *,
+    overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None,
+    grad_accumulation_fusion: bool = False,
+    return_gathered: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def all_gather_matmul(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    *,
+    overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None,
+    grad_accumulation_fusion: bool = False,
+    return_gathered: bool = False,
+    owner: Any = None,
+) -> Any:
+    """all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in], bias [out] -> [s, .., out]
+
+    The adjoint: dx is reduce-scattered, dw and dbias are sums over all rows.
+
+    overlap                   "auto": tries the ways in its first calls, and keeps the fastest, which may be not to
+                              overlap; "off"; OverlapConfig(...); a dict of TransformerEngine's keys
+    reduce_dtype              type of the sum in the backward reduce-scatter
+    grad_accumulation_fusion  dw is added to w.main_grad, and w.grad left alone
+    return_gathered           return (y, all_gather(x)), both differentiable
+    owner                     the module for which "auto" decides, and that `overlap.report()` is to name
+
+    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
+    """
+    call = _Call("all_gather_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: Decision) -> Any:
+        keeps = return_gathered or options.config.save_gathered
+        y, *gathered = AllGatherMatmul.apply(require_grad(x), w, bias, options, decision, keeps)
+        return (y, gathered[0]) if return_gathered else y
+
+    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Any:
+        return unfused.all_gather_matmul(x, w, comm, bias, call.reduce_dtype, return_gathered)
+
+    return call.run(bias, comm.size, ("all_gather_matmul", "column_backward"), overlapped, composed)
+
+
+class AllGatherMatmul(Function):
+    """Column-parallel, of a sequence that is cut over the ranks.
+
+    forward    x [s/N, .., in] -> y [s, .., out], X [s, .., in]     X = all_gather(x)     y = X @ w.T + bias
+    backward   gy, gX -> dx [s/N, .., in], dw, dbias                dx = reduce_scatter(gy @ w + gX)
+                                                                    dw = gy.T @ X         dbias = sum of gy's rows
+
+    X is an output only where it is kept; else the backward pass gathers x once more, which dgrad hides.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: Decision, kept: bool
+    ) -> tuple[Tensor, ...]:
+        size = options.comm.size
+        if decision.method == "off":
+            y, whole = unfused.all_gather_matmul(x, w, options.comm, bias, options.reduce_dtype, True)
+        else:
+            own = flat_rows(x)
+            y = own.new_empty(size, len(own), w.shape[0])
+            whole = own.new_empty(size, *own.shape) if kept else None
+            with opened(options, decision, options.config, own) as (lanes, work, cut):
+                for piece in gather(lanes, work, own, cut, whole):
+                    lane = lanes.compute(piece.arrived)
+                    for block in piece.blocks:
+                        lane.run(linear_rows, block.rows, w.t(), bias, out=block.of(y))
+                    if whole is not None:
+                        keep(lane, piece, whole)
+            shape = (x.shape[0] * size, *x.shape[1:-1])
+            y = reshaped(y, (*shape, w.shape[0]))  # no view: the caller may change it in place
+            whole = None if whole is None else reshaped(whole, (*shape, x.shape[-1]))
+        ctx.shape, ctx.has_bias = x.shape, bias is not None
+        ctx.set_materialize_grads(False)
+        if kept:
+            ctx.save_for_backward(None, w, whole if ctx.needs_input_grad[1] else None)
+        else:
+            ctx.save_for_backward(x, w)
+        remember(ctx, "all_gather_matmul", options)
+        return (y, whole) if kept else (y,)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        gy, g_whole = (*cotangents, None)[:2]
+        x, w, *kept = ctx.saved_tensors
+        comm, reduce_dtype = ctx.options.comm, ctx.options.reduce_dtype
+        if gy is None:
+            gy = w.new_zeros(ctx.shape[0] * comm.size, *ctx.shape[1:-1], w.shape[0])
+        whole = kept[0] if kept else None  # which only the gradient of the weight needs
+
+        def composed() -> Grads:
+            d_whole = gy @ w if g_whole is None else gy @ w + g_whole
+            dx = run(comm, ReduceScatter, d_whole, 0, "sum", None, reduce_dtype)
+            every = whole if x is None else run(comm, AllGather, x, 0, "sum", None, reduce_dtype)
+            dw = unfused.weight_grad(gy, every) if ctx.needs_input_grad[1] and every is not None else None
+            return dx, dw, _bias_grad(ctx, gy)
+
+        def on_lanes(decision: Decision, config: OverlapConfig) -> Grads:
+            return _column_backward(ctx, gy, g_whole, x, w, whole, decision, config)
+
+        return *backward_of(ctx, (gy, g_whole, w), composed, on_lanes), None, None, None
+
+
+def _column_backward(
+    ctx: Any,
+    gy: Tensor,
+    g_whole: Tensor | None,
+    x: Tensor | None,
+    w: Tensor,
+    whole: Tensor | None,
+    decision: Decision,
+    config: OverlapConfig,
+) -> Grads:
+    options: Options = ctx.options
+    size = options.comm.size
+    g = flat_rows(gy).unflatten(0, (size, -1))
+    dx = g.new_empty(g.shape[1], w.shape[1])
+    more = None if g_whole is None else flat_rows(g_whole).unflatten(0, (size, -1))
+    grad = WeightGrad(options, w, ctx.needs_input_grad[1])
+    db = g.new_empty(w.shape[0]) if _wants_bias(ctx) else None
+    own = None if x is None else flat_rows(x)  # a copy, if need be, before the lanes begin
+    with opened(options, decision, config, g) as (lanes, work, cut):
+        arrived = None
+        if own is not None:
+            whole = work.empty("gathered", (size, *own.shape), own)
+
+        def gather_anew() -> None:
+            nonlocal arrived
+            if own is not None and whole is not None:  # on every rank, whether or not it needs its weight's gradient
+                lanes.comm.wait(lanes.begun)
+                lanes.collective("all_gather", from_window(lanes, work, own, whole), whole)
+                arrived = lanes.comm.record()
+
+        def multiply(lane: Lane, ranks: slice, at: slice, into: Tensor) -> None:
+            if more is not None:
+                lane.run(linear_plus, g[ranks, at], w, more[ranks, at], out=into)
+            else:
+                lane.run(linear_rows if into.dtype is g.dtype else linear_into, g[ranks, at], w, out=into)
+
+        def weight_and_bias() -> None:
+            if db is not None:
+                lanes.main.run(sum_rows, g, out=db)
+            if grad.wanted and whole is not None:
+                if arrived is not None:
+                    lanes.main.wait(arrived)
+                grad.add(lanes, g, whole.reshape(size, -1, w.shape[1]))
+
+        sums = Sums(lanes, work, dx, options.reduce_dtype or dx.dtype)
+        reduce_scatter(sums, cut, multiply, weight_and_bias, gather_anew)
+    return dx.view(ctx.shape), grad.result(), db
+
+
+def matmul_reduce_scatter(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    *,
+    overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None,
+    grad_accumulation_fusion: bool = False,
+    owner: Any = None,
+) -> Tensor:
+    """reduce_scatter(x @ w.T, dim 0) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s/N, .., out]
+
+    The adjoint: dy is all-gathered; dbias is the sum of all ranks' rows. The bias is added once, after the sum.
+
+    The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum
+
+    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
+    """
+    name = "matmul_reduce_scatter"
+    call = _Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    check_divisible(name, x, 0, comm, "cut it otherwise")
+
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: Decision) -> Any:
+        return MatmulReduceScatter.apply(require_grad(x), w, bias, options, decision)
+
+    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return unfused.matmul_reduce_scatter(x, w, comm, bias, call.reduce_dtype)
+
+    y: Tensor = call.run(bias, 1, (name, "row_backward"), overlapped, composed)
+    return y
+
+
+class MatmulReduceScatter(Function):
+    """Row-parallel, into a sequence that is cut over the ranks.
+
+    forward    x [s, .., in/N] -> y [s/N, .., out]     y = reduce_scatter(x @ w.T) + bias
+    backward   gy [s/N, .., out] -> dx, dw, dbias      G = all_gather(gy)     dx = G @ w     dw = G.T @ x
+                                                       dbias = sum of G's rows
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: Decision) -> Tensor:
+        size = options.comm.size
+        if decision.method == "off":
+            y = unfused.matmul_reduce_scatter(x, w, options.comm, bias, options.reduce_dtype)
+        else:
+            a = flat_rows(x).unflatten(0, (size, -1))
+            y = a.new_empty(a.shape[1], w.shape[0])
+            with opened(options, decision, options.config, a) as (lanes, work, cut):
+
+                def multiply(lane: Lane, ranks: slice, at: slice, into: Tensor) -> None:
+                    lane.run(linear_rows if into.dtype is a.dtype else linear_into, a[ranks, at], w.t(), out=into)
+
+                reduce_scatter(Sums(lanes, work, y, options.reduce_dtype or y.dtype), cut, multiply)
+            if bias is not None:
+                y.add_(bias)
+            y = reshaped(y, (x.shape[0] // size, *x.shape[1:-1], w.shape[0]))  # no view: it may be changed in place
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, w)
+        remember(ctx, "matmul_reduce_scatter", options)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (gy,) = cotangents
+        x, w = ctx.saved_tensors
+        comm, reduce_dtype = ctx.options.comm, ctx.options.reduce_dtype
+
+        def composed() -> Grads:
+            g = run(comm, AllGather, gy, 0, "sum", None, reduce_dtype)
+            dx = g @ w if ctx.needs_input_grad[0] else None
+            dw = unfused.weight_grad(g, x) if ctx.needs_input_grad[1] else None
+            db = None
+            if ctx.has_bias:  # every rank has the bias: its gradient is equal on all, and so are what derives it again
+                own = gy.reshape(-1, gy.shape[-1]).sum(0)
+                db = run(comm, AllReduce, own, "sum", "replicated", reduce_dtype)
+            return dx, dw, db
+
+        def on_lanes(decision: Decision, config: OverlapConfig) -> Grads:
+            return _row_backward(ctx, gy, x, w, decision, config)
+
+        return *backward_of(ctx, (gy, x, w), composed, on_lanes), None, None
+
+
+def _row_backward(ctx: Any, gy: Tensor, x: Tensor, w: Tensor, decision: Decision, config: OverlapConfig) -> Grads:
+    options: Options = ctx.options
+    a = flat_rows(x).unflatten(0, (options.comm.size, -1))
+    own = flat_rows(gy)
+    dx = torch.empty_like(a) if ctx.needs_input_grad[0] else None
+    wide = torch.float32 if own.dtype.itemsize < 4 else own.dtype
+    db = own.new_empty(w.shape[0], dtype=wide) if _wants_bias(ctx) else None
+    with opened(options, decision, config, own) as (lanes, work, cut):
+        pieces = gather(lanes, work, own, cut)
+        grad = WeightGrad(options, w, ctx.needs_input_grad[1], sum(len(piece.blocks) for piece in pieces))
+        begun = False
+        for piece in pieces:
+            lane = lanes.compute(piece.arrived)
+            if dx is not None:
+                for block in piece.blocks:
+                    lane.run(linear_rows, block.rows, w, out=block.of(dx))
+            if piece.arrived is not None:
+                lanes.main.wait(piece.arrived)
+            for block in piece.blocks:
+                grad.add(lanes, block.rows, block.of(a))
+                if db is not None and begun:
+                    lanes.main.run(add_sum_rows, block.rows, db, out=db)
+                elif db is not None:
+                    lanes.main.run(sum_rows, block.rows, out=db)
+                begun = True
+    return None if dx is None else dx.view(x.shape), grad.result(), None if db is None else db.to(own.dtype)
+
+
+@overload
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    *,
+    overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None,
+    grad_accumulation_fusion: bool = False,
+    owner: Any = None,
+) -> Tensor: ...
+@overload
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    *,
+    overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None,
+    grad_accumulation_fusion: bool = False,
+    hand_off: Literal[True],
+) -> Slices: ...
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    *,
+    overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None,
+    grad_accumulation_fusion: bool = False,
+    hand_off: bool = False,
+    owner: Any = None,
+) -> Any:
+    """all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s, .., out]
+
+    The adjoint communicates nothing: dy must be equal on all ranks, as where each computes the same loss.
+
+    The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum
+    hand_off    return `Slices` of the rows, each of which can be used as soon as it is there; x has to be [s, in/N].
+                With overlap="auto" they are 4: what the caller does with each of them is nothing that a trial can time
+
+    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
+    """
+    name = "matmul_all_reduce"
+    call = _Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    if hand_off and x.dim() != 2:
+        raise ValueError(f"{name}: hand_off=True hands out rows of a matrix, but x is {tuple(x.shape)}; flatten it")
+    if hand_off and call.config.method == "auto":
+        call.config = replace(call.config, method="slices", chunks=call.config.chunks or 4, deterministic=False)
+
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: Decision) -> Any:
+        if hand_off:
+            flight = Flight()
+            return Slices(MatmulAllReduce.apply(require_grad(x), w, bias, options, decision, flight), flight)
+        return MatmulAllReduce.apply(require_grad(x), w, bias, options, decision, None)[0]
+
+    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Any:
+        y = unfused.matmul_all_reduce(x, w, comm, bias, call.reduce_dtype)
+        return Slices((y,), Flight()) if hand_off else y
+
+    return call.run(bias, 1, (name, None), overlapped, composed)
+
+
+class MatmulAllReduce(Function):
+    """Row-parallel, into a sequence that every rank has whole.
+
+    forward    x [s, .., in/N] -> y [s, .., out]      y = all_reduce(x @ w.T) + bias; by slices: y_1 [s_1, out], ..
+    backward   gy [s, .., out], equal on all ranks    dx = gy @ w     dw = gy.T @ x     dbias = sum of gy's rows
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        options: Options,
+        decision: Decision,
+        flight: Flight | None,
+    ) -> tuple[Tensor, ...]:
+        a = flat_rows(x)
+        y = a.new_empty(len(a), w.shape[0])
+
+        def multiply(lane: Lane, _: slice, at: slice, into: Tensor) -> None:
+            lane.run(linear_rows if into.dtype is a.dtype else linear_into, a[at][None], w.t(), out=into)
+
+        with ExitStack() as stack:
+            lanes, work, cut = stack.enter_context(opened(options, decision, options.config, a))
+
+            def there(at: slice) -> None:
+                if bias is not None:
+                    lanes.comm.run(add, bias, y[at], out=y[at])
+                if flight is not None:
+                    flight.depart(lanes, at)
+
+            all_reduce(Sums(lanes, work, y, options.reduce_dtype or y.dtype), cut, multiply, there)
+            if flight is not None:
+                flight.take(lanes, stack.pop_all())
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, w)
+        remember(ctx, "matmul_all_reduce", options)
+        if flight is not None:
+            return flight.parts(y)
+        return (reshaped(y, (*x.shape[:-1], w.shape[0])),)  # no view: the caller may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        comm, reduce_dtype = ctx.options.comm, ctx.options.reduce_dtype
+        whole = cotangents[0] if len(cotangents) == 1 else torch.cat(cotangents)
+
+        def composed() -> Grads:
+            function, gy, params = AllReduce.adjoint(whole, comm, whole.shape, "sum", "replicated", reduce_dtype)
+            db = _bias_grad(ctx, gy)
+            gy = run(comm, function, gy, *params)
+            dx = gy @ w if ctx.needs_input_grad[0] else None
+            dw = unfused.weight_grad(gy, x) if ctx.needs_input_grad[1] else None
+            return dx, dw, db
+
+        return *backward_of(ctx, (whole, x, w), composed, replicated=whole), None, None, None
+
+
+def copy_matmul(
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    bias: Tensor | None = None,
+    *,
+    overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None,
+    grad_accumulation_fusion: bool = False,
+    owner: Any = None,
+) -> Tensor:
+    """x @ w.T + bias of an x that is equal on all ranks.   x [s, .., in], w [out/N, in] -> [s, .., out/N]
+
+    The adjoint: dx is summed over the ranks (all_reduce), dw and dbias are this rank's own.
+
+    The options are those of `all_gather_matmul`; reduce_dtype is that of dx's sum
+
+    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
+    """
+    call = _Call("copy_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: None) -> Any:
+        return CopyMatmul.apply(require_grad(x), w, bias, options)
+
+    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return unfused.copy_matmul(x, w, comm, bias, call.reduce_dtype)
+
+    y: Tensor = call.run(bias, 1, (None, "copy_backward"), overlapped, composed)
+    return y
+
+
+class CopyMatmul(Function):
+    """Column-parallel, of a sequence that every rank has whole.
+
+    forward    x [s, .., in] -> y [s, .., out/N]     y = x @ w.T + bias
+    backward   gy -> dx, dw, dbias                   dx = all_reduce(gy @ w)     dw = gy.T @ x
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, w)
+        remember(ctx, "copy_matmul", options)
+        y = F.linear(x, w, bias)
+        return reshaped(y, y.shape)  # no view, as it may be now: the caller may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (gy,) = cotangents
+        x, w = ctx.saved_tensors
+        comm, reduce_dtype = ctx.options.comm, ctx.options.reduce_dtype
+
+        def composed() -> Grads:
+            dx = run(comm, AllReduce, gy @ w, "sum", "replicated", reduce_dtype)
+            a = run(comm, CopyView, x, reduce_dtype)  # as the forward pass had it
+            return dx, unfused.weight_grad(gy, a) if ctx.needs_input_grad[1] else None, _bias_grad(ctx, gy)
+
+        def on_lanes(decision: Decision, config: OverlapConfig) -> Grads:
+            return _copy_backward(ctx, gy, x, w, decision, config)
+
+        return *backward_of(ctx, (gy, x, w), composed, on_lanes), None
+
+
+def _copy_backward(ctx: Any, gy: Tensor, x: Tensor, w: Tensor, decision: Decision, config: OverlapConfig) -> Grads:
+    options: Options = ctx.options
+    g = flat_rows(gy)
+    dx = g.new_empty(len(g), w.shape[1])
+    grad = WeightGrad(options, w, ctx.needs_input_grad[1])
+    db = g.new_empty(w.shape[0]) if _wants_bias(ctx) else None
+    with opened(options, decision, config, g) as (lanes, work, cut):
+
+        def multiply(lane: Lane, _: slice, at: slice, into: Tensor) -> None:
+            lane.run(linear_rows if into.dtype is g.dtype else linear_into, g[at][None], w, out=into)
+
+        all_reduce(Sums(lanes, work, dx, options.reduce_dtype or dx.dtype), cut, multiply, lambda at: None)
+        if db is not None:
+            lanes.main.run(sum_rows, g, out=db)
+        grad.add(lanes, g[None], flat_rows(x)[None])
+    return dx.view(x.shape), grad.result(), db
+
+
+def _wants_bias(ctx: Any) -> bool:
+    return bool(ctx.has_bias and ctx.needs_input_grad[2])
+
+
+def _bias_grad(ctx: Any, gy: Tensor) -> Tensor | None:
+    """The sum of gy's rows, differentiable."""
+    return gy.reshape(-1, gy.shape[-1]).sum(0) if _wants_bias(ctx) else None
+
+
+class _Call:
+    """A call of one of the four functions: its checked options, and the way that it goes."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        x: Tensor,
+        w: Tensor,
+        comm: Communicator,
+        overlap: Overlap,
+        reduce_dtype: Dtype,
+        fused: bool,
+        owner: Any,
+    ) -> None:
+        unfused.check_input(name, x, w, comm)
+        self.x, self.comm, self.owner = x, comm, owner
+        self.config = as_config(name, overlap, kind)
+        self.workspace = attribute(overlap, "workspace")
+        self.reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
+        self.parameter, self.main_grad = w, main_grad_of(name, w, fused)
+        self.w = unfused.into_main_grad(w, self.main_grad)
+
+    def run(
+        self,
+        bias: Tensor | None,
+        times: int,
+        patterns: tuple[str | None, str | None],
+        overlapped: Callable[..., Any],
+        composed: Callable[[Tensor, Tensor, Tensor | None], Any],
+    ) -> Any:
+        """The result, by the way whose turn it is.
+
+        times     as many rows as x has are multiplied here
+        patterns  of the forward and of the backward pass; None for one that communicates nothing"""
+        x, comm, config = self.x, self.comm, self.config
+        rows = x.numel() // max(x.shape[-1], 1) * times
+        cast = tensors_for(comm, config, rows, x, self.w, bias)
+        if cast is None:
+            return composed(x, self.w, bias)
+        x, w, bias = cast
+        forward = asked_for(patterns[0], rows, w, config) if patterns[0] else None
+        backward = asked_for(patterns[1], rows, w, config.backward) if patterns[1] and torch.is_grad_enabled() else None
+        if forward is backward is None:
+            return composed(x, w, bias)
+        route: Route = route_of(comm, self.owner, forward, backward)
+        with route.turn.timed(x):
+            if route.composed:
+                return composed(x, w, bias)
+            options = Options(
+                comm,
+                config,
+                self.reduce_dtype,
+                self.main_grad,
+                self.parameter,
+                self.owner,
+                self.workspace,
+                backward,
+            )
+            return overlapped(x, w, bias, options, route.turn.decision)
