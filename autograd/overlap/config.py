@@ -16,23 +16,24 @@ MOST_COMPUTE_STREAMS = 2  # more of them lose: each takes a share of the GPU fro
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """How one layer overlaps. Every rank must pass the same; what is None, the planner chooses.
+    """How one layer overlaps. Every rank must pass the same; what is None, is chosen.
 
-    method           "auto"      the planner's choice, which may be not to overlap
+    method           "auto"      off, bulk, 2, 4 and 8 slices and the ring take turns in the first calls, at most 24 of
+                                 each pass; then all ranks keep the fastest, which may be "off"
                      "slices"    `chunks` collectives, each of a slice of every rank's rows
                      "ring"      N-1 steps of send and recv, each of one rank's rows
                      "exchange"  as slices, but what is summed travels by all_to_all and is added up in the order of
                                  the ranks, in float32 at least: the same bits for every number of chunks
                      "bulk"      the collective uncut, beside a matmul that does not need it
                      "off"       one after the other
-    chunks           slices that the rows are cut into, >= 1; for "slices" and "exchange"
+    chunks           slices that the rows are cut into, >= 1; for "slices" and "exchange". None: 2, 4 and 8 are tried
     aggregate        "ring" gathers the blocks of two ranks for each matmul
-    compute_streams  1 or 2, on which the matmuls of the slices take turns
+    compute_streams  1 or 2, on which the matmuls of the slices take turns; None: 2 on a GPU
     num_comm_ctas    most thread blocks (CTAs) that a collective takes from the matmul, as NCCL's maxCTAs. Before NCCL
                      2.31, and of "ring", it needs a communicator of its own, which a layer splits off when it is made,
                      and a function in its first pass; it ends with the communicator
     priority         of the communication's stream: below 0 it runs before the matmuls' streams, from 0 on as they do
-    deterministic    sums only by "exchange"
+    deterministic    sums only by "exchange", and "auto" tries no way that rounds otherwise
     save_gathered    keep what the forward pass has gathered for the weight's gradient; else it is gathered once more
                      in the backward pass, beside the gradient of the input, and the memory is free in between
     dgrad            the backward pass, if it is to go otherwise than the forward pass
@@ -78,10 +79,6 @@ class OverlapConfig:
     def backward(self) -> OverlapConfig:
         """That of the backward pass."""
         return self._backward or self  # type: ignore[attr-defined]
-
-    @property
-    def leaves_all_to_the_planner(self) -> bool:
-        return self.method == "auto" and self.dgrad is None and not self.deterministic
 
 
 class Buffered(Protocol):

@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a pass is cut: what the planner has decided."""
+    """How a pass is cut: see `trials.Way`."""
 
     method: str
     chunks: int

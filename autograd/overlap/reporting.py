@@ -1,4 +1,4 @@
-"""What overlap did in some steps, layer by layer: efficiency, exposed time, what the planner chose and why."""
+"""What overlap did in some steps, layer by layer: efficiency, exposed time, which way was taken and why."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Row:
 
     layer       name in the model, or type, sizes and a number
     what        "forward" or "backward"
-    pattern     as the planner calls it
-    decision    the last one: method, chunks, reason, predicted times
-    calls       how often it ran, or was decided not to overlap
+    pattern     as `Decision` calls it
+    decision    the last one: method, chunks, reason, what was tried
+    calls       how often it ran, or went without overlap
     comm, mm    in which something travelled, and was multiplied
     wall        from begin to end
     exposed     wall - mm: what the communication added
@@ -94,7 +94,7 @@ class Report(Trace):
         table = [_HEADINGS, *(_cells(row) for row in rows)]
         widths = [max(len(line[at]) for line in table) for at in range(len(_HEADINGS))]
         lines = [_line(line, widths) for line in table]
-        whys = dict.fromkeys(f"  {row.layer}, {row.what}: {row.decision.reason}" for row in rows)
+        whys = dict.fromkeys(f"  {row.layer}, {row.what}: {row.decision.reason}{_drift(row)}" for row in rows)
         return "\n".join([*lines, *whys, *unseen])
 
 
@@ -114,6 +114,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     chosen = row.decision.method + (f" {row.decision.chunks}" if row.decision.method in ("slices", "exchange") else "")
     times = ["-" if math.isnan(s) else f"{s * 1e6:,.0f}" for s in (row.comm, row.mm, row.wall, row.exposed)]
     return row.layer, row.what, chosen, str(row.calls), *times, "-" if math.isnan(row.wall) else f"{row.efficiency:.2f}"
+
+
+def _drift(row: Row) -> str:
+    """What is to be said where a way has become slower than off was."""
+    off = row.decision.tried.get("off", math.inf)
+    if not row.decision.settled or not row.wall > off:
+        return ""
+    return f"; now {row.wall * 1e3:.3g} ms, slower than off was: ad.overlap.retry(layer) tries anew"
 
 
 def _what(pattern: str) -> str:

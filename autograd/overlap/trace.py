@@ -46,10 +46,10 @@ class Operation:
     """One pass of a layer that has ended. Plain values: it can be pickled.
 
     owner    name of the layer's type; "" of a function that was called by itself
-    pattern  as the planner calls it; "" where nothing was planned
+    pattern  as `Decision` calls it; "" where nothing was decided
     start    seconds: of time.perf_counter() on the CPU, on a GPU from the begin of the trace's first operation
     wall     seconds from the caller's begin to where his stream has waited for all the others
-    decision the planner's, with its reason
+    decision by what, with its reason
     """
 
     owner: str
