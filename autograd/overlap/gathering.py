@@ -57,7 +57,7 @@ def gather(lanes: Lanes, work: Workspace, x: Tensor, cut: Cut, whole: Tensor | N
     lanes.comm.wait(lanes.begun)
     if cut.method == "ring":
         return _around_the_ring(lanes, work, x, cut, whole)
-    chunks = bounds(len(x), 1 if cut.method == "bulk" else cut.chunks)
+    chunks = bounds(len(x), cut.chunks)
     if len(chunks) == 1 and (whole is None or not work.window):
         return _at_once(lanes, work, x, whole)
     return _by_slices(lanes, work, x, chunks, whole)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -45,8 +46,14 @@ class Lane:
     def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
         """Issue work(*inputs, out=out), which allocates nothing that outlives it."""
         if self is not self.lanes.main:  # whose memory it is: it would use it anew before this lane has got there
-            self.lanes.hold((inputs, out))
-        self._issue(getattr(work, "__name__", "work"), inputs, (out,), lambda: work(*inputs, out=out))
+            self.lanes.kept.append((inputs, out))
+        self.issued += 1
+        if self.lanes.observers:
+            self.lanes.observed(
+                self, getattr(work, "__name__", "work"), inputs, out, partial(self._do, work, inputs, out)
+            )
+        else:
+            self._do(work, inputs, out)
 
     def record(self) -> Point:
         self.issued += 1
@@ -76,21 +83,8 @@ class Lane:
     def _wait(self, event: Any) -> None:
         raise NotImplementedError
 
-    def _do(self, work: Callable[[], object]) -> None:
+    def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
         raise NotImplementedError
-
-    def _issue(self, name: str, reads: Sequence[Any], writes: Sequence[Any], work: Callable[[], object]) -> None:
-        self.issued += 1
-        observers = self.lanes.observers
-        if not observers:
-            self._do(work)
-            return
-        timing = any(observer.timing for observer in observers)
-        begin = self.mark() if timing else None
-        self._do(work)
-        end = self.mark() if timing else None
-        for observer in observers:
-            observer.ran(self, name, reads, writes, begin, end)
 
 
 class CallerLane(Lane):
@@ -100,8 +94,8 @@ class CallerLane(Lane):
 
     blocked = 0.0
 
-    def _do(self, work: Callable[[], object]) -> None:
-        work()
+    def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
+        work(*inputs, out=out)
 
     def _record(self) -> Any:
         return None
@@ -124,8 +118,8 @@ class HostLane(Lane):
         super().__init__(name, lanes)
         self.stream = stream
 
-    def _do(self, work: Callable[[], object]) -> None:
-        self.stream.submit(_as_here(work))
+    def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
+        self.stream.submit(_as_here(partial(work, *inputs, out=out)))
 
     def _record(self) -> Any:
         return self.stream.record()
@@ -155,9 +149,9 @@ class _CudaLane(Lane):
         super().__init__(name, lanes)
         self.stream = stream
 
-    def _do(self, work: Callable[[], object]) -> None:
+    def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
         with torch.cuda.stream(self.stream):
-            work()
+            work(*inputs, out=out)
 
     def _record(self) -> Any:
         return self.stream.record_event(self.lanes.new_event())
@@ -172,8 +166,8 @@ class _CudaLane(Lane):
 class _MainLane(_CudaLane):
     """The caller's stream, which is current."""
 
-    def _do(self, work: Callable[[], object]) -> None:
-        work()
+    def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
+        work(*inputs, out=out)
 
     def _wait(self, event: Any) -> None:
         with waiting():
@@ -203,30 +197,24 @@ class Lanes:
                                                              # the caller's stream has waited for the others
 
     All memory is made on `main`, by the caller, and kept until the end: none of it is used anew while another lane
-    works on it. serial: all lanes are the caller's, one thing after the other, which is what overlap is compared with.
-    """
+    works on it.   kept: what was enqueued, until the caller has waited for it"""
 
     def __init__(
         self,
         comm: Communicator,
-        *,
         compute_streams: int = 1,
         priority: int = HIGH,
         config: CollConfig | None = None,
-        serial: bool = False,
+        owner: Any = None,
+        decision: Any = None,
     ) -> None:
         self.nccl, self.config = comm, config
         self.observers = tuple(observers)  # who hears the begin of an operation hears its end
-        self._kept: list[Any] = []
+        self.owner, self.decision = owner, decision  # for whom they work and what was decided, for observers
+        self.kept: list[Any] = []
         self._events: list[Any] = []
-        self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority, serial)
+        self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority)
         self._turn = 0
-        self.owner: Any = None
-        self.decision: Any = None
-
-    def describe(self, owner: Any, decision: Any) -> None:
-        """For whom they work and what was decided, for observers."""
-        self.owner, self.decision = owner, decision
 
     def __enter__(self) -> Lanes:
         self.begun = self.main.record()
@@ -245,7 +233,7 @@ class Lanes:
                 self.main.wait(lane.record())
         for observer in self.observers:
             observer.closed(self)
-        self._kept.clear()
+        self.kept.clear()
         _spare(self.nccl).extend(self._events)  # nobody waits for them any more
         self._events.clear()
 
@@ -258,8 +246,8 @@ class Lanes:
 
     def collective(self, name: str, send: Tensor, recv: Tensor, *args: Any) -> None:
         """comm.<name>(send, recv, *args) on the lane of communication."""
-        method, stream = getattr(self.nccl, name), self._handle()
-        self._launch(name, (send,), (recv,), lambda: method(send, recv, *args, stream=stream, config=self.config))
+        method = getattr(self.nccl, name)
+        self._launch(name, send, recv, partial(method, send, recv, *args, stream=self._handle(), config=self.config))
 
     def send_recv(self, send: Tensor, target: int, recv: Tensor, source: int) -> None:
         """One step of a ring."""
@@ -270,20 +258,23 @@ class Lanes:
                 self.nccl.send(send, target, stream=stream)
                 self.nccl.recv(recv, source, stream=stream)
 
-        self._launch("send_recv", (send,), (recv,), launch)
+        self._launch("send_recv", send, recv, launch)
 
-    def _launch(self, name: str, reads: Sequence[Any], writes: Sequence[Any], launch: Callable[[], Any]) -> None:
-        lane = self.comm
-        lane.issued += 1
-        if not self.observers:
+    def _launch(self, name: str, send: Tensor, recv: Tensor, launch: Callable[[], object]) -> None:
+        self.comm.issued += 1
+        if self.observers:
+            self.observed(self.comm, name, (send,), recv, launch)
+        else:
             launch()
-            return
+
+    def observed(self, lane: Lane, name: str, reads: Sequence[Any], out: Tensor, issue: Callable[[], object]) -> None:
+        """Issue something on a lane, and tell the observers."""
         timing = any(observer.timing for observer in self.observers)
         begin = lane.mark() if timing else None
-        launch()
+        issue()
         end = lane.mark() if timing else None
         for observer in self.observers:
-            observer.ran(lane, name, reads, writes, begin, end)
+            observer.ran(lane, name, reads, (out,), begin, end)
 
     def _handle(self) -> Any:
         """That of the lane of communication; whose buffers are kept here."""
@@ -295,8 +286,8 @@ class Lanes:
         return handle
 
     def hold(self, keep: Any) -> None:
-        """Keep what was enqueued until the caller has waited for it."""
-        self._kept.append(keep)
+        """As the owner of a stream's handle is asked to."""
+        self.kept.append(keep)
 
     def new_event(self) -> Any:
         """One of CUDA, of the communicator's device; of an operation that has ended, if there is one."""
@@ -305,18 +296,14 @@ class Lanes:
         return self._events[-1]
 
 
-def make_lanes(
-    lanes: Lanes, comm: Communicator, compute_streams: int, priority: int, serial: bool
-) -> tuple[Lane, Lane, list[Lane]]:
+def make_lanes(lanes: Lanes, comm: Communicator, compute_streams: int, priority: int) -> tuple[Lane, Lane, list[Lane]]:
     """(main, comm, those of matmuls)"""
     side: Any = side_stream(comm, priority)
     if comm.library.is_host:
         main: Lane = CallerLane("main", lanes)
-        return main, main if serial else HostLane("comm", lanes, side.stream), [main]
+        return main, HostLane("comm", lanes, side.stream), [main]
     current = torch.cuda.current_stream(side.device)
     main = _MainLane("main", lanes, current)
-    if serial:
-        return main, main, [main]
     computing: list[Lane] = [main]
     if compute_streams > 1:
         computing.append(_CudaLane("second", lanes, _second_stream(side.device, current)))

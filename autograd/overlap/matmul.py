@@ -7,8 +7,14 @@ from torch import Tensor
 
 
 def linear_rows(a: Tensor, w_t: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
-    """out = a @ w_t (+ bias).   a [q, rows, k], w_t [k, n], out [q, rows, n]: of q ranks, whose rows may lie apart."""
-    if len(a) == 1 or (_is_flat(a) and _is_flat(out)):
+    """out = a @ w_t (+ bias).   a [q, rows, k], w_t [k, n], out [q, rows, n]: of q ranks, whose rows may lie apart.
+
+    out may be of another type."""
+    if out.dtype is not a.dtype:
+        product = a.new_empty(out.shape)
+        linear_rows(a, w_t, bias, out=product)
+        out.copy_(product)
+    elif len(a) == 1 or (_is_flat(a) and _is_flat(out)):
         _linear(a.flatten(0, 1), w_t, bias, out.flatten(0, 1))
     elif a.is_cuda:  # one kernel, which takes stacks that lie apart as they are
         stack = w_t.expand(len(a), *w_t.shape)
@@ -33,16 +39,9 @@ def _is_flat(stack: Tensor) -> bool:
     return stack.stride(0) == stack.shape[1] * stack.stride(1)
 
 
-def linear_into(a: Tensor, w_t: Tensor, *, out: Tensor) -> None:
-    """linear_rows, for an `out` of another type."""
-    product = a.new_empty(out.shape)
-    linear_rows(a, w_t, out=product)
-    out.copy_(product)
-
-
 def linear_plus(a: Tensor, w_t: Tensor, more: Tensor, *, out: Tensor) -> None:
     """out = a @ w_t + more, all stacks."""
-    linear_into(a, w_t, out=out)
+    linear_rows(a, w_t, out=out)
     out.add_(more)
 
 

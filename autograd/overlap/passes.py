@@ -125,13 +125,13 @@ def opened(options: Options, decision: Decision, config: OverlapConfig, like: Te
     """The lanes of a pass that is decided to overlap."""
     workspace = options.workspace or workspace_of(options.comm)
     comm, limit = limited(workspace.carrier or options.comm, config, decision.method)
-    lanes = Lanes(comm, compute_streams=decision.compute_streams, priority=config.priority, config=limit)
-    lanes.describe(options.owner, decision)
+    streams = decision.compute_streams
+    lanes = Lanes(comm, streams, config.priority, limit, options.owner, decision)
     cut = Cut(decision.method, decision.chunks, config.aggregate)
     with workspace.lent(like) as work, lanes:
         if observers and options.workspace is not None:
             said = "in symmetric windows" if work.window and cut.method != "ring" else "not in symmetric windows"
-            lanes.describe(options.owner, replace(decision, reason=f"{decision.reason}; {said}"))
+            lanes.decision = replace(decision, reason=f"{decision.reason}; {said}")
         if work.broken_off:
             lanes.main.wait(lanes.comm.record())
         yield Pass(lanes, work, cut)

@@ -33,8 +33,7 @@ from ..wire import Dtype
 from . import unfused
 from .config import Overlap, OverlapConfig, as_config
 from .gathering import from_window, gather, keep
-from .lanes import Lane
-from .matmul import add, add_sum_rows, linear_into, linear_plus, linear_rows, sum_rows
+from .matmul import add, add_sum_rows, linear_rows, sum_rows
 from .passes import (
     Grads,
     Options,
@@ -206,12 +205,6 @@ def _column_backward(
                 lanes.collective("all_gather", from_window(lanes, work, own, whole), whole)
                 arrived = lanes.comm.record()
 
-        def multiply(lane: Lane, ranks: slice, at: slice, into: Tensor) -> None:
-            if more is not None:
-                lane.run(linear_plus, g[ranks, at], w, more[ranks, at], out=into)
-            else:
-                lane.run(linear_rows if into.dtype is g.dtype else linear_into, g[ranks, at], w, out=into)
-
         def weight_and_bias() -> None:
             if db is not None:
                 lanes.main.run(sum_rows, g, out=db)
@@ -220,8 +213,8 @@ def _column_backward(
                     lanes.main.wait(arrived)
                 grad.add(lanes, g, whole.reshape(size, -1, w.shape[1]))
 
-        sums = Sums(lanes, work, dx, options.reduce_dtype or dx.dtype)
-        reduce_scatter(sums, cut, multiply, weight_and_bias, gather_anew)
+        sums = Sums(lanes, work, g, w, dx, options.reduce_dtype or dx.dtype, more)
+        reduce_scatter(sums, cut, weight_and_bias, gather_anew)
     return dx.view(ctx.shape), grad.result(), db
 
 
@@ -275,11 +268,7 @@ class MatmulReduceScatter(Function):
             a = flat_rows(x).unflatten(0, (size, -1))
             y = a.new_empty(a.shape[1], w.shape[0])
             with opened(options, decision, options.config, a) as (lanes, work, cut):
-
-                def multiply(lane: Lane, ranks: slice, at: slice, into: Tensor) -> None:
-                    lane.run(linear_rows if into.dtype is a.dtype else linear_into, a[ranks, at], w.t(), out=into)
-
-                reduce_scatter(Sums(lanes, work, y, options.reduce_dtype or y.dtype), cut, multiply)
+                reduce_scatter(Sums(lanes, work, a, w.t(), y, options.reduce_dtype or y.dtype), cut)
             if bias is not None:
                 y.add_(bias)
             y = reshaped(y, (x.shape[0] // size, *x.shape[1:-1], w.shape[0]))  # no view: it may be changed in place
@@ -424,9 +413,6 @@ class MatmulAllReduce(Function):
         a = flat_rows(x)
         y = a.new_empty(len(a), w.shape[0])
 
-        def multiply(lane: Lane, _: slice, at: slice, into: Tensor) -> None:
-            lane.run(linear_rows if into.dtype is a.dtype else linear_into, a[at][None], w.t(), out=into)
-
         with ExitStack() as stack:
             lanes, work, cut = stack.enter_context(opened(options, decision, options.config, a))
 
@@ -436,7 +422,7 @@ class MatmulAllReduce(Function):
                 if flight is not None:
                     flight.depart(lanes, at)
 
-            all_reduce(Sums(lanes, work, y, options.reduce_dtype or y.dtype), cut, multiply, there)
+            all_reduce(Sums(lanes, work, a[None], w.t(), y, options.reduce_dtype or y.dtype), cut, there)
             if flight is not None:
                 flight.take(lanes, stack.pop_all())
         ctx.has_bias = bias is not None
@@ -533,11 +519,7 @@ def _copy_backward(ctx: Any, gy: Tensor, x: Tensor, w: Tensor, decision: Decisio
     grad = WeightGrad(options, w, ctx.needs_input_grad[1])
     db = g.new_empty(w.shape[0]) if _wants_bias(ctx) else None
     with opened(options, decision, config, g) as (lanes, work, cut):
-
-        def multiply(lane: Lane, _: slice, at: slice, into: Tensor) -> None:
-            lane.run(linear_rows if into.dtype is g.dtype else linear_into, g[at][None], w, out=into)
-
-        all_reduce(Sums(lanes, work, dx, options.reduce_dtype or dx.dtype), cut, multiply, lambda at: None)
+        all_reduce(Sums(lanes, work, g[None], w, dx, options.reduce_dtype or dx.dtype), cut)
         if db is not None:
             lanes.main.run(sum_rows, g, out=db)
         grad.add(lanes, g[None], flat_rows(x)[None])

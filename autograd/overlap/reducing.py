@@ -1,8 +1,6 @@
 """Partial products, summed over the ranks as they are made: by slices, around the ring, by exchange, or all at once.
 
 N ranks, this rank r. The whole are N*m rows (reduce-scatter: rank r keeps its m) or any number of rows M (all-reduce).
-`multiply(lane, rows, into)` issues on a lane the matmul that makes this rank's partial product of some rows: `rows` is
-(ranks, at) of the whole as [N, m, ..], or a slice of [M, ..]; into [q, n, ..] in the type that the sums travel in.
 """
 
 from __future__ import annotations
@@ -16,21 +14,38 @@ from torch import Tensor
 
 from .gathering import Cut, bounds
 from .lanes import Lane, Lanes, Point
-from .matmul import add, copy, sum_in_order
+from .matmul import add, copy, linear_plus, linear_rows, sum_in_order
 from .workspace import Workspace
-
-Multiply = Callable[[Lane, slice, slice, Tensor], None]
 
 
 class Sums(NamedTuple):
-    """Where sums are made, and in what type they travel.
+    """out = sum over the ranks of a @ w_t + more.
 
-    out  [m, n] of a reduce-scatter, [M, n] of an all-reduce"""
+    a      [N, m, k] of a reduce-scatter, [1, M, k] of an all-reduce; more [.., n] alike, or None
+    w_t    [k, n]
+    out    [m, n] of a reduce-scatter, [M, n] of an all-reduce
+    dtype  in which the sums travel"""
 
     lanes: Lanes
     work: Workspace
+    a: Tensor
+    w_t: Tensor
     out: Tensor
     dtype: torch.dtype
+    more: Tensor | None = None
+
+    def multiply(self, lane: Lane, ranks: slice, at: slice, into: Tensor) -> None:
+        """Make this rank's partial product of some rows.   into [q, n, ..]"""
+        if self.more is None:
+            lane.run(linear_rows, self.a[ranks, at], self.w_t, out=into)
+        else:
+            lane.run(linear_plus, self.a[ranks, at], self.w_t, self.more[ranks, at], out=into)
+
+    def send(self, at: slice, into: Tensor) -> None:
+        """Make it of a slice of all ranks' rows; the lane of communication then waits for it."""
+        lane = self.lanes.compute()
+        self.multiply(lane, slice(0, len(self.a)), at, into)
+        self.lanes.comm.wait(lane.record())
 
     @property
     def converts(self) -> bool:
@@ -50,27 +65,20 @@ def nothing() -> None:
 
 
 def reduce_scatter(
-    sums: Sums,
-    cut: Cut,
-    multiply: Multiply,
-    meanwhile: Callable[[], None] = nothing,
-    begin: Callable[[], None] = nothing,
+    sums: Sums, cut: Cut, meanwhile: Callable[[], None] = nothing, begin: Callable[[], None] = nothing
 ) -> None:
-    """out = (sum over ranks of the partial products) [rows of this rank], when the lanes have been joined.
+    """The sums of this rank's rows, when the lanes have been joined.
 
     meanwhile()  issues other work of the caller's, which hides the last of the sums
     begin()      launches what is to travel before the sums; all buffers are there"""
     if cut.method == "ring":
-        _scatter_around_the_ring(sums, multiply, meanwhile, begin)
+        _scatter_around_the_ring(sums, meanwhile, begin)
     else:
-        chunks = bounds(len(sums.out), 1 if cut.method == "bulk" else cut.chunks)
-        _scatter_by_slices(sums, chunks, multiply, cut.method == "exchange", begin)
+        _scatter_by_slices(sums, bounds(len(sums.out), cut.chunks), cut.method == "exchange", begin)
         meanwhile()
 
 
-def _scatter_by_slices(
-    sums: Sums, chunks: list[slice], multiply: Multiply, exchange: bool, begin: Callable[[], None]
-) -> None:
+def _scatter_by_slices(sums: Sums, chunks: list[slice], exchange: bool, begin: Callable[[], None]) -> None:
     """Each slice is cut out of every rank's rows, so that all ranks' sums of it can begin."""
     lanes, size = sums.lanes, sums.lanes.nccl.size
     partial = sums.buffer("partial", size * len(sums.out))
@@ -81,9 +89,7 @@ def _scatter_by_slices(
     for at in chunks:
         here = slice(size * at.start, size * at.stop)
         sent = partial[here].unflatten(0, (size, -1))
-        lane = lanes.compute()
-        multiply(lane, slice(0, size), at, sent)
-        lanes.comm.wait(lane.record())
+        sums.send(at, sent)
         if exchange:
             parts = received[here].unflatten(0, (size, -1))
             lanes.collective("all_to_all", sent, parts)
@@ -95,9 +101,7 @@ def _scatter_by_slices(
                 lanes.comm.run(copy, summed, out=sums.out[at])
 
 
-def _scatter_around_the_ring(
-    sums: Sums, multiply: Multiply, meanwhile: Callable[[], None], begin: Callable[[], None]
-) -> None:
+def _scatter_around_the_ring(sums: Sums, meanwhile: Callable[[], None], begin: Callable[[], None]) -> None:
     """Step i makes the partial product for rank r-1-i, adds what the rank before has summed for it, and passes it on.
 
     The own rows come last. Two buffers take turns: one is sent while the next is made."""
@@ -113,7 +117,7 @@ def _scatter_around_the_ring(
         target = (rank - 1 - step) % size
         last = step == size - 1
         into = total if last else made[step % 2]
-        multiply(main, slice(target, target + 1), whole, into[None])
+        sums.multiply(main, slice(target, target + 1), whole, into[None])
         if last:
             meanwhile()
         if arrived is not None:
@@ -127,31 +131,29 @@ def _scatter_around_the_ring(
             main.run(copy, into, out=sums.out)
 
 
-def all_reduce(sums: Sums, cut: Cut, multiply: Multiply, there: Callable[[slice], None]) -> None:
-    """out = sum over ranks of the partial products, when the lanes have been joined.
+def all_reduce(sums: Sums, cut: Cut, there: Callable[[slice], None] = lambda at: None) -> None:
+    """The sums of all rows, when the lanes have been joined.
 
     there(rows)  called when all that makes some rows of `out` was issued on the lane of communication"""
     if cut.method == "ring":
-        _reduce_around_the_ring(sums, multiply)
+        _reduce_around_the_ring(sums)
         there(slice(0, len(sums.out)))
         return
-    chunks = bounds(len(sums.out), 1 if cut.method == "bulk" else cut.chunks)
+    chunks = bounds(len(sums.out), cut.chunks)
     if cut.method == "exchange":
-        _reduce_by_exchange(sums, chunks, multiply, there)
+        _reduce_by_exchange(sums, chunks, there)
         return
     lanes, window = sums.lanes, sums.work.window
     total = sums.buffer("partial", len(sums.out)) if window else sums.total()
     for at in chunks:
-        lane = lanes.compute()
-        multiply(lane, slice(0, 1), at, total[at][None])
-        lanes.comm.wait(lane.record())
+        sums.send(at, total[at][None])
         lanes.collective("all_reduce", total[at], total[at])
         if window or sums.converts:
             lanes.comm.run(copy, total[at], out=sums.out[at])
         there(at)
 
 
-def _reduce_by_exchange(sums: Sums, chunks: list[slice], multiply: Multiply, there: Callable[[slice], None]) -> None:
+def _reduce_by_exchange(sums: Sums, chunks: list[slice], there: Callable[[slice], None]) -> None:
     """Each rank sums its share of a slice, and gives it to the others. Shares are of equal size: the last may have rows
     that nobody has made and nobody reads."""
     lanes, size = sums.lanes, sums.lanes.nccl.size
@@ -166,9 +168,7 @@ def _reduce_by_exchange(sums: Sums, chunks: list[slice], multiply: Multiply, the
     for at, share in zip(chunks, shares, strict=True):
         here, rows = slice(size * done, size * (done + share)), at.stop - at.start
         sent, parts = partial[here], received[here].unflatten(0, (size, -1))
-        lane = lanes.compute()
-        multiply(lane, slice(0, 1), at, sent[:rows][None])
-        lanes.comm.wait(lane.record())
+        sums.send(at, sent[:rows][None])
         lanes.collective("all_to_all", sent, parts)
         mine = own[done : done + share]
         lanes.comm.run(sum_in_order, parts, out=mine)
@@ -182,7 +182,7 @@ def _reduce_by_exchange(sums: Sums, chunks: list[slice], multiply: Multiply, the
         done += share
 
 
-def _reduce_around_the_ring(sums: Sums, multiply: Multiply) -> None:
+def _reduce_around_the_ring(sums: Sums) -> None:
     """The reduce-scatter around the ring, and the sums around it once more. Blocks of rows may differ by a row."""
     lanes, rank, size = sums.lanes, sums.lanes.nccl.rank, sums.lanes.nccl.size
     main, total = lanes.main, sums.total()
@@ -191,7 +191,7 @@ def _reduce_around_the_ring(sums: Sums, multiply: Multiply) -> None:
     arrived: Point | None = None
     for step in range(size):
         at, after = blocks[(rank - 1 - step) % size], blocks[(rank - 2 - step) % size]
-        multiply(main, slice(0, 1), at, total[at][None])
+        sums.multiply(main, slice(0, 1), at, total[at][None])
         if arrived is not None:
             main.wait(arrived)
             main.run(add, received[: at.stop - at.start], total[at], out=total[at])

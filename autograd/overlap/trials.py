@@ -92,7 +92,7 @@ class Decision:
     compute_streams: int
     reason: str
     settled: bool = True
-    tried: Mapping[str, float] = field(default_factory=dict)
+    tried: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def way(self) -> str:
@@ -285,7 +285,7 @@ def _home(comm: Communicator, owner: Any) -> _Passes:
 
 def _known(comm: Communicator, home: _Passes, asked: Asked) -> Decision | Trial:
     found = home.known.get(asked)
-    if isinstance(found, Decision) and not comm.checking:
+    if found is not None and not comm.checking and (isinstance(found, Decision) or not _captures(comm)):
         return found
     ways, reason = _ways(comm, asked)
     if _captures(comm):

@@ -43,14 +43,12 @@ class _Streams:
         return DeferredLane(name, lanes, made[name])
 
     def make(
-        self, lanes: Lanes, comm: Communicator, compute_streams: int, priority: int, serial: bool
+        self, lanes: Lanes, comm: Communicator, compute_streams: int, priority: int
     ) -> tuple[Lane, Lane, list[Lane]]:
         """In place of `make_lanes`."""
         if not comm.library.is_host:
-            return make_lanes(lanes, comm, compute_streams, priority, serial)
+            return make_lanes(lanes, comm, compute_streams, priority)
         main = self.lane("main", lanes, comm)
-        if serial:
-            return main, main, [main]
         second = [self.lane("second", lanes, comm)] if compute_streams > 1 else []
         return main, DeferredLane("comm", lanes, side_stream(comm, priority).handle(lanes)), [main, *second]
 
