@@ -12,8 +12,8 @@ after the other, beginning with another one each time, from a moment at which al
     comm, mm            its collectives alone, and its matmuls alone by torch
 
 All have to give the results of "off" before they are timed. A ratio is the median of the rounds' ratios. The efficiency
-of "auto" is (T_off - T) / min(T_comm, T_mm), likewise. A case has so many rounds as fit into 4 seconds, 5 at least and
---rounds at most; calls of less than 10 ms are repeated in each, 5 times at most.
+of "auto" is (T_off - T) / min(T_comm, T_mm), likewise. A case has so many rounds as fit into 3 seconds, 4 at least and
+--rounds at most; in each, calls that are short are repeated for about 20 ms, 5 times at most.
 
 On a CPU communication takes the time of a modelled link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case
 such that T_comm is --balance times T_mm, or of none. On GPUs there is none, times are those of CUDA events, and the
@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +57,7 @@ BY_HAND = {"off": OverlapConfig("off"), "bulk": OverlapConfig("bulk")}
 BY_HAND |= {f"slices {chunks}": OverlapConfig("slices", chunks=chunks) for chunks in (2, 4, 8)}
 BY_HAND |= {"ring": OverlapConfig("ring")}
 WARM = 30  # calls in which "auto" has to decide
-LEAST_ROUNDS, SECONDS, BATCH_SECONDS, MOST_CALLS = 5, 4.0, 0.01, 5
+LEAST_ROUNDS, SECONDS, BATCH_SECONDS, MOST_CALLS = 4, 3.0, 0.02, 5
 Row = dict[str, Any]
 Step = Callable[[], tuple[Tensor, ...]]
 
@@ -116,7 +115,7 @@ class _Measured:
 
     def row(self) -> Row:
         case, options = self.case, self.options
-        t_mm = statistics.median(rounds_of(options.device, {"mm": self.matmuls}, 5)["mm"])
+        t_mm = _undisturbed(options.device, self.matmuls)
         link = options.link(case.balance, 2 if self.backward else 1, case.rows, t_mm)
         with linked(options.device, link) as comm:
             auto = self._layer(comm, "auto")
@@ -182,6 +181,16 @@ class _Measured:
         return call
 
 
+def _undisturbed(device: str, call: Callable[[], Any]) -> float:
+    """Seconds of a call: the best of three, once the best of the next three is within 5% of it."""
+    found = 0.0
+    for _ in range(10):
+        before, found = found, min(measure(device, call) for _ in range(3))
+        if abs(found - before) <= 0.05 * found:
+            break
+    return found
+
+
 def settled(step: Step, layers: Sequence[nn.Module]) -> int:
     """After how many calls "auto" has decided for good, on all ranks; one more than WARM if not in those."""
     for number in range(1, WARM + 1):
@@ -202,7 +211,7 @@ def check_equal(what: str, steps: Mapping[str, Step]) -> None:
 
 
 def _timed(calls: Mapping[str, Callable[[], Any]], options: Options) -> dict[str, list[float]]:
-    """In so many rounds, of so many calls each, as their time allows."""
+    """In so many rounds, of so many calls each, as their time allows. All ways have run before."""
     one = slowest(min(measure(options.device, calls["off"]) for _ in range(3)))
     batch = max(1, min(MOST_CALLS, round(BATCH_SECONDS / one)))
     rounds = max(LEAST_ROUNDS, int(SECONDS / (len(calls) * batch * one)))
@@ -214,14 +223,14 @@ def _mlp(options: Options) -> Row:
     rows, device = options.mlp, here(options.device)
     mlp = Mlp(rows, options.width, options.hidden, options.ranks, device, options.dtype)
     x, w = (torch.randn(size, options.width).to(mlp.x) for size in (rows, options.hidden // options.ranks))
-    t_mm = 6 * statistics.median(rounds_of(options.device, {"mm": lambda: x @ w.t()}, 5)["mm"])
+    t_mm = 6 * _undisturbed(options.device, lambda: x @ w.t())
     link = options.link(None if options.device == "cuda" else 1.0, 4, rows, t_mm)
     with linked(options.device, link) as comm:
         models = {name: mlp.ours(comm, name) for name in ("off", "auto")}
         calls: dict[str, Step] = {name: mlp.step(model) for name, model in models.items()}
         settled(calls["auto"], [models["auto"][0], models["auto"][2]])
         theirs = calls["DTensor"] = mlp.step(mlp.dtensor())
-        modelled, counted = ModelledLink(link), {}
+        modelled = ModelledLink(link)
         if link:
 
             def over_link() -> tuple[Tensor, ...]:

@@ -154,16 +154,13 @@ def measure(device: str, call: Call, batch: int = 1) -> float:
 
 
 def rounds_of(device: str, calls: Mapping[str, Call], rounds: int, batch: int = 1) -> dict[str, list[float]]:
-    """Seconds per call, one number per round: in each, all of them in turn, beginning with another one every time. One
-    round more goes before them, to warm up."""
+    """Seconds per call, one number per round: in each, all of them in turn, beginning with another one every time."""
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
+    for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            seconds = measure(device, calls[name], batch)
-            if number:
-                times[name].append(seconds)
+            times[name].append(measure(device, calls[name], batch))
     return times
 
 

@@ -7,10 +7,12 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import pynccl_autograd as ad
 from pynccl.host.link import parse
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -153,6 +155,18 @@ def test_a_bound_names_its_worst_case() -> None:
 
 def test_a_bound_without_a_case_says_so() -> None:
     assert [bound["case"] for bound in bounds([case(rows=64)])][2:4] == [None, None]
+
+
+@pytest.mark.parametrize(("after", "calls"), [((1, 1), 1), ((2, 7), 7), ((30, 1), 30), ((1, 99), 31)])
+def test_a_step_is_decided_when_all_its_passes_are(
+    after: tuple[int, int], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[None] = []
+    monkeypatch.setattr(bench_overlap, "slowest", float)
+    monkeypatch.setattr(
+        ad.overlap, "decisions", lambda number: [SimpleNamespace(settled=len(done) >= number)], raising=False
+    )
+    assert bench_overlap.settled(lambda: done.append(None), after) == calls
 
 
 @pytest.mark.parametrize("check", [[], ["--check"]])
