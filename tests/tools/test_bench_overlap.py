@@ -161,12 +161,17 @@ def test_a_bound_without_a_case_says_so() -> None:
 def test_a_step_is_decided_when_all_its_passes_are(
     after: tuple[int, int], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[None] = []
+    done: list[int] = []
+
+    def step() -> tuple[Any, ...]:
+        done.append(1)
+        return ()
+
     monkeypatch.setattr(bench_overlap, "slowest", float)
     monkeypatch.setattr(
         ad.overlap, "decisions", lambda number: [SimpleNamespace(settled=len(done) >= number)], raising=False
     )
-    assert bench_overlap.settled(lambda: done.append(None), after) == calls
+    assert bench_overlap.settled(step, after) == calls
 
 
 @pytest.mark.parametrize("check", [[], ["--check"]])
