@@ -48,8 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from bench_overlap_ranks import link_text, linked, measure, run_ranks
-from bench_overlap_report import surroundings
+from bench_ranks import link_text, linked, measure, run_ranks, surroundings
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

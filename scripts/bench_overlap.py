@@ -1,37 +1,32 @@
-"""How much of its communication a tensor-parallel layer hides behind its matmuls, pass by pass, and beside DTensor.
+"""What overlap="auto" makes of tensor-parallel layers, beside every way chosen by hand, and beside DTensor.
 
-Every rank is a process with one torch thread. For each pass of a layer, all of these are measured in every round, one
+A case is a layer, its forward pass alone or with the backward pass, and a number of rows of all ranks. "column" is
+[width -> hidden] cut by its outputs, "row" [hidden -> width] cut by its inputs, both without biases and with
+sequence_parallel=True. Every rank is a process with one torch thread. In every round all of these are measured, one
 after the other, beginning with another one each time, from a moment at which all ranks begin; the slowest rank counts:
 
-    T_comm, T_mm   its collectives and its matmuls, each alone and uncut, by the layer's own code
-    T_seq          both on one stream, uncut, by the layer's own code
-    off            both by overlap="off", which is a matmul and a collective without any of that code
-    T              overlapped: as the planner decides ("auto"), and in the ways that --methods and --chunks name
-    one stream     the schedule of "auto" (if that is none of slices, of the first of --chunks) on one stream
-    apart          the same with its streams and events, but sums wait for the last matmul, matmuls for all gathers
-    torch          the same layer of torch.distributed's functional collectives, one after the other, over gloo
+    off                 the collective and the matmul one after the other
+    plain               F.linear and all_gather or reduce_scatter of pynccl_autograd, without a layer
+    bulk, slices 2, 4, 8, ring    chosen by hand, for both passes
+    auto                once it has decided; at most 30 calls go before
+    comm, mm            its collectives alone, and its matmuls alone by torch
 
-efficiency is (T_seq - T) / min(T_comm, T_mm), the median of that of each round; times are medians over rounds. exposed
-is T - T_mm; tax what cutting costs the matmuls, T_mm(k) - T_mm; "model" the efficiency that the planner's simulation
-of the schedule comes to with T_comm and T_mm as measured and slices that cost nothing: what the schedule allows. Of
-both controls the efficiency has to be about 0. All ways are compared with each other before they are timed.
-column_backward_regather gathers x once more for the weight's gradient, which the rows "off" and "torch" do not: they
-have kept it, and move half as much.
+All have to give the results of "off" before they are timed. A ratio is the median of the rounds' ratios. The efficiency
+of "auto" is (T_off - T) / min(T_comm, T_mm), likewise. A case has so many rounds as fit into 3 seconds, 4 at least and
+--rounds at most; in each, calls that are short are repeated for about 20 ms, 5 times at most.
 
-On a CPU communication takes the time of a modelled link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each pass
-such that T_comm is --balance times T_mm. torch's collectives run over gloo; "torch, link" and "DTensor, link" give each
-the same modelled time: it is reserved on a FIFO link when the collective is launched, and whoever waits for it sleeps
-until that is over, if gloo was faster. The rows without "link" are plain gloo. On GPUs nothing is modelled, torch's
-collectives are NCCL's, and times are those of CUDA events on the caller's stream.
+On a CPU communication takes the time of a modelled link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case
+such that T_comm is --balance times T_mm, or of none. On GPUs there is none, times are those of CUDA events, and the
+type is bfloat16.
 
-The MLP is two linear layers without biases and a ReLU, forward and backward, with its input and output cut by rows;
-DTensor's has the same weights (ColwiseParallel, RowwiseParallel with Shard(0)). Small shapes are those of which nothing
-can be hidden: "auto" has to decline, and to cost nothing; on a CPU without a modelled link, where that shows most.
+The MLP is both layers with a ReLU between them, forward and backward, at T_comm = T_mm; DTensor's has the same weights.
+torch's collectives run over gloo on a CPU: "DTensor, link" gives each its time on the modelled link, during which torch
+may compute; "DTensor" is plain gloo.
 
 examples:
-  python scripts/bench_overlap.py --pattern small --tokens 64 --width 64 --hidden 128 --rounds 3
-  python scripts/bench_overlap.py --json out/overlap.json --markdown  # long
-  python scripts/bench_overlap.py --ranks 4 --chunks 2 4 8 --methods slices exchange --check  # long
+  python scripts/bench_overlap.py --rows 16 --balance 1 none --width 8 --hidden 12 --rounds 3 --mlp 16
+  python scripts/bench_overlap.py --markdown --json out/overlap.json  # long
+  python scripts/bench_overlap.py --rows 64 --layer column --passes forward --rounds 99 --check  # long
 """
 
 from __future__ import annotations
@@ -39,84 +34,278 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench_overlap_cases import BY_NAME
-from bench_overlap_ranks import run_ranks
-from bench_overlap_report import bounds, markdown, surroundings, table
-from bench_overlap_run import MLP, SMALL, Options, run
+import torch
+import torch.nn.functional as F
+from bench_overlap_report import bounds, figures, markdown, table
+from bench_overlap_torch import Mlp, ModelledLink
+from bench_ranks import here, link_for, linked, measure, rounds_of, run_ranks, slowest, surroundings
+from torch import Tensor, nn
 
+import pynccl_autograd as ad
+from pynccl import Communicator
 from pynccl.bindings.library import gpu_count
-from pynccl.host.link import parse
-from pynccl.tools import command
+from pynccl.tools import command, progress
+from pynccl_autograd import OverlapConfig
 
-METHODS = ("slices", "exchange", "ring", "bulk")
-SECTIONS = (*BY_NAME, MLP, SMALL)
-_SECTIONS = f"all of {', '.join(SECTIONS)} unless named"
+BY_HAND = {"off": OverlapConfig("off"), "bulk": OverlapConfig("bulk")}
+BY_HAND |= {f"slices {chunks}": OverlapConfig("slices", chunks=chunks) for chunks in (2, 4, 8)}
+BY_HAND |= {"ring": OverlapConfig("ring")}
+WARM = 30  # calls in which "auto" has to decide
+LEAST_ROUNDS, SECONDS, BATCH_SECONDS, MOST_CALLS = 4, 3.0, 0.02, 5
+Row = dict[str, Any]
+Step = Callable[[], tuple[Tensor, ...]]
+
+
+class Case(NamedTuple):
+    """balance: T_comm / T_mm; None without a modelled link"""
+
+    layer: str
+    passes: str
+    rows: int
+    balance: float | None
+
+
+class Options(NamedTuple):
+    ranks: int
+    device: str
+    cases: tuple[Case, ...]
+    rounds: int
+    width: int
+    hidden: int
+    mlp: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    def link(self, balance: float | None, moves: int, rows: int, t_mm: float) -> str:
+        """On which so many collectives of a tensor [rows, width] take `balance` times as long as the matmuls."""
+        if balance is None:
+            return ""
+        nbytes = moves * (self.ranks - 1) / self.ranks * rows * self.width * self.dtype.itemsize
+        return link_for(balance * t_mm, moves * (self.ranks - 1), nbytes)
+
+
+def run(rank: int, options: Options) -> Row:
+    """All that was asked for, on one rank."""
+    cases = progress.over(options.cases, "measuring", "case", own=rank == 0)
+    rows = [_Measured(case, rank, options).row() for case in cases]
+    return {"cases": rows, "mlp": _mlp(options) if options.mlp else None}
+
+
+class _Measured:
+    """The measurement of one case."""
+
+    def __init__(self, case: Case, rank: int, options: Options) -> None:
+        self.case, self.options, self.device = case, options, here(options.device)
+        self.column, self.backward = case.layer == "column", case.passes == "backward"
+        self.part, inner = case.rows // options.ranks, options.hidden // options.ranks
+        n, k = (inner, options.width) if self.column else (options.width, inner)
+        torch.manual_seed(1 + rank)
+        self.x = self._normal(self.part if self.column else case.rows, k).requires_grad_(self.backward)
+        self.gy = self._normal(case.rows if self.column else self.part, n)
+        self.weight = nn.Parameter(self._normal(n, k) * k**-0.5)
+        self.whole, self.g_whole = self._normal(case.rows, k), self._normal(case.rows, n)
+
+    def row(self) -> Row:
+        case, options = self.case, self.options
+        t_mm = _undisturbed(options.device, self.matmuls)
+        link = options.link(case.balance, 2 if self.backward else 1, case.rows, t_mm)
+        with linked(options.device, link) as comm:
+            auto = self._layer(comm, "auto")
+            steps: dict[str, Step] = {name: self._step(self._layer(comm, way)) for name, way in BY_HAND.items()}
+            steps |= {"plain": self._step(self._plain(comm)), "auto": self._step(auto)}
+            calls = settled(steps["auto"], [auto])
+            check_equal(f"{case.layer}, {case.passes}, {case.rows} rows", steps)
+            times = _timed({**steps, "comm": self._collectives(comm), "mm": self.matmuls}, options)
+            decisions = {
+                one.pattern: {"way": one.way, "reason": one.reason, "settled": one.settled, "tried": dict(one.tried)}
+                for one in ad.overlap.decisions(auto)
+            }
+        return {**case._asdict(), "link": link, "calls": calls, "decisions": decisions, "times": times}
+
+    def _normal(self, *size: int) -> Tensor:
+        return torch.randn(*size).to(self.device, self.options.dtype)
+
+    def _layer(self, comm: Communicator, overlap: Any) -> nn.Module:
+        kind: Any = ad.ColumnParallelLinear if self.column else ad.RowParallelLinear
+        width, hidden = self.options.width, self.options.hidden
+        sizes = (width, hidden) if self.column else (hidden, width)
+        like = {"device": self.device, "dtype": self.options.dtype}
+        layer: nn.Module = kind(*sizes, comm, bias=False, sequence_parallel=True, overlap=overlap, **like)
+        layer.weight = self.weight
+        return layer
+
+    def _plain(self, comm: Communicator) -> Callable[[Tensor], Tensor]:
+        if self.column:
+            return lambda x: F.linear(ad.all_gather(x, comm, grad="sum"), self.weight)
+        return lambda x: ad.reduce_scatter(F.linear(x, self.weight), comm)
+
+    def _step(self, layer: Callable[[Tensor], Tensor]) -> Step:
+        def forward() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return (layer(self.x),)
+
+        def both() -> tuple[Tensor, ...]:
+            y = layer(self.x)
+            return y.detach(), *torch.autograd.grad(y, (self.x, self.weight), self.gy)
+
+        return both if self.backward else forward
+
+    def matmuls(self) -> None:
+        with torch.no_grad():
+            self.whole @ self.weight.t()
+            if self.backward:
+                self.g_whole @ self.weight
+                self.g_whole.t() @ self.whole
+
+    def _collectives(self, comm: Communicator) -> Callable[[], None]:
+        """Those of the case, of tensors of their own."""
+        parts, wholes = (
+            [self._normal(rows, self.options.width) for _ in range(2)] for rows in (self.part, self.case.rows)
+        )
+        gathers, scatters = self.column or self.backward, not self.column or self.backward
+
+        def call() -> None:
+            if gathers:
+                comm.all_gather(parts[0], wholes[0])
+            if scatters:
+                comm.reduce_scatter(wholes[1], parts[1])
+
+        return call
+
+
+def _undisturbed(device: str, call: Callable[[], Any]) -> float:
+    """Seconds of a call: the best of three, once the best of the next three is within 5% of it."""
+    found = 0.0
+    for _ in range(10):
+        before, found = found, min(measure(device, call) for _ in range(3))
+        if abs(found - before) <= 0.05 * found:
+            break
+    return found
+
+
+def settled(step: Step, layers: Sequence[nn.Module]) -> int:
+    """After how many calls "auto" has decided for good, on all ranks; one more than WARM if not in those."""
+    for number in range(1, WARM + 1):
+        step()
+        if not slowest(not all(one.settled for layer in layers for one in ad.overlap.decisions(layer))):
+            return number
+    return WARM + 1
+
+
+def check_equal(what: str, steps: Mapping[str, Step]) -> None:
+    """Every way computes the same. AssertionError with its name."""
+    expected = [one.clone() for one in steps["off"]()]
+    for name, step in steps.items():
+        for one, found in zip(expected, step(), strict=True):
+            tolerance = 1e-3 if one.dtype is torch.float32 else 5e-2
+            near, says = tolerance * float(one.abs().max()), f"{what}: the results of {name} are not those of off"
+            torch.testing.assert_close(found, one, rtol=tolerance, atol=near, msg=says)
+
+
+def _timed(calls: Mapping[str, Callable[[], Any]], options: Options) -> dict[str, list[float]]:
+    """In so many rounds, of so many calls each, as their time allows. All ways have run before."""
+    one = slowest(min(measure(options.device, calls["off"]) for _ in range(3)))
+    batch = max(1, min(MOST_CALLS, round(BATCH_SECONDS / one)))
+    rounds = max(LEAST_ROUNDS, int(SECONDS / (len(calls) * batch * one)))
+    return rounds_of(options.device, calls, min(rounds, options.rounds), batch)
+
+
+def _mlp(options: Options) -> Row:
+    """An MLP's step, forward and backward: six matmuls, four collectives."""
+    rows, device = options.mlp, here(options.device)
+    mlp = Mlp(rows, options.width, options.hidden, options.ranks, device, options.dtype)
+    x, w = (torch.randn(size, options.width).to(mlp.x) for size in (rows, options.hidden // options.ranks))
+    t_mm = 6 * _undisturbed(options.device, lambda: x @ w.t())
+    link = options.link(None if options.device == "cuda" else 1.0, 4, rows, t_mm)
+    with linked(options.device, link) as comm:
+        models = {name: mlp.ours(comm, name) for name in ("off", "auto")}
+        calls: dict[str, Step] = {name: mlp.step(model) for name, model in models.items()}
+        settled(calls["auto"], [models["auto"][0], models["auto"][2]])
+        theirs = calls["DTensor"] = mlp.step(mlp.dtensor())
+        modelled = ModelledLink(link)
+        if link:
+
+            def over_link() -> tuple[Tensor, ...]:
+                with modelled.applied():
+                    return theirs()
+
+            calls["DTensor, link"] = over_link
+        check_equal("mlp", calls)
+        counted = dict(modelled.calls)
+        times = _timed(calls, options)
+    return {"rows": rows, "link": link, "collectives": counted, "times": times}
 
 
 def main() -> int:
     asked = _arguments()
-    options = Options(
-        ranks=asked.ranks,
-        device=asked.device,
-        sections=tuple(asked.pattern),
-        chunks=tuple(asked.chunks),
-        methods=tuple(asked.methods),
-        rounds=asked.rounds,
-        tokens=asked.tokens,
-        width=asked.width,
-        hidden=asked.hidden,
-        milliseconds=asked.milliseconds,
-        balance=asked.balance,
-        link=asked.link,
+    cases = tuple(
+        Case(layer, passes, rows, balance)
+        for rows in asked.rows
+        for layer in asked.layer
+        for passes in asked.passes
+        for balance in asked.balance
     )
-    found = run_ranks(options.ranks, options.device, run, options)[0]
-    found = {"ranks": options.ranks, "device": options.device, **surroundings(), **found}
-    found["bounds"] = bounds(found)
+    options = Options(asked.ranks, asked.device, cases, asked.rounds, asked.width, asked.hidden, asked.mlp)
+    found = {**surroundings(), **options._asdict(), **run_ranks(options.ranks, options.device, run, options)[0]}
+    for row in found["cases"]:
+        row |= figures(row, tuple(BY_HAND))
+    found["bounds"] = bounds(found["cases"])
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
     print(markdown(found) if asked.markdown else table(found))
     return 1 if asked.check and not all(bound["pass"] for bound in found["bounds"]) else 0
 
 
+def _balance(text: str) -> float | None:
+    return None if text == "none" else command.number(0.01, '"none" or a number')(text)
+
+
 def _arguments() -> argparse.Namespace:
     parser = command.Parser(__doc__, failed="a rank failed, or with --check a bound is not met")
+    several: Any = {"nargs": "+"}
     parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (default 2)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     parser.add_argument(
-        "--pattern", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=", ".join(SECTIONS)
+        "--rows", type=command.whole(1), default=[64, 256, 1024, 4096], help="default 64 256 1024 4096", **several
+    )
+    parser.add_argument("--layer", choices=("column", "row"), default=["column", "row"], help="default both", **several)
+    parser.add_argument(
+        "--passes",
+        choices=("forward", "backward"),
+        default=["forward", "backward"],
+        help="forward alone, backward with forward (default both)",
+        **several,
     )
     parser.add_argument(
-        "--chunks", type=command.whole(1), nargs="+", default=[4, 8], help="of slices and exchange (default 4 8)"
+        "--balance",
+        type=_balance,
+        metavar="RATIO",
+        help="T_comm / T_mm of the modelled link, or none (default 0.5 1 2 none; on GPUs none)",
+        **several,
+    )
+    parser.add_argument("--rounds", type=command.whole(1), default=51, help="of a case, at most (default 51)")
+    parser.add_argument("--width", type=command.whole(1), default=1024, help="features of what travels (default 1024)")
+    parser.add_argument(
+        "--hidden", type=command.whole(1), default=4096, help="features between the layers (default 4096)"
     )
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=["slices"], help="beside auto (default slices)"
+        "--mlp", type=command.whole(0), default=1024, help="rows of the MLP (default 1024; 0: leave out)"
     )
-    parser.add_argument("--rounds", type=command.whole(1), default=9, help="repetitions of everything (default 9)")
-    parser.add_argument(
-        "--milliseconds",
-        type=command.number(0.1, "milliseconds"),
-        default=40.0,
-        help="of one forward matmul (default 40)",
-    )
-    parser.add_argument("--tokens", type=command.whole(1), help="rows of all ranks, in place of --milliseconds")
-    parser.add_argument("--width", type=command.whole(1), default=512, help="features of what travels (default 512)")
-    parser.add_argument(
-        "--hidden", type=command.whole(1), default=2048, help="features between the layers (default 2048)"
-    )
-    parser.add_argument(
-        "--balance", type=command.number(0.01), default=1.0, help="T_comm / T_mm of the modelled link (default 1)"
-    )
-    parser.add_argument("--link", help="a modelled link for all, as PYNCCL_HOST_LINK, in place of --balance")
     parser.add_argument("--json", type=command.output_file, metavar="FILE", help="write all that was measured")
     parser.add_argument("--markdown", action="store_true", help="print tables for docs/")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a bound is not met")
     asked = parser.parse_args()
     if problem := _problem(asked):
         parser.error(problem)
+    asked.balance = asked.balance or ([None] if asked.device == "cuda" else [0.5, 1.0, 2.0, None])
     return asked
 
 
@@ -124,18 +313,13 @@ def _problem(asked: argparse.Namespace) -> str:
     """What is wrong with the options; "" if nothing is."""
     if asked.device == "cuda" and gpu_count() < asked.ranks:
         return f"--device is cuda, but there are {gpu_count()} GPUs for {asked.ranks} ranks; use --device cpu"
+    if asked.device == "cuda" and asked.balance not in (None, [None]):
+        return "--balance is of a link that is modelled on the CPU alone; leave it out with --device cuda"
     if asked.hidden % asked.ranks:
         return f"--hidden is {asked.hidden}, not divisible by {asked.ranks} ranks"
-    if asked.tokens is not None and (asked.tokens < asked.ranks or asked.tokens % asked.ranks):
-        return f"--tokens is {asked.tokens}, expected a multiple of {asked.ranks} ranks"
-    if asked.link is not None and asked.device == "cuda":
-        return "--link is modelled on the CPU alone; leave it out with --device cuda"
-    if asked.link is not None:
-        try:
-            if parse(asked.link) is None:
-                return "--link is empty; leave it out to have one chosen"
-        except Exception as error:  # of the C library's kind, whose text says what is wrong
-            return f"--link: {error}"
+    for name, rows in (*(("rows", rows) for rows in asked.rows), ("mlp", asked.mlp)):
+        if rows % asked.ranks:
+            return f"--{name} is {rows}, expected a multiple of {asked.ranks} ranks"
     return ""
 
 

@@ -17,24 +17,60 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench_overlap_cases import BY_NAME, Case, Shape, Step, step_of, tensors_of
-from bench_overlap_lanes import MatmulsAlone, OneStream, passes_on
-from bench_overlap_ranks import here, linked, measure, run_ranks
-from bench_overlap_run import Options, link_for, on_lanes, seconds_of, shape_of
+import torch
+from bench_ranks import link_for, linked, measure, run_ranks
 
+import pynccl_autograd as ad
+from pynccl import Communicator
 from pynccl.tools import command, progress
-from pynccl_autograd.overlap.lanes import Lanes
+from pynccl_autograd import OverlapConfig
+from pynccl_autograd.overlap import lanes
 from pynccl_autograd.overlap.trace import Interval, Operation, recording, write_chrome
 
 CPU, RANKS = "cpu", 2
 DEFAULT = ("all_gather_matmul", "column_backward", "matmul_reduce_scatter", "row_backward")
-METHODS = ("auto", "slices", "exchange", "ring", "bulk")
+METHODS = ("slices", "exchange", "ring", "bulk")
+Step = Callable[[], Any]
+
+
+class Case(NamedTuple):
+    """A pass: the function whose forward or backward pass it is, how often it moves a tensor [tokens, width]."""
+
+    layer: str
+    moves: int = 1
+    backward: bool = False
+    save_gathered: bool = True
+
+
+BY_NAME = {
+    "all_gather_matmul": Case("all_gather_matmul"),
+    "matmul_reduce_scatter": Case("matmul_reduce_scatter"),
+    "matmul_all_reduce": Case("matmul_all_reduce", 2),
+    "column_backward": Case("all_gather_matmul", 1, True),
+    "column_backward_regather": Case("all_gather_matmul", 2, True, False),
+    "row_backward": Case("matmul_reduce_scatter", 1, True),
+    "copy_backward": Case("copy_matmul", 2, True),
+}
+
+
+class Options(NamedTuple):
+    """Of the command line. tokens: None to find a number by `milliseconds`."""
+
+    pattern: Sequence[str]
+    method: str
+    chunks: int
+    rounds: int
+    tokens: int | None
+    width: int
+    hidden: int
+    milliseconds: float
+    balance: float
 
 
 class Both(NamedTuple):
@@ -62,36 +98,73 @@ def _median_one(rounds: Sequence[Operation]) -> Operation:
 
 def run(rank: int, options: Options) -> list[Both]:
     """The passes, both ways, on one rank."""
-    shape = shape_of(options)
-    passes = progress.over(options.sections, "measuring", "pass", own=rank == 0)
-    return [_both(BY_NAME[name], shape, rank, options) for name in passes]
+    tokens = options.tokens or _tokens(options)
+    passes = progress.over(options.pattern, "measuring", "pass", own=rank == 0)
+    return [_both(name, tokens, options) for name in passes]
 
 
-def _both(case: Case, shape: Shape, rank: int, options: Options) -> Both:
-    tensors = tensors_of(case, shape, rank, RANKS, here(CPU))
-    with linked(CPU, "") as comm:
-        t_mm = seconds_of(options, on_lanes(MatmulsAlone, step_of(case, tensors, comm, case.config("bulk"))))
-    link = link_for(options, *case.wire(shape, RANKS), t_mm)
-    method = options.methods[0]
-    chunks = options.chunks[0] if method in ("slices", "exchange") else None
+def _tokens(options: Options) -> int:
+    """So many that a forward matmul takes the milliseconds that were asked for."""
+    unit = 16 * RANKS
+    seconds = _matmul_seconds(16 * unit, options)
+    return max(1, round(options.milliseconds / 1e3 / seconds * 16)) * unit
+
+
+def _matmul_seconds(tokens: int, options: Options) -> float:
+    """Of the forward matmul, which every other of a pass is as large as."""
+    x, w = torch.randn(tokens, options.width), torch.randn(options.hidden // RANKS, options.width)
+    return statistics.median(measure(CPU, lambda: x @ w.t()) for _ in range(5))
+
+
+def _both(name: str, tokens: int, options: Options) -> Both:
+    case = BY_NAME[name]
+    t_mm = _matmul_seconds(tokens, options) * (2 if case.backward else 1)
+    nbytes = case.moves * (RANKS - 1) / RANKS * tokens * options.width * torch.float32.itemsize
+    link = link_for(options.balance * t_mm, case.moves * (RANKS - 1), nbytes)
+    cut = options.method in ("slices", "exchange")
+    config = OverlapConfig(options.method, options.chunks if cut else None, save_gathered=case.save_gathered)
     with linked(CPU, link) as comm:
-        serial = step_of(case, tensors, comm, case.config("bulk"))
-        overlapped = step_of(case, tensors, comm, case.config(method, chunks))
-        rounds = [(_recorded(serial, OneStream), _recorded(overlapped, Lanes)) for _ in range(options.rounds + 1)][1:]
-    said = rounds[0][1]
-    if said is None:
-        raise RuntimeError(f"{case.name}: the planner declines to overlap this; pass --method slices, or larger sizes")
-    way = f"{said.method} {said.chunks}" if said.method in ("slices", "exchange") else said.method
-    one, other = ([found for found in rounds_of if found is not None] for rounds_of in zip(*rounds, strict=True))
-    return Both(case.name, way, link, one, other)
+        serial = _step_of(case, tokens, options, comm, OverlapConfig("bulk", save_gathered=case.save_gathered))
+        overlapped = _step_of(case, tokens, options, comm, config)
+        rounds = [(_one_stream(serial), _recorded(overlapped)) for _ in range(options.rounds + 1)][1:]
+    way = f"{options.method} {options.chunks}" if cut else options.method
+    return Both(name, way, link, [one for one, _ in rounds], [other for _, other in rounds])
 
 
-def _recorded(step: Step, lanes: type[Lanes]) -> Operation | None:
-    """None of a pass that ran on no lanes."""
-    with recording() as trace, passes_on(lanes):
+def _step_of(case: Case, tokens: int, options: Options, comm: Communicator, config: OverlapConfig) -> Step:
+    """The pass, once. Of a backward pass the forward one is done here, undrawn."""
+    column, inner = case.layer in ("all_gather_matmul", "copy_matmul"), options.hidden // RANKS
+    n, k = (inner, options.width) if column else (options.width, inner)
+    rows = tokens // RANKS if case.layer == "all_gather_matmul" else tokens
+    x, w = torch.randn(rows, k, requires_grad=True), torch.randn(n, k, requires_grad=True)
+    layer = getattr(ad, case.layer)
+    if not case.backward:
+        return lambda: layer(x, w, comm, overlap=config)
+    y = layer(x, w, comm, overlap=config)
+    gy = torch.randn_like(y)
+    return lambda: torch.autograd.grad(y, (x, w), gy, retain_graph=True)
+
+
+def _recorded(step: Step) -> Operation:
+    with recording() as trace:
         measure(CPU, step)
-    found = trace.operations()
-    return found[-1] if found else None
+    return trace.operations()[-1]
+
+
+def _one_stream(step: Step) -> Operation:
+    """All on the caller's stream, in the order of issue."""
+    hook, before = "maker", lanes.maker
+    setattr(lanes, hook, _caller_alone)
+    try:
+        return _recorded(step)
+    finally:
+        setattr(lanes, hook, before)
+
+
+def _caller_alone(of: lanes.Lanes, *_: Any) -> tuple[lanes.Lane, lanes.Lane, list[lanes.Lane]]:
+    """(main, comm, those of matmuls): communication is on a lane of its own by name alone."""
+    main = lanes.CallerLane("main", of)
+    return main, lanes.CallerLane("comm", of), [main]
 
 
 # ---------------------------------------------------------------------------------------------------- the picture
@@ -217,19 +290,7 @@ def main() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ImportError("matplotlib is not installed: pip install matplotlib") from None
-    options = Options(
-        ranks=RANKS,
-        device=CPU,
-        sections=tuple(asked.pattern),
-        chunks=(asked.chunks,),
-        methods=(asked.method,),
-        rounds=asked.rounds,
-        tokens=asked.tokens,
-        width=asked.width,
-        hidden=asked.hidden,
-        milliseconds=asked.milliseconds,
-        balance=asked.balance,
-    )
+    options = Options(*(getattr(asked, name) for name in Options._fields))
     by_rank: list[list[Both]] = run_ranks(RANKS, CPU, run, options)
     draw(by_rank[0], asked.out)
     write_chrome(

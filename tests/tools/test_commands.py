@@ -305,7 +305,7 @@ NONSENSE = [
     ("scripts/bench_host.py", "--rounds 0"),
     ("scripts/bench_host.py", "--transport pigeon"),
     ("scripts/bench_overlap.py", "--device cuda"),
-    ("scripts/bench_overlap.py", "--link fast"),
+    ("scripts/bench_overlap.py", "--balance fast"),
     ("scripts/bench_overlap.py", f"--json {UNWRITABLE}"),
     ("scripts/bench_parallelize.py", ""),
     ("scripts/bench_scale.py", "--timeout nan"),

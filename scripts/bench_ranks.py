@@ -1,22 +1,26 @@
-"""What the programs that measure overlap share: rank processes, links that they make, and times of several calls."""
+"""What the benchmarks on rank processes share: the processes, links between them, times of calls, where it ran."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import platform
 import queue
 import socket
-import tempfile
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import pynccl
 from pynccl import Communicator
 from pynccl.host.link import VARIABLE as LINK
 from pynccl.tools import command, progress
@@ -27,29 +31,27 @@ LATENCY = 50e-6  # seconds a step, of the modelled link
 
 def run_ranks(ranks: int, device: str, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What fn(rank, *arguments) returns on each of so many processes. FailedError with the first rank's error."""
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as cache:
+    with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-        probe.close()
-        os.environ["PYNCCL_CACHE"] = cache  # constants of the machine are measured anew, under this run's link
-        # A fork has all modules already, and this process has started no threads of torch. CUDA wants no forks.
-        context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
-        results: Any = context.Queue()
-        workers = [
-            context.Process(target=_run, args=(rank, ranks, device, port, results, fn, arguments), daemon=True)
-            for rank in range(ranks)
-        ]
+    # A fork has all modules already, and this process has started no threads of torch. CUDA wants no forks.
+    context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
+    results: Any = context.Queue()
+    workers = [
+        context.Process(target=_run, args=(rank, ranks, device, port, results, fn, arguments), daemon=True)
+        for rank in range(ranks)
+    ]
+    for worker in workers:
+        worker.start()
+    patience = 0.5  # once one has failed, or Ctrl-C
+    try:
+        found = _collected(workers, results)
+        patience = 10.0
+        return found
+    finally:
         for worker in workers:
-            worker.start()
-        patience = 0.5  # once one has failed, or Ctrl-C
-        try:
-            found = _collected(workers, results)
-            patience = 10.0
-            return found
-        finally:
-            for worker in workers:
-                worker.join(timeout=patience)
-                worker.kill()
+            worker.join(timeout=patience)
+            worker.kill()
 
 
 def _collected(workers: Sequence[Any], results: Any) -> list[Any]:
@@ -119,6 +121,11 @@ def link_text(bandwidth: float, latency: float = LATENCY) -> str:
     return f"latency={latency * 1e6:g}us,bandwidth={bandwidth / 1e6:.4f}MB/s"
 
 
+def link_for(seconds: float, steps: int, nbytes: float) -> str:
+    """The link on which so many bytes a rank take so long, in so many steps."""
+    return link_text(nbytes / max(seconds - steps * LATENCY, 1e-4))
+
+
 def slowest(value: float) -> float:
     """The largest of all ranks."""
     found = torch.tensor([value], dtype=torch.float64)
@@ -147,14 +154,32 @@ def measure(device: str, call: Call, batch: int = 1) -> float:
 
 
 def rounds_of(device: str, calls: Mapping[str, Call], rounds: int, batch: int = 1) -> dict[str, list[float]]:
-    """Seconds per call, one number per round: in each, all of them in turn, beginning with another one every time. One
-    round more goes before them, to warm up."""
+    """Seconds per call, one number per round: in each, all of them in turn, beginning with another one every time."""
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
+    for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            seconds = measure(device, calls[name], batch)
-            if number:
-                times[name].append(seconds)
+            times[name].append(measure(device, calls[name], batch))
     return times
+
+
+def surroundings() -> dict[str, Any]:
+    """Command, date, machine and versions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "command": f"python scripts/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
+        "date": str(datetime.now(timezone.utc).date()),
+        "machine": {
+            "cpu": models[0] if models else platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "load": round(os.getloadavg()[0], 2),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "pynccl": getattr(pynccl, "__version__", None),
+        },
+    }
