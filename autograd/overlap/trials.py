@@ -124,50 +124,71 @@ class Asked(NamedTuple):
 
 
 class Trial:
-    """A pass that is being tried: the ways take turns, each round begins with another one."""
+    """A pass that is being tried: the ways take turns, and each round begins with another one."""
 
     def __init__(self, asked: Asked, ways: tuple[Way, ...]) -> None:
         self.asked, self.ways = asked, ways
-        self.calls = 0
-        self.last = len(ways) * min(MOST_ROUNDS, MOST_CALLS // len(ways))
-        self.took: dict[Way, list[tuple[Any, Any]]] = {way: [] for way in ways}
+        self.rounds = min(MOST_ROUNDS, MOST_CALLS // len(ways))
+        self.calls, self.last = 0, self.rounds * len(ways)
+        self.took: list[Any] = [None] * self.last  # of each call, the moments of its begin and end
         self.shown: Decision  # how the last call went
+
+    def _at(self, call: int) -> int:
+        """Of the ways."""
+        return (call + call // len(self.ways)) % len(self.ways)
 
     def next(self, comm: Communicator) -> Turn:
         """The way of this call."""
-        number = len(self.ways)
-        way = self.ways[(self.calls + self.calls // number) % number]
-        self.calls += 1
+        call, self.calls = self.calls, self.calls + 1
         reason = f"on trial, call {self.calls} of {self.last}"
-        self.shown = self.asked.decision(comm, way, reason, settled=False)
-        return Turn(self.shown, self.took[way])
+        self.shown = self.asked.decision(comm, self.ways[self._at(call)], reason, settled=False)
+        return Turn(self.shown, self, call)
 
     def settle(self, comm: Communicator) -> Decision:
-        """The choice of all ranks. A collective, and the only wait of a trial for a GPU."""
-        rows = gathered(comm, [_median(self.took[way]) for way in self.ways])
-        slowest = {way: max(times) for way, *times in zip(self.ways, *rows, strict=True)}
-        best = min(self.ways, key=slowest.__getitem__)
-        if OFF in slowest and slowest[best] > TIE * slowest[OFF]:
-            best = OFF
-        tried = {str(way): time / 1e9 for way, time in slowest.items() if time != NEVER}
-        return self.asked.decision(comm, best, f"tried: {_in_words(tried)}", tried=tried)
+        """The choice of all ranks. A collective, and the only wait of a trial for a GPU.
+
+        Of each call the slowest rank counts. A way is taken instead of "off" where it was faster by more than a tie in
+        most rounds, and at its best: a machine that others use is slow at times, and never too fast."""
+        rows = gathered(comm, [NEVER if took is None else _between(*took) for took in self.took])
+        slowest = [max(times) for times in zip(*rows, strict=True)]
+        times: dict[Way, list[int]] = {way: [] for way in self.ways}
+        for call, nanoseconds in enumerate(slowest):
+            times[self.ways[self._at(call)]].append(nanoseconds)
+        medians = {str(way): statistics.median(one) for way, one in times.items()}
+        tried = {way: median / 1e9 for way, median in medians.items() if median < NEVER}
+        return self.asked.decision(comm, _best(times), f"tried: {_in_words(tried)}", tried=tried)
 
 
 class Turn(NamedTuple):
-    """The way of one call. took: of the way, where a trial wants to know it"""
+    """The way of one call, and the trial that wants to know how long it takes. decision None: nothing to communicate"""
 
     decision: Decision | None
-    took: list[tuple[Any, Any]] | None = None
+    trial: Trial | None = None
+    call: int = 0
 
     @contextlib.contextmanager
     def timed(self, like: Tensor) -> Iterator[None]:
         """The block is the pass."""
-        if self.took is None:
+        if self.trial is None:
             yield
             return
         begin = _moment(like)
         yield
-        self.took.append((begin, _moment(like)))
+        self.trial.took[self.call] = begin, _moment(like)
+
+
+def _best(times: Mapping[Way, list[int]]) -> Way:
+    """times: nanoseconds on the slowest rank, round by round"""
+    off = times.get(OFF)
+    ways = list(times)
+    if off is not None:
+        gains = [way for way in ways if min(times[way]) <= TIE * min(off) and _ratio(times[way], off) <= TIE]
+        ways = gains or [OFF]
+    return min(ways, key=lambda way: statistics.median(times[way]))
+
+
+def _ratio(ones: list[int], others: list[int]) -> float:
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
 
 
 def _moment(like: Tensor) -> Any:
@@ -178,13 +199,8 @@ def _moment(like: Tensor) -> Any:
     return event
 
 
-def _median(took: list[tuple[Any, Any]]) -> int:
-    """Nanoseconds; of an even number of times the shorter middle one, so that a first call, which makes what later ones
-    find, counts for little."""
-    return statistics.median_low([_between(*one) for one in took]) if took else NEVER
-
-
 def _between(begin: Any, end: Any) -> int:
+    """Nanoseconds."""
     if isinstance(begin, int):
         return int(end) - begin
     end.synchronize()
