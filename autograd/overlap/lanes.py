@@ -21,7 +21,7 @@ from pynccl import CollConfig, Communicator
 from pynccl.comm.observing import observers, waiting
 from pynccl.interop.streams import Handle
 
-from ..streams import HIGH, is_capturing, side_stream
+from ..streams import HIGH, Kept, is_capturing, side_stream
 
 
 class Point(NamedTuple):
@@ -211,9 +211,10 @@ class Lanes:
         self.nccl, self.config = comm, config
         self.observers = tuple(observers)  # who hears the begin of an operation hears its end
         self.owner, self.decision = owner, decision  # for whom they work and what was decided, for observers
-        self.kept: list[Any] = []
+        self.kept = Kept()
         self._events: list[Any] = []
         self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority)
+        self._stream = self._handle()
         self._turn = 0
 
     def __enter__(self) -> Lanes:
@@ -247,16 +248,15 @@ class Lanes:
     def collective(self, name: str, send: Tensor, recv: Tensor, *args: Any) -> None:
         """comm.<name>(send, recv, *args) on the lane of communication."""
         method = getattr(self.nccl, name)
-        self._launch(name, send, recv, partial(method, send, recv, *args, stream=self._handle(), config=self.config))
+        self._launch(name, send, recv, partial(method, send, recv, *args, stream=self._stream, config=self.config))
 
     def send_recv(self, send: Tensor, target: int, recv: Tensor, source: int) -> None:
         """One step of a ring."""
-        stream = self._handle()
 
         def launch() -> None:
             with pynccl.group():
-                self.nccl.send(send, target, stream=stream)
-                self.nccl.recv(recv, source, stream=stream)
+                self.nccl.send(send, target, stream=self._stream)
+                self.nccl.recv(recv, source, stream=self._stream)
 
         self._launch("send_recv", send, recv, launch)
 
@@ -282,12 +282,8 @@ class Lanes:
         if stream is None or isinstance(self.comm, HostLane):
             return stream
         handle = Handle(stream.cuda_stream)
-        handle.owner = self
+        handle.owner = self.kept
         return handle
-
-    def hold(self, keep: Any) -> None:
-        """As the owner of a stream's handle is asked to."""
-        self.kept.append(keep)
 
     def new_event(self) -> Any:
         """One of CUDA, of the communicator's device; of an operation that has ended, if there is one."""

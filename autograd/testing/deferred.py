@@ -50,7 +50,7 @@ class _Streams:
             return make_lanes(lanes, comm, compute_streams, priority)
         main = self.lane("main", lanes, comm)
         second = [self.lane("second", lanes, comm)] if compute_streams > 1 else []
-        return main, DeferredLane("comm", lanes, side_stream(comm, priority).handle(lanes)), [main, *second]
+        return main, DeferredLane("comm", lanes, side_stream(comm, priority).handle(lanes.kept)), [main, *second]
 
 
 class _Delays(Observer):

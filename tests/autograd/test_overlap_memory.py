@@ -83,7 +83,7 @@ def as_on_a_gpu(lanes: Lanes) -> Any:
     if stream is None:
         return None
     handle = Handle(stream.handle)
-    handle.owner = lanes
+    handle.owner = lanes.kept
     return handle
 
 
