@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,14 +28,15 @@ from bench_ranks import link_for, linked, measure, run_ranks
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.tools import command, progress
+from pynccl.tools import chrome, command, progress
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import lanes
-from pynccl_autograd.overlap.trace import Interval, Operation, recording, write_chrome
+from pynccl_autograd.overlap.trace import COMM, Interval, Operation, recording, said_of, title
 
 CPU, RANKS = "cpu", 2
 DEFAULT = ("all_gather_matmul", "column_backward", "matmul_reduce_scatter", "row_backward")
 METHODS = ("slices", "exchange", "ring", "bulk")
+LANES = ("main", "second", COMM)  # of a process in a trace, from above
 Step = Callable[[], Any]
 
 
@@ -279,6 +280,32 @@ def _bar(axes: Any, one: Interval, row: float, span: float, gathers: bool) -> No
         box = {"facecolor": COLORS[kind_of(one)], "edgecolor": "none", "pad": 1.0}  # readable over hatching
         middle = (begin + width / 2, row + HEIGHT / 2)
         axes.text(*middle, text, ha="center", va="center", fontsize=8, color="white", bbox=box, zorder=5)
+
+
+# ------------------------------------------------------------------------------------------------------ for Perfetto
+
+
+def write_chrome(path: str | Path, by_rank: Mapping[int, Sequence[Operation]]) -> None:
+    """Write Chrome's trace format, which ui.perfetto.dev shows: a process for each rank, a thread for each lane.
+
+    Ranks of one machine share the clock of the CPU. GPUs have clocks of their own: there each rank's time begins with
+    its first operation, so let the ranks meet at a barrier before it if they are to be compared."""
+    zero = min((one.start for operations in by_rank.values() for one in operations), default=0.0)
+    chrome.write(path, (event for rank, found in by_rank.items() for event in _of_rank(rank, found, zero)))
+
+
+def _of_rank(rank: int, operations: Sequence[Operation], zero: float) -> Iterator[chrome.Event]:
+    yield from chrome.process(rank, f"rank {rank}")
+    used = {interval.lane for one in operations for interval in one.intervals}
+    for tid, row in enumerate(LANES, 1):
+        if row in used:
+            yield from chrome.lane(rank, tid, row)
+    for operation in operations:
+        at = operation.start - zero
+        for one in operation.intervals:
+            kind, tid = "comm" if one.lane == COMM else "compute", LANES.index(one.lane) + 1
+            said = said_of(operation.owner, operation, one)
+            yield chrome.piece(title(one), kind, rank, tid, at + one.begin, at + one.end, said)
 
 
 # ---------------------------------------------------------------------------------------------------- command line

@@ -1,26 +1,23 @@
-"""What overlapped operations did, and when: their events as intervals on lanes, totals of each, a file for Perfetto.
+"""What overlapped operations did, and when: their events as intervals on lanes, and totals of each.
 
-`ad.trace` (tracing/) shows these, too, beside all else that a step does."""
+`ad.trace` (tracing/) shows these, too, beside all else that a step does, and writes a file for Perfetto."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pynccl.comm.observing import Observer, observing
-from pynccl.tools import chrome
 
 from .lanes import Lane, Lanes, Point, seconds_between
 
 COMM = "comm"
 # Work of these names is communication also where it runs on the caller's stream, one thing after the other.
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
-_ROWS = ("main", "second", COMM)  # of a process in a trace, from above
 
 
 class Interval(NamedTuple):
@@ -120,7 +117,6 @@ class Trace(Observer):
             layer(x).sum().backward()
         for operation in trace.operations():
             print(operation.owner, operation.efficiency)
-        trace.to_chrome("trace.json")                    # for ui.perfetto.dev
 
     Operations that have not ended, or were broken off, are not in it. On a GPU its marks are events with times, which
     cost little; on the CPU they are moments of one clock. Not for what is captured into a CUDA graph: the events of a
@@ -174,10 +170,6 @@ class Trace(Observer):
                 self._resolved.append(_resolve(record, self._first))
             return list(self._resolved)
 
-    def to_chrome(self, path: str | Path, rank: int = 0) -> None:
-        """Write the file of one rank: see `write_chrome`."""
-        write_chrome(path, {rank: self.operations()})
-
 
 @contextlib.contextmanager
 def recording() -> Iterator[Trace]:
@@ -205,29 +197,6 @@ def _resolve(record: _Record, first: Any) -> Operation:
         tuple(intervals),
         said,
     )
-
-
-def write_chrome(path: str | Path, by_rank: Mapping[int, Sequence[Operation]]) -> None:
-    """Write Chrome's trace format, which ui.perfetto.dev shows: a process for each rank, a thread for each lane.
-
-    Ranks of one machine share the clock of the CPU. GPUs have clocks of their own: there each rank's time begins with
-    its first operation, so let the ranks meet at a barrier before it if they are to be compared."""
-    zero = min((one.start for operations in by_rank.values() for one in operations), default=0.0)
-    chrome.write(path, (event for rank, found in by_rank.items() for event in _of_rank(rank, found, zero)))
-
-
-def _of_rank(rank: int, operations: Sequence[Operation], zero: float) -> Iterator[chrome.Event]:
-    yield from chrome.process(rank, f"rank {rank}")
-    used = {interval.lane for one in operations for interval in one.intervals}
-    for tid, row in enumerate(_ROWS, 1):
-        if row in used:
-            yield from chrome.lane(rank, tid, row)
-    for operation in operations:
-        at = operation.start - zero
-        for one in operation.intervals:
-            kind, tid = "comm" if one.lane == COMM else "compute", _ROWS.index(one.lane) + 1
-            said = said_of(operation.owner, operation, one)
-            yield chrome.piece(title(one), kind, rank, tid, at + one.begin, at + one.end, said)
 
 
 def title(interval: Interval) -> str:

@@ -261,21 +261,24 @@ def route_of(comm: Communicator, owner: Any, forward: Asked | None, backward: As
     backward   None: there will be none, or none that communicates"""
     home = _home(comm, owner)
 
-    def is_off() -> bool:
+    def backward_is_off() -> bool:
         if backward is None:
             return True
         found = _known(comm, home, backward)
-        return isinstance(found, Decision) and found.method == "off"
+        if not isinstance(found, Decision) or found.method != "off":
+            return False
+        _tell(owner, found)  # nobody will ask for its turn
+        return True
 
     def first() -> Route:
         turn = Turn(None) if forward is None else turn_of(comm, owner, forward)
         overlaps = turn.decision is not None and turn.decision.method != "off"
-        return Route(turn, not overlaps and is_off(), backward is not None)
+        return Route(turn, not overlaps and backward_is_off(), backward is not None)
 
     route, anew = as_in_first_pass(home, forward or backward, first)
     if not anew:
         return route
-    return Route(Turn(route.turn.decision), route.composed and (route.graded or is_off()), route.graded)
+    return Route(Turn(route.turn.decision), route.composed and (route.graded or backward_is_off()), route.graded)
 
 
 def turn_of(comm: Communicator, owner: Any, asked: Asked) -> Turn:
@@ -286,9 +289,13 @@ def turn_of(comm: Communicator, owner: Any, asked: Asked) -> Turn:
         found = home.known[asked] = found.settle(comm)
         _found[asked.name(comm)] = {"way": found.way, "tried": dict(found.tried)}
     turn = Turn(found) if isinstance(found, Decision) else found.next(comm)
-    for observer in tuple(observers):
-        observer.decided(owner, turn.decision)
+    _tell(owner, turn.decision)
     return turn
+
+
+def _tell(owner: Any, decision: Decision | None) -> None:
+    for observer in tuple(observers):
+        observer.decided(owner, decision)
 
 
 def _home(comm: Communicator, owner: Any) -> _Passes:

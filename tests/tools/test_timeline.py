@@ -20,7 +20,7 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observing import observers
 from pynccl_autograd import ColumnParallelLinear, OverlapConfig
-from pynccl_autograd.overlap.trace import Interval, Operation, recording, write_chrome
+from pynccl_autograd.overlap.trace import Interval, Operation, recording
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -60,7 +60,7 @@ def test_one_after_the_other_is_efficiency_0_and_nothing_to_hide_as_well() -> No
 
 def test_the_trace_file_has_a_process_per_rank_and_a_thread_per_lane(tmp_path: Path) -> None:
     later = Operation("", "row_backward", "slices", 2, 102.5, 9.0, PIECES[:1])
-    write_chrome(tmp_path / "trace.json", {0: [OPERATION], 1: [later]})
+    timeline.write_chrome(tmp_path / "trace.json", {0: [OPERATION], 1: [later]})
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
     assert names == {(0, 1): "main", (0, 2): "second", (0, 3): "comm", (1, 3): "comm"}
