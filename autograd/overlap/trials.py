@@ -249,7 +249,10 @@ def route_of(comm: Communicator, owner: Any, forward: Asked | None, backward: As
         if backward is None:
             return True
         found = _known(comm, home, backward)
-        return isinstance(found, Decision) and found.method == "off"
+        if isinstance(found, Trial) or found.method != "off":
+            return False
+        _tell(owner, found)  # the backward pass will not ask
+        return True
 
     def first() -> Route:
         turn = Turn(None) if forward is None else turn_of(comm, owner, forward)
@@ -270,9 +273,13 @@ def turn_of(comm: Communicator, owner: Any, asked: Asked) -> Turn:
         found = home.known[asked] = found.settle(comm)
         _found[asked.name(comm)] = {"way": found.way, "tried": dict(found.tried)}
     turn = Turn(found) if isinstance(found, Decision) else found.next(comm)
-    for observer in tuple(observers):
-        observer.decided(owner, turn.decision)
+    _tell(owner, turn.decision)
     return turn
+
+
+def _tell(owner: Any, decision: Decision | None) -> None:
+    for observer in tuple(observers):
+        observer.decided(owner, decision)
 
 
 def _home(comm: Communicator, owner: Any) -> _Passes:
