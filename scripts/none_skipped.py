@@ -2,7 +2,7 @@
 prints a line for each file with a test that was skipped, or none that ran.
 
 examples:
-  python scripts/none_skipped.py out/tests.xml tests/autograd/test_planner.py tests/tools/test_timeline.py
+  python scripts/none_skipped.py out/tests.xml tests/autograd/test_overlap_config.py tests/tools/test_timeline.py
 """
 
 from __future__ import annotations

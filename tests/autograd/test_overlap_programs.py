@@ -213,8 +213,8 @@ def cut_differently(comm: Communicator) -> None:
     with pytest.raises(pynccl.NcclInvalidUsage) as caught:
         ad.all_gather_matmul(own_rows(comm), w, child, overlap=OverlapConfig("slices", chunks=2 + comm.rank))
     text = str(caught.value)
-    assert "rank 0: all_gather_matmul of m=24, n=4, k=8, float64: slices in 2" in text, text
-    assert "rank 1: all_gather_matmul of m=24, n=4, k=8, float64: slices in 3" in text, text
+    assert "rank 0: all_gather_matmul of m=24, n=4, k=8, by OverlapConfig(method='slices', chunks=2" in text, text
+    assert "rank 1: all_gather_matmul of m=24, n=4, k=8, by OverlapConfig(method='slices', chunks=3" in text, text
     child.abort()
 
 

@@ -71,7 +71,7 @@ def test_each_layer_has_its_passes_in_order(ranks: RankPool) -> None:
     ]
     assert lines[1].split()[:5] == ["up", "forward", "slices", "2", "3"]
     assert lines[3].split() == ["down", "forward", "off", "3", "-", "-", "-", "-", "-"]
-    assert lines[7].startswith("  down, forward: ") and "too few to overlap" in lines[7]
+    assert lines[7].startswith("  down, forward: ") and "too few rows, or features" in lines[7]
     assert nothing == "overlap: no layer with overlap ran"
 
 

@@ -45,18 +45,15 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "python -m pynccl perf": {"perf": "perf --help"},
     "python -m pynccl perf COLLECTIVE": {"COLLECTIVE": "broadcast -b 8 -e 8"},
     "torchrun --nproc-per-node 8 -m pynccl perf all_reduce -b 8 -e 128M -f 2 -n 20 -w 5 -c 1": {"128M": "1M"},
-    "python -m pynccl_autograd plan --model llama-70b --tp 8 --tokens 8192 --link nvlink": True,
     "torchrun --nproc-per-node=2 scripts/recipes/ddp.py": True,
     "python scripts/bench_overhead.py": "tests/tools/test_bench_overhead.py",
     "python scripts/bench_host.py --ranks 2 4 16 --rounds 9 --markdown": {
         "2 4 16 --rounds 9": "2 --bytes 16 --rounds 3"
     },
-    "python scripts/bench_overlap.py --rounds 15 --milliseconds 100 --chunks 8": "tests/tools/test_bench_overlap.py",
     "python scripts/bench_scale.py": "tests/tools/test_bench_scale.py",
     "torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py --width 128 256 512 --rounds 9 "
     "--gather-logits": {"--width 128 256 512 --rounds 9": "--width 32 --rounds 1"},
     "scripts/bench_data_parallel.py --rounds 31 --bucket-mb 25 4": "tests/tools/test_bench_data_parallel.py",
-    "scripts/train.py --layers 1 --width 512 --heads 8 --seq 256 --batch 16 --steps 5": "tests/tools/test_train.py",
     "scripts/train_llama.py --check": "tests/tools/test_train_llama.py",
     "python scripts/fault_campaign.py --runs 200 --seed 12435664 --markdown": {"--runs 200": "--runs 1"},
     "python scripts/fault_campaign.py --runs 500 --markdown": {"--runs 500": "--runs 1"},
@@ -70,7 +67,6 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "srun --kill-on-bad-exit=0": "needs SLURM",
     "torchrun --standalone --local-addr=127.0.0.1": "the begin of a command",
     f"python scripts/timeline.py --pattern {PATTERNS} --out docs/overlap_timeline.png": "tests/tools/test_timeline.py",
-    "python -m pynccl_autograd plan": {"plan": "plan --help"},
     "torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace trace.json.gz": True,
     'python scripts/draw_trace.py trace.json.gz --span "step 3"': True,  # of the one before
     'python -c "from pynccl.bindings import abi; print(len(abi.FUNCTIONS), len(abi.DEVICE_FUNCTIONS))"': True,

@@ -54,10 +54,9 @@ ORDER: dict[str, str] = {
         torch_internals levels recompute wire arguments mesh agreement rng checks collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work
-        overlap.config overlap.machine overlap.schedule overlap.planner overlap.measure overlap.calibration
-        overlap.decide overlap.models overlap.unfused overlap.lanes overlap.trace overlap.reporting
+        overlap.config overlap.trials overlap.unfused overlap.lanes overlap.trace overlap.reporting
         overlap.limits overlap.workspace overlap.matmul overlap.gathering overlap.reducing overlap.passes
-        overlap.ag_matmul overlap.replicated_matmul overlap.matmul_rs overlap.matmul_ar overlap.comm_overlap
+        overlap.slices overlap.patterns overlap.comm_overlap
         overlap layers.dtensors layers.shards layers.keep_shards layers.gradients layers.linear layers.vocabulary
         layers.key_value layers.dropout layers.plan layers.regions layers.alike layers.model_hooks layers.replacement
         layers.plan_checks layers.weights layers.parts layers.parallelize layers.pickled layers.describe
@@ -67,7 +66,7 @@ ORDER: dict[str, str] = {
         tracing.marks tracing.spans tracing.layers tracing.calls tracing.meeting tracing.merge tracing.tracing tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
         testing.model_report testing.model_gradients testing.check_model testing.deferred testing.schedule testing
-        __init__ __main__
+        __init__
     """,
 }
 # What is in the folder of a package, but a package of its own here.

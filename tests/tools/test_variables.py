@@ -26,7 +26,7 @@ NONSENSE = {
     "PYNCCL_WATCH_CALLS": (("many", "0", "-1", "1e9"), "8 to 32768"),
     "PYNCCL_WATCH_TIMEOUT": (("never", "-1", "nan", "1e400"), "seconds, such as 60; 0 to never look"),
 }
-ANY = {"PYNCCL_CACHE", "PYNCCL_WATCH_DIR"}  # a folder that cannot be written to is as good as none
+ANY = {"PYNCCL_WATCH_DIR"}  # a folder that cannot be written to is as good as none
 CASES = [(name, value) for name, (values, _) in NONSENSE.items() for value in values]
 PROGRAM = """
 import pynccl
