@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import attribute, shown
 from pynccl.comm.observing import observers
 from pynccl.watch.frames import call_site
 from pynccl.watch.notes import noting
 
 from ..arguments import check_reduce_dtype
 from ..checks import compare_backward, number_call
+from ..collective import require_grad
 from ..recompute import save_token
 from ..torch_internals import (
     accumulates,
@@ -32,35 +33,79 @@ from ..torch_internals import (
     saved_tensors_hooks,
     transforms_active,
 )
-from .config import AUTO, OverlapConfig
+from ..wire import Dtype
+from .config import AUTO, Overlap, OverlapConfig, as_config
 from .gathering import Cut
 from .lanes import Lanes
 from .limits import limited
 from .matmul import add_outer_rows, outer_rows
-from .trials import Asked, Decision, Turn, is_tiny, turn_of
+from .trials import Asked, Decision, asked_for, is_tiny, route_of, turn_of
+from .unfused import check_input, into_main_grad
 from .workspace import Workspace, workspace_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, w, bias
 
 
-class Options(NamedTuple):
-    """What a call says besides its tensors.
+class Call:
+    """A call of one of the functions of patterns.py: what it says besides its tensors, checked.
 
-    backward      the pass of its gradients, if that communicates
-    main_grad     where the weight's gradient is added, by passes that add to gradients; None: it is returned, as ever
-    parameter     the weight that has it
-    owner         the layer that called, for which is decided, and for the report
+    main_grad, parameter  where the weight's gradient is added, by passes that add to gradients, and the weight that has
+                          it; None: it is returned, as ever
+    owner                 the layer that called, for which is decided, and for the report
+    backward              the pass of its gradients, if that communicates
     """
 
-    comm: Communicator
-    config: OverlapConfig
-    reduce_dtype: torch.dtype | None = None
-    main_grad: Tensor | None = None
-    parameter: Any = None
-    owner: Any = None
-    workspace: Workspace | None = None
-    backward: Asked | None = None
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        x: Tensor,
+        w: Tensor,
+        comm: Communicator,
+        overlap: Overlap,
+        reduce_dtype: Dtype,
+        fused: bool,
+        owner: Any,
+    ) -> None:
+        check_input(name, x, w, comm)
+        self.name, self.comm, self.owner = name, comm, owner
+        self.config = as_config(name, overlap, kind)
+        self.workspace: Workspace | None = attribute(overlap, "workspace")
+        found = check_reduce_dtype(name, x, reduce_dtype)
+        self.reduce_dtype = None if found is x.dtype else found  # in which sums travel; None for that of x
+        self.parameter, self.main_grad = w, main_grad_of(name, w, fused)
+        self.backward: Asked | None = None
+
+    def run(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        rows: int,
+        patterns: tuple[str | None, str | None],
+        overlapped: Callable[..., Any],
+        composed: Callable[[Tensor, Tensor, Tensor | None], Any],
+    ) -> Any:
+        """The result, by the way whose turn it is.
+
+        rows      of all ranks
+        patterns  of the forward and of the backward pass; None for one that communicates nothing"""
+        comm, config = self.comm, self.config
+        w = into_main_grad(self.parameter, self.main_grad)
+        cast = tensors_for(comm, config, rows, x, w, bias)
+        if cast is None:
+            return composed(x, w, bias)
+        x, w, bias = cast
+        forward, backward = patterns
+        asked = asked_for(forward, rows, w, config) if forward else None
+        self.backward = asked_for(backward, rows, w, config.backward) if backward and torch.is_grad_enabled() else None
+        if asked is self.backward is None:
+            return composed(x, w, bias)
+        route = route_of(comm, self.owner, asked, self.backward)
+        with route.turn.timed(x):
+            if route.composed:
+                return composed(x, w, bias)
+            return overlapped(require_grad(x), w, bias, self, route.turn.decision)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -106,12 +151,6 @@ def main_grad_of(operation: str, w: Tensor, fused: bool) -> Tensor | None:
     )
 
 
-def checked_reduce_dtype(operation: str, x: Tensor, reduce_dtype: Any) -> torch.dtype | None:
-    """The type in which sums travel; None for that of x."""
-    found = check_reduce_dtype(operation, x, reduce_dtype)
-    return None if found is x.dtype else found
-
-
 class Pass(NamedTuple):
     """One pass that is under way."""
 
@@ -121,15 +160,14 @@ class Pass(NamedTuple):
 
 
 @contextmanager
-def opened(options: Options, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
+def opened(call: Call, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
     """The lanes of a pass that is decided to overlap."""
-    workspace = options.workspace or workspace_of(options.comm)
-    comm, limit = limited(workspace.carrier or options.comm, config, decision.method)
-    streams = decision.compute_streams
-    lanes = Lanes(comm, streams, config.priority, limit, options.owner, decision)
+    workspace = call.workspace or workspace_of(call.comm)
+    comm, limit = limited(workspace.carrier or call.comm, config, decision.method)
+    lanes = Lanes(comm, decision.compute_streams, config.priority, limit, call.owner, decision)
     cut = Cut(decision.method, decision.chunks, config.aggregate)
     with workspace.lent(like) as work, lanes:
-        if observers and options.workspace is not None:
+        if observers and call.workspace is not None:
             said = "in symmetric windows" if work.window and cut.method != "ring" else "not in symmetric windows"
             lanes.decision = replace(decision, reason=f"{decision.reason}; {said}")
         if work.broken_off:
@@ -137,12 +175,12 @@ def opened(options: Options, decision: Decision, config: OverlapConfig, like: Te
         yield Pass(lanes, work, cut)
 
 
-def remember(ctx: Any, name: str, options: Options) -> None:
+def remember(ctx: Any, call: Call) -> None:
     """After the communication of a forward pass: what the backward pass asks for; see `Collective`."""
-    ctx.options = options
+    ctx.of = call
     ctx.ask_for_token = None if saved_tensors_hooks(False) is None else save_token()
-    ctx.call = number_call(options.comm, name) if options.comm.checking else None
-    ctx.site = call_site() if options.comm.recorded else ""
+    ctx.call = number_call(call.comm, call.name) if call.comm.checking else None
+    ctx.site = call_site() if call.comm.recorded else ""
 
 
 def backward_of(
@@ -157,20 +195,20 @@ def backward_of(
 
     on_lanes    None: nothing of it is to be hidden
     replicated  what has to be equal on all ranks"""
-    options: Options = ctx.options
+    call: Call = ctx.of
     with noting(f"{type(ctx).__name__.removesuffix('Backward')}.backward", ctx.site):
         if ctx.ask_for_token is not None:
             ctx.ask_for_token()
         if ctx.call is not None:
-            compare_backward(options.comm, ctx.call, replicated)
-        if on_lanes is None or options.backward is None or torch.is_grad_enabled() or not is_plain(*tensors):
+            compare_backward(call.comm, ctx.call, replicated)
+        if on_lanes is None or call.backward is None or torch.is_grad_enabled() or not is_plain(*tensors):
             return composed()
-        turn: Turn = turn_of(options.comm, options.owner, options.backward)
+        turn = turn_of(call.comm, call.owner, call.backward)
         assert tensors[0] is not None and turn.decision is not None
         with turn.timed(tensors[0]):
             if turn.decision.method == "off":
                 return composed()
-            return on_lanes(turn.decision, options.config.backward)
+            return on_lanes(turn.decision, call.config.backward)
 
 
 class WeightGrad:
@@ -178,10 +216,10 @@ class WeightGrad:
 
     products  how many there will be: of more than one, the sum is kept in float32 at least"""
 
-    def __init__(self, options: Options, w: Tensor, wanted: bool, products: int = 1) -> None:
+    def __init__(self, call: Call, w: Tensor, wanted: bool, products: int = 1) -> None:
         self.wanted, self._dtype = wanted, w.dtype
-        adds = wanted and options.main_grad is not None and accumulates(options.parameter)
-        self._sum: Tensor | None = options.main_grad if adds else None
+        adds = wanted and call.main_grad is not None and accumulates(call.parameter)
+        self._sum: Tensor | None = call.main_grad if adds else None
         self._begun = self._in_main_grad = adds
         if wanted and self._sum is None:
             wide = products > 1 and w.dtype.itemsize < 4

@@ -11,7 +11,6 @@ the last. Four functions, each with its autograd Function:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -22,33 +21,29 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pynccl import Communicator
-from pynccl.bindings.values import attribute
 
 from ..arguments import check_divisible
-from ..collective import require_grad, run
+from ..collective import run
 from ..ops.all_gather import AllGather, ReduceScatter
 from ..ops.all_reduce import AllReduce, CopyView
 from ..torch_internals import reshaped
 from ..wire import Dtype
 from . import unfused
-from .config import Overlap, OverlapConfig, as_config
+from .config import Overlap, OverlapConfig
 from .gathering import from_window, gather, keep
 from .matmul import add, add_sum_rows, linear_rows, sum_rows
 from .passes import (
+    Call,
     Grads,
-    Options,
     WeightGrad,
     backward_of,
-    checked_reduce_dtype,
     flat_rows,
-    main_grad_of,
     opened,
     remember,
-    tensors_for,
 )
 from .reducing import Sums, all_reduce, reduce_scatter
 from .slices import Flight, Slices
-from .trials import Decision, Route, asked_for, route_of
+from .trials import Decision
 
 
 @overload
@@ -100,17 +95,18 @@ def all_gather_matmul(
 
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
-    call = _Call("all_gather_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = Call("all_gather_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
 
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: Decision) -> Any:
-        keeps = return_gathered or options.config.save_gathered
-        y, *gathered = AllGatherMatmul.apply(require_grad(x), w, bias, options, decision, keeps)
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Any:
+        keeps = return_gathered or call.config.save_gathered
+        y, *gathered = AllGatherMatmul.apply(x, w, bias, call, decision, keeps)
         return (y, gathered[0]) if return_gathered else y
 
     def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Any:
         return unfused.all_gather_matmul(x, w, comm, bias, call.reduce_dtype, return_gathered)
 
-    return call.run(bias, comm.size, ("all_gather_matmul", "column_backward"), overlapped, composed)
+    rows = x.numel() // max(x.shape[-1], 1) * comm.size
+    return call.run(x, bias, rows, ("all_gather_matmul", "column_backward"), overlapped, composed)
 
 
 class AllGatherMatmul(Function):
@@ -125,16 +121,16 @@ class AllGatherMatmul(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: Decision, kept: bool
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision, kept: bool
     ) -> tuple[Tensor, ...]:
-        size = options.comm.size
+        size = call.comm.size
         if decision.method == "off":
-            y, whole = unfused.all_gather_matmul(x, w, options.comm, bias, options.reduce_dtype, True)
+            y, whole = unfused.all_gather_matmul(x, w, call.comm, bias, call.reduce_dtype, True)
         else:
             own = flat_rows(x)
             y = own.new_empty(size, len(own), w.shape[0])
             whole = own.new_empty(size, *own.shape) if kept else None
-            with opened(options, decision, options.config, own) as (lanes, work, cut):
+            with opened(call, decision, call.config, own) as (lanes, work, cut):
                 for piece in gather(lanes, work, own, cut, whole):
                     lane = lanes.compute(piece.arrived)
                     for block in piece.blocks:
@@ -150,14 +146,14 @@ class AllGatherMatmul(Function):
             ctx.save_for_backward(None, w, whole if ctx.needs_input_grad[1] else None)
         else:
             ctx.save_for_backward(x, w)
-        remember(ctx, "all_gather_matmul", options)
+        remember(ctx, call)
         return (y, whole) if kept else (y,)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         gy, g_whole = (*cotangents, None)[:2]
         x, w, *kept = ctx.saved_tensors
-        comm, reduce_dtype = ctx.options.comm, ctx.options.reduce_dtype
+        comm, reduce_dtype = ctx.of.comm, ctx.of.reduce_dtype
         if gy is None:
             gy = w.new_zeros(ctx.shape[0] * comm.size, *ctx.shape[1:-1], w.shape[0])
         whole = kept[0] if kept else None  # which only the gradient of the weight needs
@@ -185,15 +181,15 @@ def _column_backward(
     decision: Decision,
     config: OverlapConfig,
 ) -> Grads:
-    options: Options = ctx.options
-    size = options.comm.size
+    call: Call = ctx.of
+    size = call.comm.size
     g = flat_rows(gy).unflatten(0, (size, -1))
     dx = g.new_empty(g.shape[1], w.shape[1])
     more = None if g_whole is None else flat_rows(g_whole).unflatten(0, (size, -1))
-    grad = WeightGrad(options, w, ctx.needs_input_grad[1])
+    grad = WeightGrad(call, w, ctx.needs_input_grad[1])
     db = g.new_empty(w.shape[0]) if _wants_bias(ctx) else None
     own = None if x is None else flat_rows(x)  # a copy, if need be, before the lanes begin
-    with opened(options, decision, config, g) as (lanes, work, cut):
+    with opened(call, decision, config, g) as (lanes, work, cut):
         arrived = None
         if own is not None:
             whole = work.empty("gathered", (size, *own.shape), own)
@@ -213,7 +209,7 @@ def _column_backward(
                     lanes.main.wait(arrived)
                 grad.add(lanes, g, whole.reshape(size, -1, w.shape[1]))
 
-        sums = Sums(lanes, work, g, w, dx, options.reduce_dtype or dx.dtype, more)
+        sums = Sums(lanes, work, g, w, dx, call.reduce_dtype or dx.dtype, more)
         reduce_scatter(sums, cut, weight_and_bias, gather_anew)
     return dx.view(ctx.shape), grad.result(), db
 
@@ -238,16 +234,16 @@ def matmul_reduce_scatter(
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
     name = "matmul_reduce_scatter"
-    call = _Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     check_divisible(name, x, 0, comm, "cut it otherwise")
 
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: Decision) -> Any:
-        return MatmulReduceScatter.apply(require_grad(x), w, bias, options, decision)
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Any:
+        return MatmulReduceScatter.apply(x, w, bias, call, decision)
 
     def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         return unfused.matmul_reduce_scatter(x, w, comm, bias, call.reduce_dtype)
 
-    y: Tensor = call.run(bias, 1, (name, "row_backward"), overlapped, composed)
+    y: Tensor = call.run(x, bias, x.numel() // max(x.shape[-1], 1), (name, "row_backward"), overlapped, composed)
     return y
 
 
@@ -260,28 +256,28 @@ class MatmulReduceScatter(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: Decision) -> Tensor:
-        size = options.comm.size
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Tensor:
+        size = call.comm.size
         if decision.method == "off":
-            y = unfused.matmul_reduce_scatter(x, w, options.comm, bias, options.reduce_dtype)
+            y = unfused.matmul_reduce_scatter(x, w, call.comm, bias, call.reduce_dtype)
         else:
             a = flat_rows(x).unflatten(0, (size, -1))
             y = a.new_empty(a.shape[1], w.shape[0])
-            with opened(options, decision, options.config, a) as (lanes, work, cut):
-                reduce_scatter(Sums(lanes, work, a, w.t(), y, options.reduce_dtype or y.dtype), cut)
+            with opened(call, decision, call.config, a) as (lanes, work, cut):
+                reduce_scatter(Sums(lanes, work, a, w.t(), y, call.reduce_dtype or y.dtype), cut)
             if bias is not None:
                 y.add_(bias)
             y = reshaped(y, (x.shape[0] // size, *x.shape[1:-1], w.shape[0]))  # no view: it may be changed in place
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, w)
-        remember(ctx, "matmul_reduce_scatter", options)
+        remember(ctx, call)
         return y
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (gy,) = cotangents
         x, w = ctx.saved_tensors
-        comm, reduce_dtype = ctx.options.comm, ctx.options.reduce_dtype
+        comm, reduce_dtype = ctx.of.comm, ctx.of.reduce_dtype
 
         def composed() -> Grads:
             g = run(comm, AllGather, gy, 0, "sum", None, reduce_dtype)
@@ -300,15 +296,15 @@ class MatmulReduceScatter(Function):
 
 
 def _row_backward(ctx: Any, gy: Tensor, x: Tensor, w: Tensor, decision: Decision, config: OverlapConfig) -> Grads:
-    options: Options = ctx.options
-    a = flat_rows(x).unflatten(0, (options.comm.size, -1))
+    call: Call = ctx.of
+    a = flat_rows(x).unflatten(0, (call.comm.size, -1))
     own = flat_rows(gy)
     dx = torch.empty_like(a) if ctx.needs_input_grad[0] else None
     wide = torch.float32 if own.dtype.itemsize < 4 else own.dtype
     db = own.new_empty(w.shape[0], dtype=wide) if _wants_bias(ctx) else None
-    with opened(options, decision, config, own) as (lanes, work, cut):
+    with opened(call, decision, config, own) as (lanes, work, cut):
         pieces = gather(lanes, work, own, cut)
-        grad = WeightGrad(options, w, ctx.needs_input_grad[1], sum(len(piece.blocks) for piece in pieces))
+        grad = WeightGrad(call, w, ctx.needs_input_grad[1], sum(len(piece.blocks) for piece in pieces))
         begun = False
         for piece in pieces:
             lane = lanes.compute(piece.arrived)
@@ -374,23 +370,23 @@ def matmul_all_reduce(
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
     name = "matmul_all_reduce"
-    call = _Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     if hand_off and x.dim() != 2:
         raise ValueError(f"{name}: hand_off=True hands out rows of a matrix, but x is {tuple(x.shape)}; flatten it")
     if hand_off and call.config.method == "auto":
         call.config = replace(call.config, method="slices", chunks=call.config.chunks or 4, deterministic=False)
 
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: Decision) -> Any:
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Any:
         if hand_off:
             flight = Flight()
-            return Slices(MatmulAllReduce.apply(require_grad(x), w, bias, options, decision, flight), flight)
-        return MatmulAllReduce.apply(require_grad(x), w, bias, options, decision, None)[0]
+            return Slices(MatmulAllReduce.apply(x, w, bias, call, decision, flight), flight)
+        return MatmulAllReduce.apply(x, w, bias, call, decision, None)[0]
 
     def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Any:
         y = unfused.matmul_all_reduce(x, w, comm, bias, call.reduce_dtype)
         return Slices((y,), Flight()) if hand_off else y
 
-    return call.run(bias, 1, (name, None), overlapped, composed)
+    return call.run(x, bias, x.numel() // max(x.shape[-1], 1), (name, None), overlapped, composed)
 
 
 class MatmulAllReduce(Function):
@@ -406,7 +402,7 @@ class MatmulAllReduce(Function):
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        options: Options,
+        call: Call,
         decision: Decision,
         flight: Flight | None,
     ) -> tuple[Tensor, ...]:
@@ -414,7 +410,7 @@ class MatmulAllReduce(Function):
         y = a.new_empty(len(a), w.shape[0])
 
         with ExitStack() as stack:
-            lanes, work, cut = stack.enter_context(opened(options, decision, options.config, a))
+            lanes, work, cut = stack.enter_context(opened(call, decision, call.config, a))
 
             def there(at: slice) -> None:
                 if bias is not None:
@@ -422,12 +418,12 @@ class MatmulAllReduce(Function):
                 if flight is not None:
                     flight.depart(lanes, at)
 
-            all_reduce(Sums(lanes, work, a[None], w.t(), y, options.reduce_dtype or y.dtype), cut, there)
+            all_reduce(Sums(lanes, work, a[None], w.t(), y, call.reduce_dtype or y.dtype), cut, there)
             if flight is not None:
                 flight.take(lanes, stack.pop_all())
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, w)
-        remember(ctx, "matmul_all_reduce", options)
+        remember(ctx, call)
         if flight is not None:
             return flight.parts(y)
         return (reshaped(y, (*x.shape[:-1], w.shape[0])),)  # no view: the caller may change it in place
@@ -435,7 +431,7 @@ class MatmulAllReduce(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
-        comm, reduce_dtype = ctx.options.comm, ctx.options.reduce_dtype
+        comm, reduce_dtype = ctx.of.comm, ctx.of.reduce_dtype
         whole = cotangents[0] if len(cotangents) == 1 else torch.cat(cotangents)
 
         def composed() -> Grads:
@@ -468,15 +464,15 @@ def copy_matmul(
 
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
-    call = _Call("copy_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = Call("copy_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
 
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, options: Options, decision: None) -> Any:
-        return CopyMatmul.apply(require_grad(x), w, bias, options)
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: None) -> Any:
+        return CopyMatmul.apply(x, w, bias, call)
 
     def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         return unfused.copy_matmul(x, w, comm, bias, call.reduce_dtype)
 
-    y: Tensor = call.run(bias, 1, (None, "copy_backward"), overlapped, composed)
+    y: Tensor = call.run(x, bias, x.numel() // max(x.shape[-1], 1), (None, "copy_backward"), overlapped, composed)
     return y
 
 
@@ -488,10 +484,10 @@ class CopyMatmul(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, w)
-        remember(ctx, "copy_matmul", options)
+        remember(ctx, call)
         y = F.linear(x, w, bias)
         return reshaped(y, y.shape)  # no view, as it may be now: the caller may change it in place
 
@@ -499,7 +495,7 @@ class CopyMatmul(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (gy,) = cotangents
         x, w = ctx.saved_tensors
-        comm, reduce_dtype = ctx.options.comm, ctx.options.reduce_dtype
+        comm, reduce_dtype = ctx.of.comm, ctx.of.reduce_dtype
 
         def composed() -> Grads:
             dx = run(comm, AllReduce, gy @ w, "sum", "replicated", reduce_dtype)
@@ -513,13 +509,13 @@ class CopyMatmul(Function):
 
 
 def _copy_backward(ctx: Any, gy: Tensor, x: Tensor, w: Tensor, decision: Decision, config: OverlapConfig) -> Grads:
-    options: Options = ctx.options
+    call: Call = ctx.of
     g = flat_rows(gy)
     dx = g.new_empty(len(g), w.shape[1])
-    grad = WeightGrad(options, w, ctx.needs_input_grad[1])
+    grad = WeightGrad(call, w, ctx.needs_input_grad[1])
     db = g.new_empty(w.shape[0]) if _wants_bias(ctx) else None
-    with opened(options, decision, config, g) as (lanes, work, cut):
-        all_reduce(Sums(lanes, work, g[None], w, dx, options.reduce_dtype or dx.dtype), cut)
+    with opened(call, decision, config, g) as (lanes, work, cut):
+        all_reduce(Sums(lanes, work, g[None], w, dx, call.reduce_dtype or dx.dtype), cut)
         if db is not None:
             lanes.main.run(sum_rows, g, out=db)
         grad.add(lanes, g[None], flat_rows(x)[None])
@@ -533,65 +529,3 @@ def _wants_bias(ctx: Any) -> bool:
 def _bias_grad(ctx: Any, gy: Tensor) -> Tensor | None:
     """The sum of gy's rows, differentiable."""
     return gy.reshape(-1, gy.shape[-1]).sum(0) if _wants_bias(ctx) else None
-
-
-class _Call:
-    """A call of one of the four functions: its checked options, and the way that it goes."""
-
-    def __init__(
-        self,
-        name: str,
-        kind: str,
-        x: Tensor,
-        w: Tensor,
-        comm: Communicator,
-        overlap: Overlap,
-        reduce_dtype: Dtype,
-        fused: bool,
-        owner: Any,
-    ) -> None:
-        unfused.check_input(name, x, w, comm)
-        self.x, self.comm, self.owner = x, comm, owner
-        self.config = as_config(name, overlap, kind)
-        self.workspace = attribute(overlap, "workspace")
-        self.reduce_dtype = checked_reduce_dtype(name, x, reduce_dtype)
-        self.parameter, self.main_grad = w, main_grad_of(name, w, fused)
-        self.w = unfused.into_main_grad(w, self.main_grad)
-
-    def run(
-        self,
-        bias: Tensor | None,
-        times: int,
-        patterns: tuple[str | None, str | None],
-        overlapped: Callable[..., Any],
-        composed: Callable[[Tensor, Tensor, Tensor | None], Any],
-    ) -> Any:
-        """The result, by the way whose turn it is.
-
-        times     as many rows as x has are multiplied here
-        patterns  of the forward and of the backward pass; None for one that communicates nothing"""
-        x, comm, config = self.x, self.comm, self.config
-        rows = x.numel() // max(x.shape[-1], 1) * times
-        cast = tensors_for(comm, config, rows, x, self.w, bias)
-        if cast is None:
-            return composed(x, self.w, bias)
-        x, w, bias = cast
-        forward = asked_for(patterns[0], rows, w, config) if patterns[0] else None
-        backward = asked_for(patterns[1], rows, w, config.backward) if patterns[1] and torch.is_grad_enabled() else None
-        if forward is backward is None:
-            return composed(x, w, bias)
-        route: Route = route_of(comm, self.owner, forward, backward)
-        with route.turn.timed(x):
-            if route.composed:
-                return composed(x, w, bias)
-            options = Options(
-                comm,
-                config,
-                self.reduce_dtype,
-                self.main_grad,
-                self.parameter,
-                self.owner,
-                self.workspace,
-                backward,
-            )
-            return overlapped(x, w, bias, options, route.turn.decision)
