@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from .torch_internals import (
     StopRecomputation,
     checkpointed_regions,
-    in_backward_pass,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     saved_tensors_hooks,
@@ -63,36 +61,26 @@ def _save_in_outer_regions() -> None:
 
 
 _T = TypeVar("_T")
-MOST_OPEN = 64  # first passes of reentrant checkpoints that are remembered; evaluation looks the same, and never ends
-# What was chosen in the first passes of a region, by its home and key, and how many of them each recomputation has had.
+# What was chosen in the first pass of a region, by home and key, and how many of them each recomputation has had.
 _chosen: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
-_again: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
-_open: weakref.WeakKeyDictionary[Any, dict[Any, deque[Any]]] = weakref.WeakKeyDictionary()
+_taken: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
 def as_in_first_pass(home: Any, key: Any, choose: Callable[[], _T]) -> tuple[_T, bool]:
     """What `choose` returned when a checkpointed region ran first, and True, where the region is computed anew; else
-    what it returns now, and False. home and key tell the choices of a region apart, equal ones their order.
-
-    The reentrant kind shows itself in neither pass: what runs without gradients may be its first, what runs in a
-    backward pass is a recomputation, and of several first ones the last is taken, as in a step of one batch. Its
-    tensors are never compared, so that another way is as right there."""
+    what it returns now, and False. home and key tell the choices of a region apart, equal ones their order."""
     regions = checkpointed_regions()
-    found: _T
+    found, anew = None, False
     for region, number in regions:
-        if number is not None:
-            chosen, again = _chosen.get(region, {}).get((home, key), ()), _again.setdefault(region, {})
-            at = again.get((home, key, number), 0)
-            again[home, key, number] = at + 1
-            found, anew = (chosen[at], True) if at < len(chosen) else (choose(), False)
+        if number is not None:  # the innermost that is computed anew: what is in it ran in it before
+            chosen, taken = _chosen.get(region, {}).get((home, key), ()), _taken.setdefault(region, {})
+            at = taken[home, key, number] = taken.get((home, key, number), -1) + 1
+            anew = at < len(chosen)
+            found = chosen[at] if anew else None
             break
-    else:
-        last = _open.setdefault(home, {}).get(key)
-        anew = in_backward_pass() and bool(last)
-        found = last.pop() if anew and last else choose()
-        if not anew and not regions and not torch.is_grad_enabled():
-            _open[home].setdefault(key, deque(maxlen=MOST_OPEN)).append(found)
+    if not anew:
+        found = choose()
     for region, number in regions:
         if number is None:
             _chosen.setdefault(region, {}).setdefault((home, key), []).append(found)
-    return found, anew
+    return cast(_T, found), anew

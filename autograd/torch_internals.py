@@ -223,12 +223,22 @@ push_saved_tensors_hooks: Callable[[Any, Any], None] = _find("torch._C._autograd
 
 
 def checkpointed_regions() -> list[tuple[Any, Any]]:
-    """The regions of torch.utils.checkpoint, not the reentrant kind, that this thread is in, innermost first: each an
-    object, and None while it runs first, or the number of the backward pass that it is computed anew for.
+    """The regions of torch.utils.checkpoint that this thread is in, innermost first: each an object, and None while it
+    runs first, or the number of the backward pass that it is computed anew for.
 
-    They are what the hooks' functions close over, by torch's names; where those are others, no region is seen."""
-    if saved_tensors_hooks(False) is None:
-        return []
+    They are what the hooks' functions close over, by torch's names, and of the reentrant kind, whose first pass runs
+    without gradients, what its Function is given; where those are others, no region is seen."""
+    regions = [] if saved_tensors_hooks(False) is None else _regions_with_hooks()
+    number = backward_pass()
+    if number >= 0 or not torch.is_grad_enabled():
+        first, anew = _CheckpointFunction.forward.__code__, _CheckpointFunction.backward.__code__
+        for frame in outwards(sys._getframe(1)):
+            if frame.f_code is first or frame.f_code is anew:
+                regions.append((frame.f_locals["ctx"], None if frame.f_code is first else number))
+    return regions
+
+
+def _regions_with_hooks() -> list[tuple[Any, Any]]:
     hooks: list[Any] = []
     try:
         while (top := saved_tensors_hooks(False)) is not None:
@@ -272,12 +282,6 @@ queue_callback: Callable[[Callable[[], None]], None] = _find(
 )
 # The number of that pass; a reentrant checkpoint has one of its own. Without: all passes are taken for the same one.
 backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
-
-
-def in_backward_pass() -> bool:
-    """Whether this thread is in a backward pass; never, where that cannot be seen."""
-    return backward_pass() >= 0
-
 
 # Whether that pass comes to a node; RuntimeError for the leaf of a gradient that torch.autograd.grad returns. Without:
 # it comes to all.
