@@ -20,8 +20,8 @@ from pynccl.bindings.values import INT_MAX, attribute, shown
 from ..arguments import as_int, check_call, check_comm, check_dim
 from ..ops.all_gather import all_gather
 from ..overlap.config import Overlap, as_config
+from ..overlap.functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ..overlap.limits import prepare
-from ..overlap.patterns import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ..wire import Dtype
 from .shards import Shard, Sharded, own_of_blocks, sizes_of_blocks
 

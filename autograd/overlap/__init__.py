@@ -2,7 +2,7 @@
 
 from .comm_overlap import CommOverlap, CommOverlapHelper, CommOverlapP2P
 from .config import OverlapConfig
-from .patterns import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
+from .functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .reporting import Report, report
 from .slices import Slices
 from .trace import Trace, recording

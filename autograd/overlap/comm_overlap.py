@@ -31,9 +31,9 @@ from ..agreement import gathered
 from ..arguments import as_int, check_comm
 from ..streams import share_side_streams, side_stream
 from .config import OverlapConfig
+from .functions import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .lanes import Lanes
 from .limits import limited
-from .patterns import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .workspace import Workspace
 
 CTA_POLICY_ZERO = 0x02  # NCCL_CTA_POLICY_ZERO

@@ -48,7 +48,7 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, w, bias
 
 
 class Call:
-    """A call of one of the functions of patterns.py: what it says besides its tensors, checked.
+    """A call of one of the functions of functions.py: what it says besides its tensors, checked.
 
     main_grad, parameter  where the weight's gradient is added, by passes that add to gradients, and the weight that has
                           it; None: it is returned, as ever

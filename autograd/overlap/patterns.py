@@ -1,112 +1,31 @@
-"""A linear layer with the collective before or behind it: a slice travels while another one is multiplied.
+"""The autograd Functions of a linear layer with a collective before or behind it; see functions.py.
 
-N ranks; x is [s, .., in] with the sequence in dimension 0, w is [out, in] as in F.linear; rows are all dimensions but
-the last. Four functions, each with its autograd Function:
-
-    all_gather_matmul        x [s/N, .., in]     -> y [s, .., out]      dx is reduce-scattered
-    matmul_reduce_scatter    x [s, .., in/N]     -> y [s/N, .., out]    gy is all-gathered
-    matmul_all_reduce        x [s, .., in/N]     -> y [s, .., out]      nothing travels
-    copy_matmul              x [s, .., in] equal -> y [s, .., out/N]    dx is all-reduced
+Each has its forward pass and its backward pass on lanes, and what both come to without them: the operations of
+unfused.py, where a call is decided not to overlap, and such as have derivatives, where those are wanted.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from pynccl import Communicator
-
-from ..arguments import check_divisible
 from ..collective import run
 from ..ops.all_gather import AllGather, ReduceScatter
 from ..ops.all_reduce import AllReduce, CopyView
 from ..torch_internals import reshaped
-from ..wire import Dtype
 from . import unfused
-from .config import Overlap, OverlapConfig
+from .config import OverlapConfig
 from .gathering import from_window, gather, keep
 from .matmul import add, add_sum_rows, linear_rows, sum_rows
-from .passes import (
-    Call,
-    Grads,
-    WeightGrad,
-    backward_of,
-    flat_rows,
-    opened,
-    remember,
-)
+from .passes import Call, Grads, WeightGrad, backward_of, flat_rows, opened, remember
 from .reducing import Sums, all_reduce, reduce_scatter
-from .slices import Flight, Slices
+from .slices import Flight
 from .trials import Decision
-
-
-@overload
-def all_gather_matmul(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    owner: Any = None,
-) -> Tensor: ...
-@overload
-def all_gather_matmul(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    return_gathered: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-def all_gather_matmul(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    return_gathered: bool = False,
-    owner: Any = None,
-) -> Any:
-    """all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in], bias [out] -> [s, .., out]
-
-    The adjoint: dx is reduce-scattered, dw and dbias are sums over all rows.
-
-    overlap                   "auto": tries the ways in its first calls, and keeps the fastest, which may be not to
-                              overlap; "off"; OverlapConfig(...); a dict of TransformerEngine's keys
-    reduce_dtype              type of the sum in the backward reduce-scatter
-    grad_accumulation_fusion  dw is added to w.main_grad, and w.grad left alone
-    return_gathered           return (y, all_gather(x)), both differentiable
-    owner                     the module for which "auto" decides, and that `overlap.report()` is to name
-
-    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
-    """
-    call = Call("all_gather_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
-
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Any:
-        keeps = return_gathered or call.config.save_gathered
-        y, *gathered = AllGatherMatmul.apply(x, w, bias, call, decision, keeps)
-        return (y, gathered[0]) if return_gathered else y
-
-    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Any:
-        return unfused.all_gather_matmul(x, w, comm, bias, call.reduce_dtype, return_gathered)
-
-    rows = x.numel() // max(x.shape[-1], 1) * comm.size
-    return call.run(x, bias, rows, ("all_gather_matmul", "column_backward"), overlapped, composed)
 
 
 class AllGatherMatmul(Function):
@@ -214,39 +133,6 @@ def _column_backward(
     return dx.view(ctx.shape), grad.result(), db
 
 
-def matmul_reduce_scatter(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    owner: Any = None,
-) -> Tensor:
-    """reduce_scatter(x @ w.T, dim 0) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s/N, .., out]
-
-    The adjoint: dy is all-gathered; dbias is the sum of all ranks' rows. The bias is added once, after the sum.
-
-    The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum
-
-    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
-    """
-    name = "matmul_reduce_scatter"
-    call = Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
-    check_divisible(name, x, 0, comm, "cut it otherwise")
-
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Any:
-        return MatmulReduceScatter.apply(x, w, bias, call, decision)
-
-    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return unfused.matmul_reduce_scatter(x, w, comm, bias, call.reduce_dtype)
-
-    y: Tensor = call.run(x, bias, x.numel() // max(x.shape[-1], 1), (name, "row_backward"), overlapped, composed)
-    return y
-
-
 class MatmulReduceScatter(Function):
     """Row-parallel, into a sequence that is cut over the ranks.
 
@@ -323,72 +209,6 @@ def _row_backward(ctx: Any, gy: Tensor, x: Tensor, w: Tensor, decision: Decision
     return None if dx is None else dx.view(x.shape), grad.result(), None if db is None else db.to(own.dtype)
 
 
-@overload
-def matmul_all_reduce(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    owner: Any = None,
-) -> Tensor: ...
-@overload
-def matmul_all_reduce(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    hand_off: Literal[True],
-) -> Slices: ...
-def matmul_all_reduce(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    hand_off: bool = False,
-    owner: Any = None,
-) -> Any:
-    """all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s, .., out]
-
-    The adjoint communicates nothing: dy must be equal on all ranks, as where each computes the same loss.
-
-    The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum
-    hand_off    return `Slices` of the rows, each of which can be used as soon as it is there; x has to be [s, in/N].
-                With overlap="auto" they are 4: what the caller does with each of them is nothing that a trial can time
-
-    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
-    """
-    name = "matmul_all_reduce"
-    call = Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
-    if hand_off and x.dim() != 2:
-        raise ValueError(f"{name}: hand_off=True hands out rows of a matrix, but x is {tuple(x.shape)}; flatten it")
-    if hand_off and call.config.method == "auto":
-        call.config = replace(call.config, method="slices", chunks=call.config.chunks or 4, deterministic=False)
-
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Any:
-        if hand_off:
-            flight = Flight()
-            return Slices(MatmulAllReduce.apply(x, w, bias, call, decision, flight), flight)
-        return MatmulAllReduce.apply(x, w, bias, call, decision, None)[0]
-
-    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Any:
-        y = unfused.matmul_all_reduce(x, w, comm, bias, call.reduce_dtype)
-        return Slices((y,), Flight()) if hand_off else y
-
-    return call.run(x, bias, x.numel() // max(x.shape[-1], 1), (name, None), overlapped, composed)
-
-
 class MatmulAllReduce(Function):
     """Row-parallel, into a sequence that every rank has whole.
 
@@ -443,37 +263,6 @@ class MatmulAllReduce(Function):
             return dx, dw, db
 
         return *backward_of(ctx, (whole, x, w), composed, replicated=whole), None, None, None
-
-
-def copy_matmul(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    owner: Any = None,
-) -> Tensor:
-    """x @ w.T + bias of an x that is equal on all ranks.   x [s, .., in], w [out/N, in] -> [s, .., out/N]
-
-    The adjoint: dx is summed over the ranks (all_reduce), dw and dbias are this rank's own.
-
-    The options are those of `all_gather_matmul`; reduce_dtype is that of dx's sum
-
-    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
-    """
-    call = Call("copy_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
-
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: None) -> Any:
-        return CopyMatmul.apply(x, w, bias, call)
-
-    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return unfused.copy_matmul(x, w, comm, bias, call.reduce_dtype)
-
-    y: Tensor = call.run(x, bias, x.numel() // max(x.shape[-1], 1), (None, "copy_backward"), overlapped, composed)
-    return y
 
 
 class CopyMatmul(Function):

@@ -56,7 +56,7 @@ ORDER: dict[str, str] = {
         operators streams work
         overlap.config overlap.trials overlap.unfused overlap.lanes overlap.trace overlap.reporting
         overlap.limits overlap.workspace overlap.matmul overlap.gathering overlap.reducing overlap.passes
-        overlap.slices overlap.patterns overlap.comm_overlap
+        overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
         overlap layers.dtensors layers.shards layers.keep_shards layers.gradients layers.linear layers.vocabulary
         layers.key_value layers.dropout layers.plan layers.regions layers.alike layers.model_hooks layers.replacement
         layers.plan_checks layers.weights layers.parts layers.parallelize layers.pickled layers.describe
