@@ -218,6 +218,36 @@ def test_reentrant_checkpoints_are_seen_and_without_their_name_not() -> None:
     assert issubclass(torch_internals.StopRecomputation, Exception)
 
 
+def test_regions_of_checkpoints_are_known_by_what_their_hooks_close_over() -> None:
+    lacking = without("torch._C._autograd._top_saved_tensors_default_hooks")
+    found: list[Any] = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        found.append(torch_internals.checkpointed_regions())
+        assert lacking.checkpointed_regions() == []
+        return x.sin()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        found.append(torch_internals.checkpointed_regions())
+        return checkpoint(inner, x, use_reentrant=False).sin()
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):  # of a user: no region
+        assert torch_internals.checkpointed_regions() == []
+        y = checkpoint(outer, x, use_reentrant=False)
+    ((region, none),), ((within, _), around) = found
+    assert none is None and around == (region, None) and within is not region
+    del found[:]
+    y.sum().backward(retain_graph=True)
+    (again, number), *_ = found[0]
+    assert again is region and number >= 0
+    assert any(one == [(within, number)] or (within, number) in one for one in found)
+    del found[:]
+    y.sum().backward()
+    assert found[0][0][0] is region and found[0][0][1] != number  # of another backward pass
+    assert torch_internals.checkpointed_regions() == []
+
+
 def test_the_end_and_the_number_of_a_backward_pass_are_known_and_without_its_name_all_are_one() -> None:
     lacking = without("torch._C._current_graph_task_id")
     seen: list[Any] = []
@@ -225,6 +255,7 @@ def test_the_end_and_the_number_of_a_backward_pass_are_known_and_without_its_nam
     def note(g: torch.Tensor) -> None:
         torch_internals.queue_callback(lambda: seen.append("end"))
         seen.append((torch_internals.backward_pass(), lacking.backward_pass()))
+        assert torch_internals.in_backward_pass() and not lacking.in_backward_pass()
 
     for _ in range(2):
         x = torch.ones(2, requires_grad=True)
@@ -233,7 +264,8 @@ def test_the_end_and_the_number_of_a_backward_pass_are_known_and_without_its_nam
         seen.append("after")
     (first, end, after), second = seen[:3], seen[3]
     assert (end, after) == ("end", "after")
-    assert first[0] != second[0] and first[1] == second[1]
+    assert first[0] != second[0] and first[1] == second[1] == -1
+    assert not torch_internals.in_backward_pass()
     assert torch_internals.tensors_in({"a": [x, 1], "b": (x,)}) == [x, x]
 
 

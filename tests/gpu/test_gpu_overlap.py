@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.graphs import captured
 from gpu.overlapped import (
     BATCH,
+    BUSY_CYCLES,
     CASES,
     HIDDEN,
     SEQUENCE,
     WIDTH,
+    Tensors,
     assert_same,
     delay,
     forward_and_backward,
@@ -27,8 +30,10 @@ from torch import Tensor
 import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl.comm.observing import Observer, observing
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap import limits
+from pynccl_autograd.overlap import limits, trials
+from pynccl_autograd.overlap.trials import MOST_CALLS
 
 WAYS = (
     OverlapConfig("slices", chunks=1),
@@ -207,25 +212,81 @@ def test_close_waits_for_what_is_under_way(child: Communicator) -> None:
 
 
 @pytest.mark.parametrize("rows", [2048, 8192])
-def test_auto_decides_alike_on_all_ranks_and_keeps_the_result(comm: Communicator, rows: int) -> None:
-    """Whether that is to overlap depends on this machine, and is in the reason of a skip where it is not."""
+def test_a_trial_keeps_the_result_and_all_ranks_the_same_way(comm: Communicator, rows: int) -> None:
     needs_peers(comm)
-    reasons, overlapped = dict[str, None](), False
     for name, case in CASES.items():
-        whole = inputs(comm, seed=10, sequence=rows // BATCH)
+        whole, layer = inputs(comm, seed=10, sequence=rows // BATCH), torch.nn.Linear(WIDTH, HIDDEN)
         own, expected = to(parts(case, whole, comm), torch.float32), parts(case, reference(whole), comm)
+        for _ in range(MOST_CALLS):
+            assert_same(forward_and_backward(case, own, comm, "auto", owner=layer), expected, name)
         with ad.overlap.report() as report:
-            for _ in range(3):
-                assert_same(forward_and_backward(case, own, comm, "auto"), expected, name)
-        decided = report.rows()
-        assert decided, name
-        text = "; ".join(f"{row.pattern} {row.decision.method} {row.decision.chunks}" for row in decided)
+            assert_same(forward_and_backward(case, own, comm, "auto", owner=layer), expected, name)
+        decided = ad.overlap.decisions(layer)
+        assert decided and all(one.settled and len(one.tried) > 1 for one in decided)
+        assert all(0 < seconds < 10 for one in decided for seconds in one.tried.values())
+        assert {row.pattern: row.decision.way for row in report.rows()} == {one.pattern: one.way for one in decided}
+        text = "; ".join(f"{one.pattern} {one.way} {one.tried}" for one in decided)
         told = torch.tensor([zlib.crc32(text.encode())], device=comm.device)
         assert len(comm.all_gather(told).unique()) == 1, text
-        overlapped |= any(row.decision.method != "off" for row in decided)
-        reasons |= {row.decision.reason: None for row in decided}
-    if not overlapped:
-        pytest.skip("right, but nothing was overlapped here: " + "; ".join(reasons))
+
+
+def test_a_trial_is_timed_by_events_for_which_nothing_waits_before_the_decision(comm: Communicator) -> None:
+    needs_peers(comm)
+    case, whole = CASES["all_gather_matmul"], inputs(comm, seed=11, sequence=8192 // BATCH)
+    own, layer = to(parts(case, whole, comm), torch.float32), torch.nn.Linear(WIDTH, HIDDEN)
+    forward_and_backward(case, own, comm, "auto", owner=layer)
+    begun = [one for one in trials._passes[layer].known.values() if isinstance(one, trials.Trial)]
+    assert [one.asked.pattern for one in begun] == ["all_gather_matmul", "column_backward"]
+    waited = []
+    for _ in range(begun[0].last - 1):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(BUSY_CYCLES)
+        late = torch.cuda.Event()
+        late.record()
+        forward_and_backward(case, own, comm, "auto", owner=layer)
+        waited.append(late.query())
+    assert not any(waited[len(begun[0].ways) :])  # the first of each way makes memory and connections
+    moments = [moment for one in begun for took in one.took.values() for pair in took for moment in pair]
+    assert len(moments) == 2 * sum(one.last for one in begun) and {type(one) for one in moments} == {torch.cuda.Event}
+    assert not any(one.settled for one in ad.overlap.decisions(layer))
+    forward_and_backward(case, own, comm, "auto", owner=layer)
+    assert all(one.settled for one in ad.overlap.decisions(layer))
+
+
+class Decided(Observer):
+    """Keeps what was decided."""
+
+    def __init__(self) -> None:
+        self.found: list[ad.overlap.Decision] = []
+
+    def decided(self, owner: Any, decision: Any) -> None:
+        self.found.append(decision)
+
+
+def test_a_capture_before_the_trial_has_ended_is_off_and_one_after_it_goes_as_decided(comm: Communicator) -> None:
+    needs_peers(comm)
+    case, whole = CASES["all_gather_matmul"], inputs(comm, seed=12, sequence=2048 // BATCH)
+    own, expected = to(parts(case, whole, comm), torch.float32), parts(case, reference(whole), comm)
+    layer = torch.nn.Linear(WIDTH, HIDDEN)
+
+    def step() -> Tensors:
+        return forward_and_backward(case, own, comm, "auto", owner=layer)
+
+    def captures() -> list[ad.overlap.Decision]:
+        """What is decided in a capture, behind two steps before it."""
+        seen = Decided()
+        with observing(seen), captured(step) as (graph, results):
+            graph.replay()
+            assert_same(Tensors(*results), expected, "captured")
+        return [one for one in seen.found[-2:] if not one.reason.startswith("on trial")]
+
+    early = captures()
+    assert [one.pattern for one in early] == ["all_gather_matmul", "column_backward"]
+    assert all(one.method == "off" and "run 25 steps" in one.reason for one in early)
+    assert all(one.reason.startswith("on trial, call 2 of") for one in ad.overlap.decisions(layer))
+    for _ in range(MOST_CALLS):
+        step()
+    assert captures() == list(ad.overlap.decisions(layer))
 
 
 def test_another_gpu_may_be_the_current_one(comm: Communicator) -> None:
