@@ -45,6 +45,7 @@ class AllGatherMatmul(Function):
         size = call.comm.size
         if decision.method == "off":
             y, whole = unfused.all_gather_matmul(x, w, call.comm, bias, call.reduce_dtype, True)
+            y, whole = reshaped(y, y.shape), reshaped(whole, whole.shape)  # no views, as below
         else:
             own = flat_rows(x)
             y = own.new_empty(size, len(own), w.shape[0])
@@ -146,6 +147,7 @@ class MatmulReduceScatter(Function):
         size = call.comm.size
         if decision.method == "off":
             y = unfused.matmul_reduce_scatter(x, w, call.comm, bias, call.reduce_dtype)
+            y = reshaped(y, y.shape)  # no view, as below
         else:
             a = flat_rows(x).unflatten(0, (size, -1))
             y = a.new_empty(a.shape[1], w.shape[0])

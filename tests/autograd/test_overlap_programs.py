@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fuzz.overlap_programs import all_are_tried
 from ranks import RankPool, each_size
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,8 @@ import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
+from pynccl_autograd.overlap import decisions
+from pynccl_autograd.overlap.trials import MOST_CALLS
 
 ROWS, WIDTH, HIDDEN = 12, 8, 12
 WAYS = (OverlapConfig("slices", chunks=3), OverlapConfig("ring"), OverlapConfig("bulk", save_gathered=False))
@@ -87,6 +90,26 @@ def checkpointed(comm: Communicator, overlap: Any, reentrant: bool, frozen: bool
 @pytest.mark.parametrize(("reentrant", "frozen"), [(True, False), (False, False), (False, True)])
 def test_checkpoints_compute_the_layers_anew(ranks: RankPool, reentrant: bool, frozen: bool) -> None:
     ranks.run(2, alike, checkpointed, reentrant, frozen)
+
+
+def changed_in_place(comm: Communicator) -> None:
+    expected = Block(comm, "off")
+    with all_are_tried():
+        block = Block(comm, "auto")
+        for _ in range(MOST_CALLS + 1):
+            x, own = (own_rows(comm).requires_grad_() for _ in range(2))
+            y, hidden = expected(x) * 2, block.up(own)
+            hidden.mul_(1)
+            found = block.down(F.gelu(hidden)).mul_(2)
+            torch.testing.assert_close(found, y, **EXACT)
+            for one in (y, found):
+                (one**2).sum().backward()
+            torch.testing.assert_close(own.grad, x.grad, **EXACT)
+    assert all(one.settled and len(one.tried) > 3 for layer in (block.up, block.down) for one in decisions(layer))
+
+
+def test_what_each_way_of_a_trial_returns_may_be_changed_in_place(ranks: RankPool) -> None:
+    ranks.run(2, changed_in_place)
 
 
 def frozen_parts(comm: Communicator, overlap: Any, which: str) -> list[Tensor]:

@@ -1,15 +1,16 @@
 """Random programs of overlapped matmuls and layers, on ranks and beside plain F.linear of the whole in float64.
 
 A program is drawn from its seed, the same on every rank: some layers, of each some passes (see `_ACTIONS`). Every rank
-computes the reference alone, without communication. Used by scripts/fuzz_overlap.py and its test.
+computes the reference alone, without communication. No pass is too small for a trial, so that a layer's passes go by
+turns. Used by scripts/fuzz_overlap.py and its test.
 """
 
 from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observing import Observer, observing
 from pynccl_autograd import OverlapConfig
+from pynccl_autograd.overlap import trials
 from pynccl_autograd.overlap.lanes import Lane
 
 # Of a sum of up to some hundred products, of the largest value.
@@ -89,7 +91,7 @@ def _config(rng: random.Random, inner: bool = False) -> OverlapConfig:
     method = rng.choice(["slices", "ring", "exchange", "bulk", "off", "auto"])
     return OverlapConfig(
         method,
-        chunks=rng.choice([1, 2, 3, 5, 50]) if method in ("slices", "exchange") else None,
+        chunks=rng.choice([1, 2, 3, 5, 50, None]) if method in ("slices", "exchange") else None,
         aggregate=rng.random() < 0.3,
         deterministic=method in ("exchange", "auto") and rng.random() < 0.3,
         save_gathered=rng.random() < 0.5,
@@ -407,5 +409,19 @@ def run_one(comm: Communicator, seed: int) -> int:
     return passes
 
 
+@contextmanager
+def all_are_tried() -> Iterator[None]:
+    """No pass is too small for a trial, in this process."""
+    flop, rows = trials.FEWEST_FLOP, dict(trials.FEWEST_ROWS)
+    trials.FEWEST_FLOP = 0.0
+    trials.FEWEST_ROWS["cpu"] = 1
+    try:
+        yield
+    finally:
+        trials.FEWEST_FLOP = flop
+        trials.FEWEST_ROWS.update(rows)
+
+
 def run(comm: Communicator, seeds: Sequence[int]) -> int:
-    return sum(run_one(comm, seed) for seed in seeds)
+    with all_are_tried():
+        return sum(run_one(comm, seed) for seed in seeds)
