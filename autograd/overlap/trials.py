@@ -233,7 +233,7 @@ class _Passes:
 
 
 _passes: weakref.WeakKeyDictionary[Any, _Passes] = weakref.WeakKeyDictionary()
-_alike: weakref.WeakKeyDictionary[Communicator, dict[Asked, str]] = weakref.WeakKeyDictionary()
+_alike: weakref.WeakKeyDictionary[Communicator, dict[Asked, dict[str, Any]]] = weakref.WeakKeyDictionary()
 _found: dict[str, dict[str, Any]] = {}  # what this process has decided, by `Asked.name`
 _loaded: dict[str, dict[str, Any]] = {}  # what files say
 
@@ -316,19 +316,19 @@ def _known(comm: Communicator, home: _Passes, asked: Asked) -> Decision | Trial:
             return found or asked.decision(comm, ways[0], reason)  # not kept: it was compared with nobody's
         return asked.decision(comm, OFF, "captured into a CUDA graph before it was tried; run 25 steps before that")
     if found is None or comm.checking:
-        loaded = "" if reason in _ALONE else _agreed(comm, asked)
+        loaded = {} if reason in _ALONE else _agreed(comm, asked)
         found = found or home.add(asked, _begun(comm, home, asked, ways, reason, loaded))
     return found
 
 
 def _begun(
-    comm: Communicator, home: _Passes, asked: Asked, ways: tuple[Way, ...], reason: str, loaded: str
+    comm: Communicator, home: _Passes, asked: Asked, ways: tuple[Way, ...], reason: str, loaded: dict[str, Any]
 ) -> Decision | Trial:
     if len(ways) == 1:
         return asked.decision(comm, ways[0], reason)
     for way in ways:
-        if str(way) == loaded:
-            tried = _loaded[asked.name(comm)]["tried"]
+        if str(way) == loaded.get("way"):
+            tried = loaded["tried"]
             return asked.decision(comm, way, f"loaded; tried: {_in_words(tried)}", tried=tried)
     if home.shapes_tried(asked.pattern) >= MOST_SHAPES:
         reason = f"{MOST_SHAPES} shapes of this pass were tried before; ad.overlap.retry(layer) forgets them"
@@ -405,17 +405,17 @@ def _captures(comm: Communicator) -> bool:
 # ---------------------------------------------------------------------------------------------- what ranks compare
 
 
-def _agreed(comm: Communicator, asked: Asked) -> str:
-    """The way that all ranks have loaded from a file, "" for none. A collective, at the first call of all with these
-    arguments, and with PYNCCL_CHECK=1 at every one: NcclInvalidUsage on every rank unless all pass the same."""
+def _agreed(comm: Communicator, asked: Asked) -> dict[str, Any]:
+    """What files say, where the way is the same on all ranks; else nothing. A collective, at the first call of all with
+    these arguments, and with PYNCCL_CHECK=1 at every one: NcclInvalidUsage on every rank unless all pass the same."""
     known = _alike.setdefault(comm, {})
     if asked in known and not comm.checking:
         return known[asked]
     pattern, m, n, k, dtype, config, same_bits = asked
-    way = _loaded.get(asked.name(comm), {}).get("way", "")
+    loaded = _loaded.get(asked.name(comm), {})
     method = [METHODS.index(config.method), config.chunks or 0]
     rest = zlib.crc32(repr((str(dtype), config, same_bits)).encode())
-    rows = gathered(comm, [PATTERNS.index(pattern), m, n, k, *method, rest, zlib.crc32(way.encode())])
+    rows = gathered(comm, [PATTERNS.index(pattern), m, n, k, *method, rest, zlib.crc32(loaded.get("way", "").encode())])
     if any(row[:-1] != rows[0][:-1] for row in rows):
         lines = "\n".join(f"  rank {rank}: {_row_in_words(*row[:-1])}" for rank, row in enumerate(rows))
         raise NcclInvalidUsage(
@@ -424,7 +424,7 @@ def _agreed(comm: Communicator, asked: Asked) -> str:
         )
     if len(known) >= MOST_KEPT:
         known.clear()
-    known[asked] = way if all(row[-1] == rows[0][-1] for row in rows) else ""
+    known[asked] = loaded if all(row[-1] == rows[0][-1] for row in rows) else {}
     return known[asked]
 
 
@@ -485,7 +485,7 @@ def load(path: str | Path) -> None:
     OSError where it cannot be read, ValueError where it is no such file."""
     try:
         said = json.loads(Path(path).read_text())
-        found = {name: {"way": one["way"], "tried": _seconds(one["tried"])} for name, one in said["decisions"].items()}
+        found = {name: _record(one) for name, one in said["decisions"].items()}
         version = said["version"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"load: {path} is no file that ad.overlap.save() has written: {shown(error)}") from None
@@ -496,5 +496,9 @@ def load(path: str | Path) -> None:
     _loaded.update(found)
 
 
-def _seconds(tried: Any) -> dict[str, float]:
-    return {str(way): float(seconds) for way, seconds in tried.items()}
+def _record(one: Any) -> dict[str, Any]:
+    """A decision of a file."""
+    way, tried = one["way"], one["tried"]
+    if not isinstance(way, str):
+        raise TypeError(f"a way is {shown(way)}")
+    return {"way": way, "tried": {str(name): float(seconds) for name, seconds in tried.items()}}

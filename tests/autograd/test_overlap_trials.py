@@ -1,0 +1,662 @@
+"""overlap="auto": what is tried, what is then kept, and that all ranks keep the same."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import json
+import os
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool, each_size
+from torch import nn
+from tried import (
+    BACKWARD,
+    FORWARD,
+    FUNCTIONS,
+    IN,
+    OF_FUNCTION,
+    OUT,
+    PATTERNS,
+    ROWS,
+    Took,
+    Ways,
+    calling,
+    settled,
+    timed_by,
+    tried_small,
+)
+
+import pynccl
+import pynccl_autograd as ad
+from pynccl import Communicator
+from pynccl.comm.observing import Observer, observing
+from pynccl_autograd import OverlapConfig
+from pynccl_autograd.overlap import trials
+from pynccl_autograd.overlap.trials import Decision
+
+Seconds = Callable[[Decision, int], float]
+MOST_CALLS = 24
+WITHIN = 10.0  # seconds from the death of a rank to the errors of the others
+
+
+# ---------------------------------------------------------------------------------------------- how many calls, of what
+
+
+def turns(comm: Communicator, name: str) -> dict[str, tuple[list[str], list[int], str, bool]]:
+    """Of each pattern: the ways in order, at which calls it was settled, what was kept, and whether it stays."""
+    layer, ways = nn.Identity(), Ways()
+    with tried_small(), observing(ways):
+        call = calling(comm, name, layer)
+        for _ in range(MOST_CALLS + 4):
+            call()
+        found = {}
+        for pattern in OF_FUNCTION[name]:
+            took = [one for one in ways.took if one.pattern == pattern]
+            after = [number for number, one in enumerate(took, 1) if one.settled]
+            kept = settled(layer)[pattern]
+            found[pattern] = [one.way for one in took], after, kept, {one.way for one in took if one.settled} == {kept}
+    return found
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_ways_take_turns_in_at_most_24_calls(ranks: RankPool, name: str) -> None:
+    first, other = ranks.run(2, turns, name)
+    assert first == other and set(first) == set(OF_FUNCTION[name])
+    for pattern, (took, after, kept, stays) in first.items():
+        ways = PATTERNS[pattern]
+        rounds = MOST_CALLS // len(ways)
+        trial = took[: rounds * len(ways)]
+        assert sorted(set(trial)) == sorted(ways) and kept in ways and stays
+        assert all(trial.count(way) == rounds for way in ways)
+        assert all(sorted(trial[at : at + len(ways)]) == sorted(ways) for at in range(0, len(trial), len(ways)))
+        assert len({trial[at] for at in range(0, len(trial), len(ways))}) == rounds  # each round begins with another
+        assert len(trial) <= MOST_CALLS
+        assert after == list(range(len(trial) + 1, len(took) + 1))
+
+
+def chosen(comm: Communicator, tables: list[dict[str, Any]], names: tuple[str, ...] = FUNCTIONS) -> dict[str, str]:
+    """What is kept by the times of a table, one for each rank: seconds of a way, or of its first, second, .. call."""
+    table = tables[comm.rank]
+
+    def seconds(decision: Decision, number: int) -> float:
+        took = table.get(decision.way, 1.0)
+        return took[number % len(took)] if isinstance(took, list) else took
+
+    found: dict[str, str] = {}
+    with timed_by(seconds):
+        for name in names:
+            layer = nn.Identity()
+            call = calling(comm, name, layer)
+            for _ in range(MOST_CALLS + 1):
+                call()
+            found.update(settled(layer))
+    return found
+
+
+@pytest.mark.parametrize("best", ["bulk", "slices 2", "slices 4", "slices 8", "ring"])
+def test_the_fastest_way_is_kept(ranks: RankPool, best: str) -> None:
+    table = {"off": 1.0, "bulk": 0.95, "slices 2": 0.9, "slices 4": 0.94, "slices 8": 0.92, "ring": 0.91, best: 0.8}
+    others = {"slices 2"} if best == "bulk" else {best}  # where there is no bulk
+    for found in ranks.run(2, chosen, [table, table]):
+        assert set(found) == set(PATTERNS)
+        for pattern, way in found.items():
+            assert way == best if best in PATTERNS[pattern] else way in others, pattern
+
+
+def test_what_gains_less_than_3_percent_is_left_off(ranks: RankPool) -> None:
+    slow = {"bulk": 1.2, "slices 2": 1.1, "slices 4": 1.1, "slices 8": 1.1, "ring": 1.1}
+    too_little, enough = ({**slow, "off": 1.0, "slices 4": took} for took in (0.98, 0.96))
+    assert set(ranks.run(2, chosen, [too_little, too_little])[0].values()) == {"off"}
+    assert set(ranks.run(2, chosen, [enough, enough])[0].values()) == {"slices 4"}
+
+
+def test_the_slowest_rank_counts(ranks: RankPool) -> None:
+    one = {"off": 1.0, "bulk": 1.2, "slices 2": 0.9, "slices 4": 1.1, "slices 8": 0.5, "ring": 0.1}
+    other = {"off": 1.0, "bulk": 1.2, "slices 2": 0.9, "slices 4": 1.1, "slices 8": 0.95, "ring": 1.3}
+    third = {"off": 0.2, "bulk": 0.2, "slices 2": 0.2, "slices 4": 0.2, "slices 8": 0.2, "ring": 0.2}
+    for found in ranks.run(3, chosen, [one, other, third]):
+        assert set(found) == set(PATTERNS) and set(found.values()) == {"slices 2"}
+
+
+def test_one_call_that_was_slow_or_fast_by_chance_decides_nothing(ranks: RankPool) -> None:
+    base = {"off": 1.0, "bulk": 1.2, "slices 2": 1.1, "slices 8": 1.1, "ring": 1.1}
+    slow_once = {**base, "slices 4": [9.0, 0.8, 0.8, 0.8]}
+    fast_once = {**base, "slices 4": [1.1, 1.1, 0.3, 1.1]}
+    off_slow_once = {**base, "off": [1.0, 1.0, 50.0, 1.0]}
+    assert set(ranks.run(2, chosen, [slow_once, slow_once])[0].values()) == {"slices 4"}
+    assert set(ranks.run(2, chosen, [fast_once, fast_once])[0].values()) == {"off"}
+    assert set(ranks.run(2, chosen, [off_slow_once, off_slow_once])[0].values()) == {"off"}
+
+
+class Fails(Observer):
+    """Calls that are to go a certain way raise before they begin."""
+
+    def __init__(self, ways: tuple[str, ...]) -> None:
+        self.ways = ways
+
+    def decided(self, owner: Any, decision: Any) -> None:
+        """See Observer."""
+        if decision.way in self.ways:
+            raise MemoryError(decision.way)
+
+
+def never_timed(comm: Communicator, fail: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+    """What is kept of a layer some of whose ways never came to an end, and of which a time is told."""
+    found = []
+    with timed_by(lambda decision, number: 1.0):
+        for name in FUNCTIONS[:3]:
+            layer = nn.Identity()
+            torch.manual_seed(comm.rank)
+            x = torch.randn(ROWS // comm.size if name == "all_gather_matmul" else ROWS, IN)
+            with torch.no_grad(), observing(Fails(fail)):
+                for _ in range(MOST_CALLS + 1):
+                    try:
+                        getattr(ad, name)(x, torch.ones(OUT, IN), comm, owner=layer)
+                    except MemoryError as error:
+                        assert str(error) in fail
+            (decision,) = ad.overlap.decisions(layer)
+            assert decision.settled
+            found.append((decision.way, list(decision.tried)))
+    return found
+
+
+def test_a_way_that_was_never_timed_is_not_kept(ranks: RankPool) -> None:
+    for found in ranks.run(2, never_timed, ("slices 4", "ring")):
+        for (way, tried), ways in zip(found, FORWARD.values(), strict=True):
+            assert way == "off"
+            assert tried == [one for one in ways if one not in ("slices 4", "ring")]
+    for found in ranks.run(2, never_timed, ("off", "slices 2", "slices 4", "slices 8", "bulk")):
+        assert found == [("ring", ["ring"])] * 3
+
+
+def few(comm: Communicator, rows: int, features: int) -> tuple[str, str, bool]:
+    """Of a layer, at the clock and the bounds of the machine."""
+    layer = ad.RowParallelLinear(features, features, comm, sequence_parallel=True)
+    x = torch.randn(rows, features // comm.size)
+    with torch.no_grad(), observing(Observer()):
+        layer(x)
+    (decision,) = ad.overlap.decisions(layer)
+    return decision.way, decision.reason, decision.settled
+
+
+def test_what_is_too_small_to_gain_is_off_at_once(ranks: RankPool) -> None:
+    assert set(ranks.run(2, few, 256, 64)) == {("off", trials._TOO_FEW, True)}
+    way, reason, is_settled = ranks.run(2, few, 256, 512)[0]
+    assert (way, reason, is_settled) == ("off", "on trial, call 1 of 20", False)
+
+
+def ways_of(comm: Communicator, config: OverlapConfig) -> dict[str, list[str]]:
+    """Of each pattern, in the order in which they were first taken; what stays is last."""
+    ways, layer = Ways(), nn.Identity()
+    with tried_small(), observing(ways):
+        for name in FUNCTIONS:
+            call = calling(comm, name, layer, overlap=config)
+            for _ in range(MOST_CALLS + 1):
+                call()
+    assert all(one.settled for one in ad.overlap.decisions(layer))
+    return {pattern: list(dict.fromkeys(ways.of(pattern))) for pattern in PATTERNS}
+
+
+def test_chunks_that_are_not_said_are_tried(ranks: RankPool) -> None:
+    slices, exchanges = ([f"{method} {chunks}" for chunks in (2, 4, 8)] for method in ("slices", "exchange"))
+    found = ranks.run(2, ways_of, OverlapConfig("slices"))[0]
+    assert found == dict.fromkeys(PATTERNS, slices)
+    found = ranks.run(2, ways_of, OverlapConfig("exchange"))[0]
+    gathers = ("all_gather_matmul", "row_backward")
+    assert found == {pattern: slices if pattern in gathers else exchanges for pattern in PATTERNS}
+    found = ranks.run(2, ways_of, OverlapConfig("slices", chunks=3))[0]
+    assert found == {pattern: ["slices 3"] for pattern in PATTERNS}
+    found = ranks.run(2, ways_of, OverlapConfig("off", dgrad=OverlapConfig("slices")))[0]
+    assert found == {pattern: slices if pattern in BACKWARD else ["off"] for pattern in PATTERNS}
+
+
+def many_shapes(comm: Communicator) -> tuple[int, int, str]:
+    layer = nn.Identity()
+    with tried_small(), torch.no_grad():
+        for more in range(trials.MOST_SHAPES + 3):
+            x = torch.randn(comm.size * (64 + more), IN)
+            ad.matmul_reduce_scatter(x, torch.ones(OUT, IN), comm, owner=layer)
+    found = ad.overlap.decisions(layer)
+    return sum(not one.settled for one in found), len(found), found[-1].reason
+
+
+def test_of_many_shapes_only_the_first_are_tried(ranks: RankPool) -> None:
+    for on_trial, all_of_them, reason in ranks.run(2, many_shapes):
+        assert (on_trial, all_of_them) == (trials.MOST_SHAPES, trials.MOST_SHAPES + 3)
+        assert reason.startswith("16 shapes of this pass were tried before; ad.overlap.retry(layer)")
+
+
+# ---------------------------------------------------------------------------------------------- all ranks alike
+
+
+def mlp(comm: Communicator, sequence_parallel: bool, **options: Any) -> nn.Sequential:
+    torch.manual_seed(3)
+    options = {"dtype": torch.float64, "sequence_parallel": sequence_parallel, **options}
+    column, row = ad.ColumnParallelLinear, ad.RowParallelLinear
+    return nn.Sequential(
+        column(IN, OUT, comm, **options), nn.GELU(), row(OUT, IN, comm, **options), column(IN, OUT, comm, **options)
+    )
+
+
+class Slow(Observer):
+    """Communication of this rank takes longer: within the passes, so that they do."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def launching(self, calls: Any) -> None:
+        """See Observer."""
+        time.sleep(self.seconds)
+
+
+def all_calls(comm: Communicator, slow_rank: int | None, seed: int | None) -> tuple[list[Took], dict[str, int]]:
+    """The ways of 32 training steps with evaluation between them; how many passes go each way in the end."""
+    ways, kept = Ways(), dict[str, int]()
+    clock = None if seed is None else seed * comm.size + comm.rank
+    with tried_small(clock), observing(ways), observing(Slow(3e-4 if comm.rank == slow_rank else 0.0)):
+        for sequence_parallel in (True, False):
+            model = mlp(comm, sequence_parallel)
+            torch.manual_seed(1)
+            x = torch.randn(ROWS // comm.size if sequence_parallel else ROWS, IN, dtype=torch.float64)
+            for step in range(32):
+                model(x).square().mean().backward()
+                if step % 7 == 3:
+                    with torch.no_grad():
+                        model(x)
+            for layer in model:
+                for way in settled(layer).values():
+                    kept[way] = kept.get(way, 0) + 1
+    return ways.took, kept
+
+
+@each_size
+def test_all_ranks_take_the_same_way_where_one_is_slow(ranks: RankPool, n: int) -> None:
+    (first, kept), *others = ranks.run(n, all_calls, n - 1, None)
+    assert len(first) > 200 and sum(kept.values()) == 9
+    assert all(took == first for took, _ in others)
+
+
+@each_size
+@pytest.mark.parametrize("seed", [1, 2])
+def test_all_ranks_take_the_same_way_whatever_their_clocks_say(ranks: RankPool, n: int, seed: int) -> None:
+    (first, kept), *others = ranks.run(n, all_calls, None, seed)
+    assert sum(kept.values()) == 9 and len(kept) > 1  # of random times not the same way everywhere
+    assert all(took == first for took, _ in others)
+
+
+def dying(comm: Communicator, at: int) -> tuple[str, float]:
+    """The last rank ends in the middle of a trial; the error of another one, and after how long."""
+    own = comm.split(0)
+    assert own is not None
+    layer = nn.Identity()
+    begun = time.monotonic()
+    with tried_small():
+        call = calling(own, "all_gather_matmul", layer)
+        try:
+            for number in range(MOST_CALLS + 5):
+                begun = time.monotonic()
+                if number == at and own.rank == own.size - 1:
+                    os._exit(3)
+                call()
+        except pynccl.NcclError as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - begun
+        finally:
+            own.abort()
+    return "", 0.0
+
+
+@pytest.fixture
+def doomed() -> Iterator[RankPool]:
+    """Ranks that this test may end."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("at", [5, 24])  # the ring, and the call that decides
+def test_a_rank_that_dies_in_a_trial_is_an_error_on_the_others(doomed: RankPool, at: int) -> None:
+    *others, last = doomed.outcomes(3, dying, at)
+    assert "died: exit code 3" in last.report
+    for outcome in others:
+        assert not outcome.report, outcome.report
+        said, seconds = outcome.value
+        assert said.startswith("NcclRemoteError: ")
+        assert seconds < WITHIN
+
+
+# ---------------------------------------------------------------------------------------------- from run to run
+
+
+def decided(comm: Communicator, path: str) -> dict[str, str]:
+    """A trial of all patterns, in which slices 2, 4, 8 win by turns; saved."""
+    winner = {pattern: PATTERNS[pattern][-1 - at % 4] for at, pattern in enumerate(PATTERNS)}
+    layer = nn.Identity()
+    with timed_by(lambda decision, number: 0.5 if decision.way == winner[decision.pattern] else 1.0):
+        for name in FUNCTIONS:
+            call = calling(comm, name, layer)
+            for _ in range(MOST_CALLS + 1):
+                call()
+        ad.overlap.save(path)
+    assert settled(layer) == winner
+    return winner
+
+
+def loaded(comm: Communicator, paths: list[str]) -> tuple[list[Took], list[str]]:
+    """The first calls of another layer on another communicator, after the file of this rank was loaded."""
+    own = comm.split(0)
+    assert own is not None
+    layer, ways = nn.Identity(), Ways()
+    with own, tried_small(), observing(ways):
+        if paths[comm.rank]:
+            ad.overlap.load(paths[comm.rank])
+        for name in FUNCTIONS:
+            call = calling(own, name, layer)
+            for _ in range(2):
+                call()
+        return ways.took, [one.reason for one in ad.overlap.decisions(layer)]
+
+
+def test_what_was_saved_is_not_tried_again(ranks: RankPool, doomed: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "decisions.json")
+    winner = ranks.run(2, decided, path)[0]
+    assert len(set(winner.values())) > 2
+    for pool in (ranks, doomed):  # the other pool has processes of its own
+        for took, reasons in pool.run(2, loaded, [path, path]):
+            assert took and all(one.settled and one.way == winner[one.pattern] for one in took)
+            assert {one.pattern for one in took} == set(PATTERNS)
+            assert all(reason.startswith("loaded; tried: off 1e+03 ms") for reason in reasons)
+    assert os.listdir(tmp_path) == ["decisions.json"]
+
+
+def test_what_not_all_ranks_have_loaded_is_tried(ranks: RankPool, tmp_path: Path) -> None:
+    path, other = tmp_path / "decisions.json", tmp_path / "other.json"
+    ranks.run(2, decided, str(path))
+    said = json.loads(path.read_text())
+    for one in said["decisions"].values():
+        one["way"] = "slices 8" if one["way"] != "slices 8" else "off"
+    other.write_text(json.dumps(said))
+    for paths in (["", str(path)], [str(path), ""], [str(path), str(other)]):
+        (first, _), (second, _) = ranks.run(2, loaded, paths)
+        assert first == second and {one.pattern for one in first} == set(PATTERNS)
+        assert not any(one.settled for one in first)
+    said["decisions"] = {name: {**one, "way": "slices 3"} for name, one in said["decisions"].items()}
+    other.write_text(json.dumps(said))  # on all ranks, and not a way that is ever taken
+    (first, _), (second, _) = ranks.run(2, loaded, [str(other)] * 2)
+    assert first == second and first and not any(one.settled for one in first)
+
+
+FILES = {
+    "empty": b"",
+    "broken": b'{"version": 1, "decisions": {"a',
+    "binary": b"\xff\xfe\x00\x01",
+    "a list": b"[1, 2]",
+    "nothing": b"null",
+    "without": b'{"version": 1}',
+    "decisions a list": b'{"version": 1, "decisions": [1]}',
+    "a decision is text": b'{"version": 1, "decisions": {"a": "off"}}',
+    "no way": b'{"version": 1, "decisions": {"a": {"tried": {}}}}',
+    "way is a number": b'{"version": 1, "decisions": {"a": {"way": 5, "tried": {}}}}',
+    "way is nothing": b'{"version": 1, "decisions": {"a": {"way": null, "tried": {}}}}',
+    "times are text": b'{"version": 1, "decisions": {"a": {"way": "off", "tried": {"off": "long"}}}}',
+    "times are a list": b'{"version": 1, "decisions": {"a": {"way": "off", "tried": [1.0]}}}',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_save_has_not_written(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "decisions.json"
+    path.write_bytes(FILES[name])
+    with tried_small():
+        with pytest.raises(ValueError, match=r"load: .*decisions\.json is no file that ad\.overlap\.save\(\) has"):
+            ad.overlap.load(path)
+        assert trials._loaded == {}
+
+
+def test_a_file_of_another_version_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.json"
+    path.write_text('{"version": 2, "decisions": {}}')
+    with pytest.raises(ValueError, match=r"load: .*decisions\.json is of version 2, expected 1; try anew"):
+        ad.overlap.load(path)
+    with pytest.raises(FileNotFoundError, match=r"missing\.json"):
+        ad.overlap.load(tmp_path / "missing.json")
+    with pytest.raises(IsADirectoryError):
+        ad.overlap.load(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["os.replace", "os.fdopen", "json.dumps"])
+def test_a_file_that_cannot_be_written_leaves_the_old_one(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "decisions.json"
+    with tried_small():
+        ad.overlap.save(path)
+        before = path.read_text()
+        assert json.loads(before) == {"version": 1, "decisions": {}}
+
+        def full(*args: Any, **options: Any) -> Any:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(f"pynccl_autograd.overlap.trials.{where}", full)
+            with pytest.raises(OSError, match="No space left on device"):
+                ad.overlap.save(path)
+        assert path.read_text() == before and os.listdir(tmp_path) == ["decisions.json"]
+
+
+def test_a_disk_that_is_full_midway_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "decisions.json"
+    opened = os.fdopen
+
+    def full(number: int, mode: str) -> Any:
+        """Of what is written only the first bytes fit."""
+        file = opened(number, mode)
+        file.write("{")
+        file.flush()
+        monkeypatch.setattr(file, "write", no_space, raising=False)
+        return file
+
+    def no_space(text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with tried_small():
+        ad.overlap.save(path)
+        before = path.read_text()
+        with monkeypatch.context() as patch:
+            patch.setattr("pynccl_autograd.overlap.trials.os.fdopen", full)
+            with pytest.raises(OSError, match="No space left on device"):
+                ad.overlap.save(path)
+    assert path.read_text() == before and os.listdir(tmp_path) == ["decisions.json"]
+
+
+def test_a_place_where_no_file_can_be(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ad.overlap.save(tmp_path / "missing" / "decisions.json")
+    with pytest.raises(OSError, match="folder"):
+        (tmp_path / "folder").mkdir()
+        ad.overlap.save(tmp_path / "folder")
+    assert os.listdir(tmp_path) == ["folder"] and os.listdir(tmp_path / "folder") == []
+
+
+def retried(comm: Communicator, path: str) -> None:
+    own = comm.split(0)
+    assert own is not None
+    model = nn.Module()
+    model.one, model.other = nn.Identity(), nn.Identity()
+    with own, tried_small():
+        ad.overlap.load(path)
+
+        def on_trial(owner: Any) -> list[bool]:
+            for name in FUNCTIONS:
+                calling(own, name, owner)()
+            return [not one.settled for one in ad.overlap.decisions(own if owner is None else owner)]
+
+        for owner in (model.one, model.other, None):
+            assert on_trial(owner) == [False] * 6
+        ad.overlap.retry(model.one)
+        assert ad.overlap.decisions(model.one) == ()
+        assert on_trial(model.one) == [True] * 6
+        assert on_trial(model.other) == on_trial(None) == [False] * 6
+        ad.overlap.retry(model)
+        assert on_trial(model.other) == [True] * 6 and on_trial(None) == [False] * 6
+        ad.overlap.retry(own)
+        assert on_trial(None) == [True] * 6
+        for _ in range(MOST_CALLS):
+            on_trial(model.other)
+        assert on_trial(model.other) == [False] * 6
+        ad.overlap.retry(model.other)
+        assert on_trial(model.other) == [True] * 6
+
+
+def test_retry_tries_anew(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, decided, str(tmp_path / "decisions.json"))
+    ranks.run(2, retried, str(tmp_path / "decisions.json"))
+
+
+def retried_elsewhere(comm: Communicator, path: str) -> list[bool]:
+    """What was loaded is forgotten by a layer of one communicator, when another one of as many ranks knows of it."""
+    one, other = comm.split(0), comm.split(0)
+    assert one is not None and other is not None
+    layer = nn.Identity()
+    with one, other, tried_small():
+        ad.overlap.load(path)
+        for own, owner in ((one, layer), (other, nn.Identity())):
+            calling(own, "all_gather_matmul", owner)()
+        ad.overlap.retry(layer)
+        new = nn.Identity()
+        calling(other, "all_gather_matmul", new)()
+        return [decision.settled for decision in ad.overlap.decisions(new)]
+
+
+def test_retry_on_one_communicator_does_not_break_another(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, decided, str(tmp_path / "decisions.json"))
+    first, second = ranks.run(2, retried_elsewhere, str(tmp_path / "decisions.json"))
+    assert first == second and len(first) == 2
+
+
+# ---------------------------------------------------------------------------------------------- layers come and go
+
+
+def copies(comm: Communicator) -> None:
+    """A copy, and what comes out of a pickle, begin their own trials; the layer goes on with its."""
+    with tried_small():
+        layer = ad.RowParallelLinear(OUT, IN, comm, sequence_parallel=True, dtype=torch.float64)
+        x = torch.randn(ROWS, OUT // comm.size, dtype=torch.float64)
+
+        def call(layer: nn.Module) -> torch.Tensor:
+            with torch.no_grad():
+                y: torch.Tensor = layer(x)
+            return y
+
+        for _ in range(7):
+            y = call(layer)
+        again, travelled = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+        assert ad.overlap.decisions(again) == ad.overlap.decisions(travelled) == ()
+        ad.set_communicator(travelled, comm)
+        for other in (again, travelled):
+            torch.testing.assert_close(call(other), y, rtol=1e-12, atol=1e-12)
+            (decision,) = ad.overlap.decisions(other)
+            assert (decision.reason, decision.settled) == ("on trial, call 1 of 20", False)
+        call(layer)
+        (decision,) = ad.overlap.decisions(layer)
+        assert decision.reason == "on trial, call 8 of 20"
+        for _ in range(13):
+            call(layer)
+        assert [one.settled for one in ad.overlap.decisions(layer)] == [True]
+        assert [one.settled for one in ad.overlap.decisions(again)] == [False]
+
+
+def test_copies_of_a_layer_on_trial_try_for_themselves(ranks: RankPool) -> None:
+    ranks.run(2, copies)
+
+
+def other_communicator(comm: Communicator) -> None:
+    """What was tried with other ranks is not known of these."""
+    layer = nn.Identity()
+    with tried_small():
+        call = calling(comm, "matmul_reduce_scatter", layer)
+        for _ in range(MOST_CALLS + 1):
+            call()
+        assert all(one.settled for one in ad.overlap.decisions(layer))
+        own = comm.split(0)
+        assert own is not None
+        with own:
+            call = calling(own, "matmul_reduce_scatter", layer)
+            call()
+            found = ad.overlap.decisions(layer)
+            assert [one.reason for one in found] == ["on trial, call 1 of 20", "on trial, call 1 of 24"]
+            for _ in range(MOST_CALLS):
+                call()
+            assert all(one.settled for one in ad.overlap.decisions(layer))
+
+
+def test_a_layer_on_another_communicator_tries_anew(ranks: RankPool) -> None:
+    ranks.run(2, other_communicator)
+
+
+def dropped(comm: Communicator) -> list[int]:
+    """What is remembered of layers, before them, with them and without."""
+    gc.collect()
+    sizes = [len(trials._passes)]
+    with tried_small():
+        model = mlp(comm, True)
+        x = torch.randn(ROWS // comm.size, IN, dtype=torch.float64)
+        for _ in range(3):
+            torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=True).sum().backward()
+            torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+        sizes.append(len(trials._passes))
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None
+        sizes.append(len(trials._passes))
+    return sizes
+
+
+def test_layers_that_are_dropped_leave_nothing_behind(ranks: RankPool) -> None:
+    for before, during, after in ranks.run(2, dropped):
+        assert during == before + 3 and after == before
+
+
+def without_overlap(comm: Communicator) -> None:
+    """torch.compile, torch.func, forward mode and second derivatives: the values of "off", and nothing is tried."""
+    torch.manual_seed(comm.rank)
+    x = torch.randn(ROWS // comm.size, IN, dtype=torch.float64)
+    with tried_small():
+        model, plain = mlp(comm, True), mlp(comm, True, overlap="off")
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        expected = plain(x)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), expected, rtol=1e-12, atol=1e-12)
+            compiled(x).sum().backward()
+        plain(x).sum().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert other.grad is not None
+            torch.testing.assert_close(one.grad, 2 * other.grad, rtol=1e-12, atol=1e-12)
+
+        def loss(model: nn.Module, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+        parameters = {name: one.detach() for name, one in model.named_parameters()}
+        found = torch.func.grad(lambda parameters: loss(model, parameters))(parameters)
+        wanted = torch.autograd.grad(loss(plain, dict(plain.named_parameters())), list(plain.parameters()))
+        for mine, theirs in zip(found.values(), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        y, dy, *_ = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        step = 1e-6
+        slope = (plain(x + step) - plain(x - step)) / (2 * step)
+        torch.testing.assert_close(dy, slope, rtol=1e-6, atol=1e-6)
+        assert all(ad.overlap.decisions(layer) == () for layer in model)
+
+
+def test_what_traces_and_transforms_tries_nothing(ranks: RankPool) -> None:
+    ranks.run(2, without_overlap)
