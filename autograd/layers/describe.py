@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..overlap.trials import decisions
+from ..overlap.routes import decisions
 from .shards import shard_of
 
 

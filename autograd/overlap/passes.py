@@ -39,7 +39,8 @@ from .gathering import Cut
 from .lanes import Lanes
 from .limits import limited
 from .matmul import add_outer_rows, outer_rows
-from .trials import Asked, Decision, asked_for, is_tiny, route_of, turn_of
+from .routes import asked_for, route_of, turn_of
+from .trials import Asked, Decision, is_tiny
 from .unfused import check_input, into_main_grad
 from .workspace import Workspace, workspace_of
 

@@ -40,8 +40,8 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observing import Observer, observing
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap import trials
-from pynccl_autograd.overlap.trials import Decision
+from pynccl_autograd.overlap import routes
+from pynccl_autograd.overlap.trials import TOO_FEW, Decision
 
 Seconds = Callable[[Decision, int], float]
 MOST_CALLS = 24
@@ -189,7 +189,7 @@ def few(comm: Communicator, rows: int, features: int) -> tuple[str, str, bool]:
 
 
 def test_what_is_too_small_to_gain_is_off_at_once(ranks: RankPool) -> None:
-    assert set(ranks.run(2, few, 256, 64)) == {("off", trials._TOO_FEW, True)}
+    assert set(ranks.run(2, few, 256, 64)) == {("off", TOO_FEW, True)}
     way, reason, is_settled = ranks.run(2, few, 256, 512)[0]
     assert (way, reason, is_settled) == ("off", "on trial, call 1 of 20", False)
 
@@ -222,7 +222,7 @@ def test_chunks_that_are_not_said_are_tried(ranks: RankPool) -> None:
 def many_shapes(comm: Communicator) -> tuple[int, int, str]:
     layer = nn.Identity()
     with tried_small(), torch.no_grad():
-        for more in range(trials.MOST_SHAPES + 3):
+        for more in range(routes.MOST_SHAPES + 3):
             x = torch.randn(comm.size * (64 + more), IN)
             ad.matmul_reduce_scatter(x, torch.ones(OUT, IN), comm, owner=layer)
     found = ad.overlap.decisions(layer)
@@ -231,7 +231,7 @@ def many_shapes(comm: Communicator) -> tuple[int, int, str]:
 
 def test_of_many_shapes_only_the_first_are_tried(ranks: RankPool) -> None:
     for on_trial, all_of_them, reason in ranks.run(2, many_shapes):
-        assert (on_trial, all_of_them) == (trials.MOST_SHAPES, trials.MOST_SHAPES + 3)
+        assert (on_trial, all_of_them) == (routes.MOST_SHAPES, routes.MOST_SHAPES + 3)
         assert reason.startswith("16 shapes of this pass were tried before; ad.overlap.retry(layer)")
 
 
@@ -418,7 +418,7 @@ def test_a_file_that_save_has_not_written(name: str, tmp_path: Path) -> None:
     with tried_small():
         with pytest.raises(ValueError, match=r"load: .*decisions\.json is no file that ad\.overlap\.save\(\) has"):
             ad.overlap.load(path)
-        assert trials._loaded == {}
+        assert routes._loaded == {}
 
 
 def test_a_file_of_another_version_or_none(tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"pynccl_autograd.overlap.trials.{where}", full)
+            patch.setattr(f"pynccl_autograd.overlap.routes.{where}", full)
             with pytest.raises(OSError, match="No space left on device"):
                 ad.overlap.save(path)
         assert path.read_text() == before and os.listdir(tmp_path) == ["decisions.json"]
@@ -471,7 +471,7 @@ def test_a_disk_that_is_full_midway_leaves_the_old_file(tmp_path: Path, monkeypa
         ad.overlap.save(path)
         before = path.read_text()
         with monkeypatch.context() as patch:
-            patch.setattr("pynccl_autograd.overlap.trials.os.fdopen", full)
+            patch.setattr("pynccl_autograd.overlap.routes.os.fdopen", full)
             with pytest.raises(OSError, match="No space left on device"):
                 ad.overlap.save(path)
     assert path.read_text() == before and os.listdir(tmp_path) == ["decisions.json"]
@@ -605,19 +605,19 @@ def test_a_layer_on_another_communicator_tries_anew(ranks: RankPool) -> None:
 def dropped(comm: Communicator) -> list[int]:
     """What is remembered of layers, before them, with them and without."""
     gc.collect()
-    sizes = [len(trials._passes)]
+    sizes = [len(routes._passes)]
     with tried_small():
         model = mlp(comm, True)
         x = torch.randn(ROWS // comm.size, IN, dtype=torch.float64)
         for _ in range(3):
             torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=True).sum().backward()
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
-        sizes.append(len(trials._passes))
+        sizes.append(len(routes._passes))
         gone = weakref.ref(model)
         del model
         gc.collect()
         assert gone() is None
-        sizes.append(len(trials._passes))
+        sizes.append(len(routes._passes))
     return sizes
 
 

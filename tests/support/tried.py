@@ -15,8 +15,8 @@ from torch import Tensor
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observing import Observer, observing
-from pynccl_autograd.overlap import passes, trials
-from pynccl_autograd.torch_internals import in_backward_pass
+from pynccl_autograd.overlap import passes, routes, trials
+from pynccl_autograd.torch_internals import backward_pass
 
 ROWS = 288  # of the whole: enough for 8 slices, and divisible by 2, 3 and 4 ranks
 IN, OUT = 24, 48
@@ -49,8 +49,8 @@ def tried_small(seed: int | None = None) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials, "FEWEST_FLOP", 0.0)
-        patch.setattr(trials, "_found", {})
-        patch.setattr(trials, "_loaded", {})
+        patch.setattr(routes, "_found", {})
+        patch.setattr(routes, "_loaded", {})
         if seed is not None:
             draw, now = random.Random(seed), [0]
 
@@ -171,7 +171,7 @@ class Routes:
             self._layers.append(layer)
         number = next(at for at, one in enumerate(self._layers) if one is layer)
         decision = route.turn.decision
-        into = self.anew if in_backward_pass() else self.first
+        into = self.anew if backward_pass() >= 0 else self.first
         into.setdefault(self.at, []).append(Route(number, decision and decision.way, route.composed))
 
 

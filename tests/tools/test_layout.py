@@ -54,7 +54,7 @@ ORDER: dict[str, str] = {
         torch_internals levels recompute wire arguments mesh agreement rng checks collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work
-        overlap.config overlap.trials overlap.unfused overlap.lanes overlap.trace overlap.reporting
+        overlap.config overlap.trials overlap.routes overlap.unfused overlap.lanes overlap.trace overlap.reporting
         overlap.limits overlap.workspace overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
         overlap layers.dtensors layers.shards layers.keep_shards layers.gradients layers.linear layers.vocabulary
