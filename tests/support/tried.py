@@ -15,7 +15,8 @@ from torch import Tensor
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observing import Observer, observing
-from pynccl_autograd.overlap import passes, routes, trials
+from pynccl_autograd.overlap import passes, trials
+from pynccl_autograd.overlap import routes as remembered
 from pynccl_autograd.torch_internals import backward_pass
 
 ROWS = 288  # of the whole: enough for 8 slices, and divisible by 2, 3 and 4 ranks
@@ -49,8 +50,8 @@ def tried_small(seed: int | None = None) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials, "FEWEST_FLOP", 0.0)
-        patch.setattr(routes, "_found", {})
-        patch.setattr(routes, "_loaded", {})
+        patch.setattr(remembered, "_found", {})
+        patch.setattr(remembered, "_loaded", {})
         if seed is not None:
             draw, now = random.Random(seed), [0]
 
