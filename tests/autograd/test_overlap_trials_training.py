@@ -1,0 +1,501 @@
+"""Training while overlap="auto" tries its ways, and once it has decided: the values of training without overlap; what a
+checkpoint computes anew goes as at first; the same bits where determinism was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import RankPool, each_size
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from tried import FUNCTIONS, IN, OF_FUNCTION, OUT, ROWS, Ways, routes, settled, tried_small
+
+import pynccl_autograd as ad
+from pynccl import Communicator
+from pynccl.comm.call import call_text
+from pynccl.comm.observing import Observer, observing
+from pynccl_autograd import OverlapConfig
+from pynccl_autograd.overlap import trials
+
+STEPS = 28  # the trials of 20 and 24 calls, the decisions, and some after them
+RATE = 0.05
+BLOCKS = 2
+
+
+class Block(nn.Module):
+    """x + down(gelu(up(x))), of layers of ours or of torch's."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.gelu(self.up(x)))
+        return y
+
+
+def plain_model(dtype: torch.dtype) -> nn.Sequential:
+    """Whole, on one process; equal on all ranks."""
+    torch.manual_seed(11)
+    return nn.Sequential(*(Block(nn.Linear(IN, OUT), nn.Linear(OUT, IN)) for _ in range(BLOCKS))).to(dtype)
+
+
+def parallel_model(comm: Communicator, plain: nn.Sequential, sequence_parallel: bool, **options: Any) -> nn.Sequential:
+    """The same weights, over the ranks."""
+    return nn.Sequential(
+        *(
+            Block(
+                ad.ColumnParallelLinear.from_linear(block.up, comm, sequence_parallel, **options),
+                ad.RowParallelLinear.from_linear(block.down, comm, sequence_parallel, **options),
+            )
+            for block in plain
+        )
+    )
+
+
+Run = Callable[[nn.Sequential, Tensor], Tensor]  # a forward pass
+Step = Callable[[Run, nn.Sequential, list[Tensor]], list[Tensor]]  # forward and backward passes: losses
+
+
+def leave(model: nn.Sequential) -> None:
+    """As it is."""
+
+
+class Program(NamedTuple):
+    """A way to train.
+
+    run     the forward pass of a microbatch
+    step    of microbatches
+    rows    of the whole, in a step
+    before  of a model, before the first step
+    around  what a step runs in
+    options of the parallel layers
+    evaluate  every so many steps
+    tolerance relative to a reference in the same type"""
+
+    run: Run
+    step: Step
+    microbatches: int = 1
+    rows: Callable[[int], int] = lambda step: ROWS
+    before: Callable[[nn.Sequential], None] = leave
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    options: dict[str, Any] = {}  # noqa: RUF012
+    dtype: torch.dtype = torch.float64
+    evaluate: int = 0
+    tolerance: float = 1e-9
+    steps: int = STEPS
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return y.double().square().sum() / ROWS
+
+
+def whole(model: nn.Sequential, x: Tensor) -> Tensor:
+    y: Tensor = model(x)
+    return y
+
+
+def not_reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
+    for block in model:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def without_early_stop(model: nn.Sequential, x: Tensor) -> Tensor:
+    with set_checkpoint_early_stop(False):
+        return not_reentrant(model, x)
+
+
+def reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
+    x = x.requires_grad_()  # or torch makes no gradients in it
+    for block in model:
+        x = checkpoint(block, x, use_reentrant=True)
+    return x
+
+
+def nested(model: nn.Sequential, x: Tensor) -> Tensor:
+    def both(x: Tensor) -> Tensor:
+        return not_reentrant(model, x)
+
+    y: Tensor = checkpoint(both, x, use_reentrant=False)
+    return y
+
+
+def nested_reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
+    def both(x: Tensor) -> Tensor:
+        return reentrant(model, x)
+
+    y: Tensor = checkpoint(both, x.requires_grad_(), use_reentrant=True)
+    return y
+
+
+def one_after_the_other(run: Run, model: nn.Sequential, batches: list[Tensor]) -> list[Tensor]:
+    """Gradients of several are accumulated."""
+    losses = []
+    for x in batches:
+        loss = loss_of(run(model, x))
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def forwards_first(run: Run, model: nn.Sequential, batches: list[Tensor]) -> list[Tensor]:
+    """As GPipe: all forward passes, then the backward passes in reverse order."""
+    losses = [loss_of(run(model, x)) for x in batches]
+    for loss in reversed(losses):
+        loss.backward()
+    return [loss.detach() for loss in losses]
+
+
+def one_forward_one_backward(run: Run, model: nn.Sequential, batches: list[Tensor]) -> list[Tensor]:
+    """As a pipeline's first stage of two: two are in flight, the oldest goes back first."""
+    under_way: list[Tensor] = []
+    losses = []
+    for x in batches:
+        under_way.append(loss_of(run(model, x)))
+        losses.append(under_way[-1])
+        if len(under_way) == 2:
+            under_way.pop(0).backward()
+    for loss in under_way:
+        loss.backward()
+    return [loss.detach() for loss in losses]
+
+
+def freeze_on_rank_0(model: nn.Sequential) -> None:
+    """There less is saved for the backward pass."""
+    if model[0].up.comm.rank == 0:
+        model[0].up.weight.requires_grad_(False)
+        model[1].down.requires_grad_(False)
+
+
+def freeze(model: nn.Sequential) -> None:
+    """A weight, a bias, and all that lies before them."""
+    model[0].up.requires_grad_(False)
+    model[0].down.bias.requires_grad_(False)
+    model[1].down.weight.requires_grad_(False)
+
+
+def with_main_grads(model: nn.Sequential) -> None:
+    """On layers that add to them; the reference leaves them alone."""
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+
+
+def bfloat16() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def many_sizes(step: int) -> int:
+    return ROWS + 12 * (step % (trials.MOST_SHAPES + 2))
+
+
+PROGRAMS = {
+    "plain": Program(whole, one_after_the_other),
+    "not reentrant": Program(not_reentrant, one_after_the_other),
+    "reentrant": Program(reentrant, one_after_the_other),
+    "nested": Program(nested, one_after_the_other),
+    "nested reentrant": Program(nested_reentrant, one_after_the_other),
+    "no early stop": Program(without_early_stop, one_after_the_other),
+    "accumulation": Program(whole, one_after_the_other, 3, steps=10),
+    "forwards first, not reentrant": Program(not_reentrant, forwards_first, 3, steps=10),
+    "forwards first, nested": Program(nested, forwards_first, 3, steps=10),
+    "forwards first, reentrant": Program(reentrant, forwards_first, 3, steps=10),
+    "1F1B, not reentrant": Program(not_reentrant, one_forward_one_backward, 4, steps=8),
+    "1F1B, reentrant": Program(reentrant, one_forward_one_backward, 4, steps=8),
+    "evaluation": Program(not_reentrant, one_after_the_other, evaluate=3),
+    "evaluation, reentrant": Program(reentrant, one_after_the_other, evaluate=3),
+    "two sizes": Program(whole, one_after_the_other, rows=lambda step: ROWS + 24 * (step % 2), steps=2 * STEPS),
+    "many sizes": Program(not_reentrant, one_after_the_other, rows=many_sizes, steps=2 * STEPS),
+    "frozen": Program(whole, one_after_the_other, before=freeze),
+    "frozen, not reentrant": Program(not_reentrant, one_after_the_other, before=freeze),
+    "frozen on a rank, not reentrant": Program(not_reentrant, one_after_the_other, before=freeze_on_rank_0),
+    "autocast": Program(not_reentrant, one_after_the_other, around=bfloat16, dtype=torch.float32, tolerance=3e-2),
+    "main_grad": Program(
+        not_reentrant, one_after_the_other, before=with_main_grads, options={"grad_accumulation_fusion": True}
+    ),
+    "gathered anew": Program(whole, one_after_the_other, options={"save_gathered": False}),
+    "gathered anew, not reentrant": Program(not_reentrant, one_after_the_other, options={"save_gathered": False}),
+    "reduce_dtype": Program(
+        whole, one_after_the_other, options={"reduce_dtype": torch.float64}, dtype=torch.float32, tolerance=1e-4
+    ),
+}
+
+
+def descend(model: nn.Module) -> None:
+    """Gradient descent, by main_grad where that has the gradient."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            added = getattr(parameter, "main_grad", None)
+            for gradient in (parameter.grad, added):
+                if gradient is not None:
+                    parameter.sub_(gradient, alpha=RATE)
+            parameter.grad = None
+            if added is not None:
+                added.zero_()
+
+
+def batch(comm: Communicator | None, program: Program, step: int, number: int, sequence_parallel: bool) -> Tensor:
+    """The rows of this rank, or all."""
+    torch.manual_seed(1000 * step + number)
+    x = torch.randn(program.rows(step), IN, dtype=program.dtype)
+    return x.chunk(comm.size)[comm.rank].clone() if comm is not None and sequence_parallel else x
+
+
+def trained(comm: Communicator | None, program: Program, model: nn.Sequential, sequence_parallel: bool) -> list[Tensor]:
+    """The losses of all steps on this rank's rows, and of evaluations."""
+    program.before(model)
+    losses = []
+    for step in range(program.steps):
+        batches = [batch(comm, program, step, one, sequence_parallel) for one in range(program.microbatches)]
+        with program.around():
+            losses += program.step(program.run, model, batches)
+        descend(model)
+        if program.evaluate and step % program.evaluate == 1:
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    losses.append(loss_of(program.run(model, batches[0].detach())).clone())
+    return losses
+
+
+def parameters_of(model: nn.Sequential) -> dict[str, Tensor]:
+    """Whole, on every rank."""
+    return {name: one.detach() for name, one in ad.full_state_dict(model).items()}
+
+
+def compare_with_whole(
+    comm: Communicator, program: Program, plain: nn.Sequential, found: list[Tensor], sequence_parallel: bool
+) -> None:
+    """Train torch's layers alone; their losses are those of all ranks."""
+    if program.before is with_main_grads:
+        program = program._replace(before=leave)
+    expected = trained(None, program, plain, False)
+    losses = torch.stack(found)
+    if sequence_parallel:
+        comm.all_reduce(losses, losses)
+    torch.testing.assert_close(losses, torch.stack(expected), rtol=program.tolerance, atol=program.tolerance)
+
+
+def compare(comm: Communicator, name: str, sequence_parallel: bool, seed: int) -> set[str]:
+    """Train with "auto", with "off", and torch's layers alone; the ways that were kept."""
+    program = PROGRAMS[name]
+    plain = plain_model(program.dtype)
+    options = dict(program.options)
+    keeps = options.pop("save_gathered", True)
+    off, auto = (
+        parallel_model(comm, plain, sequence_parallel, overlap=OverlapConfig(method, save_gathered=keeps), **options)
+        for method in ("off", "auto")
+    )
+    ways = Ways()
+    with tried_small(100 * seed + comm.rank), observing(ways):
+        found = trained(comm, program, auto, sequence_parallel)
+    without = trained(comm, program, off, sequence_parallel)
+    close = {"rtol": program.tolerance, "atol": program.tolerance}
+    for mine, its in zip(found, without, strict=True):
+        torch.testing.assert_close(mine, its, **close)
+    if program.before is not freeze_on_rank_0:  # which no whole model can
+        compare_with_whole(comm, program, plain, found, sequence_parallel)
+        wanted = plain.state_dict()
+    else:
+        wanted = parameters_of(off)
+    for of in (auto, off):
+        for key, one in parameters_of(of).items():
+            torch.testing.assert_close(one, wanted[key], **close)
+    tried = {one.pattern for one in ways.took if not one.settled}
+    patterns = {"all_gather_matmul", "matmul_reduce_scatter", "column_backward", "row_backward"}
+    assert tried == (patterns if sequence_parallel else {"matmul_all_reduce", "copy_backward"})
+    kept = [way for block in auto for layer in (block.up, block.down) for way in settled(layer).values()]
+    if program.rows is many_sizes:
+        reasons = [decision.reason for layer in (auto[0].up, auto[0].down) for decision in ad.overlap.decisions(layer)]
+        assert any("16 shapes of this pass were tried before" in reason for reason in reasons)
+    else:
+        assert len(kept) >= (8 if sequence_parallel else 4)
+    return {one.way for one in ways.took}
+
+
+EVERY_SIZE = ("plain", "not reentrant")
+CASES = [(name, n) for name in PROGRAMS for n in ((2, 3, 4) if name in EVERY_SIZE else (2,))]
+
+
+@pytest.mark.parametrize(("name", "n"), CASES)
+def test_training_with_auto_is_training_without_overlap(ranks: RankPool, name: str, n: int) -> None:
+    """With sequence_parallel, and without."""
+    for sequence_parallel in (True, False):
+        for seen in ranks.run(n, compare, name, sequence_parallel, 1):
+            assert {"off", "slices 2"} <= seen
+            assert "ring" in seen or name == "many sizes"
+
+
+# ---------------------------------------------------------------------------------------------- computed anew
+
+
+class Sent(Observer):
+    """What was communicated, by what `at` says meanwhile; without what ranks tell each other for a decision."""
+
+    def __init__(self) -> None:
+        self.at: Any = None
+        self.calls: dict[Any, list[str]] = {}
+
+    def launching(self, calls: Any) -> None:
+        """See Observer."""
+        for call in calls:
+            text = call.compared or call_text(call.operation, call.inputs)
+            if "INT64" not in text:
+                self.calls.setdefault(self.at, []).append(text)
+
+
+def as_at_first(comm: Communicator, name: str, sequence_parallel: bool, seed: int) -> tuple[int, set[str | None]]:
+    """Whether the regions of every microbatch went the second time as at first; of how many, and which ways."""
+    program = PROGRAMS[name]
+    model = parallel_model(comm, plain_model(program.dtype), sequence_parallel)
+    program.before(model)
+    sent = Sent()
+    seen: set[str | None] = set()
+    number = 0
+    with tried_small(100 * seed + comm.rank), routes() as noted, observing(sent):
+
+        def telling(block: Block, at: Any) -> Callable[[Tensor], Tensor]:
+            def forward(x: Tensor) -> Tensor:
+                before = noted.at, sent.at
+                noted.at, sent.at = at, (at, ad.torch_internals.in_backward_pass())
+                try:
+                    y: Tensor = block(x)
+                finally:
+                    noted.at, sent.at = before
+                return y
+
+            return forward
+
+        def run(model: nn.Sequential, x: Tensor) -> Tensor:
+            nonlocal number
+            number += 1
+            return program.run([telling(block, (number, at)) for at, block in enumerate(model)], x)  # type: ignore[arg-type]
+
+        for step in range(program.steps):
+            batches = [batch(comm, program, step, one, sequence_parallel) for one in range(program.microbatches)]
+            program.step(run, model, batches)
+            descend(model)
+            if program.evaluate and step % program.evaluate == 1:
+                with torch.no_grad():
+                    run(model, batches[0].detach())
+    recomputed = 0
+    for at, first in noted.first.items():
+        again = noted.anew.get(at)
+        if again is None:
+            assert program.evaluate  # what was evaluated has no backward pass
+            continue
+        recomputed += 1
+        if program.run is reentrant:  # whose first pass does not know that there will be a backward pass
+            first, again = ([route._replace(composed=True) for route in found if route.way] for found in (first, again))
+        times, rest = divmod(len(again), len(first))
+        assert times and not rest and again == times * first, (at, first, again)
+        calls, calls_again = sent.calls.get((at, False), []), sent.calls.get((at, True), [])
+        assert calls_again == times * calls, (at, calls, calls_again)
+        seen |= {route.way for route in first}
+    assert set(noted.anew) <= set(noted.first)
+    return recomputed, seen
+
+
+REGIONS = (
+    "not reentrant",
+    "no early stop",
+    "nested",
+    "reentrant",
+    "frozen on a rank, not reentrant",
+    "evaluation",
+    "evaluation, reentrant",
+    "forwards first, not reentrant",
+    "forwards first, nested",
+    "1F1B, not reentrant",
+)
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_what_a_checkpoint_computes_anew_goes_as_it_went_at_first(ranks: RankPool, name: str) -> None:
+    """While ways are tried, at the step that decides and after it; several microbatches under way."""
+    program = PROGRAMS[name]
+    for sequence_parallel in (True, False):
+        for recomputed, ways in ranks.run(2, as_at_first, name, sequence_parallel, 2):
+            assert recomputed == program.steps * program.microbatches * BLOCKS
+            assert {"off", "slices 2", "slices 4", "slices 8", "ring"} <= ways
+
+
+# ---------------------------------------------------------------------------------------------- the same bits
+
+
+MANY_ROWS = 4 * ROWS  # more than BLAS adds up in one go
+
+
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def same_bits(
+    comm: Communicator, name: str, overlap: Any, of_torch: bool, dtype: torch.dtype, fused: bool
+) -> dict[str, list[str]]:
+    """30 calls with the same tensors; the ways that were taken."""
+    ways, layer = Ways(), nn.Identity()
+    with (
+        tried_small(comm.rank),
+        observing(ways),
+        deterministic_algorithms() if of_torch else contextlib.nullcontext(),
+    ):
+        torch.manual_seed(comm.rank)
+        x = torch.randn(MANY_ROWS // comm.size if name == "all_gather_matmul" else MANY_ROWS, IN).to(dtype)
+        torch.manual_seed(7)
+        w, bias = torch.randn(OUT, IN).to(dtype).requires_grad_(), torch.randn(OUT).to(dtype).requires_grad_()
+        if name == "copy_matmul":
+            comm.broadcast(x, x, 0)
+        x.requires_grad_()
+        first: list[Tensor] = []
+        for _ in range(30):
+            if fused:
+                torch.manual_seed(8)
+                w.main_grad = torch.randn(OUT, IN)  # type: ignore[attr-defined]
+            y = getattr(ad, name)(x, w, comm, bias, overlap=overlap, owner=layer, grad_accumulation_fusion=fused)
+            torch.manual_seed(9)
+            y.backward(torch.randn(y.shape).to(dtype))
+            dw = w.main_grad if fused else w.grad  # type: ignore[attr-defined]
+            found = [t.detach().clone() for t in (y, x.grad, dw, bias.grad)]  # type: ignore[union-attr]
+            x.grad = w.grad = bias.grad = None
+            first = first or found
+            for what, mine, its in zip(("y", "dx", "dw", "dbias"), found, first, strict=True):
+                assert torch.equal(mine, its), (name, what, ways.took[-2:], float((mine - its).abs().max()))
+    assert all(one.settled for one in ad.overlap.decisions(layer))
+    return {pattern: list(dict.fromkeys(ways.of(pattern))) for pattern in OF_FUNCTION[name]}
+
+
+@each_size
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic_algorithms_of_torch_have_the_same_bits_in_a_trial(
+    ranks: RankPool, n: int, dtype: torch.dtype, fused: bool
+) -> None:
+    """Only what rounds alike is tried: the uncut collective beside a matmul that does not need it."""
+    for name in FUNCTIONS:
+        for found in ranks.run(n, same_bits, name, "auto", True, dtype, fused):
+            for pattern, ways in found.items():
+                bulk = pattern in ("column_backward", "copy_backward")
+                assert ways == (["off", "bulk"] if bulk else ["off"]), pattern
+
+
+@each_size
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic_sums_are_those_in_the_order_of_the_ranks(
+    ranks: RankPool, n: int, dtype: torch.dtype, fused: bool
+) -> None:
+    """Nothing is tried: sums by exchange, in one piece, and gathers off."""
+    for name in FUNCTIONS:
+        for found in ranks.run(n, same_bits, name, OverlapConfig(deterministic=True), False, dtype, fused):
+            gathers = ("all_gather_matmul", "row_backward")
+            assert found == {pattern: ["off" if pattern in gathers else "exchange 1"] for pattern in found}
