@@ -20,7 +20,7 @@ from pynccl import Communicator
 from pynccl.comm.call import call_text
 from pynccl.comm.observing import Observer, observing
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap import trials
+from pynccl_autograd.overlap import routes
 
 STEPS = 28  # the trials of 20 and 24 calls, the decisions, and some after them
 RATE = 0.05
@@ -191,7 +191,7 @@ def bfloat16() -> torch.autocast:
 
 
 def many_sizes(step: int) -> int:
-    return ROWS + 12 * (step % (trials.MOST_SHAPES + 2))
+    return ROWS + 12 * (step % (routes.MOST_SHAPES + 2))
 
 
 PROGRAMS = {
@@ -361,7 +361,7 @@ def as_at_first(comm: Communicator, name: str, sequence_parallel: bool, seed: in
         def telling(block: Block, at: Any) -> Callable[[Tensor], Tensor]:
             def forward(x: Tensor) -> Tensor:
                 before = noted.at, sent.at
-                noted.at, sent.at = at, (at, ad.torch_internals.in_backward_pass())
+                noted.at, sent.at = at, (at, ad.torch_internals.backward_pass() >= 0)
                 try:
                     y: Tensor = block(x)
                 finally:
