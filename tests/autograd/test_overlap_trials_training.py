@@ -4,6 +4,7 @@ checkpoint computes anew goes as at first; the same bits where determinism was a
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from pynccl import Communicator
 from pynccl.comm.call import call_text
 from pynccl.comm.observing import Observer, observing
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap import routes
+from pynccl_autograd.overlap.routes import MOST_SHAPES
 
 STEPS = 28  # the trials of 20 and 24 calls, the decisions, and some after them
 RATE = 0.05
@@ -191,7 +192,7 @@ def bfloat16() -> torch.autocast:
 
 
 def many_sizes(step: int) -> int:
-    return ROWS + 12 * (step % (routes.MOST_SHAPES + 2))
+    return ROWS + 12 * (step % (MOST_SHAPES + 2))
 
 
 PROGRAMS = {
@@ -328,6 +329,47 @@ def test_training_with_auto_is_training_without_overlap(ranks: RankPool, name: s
         for seen in ranks.run(n, compare, name, sequence_parallel, 1):
             assert {"off", "slices 2"} <= seen
             assert "ring" in seen or name == "many sizes"
+
+
+def checked(comm: Communicator, name: str) -> None:
+    os.environ["PYNCCL_CHECK"] = "1"  # which the pool takes back
+    own = comm.split(0)
+    assert own is not None
+    with own:
+        for sequence_parallel in (True, False):
+            compare(own, name, sequence_parallel, 3)
+
+
+@pytest.mark.parametrize("name", ["not reentrant", "reentrant"])
+def test_training_where_calls_are_compared(ranks: RankPool, name: str) -> None:
+    ranks.run(2, checked, name)
+
+
+def retried_midway(comm: Communicator, name: str) -> None:
+    """Between forward and backward passes: what is computed anew goes as it went, and the backward pass as in a new
+    trial."""
+    model = parallel_model(comm, plain_model(torch.float64), True)
+    x = batch(comm, PROGRAMS[name], 0, 0, True)
+    expected: list[Tensor] = []
+    with tried_small(comm.rank):
+        for step in range(40):
+            y = PROGRAMS[name].run(model, x)
+            if step % 11 == 3:
+                ad.overlap.retry(model)
+            loss_of(y).backward()
+            found = [one.grad for one in model.parameters() if one.grad is not None]
+            assert len(found) == 8
+            expected = expected or found
+            for mine, its in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
+            model.zero_grad()
+    for layer in (model[0].up, model[1].down):
+        assert not any(one.settled for one in ad.overlap.decisions(layer))  # 3 steps since the last time
+
+
+@pytest.mark.parametrize("name", ["plain", "not reentrant", "nested", "reentrant"])
+def test_retry_between_a_forward_and_a_backward_pass(ranks: RankPool, name: str) -> None:
+    ranks.run(2, retried_midway, name)
 
 
 # ---------------------------------------------------------------------------------------------- computed anew
