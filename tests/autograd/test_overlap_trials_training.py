@@ -22,6 +22,7 @@ from pynccl.comm.call import call_text
 from pynccl.comm.observing import Observer, observing
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.routes import MOST_SHAPES
+from pynccl_autograd.torch_internals import backward_pass
 
 STEPS = 28  # the trials of 20 and 24 calls, the decisions, and some after them
 RATE = 0.05
@@ -135,6 +136,22 @@ def nested_reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
     return y
 
 
+def reentrant_in_another(model: nn.Sequential, x: Tensor) -> Tensor:
+    def both(x: Tensor) -> Tensor:
+        return reentrant(model, x)
+
+    y: Tensor = checkpoint(both, x.requires_grad_(), use_reentrant=False)
+    return y
+
+
+def another_in_reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
+    def both(x: Tensor) -> Tensor:
+        return not_reentrant(model, x)
+
+    y: Tensor = checkpoint(both, x.requires_grad_(), use_reentrant=True)
+    return y
+
+
 def one_after_the_other(run: Run, model: nn.Sequential, batches: list[Tensor]) -> list[Tensor]:
     """Gradients of several are accumulated."""
     losses = []
@@ -201,6 +218,8 @@ PROGRAMS = {
     "reentrant": Program(reentrant, one_after_the_other),
     "nested": Program(nested, one_after_the_other),
     "nested reentrant": Program(nested_reentrant, one_after_the_other),
+    "reentrant in not reentrant": Program(reentrant_in_another, one_after_the_other),
+    "not reentrant in reentrant": Program(another_in_reentrant, one_after_the_other),
     "no early stop": Program(without_early_stop, one_after_the_other),
     "accumulation": Program(whole, one_after_the_other, 3, steps=10),
     "forwards first, not reentrant": Program(not_reentrant, forwards_first, 3, steps=10),
@@ -403,7 +422,7 @@ def as_at_first(comm: Communicator, name: str, sequence_parallel: bool, seed: in
         def telling(block: Block, at: Any) -> Callable[[Tensor], Tensor]:
             def forward(x: Tensor) -> Tensor:
                 before = noted.at, sent.at
-                noted.at, sent.at = at, (at, ad.torch_internals.backward_pass() >= 0)
+                noted.at, sent.at = at, (at, backward_pass() >= 0)
                 try:
                     y: Tensor = block(x)
                 finally:
@@ -431,7 +450,7 @@ def as_at_first(comm: Communicator, name: str, sequence_parallel: bool, seed: in
             assert program.evaluate  # what was evaluated has no backward pass
             continue
         recomputed += 1
-        if program.run is reentrant:  # whose first pass does not know that there will be a backward pass
+        if program.run not in NOT_REENTRANT:  # whose first pass does not know that there will be a backward pass
             first, again = ([route._replace(composed=True) for route in found if route.way] for found in (first, again))
         times, rest = divmod(len(again), len(first))
         assert times and not rest and again == times * first, (at, first, again)
@@ -442,17 +461,23 @@ def as_at_first(comm: Communicator, name: str, sequence_parallel: bool, seed: in
     return recomputed, seen
 
 
+NOT_REENTRANT = (not_reentrant, without_early_stop, nested)
 REGIONS = (
     "not reentrant",
     "no early stop",
     "nested",
     "reentrant",
+    "nested reentrant",
+    "reentrant in not reentrant",
+    "not reentrant in reentrant",
     "frozen on a rank, not reentrant",
     "evaluation",
     "evaluation, reentrant",
     "forwards first, not reentrant",
     "forwards first, nested",
+    "forwards first, reentrant",
     "1F1B, not reentrant",
+    "1F1B, reentrant",
 )
 
 
