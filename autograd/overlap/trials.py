@@ -141,8 +141,8 @@ class Trial:
         times: dict[Way, list[int]] = {way: [] for way in self.ways}
         for call, nanoseconds in enumerate(slowest):
             times[self.ways[self._at(call)]].append(nanoseconds)
-        medians = {str(way): statistics.median(one) for way, one in times.items()}
-        tried = {way: median / 1e9 for way, median in medians.items() if median < NEVER}
+        timed = {str(way): [one for one in found if one < NEVER] for way, found in times.items()}
+        tried = {way: statistics.median(found) / 1e9 for way, found in timed.items() if found}
         return self.asked.decision(comm, _best(times), f"tried: {in_words(tried)}", tried=tried)
 
 
@@ -175,7 +175,7 @@ def _best(times: Mapping[Way, list[int]]) -> Way:
 
 
 def _ratio(ones: list[int], others: list[int]) -> float:
-    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+    return statistics.median(one / max(other, 1) for one, other in zip(ones, others, strict=True))
 
 
 def _moment(like: Tensor) -> Any:
