@@ -18,6 +18,7 @@ import torch
 
 from .torch_internals import (
     StopRecomputation,
+    backward_pass,
     checkpointed_regions,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -66,9 +67,13 @@ _chosen: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyD
 _taken: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
-def as_in_first_pass(home: Any, key: Any, choose: Callable[[], _T]) -> tuple[_T, bool]:
+def as_in_first_pass(home: Any, key: Any, choose: Callable[[], _T], lasting: bool = False) -> tuple[_T, bool]:
     """What `choose` returned when a checkpointed region ran first, and True, where the region is computed anew; else
-    what it returns now, and False. home and key tell the choices of a region apart, equal ones their order."""
+    what it returns now, and False. home and key tell the choices of a region apart, equal ones their order.
+
+    lasting  `choose` will return the same then: that of the reentrant kind need not be remembered"""
+    if lasting and saved_tensors_hooks(False) is None and backward_pass() < 0:
+        return choose(), False
     regions = checkpointed_regions()
     found, anew = None, False
     for region, number in regions:

@@ -125,7 +125,7 @@ def tensors_for(
     Under torch.autocast they have its type, so that it is what travels, too."""
     if comm.size == 1 or torch.compiler.is_compiling() or (config.method == config.backward.method == "off"):
         return None
-    if config == AUTO and not observers and is_tiny(comm, rows, *w.shape):
+    if config is AUTO and not observers and is_tiny(comm, rows, *w.shape):
         return None  # as would be decided, in less time than that takes
     if x.dim() < 2 or not x.numel() or not w.numel() or not is_plain(x, w, bias):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import threading
 import weakref
 import zlib
 from pathlib import Path
@@ -89,7 +89,8 @@ def route_of(comm: Communicator, owner: Any, forward: Asked | None, backward: As
         overlaps = turn.decision is not None and turn.decision.method != "off"
         return Route(turn, not overlaps and backward_is_off(), backward is not None)
 
-    route, anew = as_in_first_pass(home, forward or backward, first)
+    lasting = not any(isinstance(home.known.get(one), Trial | None) for one in (forward, backward) if one is not None)
+    route, anew = as_in_first_pass(home, forward or backward, first, lasting)
     if not anew:
         return route
     return Route(Turn(route.turn.decision), route.composed and (route.graded or backward_is_off()), route.graded)
@@ -220,13 +221,14 @@ def save(path: str | Path) -> None:
     ranks of a communicator decide the same."""
     path = Path(path)
     text = json.dumps({"version": FILE_VERSION, "decisions": {**_loaded, **_found}}, indent=1)
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         with os.fdopen(number, "w") as file:
             file.write(text + "\n")
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException:
-        os.unlink(name)
+        part.unlink()
         raise
 
 

@@ -50,6 +50,7 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "python scripts/bench_host.py --ranks 2 4 16 --rounds 9 --markdown": {
         "2 4 16 --rounds 9": "2 --bytes 16 --rounds 3"
     },
+    "python scripts/bench_overlap.py --markdown": "tests/tools/test_bench_overlap.py",
     "python scripts/bench_scale.py": "tests/tools/test_bench_scale.py",
     "torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py --width 128 256 512 --rounds 9 "
     "--gather-logits": {"--width 128 256 512 --rounds 9": "--width 32 --rounds 1"},
