@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..overlap.routes import decisions
+from ..overlap.routes import decisions_of
 from .shards import shard_of
 
 
@@ -40,7 +40,7 @@ def describe(model: nn.Module) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.append(f"{total:,} bytes on this rank, {whole_total:,} in the whole model")
     for path, module in model.named_modules():
-        for one in decisions(module):
+        for one in decisions_of(module):
             name = f"{path or 'model'}, {one.pattern} of {one.m} rows"
             lines.append(f"{name}: {one.way if one.settled else 'undecided'}, {one.reason}")
     return "\n".join(lines)

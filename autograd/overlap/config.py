@@ -28,7 +28,7 @@ class OverlapConfig:
                      "off"       one after the other
     chunks           slices that the rows are cut into, >= 1; for "slices" and "exchange". None: 2, 4 and 8 are tried
     aggregate        "ring" gathers the blocks of two ranks for each matmul
-    compute_streams  1 or 2, on which the matmuls of the slices take turns; None: 2 on a GPU
+    compute_streams  1 or 2, on which the matmuls of the slices take turns; None: 2 on a GPU where there are slices
     num_comm_ctas    most thread blocks (CTAs) that a collective takes from the matmul, as NCCL's maxCTAs. Before NCCL
                      2.31, and of "ring", it needs a communicator of its own, which a layer splits off when it is made,
                      and a function in its first pass; it ends with the communicator
@@ -73,6 +73,8 @@ class OverlapConfig:
             )
 
         backward = self if self.dgrad is None else replace(self.dgrad, save_gathered=self.save_gathered)
+        if self.deterministic and backward.method == "auto":
+            backward = self if backward is self else replace(backward, deterministic=True)
         object.__setattr__(self, "_backward", None if backward is self else backward)
 
     @property
@@ -179,7 +181,7 @@ def _known(owner: str, keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     if unknown:
         raise ValueError(f"{owner}: overlap has no key {unknown[0]!r}, expected some of {', '.join(_KEYS)}")
     method = keys.get("method", defaults["method"])
-    if method not in _METHOD_OF:
+    if not isinstance(method, str) or method not in _METHOD_OF:
         raise ValueError(f"{owner}: overlap: method is {shown(method)}, expected one of {', '.join(_METHOD_OF)}")
     base = next(each for each in (_RING, _PIPELINE, _BULK, {}) if each.get("method", method) == method)
     return {**base, **keys}

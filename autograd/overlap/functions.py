@@ -166,7 +166,7 @@ def matmul_all_reduce(
 
     The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum
     hand_off    return `Slices` of the rows, each of which can be used as soon as it is there; x has to be [s, in/N].
-                With overlap="auto" they are 4: what the caller does with each of them is nothing that a trial can time
+                Unless overlap says how many, they are 4: what the caller does with each is nothing to be timed
 
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
@@ -174,8 +174,10 @@ def matmul_all_reduce(
     call = Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     if hand_off and x.dim() != 2:
         raise ValueError(f"{name}: hand_off=True hands out rows of a matrix, but x is {tuple(x.shape)}; flatten it")
-    if hand_off and call.config.method == "auto":
-        call.config = replace(call.config, method="slices", chunks=call.config.chunks or 4, deterministic=False)
+    config = call.config
+    if hand_off and config.method in ("auto", "slices", "exchange"):
+        way = "exchange" if config.deterministic else "slices" if config.method == "auto" else config.method
+        call.config = replace(config, method=way, chunks=config.chunks or 4)
 
     def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Any:
         if hand_off:

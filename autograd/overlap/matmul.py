@@ -59,8 +59,7 @@ def _outer(g: Tensor, a: Tensor, out: Tensor, first: bool) -> None:
     if _is_flat(g) and _is_flat(a):
         g, a = g.flatten(0, 1)[None], a.flatten(0, 1)[None]
     for rows, others in zip(g, a, strict=True):
-        apart = not first and torch.are_deterministic_algorithms_enabled()  # the bits of a product that is added later
-        if apart or out.dtype is not g.dtype:  # sums of several products are kept wider than the products
+        if out.dtype is not g.dtype:  # sums of several products are kept wider than the products
             product = torch.mm(rows.t(), others)
             out.copy_(product) if first else out.add_(product)
         elif first:

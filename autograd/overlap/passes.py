@@ -98,8 +98,10 @@ class Call:
             return composed(x, w, bias)
         x, w, bias = cast
         forward, backward = patterns
-        asked = asked_for(forward, rows, w, config) if forward else None
-        self.backward = asked_for(backward, rows, w, config.backward) if backward and torch.is_grad_enabled() else None
+        asked = asked_for(forward, rows, w, config, self.reduce_dtype) if forward else None
+        self.backward = None
+        if backward and torch.is_grad_enabled():
+            self.backward = asked_for(backward, rows, w, config.backward, self.reduce_dtype)
         if asked is self.backward is None:
             return composed(x, w, bias)
         route = route_of(comm, self.owner, asked, self.backward)
@@ -208,7 +210,11 @@ def backward_of(
         assert tensors[0] is not None and turn.decision is not None
         with turn.timed(tensors[0]):
             if turn.decision.method == "off":
-                return composed()
+                dx, dw, db = composed()
+                if dw is not None and call.main_grad is not None and accumulates(call.parameter):
+                    call.main_grad.add_(dw)  # as on lanes, within what is timed
+                    dw = None
+                return dx, dw, db
             return on_lanes(turn.decision, call.config.backward)
 
 

@@ -57,7 +57,7 @@ class Report(Trace):
         self._named = {id(module): name or "model" for name, module in named.items()}
         self._overlapping = [name or "model" for name, module in named.items() if _may_overlap(module)]
         self._owners: list[Any] = []  # kept, so that no number is given twice
-        self._declined: dict[tuple[str, str], list[Decision]] = {}
+        self._decided: dict[tuple[str, str], list[Decision]] = {}
 
     def name(self, owner: Any) -> str:
         """What a layer is called: its name in the model; else its type, its sizes and a number."""
@@ -68,21 +68,26 @@ class Report(Trace):
         if not any(owner is known for known in self._owners):
             self._owners.append(owner)
         number = next(at for at, known in enumerate(self._owners, 1) if known is owner)
-        return f"{type(owner).__name__}({owner.in_features}, {owner.out_features}) #{number}"
+        sizes = [str(size) for name in ("in_features", "out_features") if (size := attribute(owner, name)) is not None]
+        return f"{type(owner).__name__}({', '.join(sizes)}) #{number}"
 
     def decided(self, owner: Any, decision: Decision) -> None:
         """See Observer."""
-        if decision.method == "off":
-            self._declined.setdefault((self.name(owner), decision.pattern), []).append(decision)
+        self._decided.setdefault((self.name(owner), decision.pattern), []).append(decision)
 
     def rows(self) -> list[Row]:
-        """Layers in the order in which they were first seen; the forward pass of each before its backward pass."""
-        groups: dict[tuple[str, str], list[Operation]] = {}
+        """Layers in the order in which they were first seen; the forward pass of each before its backward pass. Once a
+        pass is decided, of its calls since then."""
+        ran: dict[tuple[str, str], list[Operation]] = {}
         for operation in self.operations():
-            groups.setdefault((operation.owner, operation.pattern), []).append(operation)
-        ran = [_measured(owner, pattern, ones) for (owner, pattern), ones in groups.items()]
-        seen = {(row.layer, row.pattern) for row in ran}
-        rows = ran + [_off(*key, ones) for key, ones in self._declined.items() if key not in seen]
+            ran.setdefault((operation.owner, operation.pattern), []).append(operation)
+        rows = []
+        for key in dict.fromkeys((*ran, *self._decided)):
+            said, ones = self._decided.get(key, []), ran.get(key, [])
+            if said and said[-1].settled:
+                said = [one for one in said if one.settled and one.way == said[-1].way]
+                ones = [one for one in ones if one.decision.settled and one.decision.way == said[-1].way]
+            rows.append(_measured(*key, ones) if ones else _off(*key, said))
         order = {name: at for at, name in enumerate(dict.fromkeys(row.layer for row in rows))}
         return sorted(rows, key=lambda row: (order[row.layer], row.what == "backward"))
 
@@ -111,9 +116,15 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    chosen = row.decision.method + (f" {row.decision.chunks}" if row.decision.method in ("slices", "exchange") else "")
     times = ["-" if math.isnan(s) else f"{s * 1e6:,.0f}" for s in (row.comm, row.mm, row.wall, row.exposed)]
-    return row.layer, row.what, chosen, str(row.calls), *times, "-" if math.isnan(row.wall) else f"{row.efficiency:.2f}"
+    return (
+        row.layer,
+        row.what,
+        row.decision.way,
+        str(row.calls),
+        *times,
+        "-" if math.isnan(row.wall) else f"{row.efficiency:.2f}",
+    )
 
 
 def _drift(row: Row) -> str:

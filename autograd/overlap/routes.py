@@ -7,6 +7,8 @@ import os
 import threading
 import weakref
 import zlib
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from ..recompute import as_in_first_pass
 from ..streams import is_capturing
 from .config import METHODS, OverlapConfig
 from .trials import ALONE, OFF, PATTERNS, Asked, Decision, Trial, Turn, Way, in_words, ways_of
+from .workspace import workspace_of
 
 MOST_SHAPES = 16  # of a pass of a layer that are tried
 MOST_KEPT = 1024  # shapes that are remembered at once
@@ -29,25 +32,24 @@ FILE_VERSION = 1
 
 
 class _Passes:
-    """What is known of the passes of a layer, or of a communicator's functions that no layer called."""
+    """What is known of a layer's passes over a communicator, or of its functions that no layer called."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = weakref.ref(comm)  # another one's ranks know nothing of this
+    def __init__(self) -> None:
         self.known: dict[Asked, Decision | Trial] = {}
+        self.shapes: Counter[str] = Counter()  # that were tried, of each pattern
 
     def add(self, asked: Asked, found: Decision | Trial) -> Decision | Trial:
         if len(self.known) >= MOST_KEPT:
-            self.known.clear()
+            self.forget()
         self.known[asked] = found
         return found
 
-    def shapes_tried(self, pattern: str) -> int:
-        tried = (one for one in self.known.values() if isinstance(one, Trial) or one.tried)
-        return sum(pattern == (one.asked.pattern if isinstance(one, Trial) else one.pattern) for one in tried)
+    def forget(self) -> None:
+        self.known.clear()
+        self.shapes.clear()
 
 
-_passes: weakref.WeakKeyDictionary[Any, _Passes] = weakref.WeakKeyDictionary()
-_alike: weakref.WeakKeyDictionary[Communicator, dict[Asked, dict[str, Any]]] = weakref.WeakKeyDictionary()
+_passes: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Communicator, _Passes]] = weakref.WeakKeyDictionary()
 _found: dict[str, dict[str, Any]] = {}  # what this process has decided, by `Asked.name`
 _loaded: dict[str, dict[str, Any]] = {}  # what files say
 
@@ -62,10 +64,12 @@ class Route(NamedTuple):
     graded: bool
 
 
-def asked_for(pattern: str, rows: int, w: Tensor, config: OverlapConfig) -> Asked:
+def asked_for(
+    pattern: str, rows: int, w: Tensor, config: OverlapConfig, reduce_dtype: torch.dtype | None = None
+) -> Asked:
     """rows: of all ranks; w [out, in] of this one."""
     same_bits = config.deterministic or torch.are_deterministic_algorithms_enabled()
-    return Asked(pattern, rows, w.shape[0], w.shape[1], w.dtype, config, same_bits)
+    return Asked(pattern, rows, w.shape[0], w.shape[1], w.dtype, config, same_bits, reduce_dtype)
 
 
 def route_of(comm: Communicator, owner: Any, forward: Asked | None, backward: Asked | None) -> Route:
@@ -103,6 +107,8 @@ def turn_of(comm: Communicator, owner: Any, asked: Asked) -> Turn:
     if isinstance(found, Trial) and found.calls == found.last:
         found = home.known[asked] = found.settle(comm)
         _found[asked.name(comm)] = {"way": found.way, "tried": dict(found.tried)}
+        if found.method == "off":
+            workspace_of(comm).drop()  # which may have grown in the trial alone
     turn = Turn(found) if isinstance(found, Decision) else found.next(comm)
     _tell(owner, turn.decision)
     return turn
@@ -115,9 +121,15 @@ def _tell(owner: Any, decision: Decision | None) -> None:
 
 def _home(comm: Communicator, owner: Any) -> _Passes:
     key = comm if owner is None else owner
-    home = _passes.get(key)
-    if home is None or home.comm() is not comm:
-        home = _passes[key] = _Passes(comm)
+    try:
+        homes = _passes.get(key)
+    except TypeError:
+        raise TypeError(f"owner is {shown(owner)}, expected the module for which is decided") from None
+    if homes is None:
+        homes = _passes[key] = weakref.WeakKeyDictionary()
+    home = homes.get(comm)
+    if home is None:
+        home = homes[comm] = _Passes()
     return home
 
 
@@ -126,14 +138,14 @@ def _known(comm: Communicator, home: _Passes, asked: Asked) -> Decision | Trial:
     if found is not None and not comm.checking and (isinstance(found, Decision) or not _captures(comm)):
         return found
     ways, reason = ways_of(comm, asked)
+    if reason in ALONE:
+        return asked.decision(comm, OFF, reason)  # not kept: there is no end of such shapes
     if _captures(comm):
         if isinstance(found, Decision) or len(ways) == 1:
             return found or asked.decision(comm, ways[0], reason)  # not kept: it was compared with nobody's
         return asked.decision(comm, OFF, "captured into a CUDA graph before it was tried; run 25 steps before that")
-    if found is None or comm.checking:
-        loaded = {} if reason in ALONE else _agreed(comm, asked)
-        found = found or home.add(asked, _begun(comm, home, asked, ways, reason, loaded))
-    return found
+    loaded = _agreed(comm, asked)
+    return found or home.add(asked, _begun(comm, home, asked, ways, reason, loaded))
 
 
 def _begun(
@@ -145,10 +157,11 @@ def _begun(
         if str(way) == loaded.get("way"):
             tried = loaded["tried"]
             return asked.decision(comm, way, f"loaded; tried: {in_words(tried)}", tried=tried)
-    if home.shapes_tried(asked.pattern) >= MOST_SHAPES:
+    if home.shapes[asked.pattern] >= MOST_SHAPES:
         reason = f"{MOST_SHAPES} shapes of this pass were tried before; ad.overlap.retry(layer) forgets them"
         return asked.decision(comm, OFF, reason)
-    return Trial(asked, ways)
+    home.shapes[asked.pattern] += 1
+    return Trial(comm, asked, ways)
 
 
 def _captures(comm: Communicator) -> bool:
@@ -159,26 +172,22 @@ def _captures(comm: Communicator) -> bool:
 
 
 def _agreed(comm: Communicator, asked: Asked) -> dict[str, Any]:
-    """What files say, where the way is the same on all ranks; else nothing. A collective, at the first call of all with
-    these arguments, and with PYNCCL_CHECK=1 at every one: NcclInvalidUsage on every rank unless all pass the same."""
-    known = _alike.setdefault(comm, {})
-    if asked in known and not comm.checking:
-        return known[asked]
-    pattern, m, n, k, dtype, config, same_bits = asked
+    """What files say, where the way is the same on all ranks; else nothing. A collective, at the first call of a layer
+    with these arguments, and with PYNCCL_CHECK=1 at every one: NcclInvalidUsage on every rank unless all pass the
+    same."""
+    config = asked.config
     loaded = _loaded.get(asked.name(comm), {})
-    method = [METHODS.index(config.method), config.chunks or 0]
-    rest = zlib.crc32(repr((str(dtype), config, same_bits)).encode())
-    rows = gathered(comm, [PATTERNS.index(pattern), m, n, k, *method, rest, zlib.crc32(loaded.get("way", "").encode())])
+    said = [PATTERNS.index(asked.pattern), asked.m, asked.n, asked.k, METHODS.index(config.method)]
+    rest = zlib.crc32(repr((str(asked.dtype), str(asked.reduce_dtype), config, asked.same_bits)).encode())
+    way = zlib.crc32(loaded.get("way", "").encode())
+    rows = gathered(comm, [*said, min(config.chunks or 0, asked.m), rest, way])
     if any(row[:-1] != rows[0][:-1] for row in rows):
         lines = "\n".join(f"  rank {rank}: {_row_in_words(*row[:-1])}" for rank, row in enumerate(rows))
         raise NcclInvalidUsage(
             f"the ranks would not overlap alike, and would wait for each other:\n{lines}\n"
-            "  every rank must pass the same sizes, type and OverlapConfig"
+            "  every rank must pass the same sizes, types and OverlapConfig"
         )
-    if len(known) >= MOST_KEPT:
-        known.clear()
-    known[asked] = loaded if all(row[-1] == rows[0][-1] for row in rows) else {}
-    return known[asked]
+    return loaded if all(row[-1] == way for row in rows) else {}
 
 
 def _row_in_words(pattern: int, m: int, n: int, k: int, method: int, chunks: int, rest: int) -> str:
@@ -191,29 +200,36 @@ def _row_in_words(pattern: int, m: int, n: int, k: int, method: int, chunks: int
 # ---------------------------------------------------------------------------------------------- for the user
 
 
-def decisions(owner: nn.Module | Communicator) -> tuple[Decision, ...]:
-    """What was decided for the passes of a layer; of a communicator, for those of functions that no layer has called.
-    What is still on trial has `settled` False and the way of its last call."""
-    home = _passes.get(owner)
-    if home is None:
-        return ()
-    return tuple(one if isinstance(one, Decision) else one.shown for one in home.known.values())
+def decisions(model: nn.Module | Communicator) -> tuple[Decision, ...]:
+    """What was decided for the passes of a layer, or of all layers in a model; of a communicator, for those of its
+    functions that no layer has called. What is still on trial has `settled` False, and the way of its last call."""
+    every = (one for owner in _owners("decisions", model) for one in decisions_of(owner))
+    return tuple(every)
+
+
+def decisions_of(owner: Any) -> tuple[Decision, ...]:
+    """Of itself, not of modules in it."""
+    known = (one for home in _passes.get(owner, {}).values() for one in home.known.values())
+    return tuple(one if isinstance(one, Decision) else one.shown for one in known)
 
 
 def retry(model: nn.Module | Communicator) -> None:
     """Try the ways anew, in the next calls of a model's layers; of a communicator, of the functions. On every rank.
 
     For another machine load, clock or library: what was tried, also what was loaded, is forgotten."""
-    for owner in model.modules() if isinstance(model, nn.Module) else (model,):
-        home = _passes.get(owner)
-        comm = None if home is None else home.comm()
-        if home is None or comm is None:
-            continue
-        for asked in home.known:
-            for names in (_found, _loaded):
-                names.pop(asked.name(comm), None)
-            _alike.get(comm, {}).pop(asked, None)
-        home.known.clear()
+    for owner in _owners("retry", model):
+        for comm, home in _passes.get(owner, {}).items():
+            for asked in home.known:
+                _loaded.pop(asked.name(comm), None)
+            home.forget()
+
+
+def _owners(name: str, model: Any) -> Iterable[Any]:
+    if isinstance(model, nn.Module):
+        return model.modules()
+    if isinstance(model, Communicator):
+        return (model,)
+    raise TypeError(f"{name}: model is {shown(model)}, expected a torch.nn.Module, or a communicator")
 
 
 def save(path: str | Path) -> None:
@@ -234,13 +250,14 @@ def save(path: str | Path) -> None:
 
 def load(path: str | Path) -> None:
     """Take decisions from a file of `save`, for passes of the same sizes, types, options, number of ranks and device
-    that have not begun. On every rank, before the first step; where not all have loaded the same, a pass is tried.
+    that a layer has not begun. On every rank, before the first step; where not all have loaded the same, a pass is
+    tried.
 
     OSError where it cannot be read, ValueError where it is no such file."""
     try:
         said = json.loads(Path(path).read_text())
-        found = {name: _record(one) for name, one in said["decisions"].items()}
         version = said["version"]
+        found = {name: _record(one) for name, one in said["decisions"].items()} if version == FILE_VERSION else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"load: {path} is no file that ad.overlap.save() has written: {shown(error)}") from None
     if version != FILE_VERSION:

@@ -88,7 +88,7 @@ class Decision:
 
 
 class Asked(NamedTuple):
-    """What a decision depends on. same_bits: only ways that round alike"""
+    """What a decision depends on. same_bits: no way that could round otherwise; reduce_dtype: in which sums travel"""
 
     pattern: str
     m: int
@@ -97,6 +97,7 @@ class Asked(NamedTuple):
     dtype: torch.dtype
     config: OverlapConfig
     same_bits: bool
+    reduce_dtype: torch.dtype | None
 
     def decision(self, comm: Communicator, way: Way, reason: str, **more: Any) -> Decision:
         streams = self.config.compute_streams or (1 if comm.library.is_host or way.chunks == 1 else 2)
@@ -106,19 +107,20 @@ class Asked(NamedTuple):
     def name(self, comm: Communicator) -> str:
         """In a file of decisions."""
         device = "cpu" if comm.library.is_host else torch.cuda.get_device_name(comm.device)
+        sizes = f"{self.m}x{self.n}x{self.k} {self.dtype}, sums {self.reduce_dtype}, {comm.size} ranks"
         config = replace(self.config, dgrad=None)
-        return f"{self.pattern} {self.m}x{self.n}x{self.k} {self.dtype} {comm.size} ranks {device} {config}"
+        return f"{self.pattern} {sizes}, {device}, {config}{', same bits' if self.same_bits else ''}"
 
 
 class Trial:
     """A pass that is being tried: the ways take turns, and each round begins with another one."""
 
-    def __init__(self, asked: Asked, ways: tuple[Way, ...]) -> None:
+    def __init__(self, comm: Communicator, asked: Asked, ways: tuple[Way, ...]) -> None:
         self.asked, self.ways = asked, ways
         self.rounds = min(MOST_ROUNDS, MOST_CALLS // len(ways))
         self.calls, self.last = 0, self.rounds * len(ways)
         self.took: list[Any] = [None] * self.last  # of each call, the moments of its begin and end
-        self.shown: Decision  # how the last call went
+        self._show(comm, ways[0])
 
     def _at(self, call: int) -> int:
         """Of the ways."""
@@ -127,12 +129,16 @@ class Trial:
     def next(self, comm: Communicator) -> Turn:
         """The way of this call."""
         call, self.calls = self.calls, self.calls + 1
-        reason = f"on trial, call {self.calls} of {self.last}"
-        self.shown = self.asked.decision(comm, self.ways[self._at(call)], reason, settled=False)
+        self._show(comm, self.ways[self._at(call)])
         return Turn(self.shown, self, call)
 
+    def _show(self, comm: Communicator, way: Way) -> None:
+        """How the last call went."""
+        reason = f"on trial, call {self.calls} of {self.last}"
+        self.shown = self.asked.decision(comm, way, reason, settled=False)
+
     def settle(self, comm: Communicator) -> Decision:
-        """The choice of all ranks. A collective, and the only wait of a trial for a GPU.
+        """The choice of all ranks. A collective, which on a GPU waits for what was issued.
 
         Of each call the slowest rank counts. A way is taken instead of "off" where it was faster by more than a tie in
         most rounds, and at its best: a machine that others use is slow at times, and never too fast."""
@@ -203,7 +209,7 @@ def in_words(tried: Mapping[str, float]) -> str:
 NOT_WANTED, ONE_RANK = 'method="off" was asked for', "one rank has nothing to communicate"
 TOO_FEW = "too few rows, or features, to overlap"
 ALONE = (NOT_WANTED, ONE_RANK, TOO_FEW)  # what every rank knows by itself
-WOULD_ROUND = "what is to be deterministic tries no way that rounds otherwise"
+WOULD_ROUND = "what is to be deterministic tries nothing: each way rounds in its own order"
 
 
 def is_tiny(comm: Communicator, m: int, n: int, k: int) -> bool:
@@ -237,11 +243,9 @@ def _of_auto(comm: Communicator, asked: Asked) -> tuple[tuple[Way, ...], str]:
         return (OFF if pattern in GATHER else Way("exchange"),), WOULD_ROUND
     if is_tiny(comm, m, asked.n, asked.k):
         return (OFF,), TOO_FEW
-    bulk = (Way("bulk"),) if pattern in HAVE_WGRAD else ()
-    if asked.same_bits:  # products of the same rows, sums of the same tensors
-        return (OFF, *bulk), WOULD_ROUND
-    if pattern in GATHER:
-        bulk = (Way("bulk"),)
+    if asked.same_bits:
+        return (OFF,), WOULD_ROUND
+    bulk = (Way("bulk"),) if pattern in GATHER or pattern in HAVE_WGRAD else ()
     slices = tuple(Way("slices", chunks) for chunks in _cuts(comm, asked) if chunks > 1)
     ring = (Way("ring", comm.size),) if config.chunks is None and m >= comm.size * _least(comm) else ()
     return (OFF, *bulk, *slices, *ring), "too few rows to cut"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import gc
 import json
+import math
 import os
 import pickle
 import time
@@ -182,16 +184,94 @@ def few(comm: Communicator, rows: int, features: int) -> tuple[str, str, bool]:
     """Of a layer, at the clock and the bounds of the machine."""
     layer = ad.RowParallelLinear(features, features, comm, sequence_parallel=True)
     x = torch.randn(rows, features // comm.size)
-    with torch.no_grad(), observing(Observer()):
+    with torch.no_grad(), ad.overlap.report() as report:
         layer(x)
-    (decision,) = ad.overlap.decisions(layer)
-    return decision.way, decision.reason, decision.settled
+    (row,) = report.rows()
+    return row.decision.way, row.decision.reason, row.decision.settled
+
+
+def told_on_one_rank(comm: Communicator) -> list[tuple[str, bool]]:
+    """Many small shapes of which one rank alone has a report: they are nothing that ranks remember."""
+    layer = ad.RowParallelLinear(64, 64, comm, sequence_parallel=True)
+    with tried_small():
+        layer(torch.randn(ROWS, 64 // comm.size))
+    with pytest.MonkeyPatch.context() as patch, ad.overlap.report() if comm.rank == 0 else contextlib.nullcontext():
+        patch.setattr(routes, "MOST_KEPT", 16)
+        for rows in range(comm.size, 80, comm.size):
+            layer(torch.randn(rows, 64 // comm.size))
+    with tried_small():
+        layer(torch.randn(ROWS, 64 // comm.size))
+    return [(one.reason, one.settled) for one in ad.overlap.decisions(layer)]
+
+
+def test_a_report_on_one_rank_lets_ranks_forget_nothing(ranks: RankPool) -> None:
+    first, second = ranks.run(2, told_on_one_rank)
+    assert first == second == [("on trial, call 2 of 20", False), ("on trial, call 0 of 24", False)]
+
+
+def named(comm: Communicator) -> list[str]:
+    """A layer is described between its first forward and backward passes; an owner need be no layer."""
+    layer = ad.ColumnParallelLinear(IN, OUT, comm, sequence_parallel=True, dtype=torch.float64)
+    with tried_small(), ad.overlap.report() as report:
+        y = layer(torch.randn(ROWS // comm.size, IN, dtype=torch.float64))
+        text = ad.describe(layer)
+        y.sum().backward()
+        calling(comm, "matmul_reduce_scatter", nn.Identity())()
+    with pytest.raises(TypeError, match=r"owner is 'fc1', expected the module"), tried_small():
+        calling(comm, "matmul_reduce_scatter", "fc1")()
+    for function in (ad.overlap.decisions, ad.overlap.retry):
+        with pytest.raises(TypeError, match=r"model is 5, expected a torch.nn.Module, or a communicator"):
+            function(5)
+    return [text, str(report)]
+
+
+def test_what_is_on_trial_can_be_read_at_any_time(ranks: RankPool) -> None:
+    text, report = ranks.run(2, named)[0]
+    assert f"model, all_gather_matmul of {ROWS} rows: undecided, on trial, call 1 of 24" in text
+    assert f"model, column_backward of {ROWS} rows: undecided, on trial, call 0 of 24" in text
+    assert "Identity() #" in report
 
 
 def test_what_is_too_small_to_gain_is_off_at_once(ranks: RankPool) -> None:
     assert set(ranks.run(2, few, 256, 64)) == {("off", TOO_FEW, True)}
     way, reason, is_settled = ranks.run(2, few, 256, 512)[0]
     assert (way, reason, is_settled) == ("off", "on trial, call 1 of 20", False)
+
+
+def reported(comm: Communicator) -> list[tuple[str, str, int, bool]]:
+    """A report that goes on while a trial ends: of the calls since then."""
+    layer = ad.RowParallelLinear(OUT, IN, comm, sequence_parallel=True, dtype=torch.float64)
+    x = torch.randn(ROWS, OUT // comm.size, dtype=torch.float64)
+    with timed_by(lambda decision, number: 1.0 if decision.way == "ring" else 2.0), torch.no_grad():
+        with ad.overlap.report() as report:
+            for _ in range(MOST_CALLS):
+                layer(x)
+        (row,) = report.rows()
+    return [(row.decision.way, row.decision.reason[:5], row.calls, math.isnan(row.wall))]
+
+
+def test_a_report_tells_of_what_was_decided_in_it(ranks: RankPool) -> None:
+    assert ranks.run(2, reported) == [[("ring", "tried", 4, False)]] * 2
+
+
+def handed_off(comm: Communicator) -> list[str]:
+    """Slices that are handed out are of a fixed number, and deterministic where that is asked for."""
+    x, w = torch.randn(ROWS, IN // comm.size), torch.randn(OUT, IN // comm.size)
+    found = []
+    for config in ("auto", *(OverlapConfig(method, deterministic=True) for method in ("auto", "exchange"))):
+        with tried_small(), ad.overlap.report() as report:
+            ad.matmul_all_reduce(x, w, comm, overlap=config, hand_off=True).whole()
+        found += [row.decision.way for row in report.rows() if row.decision.settled]
+    return found
+
+
+def test_slices_that_are_handed_out_are_not_tried(ranks: RankPool) -> None:
+    assert ranks.run(2, handed_off) == [["slices 4", "exchange 4", "exchange 4"]] * 2
+
+
+def test_the_backward_pass_of_what_is_deterministic_is_so_too() -> None:
+    config = OverlapConfig(deterministic=True, dgrad=OverlapConfig(num_comm_ctas=8))
+    assert config.backward.deterministic and config.backward.num_comm_ctas == 8
 
 
 def ways_of(comm: Communicator, config: OverlapConfig) -> dict[str, list[str]]:
@@ -592,7 +672,8 @@ def other_communicator(comm: Communicator) -> None:
             call = calling(own, "matmul_reduce_scatter", layer)
             call()
             found = ad.overlap.decisions(layer)
-            assert [one.reason for one in found] == ["on trial, call 1 of 20", "on trial, call 1 of 24"]
+            assert [one.reason for one in found[2:]] == ["on trial, call 1 of 20", "on trial, call 1 of 24"]
+            assert all(one.settled for one in found[:2])
             for _ in range(MOST_CALLS):
                 call()
             assert all(one.settled for one in ad.overlap.decisions(layer))
