@@ -235,7 +235,7 @@ def test_a_trial_is_timed_by_events_for_which_nothing_waits_before_the_decision(
     case, whole = CASES["all_gather_matmul"], inputs(comm, seed=11, sequence=8192 // BATCH)
     own, layer = to(parts(case, whole, comm), torch.float32), torch.nn.Linear(WIDTH, HIDDEN)
     forward_and_backward(case, own, comm, "auto", owner=layer)
-    begun = [one for one in routes._passes[layer].known.values() if isinstance(one, trials.Trial)]
+    begun = [one for one in routes._passes[layer][comm].known.values() if isinstance(one, trials.Trial)]
     assert [one.asked.pattern for one in begun] == ["all_gather_matmul", "column_backward"]
     waited = []
     for _ in range(begun[0].last - 1):
