@@ -13,7 +13,7 @@ def describe(model: nn.Module) -> str:
     """A table of a model's parameters: path, type of the module, shape of the whole, what this rank has of it and in
     which dimension, bytes on this rank; and their sum. Tied parameters count once. `print(ad.describe(model))`.
 
-    After it, what was decided of each pass that `overlap` was to hide, or how far its trial is."""
+    Between them, what was decided of each pass that `overlap` is to hide, or how far its trial is."""
     rows = [("parameter", "in a", "whole", "here", "cut in", "bytes")]
     seen: dict[int, str] = {}
     total = whole_total = 0
@@ -38,9 +38,9 @@ def describe(model: nn.Module) -> str:
             )
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.append(f"{total:,} bytes on this rank, {whole_total:,} in the whole model")
     for path, module in model.named_modules():
         for one in decisions_of(module):
             name = f"{path or 'model'}, {one.pattern} of {one.m} rows"
             lines.append(f"{name}: {one.way if one.settled else 'undecided'}, {one.reason}")
+    lines.append(f"{total:,} bytes on this rank, {whole_total:,} in the whole model")
     return "\n".join(lines)

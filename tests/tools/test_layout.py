@@ -54,8 +54,8 @@ ORDER: dict[str, str] = {
         torch_internals levels recompute wire arguments mesh agreement rng checks collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work
-        overlap.config overlap.trials overlap.routes overlap.unfused overlap.lanes overlap.trace overlap.reporting
-        overlap.limits overlap.workspace overlap.matmul overlap.gathering overlap.reducing overlap.passes
+        overlap.config overlap.workspace overlap.trials overlap.routes overlap.unfused overlap.lanes overlap.trace
+        overlap.reporting overlap.limits overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
         overlap layers.dtensors layers.shards layers.keep_shards layers.gradients layers.linear layers.vocabulary
         layers.key_value layers.dropout layers.plan layers.regions layers.alike layers.model_hooks layers.replacement
