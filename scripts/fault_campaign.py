@@ -15,7 +15,7 @@ fault_steps.py and fault_programs.py (the programs), fault_ranks.py and fault_va
 fault_run.py and fault_nodes.py (a run), fault_judge.py (its outcome).
 
 examples:
-  python scripts/fault_campaign.py --runs 2
+  python scripts/fault_campaign.py --runs 2 --seed 11
   python scripts/fault_campaign.py --replay 7  # that run again, and all that is said
   python scripts/fault_campaign.py --runs 500 --json out/faults.json --markdown  # long
 """
