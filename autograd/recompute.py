@@ -20,9 +20,8 @@ from .torch_internals import (
     StopRecomputation,
     backward_pass,
     checkpointed_regions,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
     saved_tensors_hooks,
+    without_hooks,
 )
 
 _TOKEN = torch.empty(0)
@@ -47,18 +46,11 @@ def _save_in_outer_regions() -> None:
 
     Otherwise a rank that saves nothing after an inner region would leave the outer one before it, and skip the
     collectives of the inner one, which the others call."""
-    hooks = []
-    try:
-        while (top := saved_tensors_hooks(False)) is not None:
-            hooks.append(top)
-            pop_saved_tensors_hooks()
+    with without_hooks() as hooks:
         for pack, _ in hooks[1:]:
             # Nothing else is saved out there after this collective; the rest of the region calls none.
             with contextlib.suppress(StopRecomputation):
                 pack(_TOKEN)
-    finally:
-        for pack, unpack in reversed(hooks):
-            push_saved_tensors_hooks(pack, unpack)
 
 
 _T = TypeVar("_T")

@@ -228,26 +228,28 @@ def checkpointed_regions() -> list[tuple[Any, Any]]:
 
     They are what the hooks' functions close over, by torch's names, and of the reentrant kind, whose first pass runs
     without gradients, what its Function is given; where those are others, no region is seen."""
-    regions = [] if saved_tensors_hooks(False) is None else _regions_with_hooks()
+    regions: list[tuple[Any, Any]] = []
+    if saved_tensors_hooks(False) is not None:
+        with without_hooks() as hooks:
+            regions += [region for pack, _ in hooks if (region := _region_of(inspect.unwrap(pack))) is not None]
     number = backward_pass()
     if number >= 0 or not torch.is_grad_enabled():
-        first, anew = _CheckpointFunction.forward.__code__, _CheckpointFunction.backward.__code__
-        for frame in outwards(sys._getframe(1)):
-            if frame.f_code is first or frame.f_code is anew:
-                regions.append((frame.f_locals["ctx"], None if frame.f_code is first else number))
+        regions += [(ctx, number if again else None) for ctx, again in _reentrant()]
     return regions
 
 
-def _regions_with_hooks() -> list[tuple[Any, Any]]:
-    hooks: list[Any] = []
+@contextlib.contextmanager
+def without_hooks() -> Iterator[list[tuple[Any, Any]]]:
+    """Within, no hooks of saved tensors are on; those that were, innermost first."""
+    hooks: list[tuple[Any, Any]] = []
     try:
         while (top := saved_tensors_hooks(False)) is not None:
             hooks.append(top)
             pop_saved_tensors_hooks()
+        yield hooks
     finally:
         for pack, unpack in reversed(hooks):
             push_saved_tensors_hooks(pack, unpack)
-    return [region for pack, _ in hooks if (region := _region_of(inspect.unwrap(pack))) is not None]
 
 
 def _region_of(pack: Any) -> tuple[Any, Any] | None:
@@ -269,9 +271,15 @@ _CheckpointFunction = _find("torch.utils.checkpoint.CheckpointFunction", torch.a
 
 def reentrant_checkpoints() -> list[bool]:
     """For each reentrant checkpoint whose forward pass is under way: whether an input of it needs a gradient here."""
-    code = _CheckpointFunction.forward.__code__
-    frames = (frame for frame in outwards(sys._getframe(1)) if frame.f_code is code)
-    return [any(frame.f_locals["ctx"].needs_input_grad) for frame in frames]
+    return [any(ctx.needs_input_grad) for ctx, again in _reentrant() if not again]
+
+
+def _reentrant() -> Iterator[tuple[Any, bool]]:
+    """Of each reentrant checkpoint that is under way its context, and whether it is computed anew; innermost first."""
+    first, again = _CheckpointFunction.forward.__code__, _CheckpointFunction.backward.__code__
+    for frame in outwards(sys._getframe(1)):
+        if frame.f_code is first or frame.f_code is again:
+            yield frame.f_locals["ctx"], frame.f_code is again
 
 
 # Backward passes.

@@ -72,10 +72,11 @@ class OverlapConfig:
                 '"auto" or "exchange"'
             )
 
-        backward = self if self.dgrad is None else replace(self.dgrad, save_gathered=self.save_gathered)
-        if self.deterministic and backward.method == "auto":
-            backward = self if backward is self else replace(backward, deterministic=True)
-        object.__setattr__(self, "_backward", None if backward is self else backward)
+        backward = self.dgrad
+        if backward is not None:
+            deterministic = backward.deterministic or (self.deterministic and backward.method == "auto")
+            backward = replace(backward, save_gathered=self.save_gathered, deterministic=deterministic)
+        object.__setattr__(self, "_backward", backward)
 
     @property
     def backward(self) -> OverlapConfig:
