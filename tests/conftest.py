@@ -34,6 +34,14 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture
+def doomed() -> Iterator[RankPool]:
+    """Ranks that this test may end."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """SIGINT interrupts this process and those that it starts, also where the suite runs in the background.
 

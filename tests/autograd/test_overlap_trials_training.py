@@ -1,20 +1,20 @@
 """Training while overlap="auto" tries its ways, and once it has decided: the values of training without overlap; what a
-checkpoint computes anew goes as at first; the same bits where determinism was asked for."""
+checkpoint computes anew goes as it went at first."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import RankPool, each_size
+from ranks import RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from tried import FUNCTIONS, IN, OF_FUNCTION, OUT, ROWS, Ways, routes, settled, tried_small
+from tried import IN, OUT, ROWS, Ways, routes, settled, tried_small
 
 import pynccl_autograd as ad
 from pynccl import Communicator
@@ -120,36 +120,18 @@ def reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
     return x
 
 
-def nested(model: nn.Sequential, x: Tensor) -> Tensor:
-    def both(x: Tensor) -> Tensor:
-        return not_reentrant(model, x)
+def within(inner: Run, use_reentrant: bool) -> Run:
+    """All that `inner` does, in one more region around it."""
 
-    y: Tensor = checkpoint(both, x, use_reentrant=False)
-    return y
+    def program(model: nn.Sequential, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda x: inner(model, x), x.requires_grad_(), use_reentrant=use_reentrant)
+        return y
 
-
-def nested_reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
-    def both(x: Tensor) -> Tensor:
-        return reentrant(model, x)
-
-    y: Tensor = checkpoint(both, x.requires_grad_(), use_reentrant=True)
-    return y
+    return program
 
 
-def reentrant_in_another(model: nn.Sequential, x: Tensor) -> Tensor:
-    def both(x: Tensor) -> Tensor:
-        return reentrant(model, x)
-
-    y: Tensor = checkpoint(both, x.requires_grad_(), use_reentrant=False)
-    return y
-
-
-def another_in_reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
-    def both(x: Tensor) -> Tensor:
-        return not_reentrant(model, x)
-
-    y: Tensor = checkpoint(both, x.requires_grad_(), use_reentrant=True)
-    return y
+nested, nested_reentrant = within(not_reentrant, False), within(reentrant, True)
+reentrant_in_another, another_in_reentrant = within(reentrant, False), within(not_reentrant, True)
 
 
 def one_after_the_other(run: Run, model: nn.Sequential, batches: list[Tensor]) -> list[Tensor]:
@@ -489,79 +471,3 @@ def test_what_a_checkpoint_computes_anew_goes_as_it_went_at_first(ranks: RankPoo
         for recomputed, ways in ranks.run(2, as_at_first, name, sequence_parallel, 2):
             assert recomputed == program.steps * program.microbatches * BLOCKS
             assert {"off", "slices 2", "slices 4", "slices 8", "ring"} <= ways
-
-
-# ---------------------------------------------------------------------------------------------- the same bits
-
-
-MANY_ROWS = 4 * ROWS  # more than BLAS adds up in one go
-
-
-@contextlib.contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def same_bits(
-    comm: Communicator, name: str, overlap: Any, of_torch: bool, dtype: torch.dtype, fused: bool
-) -> dict[str, list[str]]:
-    """30 calls with the same tensors; the ways that were taken."""
-    ways, layer = Ways(), nn.Identity()
-    with (
-        tried_small(comm.rank),
-        observing(ways),
-        deterministic_algorithms() if of_torch else contextlib.nullcontext(),
-    ):
-        torch.manual_seed(comm.rank)
-        x = torch.randn(MANY_ROWS // comm.size if name == "all_gather_matmul" else MANY_ROWS, IN).to(dtype)
-        torch.manual_seed(7)
-        w, bias = torch.randn(OUT, IN).to(dtype).requires_grad_(), torch.randn(OUT).to(dtype).requires_grad_()
-        if name == "copy_matmul":
-            comm.broadcast(x, x, 0)
-        x.requires_grad_()
-        first: list[Tensor] = []
-        for _ in range(30):
-            if fused:
-                torch.manual_seed(8)
-                w.main_grad = torch.randn(OUT, IN)  # type: ignore[attr-defined]
-            y = getattr(ad, name)(x, w, comm, bias, overlap=overlap, owner=layer, grad_accumulation_fusion=fused)
-            torch.manual_seed(9)
-            y.backward(torch.randn(y.shape).to(dtype))
-            dw = w.main_grad if fused else w.grad  # type: ignore[attr-defined]
-            found = [t.detach().clone() for t in (y, x.grad, dw, bias.grad)]  # type: ignore[union-attr]
-            x.grad = w.grad = bias.grad = None
-            first = first or found
-            for what, mine, its in zip(("y", "dx", "dw", "dbias"), found, first, strict=True):
-                assert torch.equal(mine, its), (name, what, ways.took[-2:], float((mine - its).abs().max()))
-    assert all(one.settled for one in ad.overlap.decisions(layer))
-    return {pattern: list(dict.fromkeys(ways.of(pattern))) for pattern in OF_FUNCTION[name]}
-
-
-@each_size
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_deterministic_algorithms_of_torch_have_the_same_bits_in_a_trial(
-    ranks: RankPool, n: int, dtype: torch.dtype, fused: bool
-) -> None:
-    """Only what rounds alike is tried: the uncut collective beside a matmul that does not need it."""
-    for name in FUNCTIONS:
-        for found in ranks.run(n, same_bits, name, "auto", True, dtype, fused):
-            for pattern, ways in found.items():
-                assert ways == ["off"], pattern
-
-
-@each_size
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_deterministic_sums_are_those_in_the_order_of_the_ranks(
-    ranks: RankPool, n: int, dtype: torch.dtype, fused: bool
-) -> None:
-    """Nothing is tried: sums by exchange, in one piece, and gathers off."""
-    for name in FUNCTIONS:
-        for found in ranks.run(n, same_bits, name, OverlapConfig(deterministic=True), False, dtype, fused):
-            gathers = ("all_gather_matmul", "row_backward")
-            assert found == {pattern: ["off" if pattern in gathers else "exchange 1"] for pattern in found}

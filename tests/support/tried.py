@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator
@@ -194,3 +194,12 @@ def routes() -> Iterator[Routes]:
 def settled(owner: Any) -> dict[str, str]:
     """The ways of what has been decided by a trial, by pattern."""
     return {one.pattern: one.way for one in ad.overlap.decisions(owner) if one.settled and one.tried}
+
+
+def mlp(comm: Communicator, sequence_parallel: bool, **options: Any) -> nn.Sequential:
+    torch.manual_seed(3)
+    options = {"dtype": torch.float64, "sequence_parallel": sequence_parallel, **options}
+    column, row = ad.ColumnParallelLinear, ad.RowParallelLinear
+    return nn.Sequential(
+        column(IN, OUT, comm, **options), nn.GELU(), row(OUT, IN, comm, **options), column(IN, OUT, comm, **options)
+    )
