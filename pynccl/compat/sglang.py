@@ -17,21 +17,26 @@ from typing import Any
 from ..bindings.abi import RedOp, UniqueId
 from ..bindings.structs import CommConfig, struct_of
 from . import vllm, wrapper
-from .stateless import StatelessProcessGroup
+from .stateless import StatelessProcessGroup as StatelessProcessGroup
 from .tensors import contiguous
-from .vllm import buffer_type, cudaStream_t, ncclComm_t, ncclDataTypeEnum, ncclRedOpTypeEnum, ncclUniqueId
-
-__all__ = [
-    "NCCLLibrary",
-    "PyNcclCommunicator",
-    "StatelessProcessGroup",
-    "ncclUniqueId",
-    "ncclDataTypeEnum",
-    "ncclRedOpTypeEnum",
-    "ncclComm_t",
-    "cudaStream_t",
-    "buffer_type",
-]
+from .wrapper import (
+    buffer_type as buffer_type,
+)
+from .wrapper import (
+    cudaStream_t as cudaStream_t,
+)
+from .wrapper import (
+    ncclComm_t as ncclComm_t,
+)
+from .wrapper import (
+    ncclDataTypeEnum as ncclDataTypeEnum,
+)
+from .wrapper import (
+    ncclRedOpTypeEnum as ncclRedOpTypeEnum,
+)
+from .wrapper import (
+    ncclUniqueId as ncclUniqueId,
+)
 
 
 class NCCLLibrary(wrapper.NCCLLibrary):
@@ -79,9 +84,7 @@ class PyNcclCommunicator(vllm.PyNcclCommunicator):
 
     def all_reduce(self, tensor: Any, op: Any = RedOp.SUM, stream: Any = None) -> None:  # type: ignore[override]
         """tensor on every rank: the reduction of all ranks'."""
-        comm = self._live("all_reduce")
-        if comm is not None:
-            self._all_reduce(comm, tensor, tensor, op, stream)
+        super().all_reduce(tensor, tensor, op, stream)
 
     def outplace_all_reduce(
         self, in_tensor: Any, out_tensor: Any = None, op: Any = RedOp.SUM, stream: Any = None
@@ -123,6 +126,6 @@ class PyNcclCommunicator(vllm.PyNcclCommunicator):
         """Part j of input_tensor goes to rank j, to part `rank` of its output_tensor; parts are equal."""
         comm = self._live("all_to_all_single")
         if comm is not None:
-            send = contiguous("all_to_all_single", "input_tensor", input_tensor)
-            recv = contiguous("all_to_all_single", "output_tensor", output_tensor)
+            send = contiguous("all_to_all_single: input_tensor", input_tensor)
+            recv = contiguous("all_to_all_single: output_tensor", output_tensor)
             comm.all_to_all(send, recv, stream=self._stream(stream))

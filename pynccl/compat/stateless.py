@@ -170,17 +170,11 @@ def _signature(key: str, data: bytes) -> bytes:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """At this address alone: what arrives there is unpickled."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    made = socket.socket(family, socket.SOCK_STREAM)
+    """A socket that listens at this address alone: what arrives there is unpickled."""
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen()
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        made.close()
         raise NcclSystemError(
             f"StatelessProcessGroup: rank 0 cannot listen at {host}:{port}: {error}; pass an address of its machine, "
             "and a free port"
         ) from None
-    return made

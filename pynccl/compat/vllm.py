@@ -10,6 +10,7 @@ and on a machine without a GPU the same program runs on the host library, on CPU
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import warnings
@@ -19,54 +20,71 @@ from typing import Any
 from ..bindings.abi import RedOp
 from ..bindings.errors import NcclError, NcclInvalidUsage
 from ..bindings.structs import CommConfig
+from ..bindings.values import integers
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator
+from ..comm.groups import group as pynccl_group
 from ..comm.init import check_rank_of
 from ..interop.streams import stream_handle
-from .process_group import broadcast_bytes, place_in
-from .stateless import StatelessProcessGroup
-from .tensors import as_bytes, contiguous, elements, empty_like, flat, row_counts, rows
+from .stateless import StatelessProcessGroup as StatelessProcessGroup
+from .tensors import as_bytes, contiguous, dense, first
 from .wrapper import (
-    NCCL_UNIQUE_ID_BYTES,
-    Function,
-    NCCLLibrary,
-    buffer_type,
-    cudaStream_t,
-    group_end,
-    group_start,
-    ncclComm_t,
-    ncclDataType_t,
-    ncclDataTypeEnum,
-    ncclRedOp_t,
-    ncclRedOpTypeEnum,
-    ncclResult_t,
-    ncclUniqueId,
-    ncclWindow_t,
+    NCCL_UNIQUE_ID_BYTES as NCCL_UNIQUE_ID_BYTES,
+)
+from .wrapper import (
+    Function as Function,
+)
+from .wrapper import (
+    NCCLLibrary as NCCLLibrary,
+)
+from .wrapper import (
+    buffer_type as buffer_type,
+)
+from .wrapper import (
+    cudaStream_t as cudaStream_t,
+)
+from .wrapper import (
+    ncclComm_t as ncclComm_t,
+)
+from .wrapper import (
+    ncclDataType_t as ncclDataType_t,
+)
+from .wrapper import (
+    ncclDataTypeEnum as ncclDataTypeEnum,
+)
+from .wrapper import (
+    ncclRedOp_t as ncclRedOp_t,
+)
+from .wrapper import (
+    ncclRedOpTypeEnum as ncclRedOpTypeEnum,
+)
+from .wrapper import (
+    ncclResult_t as ncclResult_t,
+)
+from .wrapper import (
+    ncclUniqueId as ncclUniqueId,
+)
+from .wrapper import (
+    ncclWindow_t as ncclWindow_t,
+)
+from .wrapper import (
     operator_of,
     owners,
 )
 
-__all__ = [
-    "NCCLLibrary",
-    "PyNcclCommunicator",
-    "StatelessProcessGroup",
-    "Function",
-    "ncclUniqueId",
-    "ncclDataTypeEnum",
-    "ncclRedOpTypeEnum",
-    "ncclResult_t",
-    "ncclComm_t",
-    "ncclWindow_t",
-    "ncclDataType_t",
-    "ncclRedOp_t",
-    "cudaStream_t",
-    "buffer_type",
-    "NCCL_UNIQUE_ID_BYTES",
-]
-
 INIT_SECONDS = 1800.0  # for the other ranks to come, as torch's process groups wait; vLLM waits for ever
 _ABORT_SECONDS = 5.0
 _NO_ID = bytes(NCCL_UNIQUE_ID_BYTES)
+
+
+class _OpenGroup(threading.local):
+    """The group that group_start() of any communicator opened in this thread; NCCL counts them per thread, too."""
+
+    depth = 0
+    block: contextlib.AbstractContextManager[None]
+
+
+_open_group = _OpenGroup()
 
 
 class PyNcclCommunicator:
@@ -98,7 +116,7 @@ class PyNcclCommunicator:
         if stateless:
             rank, world_size = group.rank, group.world_size
         else:
-            rank, world_size = place_in(group)
+            rank, world_size = _place_in(group)
         self._prepare(group, rank, world_size)
         if self.world_size == 1 or _is_switched_off():
             return
@@ -109,7 +127,7 @@ class PyNcclCommunicator:
         if stateless:
             identity = bytes(group.broadcast_obj(ncclUniqueId.from_buffer_copy(mine), src=0))
         else:
-            identity = broadcast_bytes(group, mine)
+            identity = _broadcast_bytes(group, mine)
         if identity == _NO_ID:  # rank 0 has no libnccl, and nobody can go on without
             why = problem or "rank 0 could not load it"
             warnings.warn(f"PyNcclCommunicator is disabled on rank {self.rank}: no NCCL: {why}", stacklevel=2)
@@ -207,100 +225,104 @@ class PyNcclCommunicator:
                 f"all_reduce: out_tensor is {out_tensor!r}, expected a tensor; pass op by name: op=ReduceOp.SUM "
                 "(in old vLLM op came second and the result was in place: pynccl.compat.sglang has that)"
             )
+        send = dense("all_reduce: in_tensor", in_tensor)
         if out_tensor is None:
-            out_tensor = empty_like("all_reduce", in_tensor)
-        self._all_reduce(comm, in_tensor, out_tensor, op, stream)
-        return out_tensor
+            import torch
 
-    def _all_reduce(self, comm: Communicator, send: Any, recv: Any, op: Any, stream: Any) -> None:
-        code = operator_of(op)
-        if recv is send:
-            whole = flat("all_reduce", "tensor", send)
-            comm.all_reduce(whole, whole, code, stream=self._stream(stream))
-            return
-        send_flat, recv_flat = flat("all_reduce", "in_tensor", send), flat("all_reduce", "out_tensor", recv)
-        if send.stride() != recv.stride() and not (send.is_contiguous() and recv.is_contiguous()):
+            out_tensor = torch.empty_like(in_tensor, requires_grad=False)
+        recv = send if out_tensor is in_tensor else dense("all_reduce: out_tensor", out_tensor)
+        if in_tensor.stride() != out_tensor.stride() and not (in_tensor.is_contiguous() and out_tensor.is_contiguous()):
             raise ValueError(
-                f"all_reduce: in_tensor has strides {send.stride()}, out_tensor {recv.stride()}; they must be equal"
+                f"all_reduce: in_tensor has strides {in_tensor.stride()}, out_tensor {out_tensor.stride()}; "
+                "they must be equal"
             )
-        comm.all_reduce(send_flat, elements(recv_flat, send.numel()), code, stream=self._stream(stream))
+        comm.all_reduce(send, first(recv, send.numel()), operator_of(op), stream=self._stream(stream))
+        return out_tensor
 
     def all_gather(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
         """output_tensor on every rank: all ranks' input_tensor, one after the other."""
         comm = self._live("all_gather")
-        if comm is None:
-            return
-        send = contiguous("all_gather", "input_tensor", input_tensor)
-        recv = contiguous("all_gather", "output_tensor", output_tensor)
-        comm.all_gather(send, elements(recv, send.numel() * self.world_size), stream=self._stream(stream))
+        if comm is not None:
+            send = contiguous("all_gather: input_tensor", input_tensor)
+            recv = contiguous("all_gather: output_tensor", output_tensor)
+            comm.all_gather(send, first(recv, send.numel() * self.world_size), stream=self._stream(stream))
 
     def all_gatherv(self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int], stream: Any = None) -> None:
         """output_tensor on every rank: sizes[r] rows (of dimension 0) of each rank's input_tensor."""
         comm = self._live("all_gatherv")
-        if comm is None:
-            return
-        counts = rows("all_gatherv", sizes, output_tensor, self.world_size, exact=True)
-        send = contiguous("all_gatherv", "input_tensor", input_tensor)
-        recv = contiguous("all_gatherv", "output_tensor", output_tensor)
-        comm.all_gather_v(elements(send, counts[self.rank]), recv, counts=counts, stream=self._stream(stream))
+        if comm is not None:
+            send = contiguous("all_gatherv: input_tensor", input_tensor)
+            recv = contiguous("all_gatherv: output_tensor", output_tensor)
+            counts = self._counts("all_gatherv", sizes, recv)
+            if recv.shape[0] > sum(sizes):
+                raise ValueError(f"all_gatherv: sizes {list(sizes)} do not fill {recv.shape[0]} rows of output_tensor")
+            comm.all_gather_v(first(send, counts[self.rank]), recv, counts=counts, stream=self._stream(stream))
 
     def reduce_scatter(self, output_tensor: Any, input_tensor: Any, op: Any = RedOp.SUM, stream: Any = None) -> None:
         """output_tensor on rank r: block r of the reduction of all ranks' input_tensor."""
         comm = self._live("reduce_scatter")
-        if comm is None:
-            return
-        recv = contiguous("reduce_scatter", "output_tensor", output_tensor)
-        send = contiguous("reduce_scatter", "input_tensor", input_tensor)
-        code = operator_of(op)
-        comm.reduce_scatter(elements(send, recv.numel() * self.world_size), recv, code, stream=self._stream(stream))
+        if comm is not None:
+            recv = contiguous("reduce_scatter: output_tensor", output_tensor)
+            send = first(contiguous("reduce_scatter: input_tensor", input_tensor), recv.numel() * self.world_size)
+            comm.reduce_scatter(send, recv, operator_of(op), stream=self._stream(stream))
 
     def reduce_scatterv(
         self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int], op: Any = RedOp.SUM, stream: Any = None
     ) -> None:
         """output_tensor on rank r: its sizes[r] rows (of dimension 0) of the reduction of all ranks' input_tensor."""
         comm = self._live("reduce_scatterv")
-        if comm is None:
-            return
-        counts = rows("reduce_scatterv", sizes, input_tensor, self.world_size)
-        send = contiguous("reduce_scatterv", "input_tensor", input_tensor)
-        recv = contiguous("reduce_scatterv", "output_tensor", output_tensor)
-        code = operator_of(op)
-        own = elements(recv, counts[self.rank])
-        comm.reduce_scatter_v(elements(send, sum(counts)), own, code, counts=counts, stream=self._stream(stream))
+        if comm is not None:
+            recv = contiguous("reduce_scatterv: output_tensor", output_tensor)
+            send = contiguous("reduce_scatterv: input_tensor", input_tensor)
+            counts = self._counts("reduce_scatterv", sizes, send)
+            own, whole = first(recv, counts[self.rank]), first(send, sum(counts))
+            comm.reduce_scatter_v(whole, own, operator_of(op), counts=counts, stream=self._stream(stream))
 
     def reduce(self, output_tensor: Any, input_tensor: Any, root: int, op: Any = RedOp.SUM, stream: Any = None) -> None:
         """output_tensor on root: the reduction of all ranks' input_tensor. Other ranks' is not written."""
         comm = self._live("reduce")
-        if comm is None:
-            return
-        send, recv = flat("reduce", "input_tensor", input_tensor), None
-        if root == self.rank:
-            recv = elements(flat("reduce", "output_tensor", output_tensor), input_tensor.numel())
-        comm.reduce(send, recv, operator_of(op), root, stream=self._stream(stream))
+        if comm is not None:
+            send, recv = dense("reduce: input_tensor", input_tensor), None
+            if root == self.rank:
+                recv = first(dense("reduce: output_tensor", output_tensor), send.numel())
+            comm.reduce(send, recv, operator_of(op), root, stream=self._stream(stream))
 
     def scatter(
         self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int], root: int = 0, stream: Any = None
     ) -> None:
         """output_tensor on rank r: its sizes[r] rows of root's input_tensor. Other ranks' input_tensor is not read."""
         comm = self._live("scatter")
-        if comm is None:
-            return
-        recv, send = contiguous("scatter", "output_tensor", output_tensor), None
-        if root == self.rank:
-            counts = rows("scatter", sizes, input_tensor, self.world_size)
-            send = elements(contiguous("scatter", "input_tensor", input_tensor), sum(counts))
-        else:
-            counts = row_counts("scatter", sizes, output_tensor, self.world_size)
-        own = elements(recv, counts[self.rank])
-        comm.scatter_v(send, own, root, counts=counts, stream=self._stream(stream))
+        if comm is not None:
+            recv, send = contiguous("scatter: output_tensor", output_tensor), None
+            if root == self.rank:
+                whole = contiguous("scatter: input_tensor", input_tensor)
+                counts = self._counts("scatter", sizes, whole)
+                send = first(whole, sum(counts))
+            else:
+                counts = self._counts("scatter", sizes, recv, holds_all=False)
+            own = first(recv, counts[self.rank])
+            comm.scatter_v(send, own, root, counts=counts, stream=self._stream(stream))
 
     def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
         """tensor on every rank: src's."""
         comm = self._live("broadcast")
-        if comm is None:
-            return
-        whole = flat("broadcast", "tensor", tensor)
-        comm.broadcast(whole, whole, src, stream=self._stream(stream))
+        if comm is not None:
+            whole = dense("broadcast: tensor", tensor)
+            comm.broadcast(whole, whole, src, stream=self._stream(stream))
+
+    def _counts(self, operation: str, sizes: Sequence[int], tensor: Any, holds_all: bool = True) -> list[int]:
+        """Elements per rank for sizes in rows, all of which `tensor` has, if it holds_all."""
+        counts = integers(sizes, f"{operation}: sizes", "a number of rows per rank")
+        if len(counts) != self.world_size:
+            raise ValueError(f"{operation}: sizes has {len(counts)} entries, expected one per rank, {self.world_size}")
+        if tensor.dim() == 0:
+            raise ValueError(f"{operation}: a tensor of no dimensions has no rows; pass x.reshape(1)")
+        if holds_all and tensor.shape[0] < sum(counts):
+            raise ValueError(
+                f"{operation}: sizes {list(sizes)} are {sum(counts)} rows, but the tensor has shape "
+                f"{tuple(tensor.shape)}"
+            )
+        return [count * math.prod(tensor.shape[1:]) for count in counts]
 
     # Point to point
 
@@ -308,13 +330,13 @@ class PyNcclCommunicator:
         """Send tensor to rank dst, which must recv as many elements of the same type."""
         comm = self._live("send")
         if comm is not None:
-            comm.send(as_bytes(flat("send", "tensor", tensor)), dst, stream=self._stream(stream))
+            comm.send(as_bytes(dense("send: tensor", tensor)), dst, stream=self._stream(stream))
 
     def recv(self, tensor: Any, src: int, stream: Any = None) -> None:
         """Receive into tensor what rank src sends."""
         comm = self._live("recv")
         if comm is not None:
-            comm.recv(as_bytes(flat("recv", "tensor", tensor)), src, stream=self._stream(stream))
+            comm.recv(as_bytes(dense("recv: tensor", tensor)), src, stream=self._stream(stream))
 
     def batch_isend_irecv(self, p2p_ops: Sequence[Any], stream: Any = None) -> None:
         """The sends and receives of a list of torch.distributed.P2POp, as one launch."""
@@ -336,11 +358,25 @@ class PyNcclCommunicator:
     # Groups, memory, and its end
 
     def group_start(self) -> None:
-        """What is called until group_end() is launched together: where sends and receives must progress together."""
-        group_start()
+        """What is called until group_end() is launched together: where sends and receives must progress together.
+
+        Calls of this class are one launch, those of NCCLLibrary another one before it."""
+        if not _open_group.depth:
+            self.nccl.ncclGroupStart()
+            _open_group.block = pynccl_group()
+            _open_group.block.__enter__()
+        _open_group.depth += 1
 
     def group_end(self) -> None:
-        group_end()
+        """Launch what was called since the first group_start()."""
+        if not _open_group.depth:
+            raise NcclInvalidUsage("group_end: there was no group_start() in this thread")
+        _open_group.depth -= 1
+        if not _open_group.depth:
+            try:
+                self.nccl.ncclGroupEnd()
+            finally:
+                _open_group.block.__exit__(None, None, None)
 
     def register_comm_window(self, tensor: Any) -> Any:
         """A window on the memory of a tensor, on all ranks together; the tensor must be of NCCL's own memory."""
@@ -411,3 +447,35 @@ class PyNcclCommunicator:
 
 def _is_switched_off() -> bool:
     return os.environ.get("VLLM_DISABLE_PYNCCL", "").lower() in ("1", "true")
+
+
+# What a process group of torch.distributed has to give.
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    """(rank, number of ranks) in a process group of torch."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise NcclInvalidUsage(
+            "PyNcclCommunicator: torch.distributed is not initialized: call init_process_group first, or pass a "
+            "StatelessProcessGroup"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("PyNcclCommunicator: this process is not in the group: only its ranks may make it")
+    if dist.get_backend(group) == dist.Backend.NCCL:
+        raise ValueError(
+            "PyNcclCommunicator: the group is NCCL's own; pass one of a CPU backend, over which the id travels"
+        )
+    return rank, dist.get_world_size(group)
+
+
+def _broadcast_bytes(group: Any, data: bytes) -> bytes:
+    """The bytes of the group's first rank."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)
+    return bytes(tensor.tolist())

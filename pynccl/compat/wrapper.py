@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..bindings import abi
-from ..bindings.errors import NcclInvalidUsage
-from ..bindings.library import Library, load
+from ..bindings.library import load
 from ..comm.communicator import Communicator
-from ..comm.groups import group
 from ..interop.buffers import data_type
 
 ncclResult_t = ctypes.c_int
@@ -97,19 +93,9 @@ class ncclRedOpTypeEnum:
         raise ValueError(f"Unsupported op: {op!r}; expected ReduceOp.SUM, PRODUCT, MAX, MIN or AVG")
 
 
-_met: dict[Any, abi.RedOp] = {}  # torch's operators
-
-
 def operator_of(op: Any) -> abi.RedOp:
-    """The same as a RedOp."""
-    if type(op) is abi.RedOp:
-        return op
-    found = _met.get(op) if op.__hash__ is not None else None
-    if found is None:
-        found = abi.RedOp(ncclRedOpTypeEnum.from_torch(op))
-        if type(op).__module__.startswith("torch"):  # whose equality is to be trusted
-            _met[op] = found
-    return found
+    """The RedOp of a torch.distributed.ReduceOp or a RedOp."""
+    return op if type(op) is abi.RedOp else abi.RedOp(ncclRedOpTypeEnum.from_torch(op))
 
 
 @dataclass
@@ -121,52 +107,7 @@ class Function:
     argtypes: list[Any]
 
 
-class _Functions(Mapping[str, Callable[..., Any]]):
-    """Name -> C function, for all of nccl.h; what the loaded library lacks is not in it."""
-
-    def __init__(self, library: Library) -> None:
-        self.library = library
-
-    def __getitem__(self, name: str) -> Callable[..., Any]:
-        if (name not in abi.FUNCTIONS and name not in abi.DEVICE_FUNCTIONS) or not self.library.supports(name):
-            raise KeyError(name)
-        function: Callable[..., Any] = getattr(self.library, name)
-        return function
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in abi.FUNCTIONS if self.library.supports(name))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class _OpenGroup(threading.local):
-    """The group that group_start() of any communicator opened in this thread; NCCL counts them per thread, too."""
-
-    depth = 0
-    block: AbstractContextManager[None] | None = None
-
-
-open_group = _OpenGroup()
 owners: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()  # by ncclComm_t
-
-
-def group_start() -> None:
-    """What is called from now on in this thread is launched together by the last group_end()."""
-    if not open_group.depth:
-        open_group.block = group()
-        open_group.block.__enter__()
-    open_group.depth += 1
-
-
-def group_end() -> None:
-    """Launch what was called since the first group_start()."""
-    if not open_group.depth:
-        raise NcclInvalidUsage("group_end: there was no group_start() in this thread")
-    open_group.depth -= 1
-    if not open_group.depth and open_group.block is not None:
-        block, open_group.block = open_group.block, None
-        block.__exit__(None, None, None)
 
 
 class NCCLLibrary:
@@ -186,7 +127,9 @@ class NCCLLibrary:
 
     def __init__(self, so_file: str | None = None) -> None:
         self.lib = load(so_file or os.environ.get(self.path_variable) or None)
-        self._funcs = _Functions(self.lib)
+        self._funcs: dict[str, Callable[..., Any]] = {
+            one.name: getattr(self.lib, one.name) for one in self.exported_functions if self.lib.supports(one.name)
+        }
 
     def has_symbol(self, name: str) -> bool:
         """Whether the loaded library has this function of nccl.h."""
@@ -238,52 +181,33 @@ class NCCLLibrary:
     def ncclAllReduce(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, comm: Any, stream: Any
     ) -> None:
-        if open_group.depth and _recorded("ncclAllReduce", sendbuff, recvbuff, count, datatype, op, comm, stream):
-            return
-        if code := self.lib.ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream):
-            self._check(code, "ncclAllReduce")
+        self._check(self.lib.ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream), "ncclAllReduce")
 
     def ncclReduce(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, root: int, comm: Any, stream: Any
     ) -> None:
-        if open_group.depth and _recorded("ncclReduce", sendbuff, recvbuff, count, datatype, op, root, comm, stream):
-            return
-        if code := self.lib.ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream):
-            self._check(code, "ncclReduce")
+        self._check(self.lib.ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream), "ncclReduce")
 
     def ncclReduceScatter(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, comm: Any, stream: Any
     ) -> None:
-        if open_group.depth and _recorded("ncclReduceScatter", sendbuff, recvbuff, count, datatype, op, comm, stream):
-            return
-        if code := self.lib.ncclReduceScatter(sendbuff, recvbuff, count, datatype, op, comm, stream):
-            self._check(code, "ncclReduceScatter")
+        self._check(
+            self.lib.ncclReduceScatter(sendbuff, recvbuff, count, datatype, op, comm, stream), "ncclReduceScatter"
+        )
 
     def ncclAllGather(self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, comm: Any, stream: Any) -> None:
-        if open_group.depth and _recorded("ncclAllGather", sendbuff, recvbuff, count, datatype, comm, stream):
-            return
-        if code := self.lib.ncclAllGather(sendbuff, recvbuff, count, datatype, comm, stream):
-            self._check(code, "ncclAllGather")
+        self._check(self.lib.ncclAllGather(sendbuff, recvbuff, count, datatype, comm, stream), "ncclAllGather")
 
     def ncclSend(self, sendbuff: Any, count: int, datatype: int, dest: int, comm: Any, stream: Any) -> None:
-        if open_group.depth and _recorded("ncclSend", sendbuff, count, datatype, dest, comm, stream):
-            return
-        if code := self.lib.ncclSend(sendbuff, count, datatype, dest, comm, stream):
-            self._check(code, "ncclSend")
+        self._check(self.lib.ncclSend(sendbuff, count, datatype, dest, comm, stream), "ncclSend")
 
     def ncclRecv(self, recvbuff: Any, count: int, datatype: int, src: int, comm: Any, stream: Any) -> None:
-        if open_group.depth and _recorded("ncclRecv", recvbuff, count, datatype, src, comm, stream):
-            return
-        if code := self.lib.ncclRecv(recvbuff, count, datatype, src, comm, stream):
-            self._check(code, "ncclRecv")
+        self._check(self.lib.ncclRecv(recvbuff, count, datatype, src, comm, stream), "ncclRecv")
 
     def ncclBroadcast(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, root: int, comm: Any, stream: Any
     ) -> None:
-        if open_group.depth and _recorded("ncclBroadcast", sendbuff, recvbuff, count, datatype, root, comm, stream):
-            return
-        if code := self.lib.ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream):
-            self._check(code, "ncclBroadcast")
+        self._check(self.lib.ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream), "ncclBroadcast")
 
     def ncclCommDestroy(self, comm: Any) -> None:
         owner = owners.get(_integer(comm))
@@ -328,37 +252,6 @@ class NCCLLibrary:
 
     def ncclMemFree(self, ptr: int) -> None:
         self._check(self.lib.ncclMemFree(ptr), "ncclMemFree")
-
-
-def _recorded(name: str, *args: Any) -> bool:
-    """Whether the call joins a group that group_start() opened, as calls of its communicators' handles do."""
-    *inputs, comm, stream = args
-    owner = owners.get(_integer(comm))
-    if owner is None:
-        return False
-    _record(owner, name, [_integer(one) for one in inputs], _integer(stream))
-    return True
-
-
-def _record(owner: Communicator, name: str, inputs: list[int], stream: int) -> None:
-    """The same call of the communicator that has this handle, on raw buffers."""
-    if name in ("ncclSend", "ncclRecv"):
-        pointer, count, dtype, peer = inputs
-        operation = owner.send if name == "ncclSend" else owner.recv
-        operation((pointer, count, abi.DataType(dtype)), peer, stream=stream)
-        return
-    send, recv, count, dtype, *rest = inputs
-    kind, rows = abi.DataType(dtype), owner.size
-    if name == "ncclBroadcast":
-        owner.broadcast((send or recv, count, kind), (recv, count, kind), rest[0], stream=stream)
-    elif name == "ncclReduce":
-        owner.reduce((send, count, kind), (recv, count, kind), abi.RedOp(rest[0]), rest[1], stream=stream)
-    elif name == "ncclAllReduce":
-        owner.all_reduce((send, count, kind), (recv, count, kind), abi.RedOp(rest[0]), stream=stream)
-    elif name == "ncclAllGather":
-        owner.all_gather((send, count, kind), (recv, count * rows, kind), stream=stream)
-    else:
-        owner.reduce_scatter((send, count * rows, kind), (recv, count, kind), abi.RedOp(rest[0]), stream=stream)
 
 
 def _integer(value: Any) -> int:

@@ -140,7 +140,7 @@ def point_to_point(comm: Communicator, path: str) -> None:
         recv.zero_()
         float32 = ncclDataTypeEnum.from_torch(torch.float32)
         c.group_start()
-        c.send(send[right], right)
+        c.nccl.ncclSend(buffer_type(send[right].data_ptr()), 5, float32, right, c.comm, cudaStream_t(0))
         c.nccl.ncclRecv(buffer_type(recv[left].data_ptr()), 5, float32, left, c.comm, cudaStream_t(0))
         c.group_end()
         assert torch.equal(recv[left], expected[left])

@@ -33,7 +33,7 @@ ORDER: dict[str, str] = {
         bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange
         bootstrap.stores bootstrap
         nccl_params __init__
-        compat.tensors compat.process_group compat.wrapper compat.stateless compat.vllm compat.sglang
+        compat.tensors compat.wrapper compat.stateless compat.vllm compat.sglang
         tools.chrome tools.progress tools.command
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
         tools.explain.colours tools.explain.moves tools.explain.operations tools.explain.adjoint_words
