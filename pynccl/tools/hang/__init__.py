@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 import time
 from typing import Any
 
 from ...bindings.errors import NcclInvalidUsage
+from ...watch.layout import printable
 from ...watch.records import RUNNING, STOPPED, to_json
+from ...watch.verdict import judge
 from .. import command
-from . import listing, ras, report, sources, timeline
-from .clean import line
+from . import jobs, ras, timeline
+from .report import Report, unread
 
 WATCH_SECONDS = 2.0
+PATIENCE = 2.0  # seconds that a rank of a running job may wait for another
 FAILED = "something is wrong"
 EXAMPLES = """
 Without arguments: the newest job of this user on this machine that has living processes, else the newest. Exit code 2,
@@ -67,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return _list(arguments)
             if arguments.watch is not None:
                 return _watched(arguments)
-            return _look(arguments, asking=not arguments.no_ras)[0]
-    except (sources.NothingFoundError, NcclInvalidUsage) as error:  # the latter: a variable that makes no sense
+            return _look(arguments, ask_ras=not arguments.no_ras)[0]
+    except (jobs.NothingFoundError, NcclInvalidUsage) as error:  # the latter: a variable that makes no sense
         return _refused(str(error))
     except OSError as error:
         if isinstance(error, BrokenPipeError):
@@ -77,31 +79,40 @@ def run(arguments: argparse.Namespace) -> int:
     return command.INTERRUPTED
 
 
-def _look(arguments: argparse.Namespace, asking: bool) -> tuple[int, sources.Job]:
-    job = sources.find(arguments.dir, arguments.job)
-    verdict = sources.judge(job.processes)
+def _look(arguments: argparse.Namespace, ask_ras: bool) -> tuple[int, jobs.Job]:
+    job, others, problems = jobs.find(arguments.dir, arguments.job)
+    running = any(one.state == RUNNING for one in job.processes)
+    found = Report(
+        job,
+        judge(job.processes, patience=PATIENCE if running else 0.0),
+        others,
+        problems,
+        ras.ask() if ask_ras and _lives_here(job) else None,
+        calls=arguments.calls,
+        stacks=arguments.stacks,
+        all_apart=arguments.all,
+    )
     if arguments.timeline:
         timeline.write(arguments.timeline, job.processes)
-    answer = ras.ask() if asking and _lives_here(job) else None
     if arguments.json:
-        _print(_dumped(as_json(job, verdict, answer)))
+        print(json.dumps(as_json(found), indent=1))
     else:
-        _print(report.whole(job, verdict, answer, report.Wanted(arguments.calls, arguments.stacks, arguments.all)))
+        _print(found.text())
         if arguments.timeline:
             _print(f"\nwrote {arguments.timeline}: open it at ui.perfetto.dev")
-    return (1 if verdict.wrong else 0), job
+    return (1 if found.verdict.wrong else 0), job
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    found, problems = sources.all_runs(arguments.dir)
+    found, problems = jobs.read(arguments.dir)
     if arguments.json:
-        _print(_dumped({"jobs": listing.as_json(found), "problems": problems}))
+        print(json.dumps({"jobs": jobs.as_json(found), "problems": problems}, indent=1))
     else:
-        _print("\n".join([listing.text(found), *report.unread(problems)]))
+        _print("\n".join([*jobs.listed(found), *unread(problems)]))
     return command.GOOD
 
 
-def _lives_here(job: sources.Job) -> bool:
+def _lives_here(job: jobs.Job) -> bool:
     """If not, the RAS service that listens on this machine would speak of another job."""
     here = os.uname().nodename
     return any(one.host == here and one.state in (RUNNING, STOPPED) for one in job.processes)
@@ -111,7 +122,7 @@ def _watched(arguments: argparse.Namespace) -> int:
     """Look again and again at the job of the first look, until none of its processes lives."""
     while True:
         sys.stdout.write("\x1b[H\x1b[2J" if sys.stdout.isatty() else time.strftime("---- %H:%M:%S\n"))
-        code, job = _look(arguments, asking=False)
+        code, job = _look(arguments, ask_ras=False)
         if not job.living:
             _print("\nnone of its processes lives any more")
             return code
@@ -120,45 +131,29 @@ def _watched(arguments: argparse.Namespace) -> int:
         time.sleep(arguments.watch)
 
 
-def as_json(job: sources.Job, verdict: Any, answer: ras.Answer | None) -> dict[str, Any]:
+def as_json(found: Report) -> dict[str, Any]:
     """All that the report is made of. The processes are those of `watch.records.to_json`: it can be read again."""
     return {
-        "ok": not verdict.wrong,
-        "job": job.name,
-        "verdict": verdict.to_json(),
-        "processes": [to_json(one) for one in job.processes],
-        "problems": job.problems,
-        "other_jobs": [{"job": name, "state": state} for name, state in job.others],
-        "ras": None if answer is None else {"address": answer.address, "text": answer.text, "note": answer.note},
+        "ok": not found.verdict.wrong,
+        "job": found.job.name,
+        "verdict": found.verdict.to_json(),
+        "processes": [to_json(one) for one in found.job.processes],
+        "problems": found.problems,
+        "other_jobs": [{"job": job.name, "state": jobs.summary(job)} for job in found.others],
+        "ras": found.ras and found.ras._asdict(),
     }
 
 
 def _print(text: str) -> None:
-    """Also on a terminal that does not know all letters."""
+    """Without what a terminal obeys, and also on one that does not know all letters."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
+    print(printable(text, lines=True).encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _refused(text: str) -> int:
-    first, *rest = text.splitlines()
-    command.say("\n".join([f"python -m pynccl hang: error: {line(first)}", *("  " + line(one) for one in rest)]))
+    first, *rest = printable(text, lines=True).splitlines()
+    command.say("\n".join([f"python -m pynccl hang: error: {first}", *("  " + one.strip() for one in rest)]))
     return command.USAGE
-
-
-def _dumped(values: dict[str, Any]) -> str:
-    """JSON has no word for NaN, which a file may hold."""
-    try:
-        return json.dumps(values, indent=1, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(values), indent=1)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _positive(text: str) -> int:

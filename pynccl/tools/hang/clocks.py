@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable
 
 from ...watch.records import ProcessRecord
-from .clean import known
 
 _MEETING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 Entries = dict[tuple[str, int], tuple[float, float]]  # (communicator, number) -> latest entry, earliest completion
@@ -35,12 +34,12 @@ def _entries(processes: list[ProcessRecord]) -> Entries:
     for process in processes:
         for comm in process.comms:
             for call in comm.calls:
-                if call.collective and known(call.issued) and call.operation.startswith(_MEETING):
+                if call.collective and call.issued and call.operation.startswith(_MEETING):
                     entered, done = found.get((comm.uid, call.number), (0.0, math.inf))
                     completed = call.completed or call.returned if call.state == "completed" else 0.0
                     found[comm.uid, call.number] = (
                         max(entered, call.issued),
-                        min(done, completed if known(completed) else math.inf),
+                        min(done, completed if completed else math.inf),
                     )
     return found
 

@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...watch.members import seen_ago
 from ...watch.records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, CommRecord, ProcessRecord
-from .clean import cut, known, line, place, ranks, seconds
+from .text import columns, cut, place, ranks, seconds
 
 APART = 8  # up to so many ranks each has a row of its own
 MOST = 40  # rows
 WIDTH = 100
-_RANKS = 22
-_DASH = "-"
 _ENDED = "ended"
-_LABEL = {DEAD: "how it ended", _ENDED: "how it ended"}
+_DOING = {INSIDE: "inside", ISSUED: "issued", FAILED: "failed in"}
 
 
 @dataclass
-class Row:
+class RankRow:
     """One rank, or several that do the same.
 
-    doing, since  what, and for how many seconds, by the clock of each one's machine: [] where that is not known
-    where, ended  the main thread's place, and how many seconds ago it was seen if not just now; of processes that have
-                  ended how, and how many seconds ago
+    doing, since  what, and for how many seconds each has; after: the word behind the time
+    where, ago    the main thread's line, and how many seconds ago it was seen there if not just now; of a process that
+                  has ended how, and how many seconds ago
     """
 
     ranks: list[int]
     processes: list[ProcessRecord]
     state: str
-    entered: str
-    completed: str
-    doing: str
-    since: list[float]
-    after: str
-    where: str
-    ended: list[float]
+    entered: str = "-"
+    completed: str = "-"
+    doing: str = "no call yet"
+    since: list[float] = field(default_factory=list)
+    after: str = ""
+    where: str = ""
+    ago: list[float] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return self.state in (DEAD, _ENDED)
 
 
 def rank_of(process: ProcessRecord) -> int:
@@ -60,12 +62,12 @@ def open_call(
     return min(found, key=order, default=None)
 
 
-def last_call(comms: Iterable[CommRecord]) -> tuple[CommRecord, CallRecord] | None:
+def _last_call(comms: Iterable[CommRecord]) -> tuple[CommRecord, CallRecord] | None:
     found = [(comm, call) for comm in comms if (call := comm.last())]
     return max(found, key=lambda one: (one[1].issued, one[1].entry), default=None)
 
 
-def rows(processes: list[ProcessRecord], concerned: Collection[str] = (), all_apart: bool = False) -> list[Row]:
+def rows(processes: list[ProcessRecord], concerned: Collection[str] = (), all_apart: bool = False) -> list[RankRow]:
     """One a rank, in their order; of many ranks those that do the same together.
 
     concerned  uids of communicators of which to tell, where a rank is not inside a call of another one"""
@@ -80,16 +82,14 @@ def rows(processes: list[ProcessRecord], concerned: Collection[str] = (), all_ap
     single.sort(key=lambda row: (row.ranks, row.processes[0].host, row.processes[0].pid))
     if all_apart or len(single) <= APART:
         return single
-    merged: dict[tuple[str, ...], Row] = {}
+    merged: dict[tuple[str, ...], RankRow] = {}
     for row in single:
-        key = (row.state, row.entered, row.completed, row.doing, row.where)
-        if key in merged:
-            merged[key].ranks += row.ranks
-            merged[key].processes += row.processes
-            merged[key].since += row.since
-            merged[key].ended += row.ended
-        else:
-            merged[key] = row
+        same = merged.setdefault((row.state, row.entered, row.completed, row.doing, row.where), row)
+        if same is not row:
+            same.ranks += row.ranks
+            same.processes += row.processes
+            same.since += row.since
+            same.ago += row.ago
     found = list(merged.values())
     return found if len(found) <= MOST else sorted(found, key=lambda row: -len(row.ranks))
 
@@ -107,28 +107,25 @@ def _members(process: ProcessRecord) -> list[tuple[int, list[CommRecord]]]:
 
 def _row(
     process: ProcessRecord, rank: int, comms: list[CommRecord], concerned: set[str], everywhere: Mapping[str, int]
-) -> Row:
+) -> RankRow:
     first = [comm for comm in comms if concerned.intersection((comm.uid, *comm.aliases))]
-    found = open_call(first, everywhere) or open_call(comms, everywhere) or last_call(first) or last_call(comms)
-    row = Row([rank], [process], line(process.state), _DASH, _DASH, "no call yet", [], "", place(process.where), [])
+    found = open_call(first, everywhere) or open_call(comms, everywhere) or _last_call(first) or _last_call(comms)
+    row = RankRow([rank], [process], process.state, where=place(process.where))
     if process.end or process.state == DEAD:
         row.state = DEAD if process.state == DEAD else _ENDED
-        row.where = line(process.end, 80) or "killed or crashed"
+        row.where = cut(process.end, 80) or "killed or crashed"
         row.where += f" at {place(process.end_site)}" if process.end_site else ""
-        row.ended = [process.now - process.end_at] if known(process.end_at) and known(process.now) else []
+        row.ago = [process.now - process.end_at] if process.end_at else []
     elif not row.where:
         row.where = "stopped by a signal or a debugger" if row.state == STOPPED else _last_line(found and found[1])
     elif age := seen_ago(process):
-        row.ended = [age]
+        row.ago = [age]
     if found is not None:
         comm, call = found
-        row.entered, row.completed = (str(one) if one else _DASH for one in (comm.entered, comm.completed))
+        row.entered, row.completed = (str(one) if one else "-" for one in (comm.entered, comm.completed))
         several = len([one for one in comms if not one.ended]) > 1
-        row.doing, moment, row.after = _doing(call, f" {comm_name(comm)}" if several else "")
-        if row.state in _LABEL:
-            _as_it_ended(row, process, call)
-        elif known(moment) and known(process.now):
-            row.since = [process.now - moment]
+        row.doing = f"{_DOING.get(call.state, 'done')} {call_name(call)}" + (f" {comm_name(comm)}" if several else "")
+        _add_time(row, process, call)
     return row
 
 
@@ -139,41 +136,71 @@ def _last_line(call: CallRecord | None) -> str:
     return place(call.site) if call.state == INSIDE else f"after {place(call.site)}"
 
 
-def _as_it_ended(row: Row, process: ProcessRecord, call: CallRecord) -> None:
-    """What it was doing then, and for how long: by now it may have been gone for hours."""
-    end = process.end_at if known(process.end_at) else process.heartbeat
+def _add_time(row: RankRow, process: ProcessRecord, call: CallRecord) -> None:
+    """For how long; of a process that has ended, until then: by now it may have been gone for hours."""
     began = call.issued if call.state in (INSIDE, ISSUED) else call.completed or call.returned or call.issued
-    row.since = [end - began] if known(end) and known(began) else []
-    row.doing, row.after = ("was " + row.doing, "") if call.state == INSIDE else (row.doing, " before")
+    until = (process.end_at or process.heartbeat) if row.over else process.now
+    row.since = [until - began] if until and began else []
+    row.after = "" if call.state == INSIDE else " before" if row.over else " ago"
+    row.doing = "was " + row.doing if row.over and call.state == INSIDE else row.doing
 
 
 def comm_name(comm: CommRecord) -> str:
-    return f"'{line(comm.name, 24)}'"
+    return f"'{cut(comm.name, 24)}'"
 
 
 def call_name(call: CallRecord) -> str:
     """ "all_reduce #41", "send to 3", "recv from 0", "broadcast #7"."""
-    name = line(call.operation, 32)
     if call.collective:
-        return f"{name} #{call.number}"
+        return f"{call.operation} #{call.number}"
     if call.peer >= 0:
-        return f"{name} {'from' if 'recv' in name or 'wait' in name else 'to'} {call.peer}"
-    return name
+        receives = "recv" in call.operation or "wait" in call.operation
+        return f"{call.operation} {'from' if receives else 'to'} {call.peer}"
+    return call.operation
 
 
-def _doing(call: CallRecord, comm: str) -> tuple[str, float, str]:
-    """What, since when, and the word behind the time."""
-    name = call_name(call) + comm
-    if call.state == INSIDE:
-        return f"inside {name}", call.issued, ""
-    if call.state == ISSUED:
-        return f"issued {name}", call.issued, " ago"
-    if call.state == FAILED:
-        return f"failed in {name}", call.returned or call.issued, " ago"
-    return f"done {name}", call.completed or call.returned or call.issued, " ago"
+def text(found: list[RankRow], most: int = MOST) -> list[str]:
+    """The table; "(8)" is 8 of them. Where it would be too wide, the places are on lines of their own."""
+    head = ["rank", "pid", "host", "state", "entered", "done", "doing", "for", "main thread"]
+    cells = [head, *map(_cells, found[:most])]
+    used = [column for column in range(len(head)) if any(row[column] for row in cells[1:])]
+    if len({process.host for row in found for process in row.processes}) == 1:
+        used.remove(2)
+    lines = columns([[row[column] for column in used] for row in cells])
+    if max(map(len, lines)) > WIDTH:
+        title, *rest = columns([[row[column] for column in used[:-1]] for row in cells])
+        lines = [title]
+        for line, row in zip(rest, found, strict=False):
+            label = "how it ended" if row.over else "main thread"
+            lines += [line, " " * 6 + cut(f"{label}: {_where(row)}", WIDTH - 6)]
+    if found[most:]:
+        others = sum(len(row.ranks) for row in found[most:])
+        lines.append(f"... {len(found) - most:,} more rows, of {others:,} ranks: --all has a row for each rank")
+    return lines
 
 
-def span(times: list[float], after: str) -> str:
+def _cells(row: RankRow) -> list[str]:
+    hosts = sorted({cut(process.host, 16) for process in row.processes})
+    pids = {(process.host, process.pid) for process in row.processes}
+    return [
+        ranks(row.ranks, 22) if row.ranks[0] >= 0 else "-",
+        str(row.processes[0].pid) if len(pids) == 1 else f"({len(pids):,})",
+        hosts[0] if len(hosts) == 1 else f"({len(hosts):,})",
+        row.state,
+        row.entered,
+        row.completed,
+        row.doing,
+        _span(row.since, row.after),
+        _where(row),
+    ]
+
+
+def _where(row: RankRow) -> str:
+    ago = _span(row.ago, " ago")
+    return f"{row.where}, {ago if row.over else 'seen ' + ago}" if ago else row.where
+
+
+def _span(times: list[float], after: str) -> str:
     """ "12.3 s", "12.1 to 12.9 s": of several ranks the shortest and the longest."""
     if not times:
         return ""
@@ -181,45 +208,3 @@ def span(times: list[float], after: str) -> str:
     if low == high:
         return low + after
     return f"{low.removesuffix(' s') if low.count(' ') == high.count(' ') == 1 else low} to {high}{after}"
-
-
-def text(found: list[Row], most: int = MOST) -> list[str]:
-    """The table; "(8)" is 8 of them. Where it would be too wide, the places are on lines of their own."""
-    hosts = {line(process.host) for row in found for process in row.processes}
-    left_out = found[most:]
-    cells = [_cells(row, len(hosts) > 1) for row in found[:most]]
-    head = ["rank", "pid", "host", "state", "entered", "done", "doing", "for", "main thread"]
-    used = [column for column in range(len(head)) if any(row[column] for row in cells)]
-    table = [head, *cells]
-    widths = {column: max(len(row[column]) for row in table) for column in used}
-    if sum(widths.values()) + 2 * (len(used) - 1) <= WIDTH:
-        lines = [_joined(row, used, widths) for row in table]
-    else:
-        lines = [_joined(head, used[:-1], widths)]
-        for row in cells:
-            lines += [
-                _joined(row, used[:-1], widths),
-                cut(f"      {_LABEL.get(row[3], 'main thread')}: {row[-1]}", WIDTH),
-            ]
-    if left_out:
-        others = sum(len(row.ranks) for row in left_out)
-        lines.append(f"... {len(left_out):,} more rows, of {others:,} ranks: --all has a row for each rank")
-    return lines
-
-
-def _cells(row: Row, with_host: bool) -> list[str]:
-    one = row.processes[0]
-    number = ranks(row.ranks, _RANKS) if row.ranks[0] >= 0 else _DASH
-    hosts = sorted({line(process.host, 16) for process in row.processes})
-    host = hosts[0] if len(hosts) == 1 else f"({len(hosts):,})"
-    pids = {(process.host, process.pid) for process in row.processes}
-    pid = str(one.pid) if len(pids) == 1 else f"({len(pids):,})"
-    ended = span(row.ended, " ago")
-    ended = f"seen {ended}" if ended and row.state not in _LABEL else ended
-    where = f"{row.where}, {ended}" if ended else row.where
-    what = [row.state, row.entered, row.completed, row.doing, span(row.since, row.after), where]
-    return [number, pid, host if with_host else "", *what]
-
-
-def _joined(row: list[str], used: list[int], widths: dict[int, int]) -> str:
-    return "  ".join(row[column].ljust(widths[column]) for column in used).rstrip()

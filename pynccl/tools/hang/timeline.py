@@ -11,8 +11,8 @@ from ...watch.records import COMPLETED, FAILED, INSIDE, ISSUED, CallRecord, Comm
 from .. import chrome
 from ..chrome import Event
 from . import clocks
-from .clean import known, line
 from .table import call_name, rank_of
+from .text import cut
 
 Flows = dict[tuple[str, int], list[tuple[float, int, int]]]  # (communicator, number) -> begin, pid, tid of each rank
 _OPEN = {INSIDE: " (inside)", ISSUED: " (issued)", FAILED: " (failed)"}
@@ -34,7 +34,7 @@ def write(path: str | Path, processes: list[ProcessRecord]) -> None:
 
 
 def _metadata(shifts: dict[str, float]) -> dict[str, Any]:
-    moved = {line(name): f"{shift:+.6f} s" for name, shift in shifts.items() if shift}
+    moved = {name: f"{shift:+.6f} s" for name, shift in shifts.items() if shift}
     if len(shifts) < 2:
         said = "all ranks have the clock of one machine"
     elif moved:
@@ -56,7 +56,7 @@ def events(processes: list[ProcessRecord], shifts: dict[str, float]) -> Iterator
         for _, _, slices in found
         for one in slices
     ]
-    ends = [one.end_at + shifts[clocks.machine_of(one)] for one in ordered if known(one.end_at)]
+    ends = [one.end_at + shifts[clocks.machine_of(one)] for one in ordered if one.end_at]
     zero = min([*begins, *ends], default=0.0)
     flows: Flows = {}
     for pid, process, found in tracks:
@@ -76,7 +76,7 @@ def _tracks(process: ProcessRecord) -> list[tuple[CommRecord, int, list[_Slice]]
     """(communicator, stream, slices): a communicator whose calls are on several streams has a track for each."""
     found = []
     for comm in process.comms:
-        placed = [_placed(call, process.now) for call in comm.calls if known(call.issued)]
+        placed = [_placed(call, process.now) for call in comm.calls if call.issued]
         streams = sorted({one.call.stream for one in placed})
         for stream in streams or [0]:
             found.append((comm, stream, _in_turn([one for one in placed if one.call.stream == stream])))
@@ -85,7 +85,7 @@ def _tracks(process: ProcessRecord) -> list[tuple[CommRecord, int, list[_Slice]]
 
 def _placed(call: CallRecord, now: float) -> _Slice:
     end = now if call.state in (INSIDE, ISSUED) else call.completed or call.returned
-    return _Slice(call, call.issued, max(end, call.issued) if known(end) else call.issued)
+    return _Slice(call, call.issued, max(end, call.issued) if end else call.issued)
 
 
 def _in_turn(slices: list[_Slice]) -> list[_Slice]:
@@ -103,11 +103,11 @@ def _in_turn(slices: list[_Slice]) -> list[_Slice]:
 
 def _names(pid: int, process: ProcessRecord, tracks: list[tuple[CommRecord, int, list[_Slice]]]) -> Iterator[Event]:
     rank = rank_of(process)
-    labels = f"pid {process.pid} on {line(process.host, 60)}"
+    labels = f"pid {process.pid} on {cut(process.host, 60)}"
     yield from chrome.process(pid, f"rank {rank}" if rank >= 0 else f"pid {process.pid}", labels)
     several = {id(comm): sum(comm is other for other, _, _ in tracks) > 1 for comm, _, _ in tracks}
     for tid, (comm, stream, _) in enumerate(tracks, 1):
-        name = line(comm.name, 60) or "communicator"
+        name = cut(comm.name, 60) or "communicator"
         yield from chrome.lane(pid, tid, f"{name}, stream {stream:#x}" if several[id(comm)] else name)
     yield chrome.named("thread_name", pid, 0, name="process")
 
@@ -119,17 +119,17 @@ def _event(pid: int, tid: int, comm: CommRecord, one: _Slice, offset: float) -> 
 
 def _args(comm: CommRecord, one: _Slice) -> dict[str, Any]:
     call = one.call
-    args: dict[str, Any] = {"comm": line(comm.name), "rank": comm.rank, "entry": call.entry, "state": line(call.state)}
+    args: dict[str, Any] = {"comm": comm.name, "rank": comm.rank, "entry": call.entry, "state": call.state}
     numbers = {"number": call.number or -1, "count": call.count, "root": call.root, "peer": call.peer}
     args |= {name: value for name, value in numbers.items() if value >= 0}
     names = ("dtype", "op", "site", "function", "forward_site", "detail", "error")
-    args |= {name: line(getattr(call, name)) for name in names if getattr(call, name)}
+    args |= {name: getattr(call, name) for name in names if getattr(call, name)}
     if call.group:
         args["group"] = call.group
     return args
 
 
 def _end(pid: int, process: ProcessRecord, offset: float) -> Iterator[Event]:
-    if process.end and known(process.end_at):
-        said = {"site": line(process.end_site)}
-        yield chrome.moment(f"ended: {line(process.end, 120)}", "end", pid, 0, process.end_at + offset, said)
+    if process.end and process.end_at:
+        said = {"site": process.end_site}
+        yield chrome.moment(f"ended: {cut(process.end, 120)}", "end", pid, 0, process.end_at + offset, said)

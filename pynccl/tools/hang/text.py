@@ -1,49 +1,27 @@
-"""Text that came from a file or a socket, made safe for a terminal; times and lists of ranks in words."""
+"""Times, ranks, places and tables as text for a terminal."""
 
 from __future__ import annotations
 
-import math
-import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-# What a terminal obeys: sequences that begin with an escape (colors, titles, clipboard), as one or two bytes.
-_SEQUENCES = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
-    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
-    r"|\x1b[ -/]*[0-~]?"
-)
-
-
-def line(text: str, most: int = 0) -> str:
-    """As one line, without what a terminal obeys or a reader cannot see; cut to `most` characters, if given."""
-    flat = _printable(" ".join(_SEQUENCES.sub("", text).split()))
-    return cut(flat, most) if most else flat
-
-
-def lines(text: str) -> list[str]:
-    """Each of its lines, so cleaned; spaces are kept within."""
-    return [_printable(one.rstrip()) for one in _SEQUENCES.sub("", text).expandtabs(4).splitlines()]
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
+INDENT = "    "
 
 
 def cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: max(most - 3, 0)] + "..."
+    """The text in one line of at most `most` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def place(site: str) -> str:
     """ "/home/me/data.py:41 next_batch" -> "data.py:41 next_batch"."""
-    path, colon, rest = line(site).rpartition(":")
+    path, colon, rest = cut(site, 300).rpartition(":")
     return path.rpartition("/")[2] + colon + rest
 
 
 def seconds(value: float) -> str:
     """ "0.4 s", "12.3 s", "4 min 10 s", "3 h 5 min", "2 days"."""
-    if not math.isfinite(value):
-        return "?"
     value = max(value, 0.0)
     if value < 99.95:
         return f"{value:.1f} s"
@@ -56,15 +34,8 @@ def seconds(value: float) -> str:
 
 
 def clock(moment: float) -> str:
-    """ "14:03:12.345", of this machine's zone; "" where the time is not known."""
-    if not known(moment):
-        return ""
+    """ "14:03:12.345", in this machine's time zone."""
     return time.strftime("%H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
-
-
-def known(moment: float) -> bool:
-    """Whether it is a time: files may hold anything."""
-    return math.isfinite(moment) and 0 < moment < 1e11
 
 
 def ranks(numbers: Iterable[int], most: int = 0) -> str:
@@ -84,3 +55,20 @@ def ranks(numbers: Iterable[int], most: int = 0) -> str:
     while len(words) > 1 and len(", ".join(words) + end) > most:
         words.pop()
     return ", ".join(words) + end
+
+
+def plural(count: int, noun: str) -> str:
+    """ "1 process", "1,021 files"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows with their cells aligned, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def at_most(most: int, found: Sequence[str]) -> list[str]:
+    """The first `most` of some lines, indented, and how many are left out."""
+    more = [f"{INDENT}... {len(found) - most:,} more"] if len(found) > most else []
+    return [*(INDENT + one for one in found[:most]), *more]
