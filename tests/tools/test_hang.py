@@ -17,6 +17,7 @@ import pytest
 from pynccl.bindings.errors import NcclInvalidUsage
 from pynccl.tools import hang
 from pynccl.tools.hang import jobs, report, table, text
+from pynccl.watch import folder
 from pynccl.watch.records import (
     COMPLETED,
     DEAD,
@@ -426,7 +427,7 @@ def test_a_file_that_is_broken_is_named_and_the_others_are_read(kind: str, tmp_p
 def test_where_nothing_is_found_it_says_where_it_looked_and_what_to_do(
     tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs.folder, "base", lambda: tmp_path)
+    monkeypatch.setattr(folder, "base", lambda: tmp_path)
     assert run() == 2
     text = printed()[1]
     assert str(tmp_path) in text and "PYNCCL_WATCH=off" in text and "hang DIR" in text
@@ -438,7 +439,7 @@ def test_a_variable_that_makes_no_sense_is_said(printed: Printed, monkeypatch: p
     def base() -> str:
         raise NcclInvalidUsage("PYNCCL_WATCH='maybe': expected one of on, off")
 
-    monkeypatch.setattr(jobs.folder, "base", base)
+    monkeypatch.setattr(folder, "base", base)
     assert run() == 2
     assert "PYNCCL_WATCH='maybe': expected" in printed()[1]
 
@@ -452,7 +453,7 @@ def test_without_arguments_it_takes_the_newest_job_that_lives(
             one.job, one.comms[0].uid, one.state = name, name, RUNNING if name == "alive" else DEAD
             one.heartbeat, one.pid = one.heartbeat - age, one.pid + 100 * age
     saved(tmp_path / "a.json", [one for processes in everything.values() for one in processes])
-    monkeypatch.setattr(jobs.folder, "base", lambda: tmp_path)
+    monkeypatch.setattr(folder, "base", lambda: tmp_path)
     assert run() == 1
     text = printed()[0]
     assert "alive: 4 processes" in text

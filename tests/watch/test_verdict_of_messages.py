@@ -150,6 +150,6 @@ def test_all_errors_and_the_report_name_both_ranks(
         verdict = lines[lines.index(last_error(rank.err)) + 1].strip()
         assert verdict.startswith(said), rank.err
     job, _, _ = jobs.find([str(tmp_path / "watch" / "a")], None)
-    verdict = judge(job.processes)
-    assert verdict.sentence.replace(f"all {size} processes have ended: ", "").startswith(said)
-    assert "threading.py" not in report.Report(job, verdict).text().partition("\n\n")[0]
+    found = judge(job.processes)
+    assert found.sentence.replace(f"all {size} processes have ended: ", "").startswith(said)
+    assert "threading.py" not in report.Report(job, found).text().partition("\n\n")[0]
