@@ -17,7 +17,7 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import attribute
 
-from .arguments import AnyOp, Grad, Op, asks_for_grad, check_comm, check_grad, check_op, check_rank
+from .arguments import SUM_OPS, AnyOp, Grad, Op, asks_for_grad, check_comm, check_grad, check_op, check_rank
 from .ops.all_gather import all_gather, reduce_scatter, split
 from .ops.all_reduce import PreMul, all_reduce, copy
 from .ops.all_to_all import all_to_all
@@ -35,11 +35,19 @@ class Operation(torch.nn.Module):
     """A function of ops/ with its communicator and its other arguments."""
 
     function: ClassVar[Any]
+    ops: ClassVar[tuple[str, ...]] = SUM_OPS
     passes_alone: ClassVar[bool] = False  # on one rank the output is the input
     __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
 
     def __init__(self, comm: Communicator, **options: Any) -> None:
-        check_comm(f"nn.{type(self).__name__}", comm, **options)
+        name = f"nn.{type(self).__name__}"
+        if "root" in options:
+            check_rank(name, comm, options["root"])
+        check_comm(name, comm, **options)
+        if "grad" in options:
+            check_grad(name, options["grad"])
+        if "op" in options and not isinstance(options["op"], PreMul):
+            check_op(name, options["op"], self.ops)
         super().__init__()
         self.comm = comm
         self.options = {name: _frozen(value) if name in _SIZES else value for name, value in options.items()}
@@ -80,6 +88,7 @@ class AllReduce(Operation):
     """
 
     function = staticmethod(all_reduce)
+    ops = ("sum", "avg", "max", "min", "prod")
     passes_alone = True
     scale: Tensor
     __call__: OfLists
@@ -89,9 +98,6 @@ class AllReduce(Operation):
         self, comm: Communicator, op: AnyOp | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None
     ) -> None:
         super().__init__(comm, op=op, grad=grad, reduce_dtype=reduce_dtype)
-        check_grad("nn.AllReduce", grad)
-        if not isinstance(op, PreMul):
-            check_op("nn.AllReduce", op, ("sum", "avg", "max", "min", "prod"))
         if isinstance(op, PreMul) and isinstance(op.scale, Tensor):
             self.options["op"] = _PREMUL
             if isinstance(op.scale, torch.nn.Parameter):
@@ -126,7 +132,6 @@ class ReduceScatter(Operation):
         self, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None
     ) -> None:
         super().__init__(comm, dim=dim, op=op, splits=splits, reduce_dtype=reduce_dtype)
-        check_op("nn.ReduceScatter", op)
 
 
 class AllGather(Operation):
@@ -142,7 +147,6 @@ class AllGather(Operation):
     def __init__(
         self, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
     ) -> None:
-        check_grad("nn.AllGather", grad)
         super().__init__(comm, dim=dim, grad=grad, splits=splits, reduce_dtype=reduce_dtype)
 
 
@@ -163,8 +167,6 @@ class Broadcast(Operation):
 
     @asks_for_grad
     def __init__(self, comm: Communicator, root: int, *, grad: Grad, reduce_dtype: Dtype = None) -> None:
-        check_grad("nn.Broadcast", grad)
-        check_rank("nn.Broadcast", comm, root)
         super().__init__(comm, root=root, grad=grad, reduce_dtype=reduce_dtype)
 
 
@@ -174,8 +176,6 @@ class Reduce(Operation):
     function = staticmethod(reduce)
 
     def __init__(self, comm: Communicator, root: int, op: Op = "sum", *, reduce_dtype: Dtype = None) -> None:
-        check_rank("nn.Reduce", comm, root)
-        check_op("nn.Reduce", op)
         super().__init__(comm, root=root, op=op, reduce_dtype=reduce_dtype)
 
 
@@ -185,7 +185,6 @@ class Scatter(Operation):
     function = staticmethod(scatter)
 
     def __init__(self, comm: Communicator, root: int, dim: int = 0, *, splits: Splits = None) -> None:
-        check_rank("nn.Scatter", comm, root)
         super().__init__(comm, root=root, dim=dim, splits=splits)
 
 
@@ -195,7 +194,6 @@ class Gather(Operation):
     function = staticmethod(gather)
 
     def __init__(self, comm: Communicator, root: int, dim: int = 0, *, splits: Splits = None) -> None:
-        check_rank("nn.Gather", comm, root)
         super().__init__(comm, root=root, dim=dim, splits=splits)
 
 
