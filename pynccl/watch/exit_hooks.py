@@ -1,6 +1,6 @@
-"""How this process ends, told to those who wait for it: by an exception, with its line, or in good order.
+"""The end of this process: its record says how, by an exception with its line or in good order, and goes with its job.
 
-What cannot be told (kill -9, os._exit, a crash) is seen by the others: the process is gone, and its file says nothing.
+What cannot be recorded (kill -9, os._exit, a crash) is seen by the others: the process is gone, its file says nothing.
 """
 
 from __future__ import annotations
@@ -153,16 +153,18 @@ def _remove() -> None:
     gone, waiting = [own.path], False
     for path in _relatives(own.path):
         with contextlib.suppress(OSError, ValueError):
-            kind, alive = folder.end_of(path)
-            waiting = waiting or (alive and not kind)
+            head = folder.header(path)
+            kind = head.end_kind if head is not None else 0
+            waiting = waiting or (not kind and folder.alive(path))
             if kind == layout.CLEAN:  # of one that is still ending, too: it may have left it to this process
                 gone.append(path)
-    if not waiting:
-        for path in gone:
-            folder.remove(path)
-        for path in own.beside:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+    if waiting:
+        return
+    for path in gone:
+        folder.remove(path)
+    for path in own.beside:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _relatives(own: str) -> list[str]:
