@@ -37,10 +37,17 @@ def _temporary() -> str:
 
 def jobs(folder: str) -> list[str]:
     """The folders of this user's jobs in this base folder, as paths."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        own = [one.path for one in entries if one.is_dir() and one.stat().st_uid == os.geteuid()]
-        return sorted(path for path in own if files(path))
-    return []
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+    paths = sorted(os.path.join(folder, name) for name in names)
+    return [path for path in paths if files(path) and _is_own(path)]
+
+
+def _is_own(path: str) -> bool:
+    with contextlib.suppress(OSError):  # it has gone meanwhile
+        return os.stat(path).st_uid == os.geteuid()
+    return False
 
 
 def files(folder: str) -> list[str]:

@@ -22,6 +22,7 @@ from .settings import OFF, settings
 
 now = time.monotonic
 _FORGOTTEN = 8  # communicators that have ended stay in the file until so many more have
+_TOUCH_SECONDS = 10.0
 
 
 class Strings(dict[str, int]):
@@ -69,6 +70,7 @@ class Recorder:
         self._ended: list[Any] = []  # tracks of communicators that have ended, oldest first
         self._lock = threading.Lock()
         self._warned = False
+        self._touched = -_TOUCH_SECONDS
         self.path, self._file, memory = self._open()
         self.head = layout.Header.from_buffer(memory)
         self.strings = Strings(memory[layout.STRINGS_AT : layout.REGIONS_AT])
@@ -140,11 +142,13 @@ class Recorder:
             return memoryview(mmap.mmap(-1, nbytes)), False
 
     def look(self) -> None:
-        """The watchdog has looked."""
+        """The watchdog has looked. Now and then the time of the file says so, too: what is written through a map does
+        not change it on every file system."""
         self.head.looked = now()
-        if self._file >= 0:
+        if self._file >= 0 and now() - self._touched > _TOUCH_SECONDS:
+            self._touched = now()
             with contextlib.suppress(OSError):
-                os.utime(self._file)  # what is written through a map changes no time of a file that is in memory
+                os.utime(self._file)
 
     def write_where(self, where: str, stack: str) -> None:
         """The main thread is there now, and this is the stack of the thread that matters."""
