@@ -9,9 +9,9 @@ from typing import Any
 
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
+from ..bindings.workers import Clock
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
-from ..comm.deadline import Clock
 from .join import init_at
 from .master_store import Place, open_store, read_environment
 from .rendezvous import Rendezvous, Wording

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 from ..bindings.errors import NcclInvalidUsage, NcclSystemError, NcclTimeout
-from ..comm.deadline import Clock
+from ..bindings.workers import Clock
 from ..watch.layout import SUFFIX
 
 _MAGIC = b"pynccl: ranks meet here\n"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, integer
+from ..bindings.workers import Clock
 from ..comm.communicator import Communicator
-from ..comm.deadline import Clock
 from ..comm.init import choose_device, get_unique_id
 from ..interop.devices import names_no_ordinal
 from ..watch.recorder import recorder

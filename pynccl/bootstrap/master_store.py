@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclSystemError, NcclTimeout
-from ..comm.deadline import Abandoned, Clock, Wait
+from ..bindings.workers import Abandoned, Clock, Wait
 from .rendezvous import first_line
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

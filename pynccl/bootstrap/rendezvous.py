@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
-from ..comm.deadline import Abandoned, Clock, Wait
+from ..bindings.workers import Abandoned, Clock, Wait
 from ..watch.store import append, lines, read
 
 _MET = "met"

@@ -8,9 +8,9 @@ from typing import Any
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..bindings.values import instance, methods
+from ..bindings.workers import Clock
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
-from ..comm.deadline import Clock
 from ..comm.init import check_rank_of
 from .file_store import FileStore
 from .join import init_at

@@ -21,11 +21,12 @@ from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.values import listed, seconds, shown
-from ..watch import ends, watchdog
+from ..bindings.workers import call_at_exit, leak, prepare_exit
+from ..watch import exit_hooks, watchdog
 from ..watch.frames import user_site
 from ..watch.track import Track
 from .base import Comm, aborted_late, explained
-from .deadline import call_at_exit, call_with_deadline, leak, prepare_exit, wait_nonblocking
+from .deadline import call_with_deadline, wait_nonblocking
 
 EXIT_SECONDS = 10.0  # for closing all communicators at the end of the process
 ABORT_SECONDS = 30.0
@@ -278,10 +279,10 @@ def prepare_end() -> None:
     """A communicator is about to be made: the process tells the others how it ends, also if it comes to nothing."""
     if not _open:
         # Registered here, after the library was loaded, to run before what the library itself does at exit.
-        ends.register_removal()
+        exit_hooks.register_removal()
         atexit.unregister(_close_everything)
         atexit.register(_close_everything)
-        ends.prepare()
+        exit_hooks.prepare()
 
 
 def register_open(comm: Comm) -> None:

@@ -1,86 +1,96 @@
-"""The file of a flight recorder, byte by byte: for the recorder, and for the reader, who trusts nothing in it.
+"""The file of a flight recorder: the structures that the recorder maps into memory and the reader copies.
 
-    header     4,096 bytes: who the process is, when its watchdog last looked, where its main thread was, how it ended
+    Header     who the process is, when its watchdog last looked, where its main thread was, how it ended
     strings    STRINGS rows of STRING_BYTES: names of operations, lines of code, descriptions; row 0 is ""
-    regions    one a communicator, see `Region`
+    regions    one per communicator: a CommHead, then a ring of slots, in whole pages
 
-Numbers are of the machine's byte order, which the header names. All is fixed in size: nothing grows with the calls.
-
-The calls of a communicator lie in a ring of slots, each of which says all of one call; call number `entry` is in slot
-`(entry - 1) % slots`. A slot begins and ends with the entry, so a reader sees one that is being written: where the two
-differ, or change between two copies, the slot is left out.
+All is fixed in size: nothing grows with the calls. Call number `entry` of a communicator is in slot
+`entry % slots` of its ring. A slot begins and ends with the entry, so that the reader leaves out one that is
+being written. Times are seconds of the machine's monotonic clock, 0: not yet.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from typing import NamedTuple
+from ctypes import c_char, c_double, c_int32, c_uint32, c_uint64
+from typing import Any, NamedTuple
 
-MAGIC = b"pynccl flight recorder\n\0"
-VERSION = 2
-ORDER = 0x0102030405060708  # as read with the wrong byte order it is another number
+MAGIC = b"pynccl flight recorder"
+VERSION = 3
 SUFFIX = ".watch"
 
-HEADER_BYTES = 4096
+PAGE = 1 << 16  # where a map may begin, on every machine
 STRINGS, STRING_BYTES = 2048, 160
-REGIONS_AT = HEADER_BYTES + STRINGS * STRING_BYTES
-PAGE = 4096
-MOST_REGIONS = 4096
-
-# The header: magic, version, byte order, then what is written once. Times are seconds of the machine's monotonic clock.
-FIXED = struct.Struct("=24sIQ")
-# pid, its start in ticks, rank, world, wall and monotonic clock of one moment, slots, strings
-IDENTITY = struct.Struct("=IQiiddII")
-IDENTITY_AT = 64
-BORN = struct.Struct("=d")  # wall clock when the process began, before it imported anything; 0: not known
-BORN_AT = 120
-TEXTS = {"host": (192, 64), "machine": (256, 128), "job": (384, 128), "command": (512, 256), "library": (768, 128)}
-
-# What changes: by the watchdog at each look, and at the end.
-LOOK = struct.Struct("=ddI")  # monotonic clock of the look; of what `where` says; number of regions
-LOOK_AT = 896
-ASKED = struct.Struct("=d")  # by another process: the monotonic clock when it wanted to know where the threads are
-ASKED_AT = 920
-WHERE_AT, WHERE_BYTES = 928, 160
-STACK_AT, STACK_BYTES = 1088, 2048
-END = struct.Struct("=dI")  # monotonic clock of the end, 0: none; kind
-END_AT = 3136
-END_TEXT_AT, END_TEXT_BYTES = 3152, 640
-END_SITE_AT, END_SITE_BYTES = 3792, 160
-CLEAN, EXCEPTION = 1, 2  # kinds of end
-
-# A region: its head, and behind it the slots. Head: state, then texts.
+STRINGS_AT = 1 << 13
+REGIONS_AT = -(-(STRINGS_AT + STRINGS * STRING_BYTES) // PAGE) * PAGE
 REGION_HEAD = 1536
-LIVE, ENDED = 1, 2  # 0: nobody's
-COMM = struct.Struct("=Iiiid")  # state, rank, size, the same plus 1 as a check, monotonic clock when made
-COMPLETED = struct.Struct("=Qd")  # newest entry that has completed, as far as is known; when that was seen
-COMPLETED_AT = 64
-WAITS = struct.Struct("=d")  # monotonic clock of the last look that saw its streams wait for calls before that
-WAITS_AT = 104
-COMM_END = struct.Struct("=d")
-COMM_END_AT = 112
-COMM_TEXTS = {
-    "uid": (128, 64),
-    "alias": (192, 64),
-    "name": (256, 128),
-    "device": (384, 32),
-    "made_at": (416, 160),
-    "parent": (576, 64),
-    "ended": (640, 96),
-    "ended_site": (736, 160),
-    "error": (896, 512),
-}
+CALLS = 2048  # that are kept of each communicator
 
-# A slot: entry; monotonic clocks when it was issued and has returned, 0: not yet; number among the collective calls, 0:
-# it is none; stream; group; strings: operation, line, detail, autograd function and its forward line; flags; then
-# count, data type and what follows them among the C arguments (see ARGUMENTS); entry.
+CLEAN, EXCEPTION = 1, 2  # Header.end_kind
+LIVE, ENDED = 1, 2  # CommHead.state; 0: the region is free
+
+
+class Header(ctypes.Structure):
+    """Of the process. Other processes write `asked` and `told`, it writes the rest."""
+
+    _fields_ = (
+        ("magic", c_char * 24),
+        ("version", c_uint32),
+        ("pid", c_uint32),
+        ("start", c_uint64),  # of the process, in ticks
+        ("rank", c_int32),
+        ("slots", c_uint32),  # of each ring
+        ("regions", c_uint32),
+        ("end_kind", c_uint32),
+        ("wall", c_double),  # wall clock and monotonic clock of one moment
+        ("clock", c_double),
+        ("born", c_double),  # wall clock when the process began, before it imported anything; 0: not known
+        ("looked", c_double),  # the watchdog
+        ("where_at", c_double),  # when `where` and `stack` were written
+        ("asked", c_double),  # when another process wanted to know them
+        ("ended", c_double),
+        ("host", c_char * 64),
+        ("machine", c_char * 128),
+        ("job", c_char * 128),
+        ("command", c_char * 256),
+        ("where", c_char * 160),
+        ("stack", c_char * 2048),
+        ("end", c_char * 640),
+        ("end_site", c_char * 160),
+        ("told", c_char * 4096),  # that others wait for this process, for its watchdog to print
+    )
+
+
+class CommHead(ctypes.Structure):
+    """Of a communicator."""
+
+    _fields_ = (
+        ("state", c_uint32),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("made", c_double),
+        ("completed", c_uint64),  # the newest entry that has completed, as far as is known, and when that was seen
+        ("completed_at", c_double),
+        ("waits_at", c_double),  # when its streams were last seen to wait for calls before that
+        ("ended_at", c_double),
+        ("uid", c_char * 64),
+        ("alias", c_char * 64),
+        ("name", c_char * 128),
+        ("device", c_char * 32),
+        ("made_at", c_char * 160),
+        ("parent", c_char * 64),
+        ("ended", c_char * 96),
+        ("ended_site", c_char * 160),
+        ("error", c_char * 512),
+    )
+
+
+# A slot: entry; when the call was issued and has returned; number among the collective calls, 0: it is none; stream;
+# group; strings: operation, line, detail, autograd function and its forward line; flags; then count, data type and what
+# follows them among the C arguments (see ARGUMENTS); entry.
 SLOT = struct.Struct("=QddQQIHHHHHBxQiii4xQ")
-SLOT_BYTES = SLOT.size
 RETURNED_AT, NUMBER_AT, STREAM_AT, FLAGS_AT = 16, 24, 32, 54  # in a slot
-# The same for a call that is about to be made, without the autograd function, which few calls have.
-ENTERED = struct.Struct("=Qd8xQQIHHH4xBxQiii4xQ")
-FUNCTION = struct.Struct("=HH")
-FUNCTION_AT = 50
 PLAN, FAILED = 1, 2  # flags
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
@@ -101,41 +111,37 @@ ARGUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
 SIGNALS = ("signal", "wait_signal")  # which have neither, but a peer
 UNNUMBERED = ("send", "recv", "put_signal", *SIGNALS)  # calls that not every rank of a communicator makes
 
-CALLS = 2048  # that are kept of each communicator
-MARGIN = 16  # slots more than that, of which the oldest ones may be being written when they are read
-
 
 class Region(NamedTuple):
-    """The memory of a communicator: so many slots behind its head, in whole pages."""
+    """The part of the file that a communicator has: its head and so many slots."""
 
     slots: int
     nbytes: int
 
-    def at(self, entry: int) -> int:
-        """Where the slot of this call begins, in bytes."""
-        return REGION_HEAD + (entry - 1) % self.slots * SLOT_BYTES
+
+def region(slots: int = CALLS) -> Region:
+    """The region with a ring of so many slots."""
+    return Region(slots, -(-(REGION_HEAD + slots * SLOT.size) // PAGE) * PAGE)
 
 
-def region(calls: int = CALLS) -> Region:
-    """The region whose ring keeps at least so many calls."""
-    slots = calls + MARGIN
-    return Region(slots, -(-(REGION_HEAD + slots * SLOT_BYTES) // PAGE) * PAGE)
+def put(head: ctypes.Structure, field: str, text: str) -> None:
+    """Write a text of a Header or CommHead, cut where it is too long."""
+    kind: Any = getattr(type(head), field)
+    setattr(head, field, cut(text, kind.size))
 
 
-def put(memory: memoryview, at: int, nbytes: int, text: str) -> None:
-    """Write a text, cut where it is too long: never in the middle of a character."""
-    data = text.encode("utf-8", "replace")[: nbytes - 1].decode("utf-8", "ignore").encode()
-    memory[at : at + nbytes] = data.ljust(nbytes, b"\0")
+def cut(text: str, nbytes: int) -> bytes:
+    """The text in fewer than so many bytes, cut where it is too long: never in the middle of a character."""
+    return text.encode("utf-8", "replace")[: nbytes - 1].decode("utf-8", "ignore").encode()
 
 
-def get(memory: memoryview | bytes, at: int, nbytes: int, lines: bool = False) -> str:
-    """The text there, up to its end, as `printable`."""
-    return printable(bytes(memory[at : at + nbytes]).partition(b"\0")[0].decode("utf-8", "replace"), lines)
+def get(data: bytes, lines: bool = False) -> str:
+    """The text that begins these bytes, as `printable`."""
+    return printable(data.partition(b"\0")[0].decode("utf-8", "replace"), lines)
 
 
 def printable(text: str, lines: bool = False) -> str:
-    """A text that somebody else has written, as it may be shown: without what a terminal obeys or a reader cannot see.
-    For all that is read, where it is read. lines: it may have several."""
+    """A text that was read, without what a terminal obeys or nobody sees.   lines: it may have several"""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or (lines and one == "\n") else "?" for one in text)

@@ -7,6 +7,7 @@ folder, a descriptor - is done without, in memory that nobody else sees, with on
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
@@ -21,14 +22,15 @@ from .settings import OFF, settings
 
 now = time.monotonic
 _FORGOTTEN = 8  # communicators that have ended stay in the file until so many more have
+_TOUCH_SECONDS = 10.0
 
 
 class Strings(dict[str, int]):
     """Text -> its row in the file, written when it is first asked for; that of "(...)" where the table is full."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, rows: memoryview) -> None:
         super().__init__({"": 0})
-        self._recorder = recorder
+        self.rows = rows
         self._lock = threading.RLock()  # a handler of a signal may make a call, too
 
     def __missing__(self, text: str) -> int:
@@ -40,8 +42,8 @@ class Strings(dict[str, int]):
                 self[text] = number
             else:
                 text = "(...)"
-            at = layout.HEADER_BYTES + number * layout.STRING_BYTES
-            layout.put(self._recorder.head, at, layout.STRING_BYTES, text)
+            nbytes = layout.STRING_BYTES
+            self.rows[number * nbytes :][:nbytes] = layout.cut(text, nbytes).ljust(nbytes, b"\0")
             return number
 
     def of_detail(self, text: str) -> int:
@@ -50,53 +52,45 @@ class Strings(dict[str, int]):
 
 
 class Recorder:
-    """The file of this process."""
+    """The file of this process.
+
+    path  of the file; "": all is in memory alone
+    head  its header
+    """
 
     def __init__(self) -> None:
-        chosen = settings()
-        self.settings, self.pid = chosen, os.getpid()
-        self.region = layout.region(chosen.calls)
+        self.settings, self.pid = settings(), os.getpid()
+        self.region = layout.region(self.settings.calls)
         self.tracks: list[Any] = []  # of the communicators that are alive
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()  # with which ranks on other machines are asked
         self.last_asked: Any = None  # the last track that ranks elsewhere ask, kept: there the end is told, too
         self.sharing = threading.Lock()  # of what all threads share: the exchanges, the watchdog
-        self._lock = threading.Lock()
-        self.strings = Strings(self)
-        self._regions = 0
         self.ended = 0  # how, once this process is about to end
         self.beside: list[str] = []  # other files that go when the job has ended well
         self._ended: list[Any] = []  # tracks of communicators that have ended, oldest first
+        self._lock = threading.Lock()
         self._warned = False
-        self.path, self._file = self._open()
-        self.head = self._map_head()
+        self._touched = -_TOUCH_SECONDS
+        self.path, self._file, memory = self._open()
+        self.head = layout.Header.from_buffer(memory)
+        self.strings = Strings(memory[layout.STRINGS_AT : layout.REGIONS_AT])
         self._write_head()
 
-    def _open(self) -> tuple[str, int]:
-        """The path of the file and its descriptor; ("", -1): in memory alone."""
+    def _open(self) -> tuple[str, int, memoryview]:
+        """Path and descriptor of the file, and its part before the regions; ("", -1, memory) where it cannot be had."""
         where = folder.base()
         try:
             folder.remove_old(where)
-            return folder.create(folder.name_of_file(_rank(), self.pid, folder.started()))
+            path, file = folder.create(folder.name_of_file(_rank(), self.pid, folder.started()))
+            try:
+                return path, file, memoryview(mmap.mmap(file, layout.REGIONS_AT))
+            except OSError:  # no descriptor is left: a map takes another one
+                os.close(file)
+                folder.remove(path)
+                raise
         except Exception as error:
             self._do_without(error, where, "this process's calls")
-            return "", -1
-
-    def _map(self, at: int, nbytes: int) -> memoryview:
-        """This part of the file, which it is made longer for; OSError where that cannot be."""
-        if self._file < 0:
-            return memoryview(mmap.mmap(-1, nbytes))
-        folder.reserve(self._file, at, nbytes)
-        return memoryview(mmap.mmap(self._file, nbytes, offset=at))
-
-    def _map_head(self) -> memoryview:
-        try:
-            return self._map(0, layout.REGIONS_AT)
-        except OSError as error:  # no descriptor is left: a map takes another one
-            os.close(self._file)
-            folder.remove(self.path)
-            self._do_without(error, self.path, "this process's calls")
-            self.path, self._file = "", -1
-            return self._map(0, layout.REGIONS_AT)
+            return "", -1, memoryview(mmap.mmap(-1, layout.REGIONS_AT))
 
     def _do_without(self, error: Exception, path: str, what: str) -> None:
         """Say so, once, and go on."""
@@ -115,76 +109,70 @@ class Recorder:
             print(f"RuntimeWarning: {text}", file=sys.stderr, flush=True)
 
     def _write_head(self) -> None:
-        head, region = self.head, self.region
-        texts = {
-            "host": os.uname().nodename,
-            "machine": folder.machine(),
-            "job": folder.job(),
-            "command": " ".join(map(str, sys.orig_argv[:1] + sys.argv)) or "python",
-        }
-        for name, text in texts.items():
-            layout.put(head, *layout.TEXTS[name], text)
-        layout.IDENTITY.pack_into(
-            head,
-            layout.IDENTITY_AT,
-            self.pid,
-            folder.started(),
-            _rank(),
-            _integer("WORLD_SIZE"),
-            time.time(),
-            now(),
-            region.slots,
-            layout.STRINGS,
-        )
-        layout.BORN.pack_into(head, layout.BORN_AT, folder.born())
-        layout.LOOK.pack_into(head, layout.LOOK_AT, now(), 0, 0)
-        layout.FIXED.pack_into(head, 0, layout.MAGIC, layout.VERSION, layout.ORDER)  # last: from now on it can be read
+        head = self.head
+        head.pid, head.start, head.rank, head.slots = self.pid, folder.started(), _rank(), self.region.slots
+        head.wall, head.clock, head.born = time.time(), now(), folder.born()
+        head.looked = now()
+        layout.put(head, "host", os.uname().nodename)
+        layout.put(head, "machine", folder.machine())
+        layout.put(head, "job", folder.job())
+        layout.put(head, "command", " ".join(map(str, sys.orig_argv[:1] + sys.argv)) or "python")
+        head.version = layout.VERSION
+        head.magic = layout.MAGIC  # last: from now on it can be read
 
-    def new_region(self) -> memoryview | None:
-        """Memory for one more communicator: of one that has ended long ago, else at the end of the file. None: there is
-        none for it."""
+    def new_region(self) -> tuple[memoryview, bool]:
+        """Memory for one more communicator, and whether it is in the file: of one that has ended long ago, else at the
+        end of the file."""
         with self._lock:
             if len(self._ended) > _FORGOTTEN:
                 track = self._ended.pop(0)
                 memory: memoryview = track.memory
                 track.detach()
                 memory[:] = bytes(len(memory))
-                return memory
-            if self._regions >= layout.MOST_REGIONS:
-                return None
+                return memory, True
+            at, nbytes = layout.REGIONS_AT + self.head.regions * self.region.nbytes, self.region.nbytes
             try:
-                memory = self._map(layout.REGIONS_AT + self._regions * self.region.nbytes, self.region.nbytes)
+                if self._file >= 0:
+                    folder.reserve(self._file, at, nbytes)
+                    memory = memoryview(mmap.mmap(self._file, nbytes, offset=at))
+                    self.head.regions += 1
+                    return memory, True
             except OSError as error:
                 self._do_without(error, self.path, "communicators that are made from now on")
-                return None
-            self._regions += 1
-            seen, where, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
-            layout.LOOK.pack_into(self.head, layout.LOOK_AT, seen, where, self._regions)
-            return memory
+            return memoryview(mmap.mmap(-1, nbytes)), False
 
     def look(self) -> None:
-        """The watchdog has looked."""
-        _, where_at, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
-        layout.LOOK.pack_into(self.head, layout.LOOK_AT, now(), where_at, self._regions)
+        """The watchdog has looked. Now and then the time of the file says so, too: what is written through a map does
+        not change it on every file system."""
+        self.head.looked = now()
+        if self._file >= 0 and now() - self._touched > _TOUCH_SECONDS:
+            self._touched = now()
+            with contextlib.suppress(OSError):
+                os.utime(self._file)
 
     def write_where(self, where: str, stack: str) -> None:
         """The main thread is there now, and this is the stack of the thread that matters."""
-        layout.put(self.head, layout.WHERE_AT, layout.WHERE_BYTES, where)
-        layout.put(self.head, layout.STACK_AT, layout.STACK_BYTES, stack)
-        layout.LOOK.pack_into(self.head, layout.LOOK_AT, now(), now(), self._regions)
+        layout.put(self.head, "where", where)
+        layout.put(self.head, "stack", stack)
+        self.head.looked = self.head.where_at = now()
 
     def is_asked(self) -> bool:
         """Whether another process has asked where the threads are since that was last written: see reader.ask."""
-        (asked,) = layout.ASKED.unpack_from(self.head, layout.ASKED_AT)
-        _, where_at, _ = layout.LOOK.unpack_from(self.head, layout.LOOK_AT)
-        return bool(asked > where_at)
+        return bool(self.head.asked > self.head.where_at)
+
+    def told(self) -> str:
+        """What others have left for this process, once: see folder.tell."""
+        text = layout.get(self.head.told, lines=True)
+        if text:
+            self.head.told = b""
+        return text
 
     def end(self, kind: int, text: str, site: str) -> None:
         """The process is about to end."""
-        self.ended = kind
-        layout.put(self.head, layout.END_TEXT_AT, layout.END_TEXT_BYTES, text)
-        layout.put(self.head, layout.END_SITE_AT, layout.END_SITE_BYTES, site)
-        layout.END.pack_into(self.head, layout.END_AT, now(), kind)
+        layout.put(self.head, "end", text)
+        layout.put(self.head, "end_site", site)
+        self.ended = self.head.end_kind = kind
+        self.head.ended = now()
 
     def free(self, track: Any) -> None:
         """The communicator has ended; its region may be used again, once some more have."""
@@ -193,6 +181,13 @@ class Recorder:
                 self.tracks.remove(track)
                 if track.kept:
                     self._ended.append(track)
+
+    def detach(self) -> None:
+        """This is a forked child, the file is the parent's: what is still written goes nowhere."""
+        self.head = layout.Header()
+        self.strings.rows = memoryview(bytearray(len(self.strings.rows)))
+        for track in (*self.tracks, *self._ended):
+            track.detach()
 
     @property
     def mine(self) -> bool:
@@ -222,23 +217,16 @@ def started() -> Recorder | None:
 
 
 def _rank() -> int:
-    return _integer("RANK")
-
-
-def _integer(name: str) -> int:
     try:
-        return int(os.environ.get(name, "-1"))
+        return int(os.environ.get("RANK", "-1"))
     except ValueError:
         return -1
 
 
 def _after_fork_in_child() -> None:
-    """The file is the parent's."""
     global _recorder
     if _recorder is not None:
-        _recorder.head = memoryview(bytearray(layout.REGIONS_AT))
-        for track in _recorder.tracks:
-            track.detach()
+        _recorder.detach()
     _recorder = None
     _starting._at_fork_reinit()  # type: ignore[attr-defined]
 

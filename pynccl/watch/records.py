@@ -16,9 +16,6 @@ from .layout import printable
 # stream, and COMPLETED once the stream has passed it, which is learnt by polls only. FAILED: it has raised.
 INSIDE, ISSUED, COMPLETED, FAILED = "inside", "issued", "completed", "failed"
 
-_MOST = 1 << 63  # what a number of another's may be; JSON has longer ones
-_LONGEST = 1 << 16  # characters of a text of another's
-
 # What a process is. UNKNOWN: on another machine, or in another container.
 RUNNING, STOPPED, DEAD, UNKNOWN = "running", "stopped", "dead", "unknown"
 
@@ -169,32 +166,26 @@ def _plain(record: Any) -> dict[str, Any]:
 def _record(kind: Any, values: Any) -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__}: expected an object, got {type(values).__name__}")
-    known = {one.name: one for one in dataclasses.fields(kind)}
-    given: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in known:
-            continue  # of a newer version
-        if name in _NESTED:
-            if not isinstance(value, list):
-                raise ValueError(f"{kind.__name__}.{name}: expected a list")
-            given[name] = [_record(_NESTED[name], item) for item in value]
-        else:
-            given[name] = checked(f"{kind.__name__}.{name}", str(known[name].type), value)
-    required = {name for name, one in known.items() if one.default is one.default_factory is dataclasses.MISSING}
-    if missing := sorted(required - given.keys()):
-        raise ValueError(f"{kind.__name__}: {', '.join(missing)} missing")
-    return kind(**given)
+    read: dict[str, Any] = {}
+    for one in dataclasses.fields(kind):  # what else there is, is of a newer version
+        if one.name in _NESTED:
+            items = checked(f"{kind.__name__}.{one.name}", "list", values.get(one.name, []))
+            read[one.name] = [_record(_NESTED[one.name], item) for item in items]
+        elif one.name in values:
+            read[one.name] = checked(f"{kind.__name__}.{one.name}", str(one.type), values[one.name])
+        elif one.default is dataclasses.MISSING:
+            raise ValueError(f"{kind.__name__}: {one.name} missing")
+    return kind(**read)
 
 
 def checked(what: str, kind: str, value: Any) -> Any:
-    """A value out of JSON that somebody else has written, if it is of this kind; else ValueError."""
-    if type(value) is int and not -_MOST <= value < _MOST:
+    """A value out of JSON, if it is of this kind, texts as they may be shown; ValueError for another one."""
+    if kind.startswith("tuple") and isinstance(value, (list, tuple)):
+        return tuple(checked(what, "str", item) for item in value)
+    if type(value) is int and value.bit_length() > 64:  # JSON has longer ones than a float can be
         raise ValueError(f"{what}: a number of {value.bit_length()} bits")
-    if kind.startswith("tuple"):
-        if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-            return tuple(printable(item[:_LONGEST]) for item in value)
-    elif kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    elif type(value).__name__ == kind:
-        return printable(value[:_LONGEST], what.endswith(".stack")) if kind == "str" else value
-    raise ValueError(f"{what}: expected {kind}, got {type(value).__name__}")
+    if kind == "float" and type(value) is int:
+        value = float(value)
+    if type(value).__name__ != kind:
+        raise ValueError(f"{what}: expected {kind}, got {type(value).__name__}")
+    return printable(value, lines=what.endswith(".stack")) if kind == "str" else value

@@ -1,7 +1,8 @@
-"""The environment variables of the flight recorder and the watchdog; what they mean is said here."""
+"""The environment variables of the flight recorder and the watchdog."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from typing import NamedTuple
@@ -12,6 +13,7 @@ OFF, ON = "off", "on"
 REPORT, RAISE = "report", "raise"
 
 _MOST_CALLS = 1 << 15
+_NAMES = ("PYNCCL_WATCH", "PYNCCL_WATCH_DIR", "PYNCCL_WATCH_TIMEOUT", "PYNCCL_WATCH_ACTION", "PYNCCL_WATCH_CALLS")
 
 
 class Settings(NamedTuple):
@@ -24,11 +26,11 @@ class Settings(NamedTuple):
     calls    PYNCCL_WATCH_CALLS: the last calls that are kept of each communicator
     """
 
-    mode: str = ON
-    folder: str = ""
-    timeout: float = 60.0
-    action: str = REPORT
-    calls: int = 2048
+    mode: str
+    folder: str
+    timeout: float
+    action: str
+    calls: int
 
     @property
     def poll(self) -> float:
@@ -36,48 +38,35 @@ class Settings(NamedTuple):
         return min(max(self.timeout / 20, 0.05), 0.5) if self.timeout else 0.5
 
 
-_NAMES = ("PYNCCL_WATCH", "PYNCCL_WATCH_DIR", "PYNCCL_WATCH_TIMEOUT", "PYNCCL_WATCH_ACTION", "PYNCCL_WATCH_CALLS")
-_read: dict[tuple[str, ...], Settings] = {}
-
-
 def settings() -> Settings:
     """What the environment says now. NcclInvalidUsage, with what would have been right, where it makes no sense."""
-    given = tuple(os.environ.get(name, "").strip() for name in _NAMES)
-    if given not in _read:
-        _read[given] = _parsed(*given)
-    return _read[given]
+    return _parsed(*(os.environ.get(name, "").strip() for name in _NAMES))
 
 
+@functools.cache
 def _parsed(mode: str, folder: str, timeout: str, action: str, calls: str) -> Settings:
-    return Settings(
-        _one_of("PYNCCL_WATCH", mode, (ON, OFF)),
-        os.path.abspath(os.path.expanduser(folder)) if folder else "",
-        _timeout(timeout),
-        _one_of("PYNCCL_WATCH_ACTION", action, (REPORT, RAISE)),
-        _calls(calls),
-    )
+    modes = {"": ON, "on": ON, "1": ON, "off": OFF, "0": OFF}
+    actions = {"": REPORT, "report": REPORT, "raise": RAISE}
+    if mode.lower() not in modes:
+        raise NcclInvalidUsage(f"PYNCCL_WATCH={mode!r}: expected one of on, off")
+    if action.lower() not in actions:
+        raise NcclInvalidUsage(f"PYNCCL_WATCH_ACTION={action!r}: expected one of report, raise")
+    folder = os.path.abspath(os.path.expanduser(folder)) if folder else ""
+    seconds, kept = _timeout(timeout or "60"), _calls(calls or "2048")
+    return Settings(modes[mode.lower()], folder, seconds, actions[action.lower()], kept)
 
 
-def _one_of(name: str, given: str, choices: tuple[str, ...]) -> str:
-    value = given.lower() or choices[0]
-    if name == "PYNCCL_WATCH":
-        value = {"0": OFF, "1": ON}.get(value, value)
-    if value not in choices:
-        raise NcclInvalidUsage(f"{name}={given!r}: expected one of {', '.join(choices)}")
-    return value
-
-
-def _timeout(given: str) -> float:
+def _timeout(text: str) -> float:
     try:
-        value = float(given or 60.0)
+        value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < math.inf:
-        raise NcclInvalidUsage(f"PYNCCL_WATCH_TIMEOUT={given!r}: expected seconds, such as 60; 0 to never look")
+        raise NcclInvalidUsage(f"PYNCCL_WATCH_TIMEOUT={text!r}: expected seconds, such as 60; 0 to never look")
     return value
 
 
-def _calls(given: str) -> int:
-    if (given and not given.isdigit()) or not 8 <= int(given or 2048) <= _MOST_CALLS:
-        raise NcclInvalidUsage(f"PYNCCL_WATCH_CALLS={given!r}: expected a number of calls, 8 to {_MOST_CALLS}")
-    return int(given or 2048)
+def _calls(text: str) -> int:
+    if not text.isdigit() or not 8 <= int(text) <= _MOST_CALLS:
+        raise NcclInvalidUsage(f"PYNCCL_WATCH_CALLS={text!r}: expected a number of calls, 8 to {_MOST_CALLS}")
+    return int(text)

@@ -11,16 +11,14 @@ import faulthandler
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .frames import is_between
 
 _COMM = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "comm") + os.sep
-_MOST_BYTES = 1 << 22  # faulthandler tells of at most 100 threads, of 100 frames each
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-_ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 
 
 class Line(NamedTuple):
@@ -30,55 +28,26 @@ class Line(NamedTuple):
     number: str
     function: str
 
-    @property
-    def site(self) -> str:
-        return f"{self.file}:{self.number}"
-
     def __str__(self) -> str:
-        return f"{self.site} {self.function}"
+        return f"{self.file}:{self.number} {self.function}"
 
 
-class Stacks:
-    """The stacks of all threads, innermost frame first, when it was made; empty where they cannot be had."""
-
-    def __init__(self, file: int) -> None:
-        """file  a descriptor that is written to and read back, such as that of a memfd; -1: there is none"""
-        self.threads: dict[int, list[Line]] = parsed(_dumped(file)) if file >= 0 else {}
-
-    def main(self) -> list[Line]:
-        """Of the main thread."""
-        return self.threads.get(threading.main_thread().ident or 0, [])
-
-    def inside(self, thread: int = 0) -> list[Line]:
-        """Of the thread that is in a call of a communicator: `thread`, which made the newest one, else any that is in
-        one, else the main thread. A call with a deadline runs beside its caller, whose lines are the user's."""
-        own = threading.get_ident()
-        callers = [found for one, found in self.threads.items() if one != own and _calls(found)]
-        if thread in self.threads and thread != own:
-            callers.insert(0, self.threads[thread])
-        return next((one for one in callers if users_line(one)), self.main())
+Stacks = Mapping[int, list[Line]]  # of each thread the frames, innermost first
 
 
-def open_file() -> int:
-    """A file in memory for `Stacks`; -1 where the system gives none."""
+def take() -> Stacks:
+    """Of all threads, now; {} where they cannot be had."""
     try:
-        return os.memfd_create("pynccl stacks", os.MFD_CLOEXEC)
-    except (OSError, AttributeError):
-        return -1
+        with open(os.memfd_create("pynccl stacks"), "w+b", buffering=0) as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return parsed(file.read().decode(errors="replace"))
+    except (OSError, AttributeError):  # no descriptor is left, or there is no memfd
+        return {}
 
 
-def _dumped(file: int) -> str:
-    try:
-        os.lseek(file, 0, os.SEEK_SET)
-        os.ftruncate(file, 0)
-        faulthandler.dump_traceback(file, all_threads=True)
-        return os.pread(file, _MOST_BYTES, 0).decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def parsed(text: str) -> dict[int, list[Line]]:
-    """What faulthandler has written: the frames of each thread, innermost first."""
+def parsed(text: str) -> Stacks:
+    """What faulthandler has written."""
     threads: dict[int, list[Line]] = {}
     frames: list[Line] = []
     for line in text.splitlines():
@@ -91,21 +60,26 @@ def parsed(text: str) -> dict[int, list[Line]]:
 
 def _unescaped(text: str) -> str:
     """Letters that are not ASCII come as \\xe4, \\u1234, \\U00012345."""
-    return _ESCAPED.sub(lambda found: chr(min(int(found[0][2:], 16), 0x10FFFF)), text)
+    return text.encode("ascii", "replace").decode("unicode_escape", "replace")
 
 
-def _calls(frames: Sequence[Line]) -> bool:
-    return any(one.file.startswith(_COMM) for one in frames)
+def of_main(threads: Stacks) -> list[Line]:
+    """The stack of the main thread."""
+    return threads.get(threading.main_thread().ident or 0, [])
 
 
-def users_line(frames: Sequence[Line]) -> Line | None:
-    """The user's innermost line; None where there is none."""
-    return next((one for one in frames if not is_between(one.file)), None)
+def of_call(threads: Stacks, thread: int) -> list[Line]:
+    """The stack of the thread that is in a call of a communicator: `thread`, which made the newest one, else any that
+    is in one, else the main thread. A call with a deadline runs beside its caller, whose lines are the user's."""
+    others = [frames for one, frames in threads.items() if one != threading.get_ident()]
+    in_calls = [frames for frames in others if any(one.file.startswith(_COMM) for one in frames)]
+    candidates = [threads.get(thread, []), *in_calls]
+    return next((frames for frames in candidates if users_line(frames)), of_main(threads))
 
 
-def where(frames: Sequence[Line]) -> str:
+def users_line(frames: Sequence[Line]) -> str:
     """ "file:line function" of the user's innermost line; "" where there is none."""
-    return str(users_line(frames) or "")
+    return next((str(one) for one in frames if not is_between(one.file)), "")
 
 
 def users_stack(frames: Sequence[Line]) -> list[str]:
@@ -116,11 +90,5 @@ def users_stack(frames: Sequence[Line]) -> list[str]:
 
 def stack(frames: Sequence[Line], most: int = 2000) -> str:
     """One line per frame, outermost first, of at most so many characters: the innermost ones."""
-    lines: list[str] = []
-    for one in frames:
-        most -= len(str(one)) + 1
-        if most < 0:
-            lines.append("...")
-            break
-        lines.append(str(one))
-    return "\n".join(reversed(lines))
+    text = "\n".join(str(one) for one in reversed(frames))
+    return text if len(text) <= most else "...\n" + text[-most:].partition("\n")[2]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..comm.deadline import GRACE_SECONDS, Clock, Wait
+from ..bindings.workers import GRACE_SECONDS, Clock, Wait
 from .layout import printable
 
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from .notes import notes
 from .recorder import Recorder, now, recorder, started
 
 get_ident = threading.get_ident
-_pack = layout.ENTERED.pack_into
-_BYTES = layout.SLOT_BYTES
+_pack = layout.SLOT.pack_into
+_BYTES = layout.SLOT.size
 _WORDS = _BYTES // 8  # of a slot; and which of them are
 _RETURNED, _NUMBER, _STREAM = layout.RETURNED_AT // 8, layout.NUMBER_AT // 8, layout.STREAM_AT // 8
 
@@ -45,10 +45,7 @@ class Track:
     """
 
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int) -> None:
-        memory = recorder.new_region()
-        self.kept = memory is not None
-        if memory is None:  # the file has no room for it: written, but nowhere to be read
-            memory = memoryview(mmap.mmap(-1, recorder.region.nbytes))
+        memory, self.kept = recorder.new_region()  # whether it is in the file
         self.recorder, self.region = recorder, recorder.region
         self.number, self.since = next(_numbers), time.time()
         self.uid, self.name, self.rank, self.size = known.uid, known.name, rank, size
@@ -69,12 +66,14 @@ class Track:
         self.ordinal = -1
         for what, text in known._asdict().items():
             self.write(what, text)
-        layout.COMM.pack_into(memory, 0, layout.LIVE, rank, size, size + 1, now())
+        self.comm_head.rank, self.comm_head.size, self.comm_head.made = rank, size, now()
+        self.comm_head.state = layout.LIVE  # last: from now on it can be read
         recorder.tracks.append(self)
 
     def _look_into(self, memory: memoryview) -> None:
         self.memory = memory
-        self._slots = memory[layout.REGION_HEAD :][: self.region.slots * layout.SLOT_BYTES]
+        self.comm_head = layout.CommHead.from_buffer(memory)
+        self._slots = memory[layout.REGION_HEAD :][: self.region.slots * _BYTES]
         self._words, self._clocks = self._slots.cast("Q"), self._slots.cast("d")
 
     def detach(self) -> None:
@@ -94,8 +93,8 @@ class Track:
         self.write("made_at", site)
 
     def write(self, what: str, text: str) -> None:
-        """A text of the region: name, device, made_at, parent, alias, error."""
-        layout.put(self.memory, *layout.COMM_TEXTS[what], text)
+        """A text of the communicator: name, device, made_at, parent, alias, error."""
+        layout.put(self.comm_head, what, text)
 
     # Calls
 
@@ -127,20 +126,27 @@ class Track:
         self.head = entry = self.head + 1
         if weight >= 0:
             counts = weight
+        collective = 0
         if counts:
-            self._collective += counts
+            self._collective = collective = self._collective + counts
         self.thread = get_ident()
+        strings, function, forward = self._strings, 0, 0
+        if notes and (note := notes.get(self.thread)) is not None:
+            function, forward = strings[note[0]], strings[note[1]]
         _pack(
             self._slots,
-            (entry - 1) % self._ring * _BYTES,
+            entry % self._ring * _BYTES,
             entry,
             now(),
-            self._collective if counts else 0,
+            0.0,
+            collective,
             stream,
             group,
             number,
-            self._strings[site or user_site()],
-            self._strings.of_detail(detail) if detail else 0,
+            strings[site or user_site()],
+            strings.of_detail(detail) if detail else 0,
+            function,
+            forward,
             flags,
             count,
             dtype,
@@ -148,19 +154,16 @@ class Track:
             second,
             entry,
         )
-        if notes and (note := notes.get(self.thread)) is not None:
-            at = (entry - 1) % self._ring * _BYTES + layout.FUNCTION_AT
-            layout.FUNCTION.pack_into(self._slots, at, self._strings[note[0]], self._strings[note[1]])
         return entry
 
     def leave(self, entry: int) -> None:
         """The call has returned."""
-        self._clocks[(entry - 1) % self._ring * _WORDS + _RETURNED] = now()
+        self._clocks[entry % self._ring * _WORDS + _RETURNED] = now()
 
     def failed(self, entry: int, error: BaseException | str) -> None:
         """The call has raised."""
         self.leave(entry)
-        self._slots[(entry - 1) % self._ring * _BYTES + layout.FLAGS_AT] |= layout.FAILED
+        self._slots[entry % self._ring * _BYTES + layout.FLAGS_AT] |= layout.FAILED
         self.write("error", _line(error))
 
     def failed_since(self, head: int, error: BaseException | str) -> None:
@@ -175,7 +178,7 @@ class Track:
 
     def unnumbered(self, entry: int) -> None:
         """The call, so far the only one, counts as none after all."""
-        self._words[(entry - 1) % self._ring * _WORDS + _NUMBER] = self._collective = 0
+        self._words[entry % self._ring * _WORDS + _NUMBER] = self._collective = 0
 
     @contextlib.contextmanager
     def call(self, operation: str, *, weight: int = 1, detail: str = "") -> Iterator[None]:
@@ -197,13 +200,13 @@ class Track:
 
     def has_returned(self, entry: int) -> bool:
         """Whether the call, one of the last, has returned."""
-        return bool(self._clocks[(entry - 1) % self._ring * _WORDS + _RETURNED])
+        return bool(self._clocks[entry % self._ring * _WORDS + _RETURNED])
 
     def streams(self, after: int) -> set[int]:
         """Those of the calls after this number that are still in the ring."""
         found, head, slots = set(), self.head, self._ring
         for entry in range(max(after, head - slots) + 1, head + 1):
-            stream = self._words[(entry - 1) % slots * _WORDS + _STREAM]
+            stream = self._words[entry % slots * _WORDS + _STREAM]
             if entry > self._gone.get(stream, 0):  # CUDA may have given its address to another one
                 found.add(stream)
         return found
@@ -214,11 +217,11 @@ class Track:
 
     def completed(self, entry: int) -> None:
         """The calls up to this one have completed."""
-        layout.COMPLETED.pack_into(self.memory, layout.COMPLETED_AT, entry, now())
+        self.comm_head.completed, self.comm_head.completed_at = entry, now()
 
     def waits(self) -> None:
         """Its streams have not passed all of the calls so far."""
-        layout.WAITS.pack_into(self.memory, layout.WAITS_AT, now())
+        self.comm_head.waits_at = now()
 
     def end(self, how: str, site: str = "") -> None:
         """The communicator has ended."""
@@ -226,9 +229,8 @@ class Track:
             return
         self.write("ended", how)
         self.write("ended_site", site)
-        layout.COMM_END.pack_into(self.memory, layout.COMM_END_AT, now())
-        _, *rest = layout.COMM.unpack_from(self.memory, 0)
-        layout.COMM.pack_into(self.memory, 0, layout.ENDED, *rest)
+        self.comm_head.ended_at = now()
+        self.comm_head.state = layout.ENDED
         self.recorder.free(self)
 
 

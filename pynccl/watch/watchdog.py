@@ -8,15 +8,15 @@ thread: where a peer is missing, the program fills the launch queue, and then al
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..comm.deadline import Helper, Silent
-from . import folder, progress, recorder, stacks
+from ..bindings.workers import Helper, Silent
+from . import progress, recorder, stacks
 from .settings import RAISE
 from .track import Track
 
@@ -24,27 +24,33 @@ _JOIN_SECONDS = 0.5
 ANSWER_SECONDS = 1.0  # for CUDA, which takes microseconds
 _SILENT = "the CUDA driver does not answer: the launch queue is full or the device hangs"
 
-
 T = TypeVar("T")
 
 
+@dataclass
 class Stuck:
-    """A call that has been under way for too long.   note: what this rank alone knows about it"""
+    """A call that has been under way for too long.
 
-    def __init__(self, track: Track, entry: int, seconds: float, inside: bool, note: str = "") -> None:
-        self.track, self.entry, self.seconds, self.inside, self.note = track, entry, seconds, inside, note
+    inside  its C function has not returned; else its stream has not passed it
+    note    what this rank alone knows about it"""
+
+    track: Track
+    entry: int
+    seconds: float
+    inside: bool
+    note: str = ""
 
 
+@dataclass
 class Watched:
     """What the watchdog remembers of a communicator from look to look."""
 
-    def __init__(self) -> None:
-        self.entry = 0  # the newest call, at the last look
-        self.since = time.monotonic()  # it has been the newest one for so long
-        self.completed = 0
-        self.mark: progress.Mark | None = None
-        self.reported = 0  # the newest call that was reported as stuck
-        self.asked: Stuck | None = None  # of which the ranks on other machines were asked
+    entry: int = 0  # the newest call, at the last look
+    since: float = 0.0  # it has been the newest one for so long
+    completed: int = 0
+    mark: progress.Mark | None = None
+    reported: int = 0  # the newest call that was reported as stuck
+    asked: Stuck | None = None  # of which the ranks on other machines were asked
 
 
 class Watchdog:
@@ -56,7 +62,6 @@ class Watchdog:
         self._cuda = Helper()
         self._stop = threading.Event()
         self.looks = 0  # so far
-        self._stacks_file = stacks.open_file()
         self._told: set[str] = set()  # what others have told this process of itself
         self._thread = threading.Thread(target=self._work, name="pynccl watchdog", daemon=True)
         self._thread.start()
@@ -71,8 +76,6 @@ class Watchdog:
         while not self._stop.wait(self.settings.poll) and self.recorder.mine:
             with contextlib.suppress(Exception):  # a watchdog that dies tells nothing
                 self.look()
-        if self.recorder.mine and self._stacks_file >= 0:
-            os.close(self._stacks_file)
 
     def look(self) -> None:
         """One look at everything."""
@@ -98,7 +101,7 @@ class Watchdog:
         self.recorder.look()
         if self.recorder.is_asked():
             self._tell_where()
-        if self.recorder.path and (text := folder.told(self.recorder.path)):
+        if text := self.recorder.told():
             first, *rest = text.splitlines()
             what = first.partition(";")[0]  # then comes how long they have waited
             if what not in self._told:
@@ -201,10 +204,10 @@ class Watchdog:
     def _tell_where(self, stuck: Stuck | None = None) -> list[stacks.Line]:
         """Write down where the main thread is, and the stack of the one that makes the call that is stuck, else its
         own. Returns that stack."""
-        taken = stacks.Stacks(self._stacks_file)
-        main = taken.main()
-        chosen = taken.inside(stuck.track.thread) if stuck is not None and stuck.inside else main
-        self.recorder.write_where(stacks.where(main), stacks.stack(chosen))
+        threads = stacks.take()
+        main = stacks.of_main(threads)
+        chosen = stacks.of_call(threads, stuck.track.thread) if stuck is not None and stuck.inside else main
+        self.recorder.write_where(stacks.users_line(main), stacks.stack(chosen))
         return chosen
 
     def _report(self, stuck: Stuck, text: str) -> None:

@@ -18,9 +18,9 @@ from ranks import TORCHRUN, Place, RankPool
 import pynccl
 import pynccl_autograd
 from pynccl import Communicator
+from pynccl.bindings.workers import Clock
 from pynccl.bootstrap import from_process_group
 from pynccl.bootstrap.file_store import FileStore
-from pynccl.comm.deadline import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from stores import Counted
 
 from pynccl import NcclRemoteError, NcclTimeout
+from pynccl.bindings.workers import Clock
 from pynccl.bootstrap.rendezvous import Rendezvous, Wording
-from pynccl.comm.deadline import Clock
 
 WORDS = Wording("again", "nranks", "the server")
 

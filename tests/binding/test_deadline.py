@@ -10,6 +10,7 @@ from processes import A_FORK_WITH_THREADS, process
 # Sleeps in Python where a call of NCCL would be in C, so that its return can be seen.
 SLOW = """
 import time
+from pynccl.bindings import workers
 from pynccl.comm import deadline
 def slow(seconds=0.5):
     time.sleep(seconds)
@@ -41,7 +42,7 @@ def test_a_call_that_was_left_behind_is_waited_for_at_the_end(tmp_path: Path, so
 
 
 def test_a_call_that_does_not_come_back_does_not_hold_up_the_end_for_long(tmp_path: Path) -> None:
-    source = "deadline.LEFT_BEHIND_SECONDS = 0.2\ndef stuck():\n    slow(60)\n"
+    source = "workers.LEFT_BEHIND_SECONDS = 0.2\ndef stuck():\n    slow(60)\n"
     ended = process(tmp_path, SLOW + source + BY_DEADLINE.replace("slow,", "stuck,"))
     assert (ended.code, ended.err) == (0, "") and "came back" not in ended.out
     assert ended.seconds < 30
@@ -51,7 +52,7 @@ def test_a_forked_child_waits_for_no_call_of_its_parent(tmp_path: Path) -> None:
     source = """
 child = os.fork()
 if not child:
-    print("under way in the child:", len(deadline._running), flush=True)
+    print("under way in the child:", len(workers._running), flush=True)
     sys.exit(0)
 os.waitpid(child, 0)
 """

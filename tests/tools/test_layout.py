@@ -19,15 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER: dict[str, str] = {
     "pynccl": """
         admission
-        bindings.resource bindings.values bindings.abi bindings.errors bindings.library bindings.structs
-        bindings.listing
+        bindings.resource bindings.values bindings.workers bindings.abi bindings.errors bindings.library
+        bindings.structs bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
-        comm.deadline comm.observing
         watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder
         watch.track watch.reader watch.wording watch.members watch.waits watch.findings watch.disagreements
-        watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends
-        watch.progress watch.watchdog
-        comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
+        watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks
+        watch.exit_hooks watch.progress watch.watchdog
+        comm.deadline comm.observing comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
         bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange

@@ -560,8 +560,8 @@ def test_a_group_of_messages_is_passed_on_whole() -> None:
 
 @pytest.fixture(params=["tcp", "hash", "prefix", "file", "own file", "python"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    from pynccl.bindings.workers import Clock
     from pynccl.bootstrap.file_store import FileStore
-    from pynccl.comm.deadline import Clock
 
     makers: dict[str, Callable[[], Any]] = {
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),

@@ -61,23 +61,6 @@ def test_a_jobs_folder_that_is_a_link_is_not_used(shared: Path, tmp_path: Path) 
     assert list(target.iterdir()) == []
 
 
-def test_a_folder_that_is_replaced_by_a_link_in_between_is_not_used(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, real = tmp_path / "target", os.open
-    target.mkdir(0o700)
-
-    def opened(path: str, flags: int, *rest: int, **more: int) -> int:
-        if flags & os.O_DIRECTORY:
-            os.rename(path, f"{path}.away")
-            os.symlink(target, path)
-        return real(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", opened)
-    refused(shared, ".*")
-    assert list(target.iterdir()) == []
-
-
 def test_the_users_own_folder_is_used_again(shared: Path) -> None:
     first = recorder.Recorder()
     second = recorder.Recorder()
@@ -91,10 +74,10 @@ def test_a_folder_that_the_last_process_of_an_earlier_job_removes_is_made_again(
 ) -> None:
     real, left = folder._new_file, [3]
 
-    def late(name: str, descriptor: int) -> int:
+    def late(path: str) -> tuple[str, int]:
         if left and left.pop():
             (shared / folder.job()).rmdir()
-        return real(name, descriptor)
+        return real(path)
 
     monkeypatch.setattr(folder, "_new_file", late)
     assert os.path.exists(recorder.Recorder().path)
@@ -140,22 +123,11 @@ def own(shared: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorder:
 def test_what_was_left_cannot_command_the_terminal(own: recorder.Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     watchdog = Watchdog(own)
     watchdog.stop()
-    Path(f"{own.path}.told").write_bytes(f"{HOSTILE}\n{HOSTILE}\n".encode() + b"\xff\xfe")
+    folder.tell(own.path, f"{HOSTILE}\n{HOSTILE}\n")
     watchdog.look()
     said = capsys.readouterr().err
     assert said.startswith("pynccl watchdog: other ranks wait for this one\n  a?[31mb?]0;title?c")
     assert all(line.isprintable() for line in said.split("\n"))
-
-
-def test_a_pipe_or_a_link_in_its_place_does_no_harm(own: recorder.Recorder, tmp_path: Path) -> None:
-    os.mkfifo(f"{own.path}.told")
-    assert folder.told(own.path) == ""
-    (tmp_path / "secret").write_text("secret")
-    os.symlink(tmp_path / "secret", f"{own.path}.told")
-    assert folder.told(own.path) == ""
-    os.unlink(f"{own.path}.told")
-    folder.tell(own.path, "text")
-    assert folder.told(own.path) == "text"
 
 
 # A bound
@@ -183,33 +155,27 @@ class Killed:
         start: int = 1,
         rank: int = -1,
     ) -> Path:
-        """One whose last sign of life is so many seconds old. Its file's own time says less, as in memory."""
+        """One whose last sign of life is so many seconds old."""
         data = bytearray(self.data)
-        wall, clock = time.time() - ago - 1000, time.monotonic()
-        identity = list(layout.IDENTITY.unpack_from(data, layout.IDENTITY_AT))
-        identity[4:6] = wall, clock
-        layout.IDENTITY.pack_into(data, layout.IDENTITY_AT, *identity)
-        layout.LOOK.pack_into(data, layout.LOOK_AT, clock + 1000, 0.0, 0)
         if machine:
-            layout.put(memoryview(data), *layout.TEXTS["machine"], machine)
+            layout.put(layout.Header.from_buffer(data), "machine", machine)
         self.number += 1
         path = (
             self.base / job / f"rank{rank if rank >= 0 else self.number}-{pid or 4_000_000 + self.number}-{start}.watch"
         )
         path.parent.mkdir(0o700, exist_ok=True)
-        path.write_bytes(data.ljust(size, b"\1"))
-        os.utime(path, (wall, wall))
+        path.write_bytes(bytes(data).ljust(size, b"\1"))
+        os.utime(path, (time.time() - ago, time.time() - ago))
         return path
 
 
 def test_of_two_hundred_killed_jobs_the_oldest_go(killed: Killed) -> None:
     paths = [killed.make("127.0.0.1-29500" if n % 2 else f"job{n}", 100 * (n + 1)) for n in range(200)]
-    Path(f"{paths[150]}.told").write_text("text")
     folder.remove_old(str(killed.base))
     kept = [path for path in paths if path.exists()]
     assert kept == paths[: len(kept)]
     assert 15 <= len(kept) <= 16  # of 1 MiB each
-    assert not Path(f"{paths[150]}.told").exists() and not paths[198].parent.exists()
+    assert not paths[198].parent.exists()
 
 
 def test_those_that_ended_together_with_the_last_one_stay_whatever_they_take(killed: Killed) -> None:
@@ -250,6 +216,12 @@ def test_files_that_make_no_sense_go_as_others_do(killed: Killed) -> None:
         os.utime(nonsense, (1, 1))
         folder.remove_old(str(killed.base))
         assert not nonsense.exists(), data[:8]
+
+
+def test_a_process_that_only_waits_counts_as_living_to_its_last_look(own: recorder.Recorder) -> None:
+    os.utime(own.path, (1, 1))
+    own.look()
+    assert os.stat(own.path).st_mtime > time.time() - 60
 
 
 def test_a_new_recorder_sees_to_it(killed: Killed) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,15 +55,7 @@ def test_nobody_looks_at_the_threads_of_a_healthy_job(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
-@pytest.fixture
-def file() -> Iterator[int]:
-    made = stacks.open_file()
-    assert made >= 0
-    yield made
-    os.close(made)
-
-
-def test_the_stacks_are_those_that_the_threads_see_themselves(file: int) -> None:
+def test_the_stacks_are_those_that_the_threads_see_themselves() -> None:
     seen: dict[int, list[str]] = {}
     here, leave = threading.Barrier(4), threading.Event()
 
@@ -83,8 +74,7 @@ def test_the_stacks_are_those_that_the_threads_see_themselves(file: int) -> None
     for thread in threads:
         thread.start()
     here.wait(20)
-    for _ in range(3):  # the file is written anew
-        found = stacks.Stacks(file).threads
+    found = stacks.take()
     leave.set()
     for ident, lines in seen.items():
         # Python's own frames below bootstrap are the same; at the top each thread has gone on into wait().
@@ -95,9 +85,13 @@ def test_the_stacks_are_those_that_the_threads_see_themselves(file: int) -> None
         thread.join(20)
 
 
-def test_without_a_descriptor_there_are_no_stacks_and_no_error() -> None:
-    assert stacks.Stacks(-1).threads == {}
-    assert stacks.where(stacks.Stacks(-1).main()) == "" == stacks.where(stacks.Stacks(-1).inside())
+def test_without_a_descriptor_there_are_no_stacks_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(name: str) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    assert stacks.take() == {}
+    assert stacks.users_line(stacks.of_main({})) == "" == stacks.users_line(stacks.of_call({}, 0))
 
 
 def test_what_is_not_a_frame_is_left_out() -> None:

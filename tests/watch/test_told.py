@@ -29,6 +29,5 @@ def test_it_is_printed_once_and_leaves_no_file(
     assert list(Path(own.path).parent.iterdir()) == [Path(own.path)]
 
 
-def test_where_nothing_was_left_nothing_is_printed(tmp_path: Path) -> None:
-    assert folder.told(str(tmp_path / "x.watch")) == ""
+def test_who_has_gone_meanwhile_is_told_nothing(tmp_path: Path) -> None:
     folder.tell(str(tmp_path / "nowhere" / "x.watch"), "text")  # its folder has gone meanwhile

@@ -214,15 +214,11 @@ def test_one_descriptor_for_the_file_and_none_for_its_map_leaves_no_file(
     assert own.path == "" and not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-def test_a_text_for_another_process_that_finds_no_room_leaves_nothing(
-    own: recorder.Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", no_room)
-        folder.tell(own.path, "text")
-    assert folder.told(own.path) == ""
+def test_a_text_for_another_process_needs_no_room(own: recorder.Recorder) -> None:
     folder.tell(own.path, "text \udc80")
-    assert folder.told(own.path) == "text ?"
+    assert (own.told(), own.told()) == ("text ?", "")
+    folder.tell(own.path, "é" * 10_000)
+    assert own.told() == "é" * 2047
     assert os.listdir(os.path.dirname(own.path)) == [os.path.basename(own.path)]
 
 

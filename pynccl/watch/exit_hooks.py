@@ -1,6 +1,6 @@
-"""How this process ends, told to those who wait for it: by an exception, with its line, or in good order.
+"""The end of this process: its record says how, by an exception with its line or in good order, and goes with its job.
 
-What cannot be told (kill -9, os._exit, a crash) is seen by the others: the process is gone, and its file says nothing.
+What cannot be recorded (kill -9, os._exit, a crash) is seen by the others: the process is gone, its file says nothing.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from . import folder, layout, recorder
@@ -25,34 +25,30 @@ _caught: list[BaseException | None] = []  # what a function of multiprocessing h
 
 def prepare() -> None:
     """A communicator is there: its end is told before anything of it is closed, and files go after that."""
-    atexit.unregister(_tell)
-    atexit.register(_tell)
+    atexit.unregister(_record_end)
+    atexit.register(_record_end)
     process = sys.modules.get("multiprocessing.process")
     util = sys.modules.get("multiprocessing.util")
     if process is not None and util is not None and process.parent_process() is not None and not _prepared:
         # It catches what the function of the process raises, and prints it itself; only here can it be seen. Handlers
         # of atexit are not run in all such processes.
-        _prepared.append(util.Finalize(None, _tell, exitpriority=1000))
+        _prepared.append(util.Finalize(None, _record_end, exitpriority=1000))
         _prepared.append(util.Finalize(None, _remove, exitpriority=0))
-        _note_what_is_caught()
+        for name in ("print_exc", "format_exc"):
+            setattr(traceback, name, _noting(getattr(traceback, name)))
 
 
-def _note_what_is_caught() -> None:
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     """From Python 3.13 on multiprocessing runs nothing while it has the exception in hand, but to print it, and
     torch.multiprocessing to send it to its parent: so it is taken there."""
-    import traceback
 
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **options: Any) -> Any:
-            if sys._getframe(1).f_globals.get("__name__") in _CATCHERS:
-                _caught[:] = [sys.exc_info()[1]]
-            return function(*args, **options)
+    @functools.wraps(function)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") in _CATCHERS:
+            _caught[:] = [sys.exc_info()[1]]
+        return function(*args, **options)
 
-        return wrapper
-
-    for name in ("print_exc", "format_exc"):
-        setattr(traceback, name, noting(getattr(traceback, name)))
+    return wrapper
 
 
 def _forget() -> None:  # as multiprocessing does with what it was given
@@ -69,32 +65,26 @@ def register_removal() -> None:
     atexit.register(_remove)
 
 
-def _tell() -> None:
+def _record_end() -> None:
+    """Write down how this process ends, and tell ranks on other machines, where they can be told: in good order only
+    where the store does not end with a rank."""
     own = recorder.started()
     if own is None or not own.mine or own.ended:
         return
-    _decide(own)
+    own.end(*_how())
     tracks = own.tracks + ([own.last_asked] if own.last_asked is not None else [])
     exchanges = dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)
-    if own.ended != layout.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _tell_elsewhere(own, list(exchanges))
-    else:
-        for exchange in exchanges:  # a thread that is in torch's C++ when the interpreter ends would crash it
-            exchange.close()
+    telling = own.ended != layout.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if exchanges and telling and own.path:
+        from . import reader
 
-
-def _tell_elsewhere(own: recorder.Recorder, exchanges: list[Any]) -> None:
-    """Where ranks on other machines can be told; in good order only where the store does not end with a rank."""
-    if not exchanges or not own.path:
-        return
-    from . import reader
-
-    with contextlib.suppress(Exception):  # that it ends is more important
-        record = reader.read_file(own.path)
-        for exchange in exchanges:
-            exchange.tell_end(record)
-            if not exchange.serves:
-                exchange.close()
+        with contextlib.suppress(Exception):  # that it ends is more important
+            record = reader.read_file(own.path)
+            for exchange in exchanges:
+                exchange.tell_end(record)
+    for exchange in exchanges:
+        if not (telling and exchange.serves):
+            exchange.close()  # a thread that is in torch's C++ when the interpreter ends would crash it
 
 
 def _linger(own: recorder.Recorder) -> None:
@@ -109,17 +99,16 @@ def _linger(own: recorder.Recorder) -> None:
             track.exchange.close()
 
 
-def _decide(own: recorder.Recorder) -> None:
-    """How this process ends."""
+def _how() -> tuple[int, str, str]:
+    """How this process ends: kind, text, the user's line."""
     error = _cause(getattr(sys, "last_value", None) or sys.exc_info()[1] or next(iter(_caught), None))
+    if error is None:
+        return layout.CLEAN, "exit", ""
     if isinstance(error, SystemExit):
-        text = "exit" if error.code in (None, 0) else f"exit({error.code!r})"
-        own.end(layout.CLEAN if error.code in (None, 0) else layout.EXCEPTION, text, "")
-    elif error is not None:
-        first = getattr(error, "verdict", "") or str(error).strip().partition("\n")[0]
-        own.end(layout.EXCEPTION, f"{type(error).__name__}{': ' if first else ''}{first}", line_of(error))
-    else:
-        own.end(layout.CLEAN, "exit", "")
+        clean = error.code in (None, 0)
+        return (layout.CLEAN, "exit", "") if clean else (layout.EXCEPTION, f"exit({error.code!r})", "")
+    first = getattr(error, "verdict", "") or str(error).strip().partition("\n")[0]
+    return layout.EXCEPTION, f"{type(error).__name__}{': ' if first else ''}{first}", _line_of(error)
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
@@ -129,15 +118,10 @@ def _cause(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def line_of(error: BaseException) -> str:
+def _line_of(error: BaseException) -> str:
     """The user's innermost line that the exception came through."""
-    found = ""
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        if not is_between(trace.tb_frame.f_code.co_filename):
-            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((f"{file}:{line}" for file, line in reversed(lines) if not is_between(file)), "")
 
 
 def _remove() -> None:
@@ -153,23 +137,25 @@ def _remove() -> None:
     gone, waiting = [own.path], False
     for path in _relatives(own.path):
         with contextlib.suppress(OSError, ValueError):
-            kind, alive = folder.end_of(path)
-            waiting = waiting or (alive and not kind)
+            head = folder.header(path)
+            kind = head.end_kind if head is not None else 0
+            waiting = waiting or (not kind and folder.alive(path))
             if kind == layout.CLEAN:  # of one that is still ending, too: it may have left it to this process
                 gone.append(path)
-    if not waiting:
-        for path in gone:
-            folder.remove(path)
-        for path in own.beside:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+    if waiting:
+        return
+    for path in gone:
+        folder.remove(path)
+    for path in own.beside:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _relatives(own: str) -> list[str]:
     """The files of other processes that are or were in a communicator with this one: of its job, or started apart."""
     job = os.path.dirname(own)
-    found = [path for path in folder.files(job) if path != own]
     elsewhere = [path for other in folder.jobs(os.path.dirname(job)) if other != job for path in folder.files(other)]
+    found = [path for path in folder.files(job) if path != own]
     if elsewhere:
         from . import reader  # what it imports takes long
 
