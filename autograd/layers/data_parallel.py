@@ -29,9 +29,9 @@ from ..arguments import check_comm, check_reduce_dtype, lost_its_memory
 from ..streams import Kept, made_on, side_stream, wait_for
 from ..torch_internals import backward_pass, queue_callback, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
-from .buckets import Bucket, Named, as_real, cut_into_buckets, partial_over, wire_of
+from .buckets import Bucket, Named, as_real, cut_into_buckets, wire_of
 from .dtensors import is_dtensor
-from .gradients import averaged, is_finished_in_backward
+from .gradients import averaged, is_finished_in_backward, partial_over
 from .optimizer_shard import MakeOptimizer, OptimizerShard
 
 
@@ -153,12 +153,7 @@ class DataParallelGradients(Shared):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """With shard_optimizer: `ad.clip_grad_norm_` of the parts, before step(). Returns the norm of the unsharded
         model's gradient, equal on all ranks, also of the communicators that cut parameters. Every rank must call it."""
-        shard = self._sharded("clip_grad_norm_")
-        if not norm_type > 0:
-            raise ValueError(
-                f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf"
-            )
-        return shard.clip_grad_norm_(max_norm, norm_type)
+        return self._sharded("clip_grad_norm_").clip_grad_norm_(max_norm, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
         """With shard_optimizer: {"rank", "size", "optimizer": state_dict of this rank's}, to be saved by every rank.

@@ -64,7 +64,7 @@ ORDER: dict[str, str] = {
         layers.optimizer_shard layers.data_parallel layers plans nn
         tracing.marks tracing.spans tracing.layers tracing.calls tracing.meeting tracing.merge tracing.tracing tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
-        testing.model_report testing.model_gradients testing.check_model testing.deferred testing.schedule testing
+        testing.model_report testing.model_gradients testing.check_model testing
         __init__
     """,
 }
