@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +29,8 @@ from ..agreement import alike, broadcast_object, caught, gathered
 
 Path_ = str | os.PathLike[str]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_TEMPORARY = ".saving"
 _OF_SEVERAL = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
-_OURS = re.compile(r"model((-\d+)?-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.saving)?")
+_OURS = re.compile(r"model((-\d+)?-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class Source(NamedTuple):
@@ -199,9 +199,11 @@ def _weight_map(operation: str, index: Path) -> dict[str, str]:
 class Saving:
     """A checkpoint that is being written into the file or folder `path`: each group of tensors is a file.
 
-    Files are written under other names first. Several files get names that nothing in the folder has, so the old index
-    stays true until the new one replaces it: whenever the process ends, the folder has the old checkpoint or the new
-    one. Of several processes that save the same, one writes (`writes`), see `Lock`.
+    Files are written in a folder of their own first, `model.saving`. It goes when this ends or, if the process is
+    killed, when the next save begins, with all that the package has left in it. Several files get names that nothing in
+    the checkpoint's folder has, so the old index stays true until the new one replaces it: whenever the process ends,
+    that folder has the old checkpoint or the new one. Of several processes that save the same, one writes (`writes`),
+    see `Lock`.
     """
 
     def __init__(self, operation: str, path: Path, groups: Sequence[Mapping[str, Tensor]]) -> None:
@@ -216,6 +218,10 @@ class Saving:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = Lock(operation, path.with_name(f"{path.name}.saver") if one_file else path / "model.saver", rows)
         self.writes = self.lock.own
+        self.new = path.with_name(f"{path.name}.saving") if one_file else path / "model.saving"
+        if self.writes:
+            shutil.rmtree(self.new, ignore_errors=True)
+            self.new.mkdir()
         there = {file.name for file in self.folder.iterdir()}
         self.files = [path.name if one_file else SINGLE]
         if len(groups) > 1:
@@ -226,12 +232,13 @@ class Saving:
     def write(self, number: int, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
         """The tensors of a group, on the CPU. ties: names left out -> the name under which the tensor is there."""
         metadata = {"format": "pt", **{tied: name for tied, name in ties.items() if name in tensors}}
-        path = self.folder / (self.files[number] + _TEMPORARY)
+        path = self.new / self.files[number]
         package = _package(self.operation)
         try:
             package.torch.save_file({name: one.contiguous() for name, one in tensors.items()}, path, metadata)
         except package.SafetensorError as error:  # also where it could not write
             raise OSError(f"{self.operation}: {path} cannot be written: {error}") from error
+        os.chmod(path, os.fstat(self.lock.file.fileno()).st_mode & 0o777)  # as of open(); the package gives 600
         _to_disk(path)
 
     def finish(self, problem: Exception | None) -> None:
@@ -242,13 +249,14 @@ class Saving:
             if self.writes:
                 self._place()
         except BaseException:
-            if self.writes:
-                for name in (*self.files, INDEX):
-                    (self.folder / (name + _TEMPORARY)).unlink(missing_ok=True)
-            self.lock.release(saved=False)
+            self._leave(saved=False)
             raise
+        self._leave(saved=True)
+
+    def _leave(self, saved: bool) -> None:
         if self.writes:
-            self.lock.release(saved=True)
+            shutil.rmtree(self.new, ignore_errors=True)
+            self.lock.release(saved)
         else:
             self.lock.wait()
 
@@ -258,8 +266,8 @@ class Saving:
             weight_map = {name: file for file, group in zip(self.files, self.groups, strict=True) for name in group}
             total = sum(one.nbytes for group in self.groups for one in group.values())
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
-            (self.folder / (INDEX + _TEMPORARY)).write_text(text + "\n")
-            _to_disk(self.folder / (INDEX + _TEMPORARY))
+            (self.new / INDEX).write_text(text + "\n")
+            _to_disk(self.new / INDEX)
             self._replace([INDEX])
         # What is read first is removed first: a folder with model.safetensors is that file, else what its index says.
         for name in sorted(self.old, key=lambda name: (name != SINGLE, name != INDEX)):
@@ -267,7 +275,7 @@ class Saving:
 
     def _replace(self, names: list[str]) -> None:
         for name in names:
-            os.replace(self.folder / (name + _TEMPORARY), self.folder / name)
+            os.replace(self.new / name, self.folder / name)
         _to_disk(self.folder)
 
 
@@ -353,9 +361,8 @@ class Lock:
     def release(self, saved: bool) -> None:
         """Give the right up, and tell who waits whether the checkpoint is there."""
         with self.file:
-            if self.own:
-                self._write({"saved": saved})
-                self.path.unlink(missing_ok=True)
+            self._write({"saved": saved})
+            self.path.unlink(missing_ok=True)
 
     def wait(self) -> None:
         """Until who has the right has given it up; OSError if that one could not save."""

@@ -38,6 +38,8 @@ def test_what_4_ranks_save_2_and_1_load(ranks: RankPool, tmp_path: Path, several
     ad.load_full_state_dict(alone, tmp_path)
     same_output(alone)
     files = sorted(path.name for path in tmp_path.iterdir())
+    (tmp_path / "plain").touch()
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "plain").stat().st_mode}
     if not several:
         assert files == ["model.safetensors"]
         plain = Model()
@@ -129,6 +131,7 @@ KILLED = """
                 return call
             def in_the_middle(tensors, path, metadata):
                 count()
+                Path(path).with_name(".tmp").touch()  # as the package does, which then renames it
                 Path(path).write_bytes(safetensors.torch.save(tensors, metadata)[:-8])
                 count()
                 Path(path).write_bytes(safetensors.torch.save(tensors, metadata))
