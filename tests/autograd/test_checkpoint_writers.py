@@ -80,7 +80,7 @@ def _jobs_save(comm: Communicator, folder: str) -> str:
             comm.barrier()  # the winner is writing, and the loser has been told
         original(self, number, *rest)
 
-    checkpoint_files.Saving.write = write  # type: ignore[method-assign]
+    checkpoint_files.Saving.write = write  # type: ignore[method-assign, assignment]
     try:
         ad.save_full_state_dict(model, folder, 500.0)
         return ""
