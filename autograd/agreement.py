@@ -19,11 +19,11 @@ from .torch_internals import is_tracing, unwrapped
 T = TypeVar("T")
 
 
-def gathered(comm: Communicator, row: Sequence[int]) -> list[list[int]]:
-    """The row of every rank, equally long on all; the CPU waits for them."""
+def gathered(comm: Communicator, row: Sequence[float], dtype: torch.dtype = torch.int64) -> list[list[Any]]:
+    """The row of every rank, equally long on all and of the same type; the CPU waits for them."""
     with unwrapped():
-        own = torch.tensor(row, device=comm.device, dtype=torch.int64)
-        rows: list[list[int]] = comm.all_gather(own, own.new_empty(comm.size, len(row))).tolist()
+        own = torch.tensor(row, device=comm.device, dtype=dtype)
+        rows: list[list[Any]] = comm.all_gather(own, own.new_empty(comm.size, len(row))).tolist()
     return rows
 
 

@@ -1,7 +1,7 @@
 """State dicts and files of the unsharded model and its optimizer, of a model whose parameters are parts.
 
-One whole tensor at a time is in memory. Names and shapes are those of the unsharded model, so what one number of ranks
-saves any other loads, and so does plain torch.
+One whole tensor at a time is in memory, a file of them where rank 0 writes files. Names and shapes are those of the
+unsharded model, so what one number of ranks saves any other loads, and so does plain torch.
 """
 
 from __future__ import annotations
