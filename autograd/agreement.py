@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from pynccl import Communicator, NcclInvalidUsage
+from pynccl import Communicator
 from pynccl.bindings.values import shown
-from pynccl.comm.consistency import exchange
+from pynccl.comm.consistency import compare_rows, exchange
 from pynccl.watch.frames import call_site
 
 from .torch_internals import is_tracing, unwrapped
@@ -19,18 +19,37 @@ from .torch_internals import is_tracing, unwrapped
 T = TypeVar("T")
 
 
-def gathered(comm: Communicator, row: Sequence[int]) -> list[list[int]]:
-    """The row of every rank, equally long on all; the CPU waits for them."""
+def gathered(comm: Communicator, row: Sequence[float], dtype: torch.dtype = torch.int64) -> list[list[Any]]:
+    """The row of every rank, equally long on all and of the same type; the CPU waits for them."""
     with unwrapped():
-        own = torch.tensor(row, device=comm.device, dtype=torch.int64)
-        rows: list[list[int]] = comm.all_gather(own, own.new_empty(comm.size, len(row))).tolist()
+        own = torch.tensor(row, device=comm.device, dtype=dtype)
+        rows: list[list[Any]] = comm.all_gather(own, own.new_empty(comm.size, len(row))).tolist()
     return rows
 
 
-def first_other(rows: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """The first rank whose row is not that of rank 0, and the first place in it that is other; None: all are equal."""
-    places = range(len(rows[0]))
-    return next(((rank, at) for rank, row in enumerate(rows) for at in places if row[at] != rows[0][at]), None)
+class Difference(NamedTuple):
+    """What is not equal on all ranks."""
+
+    rank: int  # the first whose value is not that of rank 0
+    what: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} and rank 0 differ in {self.what}"
+
+
+def difference(comm: Communicator, values: Mapping[str, Any]) -> Difference | None:
+    """The first of the values that is not equal on all ranks, the same on all ranks; None: they are. Every rank must
+    call it, with the same names.
+
+    values  name -> an integer, or something whose repr() is equal where it is; texts are compared by their checksum
+    """
+    row = [one if isinstance(one, int) else zlib.crc32(repr(one).encode()) for one in values.values()]
+    rows = gathered(comm, row)
+    for at, what in enumerate(values):
+        for rank, other in enumerate(rows):
+            if other[at] != rows[0][at]:
+                return Difference(rank, what)
+    return None
 
 
 def broadcast_object(comm: Communicator | None, value: Any, root: int = 0) -> Any:
@@ -106,6 +125,21 @@ def raise_alike(comm: Communicator | None, problem: Exception | None) -> None:
         raise problem
 
 
+def caught(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """(what it returns, None), or (None, what it raises)."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def alike(comm: Communicator | None, function: Callable[[], T]) -> T:
+    """What `function` returns; if it raises on some rank, all raise, as of `raise_alike`. Every rank must call it."""
+    found, problem = caught(function)
+    raise_alike(comm, problem)
+    return cast(T, found)
+
+
 def checked_alike(comm: Communicator, options: Callable[[], str], check: Callable[[], T]) -> T:
     """The result of `check`, which raises ValueError or TypeError for wrong arguments of this rank.
 
@@ -113,11 +147,9 @@ def checked_alike(comm: Communicator, options: Callable[[], str], check: Callabl
     equal, differ. For calls of sends and receives, which pynccl itself does not compare; every rank must come here."""
     if comm.size == 1 or not comm.checking or is_tracing():
         return check()
-    problem: Exception | None = None
-    try:
-        found = check()
-    except (ValueError, TypeError) as error:
-        problem = error
+    found, problem = caught(check)
+    if problem is not None and not isinstance(problem, (ValueError, TypeError)):
+        raise problem
     own = _short(options())
     rows = [row.split("\0") for row in exchange({comm: f"{own}\0{_short(str(problem or ''))}\0{call_site()}"})[comm]]
     if problem is not None:
@@ -125,15 +157,8 @@ def checked_alike(comm: Communicator, options: Callable[[], str], check: Callabl
     for rank, (_, wrong, *_) in enumerate(rows):
         if wrong:
             raise ValueError(f"{wrong} (on rank {rank})")
-    for rank, (other, _, *line) in enumerate(rows):
-        if other != own:
-            raise NcclInvalidUsage(
-                "the ranks of this communicator disagree (PYNCCL_CHECK=1):\n"
-                f"  rank {comm.rank}: {own} at {call_site()}\n"
-                f"  rank {rank}: {other} at {''.join(line)}\n"
-                "  every rank must pass the same"
-            )
-    return found
+    compare_rows([f"{call}\0{''.join(line)}" for call, _, *line in rows], comm.rank, "every rank must pass the same")
+    return cast(T, found)
 
 
 def _short(text: str) -> str:

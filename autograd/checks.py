@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pynccl import Communicator, NcclInvalidUsage
-from pynccl.comm.consistency import exchange
+from pynccl.comm.consistency import compare_rows, exchange
 from pynccl.watch.frames import call_site
 
 from .levels import DependentZeros, beneath
@@ -163,18 +163,12 @@ def compare_backward(comm: Communicator, call: ForwardCall, replicated: Tensor |
 
     replicated: the cotangent that has to be equal on all ranks, None under the other convention."""
     if call.operation not in _PAIRWISE:
-        rows = exchange({comm: f"backward of {call.operation}, forward call no. {call.number}\0{call.line}"})[comm]
-        own = rows[comm.rank].partition("\0")
-        for rank, row in enumerate(rows):
-            other = row.partition("\0")
-            if other[0] != own[0]:
-                raise NcclInvalidUsage(
-                    f"the ranks of this communicator disagree in the backward pass (PYNCCL_CHECK=1):\n"
-                    f"  rank {comm.rank}: {own[0]}, made at {own[2]}\n"
-                    f"  rank {rank}: {other[0]}, made at {other[2]}\n"
-                    "  every rank must enter the backward of every call, in the same order; where an output is unused "
-                    "on some rank, pass it to ad.anchor(loss, *outputs)"
-                )
+        text = f"backward of {call.operation}, forward call no. {call.number}, made\0{call.line}"
+        remedy = (
+            "every rank must enter the backward of every call, in the same order; where an output is unused on some "
+            "rank, pass it to ad.anchor(loss, *outputs)"
+        )
+        compare_rows(exchange({comm: text})[comm], comm.rank, remedy, " in the backward pass")
     if replicated is not None and replicated.numel():
         _compare_cotangents(comm, call, replicated.detach())
 

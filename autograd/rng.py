@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from .agreement import first_other, gathered
+from .agreement import difference, gathered
 from .arguments import as_int, check_comm
 
 _seeded: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -106,8 +105,7 @@ def agree(name: str, comm: Communicator) -> None:
     compared, once. RuntimeError, on all ranks, where they differ. Every rank must call it."""
     if comm in _seeded:
         return
-    rows = gathered(comm, [zlib.crc32(bytes(one.get_state().tolist())) for one in _generators(comm)])
-    if first_other(rows) is not None:
+    if difference(comm, {"states": [bytes(one.get_state().tolist()) for one in _generators(comm)]}) is not None:
         raise RuntimeError(
             f"{name}: torch's generators have other states on other ranks, and what all ranks draw has to be equal; "
             "call ad.rng.seed(seed, comm)"

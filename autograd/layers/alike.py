@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from pynccl import Communicator
 
-from ..agreement import first_other, gathered
+from ..agreement import difference
 from ..streams import is_capturing
 from ..torch_internals import has_no_values, is_tracing, tensors_in
 from .plan import NAME, Site
 
 SAMPLE = 16  # elements of each parameter
+_WEIGHTS = "the weights"
 
 
 def check_alike(model: nn.Module, sites: Mapping[str, Site], options: Iterable[Any], comm: Communicator) -> None:
@@ -28,17 +29,18 @@ def check_alike(model: nn.Module, sites: Mapping[str, Site], options: Iterable[A
         return
     said = [f"{path}: {_plain(site.roles)} {site.function is not None}" for path, site in sites.items()]
     shapes = [f"{name} {list(one.shape)} {one.dtype} {one.is_meta}" for name, one in model.named_parameters()]
-    own = [_sum(said), _sum([_plain(list(options))]), _sum(shapes), _sample(model)]
-    rows = gathered(comm, own)
-    what = ("what the plan says of the modules", "the options", "names, shapes, types or devices of the parameters")
-    other = first_other([row[:-1] for row in rows])
-    if other is not None:
-        rank, place = other
-        raise ValueError(f"{NAME}: rank {rank} and rank 0 differ in {what[place]}; expected the same on all ranks")
-    other = first_other(rows)
+    values = {
+        "what the plan says of the modules": said,
+        "the options": _plain(list(options)),
+        "names, shapes, types or devices of the parameters": shapes,
+        _WEIGHTS: _sample(model),
+    }
+    other = difference(comm, values)
+    if other is not None and other.what != _WEIGHTS:
+        raise ValueError(f"{NAME}: {other}; expected the same on all ranks")
     if other is not None:
         warnings.warn(
-            f"{NAME}: rank {other[0]} and rank 0 have other weights, and each will keep its part of its own: call "
+            f"{NAME}: rank {other.rank} and rank 0 have other weights, and each will keep its part of its own: call "
             "torch.manual_seed(seed) before the model is made, or load a checkpoint afterwards by load_full_state_dict",
             UserWarning,
             stacklevel=3,
@@ -62,15 +64,13 @@ class SameInput:
         if any(has_no_values(one) or one.layout != torch.strided for one in given):
             return
         self.seen = True
-        rows = gathered(self.comm, [_sum(f"{list(one.shape)} {one.dtype}" for one in given), _values(given)])
-        other = first_other(rows)
+        shapes = [f"{list(one.shape)} {one.dtype}" for one in given]
+        other = difference(self.comm, {"of other shapes or types": shapes, "with other values": _values(given)})
         if other is not None:
-            rank, place = other
-            what = ("of other shapes or types", "with other values")[place]
             raise ValueError(
-                f"{type(module).__name__}: rank {rank} was given a batch {what} than rank 0; expected the same on all "
-                f"{self.comm.size} ranks that share the model: give the sampler the rank of the data-parallel "
-                "communicator, not of all"
+                f"{type(module).__name__}: rank {other.rank} was given a batch {other.what} than rank 0; expected the "
+                f"same on all {self.comm.size} ranks that share the model: give the sampler the rank of the "
+                "data-parallel communicator, not of all"
             )
 
 
@@ -81,10 +81,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
     return repr(value) if isinstance(value, (str, int, float, bool, type(None), torch.dtype)) else type(value).__name__
-
-
-def _sum(lines: Iterable[str]) -> int:
-    return zlib.crc32("\n".join(lines).encode())
 
 
 def _sample(model: nn.Module) -> int:

@@ -8,11 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pynccl import Communicator
-
 from ..torch_internals import copy_all
 from ..wire import Dtype
-from .shards import shard_of
+from .gradients import partial_over
 
 ALIGNMENT = 64  # bytes: so that kernels may read a view of a flat tensor in their widest words
 
@@ -123,12 +121,6 @@ def cut_into_buckets(parameters: Iterable[Named], nbytes: float, partial_apart: 
             held += one[1][1].nbytes
     closed.sort(key=lambda bucket: bucket[-1][0])  # as they get full
     return [[named for _, named in bucket] for bucket in closed]
-
-
-def partial_over(parameter: Tensor) -> Communicator | None:
-    """Whose ranks each have a part of its gradient, as sequence parallelism leaves it; None: it is whole."""
-    shard = shard_of(parameter)
-    return shard.comm if shard is not None and shard.partial and shard.comm.size > 1 else None
 
 
 def wire_of(flat: Tensor, dtype: Dtype) -> Tensor:

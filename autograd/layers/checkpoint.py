@@ -1,13 +1,14 @@
-"""State dicts and files of the unsharded model, made from and loaded into one whose parameters are parts.
+"""State dicts and files of the unsharded model and its optimizer, of a model whose parameters are parts.
 
-One whole tensor at a time is in memory. Names and shapes are those of the unsharded model, so what one number of ranks
-saves any other loads, and so does plain torch.
+One whole tensor at a time is in memory, a file of them where rank 0 writes files. Names and shapes are those of the
+unsharded model, so what one number of ranks saves any other loads, and so does plain torch.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +20,13 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 from pynccl.tools import progress
 
-from ..agreement import raise_alike
+from ..agreement import alike, caught, difference, raise_alike
 from ..arguments import check_comm
-from .checkpoint_sources import Path_, Source, caught, source_of
+from .checkpoint_files import Path_, Saving, Source, in_groups, source_of
 from .dtensors import cut_like, full_tensor, local_part
-from .safetensors_files import Row, check_rows, claim_of, in_order, plan_of, write
 from .shards import Shard, shard_of
+
+_BETWEEN = "\0"  # a parameter's name and a key of its optimizer state
 
 
 class IncompatibleKeys(NamedTuple):
@@ -93,6 +95,13 @@ def comm_of(operation: str, model: nn.Module, comm: Communicator | None) -> Comm
     return next(iter(found.values()), None)
 
 
+def is_first(comm: Communicator | None) -> bool:
+    return comm is None or comm.rank == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- saving
+
+
 def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_only: bool = True) -> dict[str, Any]:
     """The state dict of the unsharded model, on the CPU. Every rank must call it.
 
@@ -105,10 +114,10 @@ def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_on
     """
     comm = comm_of("full_state_dict", model, comm)
     entries, others = entries_of(model)
-    raise_alike(comm, _without_values("full_state_dict", entries))
-    keep = not rank0_only or comm is None or comm.rank == 0
+    alike(comm, lambda: _check_values("full_state_dict", entries))
+    keep = not rank0_only or is_first(comm)
     wholes: dict[str, Any] = dict(others)
-    for entry in progress.over(entries, "gathering", "tensor", own=_speaks(comm)):
+    for entry in progress.over(entries, "gathering", "tensor", own=is_first(comm)):
         if keep:
             wholes.update(dict.fromkeys(entry.names, entry.whole()))
         else:
@@ -129,61 +138,50 @@ def save_full_state_dict(
     max_shard_bytes  bytes
     comm             as of `full_state_dict`
 
-    One whole tensor at a time is in rank 0's memory. The checkpoint that is there is replaced once the new one is on
-    the disk: whenever the process is killed, one of the two is loaded, whole. A tied parameter is written once, under
-    its first name. What fails on rank 0 raises on every rank. TypeError for what is no tensor, and for types that the
-    format does not have.
+    One file at a time is in rank 0's memory, on the other ranks one tensor. The checkpoint that is there is replaced
+    once the new one is on the disk: whenever the process is killed, one of the two is loaded, whole. A tied parameter
+    is written once, under its first name. What fails on rank 0 raises on every rank: OSError if the disk is full, for
+    example. TypeError for what is no tensor, and for types that the format does not have; ImportError without the
+    package safetensors.
     """
     operation = "save_full_state_dict"
     comm = comm_of(operation, model, comm)
     entries, others = entries_of(model)
+    alike(comm, lambda: _check_save(operation, path, entries, others, max_shard_bytes))
     by_name = {entry.names[0]: entry for entry in entries}
-    rows = in_order(Row(name, entry.shape, entry.tensor.dtype) for name, entry in by_name.items())
-    _, problem = caught(lambda: _check_save(operation, path, rows, others, max_shard_bytes))
-    claim, plan, problem = None, None, problem or _without_values(operation, entries)
-    if problem is None and _speaks(comm):
-        claim, problem = caught(lambda: claim_of(operation, Path(path), rows))
-        if claim is not None and claim.own:
-            plan, problem = caught(lambda: plan_of(operation, Path(path), rows, max_shard_bytes))
-            if problem is not None:
-                claim.finish(saved=False)
-    raise_alike(comm, problem)
-    left = iter([by_name[row.name] for row in rows])
-    if plan is not None:
-        ties = {tied: entry.names[0] for entry in entries for tied in entry.names[1:]}
-        with progress.Bar(len(rows), "saving", "tensor") as bar:
-
-            def wholes() -> Iterator[Tensor]:
-                for entry in left:
-                    yield entry.whole()
-                    bar.step()
-
-            _, problem = caught(lambda: write(plan, wholes(), ties))
-    for entry in left:  # on the other ranks, and on rank 0 if it failed: the others wait for it in the rest
-        entry.gather()
-    if claim is not None:
-        _, wrong = caught(lambda: claim.finish(saved=problem is None))
-        problem = problem or wrong
-    raise_alike(comm, problem)
+    ties = {tied: entry.names[0] for entry in entries for tied in entry.names[1:]}
+    shapes = {name: torch.empty(one.shape, dtype=one.tensor.dtype, device="meta") for name, one in by_name.items()}
+    groups = in_groups(shapes, math.inf if Path(path).suffix == ".safetensors" else max_shard_bytes)
+    saving = alike(comm, lambda: Saving(operation, Path(path), groups) if is_first(comm) else None)
+    problem: Exception | None = None
+    with progress.Bar(len(entries), "saving", "tensor", own=is_first(comm)) as bar:
+        for number, group in enumerate(groups):
+            tensors: dict[str, Any] = {}
+            for name in group:
+                if saving is not None and saving.writes and problem is None:
+                    tensors[name], problem = caught(by_name[name].whole)
+                else:  # every rank takes part in every gather, also after it has failed
+                    by_name[name].gather()
+                bar.step()
+            if saving is not None and saving.writes and problem is None:
+                _, problem = caught(partial(saving.write, number, tensors, ties))
+    alike(comm, lambda: None if saving is None else saving.finish(problem))
 
 
-def _speaks(comm: Communicator | None) -> bool:
-    return comm is None or comm.rank == 0
-
-
-def _check_save(operation: str, path: Any, rows: list[Row], others: dict[str, Any], max_shard_bytes: Any) -> None:
+def _check_save(operation: str, path: Any, entries: list[Entry], others: dict[str, Any], max_shard_bytes: Any) -> None:
     instance(path, (str, os.PathLike), f"{operation}: path", "a file .safetensors, or a folder")
     instance(max_shard_bytes, (int, float), f"{operation}: max_shard_bytes", "a number of bytes")
     if not max_shard_bytes > 0:
         raise ValueError(f"{operation}: max_shard_bytes is {shown(max_shard_bytes)}, expected a number above 0")
     if others:
         raise TypeError(f"{operation}: {next(iter(others))} is no tensor: files of safetensors hold tensors alone")
-    check_rows(operation, rows)
+    _check_values(operation, entries)
 
 
-def _without_values(operation: str, entries: list[Entry]) -> Exception | None:
-    names = [entry.names[0] for entry in entries if entry.tensor.is_meta]
-    return ValueError(f"{operation}: {names[0]} is on the meta device: it has no values") if names else None
+def _check_values(operation: str, entries: list[Entry]) -> None:
+    for entry in entries:
+        if entry.tensor.is_meta:
+            raise ValueError(f"{operation}: {entry.names[0]} is on the meta device: it has no values")
 
 
 # --------------------------------------------------------------------------------------------------------- loading
@@ -213,34 +211,19 @@ def load_full_state_dict(
     comm = comm_of(operation, model, comm)
     source = source_of(operation, comm, state)
     entries, extra = entries_of(model)
-    given, shapes = source.others, source.shapes
-    known = {name for entry in entries for name in entry.names} | set(extra)
     chosen = {id(entry): name for entry in entries if (name := _name_in(source, entry)) is not None}
-    missing = [name for entry in entries if id(entry) not in chosen for name in entry.names]
-    missing += [name for name in extra if name not in given]
-    unexpected = [name for name in (*shapes, *given) if name not in known]
-    wrong = [
-        f"size mismatch for {name}: found {list(shapes[name])}, expected {list(entry.shape)}, that of the whole"
-        for entry in entries
-        for name in (*entry.names, chosen.get(id(entry), ""))
-        if name in shapes and shapes[name] != entry.shape
-    ]
-    if strict:
-        wrong = _listed("Unexpected", unexpected) + _listed("Missing", missing) + wrong + _left_on_meta(model)
+    found = _incompatible(source, entries, extra, chosen)
+    alike(comm, lambda: _check_load(model, source, entries, chosen, found if strict else None))
     problem: Exception | None = None
-    if wrong:
-        text = "\n\t".join(dict.fromkeys(wrong))
-        problem = RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}")
-    raise_alike(comm, problem)
-    for entry in progress.over(entries, "loading", "tensor", own=_speaks(comm)):
+    for entry in progress.over(entries, "loading", "tensor", own=is_first(comm)):
         if id(entry) in chosen:
-            _, wrong_here = caught(partial(_load, model, entry, source, chosen[id(entry)], device, comm))
-            problem = problem or wrong_here
+            _, wrong = caught(partial(_load, model, entry, source, chosen[id(entry)], device, comm))
+            problem = problem or wrong
     raise_alike(comm, problem)
     for name in extra:
-        if name in given:
-            model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
-    return IncompatibleKeys(missing, unexpected)
+        if name in source.others:
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(source.others[name])
+    return found
 
 
 def _name_in(source: Source, entry: Entry) -> str | None:
@@ -251,6 +234,33 @@ def _name_in(source: Source, entry: Entry) -> str | None:
     return next((source.ties[name] for name in entry.names if name in source.ties), None)
 
 
+def _incompatible(
+    source: Source, entries: list[Entry], extra: dict[str, Any], chosen: dict[int, str]
+) -> IncompatibleKeys:
+    known = {name for entry in entries for name in entry.names} | set(extra)
+    missing = [name for entry in entries if id(entry) not in chosen for name in entry.names]
+    missing += [name for name in extra if name not in source.others]
+    return IncompatibleKeys(missing, [name for name in (*source.shapes, *source.others) if name not in known])
+
+
+def _check_load(
+    model: nn.Module, source: Source, entries: list[Entry], chosen: dict[int, str], strict: IncompatibleKeys | None
+) -> None:
+    """RuntimeError for other shapes and, if strict, for names that either side has not."""
+    wrong = [
+        f"size mismatch for {name}: found {list(source.shapes[name])}, expected {list(entry.shape)}, that of the whole"
+        for entry in entries
+        for name in (*entry.names, chosen.get(id(entry), ""))
+        if name in source.shapes and source.shapes[name] != entry.shape
+    ]
+    if strict is not None:
+        unexpected, missing = _listed("Unexpected", strict.unexpected_keys), _listed("Missing", strict.missing_keys)
+        wrong = unexpected + missing + wrong + _left_on_meta(model)
+    if wrong:
+        text = "\n\t".join(dict.fromkeys(wrong))
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}")
+
+
 def _listed(which: str, names: list[str]) -> list[str]:
     text = ", ".join(f'"{name}"' for name in names)
     return [f"{which} key(s) in state_dict: {text}. "] if names else []
@@ -258,38 +268,191 @@ def _listed(which: str, names: list[str]) -> list[str]:
 
 def _left_on_meta(model: nn.Module) -> list[str]:
     kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    left = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in kept]
-    names = ", ".join(left)
-    return (
-        [f"on the meta device and in no checkpoint, since not persistent: {names}; compute them first"] if left else []
-    )
-
-
-def _device(entry: Entry, comm: Communicator | None) -> torch.device:
-    comm = comm if entry.shard is None else entry.shard.comm
-    return torch.device("cpu" if comm is None else comm.device)
-
-
-def _load(model: nn.Module, entry: Entry, source: Source, name: str, device: Any, comm: Communicator | None) -> None:
-    _take(model, entry, source.whole(name), device or _device(entry, comm))
+    names = ", ".join(name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in kept)
+    text = f"on the meta device and in no checkpoint, since not persistent: {names}; compute them first"
+    return [text] if names else []
 
 
 @torch.no_grad()
-def _take(model: nn.Module, entry: Entry, whole: Tensor, device: Any) -> None:
-    own = entry.own(whole)
+def _load(model: nn.Module, entry: Entry, source: Source, name: str, device: Any, comm: Communicator | None) -> None:
+    own = entry.own(source.read(name))
     if not entry.tensor.is_meta:
         entry.tensor.copy_(cut_like(own, entry.tensor))
         return
-    made = torch.empty_like(entry.tensor, device=device)
+    comm = comm if entry.shard is None else entry.shard.comm
+    made = torch.empty_like(entry.tensor, device=device or ("cpu" if comm is None else comm.device))
     made.copy_(own)
     if isinstance(entry.tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=entry.tensor.requires_grad)
         made.__dict__.update(entry.tensor.__dict__)
     for module in model.modules():
-        own_ones = [
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ]
-        for name, there in own_ones:
-            if there is entry.tensor:
-                setattr(module, name, made)
+        for tensors in (module._parameters, module._buffers):
+            for name_here, there in list(tensors.items()):
+                if there is entry.tensor:
+                    setattr(module, name_here, made)
+
+
+# ------------------------------------------------------------------------------------------------------ optimizers
+
+
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator | None = None, rank0_only: bool = True
+) -> dict[str, Any]:
+    """State of the unsharded model's optimizer, on the CPU, by names of parameters. Every rank must call it.
+
+        {"state": {name: {"exp_avg": tensor, ..}}, "param_groups": [{"params": [name, ..], "lr": .., ..}]}
+
+    comm, rank0_only: as of `full_state_dict`. A tensor of the shape of the parameter's part is gathered as the
+    parameter is, one at a time; numbers and tensors of one element are this rank's. ValueError for other shapes, such
+    as Adafactor's rows and columns; for an optimizer with parameters that are not the model's, or with other state on
+    another rank.
+    """
+    operation = "full_optimizer_state_dict"
+    comm = comm_of(operation, model, comm)
+    names = alike(comm, lambda: names_in(operation, model, optimizer))
+    alike(comm, lambda: check_state(operation, optimizer, names))
+    held = {name: sorted(optimizer.state.get(parameter, {})) for parameter, name in names.items()}
+    _check_same_state(operation, comm, held)
+    keep = not rank0_only or is_first(comm)
+    state: dict[str, dict[str, Any]] = {}
+    for parameter, name in names.items():
+        for key in held[name]:
+            value = optimizer.state[parameter][key]
+            if isinstance(value, Tensor):
+                value = Entry([], value, cut_of(parameter) if value.shape == parameter.shape else None).whole()
+            if keep:
+                state.setdefault(name, {})[key] = value
+    groups = [{**group, "params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": groups} if keep else {}
+
+
+def load_full_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any] | None,
+    *,
+    comm: Communicator | None = None,
+) -> None:
+    """Each rank's part of what `full_optimizer_state_dict` made, on any number of ranks. Every rank must call it.
+
+    state: on every rank; or None on all but rank 0, which broadcasts it tensor by tensor. Groups are matched by their
+    place, parameters by name. Parameters without state there get none. ValueError if the groups have other parameters,
+    RuntimeError for a tensor with more than one element that has not the whole parameter's shape.
+    """
+    operation = "load_full_optimizer_state_dict"
+    comm = comm_of(operation, model, comm)
+    names = alike(comm, lambda: names_in(operation, model, optimizer))
+    flat = alike(comm, lambda: None if state is None else _flat(operation, state))
+    source = source_of(operation, comm, flat)
+    groups = source.others.pop("")
+    alike(comm, lambda: _check_given(operation, optimizer, names, groups, source.shapes))
+    numbers = {name: number for number, name in enumerate(names.values())}
+    parameters = {name: parameter for parameter, name in names.items()}
+    parts: dict[int, dict[str, Any]] = {}
+    problem: Exception | None = None
+    for row in (*source.shapes, *source.others):
+        name, _, key = row.partition(_BETWEEN)
+        if name in parameters:
+            value, wrong = source.others.get(row), None
+            if row in source.shapes:
+                value, wrong = caught(partial(_own, source, row, parameters[name]))
+            problem = problem or wrong
+            parts.setdefault(numbers[name], {})[key] = value
+    raise_alike(comm, problem)
+    packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+    optimizer.load_state_dict({"state": parts, "param_groups": packed})
+
+
+def names_in(operation: str, model: nn.Module, optimizer: Any) -> dict[Tensor, str]:
+    """parameter -> name, in the optimizer's order."""
+    instance(optimizer, torch.optim.Optimizer, f"{operation}: optimizer", "a torch.optim.Optimizer")
+    known = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[Tensor, str] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in known:
+                raise ValueError(
+                    f"{operation}: the optimizer has a parameter of shape {list(parameter.shape)} that is not the "
+                    "model's; make the optimizer after the model is materialised and cut"
+                )
+            found[parameter] = known[parameter]
+    return found
+
+
+def cut_of(parameter: Tensor) -> Shard | None:
+    shard = shard_of(parameter)
+    return None if shard is None or shard.dim is None else shard
+
+
+def check_state(operation: str, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
+    for parameter, name in names.items():
+        if cut_of(parameter) is None:
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{operation}: {key} of {name} has shape {list(value.shape)}, expected that of this rank's part, "
+                    f"{list(parameter.shape)}, or one element: nothing says how to gather it"
+                )
+
+
+def _check_same_state(operation: str, comm: Communicator | None, held: dict[str, list[str]]) -> None:
+    """ValueError, on all ranks, if one has state that another has not: who gathers it would wait for ever."""
+    if comm is None:
+        return
+    other = difference(comm, {"which parameters it has": list(held)}) or difference(
+        comm, {f"that of {name}: here {keys}": keys for name, keys in held.items()}
+    )
+    if other is not None:
+        raise ValueError(
+            f"{operation}: the ranks have other state: {other}; every rank needs a step of the same parameters (one "
+            "without gradient has none: give it zeros)"
+        )
+
+
+def _own(source: Source, row: str, parameter: Tensor) -> Tensor:
+    whole = source.read(row)
+    shard = cut_of(parameter)
+    own = (whole if shard is None or tuple(whole.shape) != shard.shape else shard.own(whole)).clone()
+    return cut_like(own, parameter) if own.shape == parameter.shape else own
+
+
+def _flat(operation: str, state: Any) -> dict[str, Any]:
+    """Name and key of the state -> value; "" -> the groups."""
+    try:
+        groups = [dict(group) for group in state["param_groups"]]
+        rows = {f"{name}{_BETWEEN}{key}": one for name, row in state["state"].items() for key, one in row.items()}
+        return {"": groups, **rows}
+    except (TypeError, KeyError, AttributeError, ValueError):
+        raise TypeError(
+            f"{operation}: state is {shown(state)}, expected what full_optimizer_state_dict makes: "
+            '{"state": {name: {..}}, "param_groups": [..]}'
+        ) from None
+
+
+def _check_given(
+    operation: str,
+    optimizer: torch.optim.Optimizer,
+    names: dict[Tensor, str],
+    groups: list[dict[str, Any]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    own = [{names[one] for one in group["params"]} for group in optimizer.param_groups]
+    given = [set(group.get("params", ())) for group in groups]
+    if own != given:
+        found, expected = set().union(*given), set().union(*own)
+        if found == expected:
+            raise ValueError(f"{operation}: the groups have the parameters in another way; expected {own}, got {given}")
+        raise ValueError(
+            f"{operation}: the state is of other parameters: without {sorted(expected - found)}, and with "
+            f"{sorted(map(str, found - expected))}, which this optimizer has not"
+        )
+    shards = {name: cut_of(parameter) for parameter, name in names.items()}
+    for row, shape in shapes.items():
+        name, _, key = row.partition(_BETWEEN)
+        shard = shards.get(name)
+        if shard is not None and torch.Size(shape).numel() != 1 and shape != shard.shape:
+            raise RuntimeError(
+                f"{operation}: size mismatch for {key} of {name}: found {list(shape)}, expected {list(shard.shape)}, "
+                "that of the whole parameter"
+            )

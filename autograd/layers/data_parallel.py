@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,14 +24,14 @@ from pynccl import Communicator
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import attribute, instance, shown
 
-from ..agreement import first_other, gathered
+from ..agreement import difference
 from ..arguments import check_comm, check_reduce_dtype, lost_its_memory
 from ..streams import Kept, made_on, side_stream, wait_for
 from ..torch_internals import backward_pass, queue_callback, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
-from .buckets import Bucket, Named, as_real, cut_into_buckets, partial_over, wire_of
+from .buckets import Bucket, Named, as_real, cut_into_buckets, wire_of
 from .dtensors import is_dtensor
-from .gradients import averaged, is_finished_in_backward
+from .gradients import averaged, is_finished_in_backward, partial_over
 from .optimizer_shard import MakeOptimizer, OptimizerShard
 
 
@@ -154,12 +153,7 @@ class DataParallelGradients(Shared):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """With shard_optimizer: `ad.clip_grad_norm_` of the parts, before step(). Returns the norm of the unsharded
         model's gradient, equal on all ranks, also of the communicators that cut parameters. Every rank must call it."""
-        shard = self._sharded("clip_grad_norm_")
-        if not norm_type > 0:
-            raise ValueError(
-                f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf"
-            )
-        return shard.clip_grad_norm_(max_norm, norm_type)
+        return self._sharded("clip_grad_norm_").clip_grad_norm_(max_norm, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
         """With shard_optimizer: {"rank", "size", "optimizer": state_dict of this rank's}, to be saved by every rank.
@@ -380,14 +374,12 @@ def _check_partial(named: list[Named], comm: Communicator) -> None:
             _, names = found.setdefault(id(over), (over, []))
             names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
     for over, names in found.values():
-        rows = gathered(over, [comm.rank, zlib.crc32("\n".join(names).encode())])
-        other = first_other(rows)
+        other = difference(over, {"their ranks in comm": comm.rank, "such parameters": names})
         if other is not None:
-            what = ("their ranks in comm", "such parameters")[other[1]]
             raise ValueError(
                 f"DataParallelGradients: sequence parallelism leaves the gradient of {names[0].split()[0]} partial "
-                f"over {over.size} ranks, of which rank {other[0]} and rank 0 differ in {what}: with shard_optimizer "
-                'they must have the same; pass another axis of the Mesh, as mesh["dp"] beside mesh["tp"]'
+                f"over {over.size} ranks, of which {other}: with shard_optimizer they must have the same; pass another "
+                'axis of the Mesh, as mesh["dp"] beside mesh["tp"]'
             )
 
 
@@ -406,17 +398,15 @@ def _check_equal(model: nn.Module, named: list[Named], comm: Communicator, optio
     if options[0]:  # broadcast
         tensors += [*model.named_parameters(), *model.named_buffers()]
     found = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
-    rows = gathered(comm, [zlib.crc32("\n".join(found).encode()), zlib.crc32(repr(options).encode())])
-    for rank, (tensors_of, options_of) in enumerate(rows):
-        if options_of != rows[0][1]:
-            what = "bucket_bytes, reduce_dtype, broadcast or shard_optimizer"
-        elif tensors_of != rows[0][0]:
-            what = "names, shapes or types of the model's parameters and buffers, or in which require gradients"
-        else:
-            continue
+    values = {
+        "bucket_bytes, reduce_dtype, broadcast or shard_optimizer": options,
+        "names, shapes or types of the model's parameters and buffers, or in which require gradients": found,
+    }
+    other = difference(comm, values)
+    if other is not None:
         raise ValueError(
-            f"DataParallelGradients: rank {rank} and rank 0 differ in {what}; all ranks must pass the same "
-            f"(this is rank {comm.rank}, with {len(named)} parameters that require gradients)"
+            f"DataParallelGradients: {other}; all ranks must pass the same (this is rank {comm.rank}, with "
+            f"{len(named)} parameters that require gradients)"
         )
 
 

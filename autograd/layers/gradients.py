@@ -33,7 +33,7 @@ def finish_gradients(parameters: nn.Module | Iterable[Tensor], bucket_bytes: flo
     """
     buckets: dict[tuple[int, torch.dtype], list[_Bucket]] = {}
     for parameter in _listed(parameters, "finish_gradients"):
-        comm, own = _summed_over(parameter), local_part(parameter.grad)  # of a DTensor all ranks of comm have the same
+        comm, own = partial_over(parameter), local_part(parameter.grad)  # of a DTensor all ranks of comm have the same
         if comm is None or own is None or _in_backward.get(id(parameter)) is parameter:
             continue
         _check_dense("finish_gradients", parameter, own)
@@ -80,7 +80,7 @@ class FinishedInBackward:
     """See `finish_gradients_in_backward`."""
 
     def __init__(self, parameters: list[Tensor], bucket_bytes: float) -> None:
-        found = {id(one): one for one in parameters if one.requires_grad and _summed_over(one) is not None}
+        found = {id(one): one for one in parameters if one.requires_grad and partial_over(one) is not None}
         for one in found.values():
             if _in_backward.get(id(one)) is one:
                 raise RuntimeError(
@@ -114,7 +114,7 @@ class FinishedInBackward:
     def _comes(self, parameter_of: weakref.ref[Tensor], grad: Tensor) -> None:
         """Before a gradient of this pass is added to .grad."""
         parameter = parameter_of()
-        comm = None if parameter is None else _summed_over(parameter)
+        comm = None if parameter is None else partial_over(parameter)
         if parameter is None or comm is None:
             return
         _check_dense("finish_gradients_in_backward", parameter, grad)
@@ -230,8 +230,8 @@ def is_finished_in_backward(parameter: Tensor) -> bool:
     return _in_backward.get(id(parameter)) is parameter
 
 
-def _summed_over(parameter: Tensor) -> Communicator | None:
-    """The communicator over whose ranks its gradient is partial."""
+def partial_over(parameter: Tensor) -> Communicator | None:
+    """Whose ranks each have a part of its gradient, as sequence parallelism leaves it; None: it is whole."""
     shard = shard_of(parameter)
     return shard.comm if shard is not None and shard.partial and shard.comm.size > 1 else None
 
@@ -254,8 +254,7 @@ def clip_grad_norm_(
     one. One all_reduce of one number for each communicator that cuts parameters, and each process group of torch that
     does (FSDP2). Every rank must call it, after `finish_gradients`. norm_type: above 0, or math.inf.
     """
-    if not norm_type > 0:
-        raise ValueError(f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf")
+    check_norm_type(norm_type)
     found = _listed(parameters, "clip_grad_norm_")
     grads = [local_part(parameter.grad) for parameter in found if parameter.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
@@ -266,40 +265,45 @@ def clip_grad_norm_(
         shard, groups = shard_of(parameter), groups_that_cut(parameter)
         comm = None if shard is None or shard.dim is None else shard.comm
         if comm is None and not groups:
-            whole = _add(whole, _power(parameter, norm_type, whole), norm_type)
+            whole = add_power(whole, local_part(parameter.grad), norm_type)
         else:  # also where it has no gradient here: the others may have one, and so come to the sum
             key = id(comm), *map(id, groups)
             *_, total = cut.get(key, (comm, groups, torch.zeros_like(whole)))
-            cut[key] = (comm, groups, _add(total, _power(parameter, norm_type, whole), norm_type))
+            cut[key] = (comm, groups, add_power(total, local_part(parameter.grad), norm_type))
     for comm, groups, total in cut.values():
         summed = total.reshape(1)
         for group in groups:
             dist.all_reduce(summed, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
         if comm is not None:
             comm.all_reduce(summed, summed, op="max" if largest else "sum")
-        whole = _add(whole, summed[0], norm_type)
+        whole = torch.maximum(whole, summed[0]) if largest else whole + summed[0]
     norm = whole if largest else whole ** (1 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be clipped")
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm)
     for grad in grads:
         grad.mul_(factor.to(grad.device))
     double = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
     return norm if double else norm.float()
 
 
-def _power(parameter: Tensor, norm_type: float, like: Tensor) -> Tensor:
-    """Of its gradient: the sum of the entries' powers, or their maximum."""
-    grad = local_part(parameter.grad)
+def add_power(total: Tensor, grad: Tensor | None, norm_type: float) -> Tensor:
+    """`total` plus the sum of the powers of the gradient's entries, or the larger one of it and their maximum."""
     if grad is None or not grad.numel():
-        return torch.zeros_like(like)
+        return total
     kind = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else None
-    norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind).to(like)
-    return norm if norm_type == math.inf else norm**norm_type
+    norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind).to(total)
+    return torch.maximum(total, norm) if norm_type == math.inf else total + norm**norm_type
 
 
-def _add(total: Tensor, power: Tensor, norm_type: float) -> Tensor:
-    return torch.maximum(total, power) if norm_type == math.inf else total + power
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """By which gradients of that norm are multiplied."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def check_norm_type(norm_type: Any) -> None:
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf")
 
 
 def _listed(parameters: Any, name: str) -> list[Tensor]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from .buckets import Bucket, Named, Piece, as_real, partial_over
+from .buckets import Bucket, Named, Piece, as_real
+from .gradients import add_power, check_norm_type, clip_factor, partial_over
 from .shards import shard_of
 
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
@@ -79,6 +80,7 @@ class OptimizerShard:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """See DataParallelGradients.clip_grad_norm_."""
+        check_norm_type(norm_type)
         largest = norm_type == math.inf
         shards = [shard_of(piece.parameter) for bucket in self._buckets for piece in bucket.pieces]
         comms = {id(shard.comm): shard.comm for shard in shards if shard is not None and shard.dim is not None}
@@ -87,18 +89,15 @@ class OptimizerShard:
         powers = torch.zeros(1 + len(comms), dtype=torch.float64, device=self.comm.device)
         for owned in self._owned:
             for part, _, parameter in owned.parts:
-                if part.grad is None:
-                    continue
                 shard = shard_of(parameter)
                 place = 0 if shard is None or shard.dim is None else places[id(shard.comm)]
-                norm = torch.linalg.vector_norm(part.grad, norm_type).to(powers)
-                powers[place] = torch.maximum(powers[place], norm) if largest else powers[place] + norm**norm_type
+                powers[place] = add_power(powers[place], part.grad, norm_type)
         op: Literal["max", "sum"] = "max" if largest else "sum"
         self.comm.all_reduce(powers, powers, op)
         for key, place in places.items():
             comms[key].all_reduce(powers[place : place + 1], powers[place : place + 1], op)
         norm = powers.max() if largest else powers.sum() ** (1 / norm_type)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = clip_factor(norm, max_norm)
         for owned in self._owned:
             if any(part.grad is not None for part, _, _ in owned.parts):
                 owned.grad.mul_(factor)

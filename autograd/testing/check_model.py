@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 
+from ..agreement import broadcast_object, caught, difference, gathered
 from ..arguments import as_int, check_comm
 from ..layers.gradients import finish_gradients
 from ..layers.shards import shard_of
 from ..ops.all_gather import all_gather
-from .model_gradients import Pair, compare, gathered, largest_of, wide
+from .model_gradients import Pair, compare, largest_of, wide
 from .model_report import ModelError, ModelReport
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -148,32 +149,26 @@ def _check_shape(pair: Pair) -> None:
 
 def _agreed(comm: Communicator, check: Callable[[], Any]) -> Any:
     """The result of `check`, or its TypeError or ValueError of the first rank that has one, on all ranks."""
-    found, problem = None, None
-    try:
-        found = check()
-    except (TypeError, ValueError) as error:
-        problem = error
-    text = f"{type(problem).__name__}:{problem}".encode() if problem else b""
-    sizes = [int(size) for (size,) in gathered(comm, [float(len(text))])]
-    if not any(sizes):
+    found, problem = caught(check)
+    if problem is not None and not isinstance(problem, (TypeError, ValueError)):
+        raise problem
+    failed = [rank for rank, (wrong,) in enumerate(gathered(comm, [problem is not None])) if wrong]
+    if not failed:
         return found
-    texts = gathered(comm, [float(byte) for byte in text.ljust(max(sizes))])
-    rank = next(rank for rank, size in enumerate(sizes) if size)
-    kind, _, what = bytes(int(byte) for byte in texts[rank][: sizes[rank]]).decode().partition(":")
-    raise (TypeError if kind == "TypeError" else ValueError)(f"{what} (on rank {rank})") from problem
+    kind, text = broadcast_object(comm, [isinstance(problem, TypeError), str(problem)], failed[0])
+    raise (TypeError if kind else ValueError)(f"{text} (on rank {failed[0]})") from problem
 
 
 def _check_start(comm: Communicator, pairs: list[Pair]) -> None:
     """That the ranks have the same reference, and between them all of its parameters, with its values."""
-    names = zlib.crc32("\n".join(f"{pair.name} {list(pair.whole.shape)}" for pair in pairs).encode())
-    if len({tuple(row) for row in gathered(comm, [float(names)])}) > 1:
+    if difference(comm, {"names": [f"{pair.name} {list(pair.whole.shape)}" for pair in pairs]}) is not None:
         raise ValueError("check_model: the references differ by rank in their parameters; expected the same on all")
     own = []
     for pair in pairs:
         part = pair.part
         differs = 0.0 if part is None else largest_of(wide(part) - wide(pair.own(pair.whole.detach()).to(part)))
         own += [float(part is not None), differs]
-    table = gathered(comm, own)
+    table = gathered(comm, own, torch.float64)
     held = {id(pair.whole) for at, pair in enumerate(pairs) if any(row[2 * at] for row in table)}
     lost = [pair.name for pair in pairs if id(pair.whole) not in held]  # another name of a tied one will do
     if lost:
@@ -205,7 +200,7 @@ def _whole(comm: Communicator, batch: Any, dim: int) -> Any:
     def joined(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        sizes = [int(size) for (size,) in gathered(comm, [float(x.shape[dim])])]
+        sizes = [size for (size,) in gathered(comm, [x.shape[dim]])]
         return all_gather(x.detach(), comm, dim, grad="sum", splits=sizes)
 
     if isinstance(batch, Mapping):
@@ -235,7 +230,7 @@ def _step(comm: Communicator, model: nn.Module, batch: Any, loss: Loss | None) -
     value: Tensor = _agreed(comm, check)
     if value.requires_grad:
         value.sum().backward()
-    return [one for (one,) in gathered(comm, [float(value.detach())])]
+    return [one for (one,) in gathered(comm, [float(value.detach())], torch.float64)]
 
 
 def _left_by_backward(part: Tensor | None) -> Tensor | None:

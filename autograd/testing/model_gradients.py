@@ -15,6 +15,7 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.tools import progress
 
+from ..agreement import gathered
 from ..layers.shards import shard_of
 from .model_report import Difference
 
@@ -80,7 +81,7 @@ def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> C
     """Of the gradients as they are now. Every rank must call it, with pairs of the same names."""
     own = [_row(pair, tolerance) for pair in progress.over(pairs, "comparing", "gradient", own=comm.rank == 0)]
     width = len(_Row.__annotations__)
-    flat = gathered(comm, [number for row in own for number in row])
+    flat = gathered(comm, [number for row in own for number in row], torch.float64)
     table = [[_Row(*ranks[at : at + width]) for ranks in flat] for at in range(0, width * len(pairs), width)]
     largest = max((row.scale for rows in table for row in rows if math.isfinite(row.scale)), default=0.0)
     error, wrong = 0.0, []
@@ -98,13 +99,6 @@ def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> C
     for pair, rows, allowed, relative, where in wrong[:_EXPLAINED]:
         differences.append(Difference(pair.name, relative, where, *_explain(comm, pair, rows, allowed)))
     return Compared(sum(any(row.has for row in rows) for rows in table), error, len(wrong), tuple(differences))
-
-
-def gathered(comm: Communicator, numbers: list[float]) -> list[list[float]]:
-    """Those of every rank, equally many on all."""
-    own = torch.tensor(numbers, dtype=torch.float64, device=comm.device)
-    rows: list[list[float]] = comm.all_gather(own, own.new_empty(comm.size, len(numbers))).tolist()
-    return rows
 
 
 def largest_of(x: Tensor) -> float:
@@ -179,7 +173,7 @@ def _explain(comm: Communicator, pair: Pair, rows: list[_Row], allowed: float) -
             part is None or one.value is None or largest_of(one.value - one.expected) <= allowed * one.factor
             for one in guesses
         ]
-        return [all(ranks) for ranks in zip(*gathered(comm, [float(one) for one in own]), strict=True)]
+        return [all(ranks) for ranks in zip(*gathered(comm, own), strict=True)]
 
     factors = _factors(comm.size)
     fitting = fit([_Guess(found, expected * factor, max(1.0, factor)) for factor in factors])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..bindings.abi import DataType, Result
 from ..bindings.errors import NcclInvalidUsage
@@ -46,7 +46,7 @@ def compare_texts(texts: dict[Comm, str], streams: Iterable[int] = ()) -> None:
         comm.check_alive()
     site = call_site()
     for comm, rows in exchange({comm: f"{text}\0{site}" for comm, text in texts.items()}, streams).items():
-        _compare_rows(comm, rows)
+        compare_rows(rows, comm.rank, "every rank must make the same collective calls in the same order")
 
 
 def refuse_capture(library: Library, what: str, remedy: str, streams: Iterable[int] = ()) -> None:
@@ -77,16 +77,22 @@ def captured(stream: int) -> bool:
     return int(code) == 0 and int(status) != 0
 
 
-def _compare_rows(comm: Comm, rows: list[str]) -> None:
-    own_call = rows[comm.rank].partition("\0")[0]
+def compare_rows(rows: Sequence[str], own: int, remedy: str, where: str = "") -> None:
+    """Raise NcclInvalidUsage, which names this rank and one that differs, unless the rows of all ranks are equal.
+
+    rows   as of `exchange`: of each rank its call, "\\0", and the line that it was made from, which is not compared
+    own    this rank
+    where  " in the backward pass", for example
+    """
+    call, _, site = rows[own].partition("\0")
     for rank, row in enumerate(rows):
-        call, _, site = row.partition("\0")
-        if call != own_call:
+        other, _, other_site = row.partition("\0")
+        if other != call:
             raise NcclInvalidUsage(
-                f"the ranks of this communicator disagree (PYNCCL_CHECK=1):\n"
-                f"  rank {comm.rank}: {own_call} at {rows[comm.rank].partition(chr(0))[2]}\n"
-                f"  rank {rank}: {call} at {site}\n"
-                f"  every rank must make the same collective calls in the same order"
+                f"the ranks of this communicator disagree{where} (PYNCCL_CHECK=1):\n"
+                f"  rank {own}: {call} at {site}\n"
+                f"  rank {rank}: {other} at {other_site}\n"
+                f"  {remedy}"
             )
 
 

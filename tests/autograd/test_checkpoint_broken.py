@@ -16,10 +16,10 @@ from ranks import RankPool
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
-import pynccl_autograd.layers.safetensors_files as safetensors_files
+import pynccl_autograd.layers.checkpoint_files as checkpoint_files
 from pynccl import Communicator
 
-files: Any = safetensors_files
+files: Any = checkpoint_files
 INDEX = "model.safetensors.index.json"
 
 
@@ -111,21 +111,21 @@ def test_broken_files_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path)
 def fails_while_read(comm: Communicator, folder: str) -> None:
     """A disk that fails on one rank, once loading has begun."""
     ad.save_full_state_dict(loaded(comm), folder)
-    before = files.Files.whole
+    before = files._read
 
-    def read(self: Any, name: str) -> Tensor:
+    def read(operation: str, path: Path, name: str) -> Tensor:
         if name.startswith("down"):
             raise OSError(5, "Input/output error")
-        return before(self, name)  # type: ignore[no-any-return]
+        return before(operation, path, name)  # type: ignore[no-any-return]
 
     model = loaded(comm, 2)
     for failing, path in ((0, folder), (1, folder), (0, folder if comm.rank == 0 else None)):
         if comm.rank == failing:
-            files.Files.whole = read
+            files._read = read
         try:
             refused(comm, OSError, "Input/output error", partial(ad.load_full_state_dict, model, path), (failing,))
         finally:
-            files.Files.whole = before
+            files._read = before
     ad.load_full_state_dict(model, folder)
     same_output(model)
 

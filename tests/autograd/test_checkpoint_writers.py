@@ -13,28 +13,26 @@ from ranks import RankPool
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl_autograd.layers import checkpoint, safetensors_files
+from pynccl_autograd.layers import checkpoint, checkpoint_files
 
 SAVES = 4
 
 
 def _replicas_save(comm: Communicator, shape: dict[str, int], folder: str, limit: float, meet: bool) -> int:
-    written: list[Path] = []
-    write_file, claim_of = safetensors_files._write_file, safetensors_files.claim_of
+    written: list[int] = []
 
-    def noted(path: Path, *rest: Any) -> None:
-        written.append(path)
-        write_file(path, *rest)
+    class Noted(checkpoint_files.Saving):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            if meet:
+                replicas.barrier()  # all have asked before the first one has written
 
-    def met(*args: Any) -> Any:
-        claim = claim_of(*args)
-        if meet:
-            replicas.barrier()  # all have asked before the first one has written
-        return claim
+        def write(self, number: int, *rest: Any) -> None:
+            written.append(number)
+            super().write(number, *rest)
 
     with pytest.MonkeyPatch.context() as patch, ad.Mesh(comm, shape) as mesh:
-        patch.setattr(safetensors_files, "_write_file", noted)
-        patch.setattr(checkpoint, "claim_of", met)
+        patch.setattr(checkpoint, "Saving", Noted)
         model, replicas = loaded(mesh["tp"]), mesh["dp"]
         for _ in range(SAVES if meet else 10 * SAVES):
             ad.save_full_state_dict(model, folder, limit)
@@ -75,16 +73,14 @@ def _jobs_save(comm: Communicator, folder: str) -> str:
     assert alone is not None
     model = loaded(alone, comm.rank)
     os.environ["TORCHELASTIC_RUN_ID"] = f"job {comm.rank}"
-    original = safetensors_files._write_file
+    original = checkpoint_files.Saving.write
 
-    def write_file(path: Path, *rest: Any) -> None:
-        if not met:
+    def write(self: Any, number: int, *rest: Any) -> None:
+        if number == 0:
             comm.barrier()  # the winner is writing, and the loser has been told
-            met.append(True)
-        original(path, *rest)
+        original(self, number, *rest)
 
-    met: list[bool] = []
-    safetensors_files._write_file = write_file  # type: ignore[assignment]
+    checkpoint_files.Saving.write = write  # type: ignore[method-assign, assignment]
     try:
         ad.save_full_state_dict(model, folder, 500.0)
         return ""
@@ -92,7 +88,7 @@ def _jobs_save(comm: Communicator, folder: str) -> str:
         comm.barrier()
         return str(error)
     finally:
-        safetensors_files._write_file = original
+        checkpoint_files.Saving.write = original  # type: ignore[method-assign]
         del os.environ["TORCHELASTIC_RUN_ID"]
         alone.destroy()
 
@@ -107,11 +103,10 @@ def test_of_two_jobs_the_second_is_told_and_the_folder_is_of_the_first(ranks: Ra
 
 def _parts_save(comm: Communicator, folder: str) -> str:
     """Stages of a pipeline that were given one folder by mistake."""
-    rows = [safetensors_files.Row(f"stage {comm.rank}", (2,), torch.float32)]
     try:
-        claim = safetensors_files.claim_of("save", Path(folder), rows)
+        lock = checkpoint_files.Lock("save", Path(folder, "model.saver"), [f"stage {comm.rank}"])
         comm.barrier()
-        claim.finish(saved=True)
+        lock.release(saved=True)
         return ""
     except RuntimeError as error:
         comm.barrier()
@@ -125,15 +120,14 @@ def test_ranks_of_one_job_with_other_tensors_are_no_replicas(ranks: RankPool, tm
 
 
 def _one_fails(comm: Communicator, folder: str) -> str:
-    rows: list[safetensors_files.Row] = []
-    claim = None
+    saving = None
     for turn in range(2):
         if turn == comm.rank:
-            claim = safetensors_files.claim_of("save", Path(folder), rows)
+            saving = checkpoint_files.Saving("save", Path(folder), [{"x": torch.ones(2)}])
         comm.barrier()
-    assert claim is not None and claim.own == (comm.rank == 0)
+    assert saving is not None and saving.writes == (comm.rank == 0)
     try:
-        claim.finish(saved=False)
+        saving.finish(OSError("the disk is full") if comm.rank == 0 else None)
         return ""
     except OSError as error:
         return str(error)
@@ -141,4 +135,4 @@ def _one_fails(comm: Communicator, folder: str) -> str:
 
 def test_a_replica_hears_that_the_writer_could_not_finish(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(2, _one_fails, str(tmp_path))
-    assert first == "" and "could not finish" in second
+    assert first == "the disk is full" and "could not finish" in second

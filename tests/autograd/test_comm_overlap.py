@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from deferred import deferred_lanes
 from ranks import RankPool, each_size
+from schedule import Schedule, races
 from torch import Tensor
 
 import pynccl_autograd as ad
@@ -17,7 +19,6 @@ from pynccl.comm.observing import Observer, observing
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.comm_overlap import COLLECTIVES
 from pynccl_autograd.overlap.lanes import Lane
-from pynccl_autograd.testing import Schedule, deferred_lanes, races
 
 ROWS, WIDTH, HIDDEN = 24, 16, 36
 

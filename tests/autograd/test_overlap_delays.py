@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from deferred import deferred_lanes, poisoned_workspaces
 from ranks import RankPool
+from schedule import Log, Schedule
 from test_overlap_schedule import CASES, ON_ONE, ON_TWO, OTHERS, Variant, tensors
 from torch import Tensor
 
@@ -18,7 +20,6 @@ from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.lanes import HostLane
 from pynccl_autograd.overlap.workspace import Workspace, workspace_of
-from pynccl_autograd.testing import Log, Schedule, deferred_lanes, poisoned_workspaces
 
 SEEDS = 50
 LATE = 0.0005  # seconds: some times what a piece takes

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from deferred import deferred_lanes
 from ranks import RankPool, each_size
+from schedule import Log, Schedule, access, races, redundant_waits
 from test_overlap import CASES, part
 from torch import Tensor
 
@@ -15,8 +17,6 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.lanes import Lanes
-from pynccl_autograd.testing import Log, Schedule, deferred_lanes, races, redundant_waits
-from pynccl_autograd.testing.schedule import access
 
 ROWS, WIDTH = 12, 12  # divisible by 2, 3 and 4
 ON_ONE = (

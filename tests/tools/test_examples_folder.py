@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import TORCHRUN, RankPool
+from schedule import Event, Log, access, races, redundant_waits
 from stub_driver import over_driver
 
 import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl_autograd.testing.schedule import Event, Log, access
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "examples"
@@ -262,10 +262,10 @@ def test_the_ring_needs_each_of_its_waits(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ring, "use", use)
     kept = ring.ring(torch.zeros(8), Ranks(log))  # type: ignore[arg-type]
     assert kept.shape == (8,)
-    assert len(log.waits) == 2 * (Ranks.size - 1) and ad.testing.races(log) == []
-    assert ad.testing.redundant_waits(log) == []
+    assert len(log.waits) == 2 * (Ranks.size - 1) and races(log) == []
+    assert redundant_waits(log) == []
     for at in log.waits:
-        assert ad.testing.races(log.without(at)), log.events[at]
+        assert races(log.without(at)), log.events[at]
 
 
 def ring_without_its_second_wait(comm: Communicator) -> bool:

@@ -59,12 +59,11 @@ ORDER: dict[str, str] = {
         overlap layers.dtensors layers.shards layers.keep_shards layers.gradients layers.linear layers.vocabulary
         layers.key_value layers.dropout layers.plan layers.regions layers.alike layers.model_hooks layers.replacement
         layers.plan_checks layers.weights layers.parts layers.parallelize layers.pickled layers.describe
-        layers.safetensors_files layers.checkpoint_sources layers.checkpoint layers.checkpoint_optimizer
-        layers.checkpoint_dcp layers.buckets
+        layers.checkpoint_files layers.checkpoint layers.checkpoint_dcp layers.buckets
         layers.optimizer_shard layers.data_parallel layers plans nn
         tracing.marks tracing.spans tracing.layers tracing.calls tracing.meeting tracing.merge tracing.tracing tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
-        testing.model_report testing.model_gradients testing.check_model testing.deferred testing.schedule testing
+        testing.model_report testing.model_gradients testing.check_model testing
         __init__
     """,
 }

@@ -14,14 +14,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from deferred import DeferredLane
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pynccl.comm.observing import Observer, observing
-
-from ..overlap.lanes import Lane, Lanes, Point
-from ..torch_internals import DispatchMode, arguments_of
-from .deferred import DeferredLane
+from pynccl_autograd.overlap.lanes import Lane, Lanes, Point
+from pynccl_autograd.torch_internals import DispatchMode, arguments_of
 
 Span = tuple[int, int]  # bytes of a storage, from and up to
 

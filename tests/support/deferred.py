@@ -16,12 +16,11 @@ from torch import Tensor
 import pynccl
 from pynccl import Communicator
 from pynccl.comm.observing import Observer, observers, observing
-
-from ..overlap import lanes as lanes_module
-from ..overlap.lanes import HostLane, Lane, Lanes, Point, make_lanes
-from ..overlap.slices import Flight
-from ..overlap.workspace import Workspace
-from ..streams import side_stream
+from pynccl_autograd.overlap import lanes as lanes_module
+from pynccl_autograd.overlap.lanes import HostLane, Lane, Lanes, Point, make_lanes
+from pynccl_autograd.overlap.slices import Flight
+from pynccl_autograd.overlap.workspace import Workspace
+from pynccl_autograd.streams import side_stream
 
 _POISON = 0xFF  # in every byte it is NaN in every type of floating-point numbers
 
