@@ -37,7 +37,7 @@ test-all: test
 	$(PY) scripts/fuzz_autograd.py --programs 20
 	$(PY) scripts/fuzz_overlap.py --seconds 60
 	$(PY) scripts/fuzz_models.py --seconds 60
-	$(PY) scripts/fault_campaign.py --runs 100
+	$(PY) scripts/faults/campaign.py --runs 100
 
 semantics: $(STAMP)
 	$(PY) scripts/semantics_table.py $(ARGS)

@@ -1,6 +1,6 @@
 """vLLM's own PyNcclCommunicator beside that of pynccl.compat.vllm: the same calls on the same numbers, on the CPU.
 
-FOLDER has an unpacked wheel of vLLM, as for bench_wrappers.py. Its class is given our NCCLLibrary, as others give it
+FOLDER has an unpacked wheel of vLLM, as for wrappers.py. Its class is given our NCCLLibrary, as others give it
 theirs, and so runs on the host library; streams and the current device, which need a GPU, are stand-ins. Each rank
 says how many results were equal, in every bit and stride. Two ranks or more.
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from bench_wrappers import HandleZero, stand_ins
+from bench.wrappers import HandleZero, stand_ins
 from torch.distributed import P2POp, ReduceOp
 
 from pynccl.compat import vllm as compat

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import bench_ways as bench
+import bench.ways as bench
 import torch
 import torch.distributed as dist
 

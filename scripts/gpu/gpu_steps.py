@@ -102,7 +102,7 @@ def _train(work: Path, gpus: int) -> list[Step]:
     checked = tests("checked_2", 2, 45, "tests/gpu/test_gpu_collectives.py")
     checked.env["PYNCCL_CHECK"] = "1"
     # Two processes take turns on a GPU, and a collective of both may take milliseconds: far fewer of them.
-    overhead = [str(SCRIPTS / "bench_overhead.py"), "--gpu", "--rounds"]
+    overhead = [str(SCRIPTS / "bench" / "overhead.py"), "--gpu", "--rounds"]
     return [
         *steps,
         Step("hang_2", [str(HERE / "gpu_hang.py"), str(work / "hang")], 35, ranks=2),

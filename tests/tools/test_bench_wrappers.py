@@ -1,4 +1,4 @@
-"""scripts/bench_wrappers.py and beside_vllm.py: what they print, and what they say to wrong options."""
+"""scripts/bench/wrappers.py and beside_vllm.py: what they print, and what they say to wrong options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_times_of_each_way_are_printed_fastest_first() -> None:
-    done = run("bench_wrappers.py", "--rounds", "3", "--calls", "50")
+    done = run("bench/wrappers.py", "--rounds", "3", "--calls", "50")
     assert done.returncode == 0, done.stderr
     head, *rows = done.stdout.splitlines()
     assert "median of 3 rounds" in head
@@ -28,7 +28,7 @@ def test_times_of_each_way_are_printed_fastest_first() -> None:
     assert {"bare ctypes", "plan()", "comm.all_reduce(t, t)", "pynccl.compat.vllm all_reduce(t, t)"} <= {*names}
 
 
-@pytest.mark.parametrize("script", ["bench_wrappers.py", "beside_vllm.py"])
+@pytest.mark.parametrize("script", ["bench/wrappers.py", "beside_vllm.py"])
 def test_a_folder_without_a_wheel_is_a_wrong_usage(script: str, tmp_path: Path) -> None:
     done = run(script, "--vllm", str(tmp_path))
     assert done.returncode == 2

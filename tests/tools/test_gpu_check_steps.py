@@ -278,10 +278,10 @@ def test_launch_overhead_is_measured_beside_torch_distributed(tmp_path: Path) ->
 
 def test_launch_overhead_on_a_gpu_needs_one() -> None:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYNCCL_LIBRARY": ""}
-    command = [sys.executable, "scripts/bench_overhead.py", "--gpu"]
+    command = [sys.executable, "scripts/bench/overhead.py", "--gpu"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "bench_overhead.py: --gpu: " in done.stderr and "PYNCCL_LIBRARY=host rehearses it" in done.stderr
+    assert "overhead.py: --gpu: " in done.stderr and "PYNCCL_LIBRARY=host rehearses it" in done.stderr
 
 
 def test_the_versions_of_this_environment_are_told(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ ctypes in each of them: a process has one of them, and CPython adapts its byteco
 gpu_overhead.py says how. Not yet run on a GPU.
 
 examples:
-  python scripts/bench_overhead.py --rounds 3 --calls 50 --markdown  # long
-  PYNCCL_LIBRARY=host torchrun --standalone --nproc-per-node=2 scripts/bench_overhead.py --gpu --rounds 3 --calls 20
-  python scripts/bench_overhead.py  # long
+  python scripts/bench/overhead.py --rounds 3 --calls 50 --markdown  # long
+  PYNCCL_LIBRARY=host torchrun --standalone --nproc-per-node=2 scripts/bench/overhead.py --gpu --rounds 3 --calls 20
+  python scripts/bench/overhead.py  # long
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_ways import BARE, CHECKED, ELEMENTS, PLAN, Way, measure, nccl4py_ways
+from bench.ways import BARE, CHECKED, ELEMENTS, PLAN, Way, measure, nccl4py_ways
 
 import pynccl
 from pynccl.bindings import abi
@@ -44,7 +44,7 @@ from pynccl.bindings.library import torchs_own
 from pynccl.interop.buffers import data_type
 from pynccl.tools import command, progress
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GROUP = 32  # calls in a group
 LOOP = 1000  # calls that the loop in C makes at once
 

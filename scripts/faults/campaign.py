@@ -1,7 +1,7 @@
 """Faults at random points of random programs on the host library: is every end right, told, and clean?
 
 A run: 2 to 4 ranks, which are processes, run a random program of collectives, groups, send and recv, splits, plans and
-backward passes. Something goes wrong at a random point: see FAULTS in fault_programs.py. Every outcome is one of
+backward passes. Something goes wrong at a random point: see FAULTS in programs.py. Every outcome is one of
 
     right result       all data is right, as there is no fault or it came too late to matter
     right error        the ranks that failed name the rank that is to blame, and its line if there is one to name
@@ -11,13 +11,13 @@ backward passes. Something goes wrong at a random point: see FAULTS in fault_pro
 
 Seeds S, S + 1, ... take the faults in turn. S is drawn afresh, and printed, unless it is given: a figure that is quoted
 is of seeds that nobody has mended against. The folders of runs that went wrong stay in --keep. Beside this file lie
-fault_steps.py and fault_programs.py (the programs), fault_ranks.py and fault_values.py (what runs in a rank),
-fault_run.py and fault_nodes.py (a run), fault_judge.py (its outcome).
+steps.py and programs.py (the programs), ranks.py and values.py (what runs in a rank),
+run.py and nodes.py (a run), judge.py (its outcome).
 
 examples:
-  python scripts/fault_campaign.py --runs 2 --seed 11
-  python scripts/fault_campaign.py --replay 7  # that run again, and all that is said
-  python scripts/fault_campaign.py --runs 500 --json out/faults.json --markdown  # long
+  python scripts/faults/campaign.py --runs 2 --seed 11
+  python scripts/faults/campaign.py --replay 7  # that run again, and all that is said
+  python scripts/faults/campaign.py --runs 500 --json out/faults.json --markdown  # long
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-from fault_judge import GOOD, OUTCOMES, Verdict, judge
-from fault_nodes import Nodes, why_not
-from fault_programs import FAULTS, NODES, Program, make
-from fault_run import Server, run
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from faults.judge import GOOD, OUTCOMES, Verdict, judge
+from faults.nodes import Nodes, why_not
+from faults.programs import FAULTS, NODES, Program, make
+from faults.run import Server, run
 
 from pynccl.tools import command, progress
 
@@ -157,7 +159,7 @@ def footer(verdicts: list[Verdict], options: argparse.Namespace, seconds: float)
     given = {"runs": len(verdicts), "seed": verdicts[0].seed, "watch": options.watch, "only": options.only}
     words = " ".join(f"--{name} {value}" for name, value in given.items() if value not in ("", "on"))
     return (
-        f"`python scripts/fault_campaign.py {words} --markdown` on {time.strftime('%Y-%m-%d')}, {seconds:.0f} s: "
+        f"`python scripts/faults/campaign.py {words} --markdown` on {time.strftime('%Y-%m-%d')}, {seconds:.0f} s: "
         f"{nodes} of the runs on two nodes; "
         f"{os.cpu_count()} cores of {cpu or platform.machine()}, Python {platform.python_version()}, "
         f"torch {version('torch')}."

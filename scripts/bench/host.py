@@ -11,9 +11,9 @@ to move: those that come of its peers and, for an all_gather, its own (all_reduc
 (p-1)/p of the full tensor). "blocked" is the processor time of all ranks together while all but one wait for a second.
 
 examples:
-  python scripts/bench_host.py --bytes 4096 --rounds 4
-  python scripts/bench_host.py                                             # long
-  python scripts/bench_host.py --ranks 2 4 --transport sockets --markdown  # long
+  python scripts/bench/host.py --bytes 4096 --rounds 4
+  python scripts/bench/host.py                                             # long
+  python scripts/bench/host.py --ranks 2 4 --transport sockets --markdown  # long
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -287,7 +287,7 @@ def surroundings() -> str:
     cores = len(os.sched_getaffinity(0))
     today = datetime.now(timezone.utc).date()
     return (
-        f"`python scripts/bench_host.py {' '.join(sys.argv[1:])}` on {today}: {cores} cores of "
+        f"`python scripts/bench/host.py {' '.join(sys.argv[1:])}` on {today}: {cores} cores of "
         f"{models[0] if models else platform.machine()}, Python {platform.python_version()}, torch "
         f"{torch.__version__}, load {os.getloadavg()[0]:.1f} at the end."
     )

@@ -7,8 +7,8 @@ next_batch(). The watchdogs of the processes find that out by themselves, throug
 folders of their own, as on several machines. Needs a C compiler and torch.
 
 examples:
-  python scripts/bench_scale.py --ranks 4 --processes 2 --timeout 1 --json
-  python scripts/bench_scale.py  # long
+  python scripts/bench/scale.py --ranks 4 --processes 2 --timeout 1 --json
+  python scripts/bench/scale.py  # long
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pynccl
 from pynccl.bindings import abi
@@ -91,7 +91,7 @@ int ncclCommUserRank(comm_t comm, int *out) { *out = comm->rank; return 0; }
 def compile_stub(folder: Path) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        sys.exit("bench_scale.py compiles a stub library: install a C compiler (cc or gcc)")
+        sys.exit("scale.py compiles a stub library: install a C compiler (cc or gcc)")
     target = folder / "libstub.so"
     (folder / "stub.c").write_text(STUB)
     plain = "".join(f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in abi.FUNCTIONS)

@@ -1,13 +1,13 @@
 """What a differentiable all_reduce costs, forward and backward, before NCCL starts to work; beside torch's.
 
-pynccl runs on the stub library of bench_overhead.py, whose functions return 0; torch.distributed runs on its fake
+pynccl runs on the stub library of overhead.py, whose functions return 0; torch.distributed runs on its fake
 backend, which launches nothing either. What is left is Python and autograd. Rounds A B A B with the garbage collector
 off, medians, and ratios as the median of the ratios within a round. The tensor is small and in CPU memory. Needs a
 C compiler.
 
 examples:
-  python scripts/bench_autograd.py --rounds 3 --calls 50 --json
-  python scripts/bench_autograd.py  # long
+  python scripts/bench/autograd.py --rounds 3 --calls 50 --json
+  python scripts/bench/autograd.py  # long
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_overhead import ROOT, communicator, compile_stub
-from bench_ways import Way, measure
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.overhead import ROOT, communicator, compile_stub
+from bench.ways import Way, measure
 
 from pynccl.tools import command
 
