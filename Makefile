@@ -2,7 +2,7 @@
 #   make demo [N=4]   train a small transformer with N tensor-parallel ranks beside the unsharded model
 #   make test         the whole test suite              make lint / make format / make clean
 #   make test-all     that, and a minute or two of each fuzzer and of the fault campaign, of seeds that they draw and print
-#   make api          docs/api.md from the docstrings
+#   make api          build/api.md: every public name, from the docstrings
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
 #   make collectives  docs/collectives.html: the page on which elements move, of python -m pynccl explain
 # Options: PYTHON=python3.12 (of a new .venv), VENV=folder, ARGS="..." (handed to train.py or pytest), DEMO_STEPS=20
