@@ -34,9 +34,9 @@ test: $(STAMP)
 	$(PY) -m pytest $(ARGS)
 
 test-all: test
-	$(PY) scripts/fuzz_autograd.py --programs 20
-	$(PY) scripts/fuzz_overlap.py --seconds 60
-	$(PY) scripts/fuzz_models.py --seconds 60
+	$(PY) scripts/faults/fuzzer.py autograd --runs 20
+	$(PY) scripts/faults/fuzzer.py overlap --runs 100
+	$(PY) scripts/faults/fuzzer.py models --runs 60
 	$(PY) scripts/faults/campaign.py --runs 100
 
 semantics: $(STAMP)

@@ -10,7 +10,7 @@ What the flight recorder costs is measured in other processes, in turn with PYNC
 ctypes in each of them: a process has one of them, and CPython adapts its bytecode to what it sees there.
 
 --gpu measures on a GPU and the real libnccl instead, on the ranks of a launch, beside torch.distributed's nccl backend;
-gpu_overhead.py says how. Not yet run on a GPU.
+overhead_gpu.py says how. Not yet run on a GPU.
 
 examples:
   python scripts/bench/overhead.py --rounds 3 --calls 50 --markdown  # long
@@ -326,12 +326,11 @@ def main_gpu(options: argparse.Namespace) -> None:
     problem = pynccl.bindings.library.gpu_problem()
     if problem and os.environ.get("PYNCCL_LIBRARY") != "host":
         raise ValueError(f"--gpu: {problem}; PYNCCL_LIBRARY=host rehearses it on the CPU")
-    sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
-    import gpu_overhead
+    from bench import overhead_gpu
 
-    found = gpu_overhead.run(options.rounds, options.calls)
+    found = overhead_gpu.run(options.rounds, options.calls)
     if os.environ.get("RANK", "0") == "0":
-        table = f"{gpu_overhead.table(found)}\nRESULT {json.dumps(found)}"
+        table = f"{overhead_gpu.table(found)}\nRESULT {json.dumps(found)}"
         print(json.dumps(found, indent=2) if options.json else table)
 
 

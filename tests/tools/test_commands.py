@@ -94,7 +94,7 @@ def taken_apart(line: str) -> Example:
     ranks = 0
     if words[0] == "torchrun":
         ranks = next(int(word.partition("=")[2]) for word in words if word.startswith("--nproc-per-node="))
-    first = next((i for i, word in enumerate(words) if word == "-m" or word.endswith((".py", ".sh"))), 0)
+    first = next((i for i, word in enumerate(words) if word == "-m" or word.endswith(".py")), 0)
     return Example(line, tuple(words[first:]), ranks, environment)
 
 
@@ -140,14 +140,6 @@ def run_all(
         environment = {**environment_of(where), **example.environment}
         if "hang" in example.words:
             environment["PYNCCL_WATCH_DIR"] = str(job / "watch")
-        if "--report" in example.words:  # of what the example before it has written
-            in_a_shell("scripts/gpu_check.sh probe --budget 300", where, environment | {"OUT": f"{folder}/out"})
-        if example.words[0].endswith(".sh"):
-            return in_a_shell(
-                example.line.replace(" out/", f" {folder}/out/").replace("OUT=results", f"OUT={folder}/results"),
-                where,
-                environment | {"OUT": f"{folder}/out"},
-            )
         if "$(" in example.line:
             return in_a_shell(example.line, where, environment)
         ranks = forks.run(example.words, example.ranks, where, environment, only_parse=only_parsed(example))
@@ -190,7 +182,7 @@ def test_help_says_what_it_does_its_exit_codes_and_examples(helps: dict[str, End
     assert re.search(r"; 1 \w+", flat)
     examples = examples_of(out)
     assert any(not one.long for one in examples) or name in NEED_A_FILE
-    mine = name.split()[-1] if name in MODULES else name.replace("gpu/gpu_check.py", "gpu_check.sh")
+    mine = name.split()[-1] if name in MODULES else name
     assert all(mine in one.words for one in examples)
 
 
@@ -310,15 +302,11 @@ NONSENSE = [
     ("scripts/faults/campaign.py", "--jobs 0"),
     ("scripts/faults/campaign.py", "--only everything"),
     ("scripts/faults/campaign.py", f"--keep {UNWRITABLE}"),
-    ("scripts/fuzz_autograd.py", "--ranks two"),
-    ("scripts/fuzz_autograd.py", "--ranks 0"),
-    ("scripts/fuzz_autograd.py", "--modes sideways"),
-    ("scripts/fuzz_autograd.py", "--timeout -1"),
-    ("scripts/fuzz_calls.py", "--ranks 0"),
-    ("scripts/fuzz_models.py", "--seconds 0"),
-    ("scripts/fuzz_models.py", "--ranks two"),
-    ("scripts/fuzz_overlap.py", "--ranks 1"),
-    ("scripts/fuzz_overlap.py", "--seconds 0"),
+    ("scripts/faults/fuzzer.py", "everything"),
+    ("scripts/faults/fuzzer.py", "models --ranks two"),
+    ("scripts/faults/fuzzer.py", "autograd --ranks 0"),
+    ("scripts/faults/fuzzer.py", "calls --timeout -1"),
+    ("scripts/faults/fuzzer.py", "overlap --runs 0"),
     ("scripts/dump_nccl_abi.py", "/nowhere"),
     ("scripts/dump_nccl_abi.py", "/etc/hostname"),
     ("scripts/dump_nccl_abi.py", "/etc"),
@@ -327,10 +315,9 @@ NONSENSE = [
     ("scripts/none_skipped.py", "/etc tests"),
     ("scripts/none_skipped.py", "/etc/hostname tests"),
     ("scripts/gpu/gpu_check.py", "everything"),
-    ("scripts/gpu/gpu_check.py", "--report /etc/hostname"),
     ("scripts/gpu/gpu_check.py", "--budget 0"),
-    ("scripts/gpu/gpu_hang.py", ""),
-    ("scripts/gpu/gpu_profile.py", UNWRITABLE),
+    ("scripts/gpu/gpu_programs.py", "hang"),
+    ("scripts/gpu/gpu_programs.py", f"profile {UNWRITABLE}"),
     ("scripts/recipes/ddp.py", ""),  # outside a launch
     ("scripts/clip_loss.py", ""),
     *((name, "--nonsense") for name in NAMES),
