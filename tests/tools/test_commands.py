@@ -62,7 +62,6 @@ ELSEWHERE = {
     "scripts/bench/scale.py": "test_bench_scale.py",
     "scripts/recipes/hugging_face.py": "test_recipes.py",
     "scripts/train.py": "test_train.py",
-    "scripts/train_llama.py": "test_train_llama.py",
 }
 GOOD_CODES = {"-m pynccl hang": {0, 1}}  # a rank has failed in the job that it looks at
 
@@ -279,9 +278,9 @@ NONSENSE = [
     ("scripts/train.py", "--seed 99999999999999999999999"),
     ("scripts/train.py", f"--out {UNWRITABLE}"),
     ("scripts/train.py", "--data ."),
-    ("scripts/train_llama.py", "--heads 0"),
-    ("scripts/train_llama.py", "--lr -1"),
-    ("scripts/train_llama.py", "--out /etc/hostname"),
+    ("scripts/train.py", "--model llama --heads 0"),
+    ("scripts/train.py", "--lr -1"),
+    ("scripts/train.py", "--out /etc/hostname"),
     ("scripts/timeline.py", "--out picture.txt"),
     ("scripts/timeline.py", f"--trace {UNWRITABLE}"),
     ("scripts/timeline.py", "--trace ."),
