@@ -106,19 +106,19 @@ int ncclCommUserRank(void *comm, int *out) { *out = only.rank; return 0; }
 """
 
 
-def compile_stub(folder: Path) -> Path:
+def compile_stub(folder: Path, source: str = STUB, *options: str) -> Path:
     """The library, under the name by which other bindings look for one that is already loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise FileNotFoundError("a stub library is compiled: install a C compiler (cc or gcc)")
     target = folder / "libnccl.so.2"
-    (folder / "stub.c").write_text(STUB)
+    (folder / "stub.c").write_text(source)
     # Weak, so that those with a body win. `()` takes any arguments in C11, as it no longer does in C23.
     plain = "".join(f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in abi.FUNCTIONS)
     (folder / "plain.c").write_text(plain)
-    options = ["-O2", "-std=gnu11", "-w", "-shared", "-fPIC", f"-DVERSION={abi.version_code(abi.HEADER_VERSION)}"]
-    command = [compiler, *options, f"-Wl,-soname,{target.name}", "stub.c", "plain.c", "-o", target.name]
-    subprocess.run(command, cwd=folder, check=True)
+    words = [compiler, "-O2", "-std=gnu11", "-w", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", *options]
+    words.append(f"-DVERSION={abi.version_code(abi.HEADER_VERSION)}")
+    subprocess.run([*words, "stub.c", "plain.c", "-o", target.name], cwd=folder, check=True)
     return target
 
 
