@@ -2,7 +2,7 @@
 #   make demo [N=4]   train a small transformer with N tensor-parallel ranks beside the unsharded model
 #   make test         the whole test suite              make lint / make format / make clean
 #   make test-all     that, and a minute or two of each fuzzer and of the fault campaign, of seeds that they draw and print
-#   make api          docs/api.md from the docstrings
+#   make api          build/api.md: every public name, from the docstrings
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
 #   make collectives  docs/collectives.html: the page on which elements move, of python -m pynccl explain
 # Options: PYTHON=python3.12 (of a new .venv), VENV=folder, ARGS="..." (handed to train.py or pytest), DEMO_STEPS=20
@@ -34,10 +34,10 @@ test: $(STAMP)
 	$(PY) -m pytest $(ARGS)
 
 test-all: test
-	$(PY) scripts/fuzz_autograd.py --programs 20
-	$(PY) scripts/fuzz_overlap.py --seconds 60
-	$(PY) scripts/fuzz_models.py --seconds 60
-	$(PY) scripts/fault_campaign.py --runs 100
+	$(PY) scripts/faults/fuzzer.py autograd --runs 20
+	$(PY) scripts/faults/fuzzer.py overlap --runs 100
+	$(PY) scripts/faults/fuzzer.py models --runs 60
+	$(PY) scripts/faults/campaign.py --runs 100
 
 semantics: $(STAMP)
 	$(PY) scripts/semantics_table.py $(ARGS)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from bench_ranks import link_for, linked, measure, run_ranks
+from bench.ranks import link_for, linked, measure, run_ranks
 
 import pynccl_autograd as ad
 from pynccl import Communicator

@@ -1,11 +1,13 @@
 """Train a small byte-level transformer, tensor and sequence parallel over all ranks of a torchrun launch.
 
-Beside it lie train_options.py, train_model.py, train_data.py (the text), train_report.py (what is shown) and
-train_trace.py. It writes OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary
-model. --device cuda:0 lets all ranks share one GPU.
+It writes OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary model. --device
+cuda:0 lets all ranks share one GPU. --model llama trains a small Llama of Hugging Face's library, made parallel by
+`ad.parallelize`; it needs the extra hf, downloads nothing and writes no checkpoint. The model and the text are in
+train_model.py, what is shown in train_report.py, --trace in train_trace.py.
 
 examples:
   torchrun --standalone --nproc-per-node=2 scripts/train.py --check --steps 10  # beside the unsharded model
+  torchrun --standalone --nproc-per-node=2 scripts/train.py --model llama --check --steps 10
   torchrun --standalone --nproc-per-node=2 scripts/train.py --device cpu --steps 10 --out out/cpu
   torchrun --standalone --nproc-per-node=2 scripts/train.py --overlap off --steps 10  # nothing hides communication
   torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace out/trace.json.gz  # what ran when
@@ -15,26 +17,92 @@ examples:
 from __future__ import annotations
 
 import argparse
+import copy
+import importlib.util
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out with PYTHONSAFEPATH
-from train_data import SHIPPED, Batch, Windows, split_text
-from train_model import ModelConfig, Transformer, save_checkpoint
-from train_options import read_options
-from train_report import CommMeter, Comparison, plot
-from train_trace import StepTrace
+from train_model import SHIPPED, Batch, ModelConfig, Transformer, Windows, llama, read_text, save_checkpoint, split_text
+from train_report import TOLERANCE, CommMeter, Comparison, plot
+from train_trace import StepTrace, add_options
 
 import pynccl
+import pynccl_autograd as ad
+from pynccl.bindings.library import gpu_count, gpu_problem
 from pynccl.tools import command
 from pynccl.tools.progress import Bar
 
 VALIDATION_BATCHES = 8
+
+
+def read_options(doc: str | None = None) -> argparse.Namespace:
+    """The command line, with the text read; ends the process (2) if it cannot work, in the same words on every rank.
+
+    doc       what the script does, and examples
+    """
+    parser = command.Parser(doc, failed="a rank failed, or --check found a difference")
+    parser.add_argument("--model", choices=("transformer", "llama"), default="transformer", help="(%(default)s)")
+    parser.add_argument("--steps", type=command.whole(1), default=100, help="steps of the optimizer (%(default)s)")
+    parser.add_argument(
+        "--device", help="cpu, cuda (a GPU per rank), cuda:0 (shared by all ranks); default: what is there"
+    )
+    parser.add_argument("--dtype", choices=list(TOLERANCE), default="float32", help="of the weights (%(default)s)")
+    parser.add_argument("--seed", type=command.whole(0), default=0, help="of weights and batches (%(default)s)")
+    parser.add_argument("--layers", type=command.whole(1), default=ModelConfig.layers, help="blocks (%(default)s)")
+    parser.add_argument(
+        "--width", type=command.whole(1), default=ModelConfig.width, help="columns of the residual stream (%(default)s)"
+    )
+    parser.add_argument("--heads", type=command.whole(1), default=ModelConfig.heads, help="of attention (%(default)s)")
+    parser.add_argument("--seq", type=command.whole(1), default=ModelConfig.seq, help="bytes in a window (%(default)s)")
+    parser.add_argument("--batch", type=command.whole(1), default=8, help="windows in a step (%(default)s)")
+    parser.add_argument("--lr", type=command.number(0), default=1e-3, help="learning rate of AdamW (%(default)s)")
+    parser.add_argument("--data", metavar="FILE", help=f"text to learn; default: {SHIPPED}, which comes with Python")
+    parser.add_argument("--out", default="out", help="folder for loss.png and checkpoint.pt (%(default)s)")
+    parser.add_argument(
+        "--overlap",
+        choices=("auto", "off"),
+        default="auto",
+        help="hide communication behind matmuls: auto, where it pays, or off (%(default)s)",
+    )
+    parser.add_argument("--describe", action="store_true", help="of llama: print what became of each parameter")
+    parser.add_argument("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
+    add_options(parser)
+    options = parser.parse_args()
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    config = ModelConfig(options.layers, options.width, options.heads, options.seq)
+    if problem := config.problem(int(ranks) if ranks.isdigit() and int(ranks) else 1) or device_problem(options.device):
+        parser.error(problem)
+    if options.model == "llama" and importlib.util.find_spec("transformers") is None:
+        parser.error('transformers is not installed: pip install -e ".[hf]"')
+    if not options.lr:
+        parser.error(f"--lr is {options.lr}, expected a number above 0")
+    try:
+        options.text = read_text(options.data, options.seq)
+        command.output_folder(options.out)
+    except ValueError as error:
+        parser.error(str(error))
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--out {error}")
+    return options
+
+
+def device_problem(device: str | None) -> str:
+    """Why --device cannot be used here; "" if it can."""
+    kind, _, index = (device or "cpu").partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
+        return f"--device is {device!r}, expected cpu, cuda, or cuda:0"
+    if kind == "cuda" and gpu_problem():
+        return f"--device is {device}, but: {gpu_problem()}; use --device cpu"
+    if index and int(index) >= gpu_count():
+        return f"--device is {device}, but this machine has {gpu_count()} GPUs, numbered from 0"
+    return ""
 
 
 def main() -> int:
@@ -49,6 +117,7 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
     learn_from, validate_on = split_text(options.text)
     windows = Windows(learn_from, options.seq, options.batch, options.seed, comm.device)
     model, unsharded = build(options, config, comm)
+    step = llama_step if options.model == "llama" else train_step
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     unsharded_optimizer = torch.optim.AdamW(unsharded.parameters(), lr=options.lr)
     compare = options.check and comm.rank == 0
@@ -61,10 +130,10 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
         for number in range(options.steps):
             batch = windows.next()
             with traced.step(number), clock:
-                loss = train_step(model, optimizer, batch, comm)
+                loss = step(model, optimizer, batch, comm)
             losses.sharded.append(loss)
             if compare:
-                losses.unsharded.append(train_step(unsharded, unsharded_optimizer, batch, None))
+                losses.unsharded.append(step(unsharded, unsharded_optimizer, batch, None))
                 bar.line(losses.row())
             if options.check:
                 comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
@@ -72,32 +141,54 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
     if comm.rank == 0 and traced.said:
         print(traced.said, flush=True)
 
-    held_out = Windows(validate_on, options.seq, options.batch, options.seed, comm.device)
-    validation = evaluate(model, held_out, comm)
     share = clock.communication_share(comm)
-    state = model.unsharded_state()
+    validation = None
+    if isinstance(model, Transformer):
+        held_out = Windows(validate_on, options.seq, options.batch, options.seed, comm.device)
+        validation = evaluate(model, held_out, comm)
+        state = model.unsharded_state()
+        if comm.rank == 0:
+            write_checkpoint(options, config, losses, validation, state, comm.size)
     if comm.rank == 0:
         print(summary(options, losses, validation, clock, share))
-        write_results(options, config, losses, validation, state, comm.size)
+        title = f"sharded over {comm.size} rank{'s' if comm.size > 1 else ''} (tensor + sequence parallel)"
+        print(plot(os.path.join(options.out, "loss.png"), losses, title))
     if not compare:
         return 0
     print(losses.verdict(), flush=True)
     return 0 if losses.agrees() else 1
 
 
-def build(
-    options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communicator
-) -> tuple[Transformer, Transformer]:
+def build(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communicator) -> tuple[Any, Any]:
     """(this rank's part of the model, the unsharded model) with equal weights.
 
     Every rank draws the unsharded model from the seed and keeps its part, so the start does not depend on their number.
     """
     torch.manual_seed(options.seed)
+    dtype = getattr(torch, options.dtype)
+    if options.model == "llama":
+        whole = llama(config).to(comm.device, dtype)
+        plan = ad.plans.llama
+        parallel = ad.parallelize(copy.deepcopy(whole), comm, plan, gather_logits=False, overlap=options.overlap)
+        if options.describe and comm.rank == 0:
+            print(ad.describe(parallel))
+        return parallel, whole
     unsharded = Transformer(config)
     model = Transformer(config, comm, options.overlap)
     model.load_unsharded(unsharded.state_dict())
-    dtype = getattr(torch, options.dtype)
     return model.to(comm.device, dtype), unsharded.to(comm.device, dtype)
+
+
+def llama_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, comm: pynccl.Communicator | None) -> float:
+    """As train_step, of a model that ad.parallelize has cut, or of the unsharded one."""
+    optimizer.zero_grad()
+    ids = batch.tokens.t().contiguous()  # the batch first
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    ad.finish_gradients(model)  # of what is whole on every rank there is nothing to finish
+    ad.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.item())
 
 
 def train_step(
@@ -165,17 +256,20 @@ def mean_of_warm(seconds: list[float]) -> float:
     return sum(counted) / len(counted)
 
 
-def summary(options: argparse.Namespace, losses: Comparison, validation: float, clock: Clock, share: float) -> str:
+def summary(
+    options: argparse.Namespace, losses: Comparison, validation: float | None, clock: Clock, share: float
+) -> str:
     tokens_per_second = options.seq * options.batch / clock.mean_step()
+    held_out = "" if validation is None else f", {validation:.4f} on held-out text"
     return (
-        f"loss {losses.sharded[-1]:.4f} after {options.steps} steps, {validation:.4f} on held-out text; "
+        f"loss {losses.sharded[-1]:.4f} after {options.steps} steps{held_out}; "
         f"{tokens_per_second:,.0f} tokens/s; {share:.0%} of the time in communication\n"
         f"  ({clock.meter.how}, waiting for other ranks included, mean over ranks and all steps but the first; "
         f"{clock.meter.calls} calls on rank 0)"
     )
 
 
-def write_results(
+def write_checkpoint(
     options: argparse.Namespace,
     config: ModelConfig,
     losses: Comparison,
@@ -187,8 +281,6 @@ def write_results(
     run = {name: getattr(options, name) for name in ("steps", "dtype", "seed", "batch", "lr", "data")}
     save_checkpoint(path, state, config, run=run, ranks=ranks, losses=losses.sharded, validation_loss=validation)
     print(f"wrote {path}")
-    title = f"sharded over {ranks} rank{'s' if ranks > 1 else ''} (tensor + sequence parallel)"
-    print(plot(os.path.join(options.out, "loss.png"), losses, title))
 
 
 def synchronize(device: str) -> None:
@@ -200,7 +292,7 @@ def synchronize(device: str) -> None:
         torch.cuda.set_device(device)
 
 
-def describe(model: Transformer, comm: pynccl.Communicator, options: argparse.Namespace) -> str:
+def describe(model: torch.nn.Module, comm: pynccl.Communicator, options: argparse.Namespace) -> str:
     count = sum(parameter.numel() for parameter in model.parameters())
     version = ".".join(map(str, comm.library.version))
     name = "host library" if comm.library.is_host else f"NCCL {version} from {comm.library.path}"

@@ -1,4 +1,4 @@
-"""--trace of train.py and train_llama.py: a few steps of all ranks in one file for ui.perfetto.dev."""
+"""--trace of train.py: a few steps of all ranks in one file for ui.perfetto.dev."""
 
 from __future__ import annotations
 

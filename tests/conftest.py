@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():
-        skip = pytest.mark.skip(reason="no CUDA GPU on this machine; scripts/gpu_check.sh runs these on one")
+        skip = pytest.mark.skip(reason="no CUDA GPU on this machine; scripts/gpu/gpu_check.py runs these on one")
         for item in gpu_items:
             item.add_marker(skip)
 

@@ -1,199 +1,311 @@
-"""The steps of gpu_check.sh: run each in processes of its own, within a budget, and write down what came of it.
+"""Everything that needs a GPU, in three calls of 8.5 minutes at most: probe, ranks, train.
 
-Each call (single steps together are one, named "steps") writes $OUT/gpu_check_CALL.json and $OUT/gpu_check_CALL.log,
-anew after every step and while one runs, so that a call that is killed leaves what it found; the log holds the whole
-output of every process, the longest cut in the middle. Beside them lie trace.json.gz and loss.png: 8 files at most.
+probe   doctor; do two ranks reach each other; streams, overlap, bad ends: what only a GPU can show
+ranks   the rest of tests/gpu with 1, 2 and 4 ranks, which share a GPU where there are too few
+train   train.py --check; a hung peer; a profile; PYNCCL_CHECK=1; the overhead of a launch; perf
 
-A step gets its limit or what is left of the budget, and is "not run" where that is less than a quarter of its limit.
-Tests behind one that failed on several ranks, or that ended the process, are run in new processes within that time.
-Where two ranks cannot reach each other on a shared GPU, settings of NCCL are tried, and the rest of the call is run
-with the first that help. --nccl-env hands on what another call has found.
+Each step is some processes with a limit of time. Where one hangs, its stacks go to the log and everything that the
+step has started is killed. Writes $OUT/gpu_CALL.json, .log and .md (OUT: out), anew after each step. Settings of NCCL
+in the environment go to all steps: NCCL_SOCKET_IFNAME=lo where two ranks do not reach each other. torch for CUDA,
+libnccl, cuda-core and pytest have to be there; nothing is installed or downloaded. Not yet run on a GPU.
 
-Without a GPU every step is skipped, and that is exit code 0.
-
-Only the standard library is needed here, since the project is installed by the first step. GPU_CHECK_FAKE=FILE.py
-rehearses without a GPU: `FILE.py STEP` is run in place of every step, and the results say so.
+Without a GPU every step is skipped, and that is exit code 0. PYNCCL_LIBRARY=host rehearses the steps on the CPU, where
+the tests skip themselves.
 
 examples:
-  scripts/gpu_check.sh --list
-  scripts/gpu_check.sh probe --budget 300
-  OUT=results scripts/gpu_check.sh ranks --nccl-env NCCL_SOCKET_IFNAME=lo
-  scripts/gpu_check.sh --report out/gpu_check_probe.json            # a page in Markdown
+  python scripts/gpu/gpu_check.py --list
+  python scripts/gpu/gpu_check.py probe  # long
+  PYNCCL_LIBRARY=host python scripts/gpu/gpu_check.py doctor hang  # long
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
+import contextlib
 import json
 import os
 import platform
-import shlex
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import gpu_report  # noqa: E402
-import gpu_run  # noqa: E402
-from gpu_steps import CALL_SECONDS, CALLS, LEAST_SHARE, REACH, ROOT, WRONG_VALUES, Step, listing, names, selected  # noqa: E402
+from pynccl.bindings.library import gpu_count, gpu_problem
+from pynccl.tools import command
 
-from pynccl.bindings.library import gpu_count, gpu_problem  # noqa: E402
-from pynccl.tools import command  # noqa: E402
-
-FILE_BYTES = 15 << 20  # of a file at most, to be carried away
-SHOWN_CHARACTERS = 2500  # of a step that failed; the JSON has more, the log everything
-TICK_SECONDS = 10.0  # how often the results are written while a step runs
-KEPT = {"train_2_float32/loss.png": "loss.png", "trace.json.gz": "trace.json.gz"}  # of what the steps write
-
-
-class Call:
-    """One call: its steps in turn, until the budget is used up."""
-
-    def __init__(self, name: str, steps: list[Step], options: argparse.Namespace, work: Path, machine: dict[str, Any]):
-        self.name, self.steps, self.options, self.work, self.machine = name, steps, options, work, machine
-        self.out = Path(os.environ.get("OUT", "out"))
-        self.deadline = time.monotonic() + options.budget
-        self.settings = dict(options.nccl_env)  # of NCCL, that the ranks of this call take
-        self.ready = ""  # what keeps every further step from running
-        self.apart = ""  # what keeps those from running whose ranks share a GPU
-        self.reached = False
-        self._written = 0.0
-        self.out.mkdir(parents=True, exist_ok=True)
-
-    def run(self, done: dict[str, Step]) -> None:
-        """All steps; of those in `done`, from an earlier call, the outcome is taken over."""
-        self.write()
-        for step in self.steps:
-            if step.name in done:
-                step.__dict__.update(done[step.name].__dict__, logs=[])
-                step.reason = step.reason or "in an earlier call"
-            elif hindrance := self.hindrance(step):
-                step.status, step.reason = hindrance
-            else:
-                self.perform(step)
-                self.learn(step)
-            print(line(step), flush=True)
-            if step.status == "failed":
-                print(step.output[-SHOWN_CHARACTERS:], flush=True)
-            self.write()
-
-    def hindrance(self, step: Step) -> tuple[str, str] | None:
-        """(status, reason) of a step that is not to be run now."""
-        if self.machine["problem"]:
-            return "skipped", self.machine["problem"]
-        if self.ready:
-            return "not run", self.ready
-        if step.remedy and self.reached:
-            return "skipped", "not needed"
-        if self.apart and step.ranks > self.machine["gpus"] and not step.name.startswith(REACH):
-            return "not run", self.apart
-        left = self.deadline - time.monotonic()
-        if self.options.limit:
-            step.limit = min(step.limit, self.options.limit)
-        step.allotted = round(min(step.limit, left), 1)
-        if left < LEAST_SHARE * step.limit:
-            return "not run", f"budget: {max(left, 0):.0f} of {self.options.budget:g} s left, limit {step.limit:g} s"
-        return None
-
-    def perform(self, step: Step) -> None:
-        step.status, step.reason = "running", ""
-        step.env = {**self.settings, **step.env}
-        if "pytest" in step.command:
-            step.command += self.options.pytest
-        if self.machine["fake"]:
-            step.command = [self.machine["fake"], step.name]
-        self.write()
-        manner = gpu_run.Manner(step.ranks > self.machine["gpus"], self.options.grace, self.tick)
-        try:
-            gpu_run.perform(step, self.work, manner)
-        except KeyboardInterrupt:
-            step.status, step.reason = "failed", "interrupted"
-            raise
-
-    def learn(self, step: Step) -> None:
-        """What the outcome means for the steps that follow."""
-        passed = step.status == "passed"
-        if step.name == "install" and not passed:
-            self.install_by_path(step)
-        if step.name == "versions":
-            if passed and step.results:
-                self.machine["versions"] = step.results[0]
-            if not passed and step.returncodes[0] in (1, 2):  # not where it only took too long
-                self.ready = "the versions could not be read: is torch there, and does the project import?"
-        if step.name.startswith(REACH):
-            self.learn_reach(step, passed or WRONG_VALUES in step.returncodes)
-
-    def learn_reach(self, step: Step, reached: bool) -> None:
-        if reached:
-            self.reached, self.apart = True, ""
-            self.settings.update(step.remedy)
-            for other in self.steps if step.remedy else []:
-                if other.name.startswith(REACH) and other.status == "failed" and other is not step:
-                    how = " ".join(f"{name}={value}" for name, value in step.remedy.items())
-                    other.status, other.reason = "worked around", f"{other.reason}; works with {how}"
-        elif not self.reached:
-            self.apart = f"two ranks on one GPU do not reach each other: see {REACH}"
-
-    def install_by_path(self, step: Step) -> None:
-        """The folder autograd/ is imported as pynccl_autograd: by a link, where pip does not install it."""
-        site = self.work / "site"
-        site.mkdir(exist_ok=True)
-        (site / "pynccl_autograd").symlink_to(ROOT / "autograd")
-        path = [str(ROOT), str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-        os.environ["PYTHONPATH"] = os.pathsep.join(path)
-        step.status, step.reason = "worked around", f"pip: {step.reason}; imported by PYTHONPATH instead"
-
-    def tick(self) -> None:
-        if time.monotonic() - self._written > TICK_SECONDS:
-            self.write()
-
-    def write(self) -> None:
-        """The JSON and the log, as far as it goes: by way of a second file, so that there is always a whole one."""
-        self._written = time.monotonic()
-        stem = f"gpu_check_{self.name}"
-        found = {"call": self.name, "machine": self.machine, "budget": self.options.budget, "nccl_env": self.settings}
-        for status in ("failed", "worked around", "not run"):
-            found[status] = [step.name for step in self.steps if step.status == status]
-        found["steps"] = [{k: v for k, v in asdict(step).items() if k != "logs"} for step in self.steps]
-        draft = self.work / "draft"
-        draft.write_text(json.dumps(found, indent=1) + "\n")
-        shutil.move(draft, self.out / f"{stem}.json")
-        gpu_run.bundle(draft, [Path(log) for step in self.steps for log in step.logs], FILE_BYTES)
-        shutil.move(draft, self.out / f"{stem}.log")
-        for source, name in KEPT.items():
-            path = self.work / source
-            if path.exists() and path.stat().st_size <= FILE_BYTES:
-                shutil.copy(path, self.out / name)
+ROOT = Path(__file__).resolve().parents[2]
+CALL_SECONDS = 510.0
+GRACE_SECONDS = 10.0  # for the other ranks, once one has failed
+STACKS_SECONDS = 2.0  # for faulthandler to write, between SIGABRT and SIGKILL
+TAIL_CHARACTERS = 4000
+LOG_BYTES = 1 << 20  # of one process, the end of what it printed
+REACH = "reach"  # where this one fails, steps whose ranks share a GPU are not run
+PROGRAMS = "scripts/gpu/gpu_programs.py"
 
 
-def line(step: Step) -> str:
-    counts = ", ".join(f"{number} {name}" for name, number in step.tests.items())
-    told = "; ".join(filter(None, (counts, step.reason)))
-    return f"{step.status:14s}{step.name:22s}{step.seconds:6.1f} s  {told}"
+@dataclass
+class Step:
+    """What to run, and how it went. ranks: so many processes with RANK set; 0: one without. seconds: the limit."""
+
+    name: str
+    ranks: int
+    seconds: float
+    command: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    status: str = "not run"  # skipped, passed, failed
+    reason: str = ""
+    took: float = 0.0
+    tests: dict[str, int] = field(default_factory=dict)  # passed, failed, skipped: sums over the ranks
+    results: list[Any] = field(default_factory=list)  # what each rank printed behind RESULT
+    output: str = ""  # the end of it, of a rank that failed, else of rank 0
 
 
-def describe_machine(argv: list[str]) -> dict[str, Any]:
-    """Of this run: when, where, from which commit, by which command."""
-    fake = os.environ.get("GPU_CHECK_FAKE", "")
+def pytest_of(name: str, ranks: int, seconds: float, *what: str, **env: str) -> Step:
+    """With several ranks the first failure ends a rank: the others are no longer where it is."""
+    options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=25", *["-x"] * (ranks > 1)]
+    return Step(name, ranks, seconds, ["-m", "pytest", *what, *options], env)
+
+
+def files(*names: str) -> list[str]:
+    return [f"tests/gpu/test_gpu_{name}.py" for name in names]
+
+
+def calls(work: Path, gpus: int) -> dict[str, list[Step]]:
+    """The steps of each call; `work` is a folder for what they write."""
+    streams, overlap = files("streams", "trace", "watch"), files("overlap_streams", "effects")
+    transforms, own = files("transforms"), files("ends", "perf")  # own: these start processes of their own
+    apart = {*streams, *overlap, *transforms, *own, *files("examples")}
+    paths = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    others = [path for path in paths if path not in apart]
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["scripts/gpu_check.sh", *argv]),
-        "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "gpus": gpu_count() or (1 if fake else 0),
+        "probe": [
+            Step("doctor", 0, 20, ["-m", "pynccl", "doctor"]),
+            Step(REACH, 2, 40, [PROGRAMS, "reach"], {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "INFO")}),
+            pytest_of("streams_1", 1, 40, *streams),
+            pytest_of("streams_2", 2, 60, *streams),
+            pytest_of("overlap_2", 2, 95, *overlap),
+            pytest_of("ends_1", 1, 125, *files("ends")),
+            pytest_of("examples_1", 1, 35, *files("examples")),
+            pytest_of("examples_2", 2, 40, *files("examples")),
+        ],
+        "ranks": [
+            pytest_of("tests_1", 1, 80, *others),
+            pytest_of("tests_2", 2, 110, *others),
+            pytest_of("tests_4", 4, 120, *others),
+            pytest_of("transforms_2", 2, 100, *transforms),
+        ],
+        "train": [
+            *(train(work, ranks, dtype, gpus) for ranks, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16"))),
+            Step("hang", 2, 35, [PROGRAMS, "hang", str(work / "hang")]),
+            Step("profile", 2, 40, [PROGRAMS, "profile", str(work / "trace.json.gz")]),
+            pytest_of("checked_2", 2, 60, *files("collectives"), PYNCCL_CHECK="1"),
+            Step("overhead_1", 1, 30, ["scripts/bench/overhead.py", "--gpu", "--rounds", "31", "--calls", "100"]),
+            # Two processes take turns on a GPU, and a collective of both may take milliseconds: far fewer of them.
+            Step("overhead_2", 2, 40, ["scripts/bench/overhead.py", "--gpu", "--rounds", "11", "--calls", "20"]),
+            pytest_of("perf_1", 1, 60, *files("perf")),
+        ],
+    }
+
+
+def train(work: Path, ranks: int, dtype: str, gpus: int) -> Step:
+    name = f"train_{ranks}_{dtype}"
+    device = "cpu" if not gpus else "cuda" if gpus >= ranks else "cuda:0"
+    options = ["--check", "--steps", "40", "--device", device, "--dtype", dtype, "--out", str(work / name)]
+    return Step(name, ranks, 50, ["scripts/train.py", *options])
+
+
+# One step
+
+
+def perform(step: Step, work: Path, gpus: int, limit: float) -> list[Path]:
+    """Run it for at most `limit` seconds and fill in how it went; the logs of its processes."""
+    logs = [work / f"{step.name}-{rank}.log" for rank in range(max(step.ranks, 1))]
+    started, port = time.monotonic(), free_port()
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            processes.append(start(step, environment(step, work, rank, port, gpus), log))
+        step.reason = wait(processes, started + limit)
+    finally:
+        end(processes)
+        step.took = round(time.monotonic() - started, 1)
+    wrong = [(rank, one.returncode) for rank, one in enumerate(processes) if one.returncode]
+    step.reason = step.reason or "; ".join(f"rank {rank} ended with exit code {code}" for rank, code in wrong)
+    count_tests(step, [log.with_suffix(".xml") for log in logs])
+    if step.tests and not step.tests["passed"]:
+        step.reason = step.reason or "no test has passed"
+    step.status = "failed" if step.reason else "passed"
+    step.results = [result for log in logs for result in results_of(log)]
+    step.output = tail(logs[wrong[0][0] if wrong else 0])
+    return logs
+
+
+def start(step: Step, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that what it starts can be ended with it."""
+    words = [sys.executable, *step.command]
+    if "pytest" in step.command:
+        words.append(f"--junitxml={log.with_suffix('.xml')}")
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+
+
+def environment(step: Step, work: Path, rank: int, port: int, gpus: int) -> dict[str, str]:
+    """Of one rank; of a single process if the step has no ranks."""
+    env = {"PYNCCL_LIBRARY": "nccl", "OMP_NUM_THREADS": "2", "NCCL_DEBUG": "WARN", **os.environ}
+    env |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "COLUMNS": "200"}
+    # The folder autograd/ is imported as pynccl_autograd: by a link, as nothing is installed.
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(site_of(work)), *filter(None, [env.get("PYTHONPATH")])])
+    if step.ranks:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": step.ranks, "LOCAL_WORLD_SIZE": step.ranks}
+        env |= {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
+        env["MASTER_PORT"] = str(port)
+    if step.ranks > gpus:  # NCCL refuses two ranks of a host on one GPU: before 2.30 they pretend to be on two hosts
+        env |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": f"rank{rank}"}
+    return env | step.env
+
+
+def site_of(work: Path) -> Path:
+    link = work / "site" / "pynccl_autograd"
+    link.parent.mkdir(exist_ok=True)
+    if not link.exists():
+        link.symlink_to(ROOT / "autograd")
+    return link.parent
+
+
+def wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str:
+    """Until all have ended, or the rest has to be ended: why, else ""."""
+    failed, began = "", time.monotonic()
+    while None in (codes := [process.poll() for process in processes]):
+        if not failed and any(codes):
+            rank = next(rank for rank, code in enumerate(codes) if code)
+            failed = f"rank {rank} ended with exit code {codes[rank]}"
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            left = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
+            why = failed or f"not done within {time.monotonic() - began:.0f} s"
+            return f"{why}; rank {left} was killed"
+        time.sleep(0.05)
+    return ""
+
+
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Everything that the step has started and that still runs; a process in C answers no signal but SIGKILL."""
+    alive = [process for process in processes if process.poll() is None]
+    for process in alive:
+        process.send_signal(signal.SIGABRT)  # upon which faulthandler writes the stacks to the log
+    deadline = time.monotonic() + STACKS_SECONDS
+    while time.monotonic() < deadline and None in [process.poll() for process in alive]:
+        time.sleep(0.05)
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds is left alone
+            process.wait(5)
+
+
+def count_tests(step: Step, reports: list[Path]) -> None:
+    """Of the files that pytest leaves when it comes to its end."""
+    for report in reports:
+        if report.exists():
+            suite = ElementTree.parse(report).getroot()[0]
+            found = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
+            failed = found["failures"] + found["errors"]
+            counts = {"passed": found["tests"] - failed - found["skipped"], "failed": failed}
+            for name, number in {**counts, "skipped": found["skipped"]}.items():
+                step.tests[name] = step.tests.get(name, 0) + number
+
+
+def results_of(log: Path) -> list[Any]:
+    lines = tail(log, 1 << 16).splitlines()
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")][-1:]
+
+
+def tail(path: Path, most: int = TAIL_CHARACTERS) -> str:
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - most, 0))
+        return file.read().decode(errors="replace").strip()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# A call
+
+
+def hindrance(step: Step, steps: list[Step], gpus: int, left: float) -> str:
+    """Why a step is not run; "" if it is."""
+    if left < step.seconds / 4:
+        return f"{max(left, 0):.0f} s are left, its limit is {step.seconds:g} s"
+    reach = next((one for one in steps if one.name == REACH), None)
+    if reach and reach.status == "failed" and step.ranks > gpus:
+        return "two ranks on one GPU do not reach each other"
+    return ""
+
+
+def run(name: str, steps: list[Step], work: Path, machine: dict[str, Any], budget: float) -> None:
+    """All steps; the results are written after each."""
+    out = Path(os.environ.get("OUT", "out"))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"gpu_{name}.log").unlink(missing_ok=True)
+    deadline = time.monotonic() + budget
+    for step in steps:
+        left = deadline - time.monotonic()
+        if machine["problem"]:
+            step.status, step.reason = "skipped", machine["problem"]
+        elif not (why := hindrance(step, steps, machine["gpus"], left)):
+            logs = perform(step, work, machine["gpus"], min(step.seconds, left))
+            with (out / f"gpu_{name}.log").open("a") as file:
+                file.writelines(f"===== {log.stem}\n{tail(log, LOG_BYTES)}\n\n" for log in logs)
+        else:
+            step.reason = why
+        print(f"{step.status:8s}  {step.name:18s}{step.took:6.1f} s  {counts(step)}  {step.reason}", flush=True)
+        found = {"call": name, "machine": machine, "steps": [asdict(one) for one in steps]}
+        (out / f"gpu_{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / f"gpu_{name}.md").write_text(page(name, steps, machine))
+
+
+def counts(step: Step) -> str:
+    return ", ".join(f"{number} {name}" for name, number in step.tests.items())
+
+
+def page(name: str, steps: list[Step], machine: dict[str, Any]) -> str:
+    """What was found, for docs/results/."""
+    lines = [f"# GPU check: {name}", "", *(f"- {key}: {value}" for key, value in machine.items() if value), ""]
+    lines += ["| step | ranks | | time | tests | |", "|---|---|---|---|---|---|"]
+    for step in steps:
+        reason = step.reason.replace("|", "\\|")
+        lines.append(f"| {step.name} | {step.ranks} | {step.status} | {step.took:g} s | {counts(step)} | {reason} |")
+    for step in steps:
+        if step.results:
+            lines += ["", f"## {step.name}", "", *(f"- {json.dumps(result)}" for result in step.results)]
+        if step.status == "failed" or step.name == "doctor":
+            lines += ["", f"## Output of {step.name}", "", "```text", step.output, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def describe_machine() -> dict[str, Any]:
+    rehearsed = os.environ.get("PYNCCL_LIBRARY") == "host"
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "platform": f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores",
         "driver": output_of("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
-        "problem": "" if fake else gpu_problem(),
-        "fake": str(Path(fake).resolve()) if fake else "",
+        "gpus": 0 if rehearsed else gpu_count(),
+        "problem": "" if rehearsed else gpu_problem(),
+        "rehearsal": "on the CPU, by the host library: nothing of this ran on a GPU" if rehearsed else "",
     }
 
 
@@ -205,110 +317,43 @@ def output_of(*words: str) -> str:
         return ""
 
 
-def read_options(argv: list[str]) -> argparse.Namespace:
-    parser = command.Parser(__doc__, prog="gpu_check.py", failed="something failed; 3 nothing did, but not all was run")
+def listing(every: dict[str, list[Step]]) -> str:
+    lines = []
+    for name, steps in every.items():
+        lines.append(f"{name}: limits of {sum(step.seconds for step in steps):g} s in all")
+        for step in steps:
+            lines.append(f"  {step.name:18s}{step.seconds:5g} s  {step.ranks or 1} x python {' '.join(step.command)}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = command.Parser(__doc__, failed="a step failed, or was not run")
     parser.add_argument("what", nargs="*", help="probe, ranks, train, or names of steps; default: all three calls")
     parser.add_argument(
-        "--budget", type=float, default=CALL_SECONDS, help="seconds for each call (default %(default)g)"
+        "--budget", type=command.number(1, "seconds"), default=CALL_SECONDS, help="seconds for a call (%(default)g)"
     )
-    parser.add_argument("--limit", type=float, help="seconds that no step may exceed; default: each has its own")
-    parser.add_argument("--grace", type=float, default=10.0, help="seconds for the other ranks, once one has failed")
-    parser.add_argument("--nccl-env", type=setting, action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--pytest", type=shlex.split, default=[], metavar="ARGS", help="for every pytest: '-k errors'")
     parser.add_argument("--list", action="store_true", help="print the steps and their limits, and run nothing")
-    parser.add_argument(
-        "--report",
-        nargs="+",
-        type=command.input_file,
-        metavar="JSON",
-        help="print a page in Markdown of results, run nothing",
-    )
-    options = parser.parse_args(argv)
-    known = [*CALLS, *names()]
-    unknown = [name for name in options.what if name not in known]
-    if unknown:
-        parser.error(f"{', '.join(unknown)}: neither a call nor a step; there are {', '.join(known)}")
-    if options.what and 0 < sum(name in CALLS for name in options.what) < len(options.what):
-        parser.error("name calls (probe, ranks, train) or single steps, not both: 8 files come back at most")
-    for name in ("budget", "limit", "grace"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            parser.error(f"--{name} is {value:g}, expected seconds above 0")
-    return options
-
-
-def results_of(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"--report {path}: no JSON of gpu_check: {error}") from None
-
-
-def setting(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected NAME=VALUE, as NCCL_SOCKET_IFNAME=lo")
-    return name, value
-
-
-def main(argv: list[str]) -> int:
-    options = read_options(argv)
-    if options.list:
-        print(listing(max(gpu_count(), 1)))
-        return 0
-    if options.report:
-        print(gpu_report.page([results_of(path) for path in options.report]))
-        return 0
-    signal.signal(signal.SIGTERM, _interrupt)
-    machine = describe_machine(argv)
-    if machine["problem"]:
-        print(f"no GPU, so nothing to check: {machine['problem']}")
-    work = Path(tempfile.mkdtemp(prefix="gpu_check-"))
-    calls: list[Call] = []
-    try:
-        run_all(options, work, machine, calls)
-    except KeyboardInterrupt:
-        for call in calls[-1:]:
-            call.write()
-        print("interrupted", flush=True)
-        return 130
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return verdict(calls)
-
-
-def run_all(options: argparse.Namespace, work: Path, machine: dict[str, Any], calls: list[Call]) -> None:
-    """Each call, appended to `calls` before it starts."""
-    done: dict[str, Step] = {}
-    for name, steps in selected(options.what, work, machine["gpus"]):
-        print(f"--- {name}: {len(steps)} steps, at most {options.budget:g} s", flush=True)
-        call = Call(name, steps, options, work, machine)
-        calls.append(call)
-        if len(calls) > 1:
-            call.settings, call.reached = calls[-2].settings, calls[-2].reached
-        call.run(done)
-        done |= {step.name: step for step in steps if step.status in ("passed", "worked around")}
-
-
-def verdict(calls: list[Call]) -> int:
-    """Print what came of it; the exit code."""
-    steps = [step for call in calls for step in call.steps]
-    settings = calls[-1].settings
-    print("---")
-    for status in ("failed", "worked around", "not run"):
-        found = list(dict.fromkeys(step.name for step in steps if step.status == status))
-        if found:
-            print(f"{status}: {', '.join(found)}")
-    if settings:
-        print("for the other calls:", *(f"--nccl-env {name}={value}" for name, value in settings.items()))
-    print("wrote", *(str(call.out / f"gpu_check_{call.name}.json") for call in calls))
-    statuses = {step.status for step in steps}
-    return 1 if "failed" in statuses else 3 if "not run" in statuses else 0
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as folder:
+        machine = describe_machine()
+        every = calls(Path(folder), machine["gpus"])
+        steps = {step.name: step for one in every.values() for step in one}
+        if unknown := [name for name in options.what if name not in (*every, *steps)]:
+            parser.error(f"{unknown[0]}: neither a call nor a step; there are {', '.join((*every, *steps))}")
+        if options.list:
+            print(listing(every))
+            return 0
+        if machine["problem"]:
+            print(f"no GPU, so nothing to check: {machine['problem']}")
+        chosen = {name: every[name] for name in every if name in (options.what or every)}
+        if single := [steps[name] for name in options.what if name in steps]:
+            chosen["steps"] = single
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what a step has started is ended
+        for name, own in chosen.items():
+            run(name, own, Path(folder), machine, options.budget)
+        done = [step for own in chosen.values() for step in own]
+    return int(any(step.status in ("failed", "not run") for step in done))
 
 
 if __name__ == "__main__":
-    command.run(lambda: main(sys.argv[1:]), "gpu_check.py")
+    command.run(main)

@@ -1,6 +1,6 @@
 """Random programs of collectives give what one process finds; and the fuzzer does find what is wrong.
 
-scripts/fuzz_autograd.py runs many more of them.
+scripts/faults/fuzzer.py runs many more of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random programs of overlapped layers give what F.linear does; scripts/fuzz_overlap.py runs many more."""
+"""Random programs of overlapped layers give what F.linear does; scripts/faults/fuzzer.py runs many more."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Nonsense as an argument of any public call is refused clearly on all ranks, and nothing is launched or broken.
 
-scripts/fuzz_calls.py makes many more calls.
+scripts/faults/fuzzer.py makes many more calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The communicator of the GPU tests, joined once per run, and what becomes of it once a test has failed.
 
 Every rank is a process of its own that runs these tests in the same order: started by torchrun or by
-scripts/gpu_check.sh, which also lets ranks share a GPU. Plain `pytest tests/gpu` is one rank.
+scripts/gpu/gpu_check.py, which also lets ranks share a GPU. Plain `pytest tests/gpu` is one rank.
 
 A rank whose test has failed has left the others behind in the middle of it. From there on nothing may wait for them:
 with several ranks the tests that follow fail at once, and communicators are aborted at the end instead of destroyed.

@@ -1,4 +1,4 @@
-"""scripts/bench_data_parallel.py runs, and measures what it says."""
+"""scripts/bench/data_parallel.py runs, and measures what it says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "bench_data_parallel.py"
+SCRIPT = ROOT / "scripts" / "bench" / "data_parallel.py"
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:

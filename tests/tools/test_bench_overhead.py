@@ -1,4 +1,4 @@
-"""scripts/bench_overhead.py runs, measures what it says, and every way it measures reaches the C function."""
+"""scripts/bench/overhead.py runs, measures what it says, and every way it measures reaches the C function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import bench_overhead as bench  # noqa: E402
+import bench.overhead as bench  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")),
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     # As a user's shell might have it: neither may reach the benchmark.
     environment = {**os.environ, "PYNCCL_CHECK": "1", "PYNCCL_LIBRARY": "host"}
-    command = [sys.executable, str(SCRIPTS / "bench_overhead.py"), "--rounds", "9", "--calls", "64", *options]
+    command = [sys.executable, str(SCRIPTS / "bench" / "overhead.py"), "--rounds", "9", "--calls", "64", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
 
 
@@ -112,7 +112,7 @@ def test_a_torch_for_cuda_imports_beside_the_stub(tmp_path: Path) -> None:
 import ctypes, os, sys
 from pathlib import Path
 sys.path[:0] = {[str(SCRIPTS), str(tmp_path)]!r}
-import bench_overhead as bench
+import bench.overhead as bench
 bench.first_of_its_name(Path({str(stub)!r}))
 import torch
 print(torch.cdll.version(), ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).stub_calls())

@@ -1,4 +1,4 @@
-"""scripts/bench_overlap.py runs, its figures follow from the times that it writes, and its bounds from the figures."""
+"""scripts/bench/overlap.py runs, its figures follow from the times that it writes, and its bounds from the figures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pynccl.host.link import parse
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import bench_overlap  # noqa: E402
-from bench_overlap_report import bounds, markdown  # noqa: E402
+from bench import overlap as bench_overlap  # noqa: E402
+from bench.overlap_report import bounds, markdown  # noqa: E402
 
 TINY = ["--rows", "16", "--balance", "1", "none", "--width", "8", "--hidden", "12", "--rounds", "3", "--mlp", "16"]
 BY_HAND = ["off", "bulk", "slices 2", "slices 4", "slices 8", "ring"]
@@ -30,7 +30,7 @@ Ran = tuple[dict[str, Any], str, int]
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """What it wrote, what it printed, its exit code."""
     file = tmp_path_factory.mktemp("bench") / "folder" / "found.json"
-    command = [sys.executable, str(SCRIPTS / "bench_overlap.py"), *TINY, "--json", str(file), "--check"]
+    command = [sys.executable, str(SCRIPTS / "bench" / "overlap.py"), *TINY, "--json", str(file), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(file.read_text())
@@ -180,7 +180,7 @@ def test_a_bound_that_is_not_met_is_exit_code_1_with_check(check: list[str], mon
     of_case = {"layer": "row", "passes": "forward", "rows": 64, "balance": None, "calls": 1, "decisions": OFF}
     found = {"cases": [{**of_case, "times": times}], "mlp": None}
     monkeypatch.setattr(bench_overlap, "run_ranks", lambda *_: [found])
-    monkeypatch.setattr(sys, "argv", ["bench_overlap.py", *check])
+    monkeypatch.setattr(sys, "argv", ["overlap.py", *check])
     assert bench_overlap.main() == len(check)
 
 
@@ -202,7 +202,7 @@ def test_a_bound_that_is_not_met_is_exit_code_1_with_check(check: list[str], mon
 def test_options_that_mean_nothing_are_refused_in_a_line(
     options: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_overlap.py", *options])
+    monkeypatch.setattr(sys, "argv", ["overlap.py", *options])
     with pytest.raises(SystemExit) as ended:
         bench_overlap.main()
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""scripts/bench_scale.py: the watchdogs of a job report a hang, and its table says what they asked of the store."""
+"""scripts/bench/scale.py: the watchdogs of a job report a hang, and its table says what they asked of the store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_scale.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "scale.py"
 
 pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
 
@@ -27,7 +27,7 @@ def test_every_rank_that_waits_says_which_one_is_missing_and_where() -> None:
     (row,) = json.loads(done.stdout)
     (text,) = row["texts"]  # the same on all of them
     number = row["calls"]
-    line = r"bench_scale\.py:\d+"
+    line = r"scale\.py:\d+"
     call = rf"all_reduce #{number} \(comm 'world', 16 ranks, FLOAT32 x 1, {line}\)"
     assert re.match(rf"rank 15 never entered {call}; 15 ranks have waited", text)
     place = rf"last completed #{number - 1}; its main thread is in {line} next_batch"

@@ -1,4 +1,4 @@
-"""scripts/bench_wrappers.py and beside_vllm.py: what they print, and what they say to wrong options."""
+"""scripts/bench/wrappers.py: what it prints, and what it says to wrong options."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -18,7 +16,7 @@ def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_times_of_each_way_are_printed_fastest_first() -> None:
-    done = run("bench_wrappers.py", "--rounds", "3", "--calls", "50")
+    done = run("bench/wrappers.py", "--rounds", "3", "--calls", "50")
     assert done.returncode == 0, done.stderr
     head, *rows = done.stdout.splitlines()
     assert "median of 3 rounds" in head
@@ -28,9 +26,8 @@ def test_times_of_each_way_are_printed_fastest_first() -> None:
     assert {"bare ctypes", "plan()", "comm.all_reduce(t, t)", "pynccl.compat.vllm all_reduce(t, t)"} <= {*names}
 
 
-@pytest.mark.parametrize("script", ["bench_wrappers.py", "beside_vllm.py"])
-def test_a_folder_without_a_wheel_is_a_wrong_usage(script: str, tmp_path: Path) -> None:
-    done = run(script, "--vllm", str(tmp_path))
+def test_a_folder_without_a_wheel_is_a_wrong_usage(tmp_path: Path) -> None:
+    done = run("bench/wrappers.py", "--vllm", str(tmp_path))
     assert done.returncode == 2
     assert f"--vllm {tmp_path}: there is no vllm/distributed/device_communicators/pynccl" in done.stderr
     assert "Traceback" not in done.stderr

@@ -30,10 +30,10 @@ CODES = {0: "good", 2: "options, files or settings that cannot work", 130: "inte
 
 
 def scripts() -> Iterator[str]:
-    """What a user launches: files that do something when they are run. fault_ranks.py is the campaign's own."""
-    for folder in ("scripts", "scripts/gpu", "scripts/recipes"):
+    """What a user launches: files that do something when they are run. faults/ranks.py is the campaign's own."""
+    for folder in ("scripts", *(f"scripts/{name}" for name in ("bench", "faults", "gpu", "recipes"))):
         for path in sorted((ROOT / folder).glob("*.py")):
-            if '__name__ == "__main__"' in path.read_text() and path.name != "fault_ranks.py":
+            if '__name__ == "__main__"' in path.read_text() and path.name != "ranks.py":
                 yield path.relative_to(ROOT).as_posix()
 
 
@@ -41,7 +41,7 @@ MODULES = [f"-m pynccl {name}" for name in COMMANDS]
 NAMES = [*MODULES, *scripts()]
 
 
-NEED_A_FILE = ("scripts/beside_vllm.py", "scripts/draw_trace.py")  # which no command here makes at once: vLLM, a trace
+NEED_A_FILE = ("scripts/draw_trace.py",)  # which no command here makes at once: a trace
 JOB = """import pynccl
 comm = pynccl.init()
 comm.barrier()
@@ -56,16 +56,14 @@ comm.barrier()
 
 # Run by tests of their own, with options as short; here it is seen that the examples' options are understood.
 ELSEWHERE = {
-    "bench_data_parallel.py": "test_bench_data_parallel.py",
-    "bench_overhead.py": "test_bench_overhead.py",
-    "bench_overlap.py": "test_bench_overlap.py",
-    "bench_scale.py": "test_bench_scale.py",
-    "hugging_face.py": "test_recipes.py",
-    "train.py": "test_train.py",
-    "train_llama.py": "test_train_llama.py",
+    "scripts/bench/data_parallel.py": "test_bench_data_parallel.py",
+    "scripts/bench/overhead.py": "test_bench_overhead.py",
+    "scripts/bench/overlap.py": "test_bench_overlap.py",
+    "scripts/bench/scale.py": "test_bench_scale.py",
+    "scripts/recipes/hugging_face.py": "test_recipes.py",
+    "scripts/train.py": "test_train.py",
 }
-# A rank has failed in the job that `hang` looks at; which side is faster in a few rounds, nobody knows.
-GOOD_CODES = {"-m pynccl hang": {0, 1}, "scripts/bench_autograd.py": {0, 1}}
+GOOD_CODES = {"-m pynccl hang": {0, 1}}  # a rank has failed in the job that it looks at
 
 
 class Example(NamedTuple):
@@ -82,7 +80,7 @@ class Example(NamedTuple):
 
 
 def only_parsed(example: Example) -> bool:
-    return example.long or Path(example.words[0]).name in ELSEWHERE
+    return example.long or example.words[0] in ELSEWHERE
 
 
 def taken_apart(line: str) -> Example:
@@ -94,7 +92,7 @@ def taken_apart(line: str) -> Example:
     ranks = 0
     if words[0] == "torchrun":
         ranks = next(int(word.partition("=")[2]) for word in words if word.startswith("--nproc-per-node="))
-    first = next((i for i, word in enumerate(words) if word == "-m" or word.endswith((".py", ".sh"))), 0)
+    first = next((i for i, word in enumerate(words) if word == "-m" or word.endswith(".py")), 0)
     return Example(line, tuple(words[first:]), ranks, environment)
 
 
@@ -140,14 +138,6 @@ def run_all(
         environment = {**environment_of(where), **example.environment}
         if "hang" in example.words:
             environment["PYNCCL_WATCH_DIR"] = str(job / "watch")
-        if "--report" in example.words:  # of what the example before it has written
-            in_a_shell("scripts/gpu_check.sh probe --budget 300", where, environment | {"OUT": f"{folder}/out"})
-        if example.words[0].endswith(".sh"):
-            return in_a_shell(
-                example.line.replace(" out/", f" {folder}/out/").replace("OUT=results", f"OUT={folder}/results"),
-                where,
-                environment | {"OUT": f"{folder}/out"},
-            )
         if "$(" in example.line:
             return in_a_shell(example.line, where, environment)
         ranks = forks.run(example.words, example.ranks, where, environment, only_parse=only_parsed(example))
@@ -190,7 +180,7 @@ def test_help_says_what_it_does_its_exit_codes_and_examples(helps: dict[str, End
     assert re.search(r"; 1 \w+", flat)
     examples = examples_of(out)
     assert any(not one.long for one in examples) or name in NEED_A_FILE
-    mine = name.split()[-1] if name in MODULES else name.replace("gpu/gpu_check.py", "gpu_check.sh")
+    mine = name.split()[-1] if name in MODULES else name
     assert all(mine in one.words for one in examples)
 
 
@@ -268,7 +258,7 @@ def test_the_examples_run_as_they_stand(
 
 def test_commands_whose_examples_are_only_parsed_are_run_by_other_tests() -> None:
     for script, test in ELSEWHERE.items():
-        assert re.search(rf'"{script}"|"{Path(script).stem}"', (Path(__file__).parent / test).read_text())
+        assert re.search(rf'"{Path(script).name}"|"{Path(script).stem}"', (Path(__file__).parent / test).read_text())
 
 
 # ------------------------------------------------------------------------------------------- options and files
@@ -288,37 +278,32 @@ NONSENSE = [
     ("scripts/train.py", "--seed 99999999999999999999999"),
     ("scripts/train.py", f"--out {UNWRITABLE}"),
     ("scripts/train.py", "--data ."),
-    ("scripts/train_llama.py", "--heads 0"),
-    ("scripts/train_llama.py", "--lr -1"),
-    ("scripts/train_llama.py", "--out /etc/hostname"),
+    ("scripts/train.py", "--model llama --heads 0"),
+    ("scripts/train.py", "--lr -1"),
+    ("scripts/train.py", "--out /etc/hostname"),
     ("scripts/timeline.py", "--out picture.txt"),
     ("scripts/timeline.py", f"--trace {UNWRITABLE}"),
     ("scripts/timeline.py", "--trace ."),
-    ("scripts/bench_autograd.py", "--rounds -1"),
-    ("scripts/bench_data_parallel.py", "--ranks 100000"),
-    ("scripts/bench_data_parallel.py", f"--json {UNWRITABLE}"),
-    ("scripts/bench_data_parallel.py", "--bucket-mb 0"),
-    ("scripts/bench_host.py", "--ranks 0"),
-    ("scripts/bench_host.py", "--rounds 0"),
-    ("scripts/bench_host.py", "--transport pigeon"),
-    ("scripts/bench_overlap.py", "--device cuda"),
-    ("scripts/bench_overlap.py", "--balance fast"),
-    ("scripts/bench_overlap.py", f"--json {UNWRITABLE}"),
-    ("scripts/bench_parallelize.py", ""),
-    ("scripts/bench_scale.py", "--timeout nan"),
-    ("scripts/fault_campaign.py", "--runs 0"),
-    ("scripts/fault_campaign.py", "--jobs 0"),
-    ("scripts/fault_campaign.py", "--only everything"),
-    ("scripts/fault_campaign.py", f"--keep {UNWRITABLE}"),
-    ("scripts/fuzz_autograd.py", "--ranks two"),
-    ("scripts/fuzz_autograd.py", "--ranks 0"),
-    ("scripts/fuzz_autograd.py", "--modes sideways"),
-    ("scripts/fuzz_autograd.py", "--timeout -1"),
-    ("scripts/fuzz_calls.py", "--ranks 0"),
-    ("scripts/fuzz_models.py", "--seconds 0"),
-    ("scripts/fuzz_models.py", "--ranks two"),
-    ("scripts/fuzz_overlap.py", "--ranks 1"),
-    ("scripts/fuzz_overlap.py", "--seconds 0"),
+    ("scripts/bench/data_parallel.py", "--ranks 100000"),
+    ("scripts/bench/data_parallel.py", f"--json {UNWRITABLE}"),
+    ("scripts/bench/data_parallel.py", "--bucket-mb 0"),
+    ("scripts/bench/host.py", "--ranks 0"),
+    ("scripts/bench/host.py", "--rounds 0"),
+    ("scripts/bench/host.py", "--transport pigeon"),
+    ("scripts/bench/overlap.py", "--device cuda"),
+    ("scripts/bench/overlap.py", "--balance fast"),
+    ("scripts/bench/overlap.py", f"--json {UNWRITABLE}"),
+    ("scripts/bench/parallelize.py", ""),
+    ("scripts/bench/scale.py", "--timeout nan"),
+    ("scripts/faults/campaign.py", "--runs 0"),
+    ("scripts/faults/campaign.py", "--jobs 0"),
+    ("scripts/faults/campaign.py", "--only everything"),
+    ("scripts/faults/campaign.py", f"--keep {UNWRITABLE}"),
+    ("scripts/faults/fuzzer.py", "everything"),
+    ("scripts/faults/fuzzer.py", "models --ranks two"),
+    ("scripts/faults/fuzzer.py", "autograd --ranks 0"),
+    ("scripts/faults/fuzzer.py", "calls --timeout -1"),
+    ("scripts/faults/fuzzer.py", "overlap --runs 0"),
     ("scripts/dump_nccl_abi.py", "/nowhere"),
     ("scripts/dump_nccl_abi.py", "/etc/hostname"),
     ("scripts/dump_nccl_abi.py", "/etc"),
@@ -327,10 +312,9 @@ NONSENSE = [
     ("scripts/none_skipped.py", "/etc tests"),
     ("scripts/none_skipped.py", "/etc/hostname tests"),
     ("scripts/gpu/gpu_check.py", "everything"),
-    ("scripts/gpu/gpu_check.py", "--report /etc/hostname"),
     ("scripts/gpu/gpu_check.py", "--budget 0"),
-    ("scripts/gpu/gpu_hang.py", ""),
-    ("scripts/gpu/gpu_profile.py", UNWRITABLE),
+    ("scripts/gpu/gpu_programs.py", "hang"),
+    ("scripts/gpu/gpu_programs.py", f"profile {UNWRITABLE}"),
     ("scripts/recipes/ddp.py", ""),  # outside a launch
     ("scripts/clip_loss.py", ""),
     *((name, "--nonsense") for name in NAMES),

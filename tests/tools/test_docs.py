@@ -46,22 +46,21 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "python -m pynccl perf COLLECTIVE": {"COLLECTIVE": "broadcast -b 8 -e 8"},
     "torchrun --nproc-per-node 8 -m pynccl perf all_reduce -b 8 -e 128M -f 2 -n 20 -w 5 -c 1": {"128M": "1M"},
     "torchrun --nproc-per-node=2 scripts/recipes/ddp.py": True,
-    "python scripts/bench_overhead.py": "tests/tools/test_bench_overhead.py",
-    "python scripts/bench_host.py --ranks 2 4 16 --rounds 9 --markdown": {
+    "python scripts/bench/overhead.py": "tests/tools/test_bench_overhead.py",
+    "python scripts/bench/host.py --ranks 2 4 16 --rounds 9 --markdown": {
         "2 4 16 --rounds 9": "2 --bytes 16 --rounds 3"
     },
-    "python scripts/bench_overlap.py --markdown": "tests/tools/test_bench_overlap.py",
-    "python scripts/bench_scale.py": "tests/tools/test_bench_scale.py",
-    "torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py --width 128 256 512 --rounds 9 "
+    "python scripts/bench/overlap.py --markdown": "tests/tools/test_bench_overlap.py",
+    "python scripts/bench/scale.py": "tests/tools/test_bench_scale.py",
+    "torchrun --standalone --nproc-per-node=2 scripts/bench/parallelize.py --width 128 256 512 --rounds 9 "
     "--gather-logits": {"--width 128 256 512 --rounds 9": "--width 32 --rounds 1"},
-    "scripts/bench_data_parallel.py --rounds 31 --bucket-mb 25 4": "tests/tools/test_bench_data_parallel.py",
-    "scripts/train_llama.py --check": "tests/tools/test_train_llama.py",
-    "python scripts/fault_campaign.py --runs 200 --seed 12435664 --markdown": {"--runs 200": "--runs 1"},
-    "python scripts/fault_campaign.py --runs 500 --markdown": {"--runs 500": "--runs 1"},
-    "python scripts/fuzz_models.py": "tests/tools/test_commands.py",
-    "python scripts/fault_campaign.py --replay 17": True,
-    "scripts/gpu_check.sh probe": "tests/tools/test_gpu_check.py",
-    "scripts/gpu_check.sh --report out/gpu_check_*.json": "tests/tools/test_gpu_check.py",
+    "scripts/bench/data_parallel.py --rounds 31 --bucket-mb 25 4": "tests/tools/test_bench_data_parallel.py",
+    "scripts/train.py --model llama --check": "tests/tools/test_train_llama.py",
+    "python scripts/faults/campaign.py --runs 200 --seed 12435664 --markdown": {"--runs 200": "--runs 1"},
+    "python scripts/faults/campaign.py --runs 500 --markdown": {"--runs 500": "--runs 1"},
+    "python scripts/faults/fuzzer.py models": {"models": "models --runs 2"},
+    "python scripts/faults/campaign.py --replay 17": True,
+    "python scripts/gpu/gpu_check.py probe": "tests/tools/test_gpu_check.py",
     "pip install matplotlib": "needs a package index",
     "pip install .": "needs a package index",
     "pip install .[cu12]": "needs a package index",
@@ -71,7 +70,7 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace trace.json.gz": True,
     'python scripts/draw_trace.py trace.json.gz --span "step 3"': True,  # of the one before
     'python -c "from pynccl.bindings import abi; print(len(abi.FUNCTIONS), len(abi.DEVICE_FUNCTIONS))"': True,
-    "python scripts/bench_wrappers.py": {".py": ".py --rounds 1"},
+    "python scripts/bench/wrappers.py": {".py": ".py --rounds 1"},
     "scripts/examples/multi_node.sh torchrun node0 2 8 scripts/examples/hello.py": MACHINES,
     "sbatch --nodes=2 --ntasks-per-node=8 scripts/examples/multi_node.sh srun scripts/examples/hello.py": MACHINES,
     "scripts/examples/multi_node.sh mpirun node0:8,node1:8 scripts/examples/hello.py": MACHINES,

@@ -19,9 +19,8 @@ from ranks import TORCHRUN
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from train_data import Windows, read_text, split_text  # noqa: E402
-from train_model import ModelConfig, Transformer, load_checkpoint  # noqa: E402
-from train_options import read_options  # noqa: E402
+from train import read_options  # noqa: E402
+from train_model import ModelConfig, Transformer, Windows, load_checkpoint, read_text, split_text  # noqa: E402
 from train_report import Comparison  # noqa: E402
 
 SMALL = ["--device", "cpu", "--layers", "2", "--width", "32", "--heads", "4", "--seq", "32", "--batch", "4"]

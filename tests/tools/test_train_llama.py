@@ -1,4 +1,4 @@
-"""scripts/train_llama.py as a user runs it, and how few lines a user writes."""
+"""scripts/train.py --model llama as a user runs it, and how few lines a user writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_LINES = 22
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(SCRIPTS / "train_llama.py"), *options]
+    command = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(SCRIPTS / "train.py"), "--model", "llama", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
@@ -32,12 +32,12 @@ def test_it_learns_and_agrees_with_the_unsharded_model(tmp_path: Path) -> None:
     assert float(rows[-1][1]) < float(rows[0][1]) - 1
     assert "the sharded and the unsharded model agree" in done.stdout
     assert re.search(r"lm_head.weight +VocabParallelHead +\[256, 32\] +is model.embed_tokens.weight", done.stdout)
-    assert (tmp_path / "llama_loss.png").stat().st_size > 10_000
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
 def test_what_cannot_work_is_said_at_once() -> None:
     done = run("--seq", "33")
-    assert done.returncode != 0 and "--seq is 33, expected a multiple of 2" in done.stderr
+    assert done.returncode != 0 and "--seq 33 is not divisible by 2 ranks" in done.stderr
 
 
 def test_a_user_writes_few_lines() -> None:

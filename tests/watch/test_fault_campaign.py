@@ -1,4 +1,4 @@
-"""A few runs of the fault campaign (scripts/fault_campaign.py): every end is right, told, and clean."""
+"""A few runs of the fault campaign (scripts/faults/campaign.py): every end is right, told, and clean."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import fault_run
-from fault_campaign import Campaign, table
-from fault_judge import GOOD, Verdict, blamed, judge, last_error, lines_named
-from fault_programs import FAULTS, Fault, Program, fault_of, make
+from faults import run as fault_run
+from faults.campaign import Campaign, table
+from faults.judge import GOOD, Verdict, blamed, judge, last_error, lines_named
+from faults.programs import FAULTS, Fault, Program, fault_of, make
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import fault_run
-from fault_judge import last_error
-from fault_programs import Fault, Program
+from faults import run as fault_run
+from faults.judge import last_error
+from faults.programs import Fault, Program
 
 from pynccl.tools.hang import jobs, report
 from pynccl.watch.verdict import judge

@@ -1,4 +1,4 @@
-"""Runs fuzzed calls on ranks and counts what came of them: what scripts/fuzz_calls.py and its test share."""
+"""Runs fuzzed calls on ranks and counts what came of them: what scripts/faults/fuzzer.py and its test share."""
 
 from __future__ import annotations
 

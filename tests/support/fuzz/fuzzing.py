@@ -1,4 +1,4 @@
-"""Runs random programs on ranks and compares with their simulation, for scripts/fuzz_autograd.py and its test."""
+"""Runs random programs on ranks and compares with their simulation, for scripts/faults/fuzzer.py and its test."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        again = f"--modes {self.mode!r} --ranks {self.n} --seed {self.seed} --programs 1"
+        again = f"--modes {self.mode!r} --ranks {self.n} --seed {self.seed} --runs 1"
         return f"=== {self.mode}, {self.n} ranks, seed {self.seed}   (replay: {again})\n{self.text}\n--- {self.what}"
 
 

@@ -1,4 +1,4 @@
-"""Random small models of transformers, and plans for them, for scripts/fuzz_models.py: data, drawn from a seed."""
+"""Random small models of transformers, and plans for them, for scripts/faults/fuzzer.py: data, drawn from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs random models on ranks, for scripts/fuzz_models.py and its test."""
+"""Runs random models on ranks, for scripts/faults/fuzzer.py and its test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Failure(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        again = f"--ranks {self.trial.ranks} --seed {self.trial.seed} --models 1"
+        again = f"--ranks {self.trial.ranks} --seed {self.trial.seed} --runs 1"
         return f"=== {self.trial.text()}\n    (replay: {again})\n{self.text}"
 
 

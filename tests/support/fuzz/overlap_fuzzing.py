@@ -1,4 +1,4 @@
-"""Runs random programs of overlapped layers on ranks, for scripts/fuzz_overlap.py and its test."""
+"""Runs random programs of overlapped layers on ranks, for scripts/faults/fuzzer.py and its test."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def fuzz(
             try:
                 passes += pool.run(n, overlap_programs.run, [one], timeout=timeout)[0]
             except RankError as error:
-                failures.append(f"--seed {one} --programs 1 --ranks {n}\n{error}")
+                failures.append(f"--seed {one} --runs 1 --ranks {n}\n{error}")
                 tell(failures[-1])
     raise AssertionError

@@ -2,7 +2,7 @@
 
 A program is drawn from its seed, the same on every rank: some layers, of each some passes (see `_ACTIONS`). Every rank
 computes the reference alone, without communication. No pass is too small for a trial, so that a layer's passes go by
-turns. Used by scripts/fuzz_overlap.py and its test.
+turns. Used by scripts/faults/fuzzer.py and its test.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ On the CPU, over gloo on both sides (ours: the host library), in the same proces
 forward, backward, what has to be summed besides, the norm of the gradients, and SGD. The first rounds compare losses.
 
 examples:
-  torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py --width 64 --layers 1 --seq 32 --rounds 3
-  torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py --width 256 512  # long
+  torchrun --standalone --nproc-per-node=2 scripts/bench/parallelize.py --width 64 --layers 1 --seq 32 --rounds 3
+  torchrun --standalone --nproc-per-node=2 scripts/bench/parallelize.py --width 256 512  # long
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--gather-logits", action="store_true", help="ours: all logits on every rank, as torch has")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("run it by torchrun: torchrun --standalone --nproc-per-node=2 scripts/bench_parallelize.py")
+        parser.error("run it by torchrun: torchrun --standalone --nproc-per-node=2 scripts/bench/parallelize.py")
     if problem := _problem(options, int(os.environ.get("WORLD_SIZE", "1"))):
         parser.error(problem)
     torch.set_num_threads(1)

@@ -24,9 +24,9 @@ torch's collectives run over gloo on a CPU: "DTensor, link" gives each its time 
 may compute; "DTensor" is plain gloo.
 
 examples:
-  python scripts/bench_overlap.py --rows 16 --balance 1 none --width 8 --hidden 12 --rounds 3 --mlp 16
-  python scripts/bench_overlap.py --markdown --json out/overlap.json  # long
-  python scripts/bench_overlap.py --rows 64 --layer column --passes forward --rounds 99 --check  # long
+  python scripts/bench/overlap.py --rows 16 --balance 1 none --width 8 --hidden 12 --rounds 3 --mlp 16
+  python scripts/bench/overlap.py --markdown --json out/overlap.json  # long
+  python scripts/bench/overlap.py --rows 64 --layer column --passes forward --rounds 99 --check  # long
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from bench_overlap_report import bounds, figures, markdown, table
-from bench_overlap_torch import Mlp, ModelledLink
-from bench_ranks import here, link_for, linked, measure, rounds_of, run_ranks, slowest, surroundings
+from bench.overlap_report import bounds, figures, markdown, table
+from bench.overlap_torch import Mlp, ModelledLink
+from bench.ranks import here, link_for, linked, measure, rounds_of, run_ranks, slowest, surroundings
 from torch import Tensor, nn
 
 import pynccl_autograd as ad

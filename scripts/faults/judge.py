@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fault_programs import CALLS, Program
-from fault_run import Ended, Rank
+from faults.programs import CALLS, Program
+from faults.run import Ended, Rank
 
 OUTCOMES = (
     "right result",

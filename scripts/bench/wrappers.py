@@ -1,13 +1,13 @@
 """What a call costs through the wrappers of NCCL in Python, before NCCL starts to work: each by its own classes.
 
-On the stub library of bench_overhead.py, in turns, garbage collector off; medians over the rounds. FOLDER has an
+On the stub library of overhead.py, in turns, garbage collector off; medians over the rounds. FOLDER has an
 unpacked wheel of vLLM, of which two files are loaded with stand-ins for the rest of it:
 pip download --no-deps vllm==0.33.0 && unzip vllm-*.whl 'vllm/distributed/device_communicators/pynccl*' -d FOLDER
 nccl4py is measured where it can be imported.
 
 examples:
-  python scripts/bench_wrappers.py --rounds 5 --calls 200
-  python scripts/bench_wrappers.py  # long
+  python scripts/bench/wrappers.py --rounds 5 --calls 200
+  python scripts/bench/wrappers.py  # long
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import types
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_overhead import check_reach, communicator, compile_stub, first_of_its_name
-from bench_ways import BARE, CHECKED, ELEMENTS, PLAN, Way, measure, nccl4py_ways
+from bench.overhead import check_reach, communicator, compile_stub, first_of_its_name
+from bench.ways import BARE, CHECKED, ELEMENTS, PLAN, Way, measure, nccl4py_ways
 
 import pynccl
 from pynccl.bindings.library import Library

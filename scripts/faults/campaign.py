@@ -1,7 +1,7 @@
 """Faults at random points of random programs on the host library: is every end right, told, and clean?
 
 A run: 2 to 4 ranks, which are processes, run a random program of collectives, groups, send and recv, splits, plans and
-backward passes. Something goes wrong at a random point: see FAULTS in fault_programs.py. Every outcome is one of
+backward passes. Something goes wrong at a random point: see FAULTS in programs.py. Every outcome is one of
 
     right result       all data is right, as there is no fault or it came too late to matter
     right error        the ranks that failed name the rank that is to blame, and its line if there is one to name
@@ -11,19 +11,18 @@ backward passes. Something goes wrong at a random point: see FAULTS in fault_pro
 
 Seeds S, S + 1, ... take the faults in turn. S is drawn afresh, and printed, unless it is given: a figure that is quoted
 is of seeds that nobody has mended against. The folders of runs that went wrong stay in --keep. Beside this file lie
-fault_steps.py and fault_programs.py (the programs), fault_ranks.py and fault_values.py (what runs in a rank),
-fault_run.py and fault_nodes.py (a run), fault_judge.py (its outcome).
+steps.py and programs.py (the programs), ranks.py and values.py (what runs in a rank),
+run.py and nodes.py (a run), judge.py (its outcome).
 
 examples:
-  python scripts/fault_campaign.py --runs 2 --seed 11
-  python scripts/fault_campaign.py --replay 7  # that run again, and all that is said
-  python scripts/fault_campaign.py --runs 500 --json out/faults.json --markdown  # long
+  python scripts/faults/campaign.py --runs 2 --seed 11
+  python scripts/faults/campaign.py --replay 7  # that run again, and all that is said
+  python scripts/faults/campaign.py --runs 500 --json out/faults.json --markdown  # long
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -32,19 +31,39 @@ import queue
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 
-from fault_judge import GOOD, OUTCOMES, Verdict, judge
-from fault_nodes import Nodes, why_not
-from fault_programs import FAULTS, NODES, Program, make
-from fault_run import Server, run
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from faults.judge import GOOD, OUTCOMES, Verdict, judge
+from faults.nodes import Nodes, why_not
+from faults.programs import FAULTS, NODES, Program, make
+from faults.run import Server, run
 
 from pynccl.tools import command, progress
+
+
+class Worker:
+    """What one run at a time needs: the process that forks ranks, and two nodes once a run asks for them."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot, self.server = slot, Server()
+        self._nodes: Nodes | None = None
+
+    def nodes(self) -> Nodes:
+        if self._nodes is None:
+            self._nodes = Nodes(self.slot)
+        return self._nodes
+
+    def close(self) -> None:
+        if self._nodes:
+            self._nodes.close()
+        self.server.close()
 
 
 class Campaign:
@@ -60,66 +79,41 @@ class Campaign:
         self.without_nodes = why_not()
 
     def of(self, seeds: Iterable[int], jobs: int, tell: Callable[[Verdict], None]) -> list[Verdict]:
-        """Run all seeds; `tell` hears of each as it ends."""
-        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for seed in seeds:
-            waiting.put(seed)
-        verdicts: list[Verdict] = []
-        failures: list[BaseException] = []
-        lock = threading.Lock()
-
-        def ended(verdict: Verdict) -> None:
-            with lock:
-                verdicts.append(verdict)
-                tell(verdict)
-
-        def work(slot: int) -> None:
-            try:
-                self._work(slot, waiting, ended)
-            except BaseException as error:
-                failures.append(error)
-
-        workers = [threading.Thread(target=work, args=(slot,)) for slot in range(jobs)]
+        """Run all seeds; `tell` hears of each as it ends. After an error or Ctrl-C the runs under way are the last."""
+        idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        workers = [Worker(slot) for slot in range(jobs)]
         for worker in workers:
-            worker.start()
+            idle.put(worker)
+
+        def run_one(seed: int) -> Verdict:
+            worker = idle.get()
+            try:
+                return self._one(make(seed, self.only), worker)
+            finally:
+                idle.put(worker)
+
+        verdicts: list[Verdict] = []
+        executor = ThreadPoolExecutor(jobs)
         try:
+            for done in as_completed([executor.submit(run_one, seed) for seed in seeds]):
+                verdicts.append(done.result())
+                tell(verdicts[-1])
+        finally:
+            executor.shutdown(cancel_futures=True)
             for worker in workers:
-                worker.join()
-        finally:  # Ctrl-C: the runs under way are the last ones
-            while not waiting.empty():
-                with contextlib.suppress(queue.Empty):
-                    waiting.get_nowait()
-        if failures:
-            raise failures[0]
+                worker.close()
         return sorted(verdicts, key=lambda verdict: verdict.seed)
 
-    def _work(self, slot: int, waiting: queue.SimpleQueue[int], ended: Callable[[Verdict], None]) -> None:
-        server = Server()
-        nodes = None
-        try:
-            while True:
-                try:
-                    seed = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                program = make(seed, self.only)
-                if program.fault.nodes and nodes is None and not self.without_nodes:
-                    nodes = Nodes(slot)
-                ended(self._one(program, server, nodes))
-        finally:
-            if nodes:
-                nodes.close()
-            server.close()
-
-    def _one(self, program: Program, server: Server, nodes: Nodes | None) -> Verdict:
-        seed, name = program.seed, program.fault.name
-        if name in NODES and nodes is None:
-            return Verdict(seed, name, "skipped", self.without_nodes)
-        if nodes is None:
-            program.fault.nodes = ()
-        folder = self.folder / f"{seed}-{name}"
+    def _one(self, program: Program, worker: Worker) -> Verdict:
+        seed, fault = program.seed, program.fault
+        if self.without_nodes:
+            if fault.name in NODES:
+                return Verdict(seed, fault.name, "skipped", self.without_nodes)
+            fault.nodes = ()
+        folder = self.folder / f"{seed}-{fault.name}"
         shutil.rmtree(folder, ignore_errors=True)
-        verdict = judge(program, run(program, folder, server, nodes if program.fault.nodes else None, self.watch))
+        nodes = worker.nodes() if fault.nodes else None
+        verdict = judge(program, run(program, folder, worker.server, nodes, self.watch))
         if verdict.outcome in GOOD:
             shutil.rmtree(folder)
         else:
@@ -157,7 +151,7 @@ def footer(verdicts: list[Verdict], options: argparse.Namespace, seconds: float)
     given = {"runs": len(verdicts), "seed": verdicts[0].seed, "watch": options.watch, "only": options.only}
     words = " ".join(f"--{name} {value}" for name, value in given.items() if value not in ("", "on"))
     return (
-        f"`python scripts/fault_campaign.py {words} --markdown` on {time.strftime('%Y-%m-%d')}, {seconds:.0f} s: "
+        f"`python scripts/faults/campaign.py {words} --markdown` on {time.strftime('%Y-%m-%d')}, {seconds:.0f} s: "
         f"{nodes} of the runs on two nodes; "
         f"{os.cpu_count()} cores of {cpu or platform.machine()}, Python {platform.python_version()}, "
         f"torch {version('torch')}."

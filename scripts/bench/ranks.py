@@ -138,7 +138,7 @@ def measure(device: str, call: Call, batch: int = 1) -> float:
     one after the other."""
     if device == "cuda":
         torch.cuda.synchronize()
-    start = slowest(time.perf_counter() + 0.001)
+    start = slowest(time.perf_counter() + 0.001 + 0.0005 * dist.get_world_size())
     time.sleep(max(start - time.perf_counter(), 0.0))
     if device == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -169,7 +169,7 @@ def surroundings() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "command": f"python scripts/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python scripts/bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
         "date": str(datetime.now(timezone.utc).date()),
         "machine": {
             "cpu": models[0] if models else platform.machine(),

@@ -10,12 +10,12 @@ What the flight recorder costs is measured in other processes, in turn with PYNC
 ctypes in each of them: a process has one of them, and CPython adapts its bytecode to what it sees there.
 
 --gpu measures on a GPU and the real libnccl instead, on the ranks of a launch, beside torch.distributed's nccl backend;
-gpu_overhead.py says how. Not yet run on a GPU.
+overhead_gpu.py says how. Not yet run on a GPU.
 
 examples:
-  python scripts/bench_overhead.py --rounds 3 --calls 50 --markdown  # long
-  PYNCCL_LIBRARY=host torchrun --standalone --nproc-per-node=2 scripts/bench_overhead.py --gpu --rounds 3 --calls 20
-  python scripts/bench_overhead.py  # long
+  python scripts/bench/overhead.py --rounds 3 --calls 50 --markdown  # long
+  PYNCCL_LIBRARY=host torchrun --standalone --nproc-per-node=2 scripts/bench/overhead.py --gpu --rounds 3 --calls 20
+  python scripts/bench/overhead.py  # long
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_ways import BARE, CHECKED, ELEMENTS, PLAN, Way, measure, nccl4py_ways
+from bench.ways import BARE, CHECKED, ELEMENTS, PLAN, Way, measure, nccl4py_ways
 
 import pynccl
 from pynccl.bindings import abi
@@ -44,7 +44,7 @@ from pynccl.bindings.library import torchs_own
 from pynccl.interop.buffers import data_type
 from pynccl.tools import command, progress
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GROUP = 32  # calls in a group
 LOOP = 1000  # calls that the loop in C makes at once
 
@@ -106,19 +106,19 @@ int ncclCommUserRank(void *comm, int *out) { *out = only.rank; return 0; }
 """
 
 
-def compile_stub(folder: Path) -> Path:
+def compile_stub(folder: Path, source: str = STUB, *options: str) -> Path:
     """The library, under the name by which other bindings look for one that is already loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise FileNotFoundError("a stub library is compiled: install a C compiler (cc or gcc)")
     target = folder / "libnccl.so.2"
-    (folder / "stub.c").write_text(STUB)
+    (folder / "stub.c").write_text(source)
     # Weak, so that those with a body win. `()` takes any arguments in C11, as it no longer does in C23.
     plain = "".join(f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in abi.FUNCTIONS)
     (folder / "plain.c").write_text(plain)
-    options = ["-O2", "-std=gnu11", "-w", "-shared", "-fPIC", f"-DVERSION={abi.version_code(abi.HEADER_VERSION)}"]
-    command = [compiler, *options, f"-Wl,-soname,{target.name}", "stub.c", "plain.c", "-o", target.name]
-    subprocess.run(command, cwd=folder, check=True)
+    words = [compiler, "-O2", "-std=gnu11", "-w", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", *options]
+    words.append(f"-DVERSION={abi.version_code(abi.HEADER_VERSION)}")
+    subprocess.run([*words, "stub.c", "plain.c", "-o", target.name], cwd=folder, check=True)
     return target
 
 
@@ -326,12 +326,11 @@ def main_gpu(options: argparse.Namespace) -> None:
     problem = pynccl.bindings.library.gpu_problem()
     if problem and os.environ.get("PYNCCL_LIBRARY") != "host":
         raise ValueError(f"--gpu: {problem}; PYNCCL_LIBRARY=host rehearses it on the CPU")
-    sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
-    import gpu_overhead
+    from bench import overhead_gpu
 
-    found = gpu_overhead.run(options.rounds, options.calls)
+    found = overhead_gpu.run(options.rounds, options.calls)
     if os.environ.get("RANK", "0") == "0":
-        table = f"{gpu_overhead.table(found)}\nRESULT {json.dumps(found)}"
+        table = f"{overhead_gpu.table(found)}\nRESULT {json.dumps(found)}"
         print(json.dumps(found, indent=2) if options.json else table)
 
 

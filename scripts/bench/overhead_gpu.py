@@ -1,4 +1,4 @@
-"""`bench_overhead.py --gpu`: what a call costs the host on the real libnccl, with tensors on a GPU.
+"""`overhead.py --gpu`: what a call costs the host on the real libnccl, with tensors on a GPU.
 
 One rank, or those of a launch (RANK, WORLD_SIZE, ...), which may share a GPU. A way is called so many times without
 waiting for the GPU in between; what it has queued is waited for before the next way's turn, outside the time that
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import bench_ways as bench
+import bench.ways as bench
 import torch
 import torch.distributed as dist
 
@@ -32,16 +32,16 @@ PATIENCE = datetime.timedelta(seconds=30)
 
 
 def join() -> pynccl.Communicator:
-    """The communicator of the launch, or of this process alone."""
-    from gpu_collectives import join as join_launch
-
+    """The communicator of the launch, whose ranks share GPUs where there are too few, or of this process alone."""
     os.environ.pop("PYNCCL_CHECK", None)
-    if "RANK" in os.environ:
-        return join_launch()
     library = pynccl.load()
-    device = None if library.is_host else 0
-    comm = pynccl.Communicator.init(1, pynccl.get_unique_id(library), 0, device=device, library=library)
-    if not library.is_host:
+    gpus = 0 if library.is_host else torch.cuda.device_count()
+    device = int(os.environ.get("LOCAL_RANK", "0")) % gpus if gpus else None
+    if "RANK" in os.environ:
+        comm = pynccl.init(device=device)
+    else:
+        comm = pynccl.Communicator.init(1, pynccl.get_unique_id(library), 0, device=device, library=library)
+    if gpus:
         torch.cuda.set_device(comm.device)
     return comm
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fault_nodes import Nodes
-from fault_programs import LOSSY_TIMEOUT, TIMEOUT, Program
+from faults.nodes import Nodes
+from faults.programs import LOSSY_TIMEOUT, TIMEOUT, Program
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WATCH_SECONDS = 2
 DEADLINE = 20.0  # seconds from the fault after which a rank that is still there hangs
 LOSSY_DEADLINE = 60.0
@@ -62,13 +62,13 @@ class Ended:
 
 
 class Server:
-    """The process that forks ranks; see fault_ranks.py. torch: whether it has imported what ranks need."""
+    """The process that forks ranks; see ranks.py. torch: whether it has imported what ranks need."""
 
     def __init__(self, torch: bool = True) -> None:
         paths = [str(ROOT), str(ROOT / "scripts")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "scripts" / "fault_ranks.py"), *(["--preload"] if torch else [])],
+            [sys.executable, str(ROOT / "scripts" / "faults" / "ranks.py"), *(["--preload"] if torch else [])],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -11,35 +11,28 @@ to move: those that come of its peers and, for an all_gather, its own (all_reduc
 (p-1)/p of the full tensor). "blocked" is the processor time of all ranks together while all but one wait for a second.
 
 examples:
-  python scripts/bench_host.py --bytes 4096 --rounds 4
-  python scripts/bench_host.py                                             # long
-  python scripts/bench_host.py --ranks 2 4 --transport sockets --markdown  # long
+  python scripts/bench/host.py --bytes 4096 --rounds 4
+  python scripts/bench/host.py                                             # long
+  python scripts/bench/host.py --ranks 2 4 --transport sockets --markdown  # long
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
-import multiprocessing
 import os
-import platform
-import queue
-import socket
 import statistics
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from bench.ranks import measure, run_ranks, surroundings
 
 from pynccl import host
 from pynccl.bindings import abi
@@ -61,9 +54,8 @@ def check(code: int) -> None:
         raise command.FailedError(host.function("ncclGetLastError")(None).decode())
 
 
-def connect(rank: int, ranks: int, port: int) -> int:
-    """torch.distributed's default group, and the host library's communicator over an id that it broadcasts."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def connect(rank: int, ranks: int) -> int:
+    """The host library's communicator, over an id that torch.distributed broadcasts."""
     identity = abi.UniqueId()
     if rank == 0:
         check(host.function("ncclGetUniqueId")(ctypes.byref(identity)))
@@ -148,20 +140,6 @@ def pairs(comm: int, rank: int, ranks: int, nbytes: int) -> dict[str, tuple[Call
     return calls
 
 
-def measure(call: Call, batch: int) -> float:
-    """Seconds per call of a batch, of the slowest rank, from a moment at which all begin: a barrier lets them go one
-    after the other, which takes longer than what is measured."""
-    moment = torch.tensor([time.perf_counter() + 0.001 + 0.0005 * dist.get_world_size()], dtype=torch.float64)
-    dist.all_reduce(moment, dist.ReduceOp.MAX)
-    start = float(moment)
-    time.sleep(max(start - time.perf_counter(), 0.0))
-    for _ in range(batch):
-        call()
-    seconds = torch.tensor([(time.perf_counter() - start) / batch], dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
-
-
 def must_move(name: str, ranks: int, nbytes: int) -> int:
     """The bytes that every rank has to move; 0 where no bound is held against them."""
     parts = {"all_reduce": 2 * (ranks - 1), "all_gather": ranks, "reduce_scatter": ranks - 1}
@@ -174,7 +152,7 @@ def memcpy_seconds(nbytes: int, rounds: int) -> float:
     def copy() -> None:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
-    return statistics.median(measure(copy, 1) for _ in range(rounds))
+    return statistics.median(measure("cpu", copy) for _ in range(rounds))
 
 
 def blocked_seconds(comm: int, rank: int) -> float:
@@ -190,28 +168,15 @@ def blocked_seconds(comm: int, rank: int) -> float:
     return float(used)
 
 
-def rank_process(rank: int, ranks: int, sizes: Sequence[int], rounds: int, port: int, results: Any) -> None:
-    """`run` in a process of its own. Puts the rows of rank 0, or the error of a rank, into `results`."""
-    try:
-        with progress.shown():
-            run(rank, ranks, sizes, rounds, port, results)
-    except KeyboardInterrupt:  # the program has heard of it, too
-        raise SystemExit(command.INTERRUPTED) from None
-    except Exception as error:
-        results.put(f"rank {rank}: " + (str(error) if command.code_of(error) else f"\n{traceback.format_exc()}"))
-        raise SystemExit(command.FAILED) from None
-
-
-def run(rank: int, ranks: int, sizes: Sequence[int], rounds: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two of its functions
-    comm = connect(rank, ranks, port)
+def run(rank: int, ranks: int, sizes: Sequence[int], rounds: int) -> list[Row]:
+    """The rows of a number of ranks, on each of them."""
+    comm = connect(rank, ranks)
     rows: list[Row] = []
     for nbytes in progress.over(sizes, f"{ranks} ranks", "size", own=rank == 0):
         batches = rounds if nbytes < LARGE else max(rounds // 2, 5)
         for name, (ours, theirs) in pairs(comm, rank, ranks, nbytes).items():
             batch = (60 if ranks <= 4 else 10) if nbytes <= 1 << 16 else 20 if nbytes < LARGE else 5
-            times = [(measure(ours, batch), measure(theirs, batch)) for _ in range(batches)][WARM_UP:]
+            times = [(measure("cpu", ours, batch), measure("cpu", theirs, batch)) for _ in range(batches)][WARM_UP:]
             mine, other = (statistics.median(t[i] for t in times) for i in (0, 1))
             ratio = statistics.median(theirs_s / ours_s for ours_s, theirs_s in times)
             row: Row = {"ranks": ranks, "operation": name, "bytes": nbytes, "ours_s": mine, "torch_s": other}
@@ -220,11 +185,9 @@ def run(rank: int, ranks: int, sizes: Sequence[int], rounds: int, port: int, res
                 row["memcpy"] = mine / memcpy_seconds(moved, batches)
             rows.append(row)
     rows.append({"ranks": ranks, "operation": "blocked", "seconds": blocked_seconds(comm, rank)})
-    if rank == 0:
-        results.put(rows)
     dist.barrier()
     check(host.function("ncclCommDestroy")(comm))
-    dist.destroy_process_group()
+    return rows
 
 
 def bound(name: str, ranks: int, nbytes: int) -> float:
@@ -277,52 +240,17 @@ def table(rows: Sequence[Row]) -> str:
 
 def markdown(rows: Sequence[Row]) -> str:
     lines = [HEADINGS, ["---:", "---", *["---:"] * 6, "---"], *(cells(row) for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{surroundings()}"
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{where()}"
 
 
-def surroundings() -> str:
+def where() -> str:
     """Command, machine and date."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0))
-    today = datetime.now(timezone.utc).date()
+    here = surroundings()
+    machine, versions = here["machine"], here["versions"]
     return (
-        f"`python scripts/bench_host.py {' '.join(sys.argv[1:])}` on {today}: {cores} cores of "
-        f"{models[0] if models else platform.machine()}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}, load {os.getloadavg()[0]:.1f} at the end."
+        f"`{here['command']}` on {here['date']}: {machine['cores']} cores of {machine['cpu']}, Python "
+        f"{versions['python']}, torch {versions['torch']}, load {machine['load']:.1f} at the end."
     )
-
-
-def run_ranks(ranks: int, sizes: Sequence[int], rounds: int) -> list[Row]:
-    """The rows. FailedError with the error of a rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    arguments = (ranks, sizes, rounds, port, results)
-    workers = [context.Process(target=rank_process, args=(rank, *arguments)) for rank in range(ranks)]
-    for worker in workers:
-        worker.start()
-    found: list[Row] | str = ""
-    try:
-        while not found:
-            gone = any(worker.exitcode not in (None, 0) for worker in workers)
-            with contextlib.suppress(queue.Empty):
-                found = results.get(timeout=1.0)
-                continue
-            if gone:
-                found = "a rank has died"
-    finally:
-        for worker in workers:
-            worker.join(timeout=None if isinstance(found, list) else 2.0)
-            worker.kill()
-            worker.join()
-    if isinstance(found, str):
-        raise command.FailedError(found)
-    if any(worker.exitcode for worker in workers):
-        raise command.FailedError("a rank failed at its end")
-    return found
 
 
 def main() -> None:
@@ -343,7 +271,7 @@ def main() -> None:
     rows: list[Row] = []
     for ranks in options.ranks:
         sizes = [n for n in options.bytes if ranks <= MANY_RANKS or n <= MOST_OF_MANY]
-        rows += run_ranks(ranks, sizes, options.rounds)
+        rows += run_ranks(ranks, "cpu", run, ranks, sizes, options.rounds)[0]
     if options.json:
         print(json.dumps({"cores": os.cpu_count(), "rows": rows}))
     else:

@@ -1,4 +1,4 @@
-"""The figures of scripts/bench_overlap.py, the bounds that it holds them against, and their tables."""
+"""The figures of scripts/bench/overlap.py, the bounds that it holds them against, and their tables."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ next_batch(). The watchdogs of the processes find that out by themselves, throug
 folders of their own, as on several machines. Needs a C compiler and torch.
 
 examples:
-  python scripts/bench_scale.py --ranks 4 --processes 2 --timeout 1 --json
-  python scripts/bench_scale.py  # long
+  python scripts/bench/scale.py --ranks 4 --processes 2 --timeout 1 --json
+  python scripts/bench/scale.py  # long
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,10 +30,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.overhead import compile_stub
 
 import pynccl
-from pynccl.bindings import abi
 from pynccl.tools import command, progress
 from pynccl.watch import recorder, watchdog
 from pynccl.watch.asking import QUIET_SECONDS
@@ -86,20 +86,6 @@ int ncclCommCount(comm_t comm, int *out) { *out = comm->nranks; return 0; }
 int ncclCommCuDevice(comm_t comm, int *out) { *out = 0; return 0; }
 int ncclCommUserRank(comm_t comm, int *out) { *out = comm->rank; return 0; }
 """
-
-
-def compile_stub(folder: Path) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        sys.exit("bench_scale.py compiles a stub library: install a C compiler (cc or gcc)")
-    target = folder / "libstub.so"
-    (folder / "stub.c").write_text(STUB)
-    plain = "".join(f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in abi.FUNCTIONS)
-    (folder / "plain.c").write_text(plain)
-    numbers = [f"-DVERSION={abi.version_code(abi.HEADER_VERSION)}", f"-DPART={PART}"]
-    command = [compiler, "-O2", "-std=gnu11", "-w", "-shared", "-fPIC", "-pthread", *numbers]
-    subprocess.run([*command, "stub.c", "plain.c", "-o", target.name], cwd=folder, check=True)
-    return target
 
 
 # What is counted
@@ -488,7 +474,7 @@ def main() -> None:
         print(json.dumps(child(port, first, last, nranks, options)))
         return
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as folder:
-        library = compile_stub(Path(folder))
+        library = compile_stub(Path(folder), STUB, "-pthread", f"-DPART={PART}")
         rows = [measure(nranks, library, options) for nranks in progress.over(options.ranks, "measuring", "size")]
     print(json.dumps(rows, indent=2) if options.json else table(rows))
 

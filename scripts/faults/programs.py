@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from fault_steps import KINDS, Block, Comm, Step, collective, draw_call, split
+from faults.steps import KINDS, Block, Comm, Step, collective, draw_call, split
 
 # What ends a process where it stands. What hits it in a call comes from the campaign, when it has said where it is.
 STATEMENTS = {
@@ -35,7 +35,7 @@ import signal
 import sys
 
 import torch
-from fault_values import *
+from faults.values import *
 
 import pynccl
 import pynccl_autograd as ad

@@ -23,11 +23,11 @@ depends on the order and the size of buckets and on what their launches cost, li
 --backwards: the layers are defined last one first, so that gradients come in the order of the parameters.
 
 examples:
-  python scripts/bench_data_parallel.py --width 64 --layers 2 --rounds 3
-  python scripts/bench_data_parallel.py  # long
-  python scripts/bench_data_parallel.py --ranks 4 --width 256 --layers 12 --bucket-mb 1 4 25  # long
-  python scripts/bench_data_parallel.py --views --rounds 31 --json ddp.json --markdown  # long
-  python scripts/bench_data_parallel.py --asleep 4 --width 256 --layers 12 --backwards  # long
+  python scripts/bench/data_parallel.py --width 64 --layers 2 --rounds 3
+  python scripts/bench/data_parallel.py  # long
+  python scripts/bench/data_parallel.py --ranks 4 --width 256 --layers 12 --bucket-mb 1 4 25  # long
+  python scripts/bench/data_parallel.py --views --rounds 31 --json ddp.json --markdown  # long
+  python scripts/bench/data_parallel.py --asleep 4 --width 256 --layers 12 --backwards  # long
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from bench_ranks import link_text, linked, measure, run_ranks, surroundings
+from bench.ranks import link_text, linked, measure, run_ranks, surroundings
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

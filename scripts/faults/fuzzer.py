@@ -1,0 +1,142 @@
+"""Random programs, calls and models on ranks, each compared with what one process finds, or refused clearly.
+
+autograd  programs of differentiable collectives, in every mode of torch: values and derivatives are those of the same
+          program written as plain operations on all ranks' tensors
+calls     nonsense as arguments of every public call, on all ranks alike: each call is right, or raises an error that
+          names the argument and what was expected, and leaves the communicator usable
+models    models of transformers made parallel by random plans: outputs and gradients are those of the unsharded
+          model, or every rank refuses the plan before anything is changed
+overlap   overlapped matmuls and layers, with what programs do around them: results are those of F.linear
+
+What is drawn is in tests/support/fuzz. A failure prints what was drawn, and the seed that replays it with --runs 1. A
+rank that hangs or dies is a failure.
+
+examples:
+  python scripts/faults/fuzzer.py autograd --runs 2 --modes plain,vmap --ranks 2
+  python scripts/faults/fuzzer.py calls --runs 20 --ranks 2
+  python scripts/faults/fuzzer.py models --runs 3 --seed 1 --ranks 2
+  python scripts/faults/fuzzer.py overlap --runs 2 --ranks 3
+  python scripts/faults/fuzzer.py models --runs 500  # long
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pynccl.tools import command, progress
+
+os.environ.setdefault("PYNCCL_LIBRARY", "host")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "autograd")]  # before this folder, which has a ranks.py, too
+
+EXAMPLES = 3  # of failing calls that are printed of each kind
+PRELOADED = {"autograd": "torch._dynamo", "models": "transformers"}  # once, in the process that forks the ranks
+
+
+def fuzz_autograd(pool: Any, options: argparse.Namespace) -> bool:
+    from fuzz.fuzzing import MODES, fuzz  # type: ignore[import-not-found]
+
+    modes = options.modes.split(",") if options.modes else MODES
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise ValueError(f"--modes: {unknown[0]!r} is none, expected some of {', '.join(MODES)}")
+    failed = False
+    for mode in modes:
+        found = fuzz(pool, mode, seeds(options), options.ranks, timeout=options.timeout)
+        for failure in found.failures:
+            print(failure, end="\n\n")
+        failures = len(found.failures)
+        print(f"{mode}: {found.programs} programs, {found.comparisons} comparisons, {failures} failures", flush=True)
+        failed = failed or bool(failures)
+    return failed
+
+
+def fuzz_calls(pool: Any, options: argparse.Namespace) -> bool:
+    from fuzz.call_fuzzing import fuzz  # type: ignore[import-not-found]
+    from fuzz.call_ranks import BAD, GOOD, Record  # type: ignore[import-not-found]
+
+    shown: Counter[tuple[str, str]] = Counter()
+    with progress.Bar(options.runs, "calling", "call") as bar:
+
+        def report(record: Record) -> None:
+            place = record.message.rpartition("raised at ")[2] if "raised at " in record.message else record.text[:12]
+            shown[record.outcome, place] += 1
+            if shown[record.outcome, place] <= EXAMPLES:
+                bar.line(f"{record.outcome}: {record.text}   (--seed {record.seed})\n      {record.message}")
+
+        found = fuzz(pool, seeds(options), options.ranks[0], timeout=options.timeout, tell=report, done=bar.step)
+    for outcome in (*GOOD, *BAD):
+        print(f"{outcome:10s} {found.counts[outcome]:6d}")
+    return bool(found.bad)
+
+
+def fuzz_models(pool: Any, options: argparse.Namespace) -> bool:
+    from fuzz.model_fuzzing import fuzz  # type: ignore[import-not-found]
+
+    found = fuzz(pool, seeds(options), options.ranks, None)
+    for failure in found.failures:
+        print(failure, end="\n\n")
+    for text, count in found.refusals.most_common():
+        print(f"refused {count} x {text}")
+    ways = found.ways
+    print(
+        f"{ways.total() + len(found.failures)} models: {ways['equal']} equal to the unsharded ones in "
+        f"{found.comparisons} comparisons, {ways['refused']} refused, {ways['failed']} failed in the first forward "
+        f"pass on all ranks, {len(found.failures)} failures"
+    )
+    return bool(found.failures)
+
+
+def fuzz_overlap(pool: Any, options: argparse.Namespace) -> bool:
+    from fuzz.overlap_fuzzing import fuzz  # type: ignore[import-not-found]
+
+    if min(options.ranks) < 2:
+        raise ValueError("--ranks: overlap needs 2 or more")
+    found = fuzz(pool, options.seed, options.ranks, seconds=None, programs=options.runs, tell=print)
+    print(f"{found.programs} programs, {found.passes} passes, {len(found.failures)} failures")
+    return bool(found.failures)
+
+
+KINDS = {"autograd": fuzz_autograd, "calls": fuzz_calls, "models": fuzz_models, "overlap": fuzz_overlap}
+
+
+def seeds(options: argparse.Namespace) -> range:
+    return range(options.seed, options.seed + options.runs)
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers of ranks, separated by commas."""
+    return [command.whole(1, 16)(one.strip()) for one in text.split(",")]
+
+
+def main() -> int:
+    import ranks  # type: ignore[import-not-found]
+
+    parser = command.Parser(__doc__, failed="there was a failure")
+    parser.add_argument("kind", choices=KINDS, help="what is drawn")
+    parser.add_argument("--runs", type=command.whole(1), default=100, help="programs, calls or models (%(default)s)")
+    parser.add_argument("--seed", type=command.whole(0), help="of the first; the next has one more (drawn, printed)")
+    parser.add_argument("--ranks", type=numbers, default=[2, 3, 4], help="numbers of ranks, by turns (2,3,4)")
+    parser.add_argument("--modes", help="of autograd: plain,vmap,... (all)")
+    parser.add_argument("--timeout", type=command.number(1, "seconds"), default=60.0, help="of a hang (%(default)s s)")
+    options = parser.parse_args()
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {options.seed}", flush=True)
+    if options.kind in PRELOADED:
+        ranks._PRELOAD.append(PRELOADED[options.kind])
+    pool = ranks.RankPool()
+    try:
+        return int(KINDS[options.kind](pool, options))
+    finally:
+        pool.close()
+
+
+if __name__ == "__main__":
+    command.run(main)
