@@ -11,7 +11,6 @@ from .keep_shards import keep_shards
 from .key_value import KeyValueLinear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import parallelize
-from .pickled import set_communicator
 from .shards import Shard
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
@@ -39,6 +38,5 @@ __all__ = [
     "load_full_state_dict",
     "parallelize",
     "save_full_state_dict",
-    "set_communicator",
     "vocab_parallel_cross_entropy",
 ]
