@@ -8,8 +8,7 @@ from .describe import describe
 from .dropout import Dropout
 from .gradients import FinishedInBackward, clip_grad_norm_, finish_gradients, finish_gradients_in_backward
 from .keep_shards import keep_shards
-from .key_value import KeyValueLinear
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from .parallelize import parallelize
 from .shards import Shard
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy

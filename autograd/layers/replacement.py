@@ -17,8 +17,7 @@ from ..overlap.config import Overlap
 from ..torch_internals import has_hooks
 from ..wire import Dtype
 from .dropout import Dropout
-from .key_value import KeyValueLinear
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from .model_hooks import Entering
 from .plan import KINDS, NAME, Site, above
 from .shards import Sharded

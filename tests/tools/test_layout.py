@@ -58,7 +58,7 @@ ORDER: dict[str, str] = {
         overlap.reporting overlap.limits overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
         overlap layers.dtensors layers.shards layers.keep_shards layers.gradients layers.linear layers.vocabulary
-        layers.key_value layers.dropout layers.plan layers.regions layers.alike layers.model_hooks layers.replacement
+        layers.dropout layers.plan layers.regions layers.alike layers.model_hooks layers.replacement
         layers.plan_checks layers.weights layers.parts layers.parallelize layers.describe
         layers.safetensors_files layers.checkpoint_sources layers.checkpoint layers.checkpoint_optimizer
         layers.checkpoint_dcp layers.buckets
