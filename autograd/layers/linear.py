@@ -82,8 +82,9 @@ class _ParallelLinear(Sharded):
         transposed = type(linear).__name__ == "Conv1D"  # of transformers
         if not transposed and not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
-        sizes = linear.weight.shape if transposed else linear.weight.shape[::-1]
-        made = cls(*sizes, comm, linear.bias is not None, sequence_parallel, "meta", linear.weight.dtype, **options)
+        weight, has_bias = linear.weight.t() if transposed else linear.weight, linear.bias is not None
+        outputs, inputs = weight.shape
+        made = cls(inputs, outputs, comm, has_bias, sequence_parallel, "meta", weight.dtype, **options)
         made.transposed = transposed
         made._mark()
         return made

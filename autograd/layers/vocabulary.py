@@ -102,8 +102,9 @@ class VocabParallelEmbedding(_VocabParallel):
                     f"from_embedding: the embedding has {name}={getattr(embedding, name)!r}, which a cut "
                     "one cannot have"
                 )
-        sizes, padding = embedding.weight.shape, embedding.padding_idx
-        return cls(*sizes, comm, padding, sequence_parallel, "meta", embedding.weight.dtype, **options)
+        words, width = embedding.weight.shape
+        padding, dtype = embedding.padding_idx, embedding.weight.dtype
+        return cls(words, width, comm, padding, sequence_parallel, "meta", dtype, **options)
 
     @classmethod
     def from_embedding(

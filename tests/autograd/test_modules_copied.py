@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl_autograd.layers.parts import keep_parts
+from pynccl_autograd.layers.hooks import keep_parts
 
 WIDTH, WORDS = 12, 13
 
