@@ -86,7 +86,6 @@ class _ParallelLinear(Sharded):
         outputs, inputs = weight.shape
         made = cls(inputs, outputs, comm, has_bias, sequence_parallel, "meta", weight.dtype, **options)
         made.transposed = transposed
-        made._mark()
         return made
 
     @classmethod

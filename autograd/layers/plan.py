@@ -65,19 +65,19 @@ class Stay(NamedTuple):
 
     path: str
     module: nn.Module
-    said: str | None  # "partial", "sequence" or "replicated": of it, or else of the nearest module around
-    made: bool  # a function of the plan makes it, or what is around
+    role: str | None  # "partial", "sequence" or "replicated": of it, or else of the nearest module around
+    by_function: bool  # a function of the plan makes it, or what is around
     shared: str  # path of the module with "shared_input" that it is, or is in
-    beside: str | None  # path of the nearest module around, or itself, that has "column" layers; "" is the model
-    inside: bool  # where each rank has a part of the sequence, with sequence parallelism
-    whole: bool  # it is as wide as the input of these "column" layers
+    columns_at: str | None  # path of the nearest module around, or itself, that has "column" layers; "" is the model
+    in_sequence: bool  # where each rank has a part of the sequence, with sequence parallelism
+    full_width: bool  # it is as wide as the input of these "column" layers
 
     @property
-    def right(self) -> str:
+    def expected_role(self) -> str:
         """The role that is right for it."""
-        if self.shared or (self.beside is not None and not self.whole):
+        if self.shared or (self.columns_at is not None and not self.full_width):
             return "partial"
-        return "sequence" if self.inside else "replicated"
+        return "sequence" if self.in_sequence else "replicated"
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Planned:
 
     def is_partial(self, stay: Stay) -> bool:
         """Whether each rank has a part of its gradients."""
-        return stay.said == "partial" or (stay.said == "sequence" and self.sequence_parallel)
+        return stay.role == "partial" or (stay.role == "sequence" and self.sequence_parallel)
 
     def stacks(self) -> list[str]:
         """Paths of the lists of layers in which the sequence is cut; of the one module, where it is not in a list."""
@@ -245,12 +245,12 @@ def staying(planned: Planned) -> list[Stay]:
         stay = Stay(
             path,
             module,
-            said=next((place for site in sited for place in PLACES if place in site.roles), None),
-            made=any(site.function is not None for site in sited),
+            role=next((place for site in sited for place in PLACES if place in site.roles), None),
+            by_function=any(site.function is not None for site in sited),
             shared=next((site.path for site in sited if "shared_input" in site.roles), ""),
-            beside=beside,
-            inside=any(one in parts for one in around),
-            whole=any(one.dim() and one.shape[-1] in widths for one in own),
+            columns_at=beside,
+            in_sequence=any(one in parts for one in around),
+            full_width=any(one.dim() and one.shape[-1] in widths for one in own),
         )
         found.append(stay)
     return found

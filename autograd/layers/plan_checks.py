@@ -14,7 +14,7 @@ from pynccl.bindings.values import shown
 
 from ..arguments import as_int
 from .plan import NAME, PLACES, Planned, Site, Stay, common, names, read_by, widths_of
-from .shards import Shard, Sharded, shard_of
+from .shards import Shard, Sharded
 
 # ------------------------------------------------------------------------------------------------- what is cut
 
@@ -114,14 +114,14 @@ def check_staying(planned: Planned, stays: Iterable[Stay]) -> None:
     for stay in stays:
         what = f"{NAME}: {stay.path or type(stay.module).__name__}"
         trains = any(one.requires_grad for one in stay.module.parameters(recurse=False))
-        if stay.made:
+        if stay.by_function:
             continue
-        if trains or stay.said == "partial":
+        if trains or stay.role == "partial":
             wrong = _wrong_place(planned, stay)
             if wrong is not None:
-                said = f"the plan says {stay.said!r} of it" if stay.said else "the plan says nothing of it"
+                said = f"the plan says {stay.role!r} of it" if stay.role else "the plan says nothing of it"
                 raise ValueError(f"{what} {wrong[0]}, and {said}; say {wrong[1]}")
-            sees_parts = stay.said == "partial"
+            sees_parts = stay.role == "partial"
         else:  # frozen: what it computes has to be right all the same
             sees_parts = bool(stay.shared)
         if sees_parts and planned.comm.size > 1:
@@ -130,21 +130,21 @@ def check_staying(planned: Planned, stays: Iterable[Stay]) -> None:
 
 def _wrong_place(planned: Planned, stay: Stay) -> tuple[str, str] | None:
     """What the module sees that does not fit what the plan says, and what to say instead; None: it fits."""
-    if stay.shared and stay.said != "partial":
+    if stay.shared and stay.role != "partial":
         why = f"is within {stay.shared}, whose input 'column' layers share, so each rank has a part of its gradients"
         return why, "'partial'"
-    if stay.said == "partial" and not stay.shared and stay.beside is None:
+    if stay.role == "partial" and not stay.shared and stay.columns_at is None:
         why = "is beside no 'column' layer, so it does not see heads or columns of this rank alone"
-        return why, repr(stay.right)
-    if stay.said is None and stay.beside is not None and not stay.whole:
+        return why, repr(stay.expected_role)
+    if stay.role is None and stay.columns_at is not None and not stay.full_width:
         return (
             "is beside 'column' layers",
             "'partial' if it sees this rank's heads or columns, 'sequence' if it sees whole hidden states",
         )
-    if planned.sequence_parallel and stay.inside and stay.said in (None, "replicated"):
+    if planned.sequence_parallel and stay.in_sequence and stay.role in (None, "replicated"):
         why = "sees a part of the sequence on each rank, so its gradients are partial"
-        return why, f"{stay.right!r} of it in the plan, or pass sequence_parallel=False"
-    if planned.sequence_parallel and stay.said == "sequence" and _is_outside(planned, stay):
+        return why, f"{stay.expected_role!r} of it in the plan, or pass sequence_parallel=False"
+    if planned.sequence_parallel and stay.role == "sequence" and _is_outside(planned, stay):
         why = "is not between 'sequence_begin' and 'sequence_end', so it sees the whole sequence"
         return why, "'replicated'"
     return None
@@ -153,7 +153,7 @@ def _wrong_place(planned: Planned, stay: Stay) -> tuple[str, str] | None:
 def _is_outside(planned: Planned, stay: Stay) -> bool:
     """Whether it cannot be between "sequence_begin" and "sequence_end": not within the module that has both."""
     ends = [site.path for site in planned.of_role("sequence_end")]
-    if stay.inside or not ends:
+    if stay.in_sequence or not ends:
         return False
     if isinstance(stay.module, nn.Embedding):
         return True
@@ -165,7 +165,7 @@ def _check_sizes(planned: Planned, stay: Stay, what: str) -> None:
     """That a module between layers that are cut is not made for what all ranks have there: as wide as that, or one of
     a list of one for each head."""
     ranks = planned.comm.size
-    beside = [] if stay.beside is None else planned.children(stay.beside)
+    beside = [] if stay.columns_at is None else planned.children(stay.columns_at)
     columns = [site for site in beside if site.is_column]
     linear = isinstance(stay.module, nn.Linear) or type(stay.module).__name__ == "Conv1D"
     if linear:
@@ -183,7 +183,7 @@ def _check_sizes(planned: Planned, stay: Stay, what: str) -> None:
             "layers that it sees whole"
         )
     each = {one.shape[0] for one in stay.module.parameters(recurse=False) if one.dim() > 1 and not linear}
-    each |= sizes if stay.path == stay.beside else set()
+    each |= sizes if stay.path == stay.columns_at else set()
     parent = planned.model.get_submodule(stay.path.rpartition(".")[0])
     if isinstance(parent, (nn.ModuleList, nn.ParameterList)):
         each.add(len(parent))
@@ -225,7 +225,7 @@ def tied_parameters(model: nn.Module) -> list[list[User]]:
     return [one for one in users.values() if len(one) > 1]
 
 
-def check_tied(planned: Planned, stays: Iterable[Stay], layers: Mapping[str, nn.Module | None]) -> None:
+def check_tied(planned: Planned, stays: Iterable[Stay], layers: Mapping[str, Sharded | None]) -> None:
     """That each of these would be cut, or summed, in one way wherever it is used. What holds a parameter and does not
     read it, as the head of BERT the bias of its decoder, has what the others have."""
     first, staying = names(planned.model), {stay.path: stay for stay in stays}
@@ -235,14 +235,14 @@ def check_tied(planned: Planned, stays: Iterable[Stay], layers: Mapping[str, nn.
             module = planned.model.get_submodule(user.path)
             read = read_by(module)
             stay, site = staying.get(user.path), planned.sites.get(first[user.path])
-            if (site is not None and site.function is not None) or (stay is not None and stay.made):
+            if (site is not None and site.function is not None) or (stay is not None and stay.by_function):
                 continue  # tie() looks at it
             if stay is not None and (read is None or user.name in read):
                 whole = getattr(module, user.name).shape
                 becomes[user] = Shard(planned.comm, None, whole, partial=True) if planned.is_partial(stay) else None
             elif stay is None and site is not None:
                 layer = layers[site.path]
-                becomes[user] = shard_of(getattr(layer, user.name)) if isinstance(layer, Sharded) else site.roles
+                becomes[user] = site.roles if layer is None else layer.shards().get(user.name)
         if len({_text(one) for one in becomes.values()}) > 1:
             said = " and ".join(_said(planned, user, first) for user in becomes)
             raise ValueError(
@@ -263,7 +263,7 @@ def _said(planned: Planned, user: User, first: Mapping[str, str]) -> str:
 
 def _ways(planned: Planned, group: list[User], staying: Mapping[str, Stay]) -> list[str]:
     """What the plan may say of all of them."""
-    whole = {staying[path].right if path in staying else "replicated" for path, _ in group}
+    whole = {staying[path].expected_role if path in staying else "replicated" for path, _ in group}
     modules = {path: planned.model.get_submodule(path) for path, name in group if name == "weight"}
     cut = {
         path: "vocab_embedding" if isinstance(module, nn.Embedding) else "vocab_head"
@@ -304,8 +304,8 @@ def warn_of_silence(planned: Planned, stays: Iterable[Stay]) -> None:
     """Of what has parameters, or draws, and is not mentioned: which role is right for it."""
     right: dict[str, list[str]] = {}
     for stay in stays:
-        if stay.said is None and not stay.made and stay.path not in planned.sites:
-            right.setdefault(stay.right, []).append(stay.path or type(planned.model).__name__)
+        if stay.role is None and not stay.by_function and stay.path not in planned.sites:
+            right.setdefault(stay.expected_role, []).append(stay.path or type(planned.model).__name__)
     for path, said in dropouts(planned).items():
         if said is None and probability(planned.model.get_submodule(path)) > 0:
             right.setdefault("replicated' or 'sequence", []).append(path)
