@@ -147,7 +147,7 @@ def _replace_modules(
             if site.shared and getattr(layer, "gather_input", None) is False:
                 layer.register_forward_pre_hook(FromShared(path, entering[site.shared]))
             put(model, path, layer)
-            if init is not None:
+            if init is not None and site.function is None:
                 site.module.to_empty(device="meta", recurse=False)  # so that no more than a layer is whole at a time
 
 

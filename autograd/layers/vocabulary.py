@@ -108,18 +108,11 @@ class VocabParallelEmbedding(_VocabParallel):
 
     @classmethod
     def from_embedding(
-        cls,
-        embedding: nn.Embedding,
-        comm: Communicator,
-        sequence_parallel: bool = False,
-        *,
-        seq_dim: int = 0,
-        reduce_dtype: Dtype = None,
+        cls, embedding: nn.Embedding, comm: Communicator, sequence_parallel: bool = False, **options: Any
     ) -> VocabParallelEmbedding:
-        """This rank's part of an nn.Embedding, which is equal on all ranks. ValueError for max_norm,
-        scale_grad_by_freq and sparse, which look at whole rows of the gradient or the weight."""
-        made = cls.like(embedding, comm, sequence_parallel, seq_dim=seq_dim, reduce_dtype=reduce_dtype)
-        return made.take(embedding)
+        """This rank's part of an nn.Embedding, which is equal on all ranks. options: seq_dim, reduce_dtype. ValueError
+        for max_norm, scale_grad_by_freq and sparse, which look at whole rows of the gradient or the weight."""
+        return cls.like(embedding, comm, sequence_parallel, **options).take(embedding)
 
     def shards(self) -> dict[str, Shard]:
         """Of the weight."""
