@@ -14,7 +14,7 @@ in a matmul        all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, 
 layers             ColumnParallelLinear, RowParallelLinear, KeyValueLinear, VocabParallelEmbedding, VocabParallelHead,
                    Dropout; vocab_parallel_cross_entropy
 whole models       parallelize, describe, DataParallelGradients, finish_gradients, finish_gradients_in_backward,
-                   FinishedInBackward, clip_grad_norm_, set_communicator, keep_shards; Shard, Mesh
+                   FinishedInBackward, clip_grad_norm_, keep_shards; Shard, Mesh
 checkpoints        full_state_dict, load_full_state_dict, save_full_state_dict, full_optimizer_state_dict,
                    load_full_optimizer_state_dict, dcp_state_dict, dcp_optimizer_state_dict; IncompatibleKeys
 partitions         Partition, CartesianPartition, AllSumReduce, SumReduce, Repartition, zero_volume_tensor
@@ -60,7 +60,6 @@ from .layers import (
     load_full_state_dict,
     parallelize,
     save_full_state_dict,
-    set_communicator,
     vocab_parallel_cross_entropy,
 )
 from .mesh import Mesh
@@ -168,7 +167,6 @@ __all__ = [
     "save_full_state_dict",
     "scatter",
     "send_recv",
-    "set_communicator",
     "set_side_stream",
     "split",
     "start",

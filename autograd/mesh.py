@@ -124,9 +124,6 @@ class Mesh(Shared):
         made.origin = made.origin._replace(axes=names)
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return object.__reduce_ex__(self, protocol)  # its communicators say what becomes of them
-
     def _axes(self, axes: tuple[Any, ...]) -> tuple[str, ...]:
         """These names in the order of the mesh."""
         for name in axes:

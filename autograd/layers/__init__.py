@@ -14,10 +14,8 @@ from .describe import describe
 from .dropout import Dropout
 from .gradients import FinishedInBackward, clip_grad_norm_, finish_gradients, finish_gradients_in_backward
 from .keep_shards import keep_shards
-from .key_value import KeyValueLinear
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from .parallelize import parallelize
-from .pickled import set_communicator
 from .shards import Shard
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
@@ -45,6 +43,5 @@ __all__ = [
     "load_full_state_dict",
     "parallelize",
     "save_full_state_dict",
-    "set_communicator",
     "vocab_parallel_cross_entropy",
 ]

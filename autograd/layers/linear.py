@@ -1,4 +1,4 @@
-"""ColumnParallelLinear, RowParallelLinear: a linear layer cut over the ranks of a communicator.
+"""ColumnParallelLinear, RowParallelLinear, KeyValueLinear: a linear layer cut over the ranks of a communicator.
 
 A column-parallel layer followed by a row-parallel one computes an MLP or an attention block with one collective per
 direction at each end. N ranks, this rank r; x is [s, .., in] with the sequence in dimension 0.
@@ -6,7 +6,6 @@ direction at each end. N ranks, this rank r; x is [s, .., in] with the sequence 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,11 +18,12 @@ from pynccl.bindings.values import INT_MAX, attribute, shown
 
 from ..arguments import as_int, check_call, check_comm, check_dim
 from ..ops.all_gather import all_gather
+from ..ops.all_reduce import copy
 from ..overlap.config import Overlap, as_config
 from ..overlap.functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ..overlap.limits import prepare
 from ..wire import Dtype
-from .shards import Shard, Sharded, own_of_blocks, sizes_of_blocks
+from .shards import Shard, Sharded, sizes_of_blocks
 
 Layer = TypeVar("Layer", bound="_ParallelLinear")
 
@@ -33,11 +33,7 @@ class _ParallelLinear(Sharded):
 
     dim: int  # of the weight [out, in] that is cut
     kind: str  # of TransformerEngine's defaults
-    blocks: tuple[int, ...]  # sizes of those that follow one another in what is cut, and each of which is
-    _blocks: int | Sequence[int] = 1  # how they were passed
     transposed = False  # where it comes from, the weight is [in, out]
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -53,6 +49,7 @@ class _ParallelLinear(Sharded):
         reduce_dtype: Dtype = None,
         grad_accumulation_fusion: bool = False,
         seq_dim: int = 0,
+        blocks: int | Sequence[int] = 1,
     ) -> None:
         super().__init__()
         check_comm(type(self).__name__, comm, in_features=in_features, out_features=out_features)
@@ -67,7 +64,7 @@ class _ParallelLinear(Sharded):
         name, size = ("out_features", out_features) if self.dim == 0 else ("in_features", in_features)
         if size % comm.size:
             raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks")
-        self.blocks = sizes_of_blocks(type(self).__name__, self._blocks, size, comm.size)
+        self.blocks = sizes_of_blocks(type(self).__name__, blocks, size, comm.size)
         self.in_features, self.out_features = in_features, out_features
         self.comm, self.sequence_parallel, self.seq_dim = comm, sequence_parallel, seq_dim
         config = as_config(type(self).__name__, overlap, self.kind)
@@ -75,14 +72,21 @@ class _ParallelLinear(Sharded):
         if self.overlap is config:
             prepare(comm, config)
         self.reduce_dtype, self.grad_accumulation_fusion = reduce_dtype, grad_accumulation_fusion
-        shape = [out_features, in_features]
-        shape[self.dim] //= comm.size
-        if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
-            device = comm.device
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(self._bias_size(), device=device, dtype=dtype)) if bias else None
-        self._mark()
-        self.reset_parameters()
+        self._make_parameters(bias, device, dtype)
+
+    @classmethod
+    def like(
+        cls: type[Layer], linear: Any, comm: Communicator, sequence_parallel: bool = False, **options: Any
+    ) -> Layer:
+        """A layer for an nn.Linear, or transformers' Conv1D, of which it has nothing yet: on the meta device."""
+        transposed = type(linear).__name__ == "Conv1D"  # of transformers
+        if not transposed and not isinstance(linear, nn.Linear):
+            raise TypeError(f"{cls.__name__}.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
+        weight, has_bias = linear.weight.t() if transposed else linear.weight, linear.bias is not None
+        outputs, inputs = weight.shape
+        made = cls(inputs, outputs, comm, has_bias, sequence_parallel, "meta", weight.dtype, **options)
+        made.transposed = transposed
+        return made
 
     @classmethod
     def from_linear(
@@ -90,21 +94,7 @@ class _ParallelLinear(Sharded):
     ) -> Layer:
         """This rank's part of an nn.Linear, or of transformers' Conv1D, which is equal on all ranks: on its device, of
         its type, trained or frozen as it is. options: as the class takes them by name, but for device and dtype."""
-        transposed = type(linear).__name__ == "Conv1D"  # of transformers
-        if not transposed and not isinstance(linear, nn.Linear):
-            raise TypeError(f"{cls.__name__}.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
-        weight = linear.weight.detach().t() if transposed else linear.weight.detach()
-        sizes = (weight.shape[1], weight.shape[0])
-        made = cls(*sizes, comm, linear.bias is not None, sequence_parallel, "meta", weight.dtype, **options)
-        made.transposed = transposed
-        own = made._own(weight, cls.dim).clone(memory_format=torch.contiguous_format)
-        made.weight = nn.Parameter(own, requires_grad=linear.weight.requires_grad)
-        if linear.bias is not None:
-            bias = linear.bias.detach()
-            own = (made._own(bias, 0) if cls.dim == 0 else bias).clone()
-            made.bias = nn.Parameter(own, requires_grad=linear.bias.requires_grad)
-        made._mark()
-        return made.train(linear.training)
+        return cls.like(linear, comm, sequence_parallel, **options).take(linear)
 
     def shards(self) -> dict[str, Shard]:
         """Of the weight and the bias. The gradient of a bias that every rank has is whole: the layer sums it itself."""
@@ -128,38 +118,9 @@ class _ParallelLinear(Sharded):
             )
         return int(features)
 
-    def _bias_size(self) -> int:
-        return self.out_features
-
     def reset_parameters(self) -> None:
-        """Draw as nn.Linear does. Every rank draws the whole layer and keeps its part, so the result depends on the
-        seed alone, not on N, and the ranks' generators stay in step."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        weight = self.weight.new_empty(self.out_features, self.in_features).uniform_(-bound, bound)
-        bias = None if self.bias is None else self.bias.new_empty(self.out_features).uniform_(-bound, bound)
-        self.load_full(weight, bias)
-
-    @torch.no_grad()
-    def load_full(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take this rank's part of an unsharded layer: weight [out, in], bias [out]."""
-        full = (self.out_features, self.in_features)
-        if tuple(weight.shape) != full or (bias is None) != (self.bias is None):
-            raise ValueError(
-                f"load_full: weight has shape {tuple(weight.shape)}, expected {full}; bias is "
-                f"{'None' if bias is None else 'given'}, the layer has {'none' if self.bias is None else 'one'}"
-            )
-        self.weight.copy_(self._own(weight, self.dim))
-        if self.bias is not None and bias is not None:
-            self.bias.copy_(self._own(bias, 0) if self.dim == 0 else bias)
-
-    @torch.no_grad()
-    def full_state(self) -> dict[str, Tensor]:
-        """The unsharded layer's state_dict, on every rank. A collective: every rank must call it."""
-        shards = self.shards()
-        state = {"weight": shards["weight"].gather(self.weight)}
-        if self.bias is not None:
-            state["bias"] = shards["bias"].gather(self.bias) if self.dim == 0 else self.bias.clone()
-        return state
+        """Draw as nn.Linear does."""
+        self._draw_as_linear(self.in_features)
 
     def _options(self) -> dict[str, Any]:
         """What the functions of overlap/ are told."""
@@ -188,9 +149,6 @@ class _ParallelLinear(Sharded):
         moved = x.movedim(dim, 0) if dim else x
         y: Tensor = function(moved, self.weight, self.comm, self.bias, **self._options())
         return y.movedim(0, dim) if dim else y
-
-    def _own(self, full: Tensor, dim: int) -> Tensor:
-        return own_of_blocks(full, dim, self.blocks, self.comm)
 
     def extra_repr(self) -> str:
         return (
@@ -245,7 +203,6 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = False,
         blocks: int | Sequence[int] = 1,
     ) -> None:
-        self._blocks = blocks
         super().__init__(
             in_features,
             out_features,
@@ -258,15 +215,13 @@ class ColumnParallelLinear(_ParallelLinear):
             reduce_dtype=reduce_dtype,
             grad_accumulation_fusion=grad_accumulation_fusion,
             seq_dim=seq_dim,
+            blocks=blocks,
         )
         if grad_accumulation_fusion and not gather_input:
             raise ValueError("ColumnParallelLinear: grad_accumulation_fusion needs gather_input=True")
         if gather_output and len(self.blocks) > 1:
             raise ValueError("ColumnParallelLinear: gather_output needs blocks=1: the outputs would be out of order")
         self.gather_input, self.gather_output = gather_input, gather_output
-
-    def _bias_size(self) -> int:
-        return self.out_features // self.comm.size
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gather_input:
@@ -288,7 +243,8 @@ class RowParallelLinear(_ParallelLinear):
     sequence_parallel    [s, .., in/N]     [s/N, .., out]  reduce_scatter     all_gather(dy)
 
     The bias is whole on every rank and added once, after the reduction. With sequence_parallel its gradient is summed
-    over the ranks, since each sees its part of the sequence. Options: see `ColumnParallelLinear`.
+    over the ranks, since each sees its part of the sequence. Options: see `ColumnParallelLinear`; blocks are those of
+    the inputs.
     ValueError if in_features is not divisible by N.
     """
 
@@ -299,3 +255,30 @@ class RowParallelLinear(_ParallelLinear):
             return self._along_sequence(matmul_reduce_scatter, x)
         y: Tensor = matmul_all_reduce(x, self.weight, self.comm, self.bias, **self._options())
         return y
+
+
+class KeyValueLinear(ColumnParallelLinear):
+    """A column-parallel layer whose parts several ranks share: each has the whole of the head that its queries use.
+
+    comm    of as many ranks as there are heads, one for each
+    shared  of the ranks that have the same head: the gradients of weight and bias are summed over them
+
+    x is whole already, as with gather_input=False. `Mesh(comm, {"heads": K, "shared": N // K})` has both communicators.
+    """
+
+    shared: Communicator
+
+    def __init__(self, in_features: int, out_features: int, comm: Communicator, *args: Any, **options: Any) -> None:
+        shared = options.pop("shared", None)
+        check_comm("KeyValueLinear: shared", shared)
+        super().__init__(in_features, out_features, comm, *args, **{**options, "gather_input": False})
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_call("KeyValueLinear", x, self.comm)
+        self._check(x, self.in_features, "all of")
+        weight = copy(self.weight, self.shared)
+        return F.linear(x, weight, None if self.bias is None else copy(self.bias, self.shared))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, shared by {self.shared.size}"

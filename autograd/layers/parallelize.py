@@ -14,30 +14,23 @@ from pynccl.bindings.values import instance, shown
 
 from ..agreement import raise_alike
 from ..arguments import as_int, check_comm
+from ..mesh import Mesh
 from ..overlap.config import Overlap
 from ..wire import Dtype
 from .alike import SameInput, check_alike
-from .model_hooks import CausalLoss, Drawing, Entering, FromShared, Leaving, NoLabels, NoLogits, Outputs, Sequence
-from .parts import keep_parts
-from .plan import NAME, Site, read
+from .hooks import Drawing, Entering, FromShared, Outputs, Sequence, keep_parts, leave_logits_cut
+from .plan import NAME, Planned, Site, read, staying
 from .plan_checks import (
-    check_attributes,
-    check_counts,
-    check_ends,
-    check_pieces,
+    check_cut,
     check_staying,
-    cut_heads,
+    check_tied,
     dropouts,
     probability,
+    tied_parameters,
     warn_of_silence,
 )
-from .regions import Stay, read_by, stacks, staying
-from .replacement import Given, dropout, replacement
-from .shards import Shard
-from .vocabulary import VocabParallelHead
-from .weights import check_tied, draw, is_computed, put, stages, tie, tied_parameters
-
-_Made = dict[str, nn.Module | None]
+from .replace import draw, dropout_of, in_its_place, layer_of, put, stages, tie
+from .shards import Shard, Sharded
 
 
 def parallelize(
@@ -100,106 +93,96 @@ def parallelize(
     """
     check_comm(NAME, comm, model=model)
     comm.check_alive()
-    given = Given(model, comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits, {}, {})
+    planned = Planned(model, comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits)
     problem: Exception | None = None
     try:
-        sites, made, stays = _looked_at(given, plan, init)
+        _check_arguments(planned, init)
+        planned.sites = read(model, plan)
+        layers = {path: layer_of(planned, site) for path, site in planned.sites.items()}
+        stays = staying(planned)
+        check_cut(planned)
+        check_staying(planned, stays)
+        check_tied(planned, stays, layers)
     except (ValueError, TypeError) as error:
         problem = error
     raise_alike(comm, problem)
-    check_alike(model, sites, (sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits, init is None), comm)
-    warn_of_silence(model, stays, sites)
-    sequence, tied, recording = Sequence(), tied_parameters(model), _recording(given, sites)
-    for stay in stays:
-        if stay.is_partial(sequence_parallel):
-            for parameter in stay.module.parameters(recurse=False):
-                parameter.shard = Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
-    for path, site in sites.items():
-        _hook(given, site, [one for one in sites.values() if one.parent == path], sequence)
-    for path, cut in dropouts(model, sites).items():
-        if cut is not None:
-            put(model, path, dropout(given, model.get_submodule(path), cut))
-    init_of: Any = getattr(model, "_init_weights", None)  # of transformers
-    for within in stages(model):
-        for module in within.values():
-            if init is not None:
-                draw(module, comm, init)
-            elif init_of is not None and is_computed(module):
-                draw(module, comm, init_of)
-        for one in within:
-            if one in sites and made[one] is not None:
-                layer = replacement(given, sites[one], dry=False)
-                assert layer is not None
-                if sites[one].shared and getattr(layer, "gather_input", None) is False:
-                    looking = FromShared(one, given.entering[sites[one].shared])
-                    layer.register_forward_pre_hook(looking)
-                put(model, one, layer)
+    options = (sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits, init is None)
+    check_alike(model, planned.sites, options, comm)
+    warn_of_silence(planned, stays)
+
+    # From here on the model is changed.
+    tied, outputs, sequence = tied_parameters(model), _cut_outputs(planned), Sequence(comm, seq_dim)
+    for stay in filter(planned.is_partial, stays):
+        for parameter in stay.module.parameters(recurse=False):
+            parameter.shard = Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
+    entering = _hook_modules(planned, sequence)
+    _replace_modules(planned, layers, entering, init)
     for group in tied:
         tie(model, group)
     sequence.find(model)
-    if not sequence_parallel or any("sequence_begin" in site.roles for site in sites.values()):
+    if not sequence_parallel or planned.of_role("sequence_begin"):
         model.register_forward_pre_hook(SameInput(comm), with_kwargs=True)
-    for one, heads in recording.items():
-        model.get_submodule(one).register_forward_hook(Outputs(comm, seq_dim, sequence, heads))
-    _cut_logits(model, comm)
+    for path, heads in outputs.items():
+        model.get_submodule(path).register_forward_hook(Outputs(sequence, heads))
+    leave_logits_cut(model, comm)
     keep_parts(model)
     return model
 
 
-def _looked_at(given: Given, plan: Mapping[str, Any], init: Any) -> tuple[dict[str, Site], _Made, list[Stay]]:
-    """What the plan says, the layers that it makes on the meta device, and what stays; what cannot be is an error."""
-    model = given.model
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{NAME}: model is {shown(model)}, expected a torch.nn.Module")
-    for name, flag in (("sequence_parallel", given.sequence_parallel), ("gather_logits", given.gather_logits)):
-        instance(flag, bool, f"{NAME}: {name}", "True or False")
-    instance(given.seq_dim, int, f"{NAME}: seq_dim", "a dimension of hidden states, such as 1")
-    if given.reduce_dtype is not None:
-        instance(given.reduce_dtype, torch.dtype, f"{NAME}: reduce_dtype", "a torch.dtype, such as torch.float32")
+def _replace_modules(
+    planned: Planned, layers: Mapping[str, Sharded | None], entering: Mapping[str, Entering], init: Any
+) -> None:
+    model = planned.model
+    meshes: dict[int, Mesh] = {}
+    for path, place in dropouts(planned).items():
+        if place is not None:
+            put(model, path, dropout_of(planned, model.get_submodule(path), place))
+    for modules in list(stages(model)):
+        draw(modules.values(), planned.comm, init, getattr(model, "_init_weights", None))
+        for path in modules:
+            site = planned.sites.get(path)
+            layer = None if site is None else in_its_place(planned, site, layers[path], meshes)
+            if site is None or layer is None:
+                continue
+            if site.shared and getattr(layer, "gather_input", None) is False:
+                layer.register_forward_pre_hook(FromShared(path, entering[site.shared]))
+            put(model, path, layer)
+            if init is not None and site.function is None:
+                site.module.to_empty(device="meta", recurse=False)  # so that no more than a layer is whole at a time
+
+
+def _check_arguments(planned: Planned, init: Any) -> None:
+    if not isinstance(planned.model, nn.Module):
+        raise TypeError(f"{NAME}: model is {shown(planned.model)}, expected a torch.nn.Module")
+    for name in ("sequence_parallel", "gather_logits"):
+        instance(getattr(planned, name), bool, f"{NAME}: {name}", "True or False")
+    instance(planned.seq_dim, int, f"{NAME}: seq_dim", "a dimension of hidden states, such as 1")
+    if planned.reduce_dtype is not None:
+        instance(planned.reduce_dtype, torch.dtype, f"{NAME}: reduce_dtype", "a torch.dtype, such as torch.float32")
     if init is not None and not callable(init):
         raise TypeError(f"{NAME}: init is {shown(init)}, expected a function of a module, such as model._init_weights")
-    sites = read(model, plan)
-    made = {path: replacement(given, site, dry=True) for path, site in sites.items()}
-    for site in sites.values():
-        check_attributes(site, given.comm.size)
-    check_ends(given, sites)
-    check_counts(given, sites)
-    check_pieces(given, sites)
-    stays = staying(model, sites)
-    check_staying(given, stays, sites)
-    check_tied(given, stays, sites, made)
-    return sites, made, stays
 
 
-def _hook(given: Given, site: Site, within: list[Site], sequence: Sequence) -> None:
-    """What is done for a module that stays: its input, its output, its parameters, its attributes."""
-    comm, module, roles = given.comm, site.module, site.roles
-    if "sequence_begin" in roles and given.sequence_parallel:
-        name = roles["sequence_begin"].get("input")
-        entering = Entering(site.path, comm, given.seq_dim, "cut", sequence, name)
-        module.register_forward_pre_hook(entering, with_kwargs=True)
-    if "shared_input" in roles:
-        how = "gathered" if given.sequence_parallel else "copied"
-        name = roles["shared_input"].get("input")
-        entering = given.entering[site.path] = Entering(site.path, comm, given.seq_dim, how, sequence, name)
-        module.register_forward_pre_hook(entering, with_kwargs=True)
-        module.register_forward_hook(entering.forget, always_call=True)
-    if "sequence_end" in roles and given.sequence_parallel:
-        module.register_forward_hook(Leaving(comm, given.seq_dim, sequence))
-    if "attention_dropout" in roles and probability(getattr(module, roles["attention_dropout"]["p"])) > 0:
-        drawing = Drawing(comm)
-        module.register_forward_pre_hook(drawing.begin)
-        module.register_forward_hook(drawing.end, always_call=True)
-    for name in roles.get("divide", {}).get("attributes", ()):
-        _divide(module, name, comm.size)
-    for one in within:
-        options = one.roles.get("key_value")
-        groups = getattr(module, "num_key_value_groups", None)
-        if options is not None and "heads" in options and groups is not None:
-            heads = given.heads(options["heads"], one.path)
-            if heads < comm.size:
-                whole = given.heads("num_attention_heads", one.path)
-                module.num_key_value_groups = whole // comm.size  # type: ignore[assignment]
+def _hook_modules(planned: Planned, sequence: Sequence) -> dict[str, Entering]:
+    """What is done for modules that stay: their input, their output, their attributes. Returns the hooks of those whose
+    input is shared, by path."""
+    entering = {}
+    for path, site in planned.sites.items():
+        module, roles = site.module, site.roles
+        if "sequence_begin" in roles and planned.sequence_parallel:
+            Entering(path, "cut", sequence, roles["sequence_begin"].get("input")).register(module)
+        if "shared_input" in roles:
+            how = "gathered" if planned.sequence_parallel else "copied"
+            entering[path] = Entering(path, how, sequence, roles["shared_input"].get("input"))
+            entering[path].register(module)
+        if "sequence_end" in roles and planned.sequence_parallel:
+            module.register_forward_hook(sequence.end)
+        if "attention_dropout" in roles and probability(getattr(module, roles["attention_dropout"]["p"])) > 0:
+            Drawing(planned.comm).register(module)
+        for name in roles.get("divide", {}).get("attributes", ()):
+            _divide(module, name, planned.comm.size)
+        _set_groups(planned, site)
+    return entering
 
 
 def _divide(module: Any, name: str, ranks: int) -> None:
@@ -213,35 +196,29 @@ def _divide(module: Any, name: str, ranks: int) -> None:
         setattr(module, name, getattr(module, name) // ranks)
 
 
-def _recording(given: Given, sites: Mapping[str, Site]) -> dict[str, set[int]]:
+def _set_groups(planned: Planned, site: Site) -> None:
+    """Of attention with fewer heads of keys and values than ranks: how many heads of queries use one, on this rank."""
+    for one in planned.children(site.path):
+        heads = planned.cut_heads(one) if "key_value" in one.roles else None
+        if heads is not None and heads < planned.comm.size and hasattr(site.module, "num_key_value_groups"):
+            whole = planned.heads("num_attention_heads", one.path)
+            site.module.num_key_value_groups = whole // planned.comm.size  # type: ignore[assignment]
+
+
+def _cut_outputs(planned: Planned) -> dict[str, set[int]]:
     """Modules around the layers that are cut, of one stack of them, that may give what these made -> heads there."""
     found: dict[str, set[int]] = {}
-    lists = set(stacks(given.model, sites))
-    columns = [site for site in sites.values() if site.roles.keys() & {"column", "key_value"}]
-    for path, module in given.model.named_modules():
+    lists = set(planned.stacks())
+    columns = [site for site in planned.sites.values() if site.is_column]
+    for path, module in planned.model.named_modules():
         prefix = f"{path}." if path else ""
         within = [site for site in columns if site.path.startswith(prefix)]
         cut = [one for one in lists if f"{one}.".startswith(prefix)]
         layer = any(path.startswith(f"{one}.") for one in lists)
         if not within or len(cut) > 1 or layer or not (cut or hasattr(module, "config") or not path):
             continue
-        said = {cut_heads(given, site) for site in within if "column" in site.roles} - {None}
+        said = {planned.cut_heads(site) for site in within if "column" in site.roles} - {None}
         configs = (getattr(one, "config", None) for one in module.modules())
         theirs = (as_int(getattr(one, "num_attention_heads", None)) for one in configs)
         found[path] = {int(one) for one in said or {next((one for one in theirs if one), None)} if one}
     return found
-
-
-def _cut_logits(model: nn.Module, comm: Communicator) -> None:
-    """Of models of transformers whose head leaves each rank its words: their loss, and no generate()."""
-    for module in model.modules():
-        cut = any(isinstance(one, VocabParallelHead) and not one.gather_output for one in module.modules())
-        if not cut or not (module is model or hasattr(module, "save_pretrained")):
-            continue
-        theirs = getattr(module, "loss_function", None) if "loss_function" in (read_by(module) or ()) else None
-        if getattr(theirs, "__name__", "") == "ForCausalLMLoss":
-            module.loss_function = CausalLoss(comm)  # type: ignore[assignment]
-        elif hasattr(module, "save_pretrained"):
-            module.register_forward_pre_hook(NoLabels(), with_kwargs=True)
-        if hasattr(module, "generate"):
-            module.generate = NoLogits()  # type: ignore[assignment]

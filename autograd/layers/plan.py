@@ -1,32 +1,48 @@
-"""What a plan for `parallelize` says of the modules of a model: patterns of paths, roles, options."""
+"""What a plan for `parallelize` says of the modules of a model, and what those that stay see of hidden states."""
 
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from pynccl import Communicator
 from pynccl.bindings.values import shown
+
+from ..arguments import as_int
+from ..overlap.config import Overlap
+from ..wire import Dtype
 
 NAME = "parallelize"
 
-KINDS: dict[str, str] = {  # role -> what the module has to be
-    "column": "a torch.nn.Linear or transformers' Conv1D",
-    "row": "a torch.nn.Linear or transformers' Conv1D",
-    "key_value": "a torch.nn.Linear or transformers' Conv1D",
+_LINEAR = "a torch.nn.Linear or transformers' Conv1D"
+LAYERS = {  # role of a module that a layer replaces -> what the module has to be
+    "column": _LINEAR,
+    "row": _LINEAR,
+    "key_value": _LINEAR,
     "vocab_embedding": "a torch.nn.Embedding",
     "vocab_head": "a torch.nn.Linear",
-    "shared_input": "",
-    "sequence": "",
-    "partial": "",
-    "sequence_begin": "",
-    "sequence_end": "",
-    "replicated": "",
-    "divide": "",
-    "attention_dropout": "",
 }
+_STAYING = {  # role of a module that stays -> its options
+    "shared_input": ("input",),
+    "sequence": (),
+    "partial": (),
+    "sequence_begin": ("input",),
+    "sequence_end": (),
+    "replicated": (),
+    "divide": ("attributes",),
+    "attention_dropout": ("p",),
+}
+ROLES = (*LAYERS, *_STAYING)
+PLACES = ("partial", "sequence", "replicated")  # where a module that stays is; what is said first counts, of several
+
+_Roles = dict[str, dict[str, Any]]  # name -> options
+_Function = Callable[..., Any]
 
 
 class Site(NamedTuple):
@@ -35,9 +51,80 @@ class Site(NamedTuple):
     path: str
     parent: str
     module: nn.Module
-    roles: dict[str, dict[str, Any]]  # name -> options
-    function: Callable[..., Any] | None
+    roles: _Roles
+    function: _Function | None
     shared: str  # path of the module around that gathers its input, if one does
+
+    @property
+    def is_column(self) -> bool:
+        return not self.roles.keys().isdisjoint(("column", "key_value"))
+
+
+class Stay(NamedTuple):
+    """A module that has parameters, under one of its names, and is not replaced."""
+
+    path: str
+    module: nn.Module
+    role: str | None  # "partial", "sequence" or "replicated": of it, or else of the nearest module around
+    by_function: bool  # a function of the plan makes it, or what is around
+    shared: str  # path of the module with "shared_input" that it is, or is in
+    columns_at: str | None  # path of the nearest module around, or itself, that has "column" layers; "" is the model
+    in_sequence: bool  # where each rank has a part of the sequence, with sequence parallelism
+    full_width: bool  # it is as wide as the input of these "column" layers
+
+    @property
+    def expected_role(self) -> str:
+        """The role that is right for it."""
+        if self.shared or (self.columns_at is not None and not self.full_width):
+            return "partial"
+        return "sequence" if self.in_sequence else "replicated"
+
+
+@dataclass
+class Planned:
+    """A model, the arguments of `parallelize`, and what the plan says of which of its modules."""
+
+    model: nn.Module
+    comm: Communicator
+    sequence_parallel: bool
+    seq_dim: int
+    overlap: Overlap
+    reduce_dtype: Dtype
+    gather_logits: bool
+    sites: dict[str, Site] = field(default_factory=dict)  # by path, in the order of the model
+
+    def of_role(self, role: str) -> list[Site]:
+        return [site for site in self.sites.values() if role in site.roles]
+
+    def children(self, path: str) -> list[Site]:
+        return [site for site in self.sites.values() if site.parent == path]
+
+    def heads(self, name: str, path: str) -> int:
+        """The number of heads that the configuration says: of the model, or of the first model in it around the path
+        that says it."""
+        for around in ("", *reversed(above(path))):
+            heads = as_int(getattr(getattr(self.model.get_submodule(around), "config", None), name, None))
+            if heads is not None:
+                return int(heads)
+        raise ValueError(f"{NAME}: {path}: the plan names model.config.{name}, which the model does not have")
+
+    def cut_heads(self, site: Site) -> int | None:
+        """How many heads the plan says that the outputs of a layer are."""
+        options = site.roles.get("column", site.roles.get("key_value", {}))
+        return self.heads(options["heads"], site.path) if "heads" in options else None
+
+    def is_partial(self, stay: Stay) -> bool:
+        """Whether each rank has a part of its gradients."""
+        return stay.role == "partial" or (stay.role == "sequence" and self.sequence_parallel)
+
+    def stacks(self) -> list[str]:
+        """Paths of the lists of layers in which the sequence is cut; of the one module, where it is not in a list."""
+        begins = self.of_role("sequence_begin")
+        lists = (isinstance(self.model.get_submodule(site.parent), nn.ModuleList) for site in begins)
+        return [site.parent if inside else site.path for site, inside in zip(begins, lists, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------- reading
 
 
 def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
@@ -45,66 +132,134 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
     if not isinstance(plan, Mapping):
         raise TypeError(f"{NAME}: plan is {shown(plan)}, expected a dict of patterns and roles, such as ad.plans.llama")
     modules = dict(model.named_modules())
-    lists = {path: len(one) for path, one in modules.items() if isinstance(one, (nn.ModuleList, nn.Sequential))}
-    found: dict[str, tuple[dict[str, dict[str, Any]], Callable[..., Any] | None]] = {}
-    fitting = 0
+    found: dict[str, tuple[_Roles, _Function | None]] = {}
+    cuts = False
     for pattern, value in plan.items():
-        if not isinstance(pattern, str):
-            raise TypeError(f"{NAME}: the plan has the key {shown(pattern)}, expected a pattern of module paths")
-        paths = [path for path in modules if path and _fits(path.split("."), pattern.split("."), lists, "")]
-        if not paths and not pattern.startswith("**."):
-            near = [path for path in modules if path.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
-            raise ValueError(
-                f"{NAME}: no module fits the pattern {pattern!r}"
-                + (f"; there are {', '.join(near)}" if near else "; see [name for name, _ in model.named_modules()]")
-            )
+        paths = _fitting(modules, pattern)
         new, made_by = _roles(pattern, value)
-        fitting += bool(paths) and (made_by is not None or any(KINDS[role] for role in new))
+        cuts |= bool(paths) and (made_by is not None or not LAYERS.keys().isdisjoint(new))
         for path in paths:
             roles, function = found.get(path, ({}, None))
-            if made_by is not None or new.keys() & _EITHER:  # of two patterns the later one says it
-                roles, function = {role: options for role, options in roles.items() if role not in _EITHER}, None
+            if made_by is not None or any(role in LAYERS or role in PLACES for role in new):
+                # of two patterns the later one says what becomes of the module
+                roles = {role: options for role, options in roles.items() if role not in (*LAYERS, *PLACES)}
+                function = None
             found[path] = ({**roles, **new}, made_by or function)
-    if not fitting and plan:
+    if plan and not cuts:
         raise ValueError(
             f"{NAME}: no module of {type(model).__name__} is cut by this plan: is it that of another model?"
         )
-    sharing = {path for path, (roles, _) in found.items() if "shared_input" in roles}
+    sharing = [path for path, (roles, _) in found.items() if "shared_input" in roles]
+    sites = {}
+    for path, module in modules.items():
+        if path in found:
+            shared = next((one for one in sharing if path.startswith(f"{one}.")), "")
+            sites[path] = Site(path, path.rpartition(".")[0], module, *found[path], shared)
     for one in sharing:
-        within = [found[path] for path in found if path.startswith(f"{one}.")]
-        if not any(function is not None or roles.keys() & {"column", "key_value"} for roles, function in within):
+        within = [site for site in sites.values() if site.path.startswith(f"{one}.")]
+        if not any(site.function is not None or site.is_column for site in within):
             raise ValueError(
                 f"{NAME}: the plan says 'shared_input' of {one}, and of no module in it 'column': expected one, since "
                 "the gradient of the input is summed over the ranks"
             )
-    return {
-        path: Site(
-            path,
-            path.rpartition(".")[0],
-            modules[path],
-            *found[path],
-            next((one for one in sharing if path.startswith(f"{one}.")), ""),
+    return sites
+
+
+def _fitting(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
+    """Paths of the modules that the pattern fits."""
+    if not isinstance(pattern, str):
+        raise TypeError(f"{NAME}: the plan has the key {shown(pattern)}, expected a pattern of module paths")
+    lists = {path: len(one) for path, one in modules.items() if isinstance(one, (nn.ModuleList, nn.Sequential))}
+    paths = [path for path in modules if path and _fits(path.split("."), pattern.split("."), lists, "")]
+    if not paths and not pattern.startswith("**."):
+        near = [path for path in modules if path.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
+        raise ValueError(
+            f"{NAME}: no module fits the pattern {pattern!r}"
+            + (f"; there are {', '.join(near)}" if near else "; see [name for name, _ in model.named_modules()]")
         )
-        for path in modules
-        if path in found
-    }
+    return paths
 
 
 def _fits(path: list[str], pattern: list[str], lists: Mapping[str, int], above: str) -> bool:
+    """above: the path of what has been compared already."""
     if not pattern:
         return not path
-    if pattern[0] == "**":
-        if _fits(path, pattern[1:], lists, above):
-            return True
-        return bool(path) and _fits(path[1:], pattern, lists, f"{above}.{path[0]}".lstrip("."))
+    if pattern[0] == "**" and _fits(path, pattern[1:], lists, above):
+        return True
     if not path:
         return False
+    within = f"{above}.{path[0]}".lstrip(".")
+    if pattern[0] == "**":
+        return _fits(path[1:], pattern, lists, within)
     wanted = pattern[0]
     if wanted.startswith("-") and above in lists:
         wanted = str(lists[above] + int(wanted))
-    return fnmatch.fnmatchcase(path[0], wanted) and _fits(
-        path[1:], pattern[1:], lists, f"{above}.{path[0]}".lstrip(".")
-    )
+    return fnmatch.fnmatchcase(path[0], wanted) and _fits(path[1:], pattern[1:], lists, within)
+
+
+def _roles(pattern: str, value: Any) -> tuple[_Roles, _Function | None]:
+    """What the plan says of a pattern: roles with options, and the function, if there is one."""
+    found: _Roles = {}
+    function = None
+    for one in value if isinstance(value, list) else [value]:
+        if callable(one):
+            function = one
+            continue
+        name, options = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
+        if not isinstance(name, str) or name not in ROLES or not isinstance(options, Mapping):
+            raise ValueError(
+                f"{NAME}: the plan says {shown(one)} of {pattern!r}, expected a function, or one of "
+                f"{', '.join(ROLES)}, or a pair of one and a dict of options"
+            )
+        unknown = [key for key in options if name in _STAYING and key not in _STAYING[name]]
+        if unknown:
+            raise ValueError(
+                f"{NAME}: the plan gives {name!r} of {pattern!r} the option {shown(unknown[0])}, expected "
+                f"{' or '.join(_STAYING[name]) or 'none'}"
+            )
+        found[name] = dict(options)
+    return found, function
+
+
+# ------------------------------------------------------------------------------------------------- what stays
+
+
+def staying(planned: Planned) -> list[Stay]:
+    """Modules of several names are there under each."""
+    model, sites = planned.model, planned.sites
+    first = names(model)
+    columns: dict[str, list[Site]] = {}
+    for site in sites.values():
+        if site.is_column:
+            columns.setdefault(site.parent, []).append(site)
+    parts = _parts_of_sequence(planned)
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = list(module.parameters(recurse=False))
+        around = [first[one] for one in above(path)]
+        sited = [sites[one] for one in around if one in sites]
+        if not own or (sited and sited[0].path == first[path] and sited[0].roles.keys() & LAYERS):
+            continue
+        beside = next((one for one in [*around, ""] if one in columns), None)
+        widths = [] if beside is None else [widths_of(site.module)[0] for site in columns[beside]]
+        stay = Stay(
+            path,
+            module,
+            role=next((place for site in sited for place in PLACES if place in site.roles), None),
+            by_function=any(site.function is not None for site in sited),
+            shared=next((site.path for site in sited if "shared_input" in site.roles), ""),
+            columns_at=beside,
+            in_sequence=any(one in parts for one in around),
+            full_width=any(one.dim() and one.shape[-1] in widths for one in own),
+        )
+        found.append(stay)
+    return found
+
+
+def names(model: nn.Module) -> dict[str, str]:
+    """Every path of a module -> its first one."""
+    first = {id(module): path for path, module in model.named_modules()}
+    return {path: first[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
 
 
 def above(path: str) -> list[str]:
@@ -113,36 +268,48 @@ def above(path: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
-def _roles(pattern: str, value: Any) -> tuple[dict[str, dict[str, Any]], Callable[..., Any] | None]:
-    """What the plan says of a pattern: roles with options, and the function, if there is one."""
-    found: dict[str, dict[str, Any]] = {}
-    function = None
-    for one in value if isinstance(value, list) else [value]:
-        if callable(one):
-            function = one
-            continue
-        name, options = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
-        if not isinstance(name, str) or name not in KINDS or not isinstance(options, Mapping):
-            raise ValueError(
-                f"{NAME}: the plan says {shown(one)} of {pattern!r}, expected a function, or one of "
-                f"{', '.join(KINDS)}, or a pair of one and a dict of options"
-            )
-        unknown = [] if KINDS[name] else [key for key in options if key not in _OPTIONS.get(name, ())]
-        if unknown:
-            raise ValueError(
-                f"{NAME}: the plan gives {name!r} of {pattern!r} the option {shown(unknown[0])}, expected "
-                f"{' or '.join(_OPTIONS.get(name, ())) or 'none'}"
-            )
-        found[name] = dict(options)
-    return found, function
+def common(one: str, other: str) -> str:
+    """The path, and a dot, of the smallest module that has both."""
+    found = ""
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        found += f"{a}."
+    return found
 
 
-PLACES = ("partial", "sequence", "replicated")  # where a module that stays is; what is said first counts, of several
-_EITHER = {role for role in KINDS if KINDS[role]} | set(PLACES)
+def _parts_of_sequence(planned: Planned) -> set[str]:
+    """Paths of the layers of the lists in which it is cut, and of the modules at whose ends it is gathered."""
+    lists = {one for one in planned.stacks() if one not in planned.sites}
+    begins = [site.path for site in planned.of_role("sequence_begin")]
+    ends = {site.path for site in planned.of_role("sequence_end")}
+    layers = {path for path, _ in planned.model.named_modules() if path.rpartition(".")[0] in lists}
+    return layers | {end for end in ends if not any(f"{one}.".startswith(f"{end}.") for one in begins)}
 
-_OPTIONS = {  # of roles of modules that stay
-    "shared_input": ("input",),
-    "sequence_begin": ("input",),
-    "divide": ("attributes",),
-    "attention_dropout": ("p",),
-}
+
+# ------------------------------------------------------------------------------------------------- of a module
+
+
+def widths_of(linear: Any) -> tuple[int, int]:
+    """How many inputs and outputs an nn.Linear has, or transformers' Conv1D."""
+    rows, columns = linear.weight.shape
+    return (columns, rows) if isinstance(linear, nn.Linear) else (rows, columns)
+
+
+def read_by(module: nn.Module) -> set[str] | None:
+    """Names in the code of its forward, and of the methods that this names; None: it has none."""
+    kind: Any = type(module)
+    if kind.forward is nn.Module.forward:
+        return None
+    found: set[str] = set()
+    waiting = ["forward"]
+    while waiting:
+        code = getattr(inspect.unwrap(getattr(kind, waiting.pop())), "__code__", None)
+        new = _names_in(code) - found if code is not None else set()
+        found |= new
+        waiting += [name for name in new if inspect.isfunction(getattr(kind, name, None))]
+    return found
+
+
+def _names_in(code: CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names_in(one) for one in code.co_consts if isinstance(one, CodeType)))

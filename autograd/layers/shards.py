@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from pynccl.bindings.values import shown
 from ..arguments import as_int
 from ..ops.all_gather import all_gather
 from .dtensors import full_tensor, is_dtensor
+
+Layer = TypeVar("Layer", bound="Sharded")
 
 
 class Box(NamedTuple):
@@ -66,12 +70,26 @@ class Shard:
                 )
             self.blocks = sizes_of_blocks("Shard", blocks, size, comm.size)
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """Of what this rank has of each block: its first index in `dim` of the whole, and how long it is."""
+        ranks, rank = self.comm.size, self.comm.rank
+        if len(self.blocks) == 1:
+            return [(sum(self.splits[:rank]), self.splits[rank])]
+        starts = accumulate(self.blocks, initial=0)
+        return [(start + size // ranks * rank, size // ranks) for start, size in zip(starts, self.blocks, strict=False)]
+
     @property
     def first(self) -> int:
         """Index in the whole of what this rank has first; in its first block, if there are several."""
-        if len(self.blocks) > 1:
-            return self.blocks[0] // self.comm.size * self.comm.rank
-        return sum(self.splits[: self.comm.rank])
+        return self.ranges()[0][0]
+
+    @property
+    def own_shape(self) -> list[int]:
+        """The shape of this rank's part."""
+        shape = list(self.shape[::-1] if self.transposed else self.shape)
+        if self.dim is not None:
+            shape[self.dim] = self.splits[self.comm.rank]
+        return shape
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole parameter: a view, where there is one block."""
@@ -80,9 +98,8 @@ class Shard:
         whole = whole.t() if self.transposed else whole
         if self.dim is None:
             return whole
-        if len(self.blocks) == 1:
-            return whole.narrow(self.dim, self.first, self.splits[self.comm.rank])
-        return own_of_blocks(whole, self.dim, self.blocks, self.comm)
+        parts = [whole.narrow(self.dim, start, size) for start, size in self.ranges()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole of which `part` is this rank's, on every rank. A collective: every rank must call it. A DTensor, as
@@ -102,26 +119,22 @@ class Shard:
         if self.dim is None:
             return [Box((0,) * len(self.shape), (0,) * len(self.shape), self.shape)]
         dim = len(self.shape) - 1 - self.dim if self.transposed else self.dim
-        ranks, rank = self.comm.size, self.comm.rank
-        many = len(self.blocks) > 1
-        boxes, start, own = [], 0, 0
-        for length in self.blocks:
+        boxes, own = [], 0
+        for start, length in self.ranges():
             whole, part, size = [0] * len(self.shape), [0] * len(self.shape), list(self.shape)
-            each = length // ranks if many else self.splits[rank]
-            whole[dim], part[dim], size[dim] = start + (each * rank if many else self.first), own, each
+            whole[dim], part[dim], size[dim] = start, own, length
             boxes.append(Box(tuple(whole), tuple(part), tuple(size)))
-            start, own = start + length, own + each
+            own += length
         return boxes
 
     def __repr__(self) -> str:
         of = f"of {list(self.shape)}, rank {self.comm.rank} of {self.comm.size}"
         if self.dim is None:
             return f"Shard(all {of}{', partial gradients' if self.partial else ''})"
-        many = len(self.blocks) > 1
-        each = f", and so of each of the blocks {list(self.blocks)}," if many else ""
-        last = self.first + (self.blocks[0] // self.comm.size if many else self.splits[self.comm.rank])
+        start, length = self.ranges()[0]
+        each = f", and so of each of the blocks {list(self.blocks)}," if len(self.blocks) > 1 else ""
         which = f"dimension {self.dim}{' of the transpose' if self.transposed else ''}"
-        return f"Shard({self.first} to {last}{each} of {which} {of})"
+        return f"Shard({start} to {start + length}{each} of {which} {of})"
 
 
 def sizes_of_blocks(name: str, blocks: Any, size: int, ranks: int) -> tuple[int, ...]:
@@ -142,23 +155,78 @@ def sizes_of_blocks(name: str, blocks: Any, size: int, ranks: int) -> tuple[int,
     return tuple(int(one or 0) for one in sizes)
 
 
-def own_of_blocks(whole: Tensor, dim: int, blocks: Sequence[int], comm: Communicator) -> Tensor:
-    """This rank's part of each, one after the other."""
-    parts = []
-    for block in whole.split(list(blocks), dim):
-        size = block.shape[dim] // comm.size
-        parts.append(block.narrow(dim, size * comm.rank, size))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
 class Sharded(nn.Module):
-    """A module some of whose parameters are parts: it marks them, also in its copies and where it is moved."""
+    """A module some of whose parameters are parts: it makes and marks them, also in its copies and where it is moved.
+
+    A class says by `shards` what they are parts of, calls `_make_parameters` at the end of __init__, and draws initial
+    values in `reset_parameters`. Every rank draws the whole and keeps its part, so the result depends on the seed
+    alone, not on N, and the ranks' generators stay in step.
+    """
 
     __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
+    comm: Communicator
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def shards(self) -> dict[str, Shard]:
         """name of a parameter -> what it is a part of."""
         raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        raise NotImplementedError
+
+    def _make_parameters(self, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
+        if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
+            device = self.comm.device
+        for name, shard in self.shards().items():
+            own = None
+            if name != "bias" or bias:
+                own = nn.Parameter(torch.empty(shard.own_shape, device=device, dtype=dtype))
+            self.register_parameter(name, own)
+        self._mark()
+        self.reset_parameters()
+
+    def _draw_as_linear(self, in_features: int) -> None:
+        bound = 1 / math.sqrt(in_features) if in_features else 0.0
+        drawn = {}
+        for name, shard in self.shards().items():
+            own: Tensor | None = getattr(self, name)
+            drawn[name] = None if own is None else own.detach().new_empty(shard.shape).uniform_(-bound, bound)
+        self._load(drawn)
+
+    def take(self: Layer, module: nn.Module) -> Layer:
+        """Make the parameters this rank's parts of those of an unsharded module, which are equal on all ranks: on its
+        device, of its type, trained or frozen as they are."""
+        for name, shard in self.shards().items():
+            whole: Tensor | None = getattr(module, name)
+            if whole is not None:
+                own = shard.own(whole.detach()).clone(memory_format=torch.contiguous_format)
+                setattr(self, name, nn.Parameter(own, requires_grad=whole.requires_grad))
+        self._mark()
+        return self.train(module.training)
+
+    def load_full(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Take this rank's part of the parameters of an unsharded layer."""
+        shards, own = self.shards(), getattr(self, "bias", None)
+        if tuple(weight.shape) != shards["weight"].shape or (bias is None) != (own is None):
+            raise ValueError(
+                f"load_full: weight has shape {tuple(weight.shape)}, expected {shards['weight'].shape}; bias is "
+                f"{'None' if bias is None else 'given'}, the layer has {'none' if own is None else 'one'}"
+            )
+        self._load({"weight": weight, "bias": bias})
+
+    @torch.no_grad()
+    def _load(self, whole: Mapping[str, Tensor | None]) -> None:
+        for name, shard in self.shards().items():
+            tensor = whole[name]
+            if tensor is not None:
+                getattr(self, name).copy_(shard.own(tensor))
+
+    @torch.no_grad()
+    def full_state(self) -> dict[str, Tensor]:
+        """The unsharded layer's state_dict, on every rank. A collective: every rank must call it."""
+        shards = self.shards()
+        return {name: shards[name].gather(one).clone() for name, one in self.named_parameters(recurse=False)}
 
     def _mark(self) -> None:
         for name, shard in self.shards().items():

@@ -26,12 +26,37 @@ from .shards import Shard, Sharded
 _IDS = (torch.int64, torch.int32)
 
 
-def shares(size: int, ranks: int) -> tuple[int, ...]:
-    """How many of `size` rows each rank has: the first ones one more, where they are not equal."""
-    return tuple(size // ranks + (rank < size % ranks) for rank in range(ranks))
+class _VocabParallel(Sharded):
+    """What the two layers share: this rank's rows of a weight [num_embeddings, embedding_dim], one a word.
+
+    splits  rows of each rank: the first ones have one more, where they are not equal
+    first   this rank's first row
+    """
+
+    def _cut(self, num_embeddings: int, embedding_dim: int, comm: Communicator) -> None:
+        check_comm(type(self).__name__, comm, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        self.num_embeddings = self._size("num_embeddings", num_embeddings)
+        self.embedding_dim = self._size("embedding_dim", embedding_dim)
+        self.comm = comm
+        each, more = divmod(self.num_embeddings, comm.size)
+        self.splits = tuple(each + (rank < more) for rank in range(comm.size))
+        self.first = sum(self.splits[: comm.rank])
+
+    def _size(self, name: str, value: Any) -> int:
+        size = as_int(value)
+        if size is None or not 0 <= size <= INT_MAX:
+            raise ValueError(
+                f"{type(self).__name__}: {name} is {shown(value)}, expected an integer >= 0, up to {INT_MAX}"
+            )
+        return int(size)
+
+    def shards(self) -> dict[str, Shard]:
+        """Of the weight, and of the bias of a head."""
+        rows = {"weight": (self.num_embeddings, self.embedding_dim), "bias": (self.num_embeddings,)}
+        return {name: Shard(self.comm, 0, shape, self.splits) for name, shape in rows.items()}
 
 
-class VocabParallelEmbedding(Sharded):
+class VocabParallelEmbedding(_VocabParallel):
     """y = W[ids], with the rows of W [num_embeddings, embedding_dim] cut over the ranks.
 
                          ids        y               forward           backward
@@ -61,80 +86,44 @@ class VocabParallelEmbedding(Sharded):
         reduce_dtype: Dtype = None,
     ) -> None:
         super().__init__()
-        check_comm("VocabParallelEmbedding", comm, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
-        self.num_embeddings = _size("num_embeddings", num_embeddings)
-        self.embedding_dim = _size("embedding_dim", embedding_dim)
+        self._cut(num_embeddings, embedding_dim, comm)
         self.padding_idx = _padding(padding_idx, self.num_embeddings)
-        self.comm, self.sequence_parallel, self.seq_dim = comm, sequence_parallel, seq_dim
-        self.reduce_dtype = reduce_dtype
-        self.splits = shares(self.num_embeddings, comm.size)
-        self.first = sum(self.splits[: comm.rank])
-        if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
-            device = comm.device
-        rows = self.splits[comm.rank]
-        self.weight = nn.Parameter(torch.empty(rows, self.embedding_dim, device=device, dtype=dtype))
-        self._mark()
-        self.reset_parameters()
+        self.sequence_parallel, self.seq_dim, self.reduce_dtype = sequence_parallel, seq_dim, reduce_dtype
+        self._make_parameters(False, device, dtype)
 
     @classmethod
-    def from_embedding(
-        cls,
-        embedding: nn.Embedding,
-        comm: Communicator,
-        sequence_parallel: bool = False,
-        *,
-        seq_dim: int = 0,
-        reduce_dtype: Dtype = None,
+    def like(
+        cls, embedding: nn.Embedding, comm: Communicator, sequence_parallel: bool = False, **options: Any
     ) -> VocabParallelEmbedding:
-        """This rank's part of an nn.Embedding, which is equal on all ranks. ValueError for max_norm,
-        scale_grad_by_freq and sparse, which look at whole rows of the gradient or the weight."""
+        """A layer for an nn.Embedding, of which it has nothing yet: on the meta device."""
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, name):
                 raise ValueError(
                     f"from_embedding: the embedding has {name}={getattr(embedding, name)!r}, which a cut "
                     "one cannot have"
                 )
-        weight = embedding.weight
-        made = cls(
-            embedding.num_embeddings,
-            embedding.embedding_dim,
-            comm,
-            embedding.padding_idx,
-            sequence_parallel,
-            torch.device("meta"),
-            weight.dtype,
-            seq_dim=seq_dim,
-            reduce_dtype=reduce_dtype,
-        )
-        own = weight.detach()[made.first : made.first + made.splits[comm.rank]].clone()
-        made.weight = nn.Parameter(own, requires_grad=weight.requires_grad)
-        made._mark()
-        return made.train(embedding.training)
+        words, width = embedding.weight.shape
+        padding, dtype = embedding.padding_idx, embedding.weight.dtype
+        return cls(words, width, comm, padding, sequence_parallel, "meta", dtype, **options)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, comm: Communicator, sequence_parallel: bool = False, **options: Any
+    ) -> VocabParallelEmbedding:
+        """This rank's part of an nn.Embedding, which is equal on all ranks. options: seq_dim, reduce_dtype. ValueError
+        for max_norm, scale_grad_by_freq and sparse, which look at whole rows of the gradient or the weight."""
+        return cls.like(embedding, comm, sequence_parallel, **options).take(embedding)
 
     def shards(self) -> dict[str, Shard]:
         """Of the weight."""
-        return {"weight": Shard(self.comm, 0, (self.num_embeddings, self.embedding_dim), self.splits)}
+        return {"weight": super().shards()["weight"]}
 
     def reset_parameters(self) -> None:
-        """Draw as nn.Embedding does. Every rank draws the whole and keeps its part, so the result depends on the seed
-        alone, not on N, and the ranks' generators stay in step."""
-        weight = self.weight.new_empty(self.num_embeddings, self.embedding_dim).normal_()
+        """Draw as nn.Embedding does."""
+        weight = self.weight.detach().new_empty(self.num_embeddings, self.embedding_dim).normal_()
         if self.padding_idx is not None:
             weight[self.padding_idx].zero_()
         self.load_full(weight)
-
-    @torch.no_grad()
-    def load_full(self, weight: Tensor) -> None:
-        """Take this rank's part of an unsharded weight [V, D]."""
-        full = (self.num_embeddings, self.embedding_dim)
-        if tuple(weight.shape) != full:
-            raise ValueError(f"load_full: weight has shape {tuple(weight.shape)}, expected {full}")
-        self.weight.copy_(weight[self.first : self.first + len(self.weight)])
-
-    @torch.no_grad()
-    def full_state(self) -> dict[str, Tensor]:
-        """The unsharded layer's state_dict, on every rank. A collective: every rank must call it."""
-        return {"weight": all_gather(self.weight, self.comm, 0, grad="sum", splits=self.splits)}
 
     def forward(self, ids: Tensor) -> Tensor:
         _check_ids("VocabParallelEmbedding: ids", ids, self.num_embeddings)
@@ -160,7 +149,7 @@ class VocabParallelEmbedding(Sharded):
         )
 
 
-class VocabParallelHead(Sharded):
+class VocabParallelHead(_VocabParallel):
     """y = x @ W.T + b, with the rows of W [num_embeddings, embedding_dim], one a word, cut over the ranks.
 
     x [.., D], equal on all ranks, and so is its gradient (an all_reduce). V need not be divisible by N, so that W may
@@ -182,49 +171,27 @@ class VocabParallelHead(Sharded):
         gather_output: bool = False,
     ) -> None:
         super().__init__()
-        check_comm("VocabParallelHead", comm, embedding_dim=embedding_dim, num_embeddings=num_embeddings)
-        self.embedding_dim = _size("embedding_dim", embedding_dim)
-        self.num_embeddings = _size("num_embeddings", num_embeddings)
-        self.comm, self.gather_output = comm, gather_output
-        self.splits = shares(self.num_embeddings, comm.size)
-        self.first = sum(self.splits[: comm.rank])
-        if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
-            device = comm.device
-        rows = self.splits[comm.rank]
-        self.weight = nn.Parameter(torch.empty(rows, self.embedding_dim, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        self._mark()
-        self.reset_parameters()
+        self._cut(num_embeddings, embedding_dim, comm)
+        self.gather_output = gather_output
+        self._make_parameters(bias, device, dtype)
+
+    @classmethod
+    def like(cls, linear: nn.Linear, comm: Communicator, *, gather_output: bool = False) -> VocabParallelHead:
+        """A layer for an nn.Linear, of which it has nothing yet: on the meta device."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"VocabParallelHead.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
+        weight = linear.weight
+        words, width = weight.shape
+        return cls(width, words, comm, linear.bias is not None, "meta", weight.dtype, gather_output=gather_output)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: Communicator, *, gather_output: bool = False) -> VocabParallelHead:
         """This rank's part of an nn.Linear, which is equal on all ranks."""
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"VocabParallelHead.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
-        weight, bias = linear.weight, linear.bias
-        sizes = (linear.in_features, linear.out_features)
-        made = cls(*sizes, comm, bias is not None, "meta", weight.dtype, gather_output=gather_output)
-        for name, whole in (("weight", weight), ("bias", bias)):
-            if whole is not None:
-                own = made.shards()[name].own(whole.detach()).clone()
-                setattr(made, name, nn.Parameter(own, requires_grad=whole.requires_grad))
-        made._mark()
-        return made.train(linear.training)
+        return cls.like(linear, comm, gather_output=gather_output).take(linear)
 
-    def shards(self) -> dict[str, Shard]:
-        """Of the weight and the bias."""
-        weight = Shard(self.comm, 0, (self.num_embeddings, self.embedding_dim), self.splits)
-        return {"weight": weight, "bias": Shard(self.comm, 0, (self.num_embeddings,), self.splits)}
-
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw as nn.Linear does. Every rank draws the whole and keeps its part, as the other layers do."""
-        bound = 1 / math.sqrt(self.embedding_dim) if self.embedding_dim else 0.0
-        weight = self.weight.new_empty(self.num_embeddings, self.embedding_dim).uniform_(-bound, bound)
-        self.weight.copy_(self.shards()["weight"].own(weight))
-        if self.bias is not None:
-            bias = self.bias.new_empty(self.num_embeddings).uniform_(-bound, bound)
-            self.bias.copy_(self.shards()["bias"].own(bias))
+        """Draw as nn.Linear does."""
+        self._draw_as_linear(self.embedding_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.embedding_dim:
@@ -332,13 +299,6 @@ def _check_ids(what: str, ids: Tensor, size: int, besides: int | None = None) ->
 
 def _kind(value: Any) -> str:
     return f"a tensor of {value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
-
-
-def _size(name: str, value: Any) -> int:
-    size = as_int(value)
-    if size is None or not 0 <= size <= INT_MAX:
-        raise ValueError(f"VocabParallelEmbedding: {name} is {shown(value)}, expected an integer >= 0, up to {INT_MAX}")
-    return int(size)
 
 
 def _padding(value: Any, size: int) -> int | None:

@@ -255,8 +255,8 @@ class CommOverlap(Shared):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be pickled: it is buffers that the ranks reach. Before you pickle a layer "
-            'that has one, set layer.overlap = "auto"; where it is loaded, make another one and set that'
+            f"a {type(self).__name__} cannot be pickled: it is buffers that the ranks reach. Save module.state_dict() "
+            "instead of the module that has one, and make both anew where it is loaded"
         )
 
     def __enter__(self) -> CommOverlap:

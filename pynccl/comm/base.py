@@ -43,7 +43,7 @@ _roots = count()
 
 
 class Origin(NamedTuple):
-    """How a communicator was made, in values that a pickle carries: so it can be made again of another one's ranks.
+    """How a communicator was made.
 
     rank, size  its own
     parent      of which it was split off; None: it comes from no other

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from ..bindings.abi import DataType, MemStat, RedOp, Result, UniqueId
-from ..bindings.errors import NcclInvalidUsage
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig
 from ..bindings.values import integer, seconds
@@ -19,7 +18,7 @@ from ..watch.track import Identity, Track, uid_of
 from . import collectives, collectives_v, rma
 from . import finalize as ending
 from . import init as making
-from .base import DEFAULT_TIMEOUT, Comm, Origin
+from .base import DEFAULT_TIMEOUT, Comm
 from .consistency import compare_texts, refuse_capture
 from .deadline import wait_nonblocking
 from .memory import Registration, Window
@@ -49,8 +48,8 @@ class Communicator(Comm):
     timeout  seconds that a split, an end, a nonblocking call may take; None: for ever
 
     A context manager: destroyed on a clean exit, aborted on an exception. What is still open when the process ends is
-    closed then. copy() and deepcopy() give the same one, so that a module that holds it can be copied. What comes out
-    of a pickle knows its rank and size alone: all else raises, and says what to do.
+    closed then. copy() and deepcopy() give the same one, so that a module that holds it can be copied. It cannot be
+    pickled.
     """
 
     def __init__(
@@ -67,9 +66,6 @@ class Communicator(Comm):
         super().__init__(handle, library, timeout, config, track)
         ending.register_open(self)
         watchdog.prepare()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return Unpickled, (self.origin,)
 
     # How it is made: init.py, and by what shares an id among the ranks: pynccl.bootstrap
 
@@ -308,27 +304,3 @@ for _name, _method in vars(Communicator).items():  # so errors and help() call i
 def init_all(devices: int | Sequence[Any] | None = None, *, library: Library | None = None) -> list[Communicator]:
     """One communicator per device, all in this process: see `Communicator.init_all`. For notebooks and small jobs."""
     return Communicator.init_all(devices, library=library)
-
-
-class Unpickled(Communicator):
-    """What stands for a communicator that was pickled, in whatever had it: its rank, its size, its origin."""
-
-    _handle = None
-
-    def __init__(self, origin: Origin) -> None:
-        self.rank, self.size, self.origin = origin.rank, origin.size, origin
-
-    def check_alive(self) -> NoReturn:
-        raise NcclInvalidUsage(
-            f"this communicator was rank {self.rank} of {self.size} when it was pickled, and is connected with no "
-            "other rank now: call pynccl_autograd.set_communicator(module, comm) on every rank, with the module "
-            "that has it and a communicator of as many ranks; or make one with Communicator.init"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self.check_alive()
-
-    def __repr__(self) -> str:
-        return f"<pynccl.Communicator rank {self.rank} of {self.size}, out of a pickle>"

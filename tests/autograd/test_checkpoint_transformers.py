@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +175,8 @@ def refuses_parts(comm: Communicator, folder: str, tied: bool) -> float:
     model: Any = ad.parallelize(llama(2, tied), comm, ad.plans.llama)
     expected = loss_of(model)
     told = r"ad.save_full_state_dict\(model, folder\), and model.config.save_pretrained\(folder\) on rank 0"
-    for one in (model, copy.deepcopy(model), ad.set_communicator(pickle.loads(pickle.dumps(model)), comm)):
-        assert one.save_pretrained.model is one
+    for one in (model, copy.deepcopy(model)):
+        assert one.save_pretrained.args == (one,)
         for options in ({}, {"max_shard_size": "1GB"}, {"distributed_checkpoint": True, "state_dict": {}}):
             with pytest.raises(RuntimeError, match=told):
                 one.save_pretrained(f"{folder}/parts", **options)

@@ -203,8 +203,11 @@ def drawn_alike(comm: Communicator, name: str) -> None:
     whole: Any = MAKE[name]()
     with torch.device("meta"):
         model: Any = MAKE[name]()
+    before = list(model.modules())
     torch.manual_seed(7)
     model = ad.parallelize(model, comm, getattr(ad.plans, name), init=model._init_weights)
+    replaced = set(before) - set(model.modules())
+    assert replaced and all(one.is_meta for module in replaced for one in module.parameters())  # no whole one is left
     assert not any(one.device.type == "meta" for one in [*model.parameters(), *model.buffers()])
     torch.manual_seed(7)
     for one in whole.parameters():
@@ -312,6 +315,11 @@ def own_plan(comm: Communicator) -> str:
     twin = copy.deepcopy(model)
     torch.testing.assert_close(twin(x), whole(x))
     assert shard_of(twin.up.weight).comm is comm  # type: ignore[union-attr, arg-type]
+    with torch.device("meta"):
+        drawn: Any = Net()
+    kept = {"up": lambda module, comm: module, "down": "replicated", "norm": "replicated"}
+    ad.parallelize(drawn, comm, kept, False, init=lambda one: getattr(one, "reset_parameters", int)())
+    assert not any(one.is_meta for one in drawn.parameters())  # what a function of the plan has left is as it was drawn
     return ad.describe(model)
 
 

@@ -57,8 +57,8 @@ ORDER: dict[str, str] = {
         overlap.reporting overlap.limits overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
         overlap layers.dtensors layers.shards layers.keep_shards layers.gradients layers.linear layers.vocabulary
-        layers.key_value layers.dropout layers.plan layers.regions layers.alike layers.model_hooks layers.replacement
-        layers.plan_checks layers.weights layers.parts layers.parallelize layers.pickled layers.describe
+        layers.dropout layers.plan layers.alike layers.plan_checks layers.replace
+        layers.hooks layers.parallelize layers.describe
         layers.checkpoint_files layers.checkpoint layers.checkpoint_dcp layers.buckets
         layers.optimizer_shard layers.data_parallel layers plans nn
         tracing.marks tracing.spans tracing.layers tracing.calls tracing.meeting tracing.merge tracing.tracing tracing

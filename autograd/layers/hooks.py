@@ -1,0 +1,353 @@
+"""What modules of a model made parallel do besides: hooks of those that stay, the loss of logits that are cut.
+
+A hook that refers to what belongs to the model, such as its `Sequence`, is an object or a bound method of one, so that
+copy.deepcopy gives the copy hooks of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pynccl import Communicator
+
+from .. import rng
+from ..ops.all_gather import all_gather, split
+from ..ops.all_reduce import copy as copied
+from ..torch_internals import own_parameters, reentrant_checkpoints
+from .plan import NAME, read_by
+from .shards import Shard, Sharded, shard_of
+from .vocabulary import VocabParallelHead, vocab_parallel_cross_entropy
+
+# ------------------------------------------------------------------------------------------------- the sequence
+
+
+class Sequence:
+    """How the hidden states of a model are cut along the sequence, dimension `seq_dim`, in the forward pass under way.
+
+    Without gradients a length that N does not divide is left whole: then no layer communicates along the sequence.
+    """
+
+    def __init__(self, comm: Communicator, seq_dim: int) -> None:
+        self.comm, self.seq_dim = comm, seq_dim
+        self.is_cut = True
+        self.shape: tuple[int, ...] = ()  # of the whole hidden states, where it is cut
+        self.layers: list[Any] = []  # of the model, that communicate along the sequence
+
+    def find(self, model: nn.Module) -> None:
+        self.layers = [one for one in model.modules() if getattr(one, "sequence_parallel", None) is True]
+
+    def begin(self, x: Tensor, path: str) -> Tensor:
+        """This rank's part of the hidden states that come into the module at `path`."""
+        ranks, dim = self.comm.size, self.seq_dim
+        fits = x.dim() > dim and x.shape[dim] % ranks == 0
+        self._set(fits or torch.is_grad_enabled() or any(reentrant_checkpoints()))
+        self.shape = tuple(x.shape) if self.is_cut else ()
+        if not self.is_cut:
+            return x
+        if x.dim() <= dim:
+            raise ValueError(
+                f"{path}: hidden states have shape {list(x.shape)}, and parallelize was told that dimension {dim} is "
+                "the sequence (seq_dim)"
+            )
+        if not fits:
+            raise ValueError(
+                f"{path}: hidden states of shape {list(x.shape)} cannot be cut along the sequence, dimension {dim}, on "
+                f"{ranks} ranks: pad it to a multiple of {ranks}, or call parallelize with sequence_parallel=False; "
+                "without gradients, under torch.no_grad(), any length will do"
+            )
+        return split(x, self.comm, dim)
+
+    def end(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook: the first tensor of a module's output is gathered."""
+        if isinstance(output, tuple):
+            return (self.end(_, args, output[0]), *output[1:])
+        if self.is_cut:
+            return all_gather(output, self.comm, self.seq_dim, grad="replicated")
+        self._set(True)
+        return output
+
+    def _set(self, is_cut: bool) -> None:
+        if self.is_cut != is_cut:
+            self.is_cut = is_cut
+            for layer in self.layers:
+                layer.sequence_parallel = is_cut
+
+
+class Entering:
+    """A forward pre-hook: a tensor of a module's input is cut along the sequence; or it is gathered, or copied, for all
+    the layers in the module.
+
+    how   "cut", "gathered" or "copied"
+    name  of the argument; None: the first tensor
+    """
+
+    def __init__(self, path: str, how: str, sequence: Sequence, name: str | None) -> None:
+        self.path, self.how, self.sequence, self.name = path, how, sequence, name
+        self.made: Tensor | None = None  # while the module is called; no weakref, which torch's tensors may outlive
+
+    def register(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self, with_kwargs=True)
+        if self.how != "cut":
+            module.register_forward_hook(self.forget, always_call=True)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.name is not None:
+            bound = inspect.signature(module.forward).bind(*args, **kwargs)
+            x = bound.arguments.get(self.name)
+            if isinstance(x, Tensor):
+                bound.arguments[self.name] = self._changed(x)
+                return bound.args, bound.kwargs
+        else:
+            for at, x in enumerate(args):
+                if isinstance(x, Tensor):
+                    return (*args[:at], self._changed(x), *args[at + 1 :]), kwargs
+            for name, x in kwargs.items():
+                if isinstance(x, Tensor):
+                    return args, {**kwargs, name: self._changed(x)}
+        named = "" if self.name is None else f" {self.name}"
+        raise TypeError(f"{NAME}: {self.path} was called without a tensor{named}, which was to be {self.how}")
+
+    def _changed(self, x: Tensor) -> Tensor:
+        sequence = self.sequence
+        if self.how == "cut":
+            return sequence.begin(x, self.path)
+        if self.how == "gathered" and sequence.is_cut:
+            y: Tensor = all_gather(x, sequence.comm, sequence.seq_dim, grad="sum")
+        else:
+            y = copied(x, sequence.comm)
+        if not torch.compiler.is_compiling():
+            self.made = y
+        return y
+
+    def forget(self, *_: Any) -> None:
+        """A forward hook: the call is over."""
+        self.made = None
+
+
+class FromShared:
+    """A hook of a layer whose input another module gathers, or copies: that it is made of that, looked at once."""
+
+    def __init__(self, path: str, entering: Entering) -> None:
+        self.path, self.entering, self.seen = path, entering, False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.seen or torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
+            return
+        made = self.entering.made
+        if made is None or made.grad_fn is None:
+            return
+        if args[0].requires_grad and not _comes_from(args[0], made):
+            raise ValueError(
+                f"{NAME}: {self.path} was called with an input that does not come from that of {self.entering.path}, "
+                "which the plan says it shares, as keys and values of cross attention do not; expected 'column' with "
+                "the option gather_input=True, and sequence_parallel=False where its input is not cut"
+            )
+        self.seen = True
+
+
+def _comes_from(x: Tensor, made: Tensor) -> bool:
+    """Whether `made` is in the graph of x, or is x."""
+    wanted = made.grad_fn
+    seen, waiting = set(), [x.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is wanted:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [above for above, _ in node.next_functions]
+    return False
+
+
+class Outputs:
+    """A hook of a model, and of the models in it: what transformers gives of each layer, of the parts of all ranks. It
+    is known by its shape, since each family has names of its own, and none with return_dict=False."""
+
+    def __init__(self, sequence: Sequence, heads: set[int]) -> None:
+        self.sequence, self.heads = sequence, heads
+
+    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, MutableMapping):
+            for name, one in list(output.items()):
+                if type(one) in (tuple, list):
+                    output[name] = type(one)(map(self._whole, one))
+            return output
+        if type(output) in (tuple, list):
+            return type(output)(
+                type(one)(map(self._whole, one)) if type(one) in (tuple, list) else one for one in output
+            )
+        return output
+
+    def _whole(self, one: Any) -> Any:
+        """Of a tensor that is a part [.., s/N, ..] of hidden states, [tokens/N, ..] of those of routers, or
+        [b, heads/N, s, t] of attention."""
+        if not isinstance(one, Tensor) or not one.is_floating_point():
+            return one
+        comm, dim, part = self.sequence.comm, self.sequence.seq_dim, [*self.sequence.shape]
+        if part:
+            part[dim] //= comm.size
+            if list(one.shape[:-1]) == part[:-1]:
+                return all_gather(one, comm, dim, grad="replicated")
+            if one.dim() == 2 and one.shape[0] == math.prod(part[:-1]):
+                tokens = one.unflatten(0, part[:-1])
+                return all_gather(tokens, comm, dim, grad="replicated").flatten(0, -2)
+        if one.dim() == 4 and one.shape[1] * comm.size in self.heads and one.shape[1] not in self.heads:
+            return all_gather(one, comm, 1, grad="replicated")
+        return one
+
+
+# ------------------------------------------------------------------------------------------------- random numbers
+
+
+class Drawing:
+    """Two hooks: between them this rank draws its own numbers."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.open: list[Any] = []
+
+    def register(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self.begin)
+        module.register_forward_hook(self.end, always_call=True)
+
+    @torch.compiler.disable
+    def begin(self, module: nn.Module, args: Any) -> None:
+        if module.training:
+            rng.agree("dropout of attention", self.comm)
+            block = rng.cut(self.comm)
+            block.__enter__()
+            self.open.append(block)
+
+    @torch.compiler.disable
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module.training and self.open:
+            self.open.pop().__exit__(None, None, None)
+
+
+# ------------------------------------------------------------------------------------------------- cut logits
+
+
+def leave_logits_cut(model: nn.Module, comm: Communicator) -> None:
+    """Of models of transformers whose head leaves each rank its words: their loss, and no generate()."""
+    for module in model.modules():
+        cut = any(isinstance(one, VocabParallelHead) and not one.gather_output for one in module.modules())
+        is_transformers = hasattr(module, "save_pretrained")
+        if not cut or not (module is model or is_transformers):
+            continue
+        theirs = getattr(module, "loss_function", None) if "loss_function" in (read_by(module) or ()) else None
+        if getattr(theirs, "__name__", "") == "ForCausalLMLoss":
+            module.loss_function = partial(_causal_loss, comm)  # type: ignore[assignment]
+        elif is_transformers:
+            module.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+        if hasattr(module, "generate"):
+            module.generate = _refuse_to_generate  # type: ignore[assignment]
+
+
+def _refuse_to_generate(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "generate: each rank has the logits of its own words, of which it would choose; call parallelize with "
+        "gather_logits=True"
+    )
+
+
+def _refuse_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("labels") is not None:
+        raise ValueError(
+            f"{type(module).__name__} was called with labels: each rank has the logits of its own words, of which "
+            "its loss would be another one; call it without, and vocab_parallel_cross_entropy, or call parallelize "
+            "with gather_logits=True"
+        )
+
+
+def _causal_loss(
+    comm: Communicator,
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' loss of a language model, of logits that are cut over the vocabulary."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    each, more = divmod(vocab_size, comm.size)
+    loss = vocab_parallel_cross_entropy(
+        logits,
+        shift_labels,
+        comm,
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        splits=[each + (rank < more) for rank in range(comm.size)],
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+# ------------------------------------------------------------------------------------------------- copies and saves
+
+
+def keep_parts(model: nn.Module) -> None:
+    """See to it that copies of the model have the marks of its parameters, also in modules that are not `Sharded`, and
+    that save_pretrained of models of transformers, also within it, refuses to save what this rank has."""
+    for module in model.modules():
+        parameters = own_parameters(module)
+        marks = {name: shard for name, one in parameters.items() if one is not None and (shard := shard_of(one))}
+        if marks and not isinstance(module, Sharded):
+            keeping = Marks(parameters, marks)
+            module.register_load_state_dict_post_hook(keeping)
+            module.register_forward_pre_hook(keeping)
+        if hasattr(module, "save_pretrained") and any(shard_of(one) is not None for one in module.parameters()):
+            module.save_pretrained = partial(_save_pretrained, module)  # type: ignore[assignment]
+
+
+class Marks:
+    """A hook of load_state_dict, whose assign=True makes new parameters, and of the forward pass, before which others
+    may have, as to_empty() does. As a part of the module it is copied with it, and then marks the parameters there,
+    which are new ones, too."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], marks: dict[str, Shard]) -> None:
+        self.parameters, self.marks = parameters, marks
+
+    def __call__(self, *_: Any) -> None:
+        for name, shard in self.marks.items():
+            parameter: Any = self.parameters.get(name)
+            if parameter is not None and getattr(parameter, "shard", None) is not shard:
+                parameter.shard = shard
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Marks:
+        twin = Marks(copy.deepcopy(self.parameters, memo), self.marks)
+        twin()
+        return twin
+
+
+def _save_pretrained(model: nn.Module, save_directory: Any, *args: Any, **options: Any) -> Any:
+    """transformers' own, of the whole state dict, which it needs. Ranks that have none of it write nothing."""
+    state = args[1] if len(args) > 1 else options.get("state_dict")
+    if state is None or options.get("distributed_checkpoint"):
+        raise RuntimeError(
+            "save_pretrained: each rank has a part of this model, which would be saved as if it were the whole. On "
+            "every rank, call ad.save_full_state_dict(model, folder), and model.config.save_pretrained(folder) on "
+            "rank 0; or model.save_pretrained(folder, state_dict=ad.full_state_dict(model))"
+        )
+    if not state:
+        return None
+    for name, one in model.state_dict(keep_vars=True).items():
+        shard, given = shard_of(one) if isinstance(one, Tensor) else None, state.get(name)
+        if shard is not None and isinstance(given, Tensor) and tuple(given.shape) != shard.shape:
+            raise ValueError(
+                f"save_pretrained: {name} of state_dict has shape {list(given.shape)}, expected that of the "
+                f"whole, {list(shard.shape)}: pass state_dict=ad.full_state_dict(model)"
+            )
+    kind: Any = type(model)
+    return kind.save_pretrained(model, save_directory, *args, **options)
