@@ -34,8 +34,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pynccl
+from pynccl import progress
 from pynccl.bindings import abi
-from pynccl.tools import command, progress
+from pynccl.tools import command
 from pynccl.watch import recorder, watchdog
 from pynccl.watch.asking import QUIET_SECONDS
 

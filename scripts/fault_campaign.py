@@ -44,7 +44,8 @@ from fault_nodes import Nodes, why_not
 from fault_programs import FAULTS, NODES, Program, make
 from fault_run import Server, run
 
-from pynccl.tools import command, progress
+from pynccl import progress
+from pynccl.tools import command
 
 
 class Campaign:

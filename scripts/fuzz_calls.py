@@ -17,7 +17,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from pynccl.tools import command, progress
+from pynccl import progress
+from pynccl.tools import command
 
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

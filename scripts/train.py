@@ -31,8 +31,8 @@ from train_report import CommMeter, Comparison, plot
 from train_trace import StepTrace
 
 import pynccl
+from pynccl.progress import Bar
 from pynccl.tools import command
-from pynccl.tools.progress import Bar
 
 VALIDATION_BATCHES = 8
 

@@ -27,8 +27,8 @@ from train_trace import StepTrace, add_options
 
 import pynccl
 import pynccl_autograd as ad
+from pynccl.progress import Bar
 from pynccl.tools import command
-from pynccl.tools.progress import Bar
 
 
 def main() -> int:

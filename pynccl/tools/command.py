@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclVersionError
 from ..bootstrap import from_env
-from .progress import shown
+from ..progress import shown
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for what a rank has died of; it reads JSON

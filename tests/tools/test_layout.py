@@ -34,7 +34,7 @@ ORDER: dict[str, str] = {
         bootstrap.stores bootstrap
         nccl_params __init__
         compat.tensors compat.process_group compat.wrapper compat.stateless compat.vllm compat.sglang
-        tools.chrome tools.progress tools.command
+        progress tools.chrome tools.command
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
         tools.explain.colours tools.explain.moves tools.explain.operations tools.explain.adjoint_words
         tools.explain.words tools.explain.calls tools.explain.execute tools.explain.arrows tools.explain.terminal

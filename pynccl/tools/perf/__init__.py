@@ -11,8 +11,8 @@ from ... import __version__
 from ...bindings.library import Library, load
 from ...bootstrap import from_env
 from ...comm.communicator import Communicator
+from ...progress import Bar
 from .. import command
-from ..progress import Bar
 from . import beside_torch, report
 from .measure import measured
 from .operations import Case, case
