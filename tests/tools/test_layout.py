@@ -36,9 +36,8 @@ ORDER: dict[str, str] = {
         compat.tensors compat.process_group compat.wrapper compat.stateless compat.vllm compat.sglang
         progress tools.chrome tools.command
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
-        tools.explain.colours tools.explain.moves tools.explain.operations tools.explain.adjoint_words
-        tools.explain.words tools.explain.calls tools.explain.execute tools.explain.arrows tools.explain.terminal
-        tools.explain.picture tools.explain.options tools.explain.page tools.explain
+        tools.explain.moves tools.explain.operations tools.explain.adjoints tools.explain.words
+        tools.explain.execute tools.explain.terminal tools.explain.page tools.explain
         tools.hang.clean tools.hang.runs tools.hang.sources tools.hang.listing tools.hang.table tools.hang.ras
         tools.hang.report tools.hang.clocks tools.hang.timeline tools.hang
         tools.perf.options tools.perf.data tools.perf.operations tools.perf.timing tools.perf.beside_torch
