@@ -41,7 +41,7 @@ ORDER: dict[str, str] = {
         tools.hang.clean tools.hang.runs tools.hang.sources tools.hang.listing tools.hang.table tools.hang.ras
         tools.hang.report tools.hang.clocks tools.hang.timeline tools.hang
         tools.perf.options tools.perf.data tools.perf.operations tools.perf.timing tools.perf.beside_torch
-        tools.perf.ways tools.perf.report tools.perf.measure tools.perf.surroundings tools.perf __main__
+        tools.perf.ways tools.perf.report tools.perf.measure tools.perf.head tools.perf __main__
     """,
     "pynccl.host": """
         failure interfaces store connect link memory futex segment reduction rendezvous connection channel watchdog
