@@ -127,19 +127,19 @@ def test_wrong_elements_are_counted() -> None:
     values = pattern(0, 0, 2, "float", "")
     x = torch.empty(3 * PERIOD + 5)
     fill(x, values)
-    assert count_wrong(x, values, "float", "") == 0
+    assert count_wrong(x, values, "") == 0
     assert torch.equal(x[2 * PERIOD : 3 * PERIOD], values.float())
     x[7] = float("nan")
     x[-1] += 1
-    assert count_wrong(x, values, "float", "") == 2
+    assert count_wrong(x, values, "") == 2
     fill(x, values)
-    assert count_wrong(x.roll(1), values, "float", "") > PERIOD  # all in the wrong place
-    assert count_wrong(x, pattern(1, 0, 2, "float", ""), "float", "") > PERIOD  # another rank's
+    assert count_wrong(x.roll(1), values, "") > PERIOD  # all in the wrong place
+    assert count_wrong(x, pattern(1, 0, 2, "float", ""), "") > PERIOD  # another rank's
     mean = reduced(0, 3, "double", "avg")
     y = mean.clone()
-    assert count_wrong(y, mean, "double", "avg") == 0
+    assert count_wrong(y, mean, "avg") == 0
     y[3], y[4] = float("nan"), y[4] * 1.001
-    assert count_wrong(y, mean, "double", "avg") == 2
+    assert count_wrong(y, mean, "avg") == 2
 
 
 # ------------------------------------------------------------------------------------------------- on a few ranks

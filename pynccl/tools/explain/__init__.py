@@ -7,6 +7,7 @@ import shutil
 import sys
 
 from .. import command
+from ..command import whole
 from .execute import ranks_of_this_process
 from .execute import run as run_operation
 from .moves import Setup
@@ -15,7 +16,7 @@ from .terminal import drawing, style_of
 
 __all__ = ["EXAMPLES", "FAILED", "configure", "run"]
 
-LEAST_RANKS, MOST_RANKS, MOST_ELEMENTS = 2, 8, 9
+MOST_RANKS, MOST_ELEMENTS = 8, 9
 FAILED = "something failed"
 EXAMPLES = """
 The numbers are what the collectives gave, on ranks inside this process: no GPU is needed. Colours: on a terminal,
@@ -35,11 +36,11 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="OPERATION", help="such as reduce_scatter; left away: a list of all")
-    add("--ranks", metavar="N", help=f"{LEAST_RANKS} to {MOST_RANKS} (4)")
+    add("--ranks", type=whole(2, MOST_RANKS), metavar="N", help=f"2 to {MOST_RANKS} (4)")
     add("--op", help="operator of what reduces: sum, avg; of all_reduce also max, min, prod, premul")
     add("--grad", help="who goes on with the output how: sum, each rank in its own way; replicated, all alike (sum)")
-    add("--root", metavar="RANK", help="of those with a root; of send_recv the sender (0)")
-    add("--elements", metavar="S", help=f"of a block, 1 to {MOST_ELEMENTS}")
+    add("--root", type=whole(0), metavar="RANK", help="of those with a root; of send_recv the sender (0)")
+    add("--elements", type=whole(1, MOST_ELEMENTS), metavar="S", help=f"of a block, 1 to {MOST_ELEMENTS}")
     add("--counts", metavar="C,C,..", help="of the operations that end in _v: elements of each rank")
     add("--html", metavar="FILE", help="write a page on which the elements move, of all operations and 2 to 8 ranks")
 
@@ -97,18 +98,18 @@ def _setup(options: argparse.Namespace, name: str) -> tuple[str, str, Setup]:
     """Operator, convention and ranks that the options ask for. UsageError if they do not fit."""
     row = OPERATIONS[name]
     counts = _counts(options.counts, name, row)
-    ranks = _whole("--ranks", options.ranks, LEAST_RANKS, MOST_RANKS, len(counts) or 4)
+    ranks, root = options.ranks or len(counts) or 4, options.root or 0
     if counts and len(counts) != ranks:
         raise UsageError(f"--counts {options.counts} has {len(counts)} numbers, expected one for each of {ranks} ranks")
     if options.elements is not None and row.by_counts:
         raise UsageError(f"--elements: {name} has a number for each rank, pass --counts")
     if options.root is not None and not row.rooted:
         raise UsageError(f"--root: {name} has no root, leave it away")
-    elements = _whole("--elements", options.elements, 1, MOST_ELEMENTS, row.elements)
-    root = _whole("--root", options.root, 0, ranks - 1, 0)
+    if root >= ranks:
+        raise UsageError(f"--root {root}: expected a rank in 0..{ranks - 1}")
     op = _choice("--op", options.op, row.ops, f"{name} reduces nothing, leave it away")
     grad = _choice("--grad", options.grad, row.grads, f"{name} has one gradient only, leave it away")
-    equal = COUNTS[:ranks] if row.by_counts else (elements,) * ranks
+    equal = COUNTS[:ranks] if row.by_counts else (options.elements or row.elements,) * ranks
     return op, grad, Setup(ranks, counts or equal, root, row.by_counts)
 
 
@@ -120,20 +121,11 @@ def _counts(text: str | None, name: str, row: Operation) -> tuple[int, ...]:
         raise UsageError(f"--counts: {name} has equal blocks, leave it away or ask for {other}")
     parts = text.split(",")
     found = tuple(int(part) for part in parts if part.isdecimal() and part.isascii() and len(part) < 3)
-    good = len(found) == len(parts) and LEAST_RANKS <= len(found) <= MOST_RANKS and any(found)
+    good = len(found) == len(parts) and 2 <= len(found) <= MOST_RANKS and any(found)
     if not good or max(found) > MOST_ELEMENTS:
-        expected = f"{LEAST_RANKS} to {MOST_RANKS} numbers from 0 to {MOST_ELEMENTS}, not all of them 0, such as 2,0,3"
+        expected = f"2 to {MOST_RANKS} numbers from 0 to {MOST_ELEMENTS}, not all of them 0, such as 2,0,3"
         raise UsageError(f"--counts {text!r}: expected {expected}")
     return found
-
-
-def _whole(option: str, text: str | None, least: int, most: int, default: int) -> int:
-    if text is None:
-        return default
-    value = int(text) if text.isdecimal() and text.isascii() and len(text) < 10 else -1
-    if not least <= value <= most:
-        raise UsageError(f"{option} {text!r}: expected a whole number, {least} to {most}")
-    return value
 
 
 def _choice(option: str, text: str | None, known: tuple[str, ...], none: str) -> str:

@@ -70,8 +70,8 @@ def captured(comm: Communicator, make: Callable[[], Call], count: int) -> Any:
     return graph
 
 
-def across(comm: Communicator, values: list[float], how: str) -> list[float]:
-    """values of all ranks as one, element by element: "max", "min", "avg", "sum", or "rank0"."""
+def across(comm: Communicator, values: list[float], how: Any) -> list[float]:
+    """values of all ranks as one, element by element: an operator, or "rank0"."""
     import torch
 
     row = torch.tensor(values, dtype=torch.float64, device=comm.device)
