@@ -62,7 +62,6 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "python scripts/fault_campaign.py --replay 17": True,
     "scripts/gpu_check.sh probe": "tests/tools/test_gpu_check.py",
     "scripts/gpu_check.sh --report out/gpu_check_*.json": "tests/tools/test_gpu_check.py",
-    "pip install matplotlib": "needs a package index",
     "pip install .": "needs a package index",
     "pip install .[cu12]": "needs a package index",
     "srun --kill-on-bad-exit=0": "needs SLURM",
