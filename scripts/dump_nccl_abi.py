@@ -31,8 +31,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pynccl import progress
 from pynccl.bindings.abi import version_tuple
-from pynccl.tools import command, progress
+from pynccl.tools import command
 
 # The last patch release of each minor one, 2.18 to 2.32.
 VERSIONS = (

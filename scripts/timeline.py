@@ -27,8 +27,8 @@ import torch
 from bench.ranks import link_for, linked, measure, run_ranks
 
 import pynccl_autograd as ad
-from pynccl import Communicator
-from pynccl.tools import chrome, command, progress
+from pynccl import Communicator, progress
+from pynccl.tools import chrome, command
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import lanes
 from pynccl_autograd.overlap.trace import COMM, Interval, Operation, recording, said_of, title

@@ -36,8 +36,8 @@ from train_trace import StepTrace, add_options
 import pynccl
 import pynccl_autograd as ad
 from pynccl.bindings.library import gpu_count, gpu_problem
+from pynccl.progress import Bar
 from pynccl.tools import command
-from pynccl.tools.progress import Bar
 
 VALIDATION_BATCHES = 8
 

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pynccl import Communicator
+from pynccl import Communicator, progress
 from pynccl.bindings.values import instance, shown
-from pynccl.tools import progress
 
 from ..agreement import alike, caught, difference, raise_alike
 from ..arguments import check_comm

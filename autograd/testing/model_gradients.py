@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pynccl import Communicator
-from pynccl.tools import progress
+from pynccl import Communicator, progress
 
 from ..agreement import gathered
 from ..layers.shards import shard_of

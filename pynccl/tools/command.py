@@ -1,4 +1,4 @@
-"""What all commands have in common: options and help, files, exit codes, and errors in one line.
+"""What all commands have in common above argparse: help, files, exit codes, and errors in one line.
 
     def main() -> int:
         parser = command.Parser(__doc__, failed="a bound is not met")
@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclVersionError
 from ..bootstrap import from_env
-from .progress import shown
+from ..progress import shown
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for what a rank has died of; it reads JSON
@@ -55,8 +55,10 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, doc: str | None = None, *, failed: str = "it failed", **options: Any) -> None:
         about, _, examples = (doc or "").partition("\nexamples:\n")
-        codes = f"exit code: {GOOD} good; {FAILED} {failed}; {USAGE} options, files or settings that cannot work"
-        epilog = f"{codes}; {INTERRUPTED} interrupted"
+        epilog = (
+            f"exit code: {GOOD} good; {FAILED} {failed}; {USAGE} options, files or settings that cannot work; "
+            f"{INTERRUPTED} interrupted"
+        )
         if examples:
             epilog += f"\n\nexamples:\n{textwrap.indent(textwrap.dedent(examples).strip(), '  ')}"
         options.setdefault("description", about.strip())
@@ -108,38 +110,51 @@ def number(least: float, unit: str = "a number") -> Callable[[str], float]:
 
 def input_file(text: str) -> Path:
     """The type of an option: a file that can be read."""
-    try:
-        with open(text, "rb"):
-            return Path(text)
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {reason(error)}; pass a file that can be read") from error
+    return _tried(text, "a file that can be read", lambda path: open(path, "rb").close())
 
 
 def output_file(text: str) -> Path:
-    """The type of an option: a file that can be written, said before the work begins. Folders on its way are made."""
-    path = Path(text)
-    try:
-        if rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {reason(error)}; pass a file that can be written") from error
-    if rank() == 0 and (problem := unwritable(text)):
-        raise argparse.ArgumentTypeError(problem)
-    return path
+    """The type of an option: a file that rank 0 can write, tried at once. Folders on its way are made."""
+
+    def make(path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _append_nothing(path)
+
+    return _tried(text, "a file that can be written", make) if rank() == 0 else Path(text)
+
+
+def output_folder(text: str) -> Path:
+    """The type of an option: a folder that can be written, made if it is not there."""
+
+    def make(path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        _append_nothing(path / f".pynccl-{os.getpid()}")
+
+    return _tried(text, "a folder that can be written", make)
 
 
 def unwritable(file: str) -> str:
     """Why the file cannot be written, and what to do; "" if it can. It is left as it is, or not there."""
-    path = Path(file)
     try:
-        existed = path.exists()
-        with open(path, "ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except (OSError, ValueError) as error:
-        return f"{file}: {reason(error)}; pass a file that can be written"
+        _tried(file, "a file that can be written", _append_nothing)
+    except argparse.ArgumentTypeError as error:
+        return str(error)
     return ""
+
+
+def _tried(text: str, expected: str, attempt: Callable[[Path], None]) -> Path:
+    try:
+        attempt(Path(text))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {reason(error)}; pass {expected}") from error
+    return Path(text)
+
+
+def _append_nothing(path: Path) -> None:
+    existed = path.exists()
+    open(path, "ab").close()
+    if not existed:
+        path.unlink()
 
 
 def undrawable(option: str, file: str) -> str:
@@ -153,19 +168,6 @@ def undrawable(option: str, file: str) -> str:
     if ending and ending not in known:
         return f"{option} {file}: matplotlib writes no .{ending}; pass a name that ends in one of {', '.join(known)}"
     return ""
-
-
-def output_folder(text: str) -> Path:
-    """The type of an option: a folder that can be written, made if it is not there."""
-    path = Path(text)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".pynccl-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {reason(error)}; pass a folder that can be written") from error
-    return path
 
 
 def reason(error: BaseException) -> str:
@@ -215,20 +217,25 @@ def ended(main: Callable[[], int | None], prog: str) -> int:
             sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _forget_output()
-        return FAILED
+        code, text = FAILED, ""
     except KeyboardInterrupt as error:
+        code, text = INTERRUPTED, "interrupted"
         _left_by(error)
-        _say_of_rank(prog, "interrupted")
-        return INTERRUPTED
     except Exception as error:
-        code = code_of(error)
+        code, text = code_of(error), str(error).strip() or type(error).__name__
         if not code or sys.flags.dev_mode:
             raise
+        if isinstance(error, OSError) and error.errno is not None:
+            text = f"{error.filename}: {reason(error)}" if error.filename is not None else reason(error)
         _left_by(error)
-        _say_of_rank(prog, _in_words(error))
-        _forget_output()
-        return code
+    if text:
+        _say_of_rank(prog, text)
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):  # what nobody reads, or no disk holds, is not written again at exit
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def _left_by(error: BaseException) -> None:
@@ -236,33 +243,18 @@ def _left_by(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
 
-def _in_words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"{error.filename}: {reason(error)}" if error.filename is not None else reason(error)
-    return str(error).strip() or type(error).__name__
-
-
 def code_of(error: Exception) -> int:
     """The exit code of an error of the user's making; 0 for one that is none."""
     dist = sys.modules.get("torch.distributed")
     if isinstance(error, NcclError):
         return USAGE if isinstance(error, (ValueError, ImportError, NcclInvalidUsage, NcclVersionError)) else FAILED
-    if isinstance(error, (FailedError, TimeoutError, ConnectionError, MemoryError)):
+    if isinstance(
+        error, (FailedError, TimeoutError, ConnectionError, MemoryError, getattr(dist, "DistError", MemoryError))
+    ):
         return FAILED
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
         return FAILED
-    if dist is not None and isinstance(error, getattr(dist, "DistError", ())):
-        return FAILED
     return USAGE if isinstance(error, (ValueError, OSError, ImportError)) else 0
-
-
-def _forget_output() -> None:
-    """What nobody reads, or no disk holds, is not written once more at exit."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()
-        return
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say_of_rank(prog: str, text: str) -> None:
@@ -276,34 +268,27 @@ def say(text: str, same: str = "") -> None:
 
     same      what is compared, if not all of the text
     """
-    if not _claimed(same or text):
+    file = os.environ.get(_ERROR_FILE)
+    if file is None:  # not torchrun: equal options fail alike, and the first rank of a machine may say so
+        if os.environ.get("LOCAL_RANK", "0") != "0" and ": error: " in text:
+            return
+    elif not _first_to_say(same or text, Path(file)):
         return
-    _tell_torchrun(text)
+    else:  # torchrun shows it in its summary, in place of a hint how to get a traceback
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": message}))
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
 
 
-def _claimed(text: str) -> bool:
-    """Whether no other rank of this machine says it. torchrun gives each rank a folder in one that it takes away."""
-    file = os.environ.get(_ERROR_FILE)
-    if file is None:  # not torchrun: equal options fail alike, and the first may say so
-        return os.environ.get("LOCAL_RANK", "0") == "0" or ": error: " not in text
-    mark = Path(file).parent.parent / f".said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+def _first_to_say(text: str, file: Path) -> bool:
+    """Whether no other rank of this machine has said it. torchrun's folder, which it takes away, holds one a rank."""
     try:
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        (file.parent.parent / f".said-{hashlib.sha256(text.encode()).hexdigest()[:16]}").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
-        return True
+        pass
     return True
-
-
-def _tell_torchrun(text: str) -> None:
-    """For its summary, in place of a hint how to get a traceback."""
-    file = os.environ.get(_ERROR_FILE)
-    if file is None:
-        return
-    message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
-    with contextlib.suppress(OSError):
-        Path(file).write_text(json.dumps({"message": message}))

@@ -53,9 +53,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pynccl_autograd as ad
-from pynccl import Communicator
+from pynccl import Communicator, progress
 from pynccl.host.link import Link, parse, sleep_until
-from pynccl.tools import command, progress
+from pynccl.tools import command
 
 WARM = 3  # rounds that are not counted: DDP cuts its buckets anew after the first step
 Row = dict[str, Any]

@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 from bench.ranks import measure, run_ranks, surroundings
 
-from pynccl import host
+from pynccl import host, progress
 from pynccl.bindings import abi
 from pynccl.bindings.abi import DataType, RedOp
-from pynccl.tools import command, progress
+from pynccl.tools import command
 
 SIZES = (16, 1 << 16, 1 << 20, 16 << 20, 64 << 20)
 MANY_RANKS, MOST_OF_MANY = 8, 1 << 16  # more ranks than this take no more bytes than that

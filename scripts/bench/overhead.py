@@ -39,10 +39,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.ways import BARE, CHECKED, ELEMENTS, PLAN, Way, measure, nccl4py_ways
 
 import pynccl
+from pynccl import progress
 from pynccl.bindings import abi
 from pynccl.bindings.library import torchs_own
 from pynccl.interop.buffers import data_type
-from pynccl.tools import command, progress
+from pynccl.tools import command
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP = 32  # calls in a group

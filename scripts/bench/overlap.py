@@ -48,9 +48,9 @@ from bench.ranks import here, link_for, linked, measure, rounds_of, run_ranks, s
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
-from pynccl import Communicator
+from pynccl import Communicator, progress
 from pynccl.bindings.library import gpu_count
-from pynccl.tools import command, progress
+from pynccl.tools import command
 from pynccl_autograd import OverlapConfig
 
 BY_HAND = {"off": OverlapConfig("off"), "bulk": OverlapConfig("bulk")}

@@ -33,7 +33,8 @@ from torch.distributed.tensor.parallel import (
 
 import pynccl
 import pynccl_autograd as ad
-from pynccl.tools import command, progress
+from pynccl import progress
+from pynccl.tools import command
 
 WARM = 2
 

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import pynccl
-from pynccl import Communicator
+from pynccl import Communicator, progress
 from pynccl.host.link import VARIABLE as LINK
-from pynccl.tools import command, progress
+from pynccl.tools import command
 
 Call = Callable[[], Any]
 LATENCY = 50e-6  # seconds a step, of the modelled link

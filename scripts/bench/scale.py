@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.overhead import compile_stub
 
 import pynccl
-from pynccl.tools import command, progress
+from pynccl import progress
+from pynccl.tools import command
 from pynccl.watch import recorder, watchdog
 from pynccl.watch.asking import QUIET_SECONDS
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pynccl
-from pynccl.tools import progress
+from pynccl import progress
 
 ELEMENTS = 1024
 BARE, CHECKED, PLAN = "bare ctypes", "comm.all_reduce(t, t)", "plan()"

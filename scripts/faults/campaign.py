@@ -45,7 +45,8 @@ from faults.nodes import Nodes, why_not
 from faults.programs import FAULTS, NODES, Program, make
 from faults.run import Server, run
 
-from pynccl.tools import command, progress
+from pynccl import progress
+from pynccl.tools import command
 
 
 class Worker:

@@ -29,7 +29,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pynccl.tools import command, progress
+from pynccl import progress
+from pynccl.tools import command
 
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -61,7 +61,6 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "python scripts/faults/fuzzer.py models": {"models": "models --runs 2"},
     "python scripts/faults/campaign.py --replay 17": True,
     "python scripts/gpu/gpu_check.py probe": "tests/tools/test_gpu_check.py",
-    "pip install matplotlib": "needs a package index",
     "pip install .": "needs a package index",
     "pip install .[cu12]": "needs a package index",
     "srun --kill-on-bad-exit=0": "needs SLURM",

@@ -21,8 +21,8 @@ from browser import Browser, Page, find_browser
 
 from pynccl.tools.explain.execute import example_cotangent, example_input
 from pynccl.tools.explain.moves import WAYS
-from pynccl.tools.explain.operations import OPERATIONS, variants
-from pynccl.tools.explain.page import example, page
+from pynccl.tools.explain.operations import OPERATIONS, example, variants
+from pynccl.tools.explain.page import page
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "collectives.html"
@@ -250,6 +250,21 @@ def test_buttons_and_keys(opened: Page) -> None:
 
 
 @needs_browser
+def test_another_root_gets_or_gives_it_all(opened: Page) -> None:
+    show(opened, "gather", "", "", 3, "forward")
+    opened.click("#root [data-value='2']")
+    opened.press("End")
+    scene = opened.run(SCENE)
+    assert {cell["rank"] for cell in scene["cells"] if cell["area"] == 1} == {2}
+    assert values_of(scene, 1, 3) == [[], [], [1.0, 11.0, 21.0]]
+    opened.press("a")
+    opened.press("End")
+    assert values_of(opened.run(SCENE), 1, 3) == [[21.0], [22.0], [23.0]]
+    opened.click("#operations [data-value='permute']")
+    assert opened.run("document.querySelectorAll('#root button').length") == 0
+
+
+@needs_browser
 def test_playing_goes_on_by_itself_and_stops_at_the_end(opened: Page) -> None:
     show(opened, "permute", "", "", 2, "forward")
     opened.click("#play")
@@ -303,6 +318,7 @@ def test_a_window_that_changes_its_width_is_laid_out_anew(opened: Page) -> None:
         opened.resize(width, 800)
         opened.until(lambda width=width: opened.run("innerWidth") == width)  # type: ignore[misc]
         opened.until(lambda: opened.run(TOO_WIDE) == [])
+        opened.frame()  # in which what flies follows
         scene = opened.run(SCENE)
         assert scene["now"] == 1.5 and len(scene["flyers"]) == 8
         for flyer in scene["flyers"]:
@@ -327,8 +343,10 @@ def test_light_and_dark_can_be_read(browser: Browser) -> None:
 
 
 def colours(text: str) -> list[list[float]]:
-    parts = text.split("rgb(")[1:]
-    return [[float(one) for one in part.partition(")")[0].split(",")] for part in parts]
+    """Parts from 0 to 255; browsers write a mixed colour in parts from 0 to 1."""
+    plain = [[float(one) for one in found.split(",")] for found in re.findall(r"rgb\(([^)]*)\)", text)]
+    mixed = [[255 * float(one) for one in found.split()] for found in re.findall(r"color\(srgb ([^)]*)\)", text)]
+    return plain + mixed
 
 
 def brightness(colour: list[float]) -> float:

@@ -104,7 +104,11 @@ def test_all_types_are_those_that_the_library_has(version: tuple[int, int, int],
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("-R 3", "'3': expected 0 (none)"), ("-g 8", "one GPU here; pass torchrun"), ("-t two", "one GPU here")],
+    [
+        ("-R 3", "invalid choice: 3 (choose from 0, 1, 2)"),
+        ("-g 8", "invalid choice: 8 (choose from 1)"),
+        ("-t two", "invalid int value"),
+    ],
 )
 def test_what_nccl_tests_takes_and_this_does_not(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
 COUNTING = """
 import time
-from pynccl.tools import progress
+from pynccl import progress
 def count():
     for i in progress.over(range(5), "counting", "step"):
         time.sleep(0.15)
@@ -32,7 +32,8 @@ def count():
 SHOWN = f"{COUNTING}\nwith progress.shown():\n    count()\nprint('done')"
 ENDLESS = """
 import time
-from pynccl.tools import command, progress
+from pynccl import progress
+from pynccl.tools import command
 def main():
     with progress.Bar(100, "counting", "step") as bar:
         bar.line("above the bar")
@@ -133,7 +134,8 @@ def test_no_bar_where_standard_error_is_closed() -> None:
 
 ENDLESS_LOOP = """
 import time
-from pynccl.tools import command, progress
+from pynccl import progress
+from pynccl.tools import command
 def main():
     for i in progress.over(range(100), "counting", "step"):
         time.sleep(0.2 if i < 2 else 60)

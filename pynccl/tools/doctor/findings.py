@@ -1,19 +1,20 @@
-"""What the doctor looks at: one small function per finding, each of which returns data.
+"""What the doctor looks at. Nothing here creates a CUDA context or a communicator.
 
-Nothing here creates a CUDA context or a communicator, and every finding copes with what it looks for being absent or
-broken. What is wrong about a finding is judged elsewhere.
+Each finding copes with what it looks for being absent or broken; what is wrong about it is judged in problems.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
-import pwd
 import re
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from ... import __version__
@@ -48,7 +49,7 @@ class Torch:
     """torch, and the libnccl that it brings. A build for CPUs has neither `cuda` nor `hip`, and no NCCL.
 
     own    the libnccl that its libraries lead to
-    given  the one that it gets: another, if that was loaded before by whatever
+    given  the one that it gets: another, if that was loaded before
     files  those of the process once torch is imported, before pynccl loads one
     """
 
@@ -63,12 +64,6 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
 class Driver:
     """The NVIDIA driver. `gpus` are those of the machine; `usable` counts those that CUDA_VISIBLE_DEVICES leaves."""
 
@@ -76,7 +71,7 @@ class Driver:
     problem: str
     version: str | None = None
     cuda: str | None = None  # the latest CUDA that the driver runs
-    gpus: list[Gpu] = field(default_factory=list)
+    gpus: list[dict[str, Any]] = field(default_factory=list)  # name, memory_bytes
 
 
 @dataclass(frozen=True)
@@ -131,33 +126,30 @@ def torch_and_its_copy() -> Torch | None:
     """Imports torch, if it is installed: what a broken one says is a finding, too."""
     if importlib.util.find_spec("torch") is None:
         return None
-    own, given = _torchs_libnccl()
+    path = torchs_own()
+    error = None
     try:
-        import torch
-    except Exception as error:
-        return Torch(None, error=f"{type(error).__name__}: {error}", own=own, given=given())
-    version: Any = getattr(torch, "version", None)
-    try:
-        built_with: str | None = _dotted(torch.cuda.nccl.version())
-    except (AttributeError, RuntimeError):  # a build for CPUs lacks the function
-        built_with = None
+        importlib.import_module("torch")
+    except Exception as broken:
+        error = f"{type(broken).__name__}: {broken}"
+    held = holder(os.path.basename(path)) if path else None
+    own, given = (identify(one) if one else None for one in (path, held))
+    if error:
+        return Torch(None, error=error, own=own, given=given)
+    torch: Any = sys.modules["torch"]
+    of = getattr(torch, "version", None)
+    built_with = None
+    with contextlib.suppress(AttributeError, RuntimeError):  # a build for CPUs lacks the function
+        built_with = _dotted(torch.cuda.nccl.version())
     return Torch(
         getattr(torch, "__version__", None),
-        getattr(version, "cuda", None),
-        getattr(version, "hip", None),
+        getattr(of, "cuda", None),
+        getattr(of, "hip", None),
         built_with,
         mapped_copies(),
         own=own,
-        given=given(),
+        given=given,
     )
-
-
-def _torchs_libnccl() -> tuple[LibraryFile | None, Callable[[], LibraryFile | None]]:
-    """Torch's own, and a function for the one that holds its name once torch's libraries are loaded."""
-    own = torchs_own()
-    if not own:
-        return None, lambda: None
-    return identify(own), lambda: identify(path) if (path := holder(os.path.basename(own))) else None
 
 
 def chosen_library() -> Chosen:
@@ -202,48 +194,31 @@ def mapped_copies(loaded: str | None = None) -> list[LibraryFile]:
 
 
 def driver_and_gpus() -> Driver:
-    """Through cuda-python: NVML where it has that, the driver API where not. Neither makes a context."""
+    """By NVML, which lists GPUs that no program can use, too; `problem` has in words what is wrong without it."""
     usable, problem = gpu_count(), gpu_problem()
-    for ask in (_by_nvml, _by_driver_api):
-        try:
-            version, cuda, gpus = ask()
-        except Exception:  # no cuda-python, no driver, or one that does not answer: `problem` has it in words
-            continue
-        return Driver(usable, problem, version, cuda, gpus)
-    return Driver(usable, problem)
-
-
-def _by_nvml() -> tuple[str | None, str, list[Gpu]]:
-    from cuda.bindings import nvml
-
-    nvml.init_v2()
     try:
+        from cuda.bindings import nvml
+
+        nvml.init_v2()
         handles = [nvml.device_get_handle_by_index_v2(index) for index in range(nvml.device_get_count_v2())]
-        gpus = [Gpu(nvml.device_get_name(gpu), int(nvml.device_get_memory_info_v2(gpu).total)) for gpu in handles]
-        return nvml.system_get_driver_version(), _cuda_version(nvml.system_get_cuda_driver_version_v2()), gpus
-    finally:
-        nvml.shutdown()
-
-
-def _by_driver_api() -> tuple[str | None, str, list[Gpu]]:
-    from cuda.bindings import driver
-
-    def checked(answer: tuple[Any, ...]) -> Any:
-        if answer[0] != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(str(answer[0]))
-        return answer[-1]
-
-    checked(driver.cuInit(0))
-    gpus = []
-    for index in range(checked(driver.cuDeviceGetCount())):
-        gpu = checked(driver.cuDeviceGet(index))
-        name = checked(driver.cuDeviceGetName(96, gpu)).split(b"\0")[0].decode()
-        gpus.append(Gpu(name, checked(driver.cuDeviceTotalMem(gpu))))
-    return None, _cuda_version(checked(driver.cuDriverGetVersion())), gpus
+        memory = [int(nvml.device_get_memory_info_v2(gpu).total) for gpu in handles]
+        code = nvml.system_get_cuda_driver_version_v2()  # 12040 is 12.4
+        return Driver(
+            usable,
+            problem,
+            nvml.system_get_driver_version(),
+            f"{code // 1000}.{code % 1000 // 10}",
+            [
+                {"name": nvml.device_get_name(gpu), "memory_bytes": size}
+                for gpu, size in zip(handles, memory, strict=True)
+            ],
+        )
+    except Exception:  # no cuda-python, none with NVML, no driver, or one that does not answer
+        return Driver(usable, problem)
 
 
 def cuda_core_error() -> str | None:
-    """What importing cuda.core and the driver API says, where cuda-core is installed. Neither makes a context."""
+    """What importing cuda.core and the driver API says, where cuda-core is installed."""
     if versions()["cuda-core"] is None:
         return None
     try:
@@ -261,36 +236,14 @@ def settings(with_files: bool) -> list[Setting]:
         for name, value in sorted(os.environ.items())
         if name.startswith(("NCCL_", "PYNCCL_"))
     }
-    own = os.environ.get("NCCL_CONF_FILE") or os.path.join(_home(), ".nccl.conf")
+    own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
     for path in (own, "/etc/nccl.conf") if with_files else ():
-        for name, value in _assignments(path):
-            found.setdefault(name, Setting(name, value, path))
+        lines = Path(path).read_text(errors="replace").splitlines() if os.access(path, os.R_OK) else []
+        for name, equals, value in (line.partition("=") for line in lines if not line.startswith("#")):
+            if equals:
+                found.setdefault(name, Setting(name, value, path))
     return list(found.values())
-
-
-def _home() -> str:
-    """As NCCL looks it up: not by $HOME."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # a container's user without an entry
-        return os.sep
-
-
-def _assignments(path: str) -> Iterator[tuple[str, str]]:
-    try:
-        with open(path, errors="replace") as file:
-            for line in file:
-                name, equals, value = line.rstrip("\n").partition("=")
-                if equals and not name.startswith("#"):
-                    yield name, value
-    except OSError:
-        return
 
 
 def _dotted(version: Iterable[int]) -> str:
     return ".".join(map(str, version))
-
-
-def _cuda_version(code: int) -> str:
-    """12040 -> "12.4"."""
-    return f"{code // 1000}.{code % 1000 // 10}"

@@ -1,26 +1,21 @@
-"""Which element goes where: one function for each way in which elements travel between ranks, or stay on one.
+"""Which element of which rank goes where: a row for each way in which elements travel between ranks.
 
-The same table serves collectives and their adjoints, since an adjoint is made of collectives: operations.py. Whether
-the moves say what the library really does is checked at each run: execute.py.
+A row has the blocks in the memory of each rank before and after, and the edges (source, target) along which something
+travels. From source to target goes source's block number `target`, or all of it where source has one block; it arrives
+as target's block number `source`, or as all of it. Adjoints are rows of the same table. `execute` holds the moves
+against what the library has written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 HALO = 1  # elements of each halo
 
-
-class Move(NamedTuple):
-    """Element `at` of rank `source` goes to place `to` of rank `target`."""
-
-    source: int
-    at: int
-    target: int
-    to: int
+Edges = list[tuple[int, int]]  # (source, target)
+Cuts = tuple[tuple[int, ...], ...]  # for each rank, the sizes of the blocks in its memory
 
 
 @dataclass(frozen=True)
@@ -37,27 +32,76 @@ class Setup:
         """Of a block where all are alike."""
         return self.counts[0]
 
-    @property
-    def starts(self) -> list[int]:
-        """Where each block begins in all of them one after the other."""
-        return list(accumulate(self.counts, initial=0))[: self.ranks]
-
     def sent(self, source: int, target: int) -> int:
         """Elements from one rank to another in an all-to-all: counts[k] to the rank that is k further on."""
         return self.counts[(target - source) % self.ranks]
 
     @property
-    def edges(self) -> list[tuple[int, int]]:
-        """(source, target) of each message of permute: a ring."""
+    def edges(self) -> Edges:
+        """The messages of permute: a ring."""
         return [(rank, (rank + 1) % self.ranks) for rank in range(self.ranks)]
 
     @property
     def edge(self) -> tuple[int, int]:
-        """(source, target) of the one message of send_recv: from root to its neighbour."""
+        """The message of send_recv: from root to the next rank."""
         return self.root, (self.root + 1) % self.ranks
 
 
-Cuts = tuple[tuple[int, ...], ...]  # for each rank, the sizes of the blocks in its memory
+class Move(NamedTuple):
+    """Element `at` of rank `source` goes to place `to` of rank `target`."""
+
+    source: int
+    at: int
+    target: int
+    to: int
+
+
+class Way(NamedTuple):
+    """before, after   blocks in memory; an element that nothing moves to is 0
+    edges           (source, target) of what travels
+    collective      the method of Communicator; "": sends and receives, or nothing is sent
+    text            what happens, in words; "": the name of the collective
+    """
+
+    before: Callable[[Setup], Cuts]
+    after: Callable[[Setup], Cuts]
+    edges: Callable[[Setup], Edges]
+    collective: str = ""
+    text: str = ""
+
+
+def moves(name: str, setup: Setup) -> Iterator[Move]:
+    """Every element that travels in this row of WAYS."""
+    if name == "halo_exchange":
+        yield from _halo_moves(setup)
+    elif name == "halo_reduce":
+        yield from (Move(target, to, source, at) for source, at, target, to in _halo_moves(setup))
+    else:
+        way = WAYS[name]
+        before, after = way.before(setup), way.after(setup)
+        for source, target in way.edges(setup):
+            at, count = _place(before[source], target)
+            to, _ = _place(after[target], source)
+            yield from (Move(source, at + i, target, to + i) for i in range(count))
+
+
+def _place(cuts: tuple[int, ...], peer: int) -> tuple[int, int]:
+    """(first element, elements) of what is sent to or comes from a peer."""
+    return (sum(cuts[:peer]), cuts[peer]) if len(cuts) > 1 else (0, cuts[0])
+
+
+def _halo_moves(setup: Setup) -> Iterator[Move]:
+    """The interior and the outer halos stay; each inner halo becomes the neighbour's border."""
+    last, size = setup.ranks - 1, setup.elements + 2 * HALO
+    for rank in range(setup.ranks):
+        stays = range(0 if rank == 0 else HALO, size if rank == last else size - HALO)
+        yield from (Move(rank, i, rank, i) for i in stays)
+        if rank < last:
+            yield from (Move(rank, size - 2 * HALO + i, rank + 1, i) for i in range(HALO))
+            yield from (Move(rank + 1, HALO + i, rank, size - HALO + i) for i in range(HALO))
+
+
+# ----------------------------------------------------------------------------------------------------- blocks in memory
 
 
 def _whole(setup: Setup) -> Cuts:
@@ -90,115 +134,53 @@ def _haloed(setup: Setup) -> Cuts:
     return ((HALO, setup.elements, HALO),) * setup.ranks
 
 
-def _all_reduce(setup: Setup) -> Iterator[Move]:
-    for target in range(setup.ranks):
-        for source in range(setup.ranks):
-            yield from (Move(source, i, target, i) for i in range(setup.elements))
+# ---------------------------------------------------------------------------------------------------------------- edges
 
 
-def _reduce(setup: Setup) -> Iterator[Move]:
-    return (move for move in _all_reduce(setup) if move.target == setup.root)
+def _all_pairs(setup: Setup) -> Edges:
+    return [(source, target) for source in range(setup.ranks) for target in range(setup.ranks)]
 
 
-def _broadcast(setup: Setup) -> Iterator[Move]:
-    return (move for move in _all_reduce(setup) if move.source == setup.root)
+def _to_root(setup: Setup) -> Edges:
+    return [(rank, setup.root) for rank in range(setup.ranks)]
 
 
-def _at_root(setup: Setup) -> Iterator[Move]:
-    return (move for move in _reduce(setup) if move.source == setup.root)
+def _from_root(setup: Setup) -> Edges:
+    return _back(_to_root(setup))
 
 
-def _reduce_scatter(setup: Setup) -> Iterator[Move]:
-    for target, start in enumerate(setup.starts):
-        for source in range(setup.ranks):
-            yield from (Move(source, start + i, target, i) for i in range(setup.counts[target]))
+def _to_itself(setup: Setup) -> Edges:
+    return [(rank, rank) for rank in range(setup.ranks)]
 
 
-def _split(setup: Setup) -> Iterator[Move]:
-    return (move for move in _reduce_scatter(setup) if move.source == move.target)
+def _back(edges: Edges) -> Edges:
+    return [(target, source) for source, target in edges]
 
 
-def _scatter(setup: Setup) -> Iterator[Move]:
-    return (move for move in _reduce_scatter(setup) if move.source == setup.root)
-
-
-def _all_gather(setup: Setup) -> Iterator[Move]:
-    for source, start in enumerate(setup.starts):
-        for target in range(setup.ranks):
-            yield from (Move(source, i, target, start + i) for i in range(setup.counts[source]))
-
-
-def _gather(setup: Setup) -> Iterator[Move]:
-    return (move for move in _all_gather(setup) if move.target == setup.root)
-
-
-def _all_to_all(setup: Setup) -> Iterator[Move]:
-    outgoing, incoming = _outgoing(setup), _incoming(setup)
-    for source in range(setup.ranks):
-        for target in range(setup.ranks):
-            at, to = sum(outgoing[source][:target]), sum(incoming[target][:source])
-            yield from (Move(source, at + i, target, to + i) for i in range(setup.sent(source, target)))
-
-
-def _along(*edges: tuple[int, int], elements: int) -> Iterator[Move]:
-    return (Move(source, i, target, i) for source, target in edges for i in range(elements))
-
-
-def _back(setup: Setup, edges: list[tuple[int, int]]) -> Iterator[Move]:
-    return _along(*((target, source) for source, target in edges), elements=setup.elements)
-
-
-def _halo_exchange(setup: Setup) -> Iterator[Move]:
-    last, size = setup.ranks - 1, setup.elements + 2 * HALO
-    for rank in range(setup.ranks):
-        stays = range(0 if rank == 0 else HALO, size if rank == last else size - HALO)
-        yield from (Move(rank, i, rank, i) for i in stays)
-        if rank < last:
-            yield from (Move(rank, size - 2 * HALO + i, rank + 1, i) for i in range(HALO))
-            yield from (Move(rank + 1, HALO + i, rank, size - HALO + i) for i in range(HALO))
-
-
-def _halo_reduce(setup: Setup) -> Iterator[Move]:
-    return (Move(target, to, source, at) for source, at, target, to in _halo_exchange(setup))
-
-
-def _same(setup: Setup) -> Iterator[Move]:
-    return (Move(rank, i, rank, i) for rank in range(setup.ranks) for i in range(setup.elements))
-
-
-def _same_own(setup: Setup) -> Iterator[Move]:
-    return (Move(rank, i, rank, i) for rank, count in enumerate(setup.counts) for i in range(count))
-
-
-class Way(NamedTuple):
-    """before, after: the blocks in memory; an element that nothing moves to is 0."""
-
-    before: Callable[[Setup], Cuts]
-    after: Callable[[Setup], Cuts]
-    moves: Callable[[Setup], Iterator[Move]]
-
+_MESSAGES, _REVERSED = "sends and receives", "sends and receives, edges reversed"
 
 WAYS: dict[str, Way] = {
-    "all_reduce": Way(_whole, _whole, _all_reduce),
-    "reduce": Way(_whole, _whole, _reduce),
-    "broadcast": Way(_whole, _whole, _broadcast),
-    "reduce_scatter": Way(_blocks, _own, _reduce_scatter),
-    "all_gather": Way(_own, _blocks, _all_gather),
-    "scatter": Way(_blocks_at_root, _own, _scatter),
-    "gather": Way(_own, _blocks_at_root, _gather),
-    "all_to_all": Way(_outgoing, _incoming, _all_to_all),
-    "all_to_all_back": Way(_incoming, _outgoing, lambda setup: (Move(*m[2:], *m[:2]) for m in _all_to_all(setup))),
-    "permute": Way(_whole, _whole, lambda setup: _along(*setup.edges, elements=setup.elements)),
-    "permute_back": Way(_whole, _whole, lambda setup: _back(setup, setup.edges)),
-    "send_recv": Way(_whole, _whole, lambda setup: _along(setup.edge, elements=setup.elements)),
-    "send_recv_back": Way(_whole, _whole, lambda setup: _back(setup, [setup.edge])),
-    "halo_exchange": Way(_haloed, _haloed, _halo_exchange),
-    "halo_reduce": Way(_haloed, _haloed, _halo_reduce),
-    # On each rank alone, without a message:
-    "copy": Way(_whole, _whole, _same),
-    "scale": Way(_whole, _whole, _same),
-    "scale_own": Way(_own, _own, _same_own),
-    "split": Way(_blocks, _own, _split),
-    "at_root": Way(_whole, _whole, _at_root),
+    "all_reduce": Way(_whole, _whole, _all_pairs, "all_reduce"),
+    "reduce": Way(_whole, _whole, _to_root, "reduce"),
+    "broadcast": Way(_whole, _whole, _from_root, "broadcast"),
+    "reduce_scatter": Way(_blocks, _own, _all_pairs, "reduce_scatter"),
+    "all_gather": Way(_own, _blocks, _all_pairs, "all_gather"),
+    "scatter": Way(_blocks_at_root, _own, _from_root, "scatter"),
+    "gather": Way(_own, _blocks_at_root, _to_root, "gather"),
+    "all_to_all": Way(_outgoing, _incoming, _all_pairs, "all_to_all"),
+    "all_to_all_back": Way(_incoming, _outgoing, _all_pairs, "all_to_all"),
+    "permute": Way(_whole, _whole, lambda setup: setup.edges, text=_MESSAGES),
+    "permute_back": Way(_whole, _whole, lambda setup: _back(setup.edges), text=_REVERSED),
+    "send_recv": Way(_whole, _whole, lambda setup: [setup.edge], text="send and recv"),
+    "send_recv_back": Way(_whole, _whole, lambda setup: _back([setup.edge]), text="send and recv, the other way"),
+    "halo_exchange": Way(_haloed, _haloed, _all_pairs, text="borders sent to the neighbours"),
+    "halo_reduce": Way(_haloed, _haloed, _all_pairs, text="halos sent back and added"),
+    "copy": Way(_whole, _whole, _to_itself, text="nothing is sent"),
+    "split": Way(_blocks, _own, _to_itself, text="nothing is sent: each rank takes its own block"),
+    "at_root": Way(
+        _whole,
+        _whole,
+        lambda setup: [(setup.root, setup.root)],
+        text="nothing is sent: root keeps its own, the others have 0",
+    ),
 }
-LOCAL = ("copy", "scale", "scale_own", "split", "at_root")

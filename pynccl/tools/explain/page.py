@@ -10,34 +10,50 @@ import json
 from importlib import resources
 from typing import Any
 
-from .arrows import labels, number, step_labels
-from .colours import PLAIN, mixed
-from .execute import Pass, Run, Stage, ranks_of_this_process, run
-from .moves import Setup
-from .operations import COUNTS, OPERATIONS, variants
-from .options import LEAST_RANKS, MOST_RANKS
-from .words import BRIEF, SNIPPET, other_convention, step_words, words_of
+from .execute import Pass, Run, Stage, number, ranks_of_this_process, run
+from .operations import OPERATIONS, example
+from .words import SNIPPET, other_convention, words_of
 
-_SIGNS = {"": "+", "sum": "+", "prod": "×"}  # what stands between the parts of an element, where that is written out
-_LIGHT, _DARK = "#ffffff", "#171b22"
+RANKS = range(2, 9)
 
 
 def page(shown: Run | None = None) -> str:
     """The page as HTML, the same for the same arguments. shown: what it opens with, in place of its own example."""
-    data = _Table()
-    for ranks in range(LEAST_RANKS, MOST_RANKS + 1):
+    runs = {}
+    for ranks in RANKS:
         with ranks_of_this_process(ranks) as comms:
-            for name, op, grad in variants():
-                data.add(run(comms, name, op, grad, example(name, ranks)))
+            for name in OPERATIONS:
+                for op, grad, root in _choices(name, ranks):
+                    runs[_key(name, op, grad, ranks, root)] = run(comms, name, op, grad, example(name, ranks, root))
+    start = _key("reduce_scatter", "sum", "", 4, 0)
     if shown is not None:
-        data.add(shown)
-    return filled(data.whole(shown))
+        start = _key(shown.name, shown.op, shown.grad, shown.setup.ranks, shown.setup.root)
+        runs[start] = shown
+    parts: dict[str, int] = {}  # what several runs have in common stands there once
+    data = {
+        "start": start.split("|"),
+        "ranks": list(RANKS),
+        "operations": [
+            {"name": name, "brief": row.brief, "ops": row.ops, "grads": row.grads, "rooted": row.rooted}
+            for name, row in OPERATIONS.items()
+        ],
+        "runs": {
+            key: [_index(parts, one) for one in (_pass(found.forward), _pass(found.adjoint), *_texts(found))]
+            for key, found in runs.items()
+        },
+        "parts": [json.loads(text) for text in parts],
+    }
+    return filled(data)
 
 
-def example(name: str, ranks: int) -> Setup:
-    """What an operation is shown with where nothing else was asked for."""
+def _choices(name: str, ranks: int) -> list[tuple[str, str, int]]:
     row = OPERATIONS[name]
-    return Setup(ranks, COUNTS[:ranks] if row.by_counts else (row.elements,) * ranks, 0, row.by_counts)
+    roots = range(ranks) if row.rooted else range(1)
+    return [(op, grad, root) for op in row.ops for grad in row.grads for root in roots]
+
+
+def _key(*words: object) -> str:
+    return "|".join(map(str, words))
 
 
 def filled(data: dict[str, Any]) -> str:
@@ -45,7 +61,7 @@ def filled(data: dict[str, Any]) -> str:
     text = (folder / "page.html").read_text(encoding="utf-8")
     compact = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
     parts = {
-        "/*style*/": _colours() + (folder / "page.css").read_text(encoding="utf-8"),
+        "/*style*/": (folder / "page.css").read_text(encoding="utf-8"),
         "/*script*/": (folder / "page.js").read_text(encoding="utf-8"),
         "/*data*/": compact,
     }
@@ -55,92 +71,50 @@ def filled(data: dict[str, Any]) -> str:
     return text
 
 
-def _colours() -> str:
-    """Each rank's colour and a pale one for the ground of its elements, on light and on dark."""
-
-    def block(ground: str, part: float, ink: str) -> str:
-        rows = (
-            f"--rank{rank}: {mixed(colour, ink, 0.8)}; --pale{rank}: {mixed(colour, ground, part)};"
-            for rank, colour in enumerate(PLAIN)
-        )
-        return "  " + "\n  ".join(rows)
-
-    light, dark = block(_LIGHT, 0.26, "#000000"), block(_DARK, 0.48, "#ffffff")
-    return f":root {{\n{light}\n}}\n@media (prefers-color-scheme: dark) {{\n:root {{\n{dark}\n}}\n}}\n"
+def _index(parts: dict[str, int], value: Any) -> int:
+    return parts.setdefault(json.dumps(value, ensure_ascii=False), len(parts))
 
 
-class _Table:
-    """Runs as the page reads them; what several have in common stands there once."""
-
-    def __init__(self) -> None:
-        self.passes: dict[str, int] = {}
-        self.texts: dict[str, int] = {}
-        self.runs: dict[str, list[int]] = {}
-
-    def add(self, found: Run) -> None:
-        key = "|".join([found.name, found.op, found.grad, str(found.setup.ranks)])
-        self.runs[key] = [
-            _placed(self.passes, _pass(found, found.forward)),
-            _placed(self.passes, _pass(found, found.adjoint)),
-            _placed(self.texts, _texts(found)),
-        ]
-
-    def whole(self, shown: Run | None) -> dict[str, Any]:
-        start = ["reduce_scatter", "sum", "", 4]
-        return {
-            "start": start if shown is None else [shown.name, shown.op, shown.grad, shown.setup.ranks],
-            "ranks": list(range(LEAST_RANKS, MOST_RANKS + 1)),
-            "operations": [
-                {"name": name, "brief": BRIEF[name], "ops": row.ops, "grads": row.grads}
-                for name, row in OPERATIONS.items()
-            ],
-            "runs": self.runs,
-            "passes": [json.loads(text) for text in self.passes],
-            "texts": [json.loads(text) for text in self.texts],
-        }
-
-
-def _placed(table: dict[str, int], value: Any) -> int:
-    return table.setdefault(json.dumps(value, ensure_ascii=False), len(table))
-
-
-def _pass(found: Run, one: Pass) -> dict[str, Any]:
+def _pass(one: Pass) -> dict[str, Any]:
+    """areas: label, numbers of each rank, sizes of the blocks of each rank."""
     return {
-        "labels": labels(one),
-        "values": [[number(value) for value in own] for own in one.values],
-        "cuts": one.cuts,
-        "stages": [_stage(found, stage) for stage in one.stages],
+        "areas": [[area.label, [list(map(number, own)) for own in area.values], area.cuts] for area in one.areas],
+        "stages": [_stage(stage, len(one.areas[0].values)) for stage in one.stages],
     }
 
 
-def _stage(found: Run, stage: Stage) -> dict[str, Any]:
+def _stage(stage: Stage, ranks: int) -> dict[str, Any]:
     """moves: source rank, its element, target rank, its element, step, what the target holds after it; the factor by
     which it is multiplied, where factors differ."""
     differ = len({factor for own in stage.factors for factor in own}) > 1
     moves = []
-    for landing in stage.landings:
-        factor = [number(stage.factors[landing.move.source][landing.move.at])] if differ else []
-        moves.append([*landing.move, landing.step, number(landing.value), *factor])
-    return {
-        "text": step_words(stage.way, stage.op, found.setup.by_counts),
-        "sign": _SIGNS.get(stage.op, "") if not stage.factors else "",
-        "steps": step_labels(stage, found.setup.ranks),
-        "moves": moves,
-        "values": [[number(value) for value in own] for own in stage.values],
-        "cuts": stage.cuts,
-    }
+    for move, step, value in stage.landings:
+        factor = [number(stage.factors[move.source][move.at])] if differ else []
+        moves.append([*move, step, number(value), *factor])
+    steps = [_step_text(stage, step, ranks) for step in range(stage.steps)]
+    return {"text": stage.text, "steps": steps, "moves": moves}
 
 
-def _texts(found: Run) -> dict[str, Any]:
+def _step_text(stage: Stage, step: int, ranks: int) -> str:
+    """Who sends to whom in a step."""
+    pairs = sorted({(one.move.source, one.move.target) for one in stage.landings if one.step == step})
+    far = (pairs[0][1] - pairs[0][0]) % ranks
+    if far == 0:
+        return stage.text if stage.is_local else "each rank's own part"
+    if len(pairs) == ranks:
+        return f"every rank r → r + {far} mod {ranks}"
+    return "rank " + ", ".join(f"{source} → {target}" for source, target in pairs)
+
+
+def _texts(found: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the forward, and of the adjoint."""
     words, back = words_of(found.name, found.op, found.grad, found.setup)
-    return {
+    forward = {
         "does": words.does,
         "formula": words.formula,
         "shapes": words.shapes,
         "calls": [["pynccl", words.pynccl], ["pynccl_autograd", words.autograd], ["torch.distributed", words.torch]],
         "confused": words.confused,
-        "back": back.does,
-        "backFormula": back.formula,
-        "other": other_convention(found.name, found.grad).partition(": --grad")[0],
         "snippet": SNIPPET if OPERATIONS[found.name].way == "all_gather" else [],
     }
+    return forward, {"does": back.does, "formula": back.formula, "other": other_convention(found.grad)}

@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .arrows import aligned_rows, crossing, ending, labels, number, rows_of, sums_across_rows
-from .colours import TERMINAL
-from .execute import Pass, Run, Stage, Values
+from .execute import Area, Landing, Pass, Run, Stage, Values, number
 from .moves import Cuts
 from .operations import OPERATIONS
-from .words import SNIPPET, other_convention, step_words, words_of
+from .words import SNIPPET, other_convention, words_of
 
-_LABEL = 7
+_LABEL = 7  # columns before the first box
 _NAMES = 17
+_COLOURS = (33, 208, 35, 169, 37, 178, 99, 160)  # of 256, one for each rank; to be read on black and on white
 
 
 class Signs(NamedTuple):
@@ -46,13 +45,24 @@ class Style:
     signs: Signs = BOXES
     colour: bool = False
 
-    def painted(self, text: str, rank: int | None) -> str:
-        if not self.colour:
-            return text
-        return f"\x1b[2m{text}\x1b[0m" if rank is None else f"\x1b[38;5;{TERMINAL[rank]}m{text}\x1b[0m"
+    def painted(self, text: str, rank: int) -> str:
+        return f"\x1b[38;5;{_COLOURS[rank]}m{text}\x1b[0m" if self.colour else text
 
     def strong(self, text: str) -> str:
         return f"\x1b[1m{text}\x1b[0m" if self.colour else text
+
+    def faint(self, text: str) -> str:
+        return f"\x1b[2m{text}\x1b[0m" if self.colour else text
+
+    def wrapped(self, text: str, first: str = "", rest: str | None = None) -> list[str]:
+        return textwrap.wrap(
+            text,
+            self.width,
+            initial_indent=first,
+            subsequent_indent=" " * len(first) if rest is None else rest,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
 def style_of(stream: Any, width: int) -> Style:
@@ -68,30 +78,31 @@ def style_of(stream: Any, width: int) -> Style:
 
 def drawing(run: Run, style: Style) -> str:
     """The whole answer: words, forward, adjoint, calls, what is mistaken for it."""
-    layout = _layout(run, style)
+    columns = _columns(run, style)
     words, back = words_of(run.name, run.op, run.grad, run.setup)
     title = ", ".join([run.name, *([run.op] if run.op else []), f"{run.setup.ranks} ranks"])
-    shapes = f"{words.shapes};  here {_sizes(run.forward.values)} -> {_sizes(run.forward.result)}"
     parts = [
         style.strong(title),
-        *_wrapped(words.does, style),
+        *style.wrapped(words.does),
         *_legend(run, style),
         "",
-        *_headed("forward", words.formula, style),
-        *_pass(run, run.forward, layout, style),
+        *map(style.strong, style.wrapped(words.formula, f"{'forward':<11}")),
+        *_pass(run.forward, columns, style),
         "",
-        *_headed("adjoint", back.formula, style),
-        *_wrapped(f"{back.does} g is the cotangent: the gradient of y.", style),
+        *map(style.strong, style.wrapped(back.formula, f"{'adjoint':<11}")),
+        *style.wrapped(f"{back.does} g is the cotangent: the gradient of y."),
         "",
-        *_pass(run, run.adjoint, layout, style),
+        *_pass(run.adjoint, columns, style),
     ]
-    if other := other_convention(run.name, run.grad):
-        parts += ["", *_wrapped(other, style)]
+    if run.grad:
+        other = "replicated" if run.grad == "sum" else "sum"
+        parts += ["", *style.wrapped(f"{other_convention(run.grad)}: --grad {other}")]
     if OPERATIONS[run.name].way == "all_gather":
-        parts += ["", *(line for name, text in SNIPPET for line in _row(name, text, style))]
+        parts += ["", *(line for name, text in SNIPPET for line in _named(name, text, style))]
+    shapes = f"{words.shapes};  here {_sizes(run.forward.areas[0].values)} -> {_sizes(run.forward.result)}"
     rows = [("shapes", shapes), ("pynccl", words.pynccl), ("pynccl_autograd", words.autograd), ("torch", words.torch)]
-    parts += ["", *(line for row in rows for line in _row(*row, style))]
-    parts += ["", "commonly confused", *(line for text in words.confused for line in _wrapped(text, style, "- "))]
+    parts += ["", *(line for row in rows for line in _named(*row, style))]
+    parts += ["", "commonly confused", *(line for text in words.confused for line in style.wrapped(text, "- "))]
     return "\n".join(line.rstrip() for line in parts)
 
 
@@ -100,182 +111,185 @@ def _sizes(values: Values) -> str:
     return f"[{sizes[0]}]" if len(set(sizes)) == 1 else " ".join(f"[{size}]" for size in sizes)
 
 
-def _wrapped(text: str, style: Style, first: str = "", rest: str | None = None) -> list[str]:
-    return textwrap.wrap(
-        text,
-        style.width,
-        initial_indent=first,
-        subsequent_indent=" " * len(first) if rest is None else rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _headed(name: str, formula: str, style: Style) -> list[str]:
-    return [style.strong(line) for line in _wrapped(formula, style, f"{name:<11}")]
-
-
-def _row(name: str, text: str, style: Style) -> list[str]:
-    return _wrapped(text, style, f"{name:<{_NAMES}}" if name else "", " " * _NAMES if name else "")
+def _named(name: str, text: str, style: Style) -> list[str]:
+    return style.wrapped(text, f"{name:<{_NAMES}}" if name else "")
 
 
 def _legend(run: Run, style: Style) -> list[str]:
     """How the numbers say where they come from, where they do."""
-    first = [own[:1] for own in run.forward.values]
+    values = run.forward.areas[0].values
+    first = [own[:1] for own in values]
     sent = next((rank for rank in (1, 0) if first[rank]), 0)
-    own = run.forward.values[sent]
     if run.op in ("max", "min", "prod") or OPERATIONS[run.name].way == "halo_exchange" or len(set(first)) == 1:
         return []
-    return _wrapped(f"The numbers say where they are from: {number(own[0])} is the first of rank {sent}.", style)
+    return style.wrapped(f"The numbers say where they are from: {number(values[sent][0])} is the first of rank {sent}.")
 
 
 # ------------------------------------------------------------------------------------------------------------ a pass
 
 
-def _pass(run: Run, one: Pass, layout: Layout, style: Style) -> list[str]:
-    """What the ranks hold, stage after stage."""
-    lines: list[str] = []
-    names = labels(one)
-    values, cuts, name = one.values, one.cuts, names[0]
-    from_ranks: dict[tuple[int, int], int | None] = {
-        (rank, i): rank for rank, own in enumerate(values) for i in range(len(own))
-    }
-    for at, stage in enumerate(one.stages):
-        lines += _area(values, cuts, name, layout, style, from_ranks, stage, heads=at == 0)
-        lines += ["", *_between(run, stage, layout, style)]
-        values, cuts = stage.values, stage.cuts
-        name = names[at + 1]
-        from_ranks = _origins(stage, from_ranks)
-    return lines + _area(values, cuts, name, layout, style, from_ranks)
-
-
-def _origins(stage: Stage, before: dict[tuple[int, int], int | None]) -> dict[tuple[int, int], int | None]:
-    """Of each element the rank that it is from; None where several came together. What is filled in is absent."""
-    found: dict[tuple[int, int], int | None] = {}
-    for landing in stage.landings:
-        move = landing.move
-        place = (move.target, move.to)
-        found[place] = None if place in found else before.get((move.source, move.at))
-    return found
-
-
-class Layout(NamedTuple):
+class Columns(NamedTuple):
     cell: int  # characters inside a box
     gap: int
     bands: list[range]  # of ranks, drawn side by side
 
 
-def _layout(run: Run, style: Style) -> Layout:
+def _columns(run: Run, style: Style) -> Columns:
     """The widest that fits; the ranks in several bands, one under the other, where none does."""
-    stages = [*run.forward.stages, *run.adjoint.stages]
-    areas = [
-        run.forward.values,
-        run.adjoint.values,
-        *(values for one in stages for values in (one.values, one.factors)),
-    ]
-    widest = max(len(number(value)) for values in areas for own in values for value in own)
+    numbers = [values for one in (run.forward, run.adjoint) for values in (area.values for area in one.areas)]
+    numbers += [stage.factors for stage in run.adjoint.stages]
+    widest = max(len(number(value)) for values in numbers for own in values for value in own)
     ranks = run.setup.ranks
     room = style.width - _LABEL - widest - len("  sum  -> rank 0")
-    narrow = len(style.signs.right)
-    for cell, gap in ((max(widest + 2, 4), 3), (widest, 3), (widest, narrow)):
+    for cell, gap in ((max(widest + 2, 4), 3), (widest, 3), (widest, len(style.signs.right))):
         if ranks * (cell + 2) + (ranks - 1) * gap <= room:
-            return Layout(cell, gap, [range(ranks)])
+            return Columns(cell, gap, [range(ranks)])
     cell = max(widest + 2, 4)
     each = max((room + 3) // (cell + 5), 1)
-    return Layout(cell, 3, [range(start, min(start + each, ranks)) for start in range(0, ranks, each)])
+    return Columns(cell, 3, [range(start, min(start + each, ranks)) for start in range(0, ranks, each)])
 
 
-def _between(run: Run, stage: Stage, layout: Layout, style: Style) -> list[str]:
+Origins = dict[tuple[int, int], set[int]]  # (rank, element) -> ranks that it is from
+
+
+def _pass(one: Pass, columns: Columns, style: Style) -> list[str]:
+    """What the ranks hold, stage after stage."""
+    first = one.areas[0]
+    origins: Origins = {(rank, i): {rank} for rank, own in enumerate(first.values) for i in range(len(own))}
+    lines = _area(first, columns, style, origins, one.stages[0], heads=True)
+    for at, (stage, area) in enumerate(zip(one.stages, one.areas[1:], strict=True), 1):
+        lines += ["", *_between(stage, columns, style), ""]
+        landed: Origins = {}
+        for move, _, _ in stage.landings:
+            landed.setdefault(move[2:], set()).update(origins.get(move[:2], ()))
+        origins = landed
+        lines += _area(area, columns, style, origins, one.stages[at] if at < len(one.stages) else None)
+    return lines
+
+
+def _between(stage: Stage, columns: Columns, style: Style) -> list[str]:
     """The name of what happens; factors that differ; sums whose parts stand in different rows."""
-    text = step_words(stage.way, stage.op, run.setup.by_counts)
-    lines = _wrapped(text, style, f"{'':<{_LABEL}}  {style.signs.down} ")
+    lines = style.wrapped(stage.text, f"{'':<{_LABEL}}  {style.signs.down} ")
     if len({factor for own in stage.factors for factor in own}) > 1:
         cuts = tuple((len(own),) for own in stage.factors)
-        lines += _area(stage.factors, cuts, "times", layout, style, {})
-    lines += [f"{'':<{_LABEL}}    {sum_of_some}" for sum_of_some in sums_across_rows(stage)]
-    return [*lines, ""]
+        lines += _area(Area("times", stage.factors, cuts), columns, style, {})
+    return lines + [f"{'':<{_LABEL}}    {text}" for text in _sums_across_rows(stage)]
 
 
 def _area(
-    values: Values,
-    cuts: Cuts,
-    name: str,
-    layout: Layout,
-    style: Style,
-    origins: dict[tuple[int, int], int | None],
-    leaving: Stage | None = None,
-    heads: bool = False,
+    area: Area, columns: Columns, style: Style, origins: Origins, leaving: Stage | None = None, heads: bool = False
 ) -> list[str]:
     """One column for each rank; `leaving` is the stage that takes the elements away from here."""
     lines = []
-    for band in layout.bands:
-        drawn = _band(values, cuts, name, layout, style, origins, leaving, band)
-        lines += drawn if heads or len(layout.bands) > 1 else drawn[1:]
+    for band in columns.bands:
+        if heads or len(columns.bands) > 1:
+            lines.append(_heads(band, columns, style))
+        boxes = [_box(area, rank, columns.cell, style, origins) for rank in band]
+        elements = _aligned_rows(area.cuts)
+        for at in range(max(map(len, boxes))):
+            element = elements[at] if at < len(elements) else None
+            row = f"{area.label if at == 1 else '':<{_LABEL}}"
+            for rank, box in zip(band, boxes, strict=True):
+                row += box[at] if at < len(box) else " " * (columns.cell + 2)
+                if rank != band[-1]:
+                    row += f"{_arrow(leaving, element, rank, style.signs):^{columns.gap}}"
+            if text := _ending(leaving, element, len(area.values)):
+                row += "  " + text.replace("->", style.signs.right)
+            lines.append(row.rstrip())
     return lines
 
 
-def _band(
-    values: Values,
-    cuts: Cuts,
-    name: str,
-    layout: Layout,
-    style: Style,
-    origins: dict[tuple[int, int], int | None],
-    leaving: Stage | None,
-    band: range,
-) -> list[str]:
-    signs, gap = style.signs, " " * layout.gap
-    width = layout.cell + 2
-    columns = [_column(values[rank], cuts[rank], rank, layout.cell, style, origins) for rank in band]
-    height = max(map(len, columns))
-    names = [f"rank {rank}" if width > 5 else f"r{rank}" for rank in band]
-    heads = [
-        f"{name:^{width}}".replace(name, style.painted(name, rank)) for name, rank in zip(names, band, strict=True)
-    ]
-    lines = [(" " * _LABEL + gap.join(heads)).rstrip()]
-    rows = aligned_rows(cuts)
-    for at in range(height):
-        element = rows[at] if at < len(rows) else None
-        row = " " * _LABEL if at != 1 else f"{name:<{_LABEL}}"
-        for rank, column in zip(band, columns, strict=True):
-            row += column[at] if at < len(column) else " " * width
-            if rank != band[-1]:
-                row += _arrow(leaving, element, rank, layout.gap, signs)
-        if element is not None and leaving is not None and (text := ending(leaving, element, len(values))):
-            row += "  " + text.replace("->", signs.right)
-        lines.append(row.rstrip())
-    return lines
+def _heads(band: range, columns: Columns, style: Style) -> str:
+    width = columns.cell + 2
+    heads = []
+    for rank in band:
+        name = f"rank {rank}" if width > 5 else f"r{rank}"
+        heads.append(f"{name:^{width}}".replace(name, style.painted(name, rank)))
+    return " " * _LABEL + (" " * columns.gap).join(heads)
 
 
-def _column(
-    own: Sequence[float],
-    cuts: Sequence[int],
-    rank: int,
-    cell: int,
-    style: Style,
-    origins: dict[tuple[int, int], int | None],
-) -> list[str]:
-    """The box of one rank; blocks of several elements are set apart."""
-    signs = style.signs
+def _box(area: Area, rank: int, cell: int, style: Style, origins: Origins) -> list[str]:
+    """The memory of one rank; blocks of several elements are set apart."""
+    signs, own = style.signs, area.values[rank]
     if not own:
         return []
     lines = [signs.corners[0] + signs.line * cell + signs.corners[1]]
-    for element in rows_of(cuts):
+    for element in _rows(area.cuts[rank]):
         if element is None:
             lines.append(signs.corners[4] + signs.cut * cell + signs.corners[5])
             continue
-        text = f"{number(own[element]):^{cell}}"
-        if (rank, element) not in origins:
-            text = style.painted(text, None)  # nothing came here
-        else:
-            origin = origins[rank, element]
-            text = style.strong(text) if origin is None else style.painted(text, origin)
-        lines.append(signs.side + text + signs.side)
+        text, ranks = f"{number(own[element]):^{cell}}", origins.get((rank, element), set())
+        shown = style.painted(text, *ranks) if len(ranks) == 1 else style.strong(text) if ranks else style.faint(text)
+        lines.append(signs.side + shown + signs.side)
     return [*lines, signs.corners[2] + signs.line * cell + signs.corners[3]]
 
 
-def _arrow(stage: Stage | None, element: int | None, rank: int, gap: int, signs: Signs) -> str:
-    """Between the columns of `rank` and of the next: which way something of this row crosses."""
-    crosses = crossing(stage, element, rank) if stage is not None and element is not None else ""
-    sign = {"right": signs.right, "left": signs.left, "both": signs.both}.get(crosses, "")
-    return f"{sign:^{gap}}"
+def _rows(cuts: Sequence[int]) -> list[int | None]:
+    """The elements of one rank from top to bottom, None for a line between blocks."""
+    divided = max(cuts, default=0) > 1
+    rows: list[int | None] = []
+    for block, count in enumerate(cuts):
+        start = sum(cuts[:block])
+        if divided and count and start:
+            rows.append(None)
+        rows += range(start, start + count)
+    return rows
+
+
+def _aligned_rows(cuts: Cuts) -> list[int | None]:
+    """Which element stands in each line of all boxes; none where the ranks are cut in different ways."""
+    kinds = {own for own in cuts if own}
+    if len(kinds) > 1 and any(len(own) > 1 for own in kinds):
+        return []
+    return [None, *_rows(max(kinds, key=sum, default=()))]
+
+
+# -------------------------------------------------------------------------------------------------- where a row goes
+
+
+def _of_row(stage: Stage | None, element: int | None) -> list[Landing]:
+    if stage is None or element is None or stage.is_local:
+        return []
+    return [landing for landing in stage.landings if landing.move.at == element]
+
+
+def _arrow(stage: Stage | None, element: int | None, rank: int, signs: Signs) -> str:
+    """Which way something of this row goes between the columns of `rank` and of the next."""
+    moves = [landing.move for landing in _of_row(stage, element)]
+    if stage is not None and not stage.is_collective:  # messages: those to a neighbour; `_ending` names the others
+        moves = [move for move in moves if abs(move.source - move.target) == 1]
+    to_right = any(move.source <= rank < move.target for move in moves)
+    to_left = any(move.target <= rank < move.source for move in moves)
+    return signs.both if to_right and to_left else signs.right if to_right else signs.left if to_left else ""
+
+
+def _ending(stage: Stage | None, element: int | None, ranks: int) -> str:
+    """What becomes of a row: who gets it, and the sum where it is one; "" where that is several things."""
+    found = _of_row(stage, element)
+    if stage is None or not found:
+        return ""
+    if not stage.is_collective:
+        far = [one.move for one in found if abs(one.move.source - one.move.target) > 1]
+        return ", ".join(f"rank {move.source} -> rank {move.target}" for move in far)
+    targets = {landing.move.target for landing in found}
+    if len(targets) not in (1, ranks):
+        return ""
+    to = f"-> rank {min(targets)}" if len(targets) == 1 else "-> all"
+    last = {landing.move[2:]: landing.value for landing in found}
+    if len(last) == len(found) or len(set(last.values())) > 1:  # nothing is combined, or not to one value
+        return to
+    return f"{'sum' if stage.op == 'premul' else stage.op} {number(found[-1].value)} {to}"
+
+
+def _sums_across_rows(stage: Stage) -> list[str]:
+    """Sums whose parts stand in different rows, so that no row says them."""
+    parts: dict[tuple[int, int], list[Landing]] = {}
+    for landing in stage.landings:
+        parts.setdefault(landing.move[2:], []).append(landing)
+    lines = []
+    for (rank, _), found in sorted(parts.items()):
+        if len({landing.move.at for landing in found}) > 1:
+            sums = [landing.value for landing in found]
+            terms = [total - before for total, before in zip(sums, [0.0, *sums], strict=False)]
+            lines.append(f"rank {rank}: {' + '.join(map(number, terms))} = {number(sums[-1])}")
+    return lines

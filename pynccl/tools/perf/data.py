@@ -9,29 +9,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ...bindings.abi import ELEMENTS, DataType
+from ...bindings.abi import ELEMENTS
 from .options import TYPES
 
 PERIOD = 4093
-# The largest integer up to which all are exact, or less where more would prove nothing.
-_LIMITS = {
-    DataType.INT8: 127,
-    DataType.UINT8: 127,
-    DataType.FLOAT16: 2048,
-    DataType.BFLOAT16: 256,
-    DataType.FLOAT8_E4M3: 16,
-    DataType.FLOAT8_E5M2: 8,
-}
-_LIMIT = 1 << 20
-# Of the operator avg alone, which divides: some multiply by 1/N before they add.
-_EPSILON = {
-    DataType.FLOAT16: 2.0**-10,
-    DataType.BFLOAT16: 2.0**-7,
-    DataType.FLOAT32: 2.0**-23,
-    DataType.FLOAT64: 2.0**-52,
-    DataType.FLOAT8_E4M3: 2.0**-3,
-    DataType.FLOAT8_E5M2: 2.0**-2,
-}
+MOST = 1 << 20  # larger integers would prove nothing more
 
 
 def torch_type(name: str) -> Any:
@@ -41,12 +23,20 @@ def torch_type(name: str) -> Any:
     return getattr(torch, next(element.name for element in ELEMENTS if element.dtype == TYPES[name]))
 
 
+def _limit(name: str) -> int:
+    """The largest integer up to which all are exact in the type."""
+    import torch
+
+    kind = torch_type(name)
+    return min(int(2 / torch.finfo(kind).eps) if kind.is_floating_point else torch.iinfo(kind).max, MOST)
+
+
 @functools.lru_cache(maxsize=1024)
 def pattern(rank: int, block: int, ranks: int, name: str, op: str) -> Any:
     """int64 [PERIOD], none of them 0: what rank sends in that block. `op` is "" where nothing is reduced."""
     import torch
 
-    limit = _LIMITS.get(TYPES[name], _LIMIT)
+    limit = _limit(name)
     place = torch.arange(PERIOD)
     if op == "prod":  # at most so many ranks bring a two
         most = min(ranks, limit.bit_length() - 1)
@@ -82,22 +72,21 @@ def fill(target: Any, values: Any) -> None:
     target[whole * PERIOD :].copy_(row[: target.numel() - whole * PERIOD])
 
 
-def count_wrong(result: Any, values: Any, name: str, op: str) -> int:
+def count_wrong(result: Any, values: Any, op: str) -> int:
     """How many elements of result [n] are not what values [PERIOD], repeated, says."""
     import torch
 
     rounded = op == "avg" and result.dtype.is_floating_point
     row = values.to(result.device, torch.float64 if rounded else result.dtype)
-    slack = 4 * _EPSILON[TYPES[name]] * row.abs() if rounded else row
+    slack = 4 * torch.finfo(result.dtype).eps * row.abs() if rounded else row  # some multiply by 1/N before they add
     wrong = 0
-    chunk = PERIOD * 256  # what a comparison makes stays small
-    for start in range(0, result.numel(), chunk):
-        part = result[start : start + chunk]
+    for part in result.split(PERIOD * 256):  # what a comparison makes stays small
         whole = part.numel() // PERIOD * PERIOD
         for piece in (part[:whole].view(-1, PERIOD), part[whole:].view(1, -1)):
-            width = piece.shape[1]
-            if not rounded:
-                wrong += int((piece != row[:width]).sum())
-            else:  # NaN is wrong, too
-                wrong += int((~((piece.to(torch.float64) - row[:width]).abs() <= slack[:width])).sum())
+            expected = row[: piece.shape[1]]
+            if rounded:  # NaN is wrong, too
+                right = (piece.to(torch.float64) - expected).abs() <= slack[: piece.shape[1]]
+            else:
+                right = piece == expected
+            wrong += int((~right).sum())
     return wrong

@@ -12,6 +12,7 @@ from ...comm.communicator import Communicator
 from ..command import FailedError
 from . import beside_torch
 from .operations import Buffers, Call, Case, call_of
+from .options import AGGREGATES
 from .report import Row, Side
 from .timing import across, captured, iterations
 from .ways import taken
@@ -33,32 +34,30 @@ def measured(comm: Communicator, case: Case, options: argparse.Namespace, one_cl
 
 
 def _made(comm: Communicator, case: Case, registration: int) -> Buffers:
-    """The buffers, registered; the same error on all ranks if one of them fails."""
-    buffers, failure = None, ""
-    try:
-        buffers = Buffers(case, comm, registration)
-    except (RuntimeError, MemoryError, NcclError) as error:
-        failure = _first_line(error)
-    if _any(comm, buffers is None) or buffers is None:
-        why = failure or "another rank has not the memory"
-        raise UnfitError(f"{case.nbytes} bytes of {case.collective}: {why}; pass a smaller -e")
+    """The buffers, registered; an error on all ranks if one of them fails."""
+    made: list[Buffers] = []
+    _on_all(
+        comm,
+        f"{case.nbytes} bytes of {case.collective}",
+        "has not the memory",
+        "pass a smaller -e",
+        lambda: made.append(Buffers(case, comm, registration)),
+    )
     if registration:
-        try:
-            buffers.register(comm, registration)
-        except (ValueError, NcclError) as error:
-            failure = _first_line(error)
-        if _any(comm, bool(failure)):
-            why = failure or "another rank failed"
-            raise UnfitError(f"-R {registration}, {case.nbytes} bytes of {case.collective}: {why}; pass -R 0")
-    return buffers
+        what = f"-R {registration}, {case.nbytes} bytes of {case.collective}"
+        _on_all(comm, what, "failed", "pass -R 0", lambda: made[0].register(comm, registration))
+    return made[0]
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else "out of memory"
-
-
-def _any(comm: Communicator, failed: bool) -> bool:
-    return bool(across(comm, [float(failed)], "max")[0])
+def _on_all(comm: Communicator, what: str, failed: str, hint: str, step: Callable[[], Any]) -> None:
+    """Take a step on all ranks; UnfitError on all of them if it fails on one."""
+    why = ""
+    try:
+        step()
+    except (RuntimeError, MemoryError, ValueError, NcclError) as error:
+        why = str(error).partition("\n")[0] or "out of memory"
+    if across(comm, [float(bool(why))], "max")[0]:
+        raise UnfitError(f"{what}: {why or f'another rank {failed}'}; {hint}")
 
 
 def _side(
@@ -67,7 +66,7 @@ def _side(
     place = buffers.places[index]
     if place is None:
         return None
-    case = buffers.case
+    case, average = buffers.case, AGGREGATES[options.average]
     call = call_of(comm, case, place, options.plan)
     theirs = _torchs(comm, case, place, index == 1) if options.compare else None
     buffers.clear()
@@ -79,10 +78,9 @@ def _side(
         times = _replayed(comm, lambda: call_of(comm, case, place, options.plan), options)
     else:
         times, torchs = _by_turns(comm, call, theirs, options.iters, one_clock)
-    mean = across(comm, [statistics.fmean(times)], options.average)[0]
-    side = Side(across(comm, times, options.average), mean, None, None)
-    if theirs is not None:
-        side.torch = across(comm, [statistics.fmean(torchs)], options.average)[0]
+    side = Side(across(comm, times, average), across(comm, [statistics.fmean(times)], average)[0])
+    if torchs:
+        side.torch = across(comm, [statistics.fmean(torchs)], average)[0]
     if not comm.library.is_host:
         side.way = taken(call, comm.rank == 0)
     if options.check:

@@ -145,7 +145,7 @@ class Buffers:
         """Elements of recv that are wrong on this rank."""
         blocks = place[1].split(self.case.count)
         pairs = zip(blocks, self._expected(), strict=False)
-        return sum(count_wrong(block, values, self.case.type, self.case.reduction) for block, values in pairs)
+        return sum(count_wrong(block, values, self.case.reduction) for block, values in pairs)
 
     def clear(self) -> None:
         """Zeros stay finite, however often they are added in place."""

@@ -1,4 +1,4 @@
-"""The figures as text, in the columns of nccl-tests, and as JSON."""
+"""The figures as text, in the columns of nccl-tests, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from .operations import Case, bus_factor
@@ -23,14 +22,9 @@ class Side:
 
     times: list[float]  # of each iteration, in the order in which they ran
     mean: float
-    wrong: int | None  # elements of all ranks; None: not checked
-    torch: float | None  # mean of torch's iterations; None: not measured, or torch cannot
+    wrong: int | None = None  # elements of all ranks; None: not checked
+    torch: float | None = None  # mean of torch's iterations; None: not measured, or torch cannot
     way: str = ""  # which kernels ran, on a GPU
-
-    def bandwidths(self, case: Case) -> tuple[float, float]:
-        """Of the algorithm and of the bus, in GB/s."""
-        algorithm = case.nbytes / self.mean * 1e-9 if self.mean else 0.0
-        return algorithm, algorithm * bus_factor(case.collective, case.ranks)
 
 
 @dataclass
@@ -41,6 +35,16 @@ class Row:
     @property
     def wrong(self) -> int:
         return sum(side.wrong or 0 for side in self.sides if side)
+
+    @property
+    def measured(self) -> list[tuple[str, Side]]:
+        """(place, side) of those that were."""
+        return [(place, side) for place, side in zip(PLACES, self.sides, strict=True) if side]
+
+    def bandwidths(self, seconds: float) -> tuple[float, float]:
+        """Of the algorithm and of the bus, in GB/s."""
+        algorithm = self.case.nbytes / seconds * 1e-9 if seconds else 0.0
+        return algorithm, algorithm * bus_factor(self.case.collective, self.case.ranks)
 
 
 @dataclass
@@ -57,61 +61,69 @@ class Whole:
     @property
     def average(self) -> float:
         """Of the bus bandwidths of all rows and places, in GB/s."""
-        return statistics.fmean(side.bandwidths(row.case)[1] for row in self.rows for side in row.sides if side)
+        return statistics.fmean(row.bandwidths(side.mean)[1] for row in self.rows for _, side in row.measured)
 
 
 def head_lines(head: dict[str, Any]) -> list[str]:
-    ranks = head["ranks"]
+    def counted(number: int, what: str) -> str:
+        return f"{number} {what}{'s' * (number != 1)}"
+
     lines = [
-        f"pynccl perf {head['collective']}: {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} on "
-        f"{head['nodes']} {'node' if head['nodes'] == 1 else 'nodes'}",
-        f"library     {head['library']} {head['version']} ({head['path']}; {head['origin']})",
-        f"pynccl      {head['pynccl']}, Python {head['python']}, torch {head['torch']}",
-        *([f"transport   {head['transport']}"] if head["transport"] else []),
-        f"timing      {head['iterations']} iterations after {head['warm_up']}, {head['clock']}, {head['calls']}",
-        f"across      {head['rule']}",
-        f"buffers     {head['buffers']}",
-        f"data        {head['data']}",
-        *([f"compare     torch.distributed with {head['backend']}, by turns"] if head["backend"] else []),
+        f"pynccl perf {head['collective']}: {counted(len(head['ranks']), 'rank')} on {counted(head['nodes'], 'node')}"
     ]
-    for number, rank in enumerate(ranks):
+    rows = {
+        "library": f"{head['library']} {head['version']} ({head['path']}; {head['origin']})",
+        "pynccl": f"{head['pynccl']}, Python {head['python']}, torch {head['torch']}",
+        "transport": head["transport"],
+        "timing": f"{head['iterations']} iterations after {head['warm_up']}, {head['clock']}, {head['calls']}",
+        "across": head["rule"],
+        "buffers": head["buffers"],
+        "data": head["data"],
+        "compare": head["backend"] and f"torch.distributed with {head['backend']}, by turns",
+    }
+    lines += [f"{name:<12}{text}" for name, text in rows.items() if text]
+    for number, rank in enumerate(head["ranks"]):
         lines.append(f"rank {number:<6} {rank['host']} pid {rank['pid']} {rank['device']} {rank['name']}")
     return [*(f"# {line}" for line in lines), "#"]
 
 
 def column_lines(comparing: bool) -> list[str]:
-    side = f"{'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>7}"
-    units = f"{'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7} {'':>7}"
+    names, units = ["time", "algbw", "busbw", "#wrong"], ["(us)", "(GB/s)", "(GB/s)", ""]
     if comparing:
-        side, units = f"{side} {'torch':>9} {'torch/':>7}", f"{units} {'(us)':>9} {'ours':>7}"
+        names, units = [*names, "torch", "torch/"], [*units, "(us)", "ours"]
+    side, under = _columns(names), _columns(units)
     front = f"{'size':>11} {'count':>12} {'type':>9} {'redop':>6} {'root':>5}"
-    under = f"{'(B)':>11} {'(elements)':>12} {'':>9} {'':>6} {'':>5}"
     places = " ".join(f"{place:^{len(side)}}" for place in PLACES)
-    lines = ["#" + " " * len(front) + " " + places, f"#{front} {side} {side}", f"#{under} {units} {units}"]
-    return [line.rstrip() for line in lines]
+    below = f"{'(B)':>11} {'(elements)':>12} {'':>9} {'':>6} {'':>5} {under} {under}"
+    return [f"#{line}".rstrip() for line in (f"{'':{len(front)}} {places}", f"{front} {side} {side}", below)]
+
+
+def _columns(cells: list[str]) -> str:
+    """Of one place: time, bandwidths, wrong elements; torch's time and the ratio."""
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, (9, 7, 7, 7, 9, 7), strict=False))
 
 
 def row_line(row: Row, comparing: bool) -> str:
-    cells = [_front(row.case), *(_side(row.case, side, comparing) for side in row.sides)]
+    cells = [_front(row.case)]
+    for side in row.sides:
+        found = [NONE] * (6 if comparing else 4)
+        if side is not None:
+            algorithm, bus = row.bandwidths(side.mean)
+            found[:4] = [
+                _us(side.mean),
+                f"{algorithm:.2f}",
+                f"{bus:.2f}",
+                NONE if side.wrong is None else str(side.wrong),
+            ]
+            if side.torch is not None:
+                found[4:] = [_us(side.torch), f"{side.torch / side.mean:.2f}"]
+        cells.append(_columns(found))
     return " ".join(cells) + ("  WRONG" if row.wrong else "")
 
 
 def _front(case: Case) -> str:
     root = case.root if case.rooted else -1
     return f"{case.nbytes:>12} {case.count:>12} {case.type:>9} {case.reduction or 'none':>6} {root:>5}"
-
-
-def _side(case: Case, side: Side | None, comparing: bool) -> str:
-    if side is None:
-        return f"{NONE:>9} {NONE:>7} {NONE:>7} {NONE:>7}" + (f" {NONE:>9} {NONE:>7}" if comparing else "")
-    algorithm, bus = side.bandwidths(case)
-    wrong = NONE if side.wrong is None else str(side.wrong)
-    text = f"{_us(side.mean):>9} {algorithm:>7.2f} {bus:>7.2f} {wrong:>7}"
-    if comparing and side.torch is None:
-        text += f" {NONE:>9} {NONE:>7}"
-    elif comparing:
-        text += f" {_us(side.torch or 0.0):>9} {(side.torch or 0.0) / side.mean:>7.2f}"
-    return text
 
 
 def _us(seconds: float) -> str:
@@ -146,11 +158,10 @@ def stats_lines(rows: list[Row]) -> list[str]:
     lines = ["#", "# spread over the iterations (us); cv: standard deviation / mean"]
     lines.append(f"#{front} {'':>12} {columns} {'cv':>7}")
     for row in rows:
-        for place, side in zip(PLACES, row.sides, strict=True):
-            if side is not None:
-                found = spread(side.times)
-                times = " ".join(f"{_us(found[name]):>9}" for name in names)
-                lines.append(f"{_front(row.case)} {place:>12} {times} {found['cv']:>7.1%}")
+        for place, side in row.measured:
+            found = spread(side.times)
+            times = " ".join(f"{_us(found[name]):>9}" for name in names)
+            lines.append(f"{_front(row.case)} {place:>12} {times} {found['cv']:>7.1%}")
     return lines
 
 
@@ -160,11 +171,9 @@ def foot_lines(whole: Whole, options: argparse.Namespace) -> list[str]:
     if options.min_busbw is not None:
         below = whole.average < options.min_busbw
         lines.append(f"# --min-busbw          : {options.min_busbw:g} {'FAILED' if below else 'OK'}")
-    if whole.head["taken"]:
-        lines.append(f"# NCCL went via        : {whole.head['taken']}")
-    sides = [[(row.case.nbytes, side.way) for row in whole.rows if (side := row.sides[i])] for i in (0, 1)]
-    for place, found in zip(PLACES, sides, strict=True):
-        lines += [f"# NCCL ran, {place:<11}: {line}" for line in in_lines(found)]
+    for place in PLACES:
+        ways = [(row.case.nbytes, side.way) for row in whole.rows for where, side in row.measured if where == place]
+        lines += [f"# NCCL ran, {place:<11}: {line}" for line in in_lines(ways)]
     return [*lines, "#"]
 
 
@@ -180,24 +189,23 @@ def as_json(whole: Whole, code: int) -> str:
             "root": case.root if case.rooted else None,
         }
         for name, side in zip(("out_of_place", "in_place"), row.sides, strict=True):
-            found[name] = None if side is None else _side_json(case, side)
+            found[name] = side and _side_json(row, side)
         rows.append(found)
     summary = {"wrong": whole.wrong if whole.head["checked"] else None, "avg_busbw_GBps": whole.average, "exit": code}
     return json.dumps({**whole.head, "rows": rows, "summary": summary}, indent=1) + "\n"
 
 
-def _side_json(case: Case, side: Side) -> dict[str, Any]:
-    algorithm, bus = side.bandwidths(case)
-    values = asdict(side)
+def _side_json(row: Row, side: Side) -> dict[str, Any]:
+    algorithm, bus = row.bandwidths(side.mean)
     return {
         "time_s": side.mean,
         "algbw_GBps": algorithm,
         "busbw_GBps": bus,
         "wrong": side.wrong,
         "torch_time_s": side.torch,
-        "way": side.way or None,
         "torch_over_ours": None if side.torch is None else side.torch / side.mean,
-        "iterations_s": values["times"],
+        "way": side.way or None,
+        "iterations_s": side.times,
         "stats_s": spread(side.times),
     }
 
@@ -209,23 +217,21 @@ def plot(whole: Whole, file: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in whole.rows:
-        name = " ".join(one for one in (row.case.type, row.case.reduction) if one)
-        for place, side in zip(PLACES, row.sides, strict=True):
-            if side is not None:
-                lines.setdefault(f"{name}, {place}", []).append((row.case.nbytes, side.bandwidths(row.case)[1]))
-                if side.torch:
-                    bus = side.bandwidths(row.case)[1] * side.mean / side.torch
-                    lines.setdefault(f"torch: {name}, {place}", []).append((row.case.nbytes, bus))
-    for name, points in lines.items():
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        for place, side in row.measured:
+            name = f"{row.case.type} {row.case.reduction}".strip() + f", {place}"
+            for label, seconds in ((name, side.mean), (f"torch: {name}", side.torch)):
+                if seconds:
+                    lines.setdefault(label, []).append((row.case.nbytes, row.bandwidths(seconds)[1]))
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for label, points in lines.items():
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("size (bytes)")
     axes.set_ylabel("bus bandwidth (GB/s)")
     axes.set_title(f"{whole.head['collective']}, {len(whole.head['ranks'])} ranks, {whole.head['library']}")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(Path(file), bbox_inches="tight", dpi=120)
+    figure.savefig(file, bbox_inches="tight", dpi=120)
     pyplot.close(figure)

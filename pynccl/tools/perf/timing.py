@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from ...comm.communicator import Communicator
 from .operations import Call
 
-Across = Literal["max", "min", "avg", "sum", "rank0"]
 _SPIN_SECONDS = 0.0002  # a sleep may end that much late
 
 
@@ -71,8 +70,8 @@ def captured(comm: Communicator, make: Callable[[], Call], count: int) -> Any:
     return graph
 
 
-def across(comm: Communicator, values: list[float], how: Across) -> list[float]:
-    """values of all ranks as one, element by element: "max", "min", "avg", "sum", or "rank0"."""
+def across(comm: Communicator, values: list[float], how: Any) -> list[float]:
+    """values of all ranks as one, element by element: an operator, or "rank0"."""
     import torch
 
     row = torch.tensor(values, dtype=torch.float64, device=comm.device)

@@ -11,7 +11,7 @@ from ranks import RankError, RankPool
 from torch import Tensor
 
 import pynccl_autograd as ad
-from pynccl.tools import progress
+from pynccl import progress
 
 from . import collective_steps, exchange_steps, local_steps, partition_steps, rank_side
 from .programs import LOW, TOLERANCE, Leaf, Program, Value, draw, simulate
