@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from pynccl.tools import chrome
-from pynccl.tools.chrome import Event
+from pynccl import chrome_trace as chrome
+from pynccl.chrome_trace import Event
 
 from .meeting import Offset
 from .spans import COMM, COMPUTE, STEP, Lane, Part, Piece

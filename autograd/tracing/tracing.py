@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from pynccl import Communicator
+from pynccl import chrome_trace as chrome
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import instance, integer, shown
 from pynccl.comm.observing import observing
-from pynccl.tools import chrome
 
 from ..agreement import raise_alike
 from ..arguments import check_comm

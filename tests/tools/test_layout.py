@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Every module from the ground up: each imports only from those before it, also for type checkers and when called.
 ORDER: dict[str, str] = {
     "pynccl": """
-        admission
+        admission chrome_trace
         bindings.resource bindings.values bindings.abi bindings.errors bindings.library bindings.structs
         bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
@@ -34,7 +34,7 @@ ORDER: dict[str, str] = {
         bootstrap.stores bootstrap
         nccl_params __init__
         compat.tensors compat.process_group compat.wrapper compat.stateless compat.vllm compat.sglang
-        tools.chrome tools.progress tools.command
+        tools.progress tools.command
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
         tools.explain.colours tools.explain.moves tools.explain.operations tools.explain.adjoint_words
         tools.explain.words tools.explain.calls tools.explain.execute tools.explain.arrows tools.explain.terminal
