@@ -34,7 +34,7 @@ class Kernel:
     begin: float
     end: float
     stream: int
-    launched: Moment | None
+    launched: Moment
 
 
 @dataclass
@@ -65,24 +65,21 @@ def parse(events: Sequence[dict[str, Any]], shift: float, first: float, last: fl
     """Chrome's events, as torch.profiler exports them, of what was called between two times.
 
     shift  seconds from their times to those of perf_counter()"""
-    found, made, launched = Profile(), {}, {}
+    found = Profile()
+    launched: dict[Any, Moment] = {}
+    kernels = []
     for one in events:
-        category = one.get("cat", "")
-        if category not in ("cpu_op", "fwdbwd", *_LAUNCHES, *_KERNELS):
-            continue
-        at = one["ts"] / 1e6 + shift
-        end = at + one.get("dur", 0.0) / 1e6
-        if at < first or (at > last and category not in _KERNELS):
-            continue
-        if category == "cpu_op":
-            found.operators.append(Span(CPU, one["name"], at, end, int(one["tid"])))
-        elif category in _LAUNCHES:
+        category, at = one.get("cat", ""), one.get("ts", 0.0) / 1e6 + shift
+        if category in _KERNELS:
+            kernels.append(one)
+        elif first <= at <= last and category in _LAUNCHES:
             launched[one["args"].get("correlation")] = Moment(int(one["tid"]), at)
-        elif category in _KERNELS:
-            found.kernels.append(Kernel(one["name"], at, end, int(one["args"]["stream"]), None))
-            made[len(found.kernels) - 1] = one["args"].get("correlation")
-    for index, correlation in made.items():
-        found.kernels[index].launched = launched.get(correlation)
+        elif first <= at <= last and category == "cpu_op":
+            found.operators.append(Span(CPU, one["name"], at, at + one["dur"] / 1e6, int(one["tid"])))
+    for one in kernels:
+        if (launch := launched.get(one["args"].get("correlation"))) is not None:
+            at = one["ts"] / 1e6 + shift
+            found.kernels.append(Kernel(one["name"], at, at + one["dur"] / 1e6, int(one["args"]["stream"]), launch))
     ends: dict[str, dict[int, Moment]] = {"s": {}, "f": {}}
     for one in events:
         if one.get("cat") == "fwdbwd":
@@ -224,7 +221,7 @@ class Timeline:
         computed: list[Kernel] = []
         communicated: dict[int, list[Kernel]] = {id(span): [] for span in calls}
         kernels = sorted(self._profile.kernels, key=lambda kernel: kernel.begin)
-        launches = [kernel.launched or Moment(0, 0.0) for kernel in kernels]
+        launches = [kernel.launched for kernel in kernels]
         for kernel, within in zip(kernels, enclosing(calls if kernels else [], launches), strict=True):
             (communicated[id(within[-1])] if within else computed).append(kernel)
         return computed, list(communicated.values())
@@ -266,15 +263,14 @@ class _Launched:
     """Kernels in the order in which they were launched."""
 
     def __init__(self, kernels: list[Kernel]) -> None:
-        found = [(kernel.launched, kernel) for kernel in kernels if kernel.launched is not None]
-        self._found = sorted(found, key=lambda pair: pair[0].at)
-        self._times = [moment.at for moment, _ in self._found]
+        self._found = sorted(kernels, key=lambda kernel: kernel.launched.at)
+        self._times = [kernel.launched.at for kernel in self._found]
 
     def within(self, span: Span, everywhere: bool = False) -> list[tuple[int, float, float]]:
         """(stream, begin, end) of the kernels that a span has launched, in its thread or everywhere."""
         streams: dict[int, list[Kernel]] = defaultdict(list)
-        for moment, kernel in self._found[bisect_left(self._times, span.begin) : bisect_right(self._times, span.end)]:
-            if everywhere or moment.thread == span.thread:
+        for kernel in self._found[bisect_left(self._times, span.begin) : bisect_right(self._times, span.end)]:
+            if everywhere or kernel.launched.thread == span.thread:
                 streams[kernel.stream].append(kernel)
         return [(stream, min(k.begin for k in ran), max(k.end for k in ran)) for stream, ran in streams.items()]
 
