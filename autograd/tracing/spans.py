@@ -68,6 +68,9 @@ def to_bytes(part: Part) -> bytes:
 
 def from_bytes(data: bytes) -> Part:
     values = json.loads(gzip.decompress(data))
-    pieces = [Piece(Lane(*lane), *rest[:-1], tuple(rest[-1])) for lane, *rest in values["pieces"]]
+    pieces = [
+        Piece(Lane(*lane), name, category, begin, end, args, tuple(keys))
+        for lane, name, category, begin, end, args, keys in values["pieces"]
+    ]
     comms = {uid: (name, rank, size) for uid, (name, rank, size) in values["comms"].items()}
     return Part(**{**values, "pieces": pieces, "comms": comms})

@@ -23,6 +23,7 @@ from pynccl.comm.observing import observing
 
 from ..agreement import raise_alike
 from ..arguments import check_comm
+from ..torch_internals import profiler_enabled
 from .meeting import Meeting
 from .merge import Merged
 from .profiled import Timeline, read
@@ -57,20 +58,21 @@ def trace(
              ".rank0" and so on before the suffix. Where all ranks are in one process (init_all), so are they in its one
              file
     model    whose modules have their names in the trace; without it, those that they have in the module that is called
-    limit    of the slices of a rank: what comes later is counted and left out
+    limit    of the layers and calls of a rank: what comes later is counted and left out, and the profiler stops
     timeout  seconds for which rank 0 waits for the others at the end, and they for it
 
     Each rank is a process there. Its lanes: `steps` (the spans of the caller's), `compute` (layers, forwards and
-    backwards, the pieces of overlapped matmuls, waits for communication), and one for each communicator and stream.
-    docs/trace.md says what the slices tell. Whatever waits, the trace adds no synchronization to the block; at its end
-    work on streams is waited for, for `timeout` at most.
+    backwards, torch's operators or the GPU's kernels, waits for communication), and one for each communicator and
+    stream. docs/trace.md says what the slices tell. A torch.profiler runs in the block; the trace adds no
+    synchronization to it. At its end work on streams is waited for, for `timeout` at most.
 
-    If the block raises on a rank, that is raised; what was recorded up to then is written all the same. A rank that did
-    not hand over its part in time, or cannot reach rank 0, writes a file of its own, named as above, and warns.
+    If the block raises on a rank, that is raised; what was recorded up to then is written all the same. Where a rank
+    does not come to the end in time, or is gone, rank 0 writes its own part to `path` and every other rank a file of
+    its own, named as above, and each warns.
 
     Raises, before the block and on every rank: OSError (RuntimeError where it is another rank's) for a path that cannot
-    be written, RuntimeError if a trace is under way already; TypeError and ValueError for other arguments. One trace at
-    a time in a process.
+    be written, RuntimeError if a trace or a torch.profiler is under way already; TypeError and ValueError for other
+    arguments. One trace at a time in a process.
     """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise TypeError(f"trace: path is {shown(path)}, expected that of a file, such as 'trace.json.gz'")
@@ -142,7 +144,7 @@ class Tracing(Shared):
                 )
             _active.append(self)
         self._entered = True
-        if torch.autograd._profiler_enabled():
+        if profiler_enabled():
             raise RuntimeError("trace: a torch.profiler is under way, and a trace runs one of its own; end it before")
         if self._comm is None or self._comm.rank == 0:
             _check_writable(self._own_path() if self._comm is None else self._asked)
