@@ -309,15 +309,8 @@ def accumulates(leaf: Tensor) -> bool:
         return False
 
 
-# Nodes are numbered as each thread makes them: the number of its next one. Without: all have been made since.
-next_node: Callable[[], int] = _find("torch._C._autograd._get_sequence_nr", lambda: 0)
-
-
-def is_made_since(node: Any, number: int) -> bool:
-    """Whether this thread has made the node since `next_node` gave that number; taken for granted where nodes have no
-    numbers."""
-    number_of = getattr(node, "_sequence_nr", None)
-    return number_of is None or bool(number_of() >= number)
+# Whether a torch.profiler is under way in this thread. Without: torch refuses a second one itself.
+profiler_enabled: Callable[[], bool] = _find("torch.autograd._profiler_enabled", lambda: False)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

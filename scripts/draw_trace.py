@@ -21,7 +21,14 @@ from pynccl.tools import command
 
 Event = dict[str, Any]
 Lane = tuple[int, int]  # pid, tid
-COLORS = {"step": "#b0b0b0", "compute": "#4c78a8", "backward": "#59a89c", "comm": "#f58518", "exposed": "#d62728"}
+COLORS = {
+    "step": "#b0b0b0",
+    "compute": "#4c78a8",
+    "backward": "#59a89c",
+    "kernel": "#9ecae9",
+    "comm": "#f58518",
+    "exposed": "#d62728",
+}  # other categories, as the operators of torch.profiler, are too many to be drawn
 NAMES = {
     "compute": "computed, forwards",
     "backward": "computed, backwards",
@@ -89,7 +96,8 @@ def draw(events: list[Event], begin: float, end: float, out: Path) -> None:
     from matplotlib.figure import Figure  # no window, no display
     from matplotlib.patches import Patch
 
-    pieces = [one for one in events if one["ph"] == "X" and one["ts"] < end and one["ts"] + one["dur"] > begin]
+    pieces = [one for one in events if one["ph"] == "X" and one["cat"] in COLORS]
+    pieces = [one for one in pieces if one["ts"] < end and one["ts"] + one["dur"] > begin]
     found, first, rows = placed(pieces)
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
     figure = Figure(figsize=(WIDTH, 1.0 + INCHES_OF_ROW * rows), layout="constrained")

@@ -28,7 +28,8 @@ from bench.ranks import link_for, linked, measure, run_ranks
 
 import pynccl_autograd as ad
 from pynccl import Communicator, progress
-from pynccl.tools import chrome, command
+from pynccl import chrome_trace as chrome
+from pynccl.tools import command
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import lanes
 from pynccl_autograd.overlap.trace import COMM, Interval, Operation, recording, said_of, title

@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 from pynccl import Communicator
+from pynccl import chrome_trace as chrome
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import instance, integer, shown
 from pynccl.comm.observing import observing
-from pynccl.tools import chrome
 
 from ..agreement import raise_alike
 from ..arguments import check_comm
-from .calls import Calls
-from .layers import Layers
-from .marks import Clock, now
-from .meeting import Guest, Host, meet
+from ..torch_internals import profiler_enabled
+from .meeting import Meeting
 from .merge import Merged
-from .spans import STEP, Lane, Part, Span, Spans, resolved
+from .profiled import Timeline, read
+from .recording import Recording, now
+from .spans import Part
 
 LIMIT = 200_000
 _RAISED_SECONDS = 1.0  # for which a rank whose block has raised waits for the others, who may wait for it
@@ -58,20 +58,21 @@ def trace(
              ".rank0" and so on before the suffix. Where all ranks are in one process (init_all), so are they in its one
              file
     model    whose modules have their names in the trace; without it, those that they have in the module that is called
-    limit    of the slices of a rank: what comes later is counted and left out
+    limit    of the layers and calls of a rank: what comes later is counted and left out, and the profiler stops
     timeout  seconds for which rank 0 waits for the others at the end, and they for it
 
     Each rank is a process there. Its lanes: `steps` (the spans of the caller's), `compute` (layers, forwards and
-    backwards, the pieces of overlapped matmuls, waits for communication), and one for each communicator and stream.
-    docs/trace.md says what the slices tell. Whatever waits, the trace adds no synchronization to the block; at its end
-    work on streams is waited for, for `timeout` at most.
+    backwards, torch's operators or the GPU's kernels, waits for communication), and one for each communicator and
+    stream. docs/trace.md says what the slices tell. A torch.profiler runs in the block; the trace adds no
+    synchronization to it. At its end work on streams is waited for, for `timeout` at most.
 
-    If the block raises on a rank, that is raised; what was recorded up to then is written all the same. A rank that did
-    not hand over its part in time, or cannot reach rank 0, writes a file of its own, named as above, and warns.
+    If the block raises on a rank, that is raised; what was recorded up to then is written all the same. Where a rank
+    does not come to the end in time, or is gone, rank 0 writes its own part to `path` and every other rank a file of
+    its own, named as above, and each warns.
 
     Raises, before the block and on every rank: OSError (RuntimeError where it is another rank's) for a path that cannot
-    be written, RuntimeError if a trace is under way already; TypeError and ValueError for other arguments. One trace at
-    a time in a process.
+    be written, RuntimeError if a trace or a torch.profiler is under way already; TypeError and ValueError for other
+    arguments. One trace at a time in a process.
     """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise TypeError(f"trace: path is {shown(path)}, expected that of a file, such as 'trace.json.gz'")
@@ -101,9 +102,9 @@ class Tracing(Shared):
         self.summary: dict[str, dict[str, float]] = {}
         self.missing: dict[int, str] = {}
         self._asked, self._comm, self._model, self._timeout = path, comm, model, timeout
-        self._spans = Spans(limit)
+        self._limit = limit
         self._open = contextlib.ExitStack()
-        self._meeting: Host | Guest | None = None
+        self._meeting: Meeting | None = None
         self._entered = False
         self._pid = os.getpid()
 
@@ -116,16 +117,15 @@ class Tracing(Shared):
             problem = error
         try:
             raise_alike(comm, problem)
+            self._device = _device(comm)
+            self._recording = Recording(self._device, self._model, self._limit)
+            self._open.enter_context(self._recording.running())
             if comm is not None and comm.size > 1:
-                self._meeting = meet(comm)
-            self._clock = Clock(_device(comm))
-            self._layers = Layers(self._spans, self._clock, self._model)
-            self._calls = Calls(self._spans, self._clock, self._layers)
-            if comm is not None and comm.size > 1:
+                self._meeting = Meeting(comm)
                 comm.barrier()
-            self._open.enter_context(self._layers.watched())
-            self._open.enter_context(observing(self._calls))
+            self._open.enter_context(observing(self._recording))
         except BaseException:
+            self._open.close()
             self._end_alone()
             if self._meeting is not None:
                 self._meeting.close()
@@ -144,6 +144,8 @@ class Tracing(Shared):
                 )
             _active.append(self)
         self._entered = True
+        if profiler_enabled():
+            raise RuntimeError("trace: a torch.profiler is under way, and a trace runs one of its own; end it before")
         if self._comm is None or self._comm.rank == 0:
             _check_writable(self._own_path() if self._comm is None else self._asked)
 
@@ -155,23 +157,21 @@ class Tracing(Shared):
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """A slice of the lane `steps`, of this thread: a step, or whatever the caller wants to find again."""
-        span = self._spans.add(Span(Lane(STEP), str(name), self._clock.here(), args={}))
-        try:
+        with self._recording.step(str(name)):
             yield
-        finally:
-            span.end = self._clock.here()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = now()
-        if self._pid != os.getpid():  # a forked child: the file is the parent's to write, and the connections its own
+        if self._pid != os.getpid():  # a forked child: the file is the parent's to write
             self._open.close()
             return
         try:
             self._open.close()
             raised = "" if kind is None else f"{kind.__name__}: {error}".strip().splitlines()[0][:300]
-            self._deliver(self._part(end, raised))
+            seconds = min(_RAISED_SECONDS, self._timeout) if raised else self._timeout
+            self._deliver(self._part(end, raised, seconds), seconds)
         except Exception as failed:  # of the trace: what the block has done, or raised, is more
             warnings.warn(f"trace: not written: {type(failed).__name__}: {failed}", RuntimeWarning, stacklevel=2)
         finally:
@@ -179,50 +179,49 @@ class Tracing(Shared):
             if self._meeting is not None:
                 self._meeting.close()
 
-    def _part(self, end: float, raised: str) -> Part:
-        spans, clock = self._spans, self._clock
-        marks = [mark for span in spans.found for mark in (span.begin, span.end)]
-        done = not raised and clock.wait(marks, self._timeout)
-        pieces, captured = resolved(spans.found, clock.time, end)
-        if done:
-            clock.finish()
-        comm = self._comm
-        rank = _rank_of_launch() if comm is None else comm.rank
+    def _part(self, end: float, raised: str, seconds: float) -> Part:
+        recording = self._recording
+        recording.finish(seconds)
         return Part(
-            rank=rank,
+            rank=_rank_of_launch() if self._comm is None else self._comm.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
-            device=str(clock.device),
+            device=str(self._device),
             begin=self._begin,
             end=end,
-            uncertainty=clock.uncertainty,
             raised=raised,
-            dropped=spans.dropped,
-            captured=captured,
-            comms=self._calls.comms,
-            pieces=pieces,
+            dropped=recording.dropped,
+            captured=recording.captured,
+            comms=recording.comms,
+            pieces=Timeline(recording, read(recording, self._begin, end), end).pieces,
         )
 
-    def _deliver(self, part: Part) -> None:
-        seconds = min(_RAISED_SECONDS, self._timeout) if part.raised else self._timeout
-        meeting = self._meeting
-        if meeting is None:
-            self._write(self._asked if self._comm is not None else self._own_path(), Merged([part], {}, {}))
-        elif isinstance(meeting, Host):
-            others, offsets = meeting.gather(seconds)
-            merged = Merged([part, *others], offsets, meeting.missing)
-            self._write(self._asked, merged)
-            if merged.missing:
-                who = "; ".join(f"rank {rank}: {why}" for rank, why in merged.missing.items())
-                warnings.warn(f"trace: {self._asked} lacks ranks: {who}", RuntimeWarning, stacklevel=4)
-        elif why := meeting.hand_over(part, seconds):
-            path = with_rank(self._asked, part.rank)
-            self._write(path, Merged([part], {}, {}))
-            warnings.warn(f"trace: rank {part.rank} has written {path} of its own: {why}", RuntimeWarning, stacklevel=4)
+    def _deliver(self, part: Part, seconds: float) -> None:
+        """Rank 0 writes the parts of all; where they cannot be had, each rank writes its own."""
+        comm, meeting = self._comm, self._meeting
+        if comm is None or meeting is None:
+            self._write(self._asked if comm is not None else self._own_path(), Merged([part], {}))
+            return
+        try:
+            parts = meeting.gather(part, seconds)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            missing = {rank: why for rank in range(comm.size) if rank != comm.rank}
+            path = with_rank(self._asked, comm.rank) if comm.rank else self._asked
+            self._write(path, Merged([part], missing))
+            warnings.warn(
+                f"trace: {path} has rank {comm.rank} alone, and each other rank that lives writes a file of its own "
+                f"beside it, as {with_rank(self._asked, 1).name}: {why}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        else:
+            if parts:
+                self._write(self._asked, Merged(parts, {}))
 
     def _write(self, path: Path, merged: Merged) -> None:
         chrome.write(path, merged.events(), merged.metadata())
-        self.path, self.summary, self.missing = path, merged.summary(), merged.missing
+        self.path, self.summary, self.missing = path, merged.summary, merged.missing
 
     def _own_path(self) -> Path:
         """Of a process that is traced alone."""

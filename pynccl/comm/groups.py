@@ -18,7 +18,7 @@ from ..watch.track import Track
 from .base import Comm, check_group_result, locked
 from .call import Call, issue, to_be_told
 from .consistency import compare
-from .observing import observers, telling
+from .observing import observed
 from .redop import free_unused
 
 
@@ -109,7 +109,7 @@ def enqueue_calls(calls: list[Call]) -> None:
         (call,) = calls
         if call.comm.checking:
             compare(calls)
-        with call.comm.lock, telling(calls) if observers else contextlib.nullcontext():
+        with call.comm.lock, observed(calls):
             said = (call.inputs, call.stream, call.compared, call.site, call.flags)
             issue(call.comm, call.operation, call.function, call.args, *said)
         to_be_told(calls)()
@@ -125,7 +125,7 @@ def launch(calls: list[Call]) -> None:
     with locked(comms):
         for comm in comms:
             comm.check_alive()
-        with telling(calls) if observers else contextlib.nullcontext():
+        with observed(calls):
             prepared = [(call.function, call.args) for call in calls]
             replay(calls, comms, prepared, comms[0].library.ncclGroupEnd, partial(enter, calls))
     to_be_told(calls)()

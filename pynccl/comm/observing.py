@@ -96,24 +96,26 @@ def observing(observer: Observer) -> Iterator[None]:
             observers.remove(observer)
 
 
-def telling(calls: Sequence[Observed]) -> AbstractContextManager[None]:
+def observed(calls: Sequence[Observed]) -> AbstractContextManager[None]:
     """The calls are made within."""
-    return _telling(lambda observer: observer.launching(calls))
+    return _around(lambda observer: observer.launching(calls)) if observers else contextlib.nullcontext()
 
 
 def waiting() -> AbstractContextManager[None]:
     """The caller waits within for communication beside it."""
-    return _telling(lambda observer: observer.waiting()) if observers else contextlib.nullcontext()
+    return _around(lambda observer: observer.waiting()) if observers else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _telling(begin: Callable[[Observer], Told | None]) -> Iterator[None]:
-    ends = [end for observer in tuple(observers) if (end := begin(observer)) is not None]
+def _around(begin: Callable[[Observer], Told | None]) -> Iterator[None]:
+    """What each observer returns at the begin is called at the end, with the error that was raised."""
+    ended = [end for observer in tuple(observers) if (end := begin(observer)) is not None]
+    error: BaseException | None = None
     try:
         yield
-    except BaseException as error:
-        for end in ends:
-            end(error)
+    except BaseException as raised:
+        error = raised
         raise
-    for end in ends:
-        end(None)
+    finally:
+        for end in ended:
+            end(error)

@@ -154,15 +154,11 @@ def test_levels_of_forward_mode_are_seen() -> None:
     assert inside == [(True, False)]  # a level of torch.func's own
 
 
-def test_nodes_are_told_by_when_they_were_made() -> None:
-    x = torch.ones(2, requires_grad=True)
-    before = x * 2
-    number = torch_internals.next_node()
-    after = x * 3
-    assert not torch_internals.is_made_since(before.grad_fn, number)
-    assert torch_internals.is_made_since(after.grad_fn, number)
-    lacking = without("torch._C._autograd._get_sequence_nr")
-    assert lacking.is_made_since(before.grad_fn, lacking.next_node())
+def test_a_profiler_under_way_is_seen() -> None:
+    assert not torch_internals.profiler_enabled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_internals.profiler_enabled()
+        assert not without("torch.autograd._profiler_enabled").profiler_enabled()
 
 
 def test_hooks_of_a_trace_are_not_taken_for_hooks() -> None:

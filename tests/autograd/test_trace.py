@@ -71,7 +71,8 @@ def test_slices_nest_within_the_steps(ranks: RankPool, n: int, tmp_path: Path) -
         assert [one["name"] for one in found] == ["step 0", "step 1"]
         for one in slices(trace, "", rank):
             begin, end = one["ts"], one["ts"] + one["dur"]
-            assert any(step["ts"] <= begin and end <= step["ts"] + step["dur"] + 1e-6 for step in found), one
+            off = 5.0 if one["cat"] == "cpu_op" else 1e-6  # the clock of torch.profiler is another one
+            assert any(step["ts"] <= begin + off and end <= step["ts"] + step["dur"] + off for step in found), one
 
 
 @each_size

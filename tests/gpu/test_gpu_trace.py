@@ -1,4 +1,4 @@
-"""ad.trace on a GPU: slices are timed by events on the streams, the block is not synchronized, the clocks agree."""
+"""ad.trace on a GPU: slices lie where their kernels ran, the block is not synchronized, the clocks agree."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def slices(path: Path | None, category: str) -> list[dict[str, Any]]:
 
 def test_slices_lie_where_the_gpu_was_and_nothing_waits_for_it(comm: Communicator, tmp_path: Path) -> None:
     x = torch.ones(COUNT, device=comm.device)
-    comm.all_reduce(x)
+    out = torch.empty_like(x)  # in place, one rank alone would launch nothing
+    comm.all_reduce(x, out)
     torch.cuda.synchronize()
     model = Late()
     with ad.trace(tmp_path / "trace.json", comm, model=model) as trace:
         began = time.perf_counter()
         y = model(x)
-        comm.all_reduce(y, y)
+        comm.all_reduce(y, out)
         issued = time.perf_counter() - began
         not_done = not torch.cuda.current_stream().query()
     assert not_done and issued < 0.05
@@ -62,9 +63,7 @@ def test_work_beside_what_is_computed_is_in_a_lane_of_its_own(comm: Communicator
         work.wait()
     if trace.path is not None and comm.size > 1:
         (call,) = slices(trace.path, "comm")
-        (wait,) = slices(trace.path, "exposed")
         assert call["args"]["exposed_us"] < 0.5 * call["dur"]  # it has ended long before it was waited for
-        assert wait["ts"] > call["ts"] and wait["dur"] < 50e3
 
 
 def test_backward_passes_are_in_it_and_clocks_are_tied(comm: Communicator, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pynccl.tools import chrome
+from pynccl import chrome_trace as chrome
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "draw_trace.py"
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Every module from the ground up: each imports only from those before it, also for type checkers and when called.
 ORDER: dict[str, str] = {
     "pynccl": """
-        admission
+        admission chrome_trace
         bindings.resource bindings.values bindings.workers bindings.abi bindings.errors bindings.library
         bindings.structs bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
@@ -33,7 +33,7 @@ ORDER: dict[str, str] = {
         bootstrap.stores bootstrap
         nccl_params __init__
         compat.tensors compat.wrapper compat.stateless compat.vllm compat.sglang
-        progress tools.chrome tools.command
+        progress tools.command
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
         tools.explain.moves tools.explain.operations tools.explain.adjoints tools.explain.words
         tools.explain.execute tools.explain.terminal tools.explain.page tools.explain
@@ -60,7 +60,8 @@ ORDER: dict[str, str] = {
         layers.hooks layers.parallelize layers.describe
         layers.checkpoint_files layers.checkpoint layers.checkpoint_dcp layers.buckets
         layers.optimizer_shard layers.data_parallel layers plans nn
-        tracing.marks tracing.spans tracing.layers tracing.calls tracing.meeting tracing.merge tracing.tracing tracing
+        tracing.spans tracing.calls tracing.recording tracing.profiled tracing.meeting tracing.merge tracing.tracing
+        tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
         testing.model_report testing.model_gradients testing.check_model testing
         __init__

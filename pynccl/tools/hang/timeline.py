@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ... import chrome_trace as chrome
+from ...chrome_trace import Event
 from ...watch.records import COMPLETED, FAILED, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
-from .. import chrome
-from ..chrome import Event
 from . import clocks
 from .table import call_name, rank_of
 from .text import cut
