@@ -235,26 +235,10 @@ def vocab_parallel_cross_entropy(
     Megatron-LM, arXiv:1909.08053, section 3.
     """
     name = "vocab_parallel_cross_entropy"
-    check_comm(name, comm, logits=logits, target=target)
-    splits = check_splits(name, splits, comm)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
-        raise TypeError(f"{name}: logits is {_kind(logits)}, expected a floating-point tensor [.., V_r]")
+    splits = _check_loss(name, logits, target, comm, label_smoothing, reduction, splits)
     columns = logits.shape[-1]
-    if splits is not None and columns != splits[comm.rank]:
-        raise ValueError(
-            f"{name}: logits has {columns} columns, expected {splits[comm.rank]}, rank {comm.rank}'s of splits={splits}"
-        )
     size = columns * comm.size if splits is None else sum(splits)
     first = columns * comm.rank if splits is None else sum(splits[: comm.rank])
-    if isinstance(target, Tensor) and target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"{name}: target has shape {list(target.shape)}, expected {list(logits.shape[:-1])}, that of logits "
-            f"{list(logits.shape)} but for the vocabulary"
-        )
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{name}: label_smoothing is {shown(label_smoothing)}, expected 0.0 to 1.0")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"{name}: reduction is {shown(reduction)}, expected 'mean', 'sum' or 'none'")
     _check_ids(f"{name}: target", target, size, ignore_index)
 
     x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
@@ -277,6 +261,37 @@ def vocab_parallel_cross_entropy(
     if reduction == "none":
         return loss
     return loss.sum() / (~ignored).sum() if reduction == "mean" else loss.sum()
+
+
+def _check_loss(
+    name: str,
+    logits: Any,
+    target: Any,
+    comm: Communicator,
+    label_smoothing: float,
+    reduction: str,
+    splits: Sequence[int] | None,
+) -> Sequence[int] | None:
+    """`splits`, of which each rank has its own number of columns."""
+    check_comm(name, comm, logits=logits, target=target)
+    splits = check_splits(name, splits, comm)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
+        raise TypeError(f"{name}: logits is {_kind(logits)}, expected a floating-point tensor [.., V_r]")
+    columns = logits.shape[-1]
+    if splits is not None and columns != splits[comm.rank]:
+        raise ValueError(
+            f"{name}: logits has {columns} columns, expected {splits[comm.rank]}, rank {comm.rank}'s of splits={splits}"
+        )
+    if isinstance(target, Tensor) and target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{name}: target has shape {list(target.shape)}, expected {list(logits.shape[:-1])}, that of logits "
+            f"{list(logits.shape)} but for the vocabulary"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing is {shown(label_smoothing)}, expected 0.0 to 1.0")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{name}: reduction is {shown(reduction)}, expected 'mean', 'sum' or 'none'")
+    return splits
 
 
 def _local(ids: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
