@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from pynccl import Communicator, NcclTimeout
-from pynccl.comm.deadline import Clock, Wait
+from pynccl.bindings.workers import Clock, Wait
 from pynccl.watch.folder import machine
 
 from ..agreement import gathered

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pynccl import chrome_trace as chrome
 from pynccl.chrome_trace import Event
+from pynccl.comm.collectives import bus_factor
 
 from .profiled import covered
 from .spans import BY_CPU, COMM, COMPUTE, CPU, EXPOSED, STEP, Lane, Part, Piece
@@ -155,8 +156,6 @@ class Merged:
         }
         nbytes, seconds = piece.args.get("bytes", 0), own.end - max(own.begin, min(last.begin, own.end))
         if nbytes and seconds > 0 and "#" in piece.keys[0]:
-            from pynccl.tools.perf.operations import bus_factor  # what it imports is needed here alone
-
             factor = bus_factor(piece.args["operation"], len(places))
             told |= {
                 "algbw_GBps": float(f"{nbytes / seconds / 1e9:.4g}"),

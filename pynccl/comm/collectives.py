@@ -216,3 +216,16 @@ def recv(self: Comm, buf: Buffer, peer: int, *, stream: Any = None) -> Buffer:
     check_writable("recv", buf)
     enqueue_p2p(self, "ncclRecv", pointer, count, dtype, peer, stream, buf)
     return buf
+
+
+# Collectives of which one of the two buffers has a block per rank.
+PARTED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth: the part of the full buffer that crosses the busiest link.
+
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"""
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if operation in PARTED else 1.0

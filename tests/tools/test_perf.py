@@ -20,11 +20,12 @@ from ranks import TORCHRUN, RankPool
 
 from pynccl import Communicator
 from pynccl.__main__ import main
+from pynccl.comm.collectives import bus_factor
 from pynccl.tools import perf
 from pynccl.tools.perf import measure, report
 from pynccl.tools.perf.data import PERIOD, count_wrong, fill, pattern, reduced, torch_type
 from pynccl.tools.perf.measure import measured
-from pynccl.tools.perf.operations import NEVER_IN_PLACE, bus_factor, call_of, case
+from pynccl.tools.perf.operations import NEVER_IN_PLACE, call_of, case
 from pynccl.tools.perf.options import COLLECTIVES, OPERATORS, REDUCING, TYPES, configure, problem, size, sizes
 from pynccl.tools.perf.timing import across
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...bindings.abi import ITEMSIZE
+from ...comm.collectives import PARTED
 from ...comm.communicator import Communicator
 from ...comm.groups import group
 from ...comm.memory import mem_alloc
@@ -14,7 +15,6 @@ from .data import count_wrong, fill, pattern, reduced, torch_type
 from .options import REDUCING, ROOTED, TYPES
 
 Call = Callable[[], Any]
-PARTED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # a buffer of theirs has a block per rank
 WINDOW = 2
 NEVER_IN_PLACE = ("all_to_all", "send_recv")
 _ALIGNED = 16  # bytes: blocks in the middle of a buffer begin at multiples of it, where they are as large
@@ -55,15 +55,6 @@ def case(collective: str, type: str, op: str, root: int, ranks: int, nbytes: int
         if count * itemsize >= _ALIGNED:
             count -= count % (_ALIGNED // itemsize)
     return Case(collective, type, op, root, ranks, max(count, 1))
-
-
-def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the part of the full buffer that crosses the busiest link.
-
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"""
-    if collective == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if collective in PARTED else 1.0
 
 
 class Buffers:

@@ -9,7 +9,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from .operations import Case, bus_factor
+from ...comm.collectives import bus_factor
+from .operations import Case
 from .ways import in_lines
 
 NONE = "N/A"
