@@ -37,7 +37,7 @@ import pynccl
 from pynccl.bindings import abi
 from pynccl.tools import command, progress
 from pynccl.watch import recorder, watchdog
-from pynccl.watch.asking import QUIET_SECONDS
+from pynccl.watch.across import QUIET_SECONDS
 
 CALLS = 3  # collectives before the one that hangs
 PART = 8  # ranks of a communicator after the split
@@ -114,7 +114,7 @@ class Counted:
         self.operations: Counter[threading.Thread] = Counter()
         self.turns: Counter[threading.Thread] = Counter()
         self.polled: list[float] = []  # when it was looked whether there is a question
-        self.asked: list[float] = []  # when a question was read
+        self.asked: list[float] = []  # when a process said where it is
         self.watchdogs: Counted | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -123,9 +123,9 @@ class Counted:
         def counted(*arguments: Any) -> Any:
             waits = name == "check" and arguments[0] in (["over"], ["rank/0"])
             (self.turns if waits else self.operations)[threading.current_thread()] += 1
-            if (name, *arguments) == ("add", "watch/rounds", 0):
+            if (name, *arguments) == ("add", "watch/asked", 0):
                 self.polled.append(time.monotonic())
-            if name == "get" and arguments[0].startswith("watch/question/"):
+            if name == "set" and arguments[0].startswith("watch/where/"):
                 self.asked.append(time.monotonic())
             return found(*arguments)
 

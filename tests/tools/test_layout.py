@@ -25,7 +25,7 @@ ORDER: dict[str, str] = {
         comm.deadline comm.observing
         watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder
         watch.track watch.reader watch.wording watch.members watch.waits watch.findings watch.disagreements
-        watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks watch.ends
+        watch.endings watch.causes watch.verdict watch.store watch.across watch.diagnosis watch.stacks watch.ends
         watch.progress watch.watchdog
         comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
