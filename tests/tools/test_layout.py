@@ -24,8 +24,8 @@ ORDER: dict[str, str] = {
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         comm.deadline comm.observing
         watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder
-        watch.track watch.reader watch.wording watch.members watch.waits watch.findings watch.disagreements
-        watch.endings watch.causes watch.verdict watch.store watch.across watch.diagnosis watch.stacks watch.ends
+        watch.track watch.reader watch.formatting watch.job watch.waits watch.findings watch.disagree
+        watch.gone watch.blocked watch.verdict watch.store watch.across watch.diagnosis watch.stacks watch.ends
         watch.progress watch.watchdog
         comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
