@@ -98,8 +98,9 @@ def chain(case: Case, meeting: Meeting) -> list[str]:
                 continue
             who = case.job.name(held[0].member.process, other.group)
             more = f" (and {len(held) - 1:,} more)" if len(held) > 1 else ""
+            side = "" if other.collective else "its side of "
             lines.append(
-                f"{who}{more} {have(len(held))} not entered {other.group.brief(other.call)}, "
+                f"{who}{more} has not entered {side}{other.group.brief(other.call)}, "
                 f"where {waiting(other, '')}, because it is itself waiting in {first.group.brief(held[0].first)}"
             )
     left = len(lines) - _SHOWN_CHAIN

@@ -91,6 +91,8 @@ class Waits:
                 member = meeting.group.members[rank]
                 if call.state != FAILED or call.returned >= _last_issue(member.process):  # has called nothing since
                     self._at.setdefault(id(member.process), []).append((meeting, member, call))
+        for rows in self._at.values():
+            rows.sort(key=lambda row: row[2].state == FAILED)  # what still waits says more
         self._order()
         self._link()
         self._above = _reversed(self.meetings)
@@ -382,9 +384,7 @@ def _components(meetings: Sequence[Meeting]) -> list[list[Meeting]]:
     while ends := {one for one in left if left.isdisjoint(one.first) or left.isdisjoint(above.get(one, []))}:
         left -= ends  # in no circle
     parts = []
-    for one in (one for one in meetings if one in left):
-        if one not in left:  # it was taken with another one
-            continue
+    for one in (one for one in meetings if one in left):  # and so not taken with another one
         part = _reached(one, left, lambda node: node.first) & _reached(one, left, lambda node: above[node])
         parts.append([node for node in meetings if node in part])
         left -= part

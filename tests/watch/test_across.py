@@ -417,9 +417,7 @@ def dead(process: Process) -> ProcessRecord:
 # What is at the store may be anything
 
 HOSTILE = ["", "[", "{}", "null", "[1, 2]", '{"pid": "x", "host": 1}', "[" * 100000, '"\ud800"', "\x00\xff", "9" * 5000]
-HOSTILE += [
-    '{"asked": 1, "records": ' + other + "}" for other in ("1", "[1]", '[{"pid": 1, "host": "h", "now": "x"}]')
-]
+HOSTILE += ['{"asked": 1, "records": ' + other + "}" for other in ("1", "[1]", '[{"pid": 1, "host": "h", "now": "x"}]')]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
