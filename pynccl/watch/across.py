@@ -7,6 +7,7 @@ them and judge by themselves. `watch/ends` lists the processes that have ended.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from dataclasses import replace
@@ -106,7 +107,7 @@ class Exchange:
         try:
             for first in range(0, len(missing), _RANKS_AT_ONCE):
                 ranks = missing[first : first + _RANKS_AT_ONCE]
-                self._heard.update(self._reach.do(lambda store, ranks=ranks: self._read(store, ranks)))
+                self._heard.update(self._reach.do(functools.partial(self._read, ranks)))
         except OutOfReach:
             pass
         if len(self._heard) < self._size and time.monotonic() - self._asked_at < ANSWER_SECONDS:
@@ -114,7 +115,7 @@ class Exchange:
         self._question = 0
         return [record for records in self._heard.values() for record in records]
 
-    def _read(self, store: Any, ranks: list[int]) -> dict[int, list[ProcessRecord]]:
+    def _read(self, ranks: list[int], store: Any) -> dict[int, list[ProcessRecord]]:
         found = {}
         for rank in ranks:
             if store.check([self._key(rank)]):
