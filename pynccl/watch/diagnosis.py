@@ -61,22 +61,32 @@ def linger(track: Track, seconds: float) -> None:
     track.exchange.linger(track.uid, set(range(track.size)) - here, seconds)
 
 
-def report(track: Track, why_alone: str = "") -> str:
-    """Who is missing, and where: of a call that does not return; by the records of this machine alone.
+def report(track: Track, answered: list[ProcessRecord] | None = None, why_alone: str = "") -> str:
+    """Who is missing, and where: of a call that does not return.
 
+    answered   what the ranks on all machines have answered; None: this machine's records are all that there is
     why_alone  why others were not asked, where they should have been"""
     from . import verdict
 
     known = records(track.uid, track.since)
     _ask_library(known, track)
-    found = verdict.judge(known, uid=track.uid)
+    elsewhere = [] if answered is None else [*track.exchange.ends(), *answered]
+    found = verdict.judge(_merged(known, elsewhere), uid=track.uid)
     if reader.ask(_running(known, found, track)):
         known = records(track.uid, track.since)
-        found = verdict.judge(known, uid=track.uid)
+        found = verdict.judge(_merged(known, elsewhere), uid=track.uid)
     text = verdict.about(found, track.uid, track.rank)
     for one in _running(known, found, track):
         folder.tell(one.path, text)
     return f"{text}\nthe ranks on other machines could not be asked: {why_alone}" if why_alone else text
+
+
+def _merged(*sources: list[ProcessRecord]) -> list[ProcessRecord]:
+    """A record for each process, from the first source that has one."""
+    found: dict[tuple[str, str, int], ProcessRecord] = {}
+    for one in (record for source in sources for record in source):
+        found.setdefault(identity(one), one)
+    return list(found.values())
 
 
 def _ask_library(known: list[ProcessRecord], track: Track) -> None:
@@ -86,22 +96,6 @@ def _ask_library(known: list[ProcessRecord], track: Track) -> None:
         if comm.rank == track.rank and last is not None and last.operation == "init" and last.state == INSIDE:
             with contextlib.suppress(Exception):
                 last.error = library.last_error() if (library := load()).is_host else ""
-
-
-def report_all(track: Track, answered: list[ProcessRecord]) -> str:
-    """The same by what the ranks on all machines have answered."""
-    from . import verdict
-
-    known = _merged(records(track.uid, track.since), track.exchange.ends(), answered)
-    return verdict.about(verdict.judge(known, uid=track.uid), track.uid, track.rank)
-
-
-def _merged(*sources: list[ProcessRecord]) -> list[ProcessRecord]:
-    """A record for each process, from the first source that has one."""
-    found: dict[tuple[str, str, int], ProcessRecord] = {}
-    for one in (record for source in sources for record in source):
-        found.setdefault(identity(one), one)
-    return list(found.values())
 
 
 def explain(track: Track, patient: bool) -> str:

@@ -171,7 +171,7 @@ class Watchdog:
         elif track.exchange.ask():
             watched.asked = stuck
         else:
-            self._report(stuck, diagnosis.report(track, track.exchange.out_of_reach))
+            self._report(stuck, diagnosis.report(track, why_alone=track.exchange.out_of_reach))
 
     def _poll(self, exchange: Any) -> None:
         """Answer what ranks on other machines ask, and hear what they have answered."""
@@ -192,9 +192,9 @@ class Watchdog:
                 continue  # it has gone on meanwhile
             stuck.seconds = time.monotonic() - watched.since
             if exchange.out_of_reach:
-                self._report(stuck, diagnosis.report(stuck.track, exchange.out_of_reach))
+                self._report(stuck, diagnosis.report(stuck.track, why_alone=exchange.out_of_reach))
             else:
-                self._report(stuck, diagnosis.report_all(stuck.track, answered))
+                self._report(stuck, diagnosis.report(stuck.track, answered))
 
     def _tell_where(self, stuck: Stuck | None = None) -> list[stacks.Line]:
         """Write down where the main thread is, and the stack of the one that makes the call that is stuck, else its
