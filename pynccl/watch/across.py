@@ -164,8 +164,8 @@ class Exchange:
         return list(newest.values())
 
     def linger(self, uid: str, others: set[int], seconds: float) -> None:
-        """Before the store goes with this process: let these ranks of a communicator, on other machines, read what was
-        told, until they have ended, too. At most so long."""
+        """Before the store goes with this process: let these ranks of a communicator read what was told, until they
+        have ended, too. At most so long."""
         end = time.monotonic() + seconds
         while others and not self._reach.reason and time.monotonic() < end:
             ended = [comm for one in self.ends() if one.state == DEAD for comm in one.comms]

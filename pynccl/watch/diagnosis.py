@@ -56,9 +56,9 @@ def all_here(track: Track) -> bool:
 
 
 def linger(track: Track, seconds: float) -> None:
-    """The store goes with this process, which ends: let the ranks on other machines read there why."""
-    here = reader.ranks(folder.base(), track.uid, track.since)
-    track.exchange.linger(track.uid, set(range(track.size)) - here, seconds)
+    """The store goes with this process, which ends: let the others read there why, if some are on other machines."""
+    if not all_here(track):
+        track.exchange.linger(track.uid, set(range(track.size)) - {track.rank}, seconds)
 
 
 def report(track: Track, answered: list[ProcessRecord] | None = None, why_alone: str = "") -> str:
