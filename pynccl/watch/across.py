@@ -1,13 +1,13 @@
 """Ranks on several machines say where they are, through the store that bootstrap used, and how they ended.
 
-A rank that has waited too long raises `watch/asked`, the one key that every process reads once a second. Each process
-then puts the record of its calls under `watch/where/JOB/RANK`, with the number of the question, and all that wait read
-them and judge by themselves. `watch/ends` lists the processes that have ended.
+A rank that has waited too long raises `watch/asked`, the one key that every process reads once a second; those that
+are stuck at the same time ask one question. Each process appends the record of its calls to `watch/where/NUMBER`. Who
+asked first judges and puts its verdict there for the others, who judge by themselves if it does not come: of a job of
+1,024 ranks, not all read the records of all. `watch/ends` lists the processes that have ended.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from dataclasses import replace
@@ -19,11 +19,11 @@ from .store import OutOfReach, Reach, append, lines, read
 QUIET_SECONDS = 1.0  # between two polls of a process that waits for nothing
 WAITING_SECONDS = 0.5  # of one that waits for answers
 ANSWER_SECONDS = 2.5  # after which who has not answered is judged without
+VERDICT_SECONDS = 4.0  # after which who waits for another's verdict judges by itself
 
 _MOST_ENDS = 64  # of a job that ends as a whole, the others would read megabytes
 _LONGEST = 1 << 18  # characters of one answer
-_RANKS_AT_ONCE = 256  # whose answers are read in one operation with a deadline
-_MOST_COMMS = 64  # in the record of a process
+_MOST_COMMS = 256  # in the record of a process
 _CALLS, _FEW = 8, 2  # of a communicator, where there are up to `_FEW_COMMS` of them, and where there are more
 _FEW_COMMS = 3
 _MOST_TOGETHER = 32  # calls of a group that is kept whole
@@ -39,12 +39,12 @@ class Exchange:
     def __init__(self, store: Any) -> None:
         self.store, self.serves = store, False
         self.job = ""  # the first communicator of this process at this store: its ranks are asked
-        self._size, self._ranks = 0, set[int]()  # of the job: all, and this process's own
+        self._size = 0  # of the job
         self._reach = Reach(store)
         self._polled_at = 0.0
         self._seen = 0  # the last question that was read
         self._question, self._asked_at = 0, 0.0  # this process's own, while it waits for answers
-        self._heard: dict[int, list[ProcessRecord]] = {}  # by rank
+        self._judges = 0  # the question that this process was the first to ask
         self._told: set[tuple[str, str, int, str, str]] = set()  # whose ends it has told
         self._ends: list[str] = []  # that were told, when last read
 
@@ -53,12 +53,10 @@ class Exchange:
         """Why the store cannot be asked; "" if it can."""
         return self._reach.reason
 
-    def enrol(self, uid: str, rank: int, size: int) -> None:
-        """This process has rank `rank` of a communicator of `size` ranks."""
+    def enrol(self, uid: str, size: int) -> None:
+        """This process is in a communicator of `size` ranks."""
         if not self.job:
             self.job, self._size = uid, size
-        if uid == self.job:
-            self._ranks.add(rank)
 
     @property
     def due(self) -> bool:
@@ -77,55 +75,60 @@ class Exchange:
 
     def answer(self, records: list[ProcessRecord]) -> None:
         """Say where this process is, and those on its machine that cannot say so themselves: `records`, of them all."""
-        text = json.dumps({"asked": self._seen, "records": [to_json(trimmed(one)) for one in records]})
-
-        def put(store: Any) -> None:
-            for rank in self._ranks:
-                store.set(self._key(rank), text)
-
+        text = "\n".join(json.dumps(to_json(trimmed(one))) for one in records)
         try:
-            self._reach.do(put)
+            self._reach.do(lambda store: append(store, f"watch/where/{self._seen}", text))
         except OutOfReach:
-            self._seen = 0  # once more, when it is in reach again
+            return
 
     def ask(self) -> bool:
         """Ask all where they are. False if the store is out of reach: nobody was asked."""
         if self._question:
             return True
+        number = self._seen + 1
+
+        def ask_first(store: Any) -> bool:
+            first = int(store.add(f"watch/asks/{number}", 1)) == 1
+            if first:
+                store.add("watch/asked", 1)
+            return first
+
         try:
-            self._question = self._reach.do(lambda store: int(store.add("watch/asked", 1)))
+            self._judges = number if self._reach.do(ask_first) else 0
         except OutOfReach:
             return False
-        self._asked_at, self._heard = time.monotonic(), {}
+        self._question, self._asked_at = number, time.monotonic()
         return True
 
-    def answers(self) -> list[ProcessRecord] | None:
-        """What the ranks have answered, once all have, or time is up; None before, and if nothing was asked."""
+    def answers(self) -> list[ProcessRecord] | str | None:
+        """What the ranks have answered, once all have, or time is up; or the verdict of who asked first. None before,
+        and if nothing was asked."""
         if not self._question:
             return None
-        missing = [rank for rank in range(self._size) if rank not in self._heard]
+        key, waited = f"watch/verdict/{self._question}", time.monotonic() - self._asked_at
+        found: list[ProcessRecord] = []
         try:
-            for first in range(0, len(missing), _RANKS_AT_ONCE):
-                ranks = missing[first : first + _RANKS_AT_ONCE]
-                self._heard.update(self._reach.do(functools.partial(self._read, ranks)))
+            if not self._judges and waited < VERDICT_SECONDS:
+                text = self._reach.do(lambda store: read(store, key) if store.check([key]) else "")
+                self._question = 0 if text else self._question
+                return text or None
+            found = _records(self._reach.do(lambda store: lines(store, f"watch/where/{self._question}")))
         except OutOfReach:
-            pass
-        if len(self._heard) < self._size and time.monotonic() - self._asked_at < ANSWER_SECONDS:
+            if waited < VERDICT_SECONDS:
+                return None
+        heard = {comm.rank for one in found for comm in one.comms if comm.uid == self.job}
+        if len(heard) < self._size and waited < ANSWER_SECONDS:
             return None
         self._question = 0
-        return [record for records in self._heard.values() for record in records]
-
-    def _read(self, ranks: list[int], store: Any) -> dict[int, list[ProcessRecord]]:
-        found = {}
-        for rank in ranks:
-            if store.check([self._key(rank)]):
-                number, records = _answer(read(store, self._key(rank)))
-                if records and number >= self._question:  # else it is from an earlier time
-                    found[rank] = records
         return found
 
-    def _key(self, rank: int) -> str:
-        return f"watch/where/{self.job}/{rank}"
+    def share(self, verdict: str) -> None:
+        """The verdict on the answers, for the others that have asked; of who asked first."""
+        try:
+            if self._judges:
+                self._reach.do(lambda store: store.set(f"watch/verdict/{self._judges}", verdict))
+        except OutOfReach:
+            return
 
     def tell_end(self, record: ProcessRecord) -> None:
         """This process ends, as `record.end` and `record.end_site` say, with communicators that others may wait at; or
@@ -157,7 +160,7 @@ class Exchange:
         except OutOfReach:
             return []
         newest: dict[tuple[str, str, int], ProcessRecord] = {}
-        for one in (record for line in self._ends for record in _records([_parsed(line)])):
+        for one in _records(self._ends):
             before = newest.get(identity(one))
             if before is None or one.state == DEAD or before.state != DEAD:
                 newest[identity(one)] = one
@@ -206,28 +209,13 @@ def _together(one: CallRecord, other: CallRecord) -> bool:
     return bool(one.group) and one.group == other.group and not one.number and not other.number
 
 
-def _answer(text: str) -> tuple[int, list[ProcessRecord]]:
-    """(number of the question, records) of what a process has put there."""
-    values = _parsed(text)
-    if not isinstance(values, dict) or not isinstance(values.get("asked"), int):
-        return 0, []
-    found = values.get("records")
-    return values["asked"], _records(found) if isinstance(found, list) else []
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text) if len(text) <= _LONGEST else None
-    except (ValueError, RecursionError):
-        return None
-
-
-def _records(found: list[Any]) -> list[ProcessRecord]:
-    """Those that are records: another version may have written them."""
+def _records(found: list[str]) -> list[ProcessRecord]:
+    """Those lines that are records: another version may have written them."""
     records = []
-    for values in found:
+    for line in found:
         try:
-            records.append(from_json(values))
-        except (ValueError, OverflowError):
+            if len(line) <= _LONGEST:
+                records.append(from_json(json.loads(line)))
+        except (ValueError, OverflowError, RecursionError):
             continue
     return records

@@ -193,8 +193,11 @@ class Watchdog:
             stuck.seconds = time.monotonic() - watched.since
             if exchange.out_of_reach:
                 self._report(stuck, diagnosis.report(stuck.track, why_alone=exchange.out_of_reach))
-            else:
-                self._report(stuck, diagnosis.report(stuck.track, answered))
+                continue
+            if not isinstance(answered, str):  # one verdict for all that are stuck, here and elsewhere
+                answered = diagnosis.report(stuck.track, answered)
+                exchange.share(answered)
+            self._report(stuck, answered)
 
     def _tell_where(self, stuck: Stuck | None = None) -> list[stacks.Line]:
         """Write down where the main thread is, and the stack of the one that makes the call that is stuck, else its
