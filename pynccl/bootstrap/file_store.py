@@ -129,8 +129,6 @@ class QuietFileStore:
     It lies beside the file at which the ranks met, which is gone then, and stays where a run goes wrong; the next run
     that meets there removes it. Each operation has a deadline of its own."""
 
-    quiet = True  # who is who is not told before somebody asks
-
     def __init__(self, meeting: str, uid: str) -> None:
         self.path = f"{os.path.abspath(meeting)}.{uid[:12]}{SUFFIX}"
         self._meeting = os.path.abspath(meeting)

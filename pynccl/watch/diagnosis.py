@@ -13,9 +13,9 @@ from typing import Any
 
 from ..bindings.library import load
 from . import folder, reader
-from .asking import Answers, Exchange
+from .across import Exchange, identity
 from .recorder import started
-from .records import DEAD, FAILED, INSIDE, RUNNING, UNKNOWN, CommRecord, ProcessRecord
+from .records import DEAD, FAILED, INSIDE, RUNNING, CommRecord, ProcessRecord
 from .track import Track
 
 _LONGEST = 1.0  # seconds that an error waits for the other ranks to say what has happened to them
@@ -23,29 +23,19 @@ _PAUSE = 0.02
 
 
 def exchange_at(store: Any, serves: bool = False) -> Exchange:
-    """This process's part in the questions of the ranks that share the store: one, also where several of its threads
-    are ranks there, since it answers once for all of them.
+    """This process's part in what the ranks that share the store tell each other: one, also where several of its
+    threads are ranks there.
 
     serves  the store goes with this process"""
-    exchange = _exchange_at(store)
-    exchange.serves = exchange.serves or serves
-    return exchange
-
-
-def _exchange_at(store: Any) -> Exchange:
     own = started()
-    if own is None:
-        return _new_exchange(store)
-    with own.sharing:
-        found: Exchange | None = next((one for one in own.exchanges if one.store is store), None)
+    with own.sharing if own else contextlib.nullcontext():
+        found: Exchange | None = next((one for one in own.exchanges if one.store is store), None) if own else None
         if found is None:
-            found = _new_exchange(store)
-            own.exchanges.add(found)
-        return found
-
-
-def _new_exchange(store: Any) -> Exchange:
-    return Exchange(store, os.uname().nodename, os.getpid(), folder.machine(), _judge)
+            found = Exchange(store)
+            if own:
+                own.exchanges.add(found)
+    found.serves = found.serves or serves
+    return found
 
 
 def records(uid: str, since: float = 0.0) -> list[ProcessRecord]:
@@ -54,7 +44,7 @@ def records(uid: str, since: float = 0.0) -> list[ProcessRecord]:
     return found
 
 
-def answers(uid: str, path: str) -> list[ProcessRecord]:
+def own_answer(uid: str, path: str) -> list[ProcessRecord]:
     """What this process, whose file is `path`, answers for itself and for those of its machine that cannot."""
     own = [reader.read_file(path)] if path else []
     return own + [one for one in records(uid) if one.pid != os.getpid() and one.state != RUNNING]
@@ -66,27 +56,37 @@ def all_here(track: Track) -> bool:
 
 
 def linger(track: Track, seconds: float) -> None:
-    """The store goes with this process, which ends: let the ranks on other machines read there why."""
-    here = reader.ranks(folder.base(), track.uid, track.since)
-    track.exchange.linger(track.uid, set(range(track.size)) - here, seconds)
+    """The store goes with this process, which ends: let the others read there why, if some are on other machines."""
+    if not all_here(track):
+        track.exchange.linger(track.uid, set(range(track.size)) - {track.rank}, seconds)
 
 
-def report(track: Track, why_alone: str = "") -> str:
-    """Who is missing, and where: of a call that does not return; by the records of this machine alone.
+def report(track: Track, answered: list[ProcessRecord] | None = None, why_alone: str = "") -> str:
+    """Who is missing, and where: of a call that does not return.
 
+    answered   what the ranks on all machines have answered; None: this machine's records are all that there is
     why_alone  why others were not asked, where they should have been"""
     from . import verdict
 
     known = records(track.uid, track.since)
     _ask_library(known, track)
-    found = verdict.judge(known, uid=track.uid)
+    elsewhere = [] if answered is None else [*track.exchange.ends(), *answered]
+    found = verdict.judge(_merged(known, elsewhere), uid=track.uid)
     if reader.ask(_running(known, found, track)):
         known = records(track.uid, track.since)
-        found = verdict.judge(known, uid=track.uid)
+        found = verdict.judge(_merged(known, elsewhere), uid=track.uid)
     text = verdict.about(found, track.uid, track.rank)
     for one in _running(known, found, track):
         folder.tell(one.path, text)
     return f"{text}\nthe ranks on other machines could not be asked: {why_alone}" if why_alone else text
+
+
+def _merged(*sources: list[ProcessRecord]) -> list[ProcessRecord]:
+    """A record for each process, from the first source that has one."""
+    found: dict[tuple[str, str, int], ProcessRecord] = {}
+    for one in (record for source in sources for record in source):
+        found.setdefault(identity(one), one)
+    return list(found.values())
 
 
 def _ask_library(known: list[ProcessRecord], track: Track) -> None:
@@ -129,8 +129,7 @@ def _why(track: Track, elsewhere: Exchange | None) -> tuple[str, bool]:
         for one in known:
             if one.state == DEAD:  # it may have been killed, and so cannot tell it
                 elsewhere.tell_end(one)
-        own = {(one.machine, one.host, one.pid) for one in known}
-        known += [one for one in elsewhere.ends() if (one.machine, one.host, one.pid) not in own]
+        known = _merged(known, elsewhere.ends())
     others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]
     found = verdict.judge(known, uid=track.uid)
     text = verdict.about(found, track.uid, track.rank)
@@ -140,36 +139,6 @@ def _why(track: Track, elsewhere: Exchange | None) -> tuple[str, bool]:
     blamed = {rank for uid, rank in found.culprits if uid == track.uid}
     told = any(_tells(one, track) for one in others) and blamed <= heard
     return text, told and found.kind not in (*verdict.NOTHING_WRONG, "failed")
-
-
-def _judge(found: Answers) -> str:
-    """The verdict on what all processes answered, those that did not included."""
-    uid, ended = found.question.uid, {(one.machine, one.host, one.pid) for one in found.ends}
-    known = found.ends + [one for one in found.records if (one.machine, one.host, one.pid) not in ended]
-    size = max((comm.size for one in known for comm in _of(one, uid)), default=0)
-    answered = {comm.rank for one in known for comm in _of(one, uid)}
-    launched = _launched(known, found.job)
-    ranks = {(one.machine, one.host, one.pid): one.rank for one in found.silent if launched and one.uid == found.job}
-    for member in found.silent:
-        if member.uid == uid and member.rank not in answered and member.rank < size:
-            comm = CommRecord(uid, "", member.rank, size)
-            who = (member.machine, member.host, member.pid)
-            silent = ProcessRecord(member.pid, member.host, member.machine, state=UNKNOWN, comms=[comm])
-            silent.rank = ranks.get(who, -1)
-            known.append(silent)
-    return _about(known, uid, found.question.rank)
-
-
-def _launched(known: list[ProcessRecord], job: str) -> bool:
-    """Whether the ranks of this communicator are those of the launch, as far as is known."""
-    ranks = [(one.rank, comm.rank) for one in known for comm in _of(one, job)]
-    return bool(ranks) and all(rank == of_comm for rank, of_comm in ranks)
-
-
-def _about(known: list[ProcessRecord], uid: str, rank: int) -> str:
-    from . import verdict  # which takes long to import, and is seldom needed
-
-    return verdict.about(verdict.judge(known, uid=uid), uid, rank)
 
 
 def _running(known: list[ProcessRecord], found: Any, track: Track) -> list[ProcessRecord]:

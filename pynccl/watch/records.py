@@ -1,6 +1,6 @@
 """What the flight recorder of a process says, as values: processes, their communicators, the calls of those.
 
-Read from its file by reader.py, carried as JSON between machines by asking.py, judged by verdict.py. Times are seconds
+Read from its file by reader.py, carried as JSON between machines by across.py, judged by verdict.py. Times are seconds
 since the epoch by the clock of the process's machine; 0.0 where a time is not known.
 """
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..bindings.workers import GRACE_SECONDS, Clock, Wait
+from ..bindings.workers import GRACE_SECONDS, Helper, Silent
 from .layout import printable
 
 T = TypeVar("T")
@@ -59,8 +59,7 @@ class Reach:
         self._original = store  # kept: it may be what serves the store
         self._own: Any = None
         self._lock = threading.Lock()
-        self._idle = threading.Event()
-        self._idle.set()
+        self._helper = Helper()
         self._lost = ""
         self._name = f"the store at which the ranks met{_address(store)}"
         self._pid = os.getpid()
@@ -71,11 +70,12 @@ class Reach:
         if self._pid != os.getpid():
             self.reason = "this process was forked, and the connection to the store is its parent's"
             raise OutOfReach(self.reason)
-        clock = Clock(OPERATION_SECONDS)
         if not self._lock.acquire(timeout=OPERATION_SECONDS):
             raise OutOfReach(self.reason or "another thread waits for the store")
         try:
-            return self._do(calls, clock)
+            result = self._do(calls)
+            self.reason = ""
+            return result
         except OutOfReach as error:
             self.reason = str(error)
             raise
@@ -88,32 +88,22 @@ class Reach:
         if self._lock.acquire(timeout=OPERATION_SECONDS + GRACE_SECONDS):
             self._lock.release()
 
-    def _do(self, calls: Callable[[Any], T], clock: Clock) -> T:
-        if self._lost or not self._idle.is_set():
-            raise OutOfReach(self._lost or self.reason)
-        self._idle.clear()
-        wait = Wait(Clock(max(clock.left() - GRACE_SECONDS, 0.001)))
+    def _do(self, calls: Callable[[Any], T]) -> T:
+        if self._lost:
+            raise OutOfReach(self._lost)
         try:
-            result = wait.beside(lambda: self._run(calls), self._silent)
-        except OutOfReach:
-            raise
+            return self._helper.ask(lambda: calls(self._connection()), OPERATION_SECONDS)
+        except Silent:
+            raise OutOfReach(f"{self._name} did not answer within {OPERATION_SECONDS:g} s") from None
         except Exception as error:  # of torch, or of whatever the user gave as a store
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._lost = f"{self._name} is lost: {first}"
             raise OutOfReach(self._lost) from error
-        self.reason = ""
-        return result
 
-    def _run(self, calls: Callable[[Any], T]) -> T:
-        try:
-            if self._own is None:
-                self._own = _clone(self._original)
-            return calls(self._own)
-        finally:
-            self._idle.set()
-
-    def _silent(self) -> OutOfReach:
-        return OutOfReach(f"{self._name} did not answer within {OPERATION_SECONDS:g} s")
+    def _connection(self) -> Any:
+        if self._own is None:
+            self._own = _clone(self._original)
+        return self._own
 
 
 def _address(store: Any) -> str:

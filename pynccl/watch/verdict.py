@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .causes import crossings, failures, missing, stalled
-from .disagreements import disagreements
-from .endings import dead, stopped
+from .blocked import crossings, missing, stalled
+from .disagree import disagreements
 from .findings import CONSEQUENCE, Case, Finding, frozen, standing
-from .members import Job, follows, killed, names_of, normal
+from .formatting import clean, line_of, seconds
+from .gone import gone
+from .job import Job, follows, killed, names_of, normal
 from .records import DEAD, ProcessRecord
 from .waits import Waits
-from .wording import clean, line_of, seconds
 
 NOTHING_WRONG = ("running", "finished", "straggling", "empty")
 _HUNG_BEFORE = 5.0  # seconds that ranks had waited when all processes were killed, for the wait to be the reason
@@ -116,8 +116,7 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
 
 
 def _found(case: Case) -> list[Finding]:
-    ends = [one for one in (dead(case), stopped(case)) if one]
-    found = [*_duplicates(case), *ends, *disagreements(case), *crossings(case), *missing(case), *failures(case)]
+    found = [*_duplicates(case), *gone(case), *disagreements(case), *crossings(case), *missing(case)]
     if all(one.weight >= CONSEQUENCE for one in found):  # what does not move may do so because of anything else
         found += stalled(case)
     if any(one.weight < CONSEQUENCE for one in found):  # then that others ended because of it is no news

@@ -8,12 +8,12 @@ that waits for a rank which waits for nothing has that rank as its cause.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .members import Group, Job, Member, consequence, follows, killed
+from .formatting import Range, ranges_of
+from .job import Group, Job, Member, consequence, follows, killed
 from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, ProcessRecord
-from .wording import Range, ranges_of
 
 LEFT = "left"  # a rank whose communicator has ended, or (FAILED) whose call has raised: it will not come
 # Not numbered, but a call of all ranks. `shrink` and `grow` may leave some out.
@@ -66,6 +66,13 @@ class Meeting:
         """Seconds that the first one has waited."""
         return max((self.group.members[rank].waited(call) for rank, call in self.here.items()), default=0.0)
 
+    def lasted(self, rank: int) -> float:
+        """Seconds that the rank has waited there, or had when it gave up."""
+        call = self.here[rank]
+        if call.state != FAILED:
+            return self.group.members[rank].waited(call)
+        return max(0.0, call.returned - call.issued) if call.issued and call.returned else 0.0
+
     def idle(self) -> list[int]:
         """The ranks that have not come although they wait for nothing that is known: the causes."""
         return [rank for rank in self.away if rank not in self.held]
@@ -79,25 +86,20 @@ class Waits:
         self._acts: dict[int, list[CallRecord]] = {}  # by id() of the member
         self.meetings = [meeting for group in job.groups for meeting in self._of(group)]
         self._at: dict[int, list[tuple[Meeting, Member, CallRecord]]] = {}
-        self._gave_up_at: dict[int, list[tuple[Meeting, Member, CallRecord]]] = {}  # and has called nothing since
         for meeting in self.meetings:
             for rank, call in meeting.here.items():
                 member = meeting.group.members[rank]
-                if call.state != FAILED:
+                if call.state != FAILED or call.returned >= _last_issue(member.process):  # has called nothing since
                     self._at.setdefault(id(member.process), []).append((meeting, member, call))
-                elif call.returned >= _last_issue(member.process):
-                    self._gave_up_at.setdefault(id(member.process), []).append((meeting, member, call))
+        for rows in self._at.values():
+            rows.sort(key=lambda row: row[2].state == FAILED)  # what still waits says more
         self._order()
         self._link()
         self._above = _reversed(self.meetings)
 
     def circles(self) -> list[list[Meeting]]:
         """Meetings that wait for each other, each circle once, as short as it can be."""
-        found = []
-        for part in _components(self.meetings):
-            if len(part) > 1:
-                found.append(_shortest(part))
-        return found
+        return [_shortest(part) for part in _components(self.meetings) if len(part) > 1]
 
     def behind(self, *meetings: Meeting) -> list[Meeting]:
         """These, and the meetings that wait for them, directly or not, nearest first."""
@@ -112,7 +114,8 @@ class Waits:
 
     def elsewhere(self, member: Member, meeting: Meeting | None = None) -> list[tuple[Meeting, CallRecord]]:
         """What the member's process waits in, other than `meeting`."""
-        return [(one, call) for one, _, call in self._at.get(id(member.process), []) if one is not meeting]
+        at = self._at.get(id(member.process), [])
+        return [(one, call) for one, _, call in at if one is not meeting and call.state != FAILED]
 
     def _of(self, group: Group) -> Iterator[Meeting]:
         yield from self._collectives(group)
@@ -258,8 +261,7 @@ class Waits:
 
     def _order(self) -> None:
         """A call that its rank has issued after another one waits for that one."""
-        for process, waiting in self._at.items():
-            rows = waiting + self._gave_up_at.get(process, [])
+        for rows in self._at.values():
             if len(rows) > _OLDEST + _NEWEST:
                 rows = sorted(rows, key=lambda row: (row[2].issued, row[2].entry))
                 rows = rows[:_OLDEST] + rows[-_NEWEST:]
@@ -276,7 +278,7 @@ class Waits:
         for meeting in self.meetings:
             for rank in meeting.away:
                 process = meeting.group.members[rank].process
-                for other, member, call in self._at.get(id(process), []) + self._gave_up_at.get(id(process), []):
+                for other, member, call in self._at.get(id(process), []):
                     on_stream = member.comm is not None and call.issued < member.comm.waits_at
                     certain = call.state in (INSIDE, FAILED) or on_stream
                     if other is meeting or not (certain or other in stuck):
@@ -323,7 +325,7 @@ def _forgotten(member: Member) -> CallRecord | None:
 def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:
     if first.group and first.group == then.group:
         return False
-    if first.state == then.state == INSIDE:
+    if first.state == then.state and first.state in (INSIDE, FAILED):
         return False  # in two threads
     if same_comm:
         return first.entry < then.entry
@@ -376,36 +378,26 @@ def _reversed(meetings: Sequence[Meeting]) -> dict[Meeting, list[Meeting]]:
 
 
 def _components(meetings: Sequence[Meeting]) -> list[list[Meeting]]:
-    """Strongly connected components, by two passes (Kosaraju)."""
-    order: list[Meeting] = []
-    seen: set[Meeting] = set()
-    for root in meetings:
-        if root in seen:
-            continue
-        seen.add(root)
-        path = [(root, iter(root.first))]
-        while path:
-            node, left = path[-1]
-            after = next((one for one in left if one not in seen), None)
-            if after is None:
-                order.append(node)
-                path.pop()
-            else:
-                seen.add(after)
-                path.append((after, iter(after.first)))
+    """The sets of meetings that all wait for each other."""
+    left = set(meetings)
     above = _reversed(meetings)
-    parts, taken = [], set[Meeting]()
-    for root in reversed(order):
-        if root in taken:
-            continue
-        taken.add(root)
-        part = [root]
-        for node in part:
-            fresh = [one for one in above.get(node, []) if one not in taken]
-            taken.update(fresh)
-            part += fresh
-        parts.append(part)
+    while ends := {one for one in left if left.isdisjoint(one.first) or left.isdisjoint(above.get(one, []))}:
+        left -= ends  # in no circle
+    parts = []
+    for one in (one for one in meetings if one in left):  # and so not taken with another one
+        part = _reached(one, left, lambda node: node.first) & _reached(one, left, lambda node: above[node])
+        parts.append([node for node in meetings if node in part])
+        left -= part
     return parts
+
+
+def _reached(start: Meeting, among: set[Meeting], after: Callable[[Meeting], Iterable[Meeting]]) -> set[Meeting]:
+    found, queue = {start}, [start]
+    for node in queue:
+        fresh = [one for one in after(node) if one in among and one not in found]
+        found.update(fresh)
+        queue += fresh
+    return found
 
 
 def _shortest(part: list[Meeting]) -> list[Meeting]:

@@ -171,20 +171,20 @@ class Watchdog:
             here[track.uid] = diagnosis.all_here(track)
         if track.exchange is None or here[track.uid]:
             self._report(stuck, diagnosis.report(track))
-        elif track.exchange.raise_alarm(track.uid, track.rank, stuck.entry):
+        elif track.exchange.ask():
             watched.asked = stuck
         else:
-            self._report(stuck, diagnosis.report(track, track.exchange.out_of_reach))
+            self._report(stuck, diagnosis.report(track, why_alone=track.exchange.out_of_reach))
 
     def _poll(self, exchange: Any) -> None:
         """Answer what ranks on other machines ask, and hear what they have answered."""
-        news = exchange.poll()
-        if news.question is not None:
-            from . import diagnosis
+        from . import diagnosis
 
+        if exchange.poll():
             self._tell_where()
-            exchange.answer(news.question, diagnosis.answers(news.question.uid, self.recorder.path))
-        if not news.verdict and not news.given_up:
+            exchange.answer(diagnosis.own_answer(exchange.job, self.recorder.path))
+        answered = exchange.answers()
+        if answered is None:
             return
         for watched in self._watched.values():
             stuck = watched.asked
@@ -194,12 +194,13 @@ class Watchdog:
             if watched.entry != stuck.entry:
                 continue  # it has gone on meanwhile
             stuck.seconds = time.monotonic() - watched.since
-            if news.verdict:
-                self._report(stuck, news.verdict)
-            else:
-                from . import diagnosis
-
-                self._report(stuck, diagnosis.report(stuck.track, news.given_up))
+            if exchange.out_of_reach:
+                self._report(stuck, diagnosis.report(stuck.track, why_alone=exchange.out_of_reach))
+                continue
+            if not isinstance(answered, str):  # one verdict for all that are stuck, here and elsewhere
+                answered = diagnosis.report(stuck.track, answered)
+                exchange.share(answered)
+            self._report(stuck, answered)
 
     def _tell_where(self, stuck: Stuck | None = None) -> list[stacks.Line]:
         """Write down where the main thread is, and the stack of the one that makes the call that is stuck, else its

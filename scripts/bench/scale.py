@@ -38,7 +38,6 @@ import pynccl
 from pynccl import progress
 from pynccl.tools import command
 from pynccl.watch import recorder, watchdog
-from pynccl.watch.asking import QUIET_SECONDS
 
 CALLS = 3  # collectives before the one that hangs
 PART = 8  # ranks of a communicator after the split
@@ -101,7 +100,6 @@ class Counted:
         self.operations: Counter[threading.Thread] = Counter()
         self.turns: Counter[threading.Thread] = Counter()
         self.polled: list[float] = []  # when it was looked whether there is a question
-        self.asked: list[float] = []  # when a question was read
         self.watchdogs: Counted | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -110,10 +108,8 @@ class Counted:
         def counted(*arguments: Any) -> Any:
             waits = name == "check" and arguments[0] in (["over"], ["rank/0"])
             (self.turns if waits else self.operations)[threading.current_thread()] += 1
-            if (name, *arguments) == ("add", "watch/rounds", 0):
+            if (name, *arguments) == ("add", "watch/asked", 0):
                 self.polled.append(time.monotonic())
-            if name == "get" and arguments[0].startswith("watch/question/"):
-                self.asked.append(time.monotonic())
             return found(*arguments)
 
         return counted if name in ("add", "get", "set", "check", "append") else found
@@ -218,7 +214,6 @@ def child(port: int, first: int, last: int, nranks: int, options: argparse.Names
     reported.wait()
     found["report"] = asked.beyond_polls() - before
     found["longest look"] = max(looks)
-    found["asked"], found["asked at once"] = len(asked.asked), most_within(QUIET_SECONDS, asked.asked)
     found["since"] = [rank.since for rank in ranks if rank.number != nranks - 1]
     found["communicators"], found["file bytes"] = len(own.tracks), os.path.getsize(own.path)
     stub.stub_hold(0)
@@ -253,13 +248,10 @@ def next_batch(data: threading.Event) -> None:
 
 
 def quiet_polls(asked: Counted, gather: Gather) -> dict[str, Any]:
-    """What the watchdog asks while nothing happens; the roster, which it tells once, is counted apart."""
+    """What the watchdog asks while nothing happens."""
     wait_for_polls(asked, 2)
-    gather.all_here("roster")
-    own = recorder.started()
-    assert own is not None
-    communicators = len({track.uid for track in own.tracks})
-    found: dict[str, Any] = {"roster": asked.beyond_polls() / communicators}
+    gather.all_here("polled")
+    found: dict[str, Any] = {}
     before, polls = asked.operations.total(), len(asked.polled)
     wait_for_polls(asked, QUIET_POLLS)
     times = asked.polled[polls - 1 :]
@@ -273,11 +265,6 @@ def wait_for_polls(asked: Counted, count: int) -> None:
     end = len(asked.polled) + count
     while len(asked.polled) < end:
         time.sleep(0.02)
-
-
-def most_within(seconds: float, times: list[float]) -> int:
-    """The most of these times that lie within so many seconds."""
-    return max((sum(start <= one < start + seconds for one in times) for start in times), default=0)
 
 
 def together(bodies: list[Callable[[], None]]) -> None:
@@ -357,7 +344,7 @@ def measure(nranks: int, library: Path, options: argparse.Namespace) -> dict[str
     running = start_processes(nranks, processes, server.port, library, options.timeout)
     gather = Gather(server, len(running) + 1)
     try:
-        for name in ("start", "split", "roster", "quiet"):
+        for name in ("start", "split", "polled", "quiet"):
             gather_or_end(gather, name, running)
         end = time.time() + options.timeout + PATIENCE_SECONDS
         while sum(len(one.reports()) for one in running) < nranks - 1 and time.time() < end:
@@ -409,11 +396,10 @@ def summary(
         "ranks": nranks,
         "bootstrap": most("bootstrap"),
         "split": most("split"),
-        "roster": most("roster"),
         "quiet poll": sum(one["quiet poll"] for one in found) / len(found),
         "polls apart": min(one["apart"] for one in found),
         "report": median(one["report"] for one in found),
-        "report, reporter": most("report"),
+        "report, most": most("report"),
         "turns of waiting": most("turns"),
         "bootstrap seconds": most("bootstrap seconds"),
         "first report seconds": min(when, default=-1.0),
@@ -421,8 +407,6 @@ def summary(
         "reports": len(when),
         "stuck": nranks - 1,
         "calls": CALLS + 2,  # a split, and the one that hangs
-        "asked": most("asked"),
-        "asked in a second": most("asked at once"),
         "communicators": most("communicators"),
         "look ms": most("look") * 1e3,
         "longest look ms": most("longest look") * 1e3,
@@ -432,8 +416,8 @@ def summary(
 
 
 COLUMNS = [
-    *["ranks", "bootstrap", "split", "roster", "quiet poll", "polls apart", "report", "report, reporter"],
-    *["bootstrap seconds", "first report seconds", "last report seconds", "asked", "asked in a second"],
+    *["ranks", "bootstrap", "split", "quiet poll", "polls apart", "report", "report, most"],
+    *["bootstrap seconds", "first report seconds", "last report seconds"],
     *["communicators", "look ms", "longest look ms", "file MB"],
 ]
 

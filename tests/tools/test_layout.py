@@ -23,9 +23,9 @@ ORDER: dict[str, str] = {
         bindings.structs bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder
-        watch.track watch.reader watch.wording watch.members watch.waits watch.findings watch.disagreements
-        watch.endings watch.causes watch.verdict watch.store watch.asking watch.diagnosis watch.stacks
-        watch.exit_hooks watch.progress watch.watchdog
+        watch.track watch.reader watch.formatting watch.job watch.waits watch.findings watch.disagree
+        watch.gone watch.blocked watch.verdict watch.store watch.across watch.diagnosis watch.stacks watch.exit_hooks
+        watch.progress watch.watchdog
         comm.deadline comm.observing comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation

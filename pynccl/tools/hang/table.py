@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...watch.members import seen_ago
+from ...watch.job import seen_ago
 from ...watch.records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, CommRecord, ProcessRecord
 from .text import columns, cut, place, ranks, seconds
 

@@ -1,15 +1,13 @@
-"""The words of a verdict: ranks as ranges, numbers, seconds, lines of code, calls."""
+"""Formatting for verdicts: ranks as ranges, numbers, seconds, lines of code, calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from ..bindings.abi import ELEMENTS
-from .records import CallRecord
+from .records import CallRecord, ProcessRecord
 
 _SHOWN_RANGES = 6  # of ranks in one sentence
 _LONGEST = 160  # characters of one name, path or text that came from a record
-ITEMSIZE = {element.dtype.name: element.itemsize for element in ELEMENTS}
 
 Range = tuple[int, int]  # first and last
 
@@ -60,43 +58,22 @@ def ranges_of(ranks: Iterable[int]) -> list[Range]:
     return found
 
 
-def ranks_text(ranks: Iterable[int] | Sequence[Range]) -> str:
+def ranks_text(ranks: Iterable[int | Range]) -> str:
     """ "rank 3", "ranks 3, 5 and 7-12", "ranks 0, 2, 4, 6, 8, 10 and 900 more"."""
-    given: list[int | Range] = list(ranks)
-    runs = ranges_of(one for one in given if isinstance(one, int))
-    runs += [one for one in given if not isinstance(one, int)]
-    words = [word for run in runs for word in _run(run)]
-    if not words:
+    given = list(ranks)
+    runs = ranges_of(one for one in given if isinstance(one, int)) + [one for one in given if isinstance(one, tuple)]
+    parts: list[Range] = []
+    for first, last in runs:
+        parts += [(first, first), (last, last)] if last == first + 1 else [(first, last)]
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
+    if not parts:
         return "no rank"
-    if len(words) == 1 and "-" not in words[0].lstrip("-"):
-        return f"rank {words[0]}"
-    if len(words) > _SHOWN_RANGES + 1:
-        shown: list[Range] = runs[:_SHOWN_RANGES]
-        words = [word for run in shown for word in _run(run)][:_SHOWN_RANGES]
-        left = sum(last - first + 1 for first, last in runs) - _counted(runs, len(words))
-        words.append(f"{left:,} more")
-    return f"ranks {', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else f"ranks {words[0]}"
-
-
-def _run(run: Range) -> list[str]:
-    first, last = run
-    if last - first > 1:
-        return [f"{first}-{last}"]
-    return [str(first)] if first == last else [str(first), str(last)]
-
-
-def _counted(runs: Sequence[Range], words: int) -> int:
-    """How many ranks the first `words` words of the runs stand for."""
-    total = 0
-    for run in runs:
-        of_run = len(_run(run))
-        if words < of_run:
-            return total + words
-        total += run[1] - run[0] + 1
-        words -= of_run
-        if not words:
-            break
-    return total
+    if len(parts) == 1:
+        return f"rank {words[0]}" if parts[0][0] == parts[0][1] else f"ranks {words[0]}"
+    if len(parts) > _SHOWN_RANGES + 1:
+        left = sum(last - first + 1 for first, last in parts[_SHOWN_RANGES:])
+        words = [*words[:_SHOWN_RANGES], f"{left:,} more"]
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
 def seconds(value: float) -> str:
@@ -121,9 +98,7 @@ def call_name(call: CallRecord) -> str:
 def call_text(call: CallRecord) -> str:
     """ "reduce(count=4, FLOAT32, SUM, root=0)": what the ranks must agree on."""
     if call.detail and call.count < 0:
-        return (
-            clean(call.detail) if call.detail.startswith(call.operation) else clean(f"{call.operation}({call.detail})")
-        )
+        return clean(call.detail if call.detail.startswith(call.operation) else f"{call.operation}({call.detail})")
     words = [f"count={call.count:,}"] if call.count >= 0 else []
     words += [word for word in (call.dtype, call.op) if word]
     words += [f"root={call.root}"] if call.root >= 0 else []
@@ -141,6 +116,17 @@ def maker(call: CallRecord, paths: Paths) -> str:
 def at(site: str, paths: Paths) -> str:
     """ " at model.py:88", or nothing."""
     return f" at {paths.short(site)}" if site else ""
+
+
+def called(call: CallRecord, paths: Paths) -> str:
+    """ " at model.py:88", " (AllReduce.backward of the forward call at model.py:88)", or nothing."""
+    made = maker(call, paths)
+    return f" ({made})" if call.function and made else at(call.site, paths)
+
+
+def ago(process: ProcessRecord, when: float) -> str:
+    """ " 3.1 s ago" by the clock of the process's machine, or nothing."""
+    return f" {seconds(process.now - when)} ago" if 0 < when <= process.now else ""
 
 
 def line_of(site: str) -> str:

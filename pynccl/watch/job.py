@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from .formatting import Paths, Range, call_name, clean, maker, ranks_text
 from .records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
-from .wording import Paths, Range, clean, ranks_text
 
 # The end of a process that nobody heard from is later than its last heartbeat, by less than this.
 _SILENT_SECONDS = 5.0
@@ -68,6 +68,27 @@ class Group:
         known = [self.members[rank] for rank in ranks if rank in self.members]
         return names_of(known) if len(known) == len(ranks) else ranks_text(ranks)
 
+    def title(self) -> str:
+        """ "comm 'tp', 4 ranks"."""
+        return f"comm '{self.name}', {self.size:,} rank{'s' if self.size != 1 else ''}"
+
+    def brief(self, call: CallRecord) -> str:
+        """ "all_reduce #41 of comm 'tp'"."""
+        return f"{call_name(call)} of comm '{self.name}'"
+
+    def describe(self, call: CallRecord, paths: Paths) -> str:
+        """ "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"."""
+        words = [self.title()]
+        if call.count >= 0:
+            words.append(f"{clean(call.dtype, 20)} x {call.count:,}".strip())
+        words += [f"root {call.root}"] if call.root >= 0 else []
+        if call.detail.startswith(f"{call.operation}("):  # compared by PYNCCL_CHECK=1, not made yet
+            words.append(clean(call.detail[len(call.operation) + 1 :].rstrip(")")))
+        made = maker(call, paths)
+        if call.function and made:
+            return f"{call_name(call)} ({made}; {', '.join(words)})"
+        return f"{call_name(call)} ({', '.join([*words, made] if made else words)})"
+
 
 class Job:
     """All communicators of the processes, and who is who in them."""
@@ -83,28 +104,25 @@ class Job:
         self.processes = [one for one in self.given if not one.comms or id(one) in self.members]
         self.paths = Paths(_sites(self.given))
 
+    def place(self, process: ProcessRecord, group: Group | None = None) -> tuple[Group, Member] | None:
+        """Which rank a process is: of this communicator, else of its largest one."""
+        places = self.members.get(id(process), [])
+        inside = [place for place in places if place[0] is group]
+        return inside[0] if inside else max(places, key=lambda place: place[0].size, default=None)
+
     def name(self, process: ProcessRecord, group: Group | None = None) -> str:
         """ "rank 2": by its rank in the communicator, else of the launch, else by its number."""
-        places = self.members.get(id(process), [])
-        if inside := [member for one, member in places if one is group]:
-            return names_of(inside[:1])
+        place = self.place(process, group)
+        if place and place[0] is group:
+            return names_of([place[1]])
         if process.rank >= 0:
             return f"rank {process.rank}"
-        if places:
-            largest, member = max(places, key=lambda place: place[0].size)
-            return f"rank {member.rank} of comm '{largest.name}'"
-        return f"process {process.pid}"
+        return f"rank {place[1].rank} of comm '{place[0].name}'" if place else f"process {process.pid}"
 
     def key(self, process: ProcessRecord, group: Group | None = None) -> tuple[str, int]:
         """(uid, rank) for `culprits`; the uid is "" where it has no communicator."""
-        places = self.members.get(id(process), [])
-        for one, member in places:
-            if one is group:
-                return one.uid, member.rank
-        if places:
-            largest, member = max(places, key=lambda place: place[0].size)
-            return largest.uid, member.rank
-        return "", process.rank
+        place = self.place(process, group)
+        return (place[0].uid, place[1].rank) if place else ("", process.rank)
 
 
 def names_of(members: Sequence[Member]) -> str:
@@ -187,19 +205,13 @@ def _groups(processes: Sequence[ProcessRecord]) -> list[Group]:
 
 def _canonical(processes: Sequence[ProcessRecord]) -> dict[str, str]:
     """One name for each communicator: names that a record holds together are the same one's."""
-    above: dict[str, str] = {}
-
-    def find(name: str) -> str:
-        while above.setdefault(name, name) != name:
-            above[name] = above[above[name]]
-            name = above[name]
-        return name
-
-    for process in processes:
-        for comm in process.comms:
-            for other in (comm.uid, *comm.aliases):
-                above[find(other)] = find(comm.uid)
-    return {name: find(name) for name in list(above)}
+    chosen: dict[str, str] = {}
+    for comm in (comm for process in processes for comm in process.comms):
+        name = chosen.setdefault(comm.uid, comm.uid)
+        others = {chosen.setdefault(alias, name) for alias in comm.aliases} - {name}
+        if others:
+            chosen = {one: name if known in others else known for one, known in chosen.items()}
+    return chosen
 
 
 def _group(uid: str, rows: list[tuple[ProcessRecord, CommRecord]], launched: dict[int, ProcessRecord]) -> Group:
@@ -262,11 +274,7 @@ def _member(process: ProcessRecord, comm: CommRecord) -> Member:
 
 def _sites(processes: Sequence[ProcessRecord]) -> Iterable[str]:
     for process in processes:
-        yield process.where
-        yield process.end_site
+        yield from (process.where, process.end_site)
         for comm in process.comms:
-            yield comm.ended_site
-            yield comm.made_at
-            for call in comm.calls:
-                yield call.site
-                yield call.forward_site
+            yield from (comm.ended_site, comm.made_at)
+            yield from (site for call in comm.calls for site in (call.site, call.forward_site))
