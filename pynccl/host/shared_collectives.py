@@ -28,8 +28,9 @@ ALIGNMENT = 64
 # Up to here every rank of an all_reduce reduces everything.
 DIRECT_BYTES = 64 << 10
 Run = Callable[[], None]
-# Reads a piece from a slot: whether that is a large one, its number; start and bytes of the piece; bytes of a block.
-Read = Callable[[bool, int, int, int, int], None]
+# What reads a piece from a slot, made while the peers are on their way. Arguments: whether it is a large slot, its
+# number; start and bytes of the piece; bytes of a block.
+Reader = Callable[[bool, int, int, int, int], Callable[[], object]]
 
 
 class _Copy(NamedTuple):
@@ -59,7 +60,7 @@ def _call(op: Operation, *phases: Run) -> Run:
 
 
 def _steps(
-    op: Operation, nbytes: int, blocks: int, put: Sequence[_Copy], waited: Sequence[int], read: Read,
+    op: Operation, nbytes: int, blocks: int, put: Sequence[_Copy], waited: Sequence[int], reader: Reader,
     local: tuple[int, int] | None = None,
 ) -> Run:  # fmt: skip
     """A phase: so many bytes for each of `blocks` in a slot, put there, and read once the ranks `waited` have theirs.
@@ -88,8 +89,9 @@ def _steps(
             if at + 1 < len(pieces):
                 fill(large, stride, *pieces[at + 1])
             if waited:
+                read = reader(large, slot, start, n, stride)
                 shared.wait(waited)
-                read(large, slot, start, n, stride)
+                read()
         if is_large:
             shared.end_large()
 
@@ -124,11 +126,14 @@ def _copy(
     segments = _shared(op).segments
     copies = [(segments[copy.rank], copy.block, copy.address) for copy in get]
 
-    def read(large: bool, slot: int, start: int, n: int, stride: int) -> None:
-        for segment, block, target in copies:
-            memmove(target + start, segment.slot(large, slot) + block * stride, n)
+    def reader(large: bool, slot: int, start: int, n: int, stride: int) -> Run:
+        def read() -> None:
+            for segment, block, target in copies:
+                memmove(target + start, segment.slot(large, slot) + block * stride, n)
 
-    return _steps(op, op.nbytes, blocks, put, tuple(sorted({copy.rank for copy in get})), read, local)
+        return read
+
+    return _steps(op, op.nbytes, blocks, put, tuple(sorted({copy.rank for copy in get})), reader, local)
 
 
 def broadcast(op: Operation) -> Run:
@@ -197,15 +202,15 @@ def _reduce(
         parts[shared.rank] = mine[first : first + length]
         return prepared(parts, out[first : first + length], op.dtype, op.op)
 
-    def read(large: bool, slot: int, start: int, n: int, stride: int) -> None:
+    def reader(large: bool, slot: int, start: int, n: int, stride: int) -> Callable[[], object]:
         combine = known.get((large, slot, start))
         if combine is None:
             combine = prepare(large, slot, start, n, stride)
             if op.is_kept:
                 known[large, slot, start] = combine
-        combine()
+        return combine
 
-    return _steps(op, count * size, blocks, copies, shared.peers if reads else (), read)
+    return _steps(op, count * size, blocks, copies, shared.peers if reads else (), reader)
 
 
 def _reduction(op: Operation, blocks: int, phases: Callable[[Tensor], Sequence[Run]]) -> Run:
