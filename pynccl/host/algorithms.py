@@ -1,34 +1,28 @@
 """The collectives and send/recv over tagged messages, and the table of all operations.
 
-Each function prepares one operation: it makes the views of the buffers and returns what runs it. All are direct: one
-round of messages between everybody, or two (reduce-scatter, then all-gather) for a large all_reduce. Whatever reduces
-does so in the order of the ranks, so all ranks end up with the same bits.
+A collective is one round of messages between everybody; a large all_reduce has two, a reduce-scatter and an all-gather.
+What reduces does so in the order of the ranks, so all ranks end up with the same bits.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from . import shared_collectives as shared
-from . import shared_reductions as sums
 from .comm import Comm, Work
-from .connection import Label, Transfer
+from .connection import Form, Label
 from .failure import invalid_usage
 from .memory import STORAGE, bytes_at, bytes_of, view
 from .operation import Kind, Operation, Where
 from .reduction import PreMulSum, combine, wire_type
 
-# Below this many bytes all_reduce sends everything to everybody: half the rounds, for (p-1)/2 times the bytes.
+# Up to here all_reduce sends everything to everybody: half the rounds, for (p-1)/2 times the bytes.
 DIRECT_BYTES = 64 << 10
-_ANSWERS = 1 << 31  # in a tag: the message before was received
-# Large reductions go in pieces, so that adding one piece overlaps with the transfer of the next. In an all_reduce,
-# gathering overlaps as well; without it pieces are larger, since each wakes threads (measured with 2 ranks on 2 cores).
-PIECE_BYTES = 4 << 20
-LONE_PIECE_BYTES = 16 << 20
 
 
 def _parts(data: Tensor, parts: int) -> list[Tensor]:
@@ -63,182 +57,98 @@ def _in_rank_order(comm: Comm, mine: Tensor, others: Sequence[Tensor]) -> list[T
 
 
 def _exchange(
-    op: Operation, sends: Iterable[tuple[int, Tensor]], recvs: Iterable[tuple[int, Tensor]]
-) -> Callable[[], None]:
-    """One round of messages, prepared. Empty tensors travel in neither direction."""
-    comm = op.comm
-    if comm.size == 1:
-        return lambda: None
-    outgoing = [(peer, data) for peer, data in sends if data.numel()]
-    incoming = [(peer, data) for peer, data in recvs if data.numel()]
-    bytes_out, bytes_in = ([(peer, bytes_of(data)) for peer, data in way] for way in (outgoing, incoming))
-
-    def exchange(tensors: object = (outgoing, incoming)) -> None:  # which own the memory
-        comm.transport.exchange(bytes_out, bytes_in, op.label())
-
-    return exchange
+    op: Operation, label: Label, sends: Iterable[tuple[int, Tensor]], recvs: Iterable[tuple[int, Tensor]]
+) -> None:
+    """One round of messages. Empty tensors travel in neither direction."""
+    outgoing, incoming = ([(peer, bytes_of(data)) for peer, data in way if data.numel()] for way in (sends, recvs))
+    if outgoing or incoming:
+        op.comm.transport.exchange(outgoing, incoming, label)
 
 
-def _direct(op: Operation, sends: Sequence[Tensor], out: Tensor) -> Callable[[], None]:
-    """Rank p gets sends[p] of everybody, in one round; each rank reduces what it has got."""
-    comm, mine = op.comm, sends[op.comm.rank]
-    others = [torch.empty_like(mine) for _ in comm.peers]  # its own, since a small operation is kept for the next time
-    op.held = sum(other.nbytes for other in others)
-    exchange = _exchange(op, [(p, sends[p]) for p in comm.peers], zip(comm.peers, others, strict=True))
-    parts = _in_rank_order(comm, mine, others)
-
-    def direct() -> None:
-        exchange()
-        combine(parts, out, op.dtype, op.op)
-
-    return direct
+def _reduce_blocks(op: Operation, label: Label, blocks: Sequence[Tensor], out: Tensor) -> None:
+    """Rank p gets blocks[p] of everybody, and reduces what it has got."""
+    comm, mine = op.comm, blocks[op.comm.rank]
+    others = _scratch(op, len(comm.peers), mine.numel())
+    _exchange(op, label, [(p, blocks[p]) for p in comm.peers], zip(comm.peers, others, strict=True))
+    combine(_in_rank_order(comm, mine, others), out, op.dtype, op.op)
 
 
-def _is_direct(op: Operation) -> bool:
-    return op.premul is None and op.comm.size > 1 and op.nbytes <= DIRECT_BYTES
-
-
-def all_reduce(op: Operation) -> Callable[[], None]:
-    p, own, out = op.comm.size, _sent(op), _received(op)
-    if _is_direct(op):
-        return _direct(op, [own] * p, out)
-
-    def sharded() -> None:
-        shards = _parts(out, p)
-        _reduce_shards(op, _parts(_contribution(own, op.premul), p), shards[op.comm.rank], shards)
-
-    return sharded
-
-
-def reduce_scatter(op: Operation) -> Callable[[], None]:
-    p, own, out = op.comm.size, _sent(op, op.comm.size), _received(op)
-    if _is_direct(op):
-        return _direct(op, _parts(own, p), out)
-    return lambda: _reduce_shards(op, _parts(_contribution(own, op.premul), p), out, [])
-
-
-def _reduce_shards(op: Operation, shards: list[Tensor], out: Tensor, everything: list[Tensor]) -> None:
-    """out = op over all ranks' shard of this rank; with `everything`, also gather all ranks' `out` into it.
-
-    In place is safe: a peer's result of a piece can only arrive after that peer has received this rank's
-    contribution to the same piece, which is what the result overwrites.
-    """
-    comm = op.comm
-    if comm.size == 1:
-        combine(shards, out, op.dtype, op.op)
+def all_reduce(op: Operation) -> None:
+    comm, out, label = op.comm, _received(op), op.label()
+    own = _contribution(_sent(op), op.premul)
+    if op.nbytes <= DIRECT_BYTES:
+        _reduce_blocks(op, label, [own] * comm.size, out)
         return
-    transport, peers = comm.transport, comm.peers
-    largest = max(shard.numel() for shard in shards) * shards[0].element_size()
-    pieces = max(1, -(-largest // (PIECE_BYTES if everything else LONE_PIECE_BYTES)))
-    cut = [_parts(shard, pieces) for shard in shards]
-    incoming = [_parts(other, pieces) for other in _receive_buffers(op, shards[comm.rank], out)]
-    results = _parts(out, pieces)
-    targets = [_parts(shard, pieces) for shard in everything]
-    label, gather_label = op.label(), op.label()
-    sends: list[Transfer] = []
-    arrivals: list[list[Transfer]] = []
-    for k in range(pieces):
-        sends += _post(transport.send, [(p, cut[p][k]) for p in peers], label)
-        arrivals.append(_post(transport.recv, zip(peers, [row[k] for row in incoming], strict=True), label))
-    gathers: list[Transfer] = []
-    for k in range(pieces):
-        transport.wait(arrivals[k])
-        parts = _in_rank_order(comm, cut[comm.rank][k], [row[k] for row in incoming])
-        combine(parts, results[k], op.dtype, op.op)
-        if targets:
-            sends += _post(transport.send, [(p, results[k]) for p in peers], gather_label)
-            gathers += _post(transport.recv, [(p, targets[p][k]) for p in peers], gather_label)
-    transport.wait(gathers)
-    transport.wait(sends)
+    shards = _parts(out, comm.size)
+    mine = shards[comm.rank]
+    _reduce_blocks(op, label, _parts(own, comm.size), mine)
+    _exchange(op, label, [(p, mine) for p in comm.peers], [(p, shards[p]) for p in comm.peers])
 
 
-def _post(post: Callable[..., Transfer], rows: Iterable[tuple[int, Tensor]], label: Label) -> list[Transfer]:
-    return [post(peer, bytes_of(data), label) for peer, data in rows if data.numel()]
+def reduce_scatter(op: Operation) -> None:
+    own = _contribution(_sent(op, op.comm.size), op.premul)
+    _reduce_blocks(op, op.label(), _parts(own, op.comm.size), _received(op))
 
 
-def _receive_buffers(op: Operation, mine: Tensor, out: Tensor) -> list[Tensor]:
-    """Where the peers' contributions arrive: the first one in `out` if it is free, which saves memory traffic."""
-    rows = len(op.comm.peers)
-    if out.dtype != mine.dtype or out.data_ptr() == mine.data_ptr():
-        return _scratch(op, rows, out.numel())
-    return [out, *_scratch(op, rows - 1, out.numel())]
-
-
-def reduce(op: Operation) -> Callable[[], None]:
-    comm, own = op.comm, _sent(op)
+def reduce(op: Operation) -> None:
+    comm, own = op.comm, _contribution(_sent(op), op.premul)
     if comm.rank != op.peer:
-
-        def elsewhere() -> None:
-            _exchange(op, [(op.peer, _contribution(own, op.premul))], [])()
-
-        return elsewhere
-    out = _received(op)
-
-    def at_root() -> None:
-        others = _scratch(op, len(comm.peers), op.count)
-        _exchange(op, [], zip(comm.peers, others, strict=True))()
-        combine(_in_rank_order(comm, _contribution(own, op.premul), others), out, op.dtype, op.op)
-
-    return at_root
+        _exchange(op, op.label(), [(op.peer, own)], [])
+        return
+    others = _scratch(op, len(comm.peers), op.count)
+    _exchange(op, op.label(), [], zip(comm.peers, others, strict=True))
+    combine(_in_rank_order(comm, own, others), _received(op), op.dtype, op.op)
 
 
-def _then_copy(exchange: Callable[[], None], target: Tensor, source: Tensor) -> Callable[[], None]:
-    if target.data_ptr() == source.data_ptr():
-        return exchange
+def broadcast(op: Operation) -> None:
+    comm, out = op.comm, _received(op)
+    if comm.rank != op.peer:
+        _exchange(op, op.label(), [], [(op.peer, out)])
+        return
+    source = _sent(op)
+    _exchange(op, op.label(), [(p, source) for p in comm.peers], [])
+    _copy(source, out)
 
-    def both() -> None:
-        exchange()
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
         target.copy_(source)
 
-    return both
 
-
-def broadcast(op: Operation) -> Callable[[], None]:
-    comm, out = op.comm, _received(op)
-    if comm.rank != op.peer:
-        return _exchange(op, [], [(op.peer, out)])
-    source = _sent(op)
-    return _then_copy(_exchange(op, [(p, source) for p in comm.peers], []), out, source)
-
-
-def all_gather(op: Operation) -> Callable[[], None]:
+def all_gather(op: Operation) -> None:
     comm, mine = op.comm, _sent(op)
     rows = _parts(_received(op, comm.size), comm.size)
-    exchange = _exchange(op, [(p, mine) for p in comm.peers], [(p, rows[p]) for p in comm.peers])
-    return _then_copy(exchange, rows[comm.rank], mine)
+    _exchange(op, op.label(), [(p, mine) for p in comm.peers], [(p, rows[p]) for p in comm.peers])
+    _copy(mine, rows[comm.rank])
 
 
-def all_to_all(op: Operation) -> Callable[[], None]:
+def all_to_all(op: Operation) -> None:
     comm, source = op.comm, _sent(op, op.comm.size)
-    rows = _parts(_received(op, comm.size), comm.size)
-
-    def exchange(blocks: list[Tensor]) -> Callable[[], None]:
-        return _exchange(op, [(p, blocks[p]) for p in comm.peers], [(p, rows[p]) for p in comm.peers])
-
     if op.send_ptr == op.recv_ptr:  # nccl.h promises nothing for it, but it is cheap to get right
-
-        def in_place() -> None:
-            exchange(_parts(source.clone(), comm.size))()
-
-        return in_place
-    blocks = _parts(source, comm.size)
-    return _then_copy(exchange(blocks), rows[comm.rank], blocks[comm.rank])
+        source = source.clone()
+    blocks, rows = (_parts(whole, comm.size) for whole in (source, _received(op, comm.size)))
+    _exchange(op, op.label(), [(p, blocks[p]) for p in comm.peers], [(p, rows[p]) for p in comm.peers])
+    _copy(blocks[comm.rank], rows[comm.rank])
 
 
-def gather(op: Operation) -> Callable[[], None]:
+def gather(op: Operation) -> None:
     comm, mine = op.comm, _sent(op)
     if comm.rank != op.peer:
-        return _exchange(op, [(op.peer, mine)], [])
+        _exchange(op, op.label(), [(op.peer, mine)], [])
+        return
     rows = _parts(_received(op, comm.size), comm.size)
-    return _then_copy(_exchange(op, [], [(p, rows[p]) for p in comm.peers]), rows[comm.rank], mine)
+    _exchange(op, op.label(), [], [(p, rows[p]) for p in comm.peers])
+    _copy(mine, rows[comm.rank])
 
 
-def scatter(op: Operation) -> Callable[[], None]:
+def scatter(op: Operation) -> None:
     comm, out = op.comm, _received(op)
     if comm.rank != op.peer:
-        return _exchange(op, [], [(op.peer, out)])
+        _exchange(op, op.label(), [], [(op.peer, out)])
+        return
     rows = _parts(_sent(op, comm.size), comm.size)
-    return _then_copy(_exchange(op, [(p, rows[p]) for p in comm.peers], []), out, rows[comm.rank])
+    _exchange(op, op.label(), [(p, rows[p]) for p in comm.peers], [])
+    _copy(rows[comm.rank], out)
 
 
 def _to_itself(ops: Sequence[Operation], kind: Kind) -> list[Operation]:
@@ -257,8 +167,6 @@ def check_messages_to_itself(ops: Sequence[Operation]) -> None:
 
 class Messages:
     """All sends and receives of a group on one communicator at once."""
-
-    held = 0
 
     def __init__(self, ops: Sequence[Operation]) -> None:
         self._ops = ops
@@ -309,7 +217,7 @@ _NOTHING = memoryview(b"")
 
 
 def _answer(label: Label) -> Label:
-    return label._replace(tag=label.tag ^ _ANSWERS)
+    return label._replace(form=Form.ANSWER)
 
 
 def _to_others(ops: Sequence[Operation], kind: Kind) -> list[tuple[Operation, Label]]:
@@ -341,22 +249,22 @@ def _once(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
 
 
 def _either(
-    over_sockets: Callable[[Operation], Callable[[], None]], in_memory: Callable[[Operation], Callable[[], None]]
+    over_sockets: Callable[[Operation], None], in_memory: Callable[[Operation], Callable[[], None]]
 ) -> Callable[[Operation], Callable[[], None]]:
     """Through memory where the ranks share it."""
-    return lambda op: (over_sockets if op.comm.shared is None else in_memory)(op)
+    return lambda op: partial(over_sockets, op) if op.comm.shared is None else in_memory(op)
 
 
-ALL_REDUCE = Kind("ncclAllReduce", 1, _either(all_reduce, sums.all_reduce), _twice, reduces=True)
-REDUCE_SCATTER = Kind("ncclReduceScatter", 2, _either(reduce_scatter, sums.reduce_scatter), _shards, reduces=True)
-REDUCE = Kind("ncclReduce", 3, _either(reduce, sums.reduce), _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
-BROADCAST = Kind("ncclBroadcast", 4, _either(broadcast, shared.broadcast), _whole, send=Where.ON_ROOT, peer_is="root")
-ALL_GATHER = Kind("ncclAllGather", 5, _either(all_gather, shared.all_gather), _shards)
-ALL_TO_ALL = Kind("ncclAlltoAll", 6, _either(all_to_all, shared.all_to_all), _shards)
-GATHER = Kind("ncclGather", 7, _either(gather, shared.gather), _rooted, recv=Where.ON_ROOT, peer_is="root")
-SCATTER = Kind("ncclScatter", 8, _either(scatter, shared.scatter), _rooted, send=Where.ON_ROOT, peer_is="root")
-SEND = Kind("ncclSend", 9, lambda op: Messages([op]).run, _once, recv=Where.NOWHERE, peer_is="peer")
-RECV = Kind("ncclRecv", 10, lambda op: Messages([op]).run, _once, send=Where.NOWHERE, peer_is="peer")
+ALL_REDUCE = Kind("ncclAllReduce", _either(all_reduce, shared.all_reduce), _twice, reduces=True)
+REDUCE_SCATTER = Kind("ncclReduceScatter", _either(reduce_scatter, shared.reduce_scatter), _shards, reduces=True)
+REDUCE = Kind("ncclReduce", _either(reduce, shared.reduce), _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
+BROADCAST = Kind("ncclBroadcast", _either(broadcast, shared.broadcast), _whole, send=Where.ON_ROOT, peer_is="root")
+ALL_GATHER = Kind("ncclAllGather", _either(all_gather, shared.all_gather), _shards)
+ALL_TO_ALL = Kind("ncclAlltoAll", _either(all_to_all, shared.all_to_all), _shards)
+GATHER = Kind("ncclGather", _either(gather, shared.gather), _rooted, recv=Where.ON_ROOT, peer_is="root")
+SCATTER = Kind("ncclScatter", _either(scatter, shared.scatter), _rooted, send=Where.ON_ROOT, peer_is="root")
+SEND = Kind("ncclSend", lambda op: Messages([op]).run, _once, recv=Where.NOWHERE, peer_is="peer")
+RECV = Kind("ncclRecv", lambda op: Messages([op]).run, _once, send=Where.NOWHERE, peer_is="peer")
 
 
 def _free(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
@@ -364,9 +272,9 @@ def _free(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
 
 
 # What ranks tell each other to make something, outside of the modelled link.
-SPLIT = Kind("ncclCommSplit", 11, _either(all_gather, shared.all_gather), _free)
-WINDOW = Kind("ncclCommWindowRegister", 12, _either(all_gather, shared.all_gather), _free)
-GROW = Kind("ncclCommGrow", 13, _either(all_gather, shared.all_gather), _free)
+SPLIT = Kind("ncclCommSplit", _either(all_gather, shared.all_gather), _free)
+WINDOW = Kind("ncclCommWindowRegister", _either(all_gather, shared.all_gather), _free)
+GROW = Kind("ncclCommGrow", _either(all_gather, shared.all_gather), _free)
 
 
 def gather_rows(comm: Comm, ticket: int, kind: Kind, row: Tensor) -> Tensor:

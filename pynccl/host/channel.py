@@ -18,7 +18,7 @@ from collections.abc import Callable
 from ctypes import memmove
 
 from . import futex
-from .connection import HEAD, HEAD_BYTES
+from .connection import HEAD_BYTES
 from .segment import BELL, LINE_BYTES, MESSAGE_BYTES, MESSAGE_SLOTS, OwnSegment, Segment
 
 _WORD = (1 << 32) - 1
@@ -197,10 +197,3 @@ class Incoming:
     def _bytes(self, address: int, nbytes: int) -> bytes:
         at = address - self._segment.address
         return bytes(self._segment.bytes[at : at + nbytes])
-
-    @property
-    def text(self) -> str:
-        """The call of a message that has come and was not posted; else nothing."""
-        if self._posted or self._small.equal:
-            return ""
-        return self._bytes(self._small.slot, HEAD_BYTES)[HEAD.size :].rstrip(b"\0").decode(errors="replace")

@@ -68,8 +68,6 @@ def seconds(variable: str, default: float = 600.0) -> float:
 class Work(Protocol):
     """What a communicator runs in its turn: one collective, or all sends and receives of a group at once."""
 
-    held: int  # bytes of its own, given back by a suspend where it is kept for the next call like it
-
     @property
     def run(self) -> Callable[[], None]: ...
     def traffic(self) -> tuple[int, float]:
@@ -127,8 +125,6 @@ class Comm:
         self.kept: dict[tuple[object, ...], KeptWork] = {}
         self.seen: set[int] = set()  # hashes of what may be kept when it comes again
         self.rma = Background()
-        self.activity = Activity()
-        self.rounds = 0  # of exchanges of collectives
         # Entered by `with`, which Ctrl-C cannot leave locked: a Condition's own __enter__ is Python code, and it can.
         self.mutex = threading.RLock()
         self.lock = threading.Condition(self.mutex)  # told when the next ticket's time has come, and of a failure
@@ -143,7 +139,7 @@ class Comm:
         """Say which rank of how many this is, once, before it connects."""
         self.rank, self.size = rank, size
         self.peers = [peer for peer in range(size) if peer != rank]
-        self.sent, self.received = [0] * size, [0] * size  # messages to and from each rank
+        self.activity = Activity(size)
 
     @property
     def transport(self) -> Transport:
@@ -164,10 +160,8 @@ class Comm:
         """It is initialized, and its ranks share memory or do not."""
         with self.mutex:
             self.shared, self.initialized = shared, True
-        if shared is not None:
-            self.transport.entered = shared.entered
-            if self.failure is not None:
-                shared.close()
+        if shared is not None and self.failure is not None:
+            shared.close()
 
     # Order
 
@@ -250,7 +244,7 @@ class Comm:
     def dynamic_bytes(self) -> int:
         """Bytes that a suspend gives back."""
         shared = self.shared.nbytes if self.shared is not None else 0
-        return self.scratch.nbytes + shared + sum(operation.held for operation in list(self.kept.values()))
+        return self.scratch.nbytes + shared
 
     @property
     def static_bytes(self) -> int:
@@ -281,7 +275,7 @@ class Comm:
         # Of "lost rank 2: its process has ended", what those hear whom this rank tells is the end.
         why = str(failure).partition(": ")[2] or str(failure)
         reason: Reason = {"culprit": failure.culprit, "why": why}
-        return self.fail(HostFailure(Result.REMOTE_ERROR, text + failure.detail), reason)
+        return self.fail(HostFailure(Result.REMOTE_ERROR, text), reason)
 
     def poll(self, what: str) -> None:
         """Fail, and raise HostFailure, if a peer has failed or is gone."""

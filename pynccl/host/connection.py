@@ -1,7 +1,7 @@
 """A connection to one peer: the messages that are under way on it, and what the peer says of itself.
 
-A message is a header and its data. The header says which call the message belongs to: a tag to compare by, and the call
-as text, for the error that names both calls where they differ.
+A message is a header and its data. The header says which call the message belongs to, with the call as text, for the
+error that names both calls where they differ.
 """
 
 from __future__ import annotations
@@ -11,59 +11,50 @@ import struct
 import time
 from collections import deque
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from .connect import Channels
 from .store import frame, take_frames
 
 HEAD_BYTES = 128
-HEAD = struct.Struct("<QQQ")  # tag, bytes, number of the round or message; then the call as text
+HEAD = struct.Struct("<QQQ")  # form, bytes, number of the collective or message; then the call as text
 TEXT_BYTES = HEAD_BYTES - HEAD.size
 
-# A tag is [1 bit collective][20 bits hash of what is sent][10 bits sequence number].
-_COLLECTIVE = 1 << 30
-
 FINALIZE, FAIL, STATUS = "finalize", "fail", "status"
+
+
+class Form(IntEnum):
+    """What a message belongs to."""
+
+    MESSAGE = 0  # a send
+    COLLECTIVE = 1
+    ANSWER = 2  # to a send: it was received
 
 
 class Label(NamedTuple):
     """What the header of a message says of the call that it belongs to."""
 
-    tag: int
-    number: int
+    form: Form
+    number: int  # of the collective; of the message between the two ranks
     text: bytes  # TEXT_BYTES
 
     def head(self, nbytes: int) -> bytes:
         """What a header begins with; then comes the text."""
-        return HEAD.pack(self.tag, nbytes, self.number)
+        return HEAD.pack(self.form, nbytes, self.number)
 
 
-def message_tag(sequence: int, nbytes: int) -> int:
-    """Tag of the `sequence`-th message from one rank to another."""
-    return _hash20(nbytes, 0) << 10 | (sequence & 0x3FF)
+class Status(NamedTuple):
+    """What a rank waits for, as it tells its peers."""
 
-
-def collective_call(count: int, arguments: int) -> int:
-    """The part of a collective's tag that is the same in each of its rounds; `arguments` are all but the count."""
-    return _COLLECTIVE | _hash20(count, arguments) << 10
-
-
-def collective_tag(sequence: int, call: int) -> int:
-    """Tag of the `sequence`-th round of exchanges."""
-    return call | (sequence & 0x3FF)
-
-
-def is_collective(tag: int) -> bool:
-    return bool(tag & _COLLECTIVE)
+    call: str
+    round: int  # the number of its collective; 0 if it is in sends and receives
+    messages: list[tuple[bool, int, int]]  # its sends and receives: sending, peer, the number between the two ranks
+    needs: list[int]  # the ranks for which it waits
 
 
 def header_text(text: str) -> bytes:
     return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-
-
-def _hash20(a: int, b: int) -> int:
-    # Fibonacci hashing: neighbouring sizes get different values, unlike with a checksum.
-    return ((a * 0x9E3779B97F4A7C15 + b * 0xC2B2AE3D27D4EB4F) & (2**64 - 1)) >> 44
 
 
 class Transfer:
@@ -106,7 +97,7 @@ class Connection:
         self.outbox = bytearray()
         self.finalized = False  # it has left in order
         self.failure: Mapping[str, Any] | None = None  # what it said when it failed
-        self.status: Mapping[str, Any] | None = None  # what it has been waiting for
+        self.status: Status | None = None  # what it has been waiting for
         self.ended_at = 0.0  # when the control connection ended, or it failed
         self.why = ""
 
@@ -155,4 +146,4 @@ class Connection:
             self.failure = message
             self.ended_at = time.monotonic()
         elif kind == STATUS:
-            self.status = message
+            self.status = Status(*message)

@@ -22,15 +22,12 @@ class TransportFailure(Exception):
     """An exchange with the peers broke; the communicator turns it into a HostFailure that names the operation.
 
     culprit  the rank because of which; None where none is to blame
-    detail   what else is known, for the end of the message
     verdict  how the calls of the ranks disagree: that is then the whole message
     """
 
-    def __init__(
-        self, text: str, *, timed_out: bool = False, culprit: int | None = None, detail: str = "", verdict: str = ""
-    ) -> None:
+    def __init__(self, text: str, *, timed_out: bool = False, culprit: int | None = None, verdict: str = "") -> None:
         super().__init__(text or verdict)
-        self.timed_out, self.culprit, self.detail, self.verdict = timed_out, culprit, detail, verdict
+        self.timed_out, self.culprit, self.verdict = timed_out, culprit, verdict
 
 
 # What ncclGetErrorString says.

@@ -88,7 +88,7 @@ def _use(
         while renamed and time.monotonic() < deadline:
             check()  # the parent's connections know the ranks by their names there, perhaps a moment later
             time.sleep(0.01)
-        text = f"{what}: {failure}{failure.detail}"
+        text = f"{what}: {failure}"
         if renamed and failure.culprit is not None:
             number = failure.culprit
             text += f" (numbers of the new communicator: its rank {number} is {names[number]} of this one)"
@@ -246,7 +246,7 @@ def _connect_split(parent: Comm, child: Comm, color: int, rows: Sequence[bytes],
     child.set_rank(members.index(parent.rank), len(members))
     child.local = parent.local
     if parent.meeting is not None:
-        child.meeting = parent.meeting.below(f"split/{parent.rounds}/{color}")
+        child.meeting = parent.meeting.below(f"split/{parent.activity.rounds}/{color}")
     if child.size == 1:
         child.initialized = True
         return

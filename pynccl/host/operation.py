@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 from ..bindings.abi import ITEMSIZE, DataType, RedOp
 from .argcheck import check_dtype, check_peer
 from .comm import Comm
-from .connection import Label, collective_call, collective_tag, header_text, message_tag
+from .connection import Form, Label, header_text
 from .failure import invalid_argument
 from .reduction import PreMulSum
 from .segment import SMALL_BYTES
 
-# Small operations keep scratch of their own size, unless their ranks share memory.
 _KEPT_OPERATIONS, _SEEN_OPERATIONS = 512, 4096
-_KEPT_BYTES = 8 << 10
-_KEPT_SHARED_BYTES = SMALL_BYTES
+_KEPT_BYTES = SMALL_BYTES
 
 
 class Where(Enum):
@@ -32,14 +30,13 @@ class Where(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What an operation is: its C function and code, which arguments it uses, what it costs on a link.
+    """What an operation is: its C function, which arguments it uses, what it costs on a link.
 
     prepare(operation) makes the views of its buffers and returns what runs it, any number of times.
     traffic(p, nbytes of `count` elements, is root) -> (steps, bytes on the wire).
     """
 
     name: str
-    number: int
     prepare: Callable[[Operation], Callable[[], None]]
     traffic: Callable[[int, int, bool], tuple[int, float]]
     send: Where = Where.EVERYWHERE
@@ -66,7 +63,6 @@ class Operation:
     peer: int = 0
     # Bound when the operation is called, since its number may come to mean another one.
     premul: PreMulSum | None = field(default=None, init=False)
-    held: int = 0  # bytes of its own, in which the peers' contributions arrive
     is_kept: bool = field(default=False, init=False)  # for the next call like it
     _prepared: Callable[[], None] | None = field(default=None, init=False)
 
@@ -101,20 +97,12 @@ class Operation:
         return self.kind.traffic(self.comm.size, self.nbytes, self.peer == self.comm.rank)
 
     def label(self) -> Label:
-        """Label of the next round of exchanges of this collective; every rank calls it once per round."""
-        comm = self.comm
-        comm.rounds += 1
-        if comm.activity.round == 0:
-            comm.activity.round = comm.rounds
-        words = self.words
-        return Label(collective_tag(comm.rounds, words.call), comm.rounds, words.text)
+        """Label of the messages of this collective; every rank calls it once per call."""
+        return Label(Form.COLLECTIVE, self.comm.activity.begin_collective(), self.words.text)
 
     def message_label(self, sending: bool) -> Label:
         """Label of this send or receive, the next one between the two ranks."""
-        counters, peer = self.comm.sent if sending else self.comm.received, self.peer
-        counters[peer] += 1
-        self.comm.activity.messages.append((sending, peer, counters[peer], self.nbytes))
-        return Label(message_tag(counters[peer], self.nbytes), counters[peer], self.words.text)
+        return Label(Form.MESSAGE, self.comm.activity.begin_message(sending, self.peer), self.words.text)
 
     def describe(self) -> str:
         """The call without its addresses; equal on ranks whose calls fit together."""
@@ -154,7 +142,6 @@ class _Words(NamedTuple):
 
     description: str
     text: bytes  # the same, for the headers of messages
-    call: int  # part of the tag of a collective: equal on two ranks if their calls fit together
 
 
 @lru_cache(1024)
@@ -165,9 +152,7 @@ def _words(kind: Kind, count: int, dtype: int, op: int, peer: int) -> _Words:
     if kind.peer_is:
         parts.append(f"{kind.peer_is}={peer}")
     description = f"{kind.name}({', '.join(parts)})"
-    op = min(op, int(RedOp.AVG) + 1)  # each rank numbers its own pre-multiplied sums
-    call = collective_call(count, ((kind.number * 16 + dtype) * 8 + op) * 65536 + peer)
-    return _Words(description, header_text(description), call)
+    return _Words(description, header_text(description))
 
 
 def operation_of(
@@ -184,7 +169,7 @@ def operation_of(
     fresh = Operation(kind, comm, send_ptr, recv_ptr, count, dtype, op, peer)
     fresh.check()
     # The number of a pre-multiplied sum may come to mean another one; large operations gain nothing.
-    if op <= RedOp.AVG and fresh.nbytes <= (_KEPT_BYTES if comm.shared is None else _KEPT_SHARED_BYTES):
+    if op <= RedOp.AVG and comm.shared is not None and fresh.nbytes <= _KEPT_BYTES:
         if (mark := hash(key)) not in comm.seen:
             if len(comm.seen) >= _SEEN_OPERATIONS:
                 comm.seen.clear()

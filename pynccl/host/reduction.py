@@ -108,30 +108,6 @@ def _combine_wide(parts: Sequence[Tensor], out: Tensor, op: int) -> None:
     out.copy_(wide)
 
 
-class Running:
-    """The same bits as `combine`, one part after the other: rank by rank, into one total."""
-
-    def __init__(self, dtype: torch.dtype, op: int, unsigned: bool) -> None:
-        self.dtype = dtype  # of the total
-        self._op, self._unsigned, self._step = op, unsigned, _STEPS.get(op, torch.add)
-
-    @classmethod
-    def of(cls, dtype: int, op: int) -> Running | None:
-        """None where it has to see all parts at once."""
-        storage, extremes = STORAGE[dtype], op in (RedOp.MAX, RedOp.MIN)
-        if dtype in _UNSIGNED and extremes:
-            return None
-        wide = storage in _NARROW and not (extremes and storage not in _FP8)
-        return cls(torch.float32 if wide else storage, op, dtype in _UNSIGNED)
-
-    def add(self, total: Tensor, part: Tensor) -> None:
-        self._step(total, part.to(self.dtype), out=total)
-
-    def end(self, total: Tensor, ranks: int) -> None:
-        if self._op == RedOp.AVG:
-            _divide(total, ranks, self._unsigned)
-
-
 def _divide(total: Tensor, ranks: int, unsigned: bool) -> None:
     """total /= ranks, in place."""
     if total.is_floating_point():

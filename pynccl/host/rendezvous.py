@@ -15,7 +15,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..admission import KEY_VARIABLE, Caller, Refused, job_key, sign
@@ -41,7 +40,6 @@ class _Own(NamedTuple):
 
 _own: _Own | None = None
 _own_lock = threading.Lock()
-_idle_clients: dict[tuple[int, str, int, bytes], list[Client]] = {}
 
 
 class Client:
@@ -114,24 +112,10 @@ class Meeting(NamedTuple):
     def below(self, name: str) -> Meeting:
         return Meeting(self.store, hashlib.sha256(f"{self.name}/{name}".encode()).hexdigest())
 
-    @contextlib.contextmanager
-    def _open(self, deadline: float) -> Iterator[Store | Client]:
-        """The store. A client serves one thread at a time, so everyone takes one and leaves it to the next."""
+    def _open(self, deadline: float) -> contextlib.AbstractContextManager[Store | Client]:
         if isinstance(self.store, Store):
-            yield self.store
-            return
-        idle = _idle_clients.setdefault((os.getpid(), *self.store), [])
-        try:
-            client = idle.pop()
-            client.deadline = deadline
-        except IndexError:
-            client = Client(*self.store, deadline)
-        try:
-            yield client
-        except BaseException:
-            client.close()  # it may be in the middle of an answer
-            raise
-        idle.append(client)
+            return contextlib.nullcontext(self.store)
+        return contextlib.closing(Client(*self.store, deadline))
 
     def wait(self, timeout: float, function: str, rank: int, size: int, endpoint: str) -> list[str]:
         """Wait until all ranks are there; returns what each of them gave as `endpoint`.
@@ -201,10 +185,6 @@ def close() -> None:
     if _own is not None:
         _own.server.close()
     _own = None
-    for clients in _idle_clients.values():
-        for client in clients:
-            client.close()
-    _idle_clients.clear()
 
 
 def meeting_of(unique_id: bytes, timeout: float) -> Meeting:

@@ -323,8 +323,8 @@ def _traffic(p: int, nbytes: int, to_itself: bool) -> tuple[int, float]:
     return (0, 0.0) if to_itself else (1, float(nbytes))
 
 
-PUT = Kind("ncclPutSignal", 14, _prepare, _traffic, recv=Where.NOWHERE, peer_is="peer")
-SIGNAL = Kind("ncclSignal", 15, _prepare, _traffic, send=Where.NOWHERE, recv=Where.NOWHERE, peer_is="peer")
+PUT = Kind("ncclPutSignal", _prepare, _traffic, recv=Where.NOWHERE, peer_is="peer")
+SIGNAL = Kind("ncclSignal", _prepare, _traffic, send=Where.NOWHERE, recv=Where.NOWHERE, peer_is="peer")
 
 
 def _check_signal(name: str, comm: Comm, signal: int, context: int) -> None:

@@ -21,11 +21,9 @@ import contextlib
 import struct
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
-
-from torch import Tensor
 
 from ..bindings.abi import Result
 from . import futex
@@ -36,8 +34,6 @@ from .segment import BELL, COMPLETE, DONE, LARGE, LARGE_BYTES, POSTED, SLOTS, SM
 from .transport import Transport
 from .watchdog import Activity, mismatch, other_calls
 
-ALL, NOBODY = -1, -2  # whom a call waits for, if it is not one rank
-
 _BEHIND = 1 << 31  # set in the difference of two words if the first is behind
 _WORD = (1 << 32) - 1
 _TICK_SECONDS = 0.2
@@ -46,20 +42,12 @@ _SHORT_TICK = futex.timeout_of(0.02)  # once a peer has failed
 
 _SPIN_SECONDS, _LOOKS = 300e-6, 5
 _READ_SECONDS = 0.4
-_TAIL = struct.Struct("<Qq")  # of a header, behind the label: hash of all calls so far; whom this one waits for
-_COMPARED = HEAD_BYTES + 8
-_HASH = (1 << 64) - 1
+_HISTORY = struct.Struct("<Q")  # of a header, behind the label: a checksum of all calls so far; then the last text
+_COMPARED = HEAD_BYTES + _HISTORY.size
 
 
 # A message of a peer: (its rank, header or what it has to begin with, address, bytes).
 Message = tuple[int, bytes, int, int]
-
-
-class _Calls(NamedTuple):
-    """What each rank is in, of what this rank has no part in yet."""
-
-    messages: dict[int, str]
-    collectives: dict[int, str]
 
 
 class SharedMemory:
@@ -85,24 +73,19 @@ class SharedMemory:
             for peer in self.peers
         }
         self._step = 0
-        self._header = self._last_text = b""
+        self._header, self._last_text = b"", bytes(TEXT_BYTES)
         self._history = 0
         self._compare = False  # labels, at the first step of a call
         self._room: bool | None = None  # whether all ranks have large slots, once they have tried
         self._large_step = 0  # the last one of a large operation
-        self.parts: dict[object, list[Tensor]] = {}  # of slots, kept by `shared_collectives`
 
     # A call
 
-    def begin(self, label: Label, nbytes: int, needed: int) -> None:
-        """A call begins; needed: the rank for whose data this one waits, ALL or NOBODY."""
-        self._history = (self._history * 0x9E3779B97F4A7C15 + label.tag) & _HASH
-        self._header = (
-            label.head(nbytes)
-            + label.text
-            + _TAIL.pack(self._history, needed)
-            + self._last_text.ljust(TEXT_BYTES, b"\0")
-        )
+    def begin(self, label: Label, nbytes: int) -> None:
+        """A call begins."""
+        head = label.head(nbytes) + label.text
+        self._history = zlib.crc32(head, self._history)
+        self._header = head + _HISTORY.pack(self._history) + self._last_text
         self._last_text = label.text
         self._compare = True
 
@@ -192,10 +175,6 @@ class SharedMemory:
 
         self.until(self._own.words[BELL : BELL + 1], self._own.address + 4 * BELL, awaited)
 
-    def message_of(self, peer: int) -> str:
-        """The call of a message that has come of a peer, and that this rank has not asked for; else nothing."""
-        return self._incoming[peer].text
-
     # Waiting
 
     def _wait(self, peers: Sequence[int], step: int) -> None:
@@ -224,7 +203,6 @@ class SharedMemory:
             raise TransportFailure("the communicator has ended")
         started = time.monotonic()
         next_tick = started + _TICK_SECONDS
-        told, before = False, _Calls({}, {})
         while True:
             value = word[0]  # before the look at what it tells of
             if not futex.ORDERED:
@@ -239,10 +217,8 @@ class SharedMemory:
             if word[0] == value or time.monotonic() > next_tick:
                 next_tick = time.monotonic() + _TICK_SECONDS
                 transport.hear()
-                calls = self._other_calls(transport)
-                if peers := awaited():  # after what was heard and seen: who has ended, or gone on, did so before
-                    told = transport.look(peers, started, told, all_is_here=True)
-                    before = self._check_calls(peers, calls, before)
+                if peers := awaited():  # after what was heard: who has ended, or gone on, did so before
+                    transport.look(peers, started, compare=True, all_is_here=True)
 
     def _spin(self, word: memoryview, value: int) -> bool:
         """Look again and again for a short time, while nobody else wants the core; whether the word has changed."""
@@ -254,46 +230,14 @@ class SharedMemory:
             futex.give_way()
         return False
 
-    # Calls that disagree
-
-    def _other_calls(self, transport: Transport) -> _Calls:
-        """What each peer is in, of what this rank has no part in yet."""
-        return _Calls(
-            {peer: self.message_of(peer) or transport.message_of(peer) for peer in self.peers},
-            {peer: self._collective_of(peer) for peer in self.peers},
-        )
-
-    def _check_calls(self, peers: Sequence[int], now: _Calls, before: _Calls) -> _Calls:
-        """Raise TransportFailure where a peer that is waited for waits for this rank in another call.
-
-        A message is known by itself; a collective only if it is still there after a while, since a rank may begin one
-        before its last one is over everywhere."""
-        for peer in peers:
-            collective = now.collectives[peer]
-            if text := now.messages[peer] or (collective if collective == before.collectives.get(peer) else ""):
-                raise TransportFailure("", verdict=other_calls(self.rank, self._activity.describe(), peer, text))
-        return now
-
-    def entered(self, peer: int) -> str:
-        """The call of a peer that has begun it before this rank has, and cannot go on without it; else nothing."""
-        return self.message_of(peer) or self._collective_of(peer)
-
-    def _collective_of(self, peer: int) -> str:
-        step = self._posted[peer][0]
-        if not (self._step - step) & _BEHIND:
-            return ""
-        header = bytes(self.segments[peer].headers[step % SLOTS])
-        _, needed = _TAIL.unpack_from(header, HEAD_BYTES)
-        return _text(header, HEAD.size) if needed in (ALL, self.rank) else ""
-
     def _mismatch(self, peer: int, theirs: bytes) -> TransportFailure:
         mine = self._header
-        for at in (HEAD.size, HEAD_BYTES + _TAIL.size):  # this call; the one before, for whose peer nobody waited
+        for at in (HEAD.size, _COMPARED):  # this call; the one before, for whose peer nobody waited
             if mine[at : at + TEXT_BYTES] != theirs[at : at + TEXT_BYTES]:
                 break
         else:
             at = HEAD.size
-        return TransportFailure("", verdict=other_calls(self.rank, _text(mine, at), peer, _text(theirs, at)))
+        return other_calls(self.rank, _text(mine, at), peer, _text(theirs, at))
 
     # Memory and end
 

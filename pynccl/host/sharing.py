@@ -14,7 +14,7 @@ from typing import Any
 
 from ..bindings.abi import Result
 from . import futex
-from .connection import TEXT_BYTES, Label, collective_call
+from .connection import TEXT_BYTES, Form, Label
 from .failure import HostFailure, invalid_argument
 from .segment import MOST_RANKS, OwnSegment, Segment, open_segment
 from .shared import SharedMemory
@@ -91,7 +91,7 @@ def _tell(transport: Transport, rank: int, row: dict[str, Any], number: int) -> 
     mine = json.dumps(row).encode().ljust(_ROW_BYTES)
     assert len(mine) == _ROW_BYTES
     what = b"which transport".ljust(TEXT_BYTES, b"\0")
-    label = Label(collective_call(_ROW_BYTES, number), number, what)
+    label = Label(Form.COLLECTIVE, number, what)
     theirs = {peer: bytearray(_ROW_BYTES) for peer in transport.peers}
     sends = [(peer, memoryview(mine)) for peer in theirs]
     transport.exchange(sends, [(peer, memoryview(data)) for peer, data in theirs.items()], label)

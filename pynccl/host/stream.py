@@ -19,7 +19,6 @@ from functools import partial
 
 from ..bindings.errors import NcclInvalidUsage, from_result
 from ..bindings.resource import Shared
-from . import futex, turns
 from .failure import REASONS, HostFailure, exiting, invalid_argument
 
 Job = Callable[[], object]
@@ -52,7 +51,6 @@ class _Queue:
         self._lock = threading.Lock()
 
     def work(self) -> None:
-        turns.shorten()
         while (job := self.jobs.get()) is not None:
             if not exiting.is_set():
                 try:
@@ -227,11 +225,8 @@ class HostStream(_Stream):
         with self._lock:
             if self._closed:
                 raise NcclInvalidUsage(f"{self!r} is closed; make another with pynccl.create_stream()")
-            idle = self._queue.done == self._queued
             self._queued += 1
             self._queue.jobs.put(fn)
-        if idle:
-            futex.give_way()
 
     def hold(self, keep: object) -> None:
         """Keep an object until all that is queued now has run: the worker drops it when it comes to it."""

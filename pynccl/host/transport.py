@@ -20,24 +20,19 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .connect import Channels
-from .connection import FAIL, FINALIZE, HEAD, HEAD_BYTES, STATUS, Connection, Label, Transfer, is_collective
+from .connection import FAIL, FINALIZE, HEAD_BYTES, STATUS, Connection, Form, Label, Transfer
 from .failure import TransportFailure, invalid_argument, last_error
-from .watchdog import Activity, culprit_of, disagreement, mismatch, other_calls, timed_out, waiting
+from .watchdog import Activity, culprit_of, disagreement, mismatch, timed_out
 
 _TICK_SECONDS = 0.2
 _STALL_SECONDS = 0.5
 _GRACE_SECONDS = 0.4  # for what a peer sent before its end to complete the operation all the same
 _EXPLAIN_SECONDS = 0.4
 _NOTHING = memoryview(b"")
-
-
-def _nowhere(peer: int) -> str:
-    """Where ranks share no memory, a peer is in no collective that its messages do not tell of."""
-    return ""
 
 
 class Transport:
@@ -50,8 +45,6 @@ class Transport:
         self._activity = activity
         self._limit = timeout
         self._broken: TransportFailure | None = None
-        # What a peer has entered before this rank has, and cannot go on without it: see `shared`.
-        self.entered: Callable[[int], str] = _nowhere
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -92,7 +85,7 @@ class Transport:
         transfer.then = answer
         # The two ends of a message differ in their texts, "send" and "recv"; those of a collective in nothing.
         transfer.expected = label.head(len(data))
-        if is_collective(label.tag):
+        if label.form is Form.COLLECTIVE:
             transfer.expected += label.text
         connection.recvs.append(transfer)
         return transfer
@@ -151,8 +144,7 @@ class Transport:
         for connection in {transfer.connection for transfer in pending}:
             self._pull(connection)
         started = next_tick = 0.0
-        told = False
-        entered: Mapping[int, str] = {}
+        moved = -1
         while pending := [transfer for transfer in pending if not transfer.done]:
             if self._broken is not None:
                 raise self._broken
@@ -163,47 +155,37 @@ class Transport:
                 started, next_tick = now, now + _TICK_SECONDS
             elif now >= next_tick:
                 next_tick = now + _TICK_SECONDS
-                if peers := sorted({transfer.connection.peer for transfer in pending if not transfer.done}):
-                    told = self.look(peers, started, told)
-                    entered = self._check_entered(peers, entered)
+                left = [transfer for transfer in pending if not transfer.done]
+                before, moved = moved, sum(transfer.got for transfer in left)
+                if left:
+                    self.look({transfer.connection.peer for transfer in left}, started, compare=moved == before)
 
-    def _check_entered(self, peers: Sequence[int], before: Mapping[int, str]) -> dict[int, str]:
-        """Raise TransportFailure for a peer that has been waiting in a collective for a while; returns who is in one.
+    def look(self, peers: Iterable[int], started: float, *, compare: bool, all_is_here: bool = False) -> None:
+        """What a rank that waits for `peers` does now and then: raise TransportFailure where it waits in vain, and tell
+        them what it waits for.
 
-        Only for a while: what it sent before may have come just now."""
-        entered = {peer: self.entered(peer) for peer in peers}
-        for peer, call in entered.items():
-            if call and before.get(peer) == call:
-                raise TransportFailure("", verdict=other_calls(self._rank, self._activity.describe(), peer, call))
-        return entered
+        compare: its call with those of `peers`. all_is_here: nothing is under way any more from a peer that has ended
+        """
+        now = time.monotonic()
+        awaited = [self._connections[peer] for peer in sorted(peers)]
+        for connection in awaited:
+            if all_is_here and (connection.lost or connection.finalized):
+                raise self._loss(connection)
+        self._check_peers(_GRACE_SECONDS)
+        if now - started > self._limit:
+            raise timed_out(self._connections.values(), awaited)
+        if now - started > _STALL_SECONDS:
+            self._tell_what_is_awaited([connection.peer for connection in awaited])
+        statuses = {connection.peer: connection.status for connection in awaited} if compare else {}
+        for peer, status in statuses.items():
+            if status is not None and (failure := disagreement(self._rank, self._activity, peer, status)):
+                raise failure
 
     def hear(self) -> None:
         """Read what the peers say of themselves."""
         with self._control_lock:
-            before = [connection.status for connection in self._connections.values()]
             for connection in self._connections.values():
                 connection.read_control()
-        if any(old is not new.status for old, new in zip(before, self._connections.values(), strict=True)):
-            self._compare_calls()
-
-    def look(self, peers: Sequence[int], started: float, told: bool, *, all_is_here: bool = False) -> bool:
-        """What whoever waits for `peers` does now and then: raise TransportFailure where it waits in vain, and say what
-        it waits for; returns whether it has.
-
-        all_is_here: nothing is under way any more from a peer that has ended"""
-        now = time.monotonic()
-        if all_is_here:
-            for connection in (self._connections[peer] for peer in peers):
-                if connection.lost or connection.finalized:
-                    raise self._loss(connection)
-        self._check_peers(_GRACE_SECONDS)
-        if now - started > self._limit:
-            raise timed_out(self._connections.values(), {self._connections[peer] for peer in peers})
-        if told or now - started <= _STALL_SECONDS:
-            return told
-        self._tell_what_is_awaited(peers)
-        self._compare_calls()
-        return True
 
     @property
     def broken(self) -> TransportFailure | None:
@@ -213,16 +195,6 @@ class Transport:
     @property
     def has_lost(self) -> bool:
         return any(connection.lost for connection in self._connections.values())
-
-    def message_of(self, peer: int) -> str:
-        """The call of a message that has come of a peer, which nobody has posted yet; else nothing."""
-        try:
-            head = self._connections[peer].data.recv(HEAD_BYTES, socket.MSG_PEEK)
-        except OSError:
-            return ""
-        if len(head) < HEAD_BYTES:
-            return ""
-        return head[HEAD.size :].rstrip(b"\0").decode(errors="replace")
 
     def _serve(self, fd: int) -> None:
         if fd == self._wake:
@@ -236,34 +208,24 @@ class Transport:
             self._pull(connection)
             return
         with self._control_lock:
-            before = connection.status
             connection.read_control()
-        if connection.status is not before:
-            self._compare_calls()
 
     # What peers say of themselves
 
     def _tell_what_is_awaited(self, ranks: Sequence[int]) -> None:
         """Say what this rank does, once, in `ncclGetLastError` and to all peers."""
+        if self._activity.told:
+            return
+        self._activity.told = True
         what = f"{self._activity.describe()} on rank {self._rank} of {len(self._connections) + 1}"
         last_error.text = f"{what} still waits for ranks {list(ranks)}"
-        if not self._activity.told:
-            self._activity.told = True
-            with self._control_lock:
-                for connection in self._connections.values():
-                    connection.send_control([STATUS, self._activity.status()])
-
-    def _compare_calls(self) -> None:
-        """Raise TransportFailure where this rank's call disagrees with that of a peer that waits."""
-        for peer, theirs in waiting(self._connections.values()).items():
-            if text := disagreement(self._rank, self._activity.status(), peer, theirs):
-                raise TransportFailure("", verdict=text)
+        with self._control_lock:
+            for connection in self._connections.values():
+                connection.send_control([STATUS, self._activity.status(ranks)])
 
     def poll(self) -> None:
         """Raise TransportFailure if a peer has failed or is gone. From any thread."""
-        with self._control_lock:
-            for connection in self._connections.values():
-                connection.read_control()
+        self.hear()
         self._check_peers(0.0)
 
     def _check_peers(self, grace: float) -> None:
@@ -287,9 +249,7 @@ class Transport:
         """Why the data connection to a peer is closed: what it, or another one, says of it."""
         deadline = time.monotonic() + _EXPLAIN_SECONDS
         while True:
-            with self._control_lock:
-                for other in self._connections.values():
-                    other.read_control()
+            self.hear()
             if self._broken is not None:
                 return self._broken
             if connection.ended_at or connection.failure is not None or time.monotonic() > deadline:

@@ -1,92 +1,93 @@
-"""Why does nobody come? What a rank is doing, how the calls of two ranks disagree, and which rank is to blame.
+"""Why a wait does not end: calls that disagree, and which rank is to blame.
 
-Most calls that disagree meet in a message, whose header tells them apart (see `transport`). Those that never send
-anything to each other, two broadcasts with other roots for example, wait for ever: so ranks that have waited for a
-while tell each other what for. What they tell stays true ("my 7th round was all_reduce of 16"), so it cannot mislead
-when it is read late. An operation that does not wait costs nothing but a few assignments.
+A message whose header belongs to another call is an error with both calls. Ranks that wait for each other in calls of
+which neither has reached the other's exchange no messages; so a rank that has waited for a while tells its peers what
+for. That stays true for as long as it has not got what it needs, so it cannot mislead when it is read late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from .connection import HEAD, HEAD_BYTES, Connection, is_collective
+from .connection import HEAD, HEAD_BYTES, Connection, Form, Status
 from .failure import TransportFailure
-
-_TOLD_MESSAGES = 100  # of a group's sends and receives
 
 
 class Activity:
     """What a communicator is doing now."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self.describe: Callable[[], str] = str
+        self.rounds = 0  # collectives so far
+        self.sent, self.received = [0] * size, [0] * size  # messages so far, to and from each rank
         self.round = 0
-        self.messages: list[tuple[bool, int, int, int]] = []  # sending, peer, its number, bytes
+        self.messages: list[tuple[bool, int, int]] = []
         self.told = False
 
     def begin(self, describe: Callable[[], str]) -> None:
         self.describe, self.round, self.messages, self.told = describe, 0, [], False
 
-    def status(self) -> dict[str, Any]:
-        """What the other ranks are told."""
-        return {"round": self.round, "call": self.describe(), "messages": self.messages[:_TOLD_MESSAGES]}
+    def begin_collective(self) -> int:
+        """Its number."""
+        self.rounds += 1
+        self.round = self.rounds
+        return self.round
+
+    def begin_message(self, sending: bool, peer: int) -> int:
+        """Its number between the two ranks."""
+        counters = self.sent if sending else self.received
+        counters[peer] += 1
+        self.messages.append((sending, peer, counters[peer]))
+        return counters[peer]
+
+    def status(self, needs: Sequence[int]) -> Status:
+        return Status(self.describe(), self.round, self.messages, list(needs))
 
 
-def disagreement(rank: int, mine: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) -> str | None:
-    """One sentence about how two ranks' calls disagree; None if they fit, or cannot be compared."""
-    if mine["round"] and mine["round"] == theirs["round"] and mine["call"] != theirs["call"]:
-        return other_calls(rank, mine["call"], peer, theirs["call"])
-    for sending, to, number, nbytes in mine["messages"]:
-        for other_sending, other_to, other_number, other_nbytes in theirs["messages"]:
-            same = sending != other_sending and (to, other_to, number) == (peer, rank, other_number)
-            if same and nbytes != other_nbytes:
-                sender, receiver = (rank, peer) if sending else (peer, rank)
-                sent, expected = (nbytes, other_nbytes) if sending else (other_nbytes, nbytes)
-                return other_sizes(sender, receiver, sent, expected, number)
-    return None
+def disagreement(rank: int, mine: Activity, peer: int, theirs: Status) -> TransportFailure | None:
+    """This rank waits for `peer`, which has said that it waits: in another call of the same number, or for something
+    that this rank has not come to, and cannot before the peer goes on. None if the calls may fit."""
+    call = mine.describe()
+    same_round = mine.round and mine.round == theirs.round and call != theirs.call
+    if mine.round:
+        unmet = any(
+            to == rank and number > (mine.received if sending else mine.sent)[peer]
+            for sending, to, number in theirs.messages
+        )
+    else:
+        unmet = theirs.round > mine.rounds
+    return other_calls(rank, call, peer, theirs.call) if same_round or (unmet and rank in theirs.needs) else None
 
 
-def other_calls(rank: int, mine: str, peer: int, theirs: str) -> str:
+def other_calls(rank: int, mine: str, peer: int, theirs: str) -> TransportFailure:
     (a, call_a), (b, call_b) = sorted([(rank, mine), (peer, theirs)])
-    return f"the calls of the ranks disagree: rank {a} calls {call_a}, rank {b} calls {call_b}"
-
-
-def other_sizes(sender: int, receiver: int, sent: int, expected: int, number: int) -> str:
-    return (
-        f"send and recv disagree: rank {sender} sends {sent} bytes to rank {receiver}, "
-        f"which expects {expected} (message {number} between them)"
-    )
+    text = f"the calls of the ranks disagree: rank {a} calls {call_a}, rank {b} calls {call_b}"
+    return TransportFailure("", verdict=text)
 
 
 def mismatch(rank: int, call: str, peer: int, head: bytes, expected: bytes) -> TransportFailure:
     """A message has come of a peer, with this header, that belongs to another call than `call`, which waits for it."""
-    tag, nbytes, number = HEAD.unpack_from(head)
-    own_tag, own_nbytes, own_number = HEAD.unpack_from(expected)
-    if not is_collective(tag) and not is_collective(own_tag) and number == own_number:
-        return TransportFailure("", verdict=other_sizes(peer, rank, nbytes, own_nbytes, number))
+    form, nbytes, number = HEAD.unpack_from(head)
+    own_form, own_nbytes, own_number = HEAD.unpack_from(expected)
+    if form == own_form == Form.MESSAGE and number == own_number:
+        text = (
+            f"send and recv disagree: rank {peer} sends {nbytes} bytes to rank {rank}, which expects {own_nbytes} "
+            f"(message {number} between them)"
+        )
+        return TransportFailure("", verdict=text)
     theirs = head[HEAD.size : HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
-    return TransportFailure("", verdict=other_calls(rank, call, peer, theirs))
-
-
-def waiting(connections: Iterable[Connection]) -> dict[int, Mapping[str, Any]]:
-    """What the peers that have waited for a while wait for."""
-    return {c.peer: c.status for c in connections if c.status is not None}
+    return other_calls(rank, call, peer, theirs)
 
 
 def timed_out(connections: Collection[Connection], awaited: Collection[Connection]) -> TransportFailure:
-    """Nothing came of some peers: first those that do not wait themselves are to blame, or the one rank of all that is
-    behind them."""
+    """Nothing came of some peers: those of them that do not wait themselves are to blame, else such a rank behind
+    them."""
     peers = sorted(connection.peer for connection in awaited)
-    silent = _silent(awaited)
-    behind = silent or _silent(connections)
-    others = [f"; rank {peer} last waited in {status['call']}" for peer, status in waiting(connections).items()]
-    culprits = silent or (behind if len(behind) == 1 else peers)
+    culprits = _silent(awaited) or _silent(connections) or peers
     who = f"rank {culprits[0]}" if len(culprits) == 1 else f"ranks {culprits}"
-    silence = f"; nothing is known of ranks {behind}" if behind else ""
-    text = f"no answer of {who} within the time-out, frozen or late"
-    return TransportFailure(text, timed_out=True, culprit=culprits[0], detail="".join(others) + silence)
+    return TransportFailure(
+        f"no answer of {who} within the time-out, frozen or late", timed_out=True, culprit=culprits[0]
+    )
 
 
 def _silent(connections: Iterable[Connection]) -> list[int]:

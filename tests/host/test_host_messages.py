@@ -20,6 +20,7 @@ import pynccl
 from pynccl import Communicator
 from pynccl.bindings.abi import DataType, Result
 from pynccl.host import segment
+from pynccl.host.comm import find
 
 INLINE = segment.Layout(2).message_small_bytes - 128 - 16  # what fits beside a header
 SIZES = (0, 1, 5, INLINE - 1, INLINE, INLINE + 1, 20_000, segment.MESSAGE_BYTES + INLINE, 700_001, 2_500_000)
@@ -222,20 +223,18 @@ def test_a_split_beside_a_message_is_named(pair: Ranks, message: str, first: int
 def test_a_rank_that_goes_on_while_another_looks_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits in a collective and looks up what rank 1 does, which at that moment joins it and sends a message."""
     made = Communicator.init_all(2)
-    shared = shared_of(made[0])
-    assert shared is not None
+    transport = find(made[0].handle).transport
     looked, arrived = threading.Event(), threading.Event()
-    look = shared._other_calls
+    hear = transport.hear
 
-    def slow_look(transport: Any) -> Any:
+    def slow_hear() -> None:
         looked.set()
         assert arrived.wait(10)
         deadline = time.monotonic() + 10
-        while not shared.message_of(1) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return look(transport)
+        while transport._connections[1].status is None and time.monotonic() < deadline:
+            hear()
 
-    monkeypatch.setattr(shared, "_other_calls", slow_look)
+    monkeypatch.setattr(transport, "hear", slow_hear)
 
     def body(rank: int) -> float:
         x, y = torch.full((3,), rank + 1.0), torch.zeros(3)

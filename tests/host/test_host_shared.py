@@ -21,7 +21,6 @@ import pynccl
 from pynccl import Communicator
 from pynccl.bindings.abi import DataType, RedOp, Result
 from pynccl.host import comm as comms
-from pynccl.host import shared_reductions
 from pynccl.host.failure import HostFailure
 
 ROOT = Path(__file__).parents[2]
@@ -85,11 +84,9 @@ def test_the_same_bits_over_both_transports_and_on_all_ranks(ranks: RankPool, n:
 ALL_TYPES = (*TYPES, torch.float64, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint32)
 
 
-def compare_chains(comm: Communicator, op: str) -> None:
-    """The large sums that go from rank to rank, of every type, beside those over sockets."""
+def compare_large_reductions(comm: Communicator, op: str) -> None:
+    """Reductions of more than a slot, of every type, beside those over sockets."""
     over = {mode: child_over(comm, mode) for mode in ("shm", "gloo")}
-    before = shared_reductions.CHAIN_PIECES
-    vars(shared_reductions)["CHAIN_PIECES"] = 0  # for few elements too
     for at, dtype in enumerate(ALL_TYPES):
         for count in (40_001, 300_007):
             mine, wide = (values(dtype, n, at + comm.rank) for n in (count, count * comm.size))
@@ -106,16 +103,15 @@ def compare_chains(comm: Communicator, op: str) -> None:
                 ]
                 found.append([digest(result) for result in results])
             assert found[0] == found[1], f"{dtype} {count}"
-    vars(shared_reductions)["CHAIN_PIECES"] = before
     for child in over.values():
         child.destroy()
 
 
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min", "avg"])
-def test_chains_give_the_same_bits(ranks: RankPool, op: str) -> None:
-    ranks.run(3, compare_chains, op)
+def test_large_reductions_give_the_same_bits(ranks: RankPool, op: str) -> None:
+    ranks.run(3, compare_large_reductions, op)
     if op == "avg":
-        ranks.run(4, compare_chains, op)
+        ranks.run(4, compare_large_reductions, op)
 
 
 # Many small ones

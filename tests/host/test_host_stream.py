@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from pynccl.bindings import errors
 from pynccl.bindings.abi import DataType, RedOp, Result
-from pynccl.host import HostEvent, HostStream, turns
+from pynccl.host import HostEvent, HostStream
 from pynccl.host.failure import HostFailure
 from pynccl.host.stream import find
 
@@ -230,24 +229,3 @@ def test_a_failed_operation_reaches_synchronize_and_the_async_error() -> None:
     assert code.value == Result.REMOTE_ERROR
     call("ncclCommAbort", ranks.comms[0])
     stream.close()
-
-
-def slice_of_this_thread() -> tuple[int, int]:
-    """Policy, and nanoseconds of a turn, as the kernel has them."""
-    attributes = ctypes.create_string_buffer(turns._LAYOUT.size)
-    number = turns._GET[platform.machine()]
-    assert ctypes.CDLL(None).syscall(number, 0, attributes, turns._LAYOUT.size, 0) == 0
-    fields = turns._LAYOUT.unpack(attributes.raw)
-    return fields[1], fields[5]
-
-
-def test_the_thread_of_a_stream_asks_for_short_turns_and_the_caller_keeps_his(stream: HostStream) -> None:
-    """Where the kernel has none (before Linux 6.12), it keeps the policy and says no."""
-    if platform.machine() not in turns._GET:
-        pytest.skip("sched_getattr is not known for this machine")
-    before, found = slice_of_this_thread(), []
-    stream.submit(lambda: found.append((slice_of_this_thread(), turns.shorten())))
-    stream.synchronize()
-    ((policy, nanoseconds), granted) = found[0]
-    assert policy == 0 and (nanoseconds == 100_000) == granted
-    assert slice_of_this_thread() == before

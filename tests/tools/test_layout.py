@@ -44,8 +44,8 @@ ORDER: dict[str, str] = {
     """,
     "pynccl.host": """
         failure interfaces store connect link memory futex segment reduction rendezvous connection channel watchdog
-        transport shared sharing comm version argcheck operation shared_collectives shared_reductions algorithms
-        turns stream group exports init rma
+        transport shared sharing comm version argcheck operation shared_collectives algorithms
+        stream group exports init rma
         collectives register params query finalize atexit __init__
     """,
     "pynccl_autograd": """
