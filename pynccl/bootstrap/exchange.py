@@ -7,19 +7,21 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ..bindings.abi import UNIQUE_ID_BYTES
 from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..bindings.values import attribute, methods, shown
-from ..bindings.workers import Clock, Wait
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
+from ..bindings.workers import Clock, Wait
 from ..watch.track import uid_of
 from .join import Part, init, prepare, watch_at
 from .rendezvous import could_not_start, first_line
 
 T = TypeVar("T")
 Word = bytes | str | None  # rank 0's id, why a rank could not start, or nothing to say
+_WORD_BYTES = 4096
 
 
 @bootstrap
@@ -48,14 +50,15 @@ def from_process_group(
         raise ValueError("this process is not in the process group: only its ranks may call from_process_group")
     local = os.environ.get("LOCAL_RANK")
     on_cpu = "cpu:" in dist.get_backend_config(group)
-    gpu = None if on_cpu else torch.cuda.current_device()
+    home = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     def exchange(word: Word) -> list[Word]:
-        if gpu is not None:
-            torch.cuda.set_device(gpu)  # which every thread has its own of
-        words: list[Word] = [None] * nranks
-        dist.all_gather_object(words, word, group=group)
-        return words
+        sent = torch.tensor(list(_packed(word)), dtype=torch.uint8, device=home)
+        received = [torch.empty_like(sent) for _ in range(nranks)]
+        if not on_cpu:
+            torch.cuda.set_device(home)  # which every thread has its own of
+        dist.all_gather(received, sent, group=group)
+        return [_unpacked(bytes(one.tolist())) for one in received]
 
     patient = _patient(exchange, f"rank {rank} of the process group's {nranks}", clock)
     part, identity = _agree(patient, library, device, int(local) if local else None, rank, config)
@@ -96,7 +99,7 @@ def from_mpi(
 
     clock = Clock(timeout)
     mpi_comm = MPI.COMM_WORLD if mpi_comm is None else mpi_comm
-    needed = ("Get_rank", "Get_size", "Split_type", "allgather")
+    needed = ("Get_rank", "Get_size", "Split_type", "Allgather")
     methods(mpi_comm, needed, "from_mpi: mpi_comm", "an mpi4py communicator, or None for COMM_WORLD")
     rank, nranks = mpi_comm.Get_rank(), mpi_comm.Get_size()
     threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -111,7 +114,9 @@ def from_mpi(
     local_rank = (_patient(number_on_node, who, clock) if threads else number_on_node)(None)
 
     def exchange(word: Word) -> list[Word]:
-        return list(mpi_comm.allgather(word))
+        received = bytearray(_WORD_BYTES * nranks)
+        mpi_comm.Allgather(bytearray(_packed(word)), received)
+        return [_unpacked(bytes(received[at : at + _WORD_BYTES])) for at in range(0, len(received), _WORD_BYTES)]
 
     patient = _patient(exchange, who, clock) if threads else exchange
     part, identity = _agree(patient, library, device, local_rank, rank, config)
@@ -136,6 +141,18 @@ def _group_of(group: Any) -> Any:
             "first, or use pynccl.init(), which needs none"
         )
     return group
+
+
+def _packed(word: Word) -> bytes:
+    """As many bytes for every word, since buffers are exchanged, not pickles."""
+    text = b"" if word is None else b"=" + word if isinstance(word, bytes) else b"!" + word.encode(errors="replace")
+    return text[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
+
+
+def _unpacked(data: bytes) -> Word:
+    if data[:1] == b"=":
+        return data[1 : 1 + UNIQUE_ID_BYTES]
+    return data[1:].rstrip(b"\0").decode(errors="replace") if data[:1] == b"!" else None
 
 
 def _patient(exchange: Callable[[Any], T], who: str, clock: Clock) -> Callable[[Any], T]:
