@@ -285,10 +285,11 @@ def _load(model: nn.Module, entry: Entry, source: Source, name: str, device: Any
         made = nn.Parameter(made, requires_grad=entry.tensor.requires_grad)
         made.__dict__.update(entry.tensor.__dict__)
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name_here, there in list(tensors.items()):
-                if there is entry.tensor:
-                    setattr(module, name_here, made)
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for name_here, there in [*parameters, *buffers]:
+            if there is entry.tensor:
+                setattr(module, name_here, made)
 
 
 # ------------------------------------------------------------------------------------------------------ optimizers
