@@ -425,10 +425,10 @@ COLUMNS = [
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "Operations on the store. Bootstrap, split: of the rank with most, without the turns in which it waits for",
-        "others. Roster (a communicator), quiet poll, report (beyond its polls; median, and who judges): of a process,",
-        "with however many ranks. Polls apart: the fewest seconds between two of them. Reports: seconds past the",
-        "timeout of the rank that entered first. Asked: how often a process was. A look: of the watchdog of the",
-        "process with most communicators, while it is quiet, and the longest, in milliseconds of the processor.",
+        "others. Quiet poll, report (beyond its polls; median, and most): of a process, with however many ranks. Polls",
+        "apart: the fewest seconds between two of them. Reports: seconds past the timeout of the rank that entered",
+        "first. A look: of the watchdog of the process with most communicators, while it is quiet, and the longest, in",
+        "milliseconds of the processor.",
     ]
     lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---:|" * len(COLUMNS)]
     for row in rows:
