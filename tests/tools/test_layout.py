@@ -59,8 +59,8 @@ ORDER: dict[str, str] = {
         overlap layers.dtensors layers.shards layers.keep_shards layers.in_flight layers.gradients layers.linear
         layers.vocabulary layers.dropout layers.plan layers.alike layers.plan_checks layers.replace
         layers.hooks layers.parallelize layers.describe
-        layers.checkpoint_files layers.checkpoint layers.checkpoint_dcp layers.buckets
-        layers.optimizer_shard layers.data_parallel layers plans nn
+        layers.checkpoint_files layers.checkpoint layers.checkpoint_optimizer layers.checkpoint_dcp
+        layers.buckets layers.optimizer_shard layers.data_parallel layers plans nn
         tracing.marks tracing.spans tracing.layers tracing.calls tracing.meeting tracing.merge tracing.tracing tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
         testing.model_report testing.model_gradients testing.check_model testing
