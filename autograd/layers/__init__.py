@@ -1,14 +1,8 @@
 """Layers cut over the ranks of a communicator, and what their parameters are parts of."""
 
-from .checkpoint import (
-    IncompatibleKeys,
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_full_optimizer_state_dict,
-    load_full_state_dict,
-    save_full_state_dict,
-)
+from .checkpoint import IncompatibleKeys, full_state_dict, load_full_state_dict, save_full_state_dict
 from .checkpoint_dcp import dcp_optimizer_state_dict, dcp_state_dict
+from .checkpoint_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .data_parallel import DataParallelGradients
 from .describe import describe
 from .dropout import Dropout

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from pynccl.bindings.values import instance
 
-from .checkpoint import check_state, cut_of, entries_of, names_in
+from .checkpoint import entries_of
+from .checkpoint_optimizer import check_state, cut_of, names_in
 from .dtensors import is_dtensor
 from .shards import Box, Shard
 

@@ -12,10 +12,9 @@ full: so on every rank in one order, whatever the order of the gradients.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +25,13 @@ from pynccl.bindings.values import attribute, instance, shown
 
 from ..agreement import difference
 from ..arguments import check_comm, check_reduce_dtype, lost_its_memory
-from ..streams import Kept, made_on, side_stream, wait_for
-from ..torch_internals import backward_pass, queue_callback, tensors_in
+from ..streams import made_on, wait_for
+from ..torch_internals import backward_pass, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
 from .buckets import Bucket, Named, as_real, cut_into_buckets, wire_of
 from .dtensors import is_dtensor
 from .gradients import averaged, is_finished_in_backward, partial_over
+from .in_flight import EndOfPass, InFlight
 from .optimizer_shard import MakeOptimizer, OptimizerShard
 
 
@@ -99,7 +99,7 @@ class DataParallelGradients(Shared):
         if shard_optimizer is not None:
             _check_partial(named, comm)
         if broadcast:
-            _broadcast([*model.parameters(), *model.buffers()], comm, bucket_bytes)
+            _broadcast([*model.parameters(), *model.buffers()], comm)
         self.comm, self.gradient_as_bucket_view = comm, gradient_as_bucket_view
         self._named, self._bucket_bytes = named, bucket_bytes
         self._cut(named, shard_optimizer is not None)
@@ -183,14 +183,13 @@ class DataParallelGradients(Shared):
     def _cut(self, named: list[Named], sharded: bool) -> None:
         cut = cut_into_buckets(named, self._bucket_bytes, partial_apart=sharded)
         self._buckets = [Bucket(parameters, self.comm.size, not sharded) for parameters in cut]
-        self._types = [self._reduced_in[bucket.flat.dtype] for bucket in self._buckets]
         self._index = {piece.name: index for index, bucket in enumerate(self._buckets) for piece in bucket.pieces}
 
     def _reset(self) -> None:
         self._pass: int | None = None  # the backward pass under way
         self._arrivals: dict[str, None] = {}  # whose gradient is there, in order
         self._missing = [len(bucket.pieces) for bucket in self._buckets]
-        self._launched: list[_Launched] = []
+        self._launched: list[tuple[InFlight, Tensor]] = []  # of the first buckets: what their average will be in
         self._streams: dict[Any, None] = {}  # on which gradients were made
 
     def _note_outputs(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -206,9 +205,7 @@ class DataParallelGradients(Shared):
             return
         self._abandon()
         self._pass = number
-        end = partial(self._end)  # which autograd has until the pass is over, also one that raises
-        weakref.finalize(end, _is_over, weakref.ref(self), number).atexit = False
-        queue_callback(end)
+        EndOfPass(self._end, partial(self._raised, number))
 
     def _arrived(self, name: str, parameter: Tensor) -> None:
         if not self._sync:
@@ -245,8 +242,8 @@ class DataParallelGradients(Shared):
             self._launch()
         launched, arrivals = self._launched, self._arrivals
         self._reset()
-        for index, one in enumerate(launched):
-            self._take(index, one)
+        for index, (one, average) in enumerate(launched):
+            self._take(index, one, average)
         if not self._ordered:
             self._order(list(arrivals))
 
@@ -268,8 +265,8 @@ class DataParallelGradients(Shared):
             self._cut(sorted(self._named, key=lambda one: -order.get(one[0], last)), False)
             self._reset()
 
-    def _is_over(self, number: int) -> None:
-        """The pass is: if without `_end`, it has raised, and what it launched may still be written to."""
+    def _raised(self, number: int) -> None:
+        """The pass has: what it launched may still be written to."""
         if number == self._pass:
             self._pass = None
             for bucket, _ in zip(self._buckets, self._launched, strict=False):
@@ -279,58 +276,37 @@ class DataParallelGradients(Shared):
         """A pass that has raised: what it launched comes to its end on the other ranks, too."""
         launched = self._launched
         self._reset()
-        for one in launched:
-            side_stream(self.comm).wait(one.done)
+        for one, _ in launched:
+            one.wait()
 
     @torch.no_grad()
     def _launch(self) -> None:
         """The next bucket, on the side stream."""
-        index = len(self._launched)
-        bucket, side = self._buckets[index], side_stream(self.comm)
+        bucket, comm = self._buckets[len(self._launched)], self.comm
         wait_for(self._streams)
         bucket.fill()
-        send = wire_of(bucket.flat, self._types[index])
-        keep = Kept()
-        home = side.wait_for_caller()
-        recv = send
+        send = recv = wire_of(bucket.flat, self._reduced_in[bucket.flat.dtype])
         if self._shard is None:
-            self.comm.all_reduce(send, send, "avg", stream=side.handle(keep))
+            launched = InFlight(comm, lambda stream: comm.all_reduce(send, send, "avg", stream=stream))
         else:
-            size = len(send) // self.comm.size
-            recv = send[self.comm.rank * size : (self.comm.rank + 1) * size]
-            self.comm.reduce_scatter(send, recv, "avg", stream=side.handle(keep))
-        self._launched.append(_Launched(send, recv, home, side.record(), keep))
+            recv = send.chunk(comm.size)[comm.rank]
+            launched = InFlight(comm, lambda stream: comm.reduce_scatter(send, recv, "avg", stream=stream))
+        self._launched.append((launched, recv))
 
     @torch.no_grad()
-    def _take(self, index: int, launched: _Launched) -> None:
+    def _take(self, index: int, launched: InFlight, average: Tensor) -> None:
         """The average of a bucket, when it is there."""
-        bucket, side = self._buckets[index], side_stream(self.comm)
-        here = side.wait(launched.done)
+        bucket = self._buckets[index]
+        launched.wait()
         if self._shard is not None:
-            self._shard.take(index, launched.recv)
+            self._shard.take(index, average)
             for piece in bucket.pieces:
                 piece.parameter.grad = None
         else:
-            if self._types[index] is not None:
-                as_real(bucket.flat).copy_(launched.send)
+            if self._reduced_in[bucket.flat.dtype] is not None:
+                as_real(bucket.flat).copy_(average)
             bucket.spread(self.gradient_as_bucket_view)
-        side.release(launched.home, here, None)
-
-
-def _is_over(owner: weakref.ref[DataParallelGradients], number: int) -> None:
-    one = owner()
-    if one is not None:
-        one._is_over(number)
-
-
-class _Launched(NamedTuple):
-    """A bucket under way."""
-
-    send: Tensor
-    recv: Tensor
-    home: Any  # the stream on which `send` was made
-    done: Any
-    keep: Kept
+        launched.release()
 
 
 def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
@@ -411,19 +387,11 @@ def _check_equal(model: nn.Module, named: list[Named], comm: Communicator, optio
 
 
 @torch.no_grad()
-def _broadcast(tensors: list[Tensor], comm: Communicator, nbytes: float) -> None:
+def _broadcast(tensors: list[Tensor], comm: Communicator) -> None:
     """From rank 0, as bytes, which all types are."""
-    alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and not tensor.is_meta:
-            alike.setdefault(tensor.dtype, []).append(tensor)
-    for found in alike.values():
-        while found:
-            some = [found.pop(0)]
-            while found and sum(one.nbytes for one in some) + found[0].nbytes <= nbytes:
-                some.append(found.pop(0))
-            flat = torch.cat([one.detach().to(comm.device).reshape(-1) for one in some])
-            as_bytes = as_real(flat).view(torch.uint8)
+            own = tensor.detach().to(comm.device, memory_format=torch.contiguous_format)
+            as_bytes = as_real(own.reshape(-1)).view(torch.uint8)
             comm.broadcast(as_bytes, as_bytes, 0)
-            for one, part in zip(some, flat.split([one.numel() for one in some]), strict=True):
-                one.copy_(part.view_as(one))
+            tensor.copy_(own)

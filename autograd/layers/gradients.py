@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 
-from ..streams import Kept, made_on, side_stream, wait_for
-from ..torch_internals import backward_pass, queue_callback
+from ..streams import made_on, wait_for
+from ..torch_internals import backward_pass
 from .dtensors import groups_that_cut, is_dtensor, local_part
+from .in_flight import EndOfPass, InFlight
 from .shards import shard_of
 
 averaged: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by DataParallelGradients
@@ -31,31 +32,28 @@ def finish_gradients(parameters: nn.Module | Iterable[Tensor], bucket_bytes: flo
     after the last backward pass of a step, with the same parameters. One whose gradient is None here and not on another
     rank is an error of the ranks' programs. What `finish_gradients_in_backward` has finished is left as it is.
     """
-    buckets: dict[tuple[int, torch.dtype], list[_Bucket]] = {}
+    buckets: dict[tuple[int, torch.dtype], list[tuple[Communicator, list[Tensor]]]] = {}
     for parameter in _listed(parameters, "finish_gradients"):
         comm, own = partial_over(parameter), local_part(parameter.grad)  # of a DTensor all ranks of comm have the same
-        if comm is None or own is None or _in_backward.get(id(parameter)) is parameter:
+        if comm is None or own is None or is_finished_in_backward(parameter):
             continue
         _check_dense("finish_gradients", parameter, own)
-        found = buckets.setdefault((id(comm), own.dtype), [_Bucket(comm, [])])
-        nbytes = sum(grad.nbytes for grad in found[-1].grads)
-        if found[-1].grads and nbytes + own.nbytes > bucket_bytes:
-            found.append(_Bucket(comm, []))
-        found[-1].grads.append(own)
-    for bucket in (one for found in buckets.values() for one in found):
-        _sum(bucket)
-
-
-class _Bucket(NamedTuple):
-    comm: Communicator
-    grads: list[Tensor]
+        found = buckets.setdefault((id(comm), own.dtype), [(comm, [])])
+        _, grads = found[-1]
+        if grads and sum(grad.nbytes for grad in grads) + own.nbytes > bucket_bytes:
+            found.append((comm, [own]))
+        else:
+            grads.append(own)
+    for found in buckets.values():
+        for comm, grads in found:
+            _sum(comm, grads)
 
 
 @torch.no_grad()
-def _sum(bucket: _Bucket) -> None:
-    flat = torch.cat([grad.reshape(-1) for grad in bucket.grads])
-    bucket.comm.all_reduce(flat, flat)
-    for grad, total in zip(bucket.grads, flat.split([grad.numel() for grad in bucket.grads]), strict=True):
+def _sum(comm: Communicator, grads: list[Tensor]) -> None:
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    comm.all_reduce(flat, flat)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
 
 
@@ -82,24 +80,17 @@ class FinishedInBackward:
     def __init__(self, parameters: list[Tensor], bucket_bytes: float) -> None:
         found = {id(one): one for one in parameters if one.requires_grad and partial_over(one) is not None}
         for one in found.values():
-            if _in_backward.get(id(one)) is one:
-                raise RuntimeError(
-                    f"finish_gradients_in_backward: a parameter of {list(one.shape)} has it already; call it once for "
-                    "a model, or remove() what the first call returned"
-                )
-            if averaged.get(id(one)) is one or is_dtensor(one):
-                what = "fully_shard cuts" if is_dtensor(one) else "DataParallelGradients averages"
-                raise RuntimeError(
-                    f"finish_gradients_in_backward: {what} the gradient of a parameter of {list(one.shape)} in the "
-                    "same backward pass; call finish_gradients after it"
-                )
+            _check_finishes_alone(one)
         self.bucket_bytes = bucket_bytes
         self._parameters = found
-        self._passes: dict[int, tuple[weakref.ref[_Pass], list[_Travelling]]] = {}
+        self._pass: int | None = None  # the backward pass whose gradients these are
+        self._arrivals: dict[int, _Arrival] = {}  # by the parameter's id
+        self._waiting: dict[tuple[int, torch.dtype], list[_Arrival]] = {}
+        self._launched: list[tuple[InFlight, Tensor, list[_Arrival]]] = []
         self._hooks: list[Any] = []
-        for one in found.values():
-            _in_backward[id(one)] = one
-            self._hooks.append(one.register_hook(partial(self._comes, weakref.ref(one))))
+        for key, one in found.items():
+            _in_backward[key] = one
+            self._hooks.append(one.register_hook(partial(self._comes, one)))
             self._hooks.append(one.register_post_accumulate_grad_hook(self._added))
 
     def remove(self) -> None:
@@ -111,118 +102,89 @@ class FinishedInBackward:
                 del _in_backward[key]
         self._parameters = {}
 
-    def _comes(self, parameter_of: weakref.ref[Tensor], grad: Tensor) -> None:
-        """Before a gradient of this pass is added to .grad."""
-        parameter = parameter_of()
-        comm = None if parameter is None else partial_over(parameter)
-        if parameter is None or comm is None:
-            return
+    def _comes(self, parameter: Tensor, grad: Tensor) -> None:
+        """Before a gradient is added to .grad."""
         _check_dense("finish_gradients_in_backward", parameter, grad)
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "finish_gradients_in_backward: not with create_graph=True; remove() it, and call finish_gradients"
             )
-        for under_way, launched in list(self._passes.values()):
-            one = under_way()
-            if one is None:  # an error has ended it: the other ranks take part in what it launched, too
-                _wait(launched)
-            elif one.has(parameter):  # as where a checkpoint has a pass within the pass
-                one.settle()
-        self._passes = {number: pair for number, pair in self._passes.items() if pair[0]() is not None}
         number = backward_pass()
-        of = self._passes[number][0]() if number in self._passes else None
-        if of is None:
-            of = _Pass(self.bucket_bytes)
-            self._passes[number] = (weakref.ref(of), of.launched)
-            queue_callback(of.settle)  # autograd has it, until the end of the pass
-        of.add(comm, _Arrival(parameter, grad.detach(), parameter.grad))
+        if number != self._pass:  # the one before has raised, or this one runs in it, as of a reentrant checkpoint
+            self._finish()
+            self._pass = number
+            EndOfPass(self._finish, partial(self._abandon, number))
+        comm = partial_over(parameter)
+        if comm is None:  # no longer: its shard was changed
+            return
+        arrival = _Arrival(parameter, comm, grad.detach(), parameter.grad)
+        self._arrivals[id(parameter)] = arrival
+        waiting = self._waiting.setdefault((id(comm), grad.dtype), [])
+        waiting.append(arrival)
+        if sum(one.part.nbytes for one in waiting) >= self.bucket_bytes:
+            self._launch((id(comm), grad.dtype))
 
     def _added(self, parameter: Tensor) -> None:
-        for under_way, _ in self._passes.values():
-            one = under_way()
-            if one is not None:
-                one.added(parameter)
+        if id(parameter) in self._arrivals:
+            self._arrivals[id(parameter)].added = True
+
+    @torch.no_grad()
+    def _launch(self, key: tuple[int, torch.dtype]) -> None:
+        arrivals = self._waiting.pop(key)
+        comm = arrivals[0].comm
+        wait_for({arrival.stream: None for arrival in arrivals})
+        flat = torch.cat([arrival.part.reshape(-1) for arrival in arrivals])
+        launched = InFlight(comm, lambda stream: comm.all_reduce(flat, flat, stream=stream))
+        self._launched.append((launched, flat, arrivals))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Sum what has arrived, and write the sums to .grad."""
+        for key in list(self._waiting):
+            self._launch(key)
+        launched = self._launched
+        self._pass, self._arrivals, self._launched = None, {}, []
+        for one, flat, arrivals in launched:
+            one.wait()
+            totals = flat.split([arrival.part.numel() for arrival in arrivals])
+            for arrival, total in zip(arrivals, totals, strict=True):
+                grad = arrival.parameter.grad
+                if arrival.added and grad is not None:
+                    whole = total.view_as(arrival.part)
+                    grad.copy_(whole if arrival.before is None else arrival.before + whole)
+            one.release()
+
+    def _abandon(self, number: int) -> None:
+        """The pass has raised: what it launched goes on, as on the other ranks; its sums are written nowhere."""
+        if number == self._pass:
+            self._waiting = {}
+            for arrival in self._arrivals.values():
+                arrival.added = False
 
 
 class _Arrival:
     """A gradient of this pass."""
 
-    def __init__(self, parameter: Tensor, part: Tensor, before: Tensor | None) -> None:
-        self.parameter, self.part = parameter, part
+    def __init__(self, parameter: Tensor, comm: Communicator, part: Tensor, before: Tensor | None) -> None:
+        self.parameter, self.comm, self.part = parameter, comm, part
+        self.stream = made_on(part)
         self.before = None if before is None else before.detach().clone()  # what is there of passes before
         self.added = False  # to parameter.grad, which torch.autograd.grad() does not
 
 
-class _Travelling(NamedTuple):
-    comm: Communicator
-    arrivals: list[_Arrival]
-    flat: Tensor
-    home: Any
-    done: Any
-    keep: Any
-
-
-class _Pass:
-    """A backward pass under way."""
-
-    def __init__(self, bucket_bytes: float) -> None:
-        self.bucket_bytes = bucket_bytes
-        self.waiting: dict[tuple[int, torch.dtype], tuple[Communicator, list[_Arrival], dict[Any, None]]] = {}
-        self.launched: list[_Travelling] = []
-
-    def has(self, parameter: Tensor) -> bool:
-        return any(arrival.parameter is parameter for arrival in self._all())
-
-    def _all(self) -> list[_Arrival]:
-        waiting = [arrival for _, arrivals, _ in self.waiting.values() for arrival in arrivals]
-        return waiting + [arrival for one in self.launched for arrival in one.arrivals]
-
-    def add(self, comm: Communicator, arrival: _Arrival) -> None:
-        key = (id(comm), arrival.part.dtype)
-        _, arrivals, streams = self.waiting.setdefault(key, (comm, [], {}))
-        arrivals.append(arrival)
-        streams[made_on(arrival.part)] = None
-        if sum(one.part.nbytes for one in arrivals) >= self.bucket_bytes:
-            self._launch(key)
-
-    def added(self, parameter: Tensor) -> None:
-        for arrival in self._all():
-            if arrival.parameter is parameter:
-                arrival.added = True
-
-    @torch.no_grad()
-    def _launch(self, key: tuple[int, torch.dtype]) -> None:
-        comm, arrivals, streams = self.waiting.pop(key)
-        wait_for(streams)
-        flat = torch.cat([arrival.part.reshape(-1) for arrival in arrivals])
-        side, keep = side_stream(comm), Kept()
-        home = side.wait_for_caller()
-        comm.all_reduce(flat, flat, stream=side.handle(keep))
-        self.launched.append(_Travelling(comm, arrivals, flat, home, side.record(), keep))
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """All that has arrived: to the end."""
-        for key in list(self.waiting):
-            self._launch(key)
-        launched = self.launched[:]
-        self.launched.clear()
-        for one in launched:
-            side = side_stream(one.comm)
-            here = side.wait(one.done)
-            totals = one.flat.split([arrival.part.numel() for arrival in one.arrivals])
-            for arrival, total in zip(one.arrivals, totals, strict=True):
-                grad = arrival.parameter.grad
-                if arrival.added and grad is not None:
-                    whole = total.view_as(arrival.part)
-                    grad.copy_(whole if arrival.before is None else arrival.before + whole)
-            side.release(one.home, here, None)
-
-
-def _wait(launched: list[_Travelling]) -> None:
-    for one in launched:
-        side_stream(one.comm).wait(one.done)
-    launched.clear()
+def _check_finishes_alone(parameter: Tensor) -> None:
+    shape = list(parameter.shape)
+    if is_finished_in_backward(parameter):
+        raise RuntimeError(
+            f"finish_gradients_in_backward: a parameter of {shape} has it already; call it once for a model, or "
+            "remove() what the first call returned"
+        )
+    if averaged.get(id(parameter)) is parameter or is_dtensor(parameter):
+        what = "fully_shard cuts" if is_dtensor(parameter) else "DataParallelGradients averages"
+        raise RuntimeError(
+            f"finish_gradients_in_backward: {what} the gradient of a parameter of {shape} in the same backward pass; "
+            "call finish_gradients after it"
+        )
 
 
 def is_finished_in_backward(parameter: Tensor) -> bool:
@@ -254,30 +216,10 @@ def clip_grad_norm_(
     one. One all_reduce of one number for each communicator that cuts parameters, and each process group of torch that
     does (FSDP2). Every rank must call it, after `finish_gradients`. norm_type: above 0, or math.inf.
     """
-    check_norm_type(norm_type)
     found = _listed(parameters, "clip_grad_norm_")
     grads = [local_part(parameter.grad) for parameter in found if parameter.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
-    whole = torch.zeros((), dtype=torch.float64, device=device)
-    largest = norm_type == math.inf
-    cut: dict[tuple[int, ...], tuple[Communicator | None, tuple[Any, ...], Tensor]] = {}
-    for parameter in found:
-        shard, groups = shard_of(parameter), groups_that_cut(parameter)
-        comm = None if shard is None or shard.dim is None else shard.comm
-        if comm is None and not groups:
-            whole = add_power(whole, local_part(parameter.grad), norm_type)
-        else:  # also where it has no gradient here: the others may have one, and so come to the sum
-            key = id(comm), *map(id, groups)
-            *_, total = cut.get(key, (comm, groups, torch.zeros_like(whole)))
-            cut[key] = (comm, groups, add_power(total, local_part(parameter.grad), norm_type))
-    for comm, groups, total in cut.values():
-        summed = total.reshape(1)
-        for group in groups:
-            dist.all_reduce(summed, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
-        if comm is not None:
-            comm.all_reduce(summed, summed, op="max" if largest else "sum")
-        whole = torch.maximum(whole, summed[0]) if largest else whole + summed[0]
-    norm = whole if largest else whole ** (1 / norm_type)
+    norm = total_norm([(parameter, local_part(parameter.grad)) for parameter in found], norm_type, device)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be clipped")
     factor = clip_factor(norm, max_norm)
@@ -287,7 +229,38 @@ def clip_grad_norm_(
     return norm if double else norm.float()
 
 
-def add_power(total: Tensor, grad: Tensor | None, norm_type: float) -> Tensor:
+def total_norm(
+    grads: Iterable[tuple[Tensor, Tensor | None]], norm_type: float, device: Any, over: Communicator | None = None
+) -> Tensor:
+    """The norm, in double precision, of the gradients of parameters: (parameter, what this rank has of its gradient).
+
+    over: ranks that each have another part of every gradient. All ranks must pass the same parameters.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf")
+    largest = norm_type == math.inf
+    zero = torch.zeros(1, dtype=torch.float64, device=device)
+    cut: dict[tuple[int, ...], tuple[Communicator | None, tuple[Any, ...], Tensor]] = {(id(None),): (None, (), zero)}
+    for parameter, grad in grads:
+        shard, groups = shard_of(parameter), groups_that_cut(parameter)
+        comm = None if shard is None or shard.dim is None else shard.comm
+        # Also where it has no gradient here: the others may have one, and so come to the sum.
+        key = id(comm), *map(id, groups)
+        *_, total = cut.get(key, (comm, groups, zero))
+        cut[key] = (comm, groups, _add_power(total, grad, norm_type))
+    whole = zero
+    for comm, groups, total in cut.values():
+        summed = total.clone()
+        for group in groups:
+            dist.all_reduce(summed, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
+        for one in (comm, over):
+            if one is not None:
+                one.all_reduce(summed, summed, op="max" if largest else "sum")
+        whole = torch.maximum(whole, summed) if largest else whole + summed
+    return whole[0] if largest else whole[0] ** (1 / norm_type)
+
+
+def _add_power(total: Tensor, grad: Tensor | None, norm_type: float) -> Tensor:
     """`total` plus the sum of the powers of the gradient's entries, or the larger one of it and their maximum."""
     if grad is None or not grad.numel():
         return total
@@ -299,11 +272,6 @@ def add_power(total: Tensor, grad: Tensor | None, norm_type: float) -> Tensor:
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """By which gradients of that norm are multiplied."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def check_norm_type(norm_type: Any) -> None:
-    if not norm_type > 0:
-        raise ValueError(f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf")
 
 
 def _listed(parameters: Any, name: str) -> list[Tensor]:

@@ -5,9 +5,8 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
 from .buckets import Bucket, Named, Piece, as_real
-from .gradients import add_power, check_norm_type, clip_factor, partial_over
-from .shards import shard_of
+from .gradients import clip_factor, partial_over, total_norm
 
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
 
@@ -80,23 +78,10 @@ class OptimizerShard:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """See DataParallelGradients.clip_grad_norm_."""
-        check_norm_type(norm_type)
-        largest = norm_type == math.inf
-        shards = [shard_of(piece.parameter) for bucket in self._buckets for piece in bucket.pieces]
-        comms = {id(shard.comm): shard.comm for shard in shards if shard is not None and shard.dim is not None}
-        # Whole parameters, then those that are cut over each of these communicators beside.
-        places = {key: place for place, key in enumerate(comms, 1)}
-        powers = torch.zeros(1 + len(comms), dtype=torch.float64, device=self.comm.device)
-        for owned in self._owned:
-            for part, _, parameter in owned.parts:
-                shard = shard_of(parameter)
-                place = 0 if shard is None or shard.dim is None else places[id(shard.comm)]
-                powers[place] = add_power(powers[place], part.grad, norm_type)
-        op: Literal["max", "sum"] = "max" if largest else "sum"
-        self.comm.all_reduce(powers, powers, op)
-        for key, place in places.items():
-            comms[key].all_reduce(powers[place : place + 1], powers[place : place + 1], op)
-        norm = powers.max() if largest else powers.sum() ** (1 / norm_type)
+        own = {id(parameter): part for owned in self._owned for part, _, parameter in owned.parts}
+        parameters = [piece.parameter for bucket in self._buckets for piece in bucket.pieces]
+        grads = [(one, own[id(one)].grad if id(one) in own else None) for one in parameters]
+        norm = total_norm(grads, norm_type, self.comm.device, self.comm)
         factor = clip_factor(norm, max_norm)
         for owned in self._owned:
             if any(part.grad is not None for part, _, _ in owned.parts):

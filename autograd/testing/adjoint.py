@@ -58,7 +58,7 @@ def check_adjoint(
     """
     _check_values("check_adjoint", x, comm)
     seed = integer(seed, "check_adjoint: seed", -_LARGEST_SEED, _LARGEST_SEED)
-    tolerance = _tolerance(x, comm, _check_tolerance("check_adjoint", tolerance))
+    tolerance = _tolerance(x, comm, check_tolerance("check_adjoint", tolerance))
     x = x.detach().clone().requires_grad_()
     fx = fn(x)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + (0 if replicated else comm.rank + 1))
@@ -137,7 +137,7 @@ def _check_values(operation: str, x: Tensor, comm: Communicator) -> None:
         )
 
 
-def _check_tolerance(operation: str, tolerance: Any) -> float | None:
+def check_tolerance(operation: str, tolerance: Any) -> float | None:
     real = isinstance(tolerance, numbers.Real) and not isinstance(tolerance, bool)
     if tolerance is not None and not (real and tolerance >= 0):
         raise ValueError(f"{operation}: tolerance is {shown(tolerance)}, expected a number >= 0, or None")

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import instance, shown
 
 from ..agreement import broadcast_object, caught, difference, gathered
 from ..arguments import as_int, check_comm
 from ..layers.gradients import finish_gradients
 from ..layers.shards import shard_of
 from ..ops.all_gather import all_gather
+from .adjoint import check_tolerance
 from .model_gradients import Pair, compare, largest_of, wide
 from .model_report import ModelError, ModelReport
 
@@ -63,7 +64,8 @@ def check_model(
     possible where gradients are equal by chance, as those of a batch of identical samples are.
     """
     check_comm("check_model", comm, model=model, reference=reference, batch=batch)
-    pairs = _agreed(comm, lambda: _pairs(model, reference, loss, batch_dim, finish, tolerance))
+    _agreed(comm, lambda: _check_arguments(model, reference, loss, batch_dim, finish, tolerance))
+    pairs = _agreed(comm, lambda: _pairs(model, reference))
     _check_start(comm, pairs)
     whole = batch if batch_dim is None else _whole(comm, batch, batch_dim)
     kept = [(parameter, parameter.grad) for each in (model, reference) for parameter in each.parameters()]
@@ -77,39 +79,37 @@ def check_model(
                 "the same batch and reference on all ranks, or batch_dim= if each has its part of the batch"
             )
         losses = _step(comm, model, batch, loss)
-        pairs = [pair._replace(before=_left_by_backward(pair.part)) for pair in pairs]
+        pairs = [pair._replace(before=_copy_of_grad(pair.part)) for pair in pairs]
         (finish or finish_gradients)(model)
-        compared = compare(comm, pairs, tolerance)
+        report = compare(comm, pairs, tolerance)._replace(losses=tuple(losses), reference_loss=reference_losses[0])
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
-    parameters, error, wrong, differences = compared
-    report = ModelReport(parameters, error, tuple(losses), reference_losses[0], wrong, differences)
-    if wrong:
+    if report.wrong:
         raise ModelError(report)
     return report
 
 
-def _pairs(model: Any, reference: Any, loss: Any, batch_dim: Any, finish: Any, tolerance: Any) -> list[Pair]:
-    """Of the parameters, by name. TypeError, ValueError for what this rank has been given wrong."""
-    for name, module in (("model", model), ("reference", reference)):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"check_model: {name} is {shown(module)}, expected a torch.nn.Module")
-    if loss is not None and not callable(loss):
-        raise TypeError(
-            f"check_model: loss is {shown(loss)}, expected a function loss(model, batch) -> number, or None"
-        )
-    if finish is not None and not callable(finish):
-        raise TypeError(f"check_model: finish is {shown(finish)}, expected a function finish(model), or None")
+def _check_arguments(
+    model: Any, reference: Any, loss: Any, batch_dim: Any, finish: Any, tolerance: float | None
+) -> None:
+    instance(model, nn.Module, "check_model: model", "a torch.nn.Module")
+    instance(reference, nn.Module, "check_model: reference", "a torch.nn.Module")
+    for name, value, call in (("loss", loss, "loss(model, batch) -> number"), ("finish", finish, "finish(model)")):
+        if value is not None and not callable(value):
+            raise TypeError(f"check_model: {name} is {shown(value)}, expected a function {call}, or None")
     if batch_dim is not None and as_int(batch_dim) is None:
         raise TypeError(f"check_model: batch_dim is {shown(batch_dim)}, expected a dimension of the batch, or None")
-    if tolerance is not None and not (isinstance(tolerance, float | int) and tolerance >= 0):
-        raise ValueError(f"check_model: tolerance is {shown(tolerance)}, expected a number >= 0, or None")
+    check_tolerance("check_model", tolerance)
     if any(getattr(module, "grad_accumulation_fusion", False) for module in model.modules()):
         raise ValueError(
             "check_model: a layer of the model has grad_accumulation_fusion, so that gradients are in main_grad; "
             "expected them in grad: pass a model without it"
         )
+
+
+def _pairs(model: nn.Module, reference: nn.Module) -> list[Pair]:
+    """Of the parameters, by name. ValueError for models that do not match."""
     parts = dict(model.named_parameters())
     wholes = dict(reference.named_parameters(remove_duplicate=False))
     unknown = [name for name in parts if name not in wholes]
@@ -136,15 +136,16 @@ def _check_shape(pair: Pair) -> None:
         return
     shard = shard_of(pair.part)
     try:
-        expected = pair.own(pair.whole).shape
+        expected = list(pair.own(pair.whole).shape)
     except ValueError as error:
         raise ValueError(f"check_model: {pair.name} is {shard}: {error}") from None
-    if pair.part.shape != expected:
-        raise ValueError(
-            f"check_model: {pair.name} has shape {list(pair.part.shape)}, expected {list(expected)}, "
-            + (f"by its {shard}" if shard else "the reference's. If it is a part, say of what: ")
-            + ("" if shard else f"parameter.shard = ad.Shard(comm, dim, {list(expected)})")
+    if list(pair.part.shape) != expected:
+        of = (
+            f"by its {shard}"
+            if shard
+            else (f"the reference's. If it is a part, say of what: parameter.shard = ad.Shard(comm, dim, {expected})")
         )
+        raise ValueError(f"check_model: {pair.name} has shape {list(pair.part.shape)}, expected {expected}, {of}")
 
 
 def _agreed(comm: Communicator, check: Callable[[], Any]) -> Any:
@@ -183,19 +184,17 @@ def _check_start(comm: Communicator, pairs: list[Pair]) -> None:
                 )
 
 
+def _check_batch(tensors: list[Tensor], dim: int) -> None:
+    for x in tensors:
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"check_model: batch_dim is {dim}, but a tensor of the batch has shape {list(x.shape)}")
+
+
 def _whole(comm: Communicator, batch: Any, dim: int) -> Any:
     """All ranks' parts of the batch in one."""
     items = list(batch.values()) if isinstance(batch, Mapping) else batch
     tensors = [x for x in (items if isinstance(items, tuple | list) else [items]) if isinstance(x, Tensor)]
-
-    def check() -> None:
-        for x in tensors:
-            if not -x.dim() <= dim < x.dim():
-                raise ValueError(
-                    f"check_model: batch_dim is {dim}, but a tensor of the batch has shape {list(x.shape)}"
-                )
-
-    _agreed(comm, check)
+    _agreed(comm, lambda: _check_batch(tensors, dim))
 
     def joined(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -233,7 +232,7 @@ def _step(comm: Communicator, model: nn.Module, batch: Any, loss: Loss | None) -
     return [one for (one,) in gathered(comm, [float(value.detach())], torch.float64)]
 
 
-def _left_by_backward(part: Tensor | None) -> Tensor | None:
+def _copy_of_grad(part: Tensor | None) -> Tensor | None:
     return None if part is None or part.grad is None else part.grad.clone()
 
 

@@ -16,7 +16,7 @@ from pynccl import Communicator, progress
 
 from ..agreement import gathered
 from ..layers.shards import shard_of
-from .model_report import Difference
+from .model_report import Difference, ModelReport
 
 # Of a gradient's error, relative to its largest element: rounding along a deep model, in other orders of summation.
 TOLERANCES: dict[torch.dtype, float] = {
@@ -67,17 +67,8 @@ class _Row(NamedTuple):
     missing: float  # 1: backward() left no gradient, or zeros alone
 
 
-class Compared(NamedTuple):
-    """All gradients, and the differences that count."""
-
-    parameters: int
-    error: float
-    wrong: int
-    differences: tuple[Difference, ...]
-
-
-def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> Compared:
-    """Of the gradients as they are now. Every rank must call it, with pairs of the same names."""
+def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> ModelReport:
+    """Of the gradients as they are now, without losses. Every rank must call it, with pairs of the same names."""
     own = [_row(pair, tolerance) for pair in progress.over(pairs, "comparing", "gradient", own=comm.rank == 0)]
     width = len(_Row.__annotations__)
     flat = gathered(comm, [number for row in own for number in row], torch.float64)
@@ -97,7 +88,8 @@ def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> C
     differences = []
     for pair, rows, allowed, relative, where in wrong[:_EXPLAINED]:
         differences.append(Difference(pair.name, relative, where, *_explain(comm, pair, rows, allowed)))
-    return Compared(sum(any(row.has for row in rows) for rows in table), error, len(wrong), tuple(differences))
+    parameters = sum(any(row.has for row in rows) for rows in table)
+    return ModelReport(parameters, error, (), math.nan, len(wrong), tuple(differences))
 
 
 def largest_of(x: Tensor) -> float:

@@ -12,9 +12,9 @@ from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..bindings.values import attribute, methods, shown
+from ..bindings.workers import Clock, Wait
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
-from ..bindings.workers import Clock, Wait
 from ..watch.track import uid_of
 from .join import Part, init, prepare, watch_at
 from .rendezvous import could_not_start, first_line
