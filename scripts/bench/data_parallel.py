@@ -20,20 +20,20 @@ buckets travel, and hides what its order of buckets allows. T_comm is that of ou
 
 --asleep: each layer sleeps instead of multiplying, as where a GPU computes and the cores are free. What is hidden then
 depends on the order and the size of buckets and on what their launches cost, little on other load of the machine.
---backwards: the layers are defined last one first, so that gradients come in the order of the parameters.
 
 examples:
   python scripts/bench/data_parallel.py --width 64 --layers 2 --rounds 3
   python scripts/bench/data_parallel.py  # long
   python scripts/bench/data_parallel.py --ranks 4 --width 256 --layers 12 --bucket-mb 1 4 25  # long
   python scripts/bench/data_parallel.py --views --rounds 31 --json ddp.json --markdown  # long
-  python scripts/bench/data_parallel.py --asleep 4 --width 256 --layers 12 --backwards  # long
+  python scripts/bench/data_parallel.py --asleep 4 --width 256 --layers 12  # long
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import queue
 import statistics
@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from bench.ranks import link_text, linked, measure, run_ranks, surroundings
+from bench.ranks import columns, link_text, linked, measure, rounds_of, run_ranks, surroundings
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,7 +70,6 @@ class Options(NamedTuple):
     balance: float
     views: bool
     asleep: float = 0.0  # milliseconds
-    backwards: bool = False
 
 
 class Block(nn.Module):
@@ -112,19 +111,12 @@ class _Asleep(torch.autograd.Function):
         return grad, grad.mean().expand(ctx.shape).contiguous(), None
 
 
-class Stack(nn.Module):
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [
-            AsleepBlock(options.width, options.asleep) if options.asleep else Block(options.width)
-            for _ in range(options.layers)
-        ]
-        self.layers, self.step = nn.ModuleList(layers), -1 if options.backwards else 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in list(self.layers)[:: self.step]:
-            x = layer(x)
-        return x
+def stack(options: Options) -> nn.Sequential:
+    sleeps = options.asleep > 0
+    width = options.width
+    return nn.Sequential(
+        *(AsleepBlock(width, options.asleep) if sleeps else Block(width) for _ in range(options.layers))
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- on each rank
@@ -143,24 +135,16 @@ def _plain(options: Options) -> Row:
 
 
 def _linked(options: Options) -> Row:
-    """Of a bandwidth at which communication takes its part. What the ranks themselves do for it counts, too, so the
-    bandwidth is corrected once by what was measured."""
+    """Of a bandwidth at which communication takes its part. What the ranks themselves do for it comes on top."""
     with linked("cpu", "") as comm:
         ways = _Ways(options, comm, None)
         compute = statistics.median(measure("cpu", ways.compute) for _ in range(7))
         nbytes = sum(one.nbytes for one in ways.whole.parameters()) * 2 * (comm.size - 1) / comm.size
     wanted = compute * options.balance / (1 - options.balance)
-    seconds = wanted
-    for turn in range(2):
-        text = link_text(nbytes / seconds)
-        with linked("cpu", text) as comm:
-            ways = _Ways(options, comm, parse(text))
-            if turn == 0:
-                found = statistics.median(measure("cpu", ways.average) for _ in range(7))
-                seconds = max(seconds - (found - wanted), 0.1 * wanted)
-                continue
-            return {**_row(options, comm, "link", ways), **ways.compared(), "link": text}
-    raise AssertionError
+    text = link_text(nbytes / wanted)
+    with linked("cpu", text) as comm:
+        ways = _Ways(options, comm, parse(text))
+        return {**_row(options, comm, "link", ways), **ways.compared(), "link": text}
 
 
 class _Ways:
@@ -168,7 +152,7 @@ class _Ways:
 
     def __init__(self, options: Options, comm: Communicator, link: Link | None) -> None:
         torch.manual_seed(0)
-        self.whole = Stack(options)
+        self.whole = stack(options)
         torch.manual_seed(1 + comm.rank)
         self.x = torch.randn(options.rows, options.width, requires_grad=options.asleep > 0)
         self.model = copy.deepcopy(self.whole)
@@ -246,14 +230,8 @@ def _row(options: Options, comm: Communicator, kind: str, ways: _Ways) -> Row:
     calls = ways.steps()
     if kind == "link":
         calls["comm"] = ways.average
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(options.rounds + WARM):
-        for at in range(len(names)):
-            name = names[(turn + at) % len(names)]
-            found = measure("cpu", calls[name])
-            if turn >= WARM:
-                seconds[name].append(found)
+    rounds_of("cpu", calls, WARM)
+    seconds = rounds_of("cpu", calls, options.rounds)
     row: Row = {
         "kind": kind,
         "ranks": comm.size,
@@ -285,15 +263,9 @@ def table(found: Row, markdown: bool) -> str:
         "hidden, ours", "hidden, DDP", "difference",
     ]  # fmt: skip
     lines = [head, *(_cells(row) for row in found["rows"])]
-    if markdown:
-        rows = ["| " + " | ".join(line) + " |" for line in lines]
-        rows.insert(1, "|---" + "|---:" * (len(head) - 1) + "|")
-    else:
-        widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
-        rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     machine, versions = found["machine"], found["versions"]
     where = f"{machine['cores']} cores, {machine['cpu']}, load {machine['load']}, torch {versions['torch']}"
-    return "\n".join([f"{where}, {found['date']}; milliseconds a step", "", *rows])
+    return f"{where}, {found['date']}; milliseconds a step\n\n{columns(lines, markdown)}"
 
 
 def _cells(row: Row) -> list[str]:
@@ -318,21 +290,9 @@ def _cells(row: Row) -> list[str]:
 
 def main() -> None:
     asked = _arguments()
-    cases = [
-        Options(
-            width,
-            asked.layers,
-            asked.rows,
-            bucket_mb,
-            asked.rounds,
-            asked.balance,
-            asked.views,
-            asked.asleep,
-            asked.backwards,
-        )
-        for width in asked.width
-        for bucket_mb in asked.bucket_mb
-    ]
+    rest = (asked.rounds, asked.balance, asked.views, asked.asleep)
+    sizes = itertools.product(asked.width, asked.bucket_mb)
+    cases = [Options(width, asked.layers, asked.rows, bucket_mb, *rest) for width, bucket_mb in sizes]
     found: Row = {**surroundings(), "rows": run_ranks(asked.ranks, "cpu", run, cases)[0]}
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -360,7 +320,6 @@ def _arguments() -> argparse.Namespace:
         metavar="MS",
         help="sleep so long a layer, for its matmuls",
     )
-    parser.add_argument("--backwards", action="store_true", help="define the layers last one first")
     parser.add_argument("--json", type=command.output_file, metavar="FILE", help="write all that was measured")
     parser.add_argument("--markdown", action="store_true", help="print a table for docs/")
     asked = parser.parse_args()

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from bench.ranks import measure, run_ranks, surroundings
+from bench.ranks import columns, measure, run_ranks, surroundings
 
 from pynccl import host, progress
 from pynccl.bindings import abi
@@ -232,17 +232,6 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def table(rows: Sequence[Row]) -> str:
-    widths = (6, 16, 10, 12, 12, 12, 9, 9, 5)
-    lines = [HEADINGS, *(cells(row) for row in rows)]
-    return "\n".join(" ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    lines = [HEADINGS, ["---:", "---", *["---:"] * 6, "---"], *(cells(row) for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{where()}"
-
-
 def where() -> str:
     """Command, machine and date."""
     here = surroundings()
@@ -275,7 +264,9 @@ def main() -> None:
     if options.json:
         print(json.dumps({"cores": os.cpu_count(), "rows": rows}))
     else:
-        print(markdown(rows) if options.markdown else table(rows))
+        print(columns([HEADINGS, *(cells(row) for row in rows)], options.markdown))
+        if options.markdown:
+            print(f"\n{where()}")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,17 @@ other bindings are measured where they can be imported. Needs a C compiler and t
 What the flight recorder costs is measured in other processes, in turn with PYNCCL_WATCH=on and off, beside bare
 ctypes in each of them: a process has one of them, and CPython adapts its bytecode to what it sees there.
 
+--wrappers measures the wrappers of NCCL in Python instead, each by its own classes: this one's, pynccl.compat.vllm,
+nccl4py where it can be imported, and with --vllm FOLDER, an unpacked wheel, vLLM's:
+pip download --no-deps vllm==0.33.0 && unzip vllm-*.whl 'vllm/distributed/device_communicators/pynccl*' -d FOLDER
+
 --gpu measures on a GPU and the real libnccl instead, on the ranks of a launch, beside torch.distributed's nccl backend;
 overhead_gpu.py says how. Not yet run on a GPU.
 
 examples:
   python scripts/bench/overhead.py --rounds 3 --calls 50 --markdown  # long
   PYNCCL_LIBRARY=host torchrun --standalone --nproc-per-node=2 scripts/bench/overhead.py --gpu --rounds 3 --calls 20
+  python scripts/bench/overhead.py --wrappers --rounds 5 --calls 200
   python scripts/bench/overhead.py  # long
 """
 
@@ -36,6 +41,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.vllm_ways import WRAPPER, vllm_ways
 from bench.ways import BARE, CHECKED, ELEMENTS, PLAN, Way, measure, nccl4py_ways
 
 import pynccl
@@ -312,6 +318,14 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def fastest_first(times: dict[str, list[float]]) -> str:
+    """What --wrappers prints."""
+    width = max(map(len, times))
+    rows = sorted((statistics.median(seconds), name) for name, seconds in times.items())
+    lines = [f"{'way':{width}}  ns per call, medians of the rounds"]
+    return "\n".join([*lines, *(f"{name:{width}}  {seconds * 1e9:6.0f}" for seconds, name in rows)])
+
+
 def markdown(found: dict[str, Any]) -> str:
     """The table of docs/overhead.md."""
     bounds = {bound["what"].removesuffix(f" / {BARE}"): f"{bound['at_most']:g}" for bound in found["bounds"]}
@@ -345,8 +359,12 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/overhead.md")
     parser.add_argument("--watch", choices=NAMES, help=argparse.SUPPRESS)  # of a process of `recorded`
     parser.add_argument("--stub", help=argparse.SUPPRESS)
+    parser.add_argument("--wrappers", action="store_true", help="the wrappers of NCCL, each by its own classes")
+    parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="with --wrappers: an unpacked wheel of vLLM")
     parser.add_argument("--gpu", action="store_true", help="on a GPU and the real libnccl instead of the stub")
     options = parser.parse_args()
+    if options.vllm and not (options.vllm / WRAPPER).is_file():
+        parser.error(f"--vllm {options.vllm}: there is no {WRAPPER} in it; unpack the wheel there")
     if options.gpu:
         main_gpu(options)
         return
@@ -361,10 +379,18 @@ def main() -> None:
 
         t, u, w = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), torch.zeros(2 * ELEMENTS)
         comm = communicator(path)
-        ways = [*own_ways(comm, stub, t, u, w), *nccl4py_ways(comm, t), *torch_ways(t)]
+        ways = own_ways(comm, stub, t, u, w)
+        if options.wrappers:
+            ways = [way for way in ways if way.name in (BARE, PLAN, CHECKED)]
+            ways += [*vllm_ways(comm, path, t, options.vllm), *nccl4py_ways(comm, t)]
+        else:
+            ways += [*nccl4py_ways(comm, t), *torch_ways(t)]
         reached = check_reach(ways, stub)
         times = measure(ways, options.rounds, options.calls)
         comm.destroy()
+        if options.wrappers:
+            print(fastest_first(times))
+            return
         watched = recorded(path, options.rounds, options.calls)
         found = results(times, reached, import_times(max(options.rounds // 5, 1)), watched)
     show = markdown if options.markdown else table

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from bench.overlap_report import bounds, figures, markdown, table
+from bench.overlap_report import bounds, figures, table
 from bench.overlap_torch import Mlp, ModelledLink
 from bench.ranks import here, link_for, linked, measure, rounds_of, run_ranks, slowest, surroundings
 from torch import Tensor, nn
@@ -260,7 +260,7 @@ def main() -> int:
     found["bounds"] = bounds(found["cases"])
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(markdown(found) if asked.markdown else table(found))
+    print(table(found, asked.markdown))
     return 1 if asked.check and not all(bound["pass"] for bound in found["bounds"]) else 0
 
 

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bench.ranks import columns
+
 Row = dict[str, Any]
 GAIN = 0.92  # of T_off: who takes less gains 8% or more
 
@@ -118,25 +120,9 @@ def _tables(found: Row) -> Iterable[list[list[str]]]:
         yield mlp_lines(found["mlp"])
 
 
-def table(found: Row) -> str:
-    """For a terminal."""
-    blocks = []
-    for lines in _tables(found):
-        widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
-        rows = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
-        blocks.append("\n".join(rows))
-    return "\n\n".join([*blocks, _said(found)])
-
-
-def markdown(found: Row) -> str:
-    """For docs/."""
-    blocks = []
-    for lines in _tables(found):
-        rows = ["| " + " | ".join(line) + " |" for line in lines]
-        blocks.append("\n".join([rows[0], "|" + "---|" * len(lines[0]), *rows[1:]]))
-    return "\n\n".join([*blocks, _said(found)])
+def table(found: Row, markdown: bool = False) -> str:
+    """For a terminal, or for docs/."""
+    return "\n\n".join([*(columns(lines, markdown) for lines in _tables(found)), _said(found)])
 
 
 def _said(found: Row) -> str:

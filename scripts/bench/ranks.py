@@ -164,6 +164,15 @@ def rounds_of(device: str, calls: Mapping[str, Call], rounds: int, batch: int = 
     return times
 
 
+def columns(lines: Sequence[Sequence[str]], markdown: bool) -> str:
+    """A table of these cells, its head first, for docs/ or for a terminal."""
+    if markdown:
+        rows = ["| " + " | ".join(line) + " |" for line in lines]
+        return "\n".join([rows[0], "|---" + "|---:" * (len(lines[0]) - 1) + "|", *rows[1:]])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
 def surroundings() -> dict[str, Any]:
     """Command, date, machine and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

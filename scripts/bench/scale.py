@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import itertools
 import json
 import os
@@ -26,6 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +39,6 @@ from bench.overhead import compile_stub
 import pynccl
 from pynccl import progress
 from pynccl.tools import command
-from pynccl.watch import recorder, watchdog
 
 CALLS = 3  # collectives before the one that hangs
 PART = 8  # ranks of a communicator after the split
@@ -88,17 +89,13 @@ int ncclCommUserRank(comm_t comm, int *out) { *out = comm->rank; return 0; }
 """
 
 
-# What is counted
-
-
 class Counted:
-    """A store, and what is asked of it, by thread: each rank bootstraps in a thread of its own. The turns of waiting
-    for others are counted apart, and so is what the watchdog asks: it has a clone of the store."""
+    """A store, and what is asked of it, by thread: each rank bootstraps in a thread of its own. Looks for others that
+    it waits for are left out, and what the watchdog asks is counted apart: it has a clone of the store."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self.operations: Counter[threading.Thread] = Counter()
-        self.turns: Counter[threading.Thread] = Counter()
         self.polled: list[float] = []  # when it was looked whether there is a question
         self.watchdogs: Counted | None = None
 
@@ -106,8 +103,8 @@ class Counted:
         found = getattr(self._store, name)
 
         def counted(*arguments: Any) -> Any:
-            waits = name == "check" and arguments[0] in (["over"], ["rank/0"])
-            (self.turns if waits else self.operations)[threading.current_thread()] += 1
+            if name != "check" or arguments[0] not in (["over"], ["rank/0"]):
+                self.operations[threading.current_thread()] += 1
             if (name, *arguments) == ("add", "watch/asked", 0):
                 self.polled.append(time.monotonic())
             return found(*arguments)
@@ -121,19 +118,19 @@ class Counted:
     def beyond_polls(self) -> int:
         return self.operations.total() - len(self.polled)
 
+    def wait_for_polls(self, count: int) -> None:
+        end = len(self.polled) + count
+        while len(self.polled) < end:
+            time.sleep(0.02)
 
-def timed_looks() -> list[float]:
-    """Seconds of the processor that each look of the watchdog takes from now on."""
-    spent: list[float] = []
-    look = watchdog.Watchdog.look
 
-    def timed(own: watchdog.Watchdog) -> None:
-        start = time.thread_time()
-        look(own)
-        spent.append(time.thread_time() - start)
-
-    watchdog.Watchdog.look = timed  # type: ignore[assignment, method-assign]
-    return spent
+def all_here(store: Any, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """All processes, and the one that started them, at one point; not counted."""
+    here = store.add(f"gather/{name}", 1)
+    while here < processes:
+        time.sleep(0.02)
+        meanwhile()
+        here = store.add(f"gather/{name}", 0)
 
 
 # One process, with a part of the ranks
@@ -142,13 +139,13 @@ def timed_looks() -> list[float]:
 class Rank:
     """A rank of the job: what it does."""
 
-    def __init__(self, number: int, nranks: int, store: Counted) -> None:
-        self.number, self.nranks, self.store = number, nranks, store
+    def __init__(self, number: int, nranks: int, store: Counted, library: pynccl.Library) -> None:
+        self.number, self.nranks, self.store, self.library = number, nranks, store, library
         self.since = 0.0  # when it entered the call that hangs
         self.communicators: list[pynccl.Communicator] = []
 
-    def bootstrap(self, library: pynccl.Library) -> None:
-        world = pynccl.Communicator.from_store(self.store, self.number, self.nranks, library=library, timeout=120)
+    def bootstrap(self) -> None:
+        world = pynccl.Communicator.from_store(self.store, self.number, self.nranks, library=self.library, timeout=120)
         self.communicators.append(world)
 
     def split(self) -> None:
@@ -164,81 +161,71 @@ class Rank:
         self.communicators[0].all_reduce(tensor, tensor)
 
 
-class Gather:
-    """All processes, and the one that started them, at one point; not counted."""
-
-    def __init__(self, store: Any, processes: int) -> None:
-        self.store, self.processes = store, processes
-
-    def all_here(self, name: str) -> None:
-        here = self.store.add(f"gather/{name}", 1)
-        while here < self.processes:
-            time.sleep(0.02)
-            here = self.store.add(f"gather/{name}", 0)
-
-
 def child(port: int, first: int, last: int, nranks: int, options: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
-    looks = timed_looks()
-    gather = Gather(dist.TCPStore("127.0.0.1", port, is_master=False), options.processes)
+    here = functools.partial(all_here, dist.TCPStore("127.0.0.1", port, is_master=False), processes=options.processes)
     store = Counted(dist.PrefixStore("job", dist.TCPStore("127.0.0.1", port, is_master=False)))
-    ranks = [Rank(number, nranks, store) for number in range(first, last)]
     library = pynccl.load(options.library)
     library.is_host = True  # its buffers are CPU memory: no GPU is looked for
-    stub = ctypes.CDLL(options.library)
-
-    gather.all_here("start")
-    found = start(ranks, store, library, gather)
+    ranks = [Rank(number, nranks, store, library) for number in range(first, last)]
+    here("start")
+    found = start(ranks, store)
+    here("split")
     while store.watchdogs is None:  # its first poll
         time.sleep(0.02)
-    asked, own = store.watchdogs, recorder.started()
-    assert own is not None
-    found |= quiet_polls(asked, gather)
-    found["look"], before = median(looks), asked.beyond_polls()
-    looks.clear()
+    asked = store.watchdogs
+    asked.wait_for_polls(2)  # in which it says once who there is
+    here("roster")
+    before, polls = asked.operations.total(), len(asked.polled)
+    asked.wait_for_polls(QUIET_POLLS)
+    times = asked.polled[polls - 1 :]
+    found["quiet poll"] = (asked.operations.total() - before) / (len(times) - 1)
+    found["apart"] = min(second - first for first, second in itertools.pairwise(times))
+    here("quiet")
+    return found | hang(ranks, asked, ctypes.CDLL(options.library), here)
 
+
+def start(ranks: list[Rank], store: Counted) -> dict[str, Any]:
+    """Bootstrap, split, some calls: operations on the store."""
+    together([rank.bootstrap for rank in ranks])
+    assert len(store.operations) == len(ranks)  # a thread each
+    bootstrap, before = max(store.operations.values()), store.operations.total()
+    together([rank.split for rank in ranks])
+    for _ in range(CALLS):
+        together([rank.call for rank in ranks])
+    return {"bootstrap": bootstrap, "split": store.operations.total() - before}
+
+
+def hang(ranks: list[Rank], asked: Counted, stub: ctypes.CDLL, here: Callable[[str], None]) -> dict[str, Any]:
+    """All ranks but the last one of the job enter a call that does not return until it is reported."""
+    before = asked.beyond_polls()
     stub.stub_hold(1)
-    stuck = [threading.Thread(target=rank.call) for rank in ranks if rank.number != nranks - 1]
+    waiting = [rank for rank in ranks if rank.number != rank.nranks - 1]
+    stuck = [threading.Thread(target=rank.call) for rank in waiting]
     for thread in stuck:
         thread.start()
     reported = threading.Event()
 
     def wait() -> None:
-        gather.all_here("reported")
+        here("reported")
         reported.set()
 
     threading.Thread(target=wait).start()
-    if last == nranks:
+    if len(waiting) < len(ranks):
         next_batch(reported)
     reported.wait()
-    found["report"] = asked.beyond_polls() - before
-    found["longest look"] = max(looks)
-    found["since"] = [rank.since for rank in ranks if rank.number != nranks - 1]
-    found["communicators"], found["file bytes"] = len(own.tracks), os.path.getsize(own.path)
+    found = {
+        "report": asked.beyond_polls() - before,
+        "since": [rank.since for rank in waiting],
+    }
     stub.stub_hold(0)
     for thread in stuck:
         thread.join()
     for rank in ranks:
         for comm in rank.communicators:
             comm.destroy()
-    gather.all_here("end")
-    return found
-
-
-def start(ranks: list[Rank], store: Counted, library: pynccl.Library, gather: Gather) -> dict[str, Any]:
-    """Bootstrap, split, some calls."""
-    started = time.time()
-    together([lambda rank=rank: rank.bootstrap(library) for rank in ranks])  # type: ignore[misc]
-    found: dict[str, Any] = {"bootstrap seconds": time.time() - started}
-    assert len(store.operations) == len(ranks)  # a thread each
-    found["bootstrap"], found["turns"] = max(store.operations.values()), max(store.turns.values(), default=0)
-    before = store.operations.total()
-    together([rank.split for rank in ranks])
-    for _ in range(CALLS):
-        together([rank.call for rank in ranks])
-    found["split"] = store.operations.total() - before
-    gather.all_here("split")
+    here("end")
     return found
 
 
@@ -247,42 +234,17 @@ def next_batch(data: threading.Event) -> None:
     data.wait()
 
 
-def quiet_polls(asked: Counted, gather: Gather) -> dict[str, Any]:
-    """What the watchdog asks while nothing happens."""
-    wait_for_polls(asked, 2)
-    gather.all_here("polled")
-    found: dict[str, Any] = {}
-    before, polls = asked.operations.total(), len(asked.polled)
-    wait_for_polls(asked, QUIET_POLLS)
-    times = asked.polled[polls - 1 :]
-    found["quiet poll"] = (asked.operations.total() - before) / (len(times) - 1)
-    found["apart"] = min(second - first for first, second in itertools.pairwise(times))
-    gather.all_here("quiet")
-    return found
-
-
-def wait_for_polls(asked: Counted, count: int) -> None:
-    end = len(asked.polled) + count
-    while len(asked.polled) < end:
-        time.sleep(0.02)
-
-
 def together(bodies: list[Callable[[], None]]) -> None:
-    errors: list[BaseException] = []
+    """Each in a thread of its own: all of them meet in one barrier first. The first error of any is raised."""
+    barrier = threading.Barrier(len(bodies))
 
     def run(body: Callable[[], None]) -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
+        barrier.wait()
+        body()
 
-    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        for done in [pool.submit(run, body) for body in bodies]:
+            done.result()
 
 
 # All processes
@@ -342,15 +304,20 @@ def measure(nranks: int, library: Path, options: argparse.Namespace) -> dict[str
     processes = min(options.processes, max(nranks // PART, 1))
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     running = start_processes(nranks, processes, server.port, library, options.timeout)
-    gather = Gather(server, len(running) + 1)
+
+    def look() -> None:
+        for one in running:
+            if one.popen.poll():  # it has failed
+                one.result()
+
     try:
-        for name in ("start", "split", "polled", "quiet"):
-            gather_or_end(gather, name, running)
+        for name in ("start", "split", "roster", "quiet"):
+            all_here(server, name, len(running) + 1, look)
         end = time.time() + options.timeout + PATIENCE_SECONDS
         while sum(len(one.reports()) for one in running) < nranks - 1 and time.time() < end:
             time.sleep(0.1)
         for name in ("reported", "end"):
-            gather_or_end(gather, name, running)
+            all_here(server, name, len(running) + 1, look)
         found = [one.result() for one in running]
     finally:
         for one in running:
@@ -374,16 +341,6 @@ def start_processes(nranks: int, processes: int, port: int, library: Path, timeo
     return running
 
 
-def gather_or_end(gather: Gather, name: str, running: list[Process]) -> None:
-    """As Gather.all_here, but for processes that have failed."""
-    gather.store.add(f"gather/{name}", 1)
-    while gather.store.add(f"gather/{name}", 0) < gather.processes:
-        time.sleep(0.02)
-        for one in running:
-            if one.popen.poll():
-                one.result()
-
-
 def summary(
     nranks: int, found: list[dict[str, Any]], reports: list[dict[int, tuple[float, str]]], timeout: float
 ) -> dict[str, Any]:
@@ -400,35 +357,27 @@ def summary(
         "polls apart": min(one["apart"] for one in found),
         "report": median(one["report"] for one in found),
         "report, most": most("report"),
-        "turns of waiting": most("turns"),
-        "bootstrap seconds": most("bootstrap seconds"),
         "first report seconds": min(when, default=-1.0),
         "last report seconds": max(when, default=-1.0),
         "reports": len(when),
         "stuck": nranks - 1,
         "calls": CALLS + 2,  # a split, and the one that hangs
-        "communicators": most("communicators"),
-        "look ms": most("look") * 1e3,
-        "longest look ms": most("longest look") * 1e3,
-        "file MB": most("file bytes") / 1e6,
         "texts": sorted({text for part in reports for _, text in part.values()}),
     }
 
 
 COLUMNS = [
-    *["ranks", "bootstrap", "split", "quiet poll", "polls apart", "report", "report, most"],
-    *["bootstrap seconds", "first report seconds", "last report seconds"],
-    *["communicators", "look ms", "longest look ms", "file MB"],
+    *("ranks", "bootstrap", "split", "quiet poll", "polls apart", "report", "report, most"),
+    *("first report seconds", "last report seconds"),
 ]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "Operations on the store. Bootstrap, split: of the rank with most, without the turns in which it waits for",
-        "others. Quiet poll, report (beyond its polls; median, and most): of a process, with however many ranks. Polls",
-        "apart: the fewest seconds between two of them. Reports: seconds past the timeout of the rank that entered",
-        "first. A look: of the watchdog of the process with most communicators, while it is quiet, and the longest, in",
-        "milliseconds of the processor.",
+        "Operations on the store. Bootstrap, split: of the rank with most, without the looks for others that it waits",
+        "for. Quiet poll, report (beyond its polls; median, and most): of a process, with however many ranks.",
+        "Polls apart: the fewest seconds between two of them. Reports: seconds past the timeout of the rank that",
+        "entered first.",
     ]
     lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---:|" * len(COLUMNS)]
     for row in rows:

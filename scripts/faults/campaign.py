@@ -9,10 +9,9 @@ backward passes. Something goes wrong at a random point: see FAULTS in programs.
     false alarm        somebody did without reason    late               Ctrl-C took more than a second
     hang, crash, wrong data, left-over process, left-over file
 
-Seeds S, S + 1, ... take the faults in turn. S is drawn afresh, and printed, unless it is given: a figure that is quoted
-is of seeds that nobody has mended against. The folders of runs that went wrong stay in --keep. Beside this file lie
-steps.py and programs.py (the programs), ranks.py and values.py (what runs in a rank),
-run.py and nodes.py (a run), judge.py (its outcome).
+Seeds S, S + 1, ... go through the faults. S is drawn, and printed, unless it is given: a figure that is quoted is of
+seeds that nobody has mended against. The folders of runs that went wrong stay in --keep. steps.py and programs.py draw
+the programs, ranks.py and values.py run in a rank, run.py and nodes.py make a run, judge.py finds its outcome.
 
 examples:
   python scripts/faults/campaign.py --runs 2 --seed 11
@@ -23,6 +22,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -42,33 +42,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults.judge import GOOD, OUTCOMES, Verdict, judge
 from faults.nodes import Nodes, why_not
-from faults.programs import FAULTS, NODES, Program, make
+from faults.programs import FAULTS, Program, make
 from faults.run import Server, run
 
 from pynccl import progress
 from pynccl.tools import command
 
-
-class Worker:
-    """What one run at a time needs: the process that forks ranks, and two nodes once a run asks for them."""
-
-    def __init__(self, slot: int) -> None:
-        self.slot, self.server = slot, Server()
-        self._nodes: Nodes | None = None
-
-    def nodes(self) -> Nodes:
-        if self._nodes is None:
-            self._nodes = Nodes(self.slot)
-        return self._nodes
-
-    def close(self) -> None:
-        if self._nodes:
-            self._nodes.close()
-        self.server.close()
+ENDED_WELL = (*GOOD, "skipped")
 
 
 class Campaign:
-    """Runs on several workers.
+    """Runs on several threads, each with its process that forks ranks, and its two nodes.
 
     watch          PYNCCL_WATCH of the ranks
     only           the fault of all runs; "": each seed has its own
@@ -79,42 +63,39 @@ class Campaign:
         self.folder, self.watch, self.only = folder, watch, only
         self.without_nodes = why_not()
 
-    def of(self, seeds: Iterable[int], jobs: int, tell: Callable[[Verdict], None]) -> list[Verdict]:
-        """Run all seeds; `tell` hears of each as it ends. After an error or Ctrl-C the runs under way are the last."""
-        idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        workers = [Worker(slot) for slot in range(jobs)]
-        for worker in workers:
-            idle.put(worker)
+    def of(self, seeds: Iterable[int], jobs: int, report: Callable[[Verdict], None]) -> list[Verdict]:
+        """Run all seeds; `report` gets each verdict. After an error or Ctrl-C the runs under way are the last."""
+        with contextlib.ExitStack() as stack:
+            idle: queue.SimpleQueue[tuple[Server, Nodes | None]] = queue.SimpleQueue()
+            for slot in range(jobs):
+                server = stack.enter_context(contextlib.closing(Server()))
+                nodes = None if self.without_nodes else stack.enter_context(contextlib.closing(Nodes(slot)))
+                idle.put((server, nodes))
 
-        def run_one(seed: int) -> Verdict:
-            worker = idle.get()
-            try:
-                return self._one(make(seed, self.only), worker)
-            finally:
-                idle.put(worker)
+            def run_one(seed: int) -> Verdict:
+                server, nodes = idle.get()
+                try:
+                    return self._one(make(seed, self.only), server, nodes)
+                finally:
+                    idle.put((server, nodes))
 
-        verdicts: list[Verdict] = []
-        executor = ThreadPoolExecutor(jobs)
-        try:
+            executor = ThreadPoolExecutor(jobs)
+            stack.callback(executor.shutdown, cancel_futures=True)
+            verdicts = []
             for done in as_completed([executor.submit(run_one, seed) for seed in seeds]):
                 verdicts.append(done.result())
-                tell(verdicts[-1])
-        finally:
-            executor.shutdown(cancel_futures=True)
-            for worker in workers:
-                worker.close()
+                report(verdicts[-1])
         return sorted(verdicts, key=lambda verdict: verdict.seed)
 
-    def _one(self, program: Program, worker: Worker) -> Verdict:
-        seed, fault = program.seed, program.fault
+    def _one(self, program: Program, server: Server, nodes: Nodes | None) -> Verdict:
+        fault = program.fault
         if self.without_nodes:
-            if fault.name in NODES:
-                return Verdict(seed, fault.name, "skipped", self.without_nodes)
+            if fault.kind.nodes:
+                return Verdict(program.seed, fault.name, "skipped", self.without_nodes)
             fault.nodes = ()
-        folder = self.folder / f"{seed}-{fault.name}"
+        folder = self.folder / f"{program.seed}-{fault.name}"
         shutil.rmtree(folder, ignore_errors=True)
-        nodes = worker.nodes() if fault.nodes else None
-        verdict = judge(program, run(program, folder, worker.server, nodes, self.watch))
+        verdict = judge(program, run(program, folder, server, nodes if fault.nodes else None, self.watch))
         if verdict.outcome in GOOD:
             shutil.rmtree(folder)
         else:
@@ -127,8 +108,9 @@ def table(verdicts: list[Verdict]) -> str:
     columns = [one for one in OUTCOMES if one != "skipped"]
     head = ["fault", "runs", *columns, "rank named", "line named", "slowest s"]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    ran = [one for one in verdicts if one.outcome != "skipped"]
     for name in (*FAULTS, "all"):
-        mine = [one for one in verdicts if name in (one.fault, "all") and one.outcome != "skipped"]
+        mine = [one for one in ran if name in (one.fault, "all")]
         if not mine:
             continue
         counts = Counter(one.outcome for one in mine)
@@ -159,19 +141,45 @@ def footer(verdicts: list[Verdict], options: argparse.Namespace, seconds: float)
     )
 
 
-def replay(seed: int, options: argparse.Namespace, folder: Path) -> int:
+def replay(seed: int, campaign: Campaign) -> int:
     """One run, and all that its ranks say."""
-    campaign = Campaign(folder, options.watch, options.only)
-    program = make(seed, options.only)
+    program = make(seed, campaign.only)
     for number, line in enumerate(program.text.splitlines(), 1):
         print(f"{number:4} {line}")
     print(f"\n{program.fault}")
-    place = folder / f"{seed}-{program.fault.name}"
+    kept = campaign.folder / f"{seed}-{program.fault.name}"
     (verdict,) = campaign.of([seed], 1, lambda verdict: None)
-    for rank in range(program.size if place.exists() else 0):
-        print(f"\n--- rank {rank}\n{(place / f'rank{rank}.err').read_text()}")
+    for path in sorted(kept.glob("rank*.err")):
+        print(f"\n--- {path.stem}\n{path.read_text()}")
     print(verdict)
-    return 0 if verdict.outcome in (*GOOD, "skipped") else 1
+    return 0 if verdict.outcome in ENDED_WELL else 1
+
+
+def many(options: argparse.Namespace, campaign: Campaign) -> int:
+    began, seeds = time.monotonic(), range(options.seed, options.seed + options.runs)
+    print(f"seeds {seeds[0]} to {seeds[-1]}", file=sys.stderr)
+    if campaign.without_nodes:
+        print(
+            f"link-cut and packet-loss are skipped, there are no two nodes: {campaign.without_nodes}", file=sys.stderr
+        )
+    with progress.Bar(options.runs, "running", "run") as bar:
+
+        def report(verdict: Verdict) -> None:
+            if verdict.outcome not in ENDED_WELL:
+                again = f"--replay {verdict.seed}" + (f" --only {options.only}" if options.only else "")
+                bar.line(f"{verdict.outcome}: {again} ({verdict.fault})  {verdict.why}", file=sys.stderr)
+            bar.step()
+
+        verdicts = campaign.of(seeds, options.jobs, report)
+    print(table(verdicts))
+    print(f"\n{footer(verdicts, options, time.monotonic() - began)}")
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(one) for one in verdicts], indent=1))
+    if any(campaign.folder.iterdir()):
+        print(f"the folders of the runs that went wrong are in {campaign.folder}", file=sys.stderr)
+    else:
+        campaign.folder.rmdir()
+    return 0 if all(one.outcome in ENDED_WELL for one in verdicts) else 1
 
 
 def main() -> int:
@@ -195,41 +203,11 @@ def main() -> int:
     )
     parser.add_argument("--json", type=command.output_file, metavar="FILE", help="where to write all verdicts")
     options = parser.parse_args()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="pynccl-campaign-"))
-    folder = folder.resolve()
     if options.seed is None:
         options.seed = int.from_bytes(os.urandom(3), "big")
-    if options.replay is not None:
-        return replay(options.replay, options, folder)
-    return many(options, folder)
-
-
-def many(options: argparse.Namespace, folder: Path) -> int:
-    began = time.monotonic()
-    print(f"seeds {options.seed} to {options.seed + options.runs - 1}", file=sys.stderr)
-    campaign = Campaign(folder, options.watch, options.only)
-    if campaign.without_nodes:
-        print(f"{', '.join(NODES)} are skipped, there are no two nodes: {campaign.without_nodes}", file=sys.stderr)
-
-    with progress.Bar(options.runs, "running", "run") as bar:
-
-        def tell(verdict: Verdict) -> None:
-            if verdict.outcome not in (*GOOD, "skipped"):
-                only = f" --only {options.only}" if options.only else ""
-                replay = f"--replay {verdict.seed}{only} ({verdict.fault})"
-                bar.line(f"{verdict.outcome}: {replay}  {verdict.why}", file=sys.stderr)
-            bar.step()
-
-        verdicts = campaign.of(range(options.seed, options.seed + options.runs), options.jobs, tell)
-    print(table(verdicts))
-    print(f"\n{footer(verdicts, options, time.monotonic() - began)}")
-    if any(folder.iterdir()):
-        print(f"the folders of the runs that went wrong are in {folder}", file=sys.stderr)
-    if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(one) for one in verdicts], indent=1))
-    if not any(folder.iterdir()):
-        folder.rmdir()
-    return 0 if all(one.outcome in (*GOOD, "skipped") for one in verdicts) else 1
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="pynccl-campaign-"))
+    campaign = Campaign(folder.resolve(), options.watch, options.only)
+    return many(options, campaign) if options.replay is None else replay(options.replay, campaign)
 
 
 if __name__ == "__main__":

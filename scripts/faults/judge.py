@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from faults.programs import CALLS, Program
+from faults.programs import BLAMELESS, Program
 from faults.run import Ended, Rank
 
 OUTCOMES = (
@@ -29,7 +29,6 @@ OUTCOMES = (
     "skipped",
 )
 GOOD = OUTCOMES[:2]
-HARMLESS = ("none", "packet-loss")
 HEARD_SECONDS = 1.0  # in which Ctrl-C ends a rank
 
 _CRASHES = re.compile(
@@ -40,7 +39,7 @@ _OF_TORCH = re.compile(
     r"^(\[W.*The hostname of the client socket cannot be retrieved|nanobind: | - (leaked|\.\.\.)|See https://nanobind).*\n?",
     re.MULTILINE,
 )
-_BLAMELESS = re.compile(r"rank \d+ of \d+|\(rank=\d+, nranks=\d+\)|\(says rank \d+\)")  # itself, and who told it
+_OWN_NUMBER = re.compile(r"rank \d+ of \d+|\(rank=\d+, nranks=\d+\)|\(says rank \d+\)")  # itself, and who told it
 _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |, and )\d+)*)|\branks? \[([\d, ]+)\]")
 
 
@@ -67,11 +66,11 @@ def judge(program: Program, ended: Ended) -> Verdict:
     verdict.seconds = max(0.0, max(rank.at for rank in survivors) - ended.struck)
     failed = [rank for rank in survivors if rank.status != 0]
     wanted = program.fault.lines
-    if not failed and program.fault.name in CALLS:  # a root may be the only one that hears of it, or to be heard
+    if not failed and program.fault.kind.call:  # a root may be the only one that hears of it, or to be heard
         failed = [rank for rank in ended.ranks if rank.status != 0]
         wanted = set()  # it has the line before its eyes
         verdict.outcome, verdict.why = "no error", "all ranks ended as if nothing were wrong"
-    if failed and program.fault.name not in HARMLESS:
+    if failed and program.fault.name not in BLAMELESS:
         verdict.outcome, verdict.why = "right error", ""
         _judge_names(program, failed, wanted, verdict)
     for outcome, why in _worst(program, ended, survivors):
@@ -104,12 +103,11 @@ def _crash(program: Program, rank: Rank) -> str:
     """Why a rank has not ended as a rank may end."""
     if found := _CRASHES.search(rank.err):
         return f"rank {rank.number}: {found[0]}"
-    fault = program.fault.name
-    if rank.number == _to_blame(program) and fault not in CALLS:
-        expected = program.fault.status
-        if rank.status in (expected, 0, 1):  # it may have met the end of its program, or of another rank, before
+    kind = program.fault.kind
+    if rank.number == _to_blame(program) and not kind.call:
+        if rank.status in (kind.status, 0, 1):  # it may have met the end of its program, or of another rank, before
             return ""
-        return f"rank {rank.number}, which was to end by {fault}, ended with {rank.status}, expected {expected}"
+        return f"rank {rank.number}, broken by {program.fault.name}, ended with {rank.status}, expected {kind.status}"
     if rank.status == 0:
         return ""
     raised = last_error(rank.err)
@@ -133,7 +131,7 @@ def _late(program: Program, ended: Ended) -> str:
 
 def _alarm(program: Program, survivors: list[Rank]) -> str:
     """A run without a fault fails nowhere, and says nothing; where packets are lost it may say that it has to wait."""
-    if program.fault.name not in HARMLESS:
+    if program.fault.name not in BLAMELESS:
         return ""
     for rank in survivors:
         text = _OF_TORCH.sub("", rank.err).strip()
@@ -186,7 +184,7 @@ def said(text: str) -> list[str]:
 def blamed(text: str) -> set[int]:
     """Ranks in the first clause that speaks of any."""
     for clause in ";".join(said(text)).split(";"):
-        if found := _RANKS.findall(_BLAMELESS.sub("", clause)):
+        if found := _RANKS.findall(_OWN_NUMBER.sub("", clause)):
             return {int(number) for one in found for number in re.findall(r"\d+", " ".join(one))}
     return set()
 

@@ -1,33 +1,68 @@
 """Random programs of the fault campaign, written as Python with one call a line, and one fault in each.
 
-The seed says all: how many ranks, on one node or two, how they find each other, the steps, the fault, its rank and its
-place. The lines of all calls are known, so that what an error names can be held against them.
+The seed decides all: how many ranks, on one node or two, how they meet, the steps, the fault, its rank and its place.
+The lines of all calls are known, so that what an error names can be held against them.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from faults.steps import KINDS, Block, Comm, Step, collective, draw_call, split
+from faults.steps import Block, Comm, Step, collective, draw, split
 
-# What ends a process where it stands. What hits it in a call comes from the campaign, when it has said where it is.
-STATEMENTS = {
-    "kill": "os.kill(os.getpid(), signal.SIGKILL)",
-    "stop": "os.kill(os.getpid(), signal.SIGSTOP)",
-    "exception": 'raise ValueError("no sample 17 in shard 3")',
-    "os-exit": "os._exit(3)",
-    "early-exit": "sys.exit(0)",
+
+@dataclass(frozen=True)
+class Kind:
+    """How a rank goes wrong: by one of these.
+
+    statement  that it runs
+    signal     that hits it in a call
+    call       it makes another call than the others
+    places     one of them is drawn: "start", "init", "step", "split" (a step that is one), "destroy"
+    status     exit code with which the rank ends
+    nodes      it needs two of them
+    """
+
+    statement: str = ""
+    signal: str = ""
+    call: bool = False
+    places: tuple[str, ...] = ("step",)
+    status: int = -9
+    nodes: bool = False
+
+
+_KILL, _WAITING = "os.kill(os.getpid(), signal.SIGKILL)", ("step", "step", "init", "split")
+FAULTS = {
+    "none": Kind(),
+    "kill": Kind(_KILL),
+    "stop": Kind("os.kill(os.getpid(), signal.SIGSTOP)"),
+    "exception": Kind('raise ValueError("no sample 17 in shard 3")', status=1),
+    "os-exit": Kind("os._exit(3)", status=3),
+    "early-exit": Kind("sys.exit(0)", status=0),
+    "kill-in-call": Kind(signal="SIGKILL"),
+    "stop-in-call": Kind(signal="SIGSTOP", places=_WAITING),
+    "count": Kind(call=True),
+    "type": Kind(call=True),
+    "operator": Kind(call=True),
+    "root": Kind(call=True),
+    "left-out": Kind(call=True),
+    "order": Kind(call=True),
+    "ctrl-c": Kind(signal="SIGINT", places=_WAITING, status=-2),
+    "before-init": Kind(_KILL, places=("start",)),
+    "in-init": Kind(signal="SIGKILL", places=("init",)),
+    "in-split": Kind(signal="SIGKILL", places=("split",)),
+    "in-destroy": Kind(signal="SIGKILL", places=("destroy",)),
+    "link-cut": Kind('mark("struck"); wait_for("cut")', nodes=True),
+    "packet-loss": Kind(nodes=True),
 }
-STATUS = {"exception": 1, "os-exit": 3, "early-exit": 0, "ctrl-c": -2}  # in which they end; the others are killed
-IN_A_CALL = ("kill-in-call", "stop-in-call", "ctrl-c", "in-init", "in-split", "in-destroy")
-WRONG = ("count", "type", "operator", "root")
-CALLS = (*WRONG, "left-out", "order")
-NODES = ("link-cut", "packet-loss")
-FAULTS = ("none", *STATEMENTS, "kill-in-call", "stop-in-call", *CALLS, "ctrl-c", "before-init", *IN_A_CALL[3:], *NODES)
+BLAMELESS = ("none", "packet-loss")
 
 TIMEOUT = 5  # seconds that a communicator waits
 LOSSY_TIMEOUT = 20  # where packets are lost: TCP sends the same one again after 1, 3, 7 s
+INSIDE_SECONDS = 0.15  # after so long a rank is inside of its call, if another one comes late
+CTRL_C_SECONDS = 2.0  # that the late one lets pass, so that nothing but Ctrl-C ends the wait
 
 HEAD = """\
 import os
@@ -46,34 +81,37 @@ import pynccl_autograd as ad
 class Fault:
     """What goes wrong in a run, and what an error should name.
 
-    rank     of the job; -1: none; status: the exit code with which it ends
-    step     index of the step at which it happens
-    either   of two ranks that disagree either may be blamed: these two; else empty
-    lines    of the program: any of them is right; empty where there is no line to name
-    soon     seconds until a thread of the rank kills it, whatever it does then; 0: the campaign strikes
-    comm     of the call that is left out: its rank's next call of it shows that, as its next call of all does
-    place    "step", or what the rank is inside of: "init", "split", "destroy"
-    nodes    ranks on each of two nodes; empty where all are on one
+    rank    of the job; -1: none
+    place   one of the kind's; step: index of the step at which it happens
+    delay   seconds from there to the signal
+    either  of two ranks that disagree either may be blamed: these two; else empty
+    lines   of the program: any of them is right; empty where there is no line to name
+    comm    of the call that is left out: its rank's next call of it shows that, as its next call of all does
+    nodes   ranks on each of two nodes; empty where all are on one
     """
 
     name: str
     rank: int = -1
-    step: int = -1
-    other: int = -1  # the rank that comes late, so that `rank` waits
-    status: int = -9
-    soon: float = 0.0
-    comm: Comm | None = None
     place: str = "step"
+    step: int = -1
+    delay: float = 0.0
     either: set[int] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)
+    comm: Comm | None = None
     nodes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return FAULTS[self.name]
 
 
 @dataclass
 class Program:
     """A program as text.
 
-    comms   line of a call -> its communicator
+    meeting  "environment" or "file"
+    wrong    what the rank to blame calls in the step of the fault, where its arguments are wrong
+    comms    line of a call -> its communicator
     """
 
     seed: int
@@ -81,42 +119,63 @@ class Program:
     meeting: str
     fault: Fault
     text: str = ""
-    comms: dict[int, Comm] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    wrong: Block | None = None
+    comms: dict[int, Comm] = field(default_factory=dict)
 
+    @property
+    def world(self) -> Comm:
+        return Comm("comm", (tuple(range(self.size)),))
 
-class Writer:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
+    @property
+    def timeout(self) -> int:
+        return LOSSY_TIMEOUT if self.fault.name == "packet-loss" else TIMEOUT
 
-    def emit(self, text: str) -> int:
+    def emit(self, line: str) -> int:
         """Add a line; its number."""
-        self.lines.append(text)
-        return len(self.lines)
+        self.text += f"{line}\n"
+        return self.text.count("\n")
+
+    def emit_block(self, step: Step, block: Block | None = None, indent: str = "") -> set[int]:
+        """Add a step, or what is written in its place; the lines of its calls."""
+        block = block or step.write(step.calls)
+        for line in block.before:
+            self.emit(indent + line)
+        lines = {self.emit(indent + line) for line in block.calls}
+        self.record(lines, step.comm)
+        for line in block.after:
+            self.emit(indent + line)
+        return lines
+
+    def record(self, lines: set[int], comm: Comm) -> None:
+        """These lines are calls. The first ones after a call that is left out show that it was."""
+        self.comms.update(dict.fromkeys(lines, comm))
+        if self.fault.comm is not None and self.fault.comm.name == comm.name:
+            self.fault.lines |= lines
+            self.fault.comm = None
 
 
 def fault_of(seed: int) -> str:
-    """Which fault a seed has, if none is asked for: all in turn, a control first."""
-    return FAULTS[seed % len(FAULTS)]
+    """Which fault a seed has, if none is asked for: all of them, one after the other, a control first."""
+    return list(FAULTS)[seed % len(FAULTS)]
 
 
 def make(seed: int, only: str = "") -> Program:
     """The program of this seed, with the fault that is asked for, or the seed's."""
-    name = only or fault_of(seed)
-    rng = random.Random(f"{seed} {name}")
-    size = rng.choice([2, 2, 3, 3, 4])
-    program = Program(seed, size, rng.choice(["environment", "file"]), Fault(name))
-    if rng.random() < 0.2 or name in NODES:
-        first = rng.randint(1, size - 1)
-        program.fault.nodes = (tuple(range(first)), tuple(range(first, size)))
-    program.steps = draw_steps(rng, size, rng.randint(8, 18))
-    place(rng, program)
+    fault = Fault(only or fault_of(seed))
+    rng = random.Random(f"{seed} {fault.name}")
+    program = Program(seed, rng.choice([2, 2, 3, 3, 4]), rng.choice(["environment", "file"]), fault)
+    if rng.random() < 0.2 or fault.kind.nodes:
+        first = rng.randint(1, program.size - 1)
+        fault.nodes = (tuple(range(first)), tuple(range(first, program.size)))
+    program.steps = draw_steps(rng, program.world, rng.randint(8, 18))
+    if fault.name not in BLAMELESS:
+        place(rng, program)
     write(rng, program)
     return program
 
 
-def draw_steps(rng: random.Random, size: int, count: int) -> list[Step]:
-    world = Comm("comm", (tuple(range(size)),))
+def draw_steps(rng: random.Random, world: Comm, count: int) -> list[Step]:
     comms, steps = [world], []
     for number in range(1, count + 1):
         comm = rng.choice([world, *comms])
@@ -124,175 +183,123 @@ def draw_steps(rng: random.Random, size: int, count: int) -> list[Step]:
             steps.append(split(rng, number, comm, f"child{len(comms)}"))
             comms.append(steps[-1].makes or world)
         else:
-            kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
-            steps.append(kind(rng, number, comm))
+            steps.append(draw(rng, number, comm))
     return steps
 
 
 def place(rng: random.Random, program: Program) -> None:
-    """Choose rank and step of the fault; steps are added where none fits."""
-    fault, steps, size = program.fault, program.steps, program.size
-    fault.status = STATUS.get(fault.name, -9)
-    fault.rank = rng.randrange(size) if fault.name not in ("none", "packet-loss") else -1
-    world, number = Comm("comm", (tuple(range(size)),)), 100
+    """Choose place, step and rank of the fault; steps are added where none fits."""
+    fault, steps, world = program.fault, program.steps, program.world
+    fault.place = rng.choice(fault.kind.places)
+    fault.rank = rng.randrange(program.size)
     at = rng.randrange(len(steps))
-    if fault.name in IN_A_CALL:
-        fault.place = fault.name.removeprefix("in-") if fault.name.startswith("in-") else "step"
-        if fault.name in ("stop-in-call", "ctrl-c"):
-            fault.place = rng.choice(["step", "step", "init", "split"])
-        late = split(rng, number, world, "late") if fault.place == "split" else _waiting(rng, number, world)
-        steps.insert(at, late)
-    elif fault.name in WRONG:
-        fits = [i for i, step in enumerate(steps) if fault.name in step.wrong]
-        at = rng.choice(fits) if fits else at
-        while fault.name not in steps[at].wrong:
-            steps.insert(at, collective(rng, number, world))
-        fault.rank = rng.choice(steps[at].wrong[fault.name][0])
-        fault.either = _pair(steps[at], fault.rank)
+    if fault.kind.signal:
+        fault.delay = INSIDE_SECONDS
+        if fault.place == "destroy" or (fault.name == "kill-in-call" and rng.random() < 0.5):
+            fault.delay = rng.choice([0.0001, 0.0005, 0.001, 0.005, 0.02])
+        steps.insert(at, split(rng, 100, world, "late") if fault.place == "split" else _waiting(rng, world))
     elif fault.name in ("left-out", "order"):
-        at = _before_another(rng, steps, at, world, fault.name == "order")
-        shared = [rank for rank in steps[at].ranks if any(rank in g and len(g) > 1 for g in steps[at].comm.groups)]
-        fault.rank = rng.choice(shared)
-        fault.either = {0, 1} if size == 2 else set()
-    if fault.name == "in-destroy" or (fault.name == "kill-in-call" and rng.random() < 0.5):
-        fault.soon = rng.choice([0.0001, 0.0005, 0.001, 0.005, 0.02])
+        _before_another(rng, program, at)
+        fault.rank = rng.choice([rank for rank in steps[at].ranks if rank in steps[at].comm.together])
+        fault.either = {0, 1} if program.size == 2 else set()
+    elif fault.kind.call:
+        fits = [i for i, step in enumerate(steps) if step.wrong(fault.name, rng)]
+        at = rng.choice(fits) if fits else at
+        while not (wrong := steps[at].wrong(fault.name, rng)):
+            steps.insert(at, collective(rng, 100, world))
+        program.wrong = wrong
+        fault.rank = rng.choice([rank for rank in steps[at].ranks if rank in steps[at].comm.together])
+        fault.either = _pair(steps[at], fault.rank)
     fault.step = at
-    fault.other = rng.choice([rank for rank in range(size) if rank != fault.rank])
 
 
 def _pair(step: Step, rank: int) -> set[int]:
     """The two ranks that disagree if this one calls something else, where they are only two."""
-    together = next(group for group in step.comm.groups if rank in group)
-    if step.kind == "ring":  # with the one of which it receives
+    together = step.comm.group(rank)
+    if step.kind == "ring":  # with the one from which it receives
         return {rank, together[together.index(rank) - 1]}
     ranks = set(step.ranks) & set(together)
     return ranks if len(ranks) == 2 else set()
 
 
-def _waiting(rng: random.Random, number: int, comm: Comm) -> Step:
-    while True:
-        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
-        step = kind(rng, number, comm)
-        if step.waits:
-            return step
+def _waiting(rng: random.Random, comm: Comm) -> Step:
+    while not (step := draw(rng, 100, comm)).waits:
+        pass
+    return step
 
 
-def _before_another(rng: random.Random, steps: list[Step], at: int, world: Comm, both: bool) -> int:
-    """Put a collective of all ranks behind the step at `at`, of another operation; `both`: two of them, together."""
-    step = steps[at]
-    if both or not any(len(group) > 1 for group in step.comm.groups):
-        step = collective(rng, 100, world, style=rng.choice(("plain", "plan", "stream")))
-        steps.insert(at, step)
-    own = step.call.operation if step.call else ""
-    others = [one for one in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter") if one != own]
-    steps.insert(at + 1, collective(rng, 101, world, draw_call(rng, world, others), "plain"))
-    return at
+def _before_another(rng: random.Random, program: Program, at: int) -> None:
+    """Put a collective of all ranks behind the step at `at`, of another operation. For "order" both are new."""
+    steps, world = program.steps, program.world
+    if program.fault.name == "order" or not steps[at].comm.together:
+        steps.insert(at, collective(rng, 100, world, rng.choice(("plain", "plan", "stream"))))
+    own = [call.operation for call in steps[at].calls[:1]]
+    others = [one for one in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter") if one not in own]
+    steps.insert(at + 1, collective(rng, 101, world, "plain", others))
 
 
 def write(rng: random.Random, program: Program) -> None:
     """The text, and the lines that are right to name."""
-    out, fault, name = Writer(), program.fault, program.fault.name
-    out.emit(f'"""Seed {program.seed}: {program.size} ranks, {name}"""')
-    for line in HEAD.splitlines():
-        out.emit(line)
-    if name == "before-init":
-        how = rng.choice(["kill", "os-exit"])
-        fault.status = STATUS.get(how, -9)
-        out.emit(f"if RANK == {fault.rank}: {STATEMENTS[how]}")
-    _late(out, program, "init")
+    fault, steps = program.fault, program.steps
+    program.emit(f'"""Seed {program.seed}: {program.size} ranks, {fault.name}"""\n{HEAD}')
+    strike(program, "start")
+    strike(program, "init")
     join = "pynccl.init(" if program.meeting == "environment" else 'pynccl.from_file("meeting", RANK, SIZE, '
-    out.emit(f"comm = {join}timeout={LOSSY_TIMEOUT if name == 'packet-loss' else TIMEOUT})")
-    out.emit("ranks_comm = list(range(SIZE))")
-    out.emit("stream = pynccl.create_stream()")
-    skip = -1
-    for i, step in enumerate(program.steps):
-        out.emit(f"# {step.number}: {step.kind}")
-        if i == fault.step:
-            skip = _write_fault(out, program, i)
-        elif i != skip:
-            _write_block(out, program, step, step.block)
-    children = [step.makes for step in reversed(program.steps) if step.makes]
-    for comm in (
-        *children,
-        Comm("comm", (tuple(range(program.size)),)),
-    ):  # a wrong call shows at the next one at latest
-        number = out.emit(f"{comm.name}.barrier()")
-        program.comms[number] = comm
-        _meets_what_was_left_out(program.fault, comm, [number])
+    program.emit(f"comm = {join}timeout={program.timeout})\nranks_comm = list(range(SIZE))")
+    program.emit("stream = pynccl.create_stream()")
+    at = 0
+    while at < len(steps):
+        program.emit(f"# {steps[at].number}: {steps[at].kind}")
+        if at == fault.step and fault.kind.call:
+            at += write_calls(program, steps[at], steps[at + 1 :])
+            continue
+        if at == fault.step and fault.place in ("step", "split"):
+            strike(program, fault.place)
+        program.emit_block(steps[at])
+        at += 1
+    children = [step.makes for step in reversed(steps) if step.makes]
+    for comm in (*children, program.world):  # a wrong call shows at the next one at latest
+        program.record({program.emit(f"{comm.name}.barrier()")}, comm)
     if rng.random() < 0.7 or fault.place == "destroy":
         for comm in children:
-            out.emit(f"{comm.name}.destroy()")
-        _late(out, program, "destroy")
-        out.emit("comm.destroy()")
-    out.emit('print("done", flush=True)')
-    program.text = "\n".join(out.lines) + "\n"
+            program.emit(f"{comm.name}.destroy()")
+        strike(program, "destroy")
+        program.emit("comm.destroy()")
+    program.emit('print("done", flush=True)')
 
 
-def _late(out: Writer, program: Program, place: str) -> None:
-    """If the fault is here: its rank says that it is about to enter the next call; another one comes there late."""
+def strike(program: Program, where: str) -> None:
+    """If the fault is here: the rank runs its statement, or a signal hits it in the call that follows."""
     fault = program.fault
-    if fault.name not in IN_A_CALL or fault.place != place:
+    if fault.place != where or fault.rank < 0:
         return
-    if fault.soon:
-        out.emit(f"if RANK == {fault.rank}: die_in({fault.soon})")
-    else:
-        out.emit(f'if RANK == {program.fault.rank}: mark("here")')
-        out.emit(f'if RANK == {program.fault.other}: wait_for("go")')
+    if fault.kind.statement:
+        line = program.emit(f"if RANK == {fault.rank}: {fault.kind.statement}")
+        fault.lines = {line} if fault.name == "exception" else set()
+    elif fault.kind.signal:
+        program.emit(f"if RANK == {fault.rank}: strike(signal.{fault.kind.signal}, {fault.delay})")
+        if fault.delay == INSIDE_SECONDS:
+            late = CTRL_C_SECONDS if fault.name == "ctrl-c" else 0
+            program.emit(f"if RANK == {(fault.rank + 1) % program.size}: come_late({late})")
 
 
-def _write_block(out: Writer, program: Program, step: Step, block: Block, indent: str = "") -> set[int]:
-    """Lines of the calls."""
-    for line in block.before:
-        out.emit(indent + line)
-    calls = [out.emit(indent + line) for line in block.calls]
-    program.comms.update(dict.fromkeys(calls, step.comm))
-    _meets_what_was_left_out(program.fault, step.comm, calls)
-    for line in block.after:
-        out.emit(indent + line)
-    return set(calls)
-
-
-def _meets_what_was_left_out(fault: Fault, comm: Comm, calls: list[int]) -> None:
-    """Once: these are the first calls that the rank makes in the place of those that it has left out."""
-    if calls and fault.comm is not None and fault.comm.name == comm.name:
-        fault.lines |= set(calls)
-        fault.comm = None
-
-
-def _write_fault(out: Writer, program: Program, at: int) -> int:
-    """The step with the fault; the index of a step that is written with it, else -1."""
-    fault, name, step = program.fault, program.fault.name, program.steps[at]
-    mine = f"if RANK == {fault.rank}:"
-    if name in CALLS:
-        return _write_calls(out, program, at)
-    if name in STATEMENTS:
-        line = out.emit(f"{mine} {STATEMENTS[name]}")
-        fault.lines = {line} if name == "exception" else set()
-    elif name == "link-cut":
-        out.emit(f'{mine} mark("here"); wait_for("go")')
-    elif fault.place in ("step", "split"):
-        _late(out, program, fault.place)
-    _write_block(out, program, step, step.block)
-    return -1
-
-
-def _write_calls(out: Writer, program: Program, at: int) -> int:
-    """What the others call at this step, and, on lines of its own, what the rank to blame calls there."""
-    fault, name = program.fault, program.fault.name
-    step, following = program.steps[at], program.steps[at + 1 : at + 2]
+def write_calls(program: Program, step: Step, following: Sequence[Step]) -> int:
+    """What the others call, and, on lines of its own, what the rank to blame calls; how many steps that were."""
+    fault = program.fault
     if step.makes:
-        out.emit(step.block.before[0])  # the one that leaves the split out knows the variables, too
-    out.emit(f"if RANK != {fault.rank}:")
-    for one in (step, *following) if name == "order" else (step,):
-        _write_block(out, program, one, one.block, "    ")
-    if name == "left-out":
+        program.emit(step.write(()).before[0])  # the one that leaves the split out knows the variables, too
+    program.emit(f"if RANK != {fault.rank}:")
+    program.emit_block(step, indent="    ")
+    if fault.name == "left-out":
         fault.comm = step.comm
-        fault.lines = _write_block(out, program, following[0], following[0].block)
-        return at + 1
-    out.emit("else:")
-    if name == "order":
-        fault.lines = _write_block(out, program, following[0], following[0].block, "    ")
-        _write_block(out, program, step, step.block, "    ")
-        return at + 1
-    fault.lines = _write_block(out, program, step, step.wrong[name][1], "    ")
-    return -1
+        fault.lines = program.emit_block(following[0])
+        return 2
+    if fault.name == "order":
+        program.emit_block(following[0], indent="    ")
+        program.emit("else:")
+        fault.lines = program.emit_block(following[0], indent="    ")
+        program.emit_block(step, indent="    ")
+        return 2
+    program.emit("else:")
+    fault.lines = program.emit_block(step, program.wrong, "    ")
+    return 1

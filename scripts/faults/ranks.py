@@ -1,8 +1,8 @@
-"""A process that has imported torch and pynccl once, and forks ranks of fault campaigns on demand.
+"""A process that has imported torch and pynccl once, and forks the ranks of one run of the fault campaign at a time.
 
-Reads one JSON object a line from standard input: {"program", "folder", "rank", "env", "network"}, and answers
-{"started": pid}; when a rank has ended it says {"ended": pid, "status": ..., "at": ...}. A rank is forked at the top
-level of this script, so that its program ends as a script does: excepthook, atexit, exit code, death by Ctrl-C.
+Reads a run as a line of JSON: {"folder", "ranks": [{"env", "network", "node"}], "limit", "stopped"}; starts its ranks,
+waits for them, and answers with a line: {"pids", "status", "at", "hung"}. A rank is forked at the top level of this
+script, so that its program ends as a script does: excepthook, atexit, exit code, death by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import random
-import select
 import signal
 import sys
 import time
@@ -24,7 +23,6 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS = 0x40000000, 0x04000000, 0x00020000
 MS_REC, MS_SLAVE = 0x4000, 0x80000
-POLL_SECONDS = 0.01
 
 
 def preload() -> None:
@@ -41,9 +39,7 @@ def preload() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # else a rank would touch, and so copy, every page with an object on it when it ends
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        print(json.dumps({"warning": f"{threads} threads before the fork"}), flush=True)
+    assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread, so ranks cannot be forked"
 
 
 def own_shared_memory() -> bool:
@@ -55,54 +51,67 @@ def own_shared_memory() -> bool:
     return not libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
 
 
-def serve() -> dict[str, Any] | None:
-    """Fork ranks until standard input ends. Returns in each of them with what was asked, and at last with None."""
-    children: set[int] = set()
-    buffer = b""
-    while True:
-        if select.select([0], [], [], POLL_SECONDS)[0]:
-            chunk = os.read(0, 1 << 16)
-            if not chunk:
-                return None
-            buffer += chunk
-        while b"\n" in buffer:
-            line, _, buffer = buffer.partition(b"\n")
-            job: dict[str, Any] = json.loads(line)
-            pid = os.fork()
-            if pid == 0:
-                return job
-            children.add(pid)
-            say({"started": pid})
-        for pid in list(children):
-            done, status = os.waitpid(pid, os.WNOHANG)
+def serve() -> tuple[dict[str, Any], int] | None:
+    """Serve until standard input ends, then return None. Returns in each rank with its run and number."""
+    while line := sys.stdin.readline():
+        run = json.loads(line)
+        pids = []
+        for rank in range(len(run["ranks"])):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                return run, rank
+        print(json.dumps({"pids": pids, **wait(pids, run["limit"], run["stopped"])}), flush=True)
+    return None
+
+
+def wait(pids: list[int], limit: float, stopped: int) -> dict[str, Any]:
+    """Until all ranks have ended; who is still there after so many seconds says where, and is killed.
+
+    stopped  the rank that is stopped by SIGSTOP: it is killed once all others have ended; -1: none
+    """
+    ended: dict[int, tuple[int, float]] = {}  # exit code (negative: signal), and when
+    deadline = time.monotonic() + limit
+    hung: list[int] = []
+    while running := [rank for rank in range(len(pids)) if rank not in ended]:
+        if running == [stopped]:
+            os.kill(pids[stopped], signal.SIGKILL)
+        elif time.monotonic() > deadline and not hung:
+            hung = running
+            for number in (signal.SIGUSR1, signal.SIGKILL):
+                for rank in running:
+                    os.kill(pids[rank], number)
+                time.sleep(0.5)  # faulthandler writes from within the first one
+        time.sleep(0.01)
+        for rank in running:
+            done, status = os.waitpid(pids[rank], os.WNOHANG)
             if done:
-                children.discard(pid)
-                say({"ended": pid, "status": os.waitstatus_to_exitcode(status), "at": time.monotonic()})
+                ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
+    return {
+        "status": [ended[rank][0] for rank in range(len(pids))],
+        "at": [ended[rank][1] for rank in range(len(pids))],
+        "hung": hung,
+    }
 
 
-def say(words: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(words) + "\n")
-    sys.stdout.flush()
-
-
-def become_rank(job: dict[str, Any]) -> CodeType:
-    """Make this process the rank that was asked for; its program, compiled."""
+def become_rank(run: dict[str, Any], rank: int) -> CodeType:
+    """Make this process a rank of the run; its program, compiled."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also where it is stopped, and the campaign was killed
-    if job.get("network"):
-        enter_node(job["network"], job["node"])
-    folder, rank = Path(job["folder"]), job["rank"]
+    folder, own = Path(run["folder"]), run["ranks"][rank]
+    if own["network"]:
+        enter_node(own["network"], own["node"])
     for number, name in ((0, os.devnull), (1, folder / f"rank{rank}.out"), (2, folder / f"rank{rank}.err")):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
-    os.environ.update(job["env"])
+    os.environ.update(own["env"])
     os.chdir(folder / "cwd")
     random.seed()
-    sys.argv = [job["program"]]
+    program = folder / "program.py"
+    sys.argv = [str(program)]
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    return compile(Path(job["program"]).read_text(), job["program"], "exec")
+    return compile(program.read_text(), str(program), "exec")
 
 
 def enter_node(network: str, node: str) -> None:
@@ -119,13 +128,13 @@ if __name__ == "__main__":
     apart = own_shared_memory()
     if "--preload" in sys.argv:
         preload()
-    say({"ready": {"pid": os.getpid(), "apart": apart}})
-    asked = serve()
-    if asked is not None:
+    print(json.dumps({"pid": os.getpid(), "apart": apart}), flush=True)
+    found = serve()
+    if found is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
-        code = become_rank(asked)
-        left = Path(asked["folder"]) / f"rank{asked['rank']}.left"
+        code = become_rank(*found)
+        left = Path(found[0]["folder"]) / f"rank{found[1]}.left"
         try:
-            exec(code, {"__name__": "__main__", "__file__": asked["program"], "__builtins__": __builtins__})
+            exec(code, {"__name__": "__main__", "__file__": sys.argv[0], "__builtins__": __builtins__})
         finally:
             left.write_text(str(time.monotonic()))  # interpreters with torch take half a second more to end

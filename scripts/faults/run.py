@@ -1,53 +1,45 @@
-"""One run of the fault campaign: start the ranks of a program, strike, wait for all of them, and look what is left."""
+"""One run of the fault campaign: start the ranks of a program, wait for all of them, and look what is left."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import queue
+import select
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from faults.nodes import Nodes
-from faults.programs import LOSSY_TIMEOUT, TIMEOUT, Program
+from faults.programs import Program
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
 WATCH_SECONDS = 2
-DEADLINE = 20.0  # seconds from the fault after which a rank that is still there hangs
+DEADLINE = 25.0  # seconds from the start after which a rank that is still there hangs
 LOSSY_DEADLINE = 60.0
-INSIDE_SECONDS = 0.15  # from a rank's mark to the strike: by then it is inside its call
-BY_CAMPAIGN = {
-    "kill-in-call": signal.SIGKILL,
-    "in-init": signal.SIGKILL,
-    "in-split": signal.SIGKILL,
-    "in-destroy": signal.SIGKILL,
-    "stop-in-call": signal.SIGSTOP,
-    "ctrl-c": signal.SIGINT,
-}
+LOSS = 0.05  # of the packets
 
 
 @dataclass
 class Rank:
-    """A rank of a run: exit code (negative: signal), None while it runs; what it has printed.
+    """A rank of a run: exit code (negative: signal); what it has printed.
 
     left  when its program had ended, well or by an exception; at: when the process had
     """
 
     number: int
-    pid: int
-    status: int | None = None
-    left: float = 0.0
-    at: float = 0.0
-    out: str = ""
-    err: str = ""
+    status: int
+    at: float
+    left: float
+    out: str
+    err: str
 
 
 @dataclass
@@ -62,54 +54,36 @@ class Ended:
 
 
 class Server:
-    """The process that forks ranks; see ranks.py. torch: whether it has imported what ranks need."""
+    """The process that forks ranks; see ranks.py. torch: whether it imports what ranks need."""
 
     def __init__(self, torch: bool = True) -> None:
-        paths = [str(ROOT), str(ROOT / "scripts")]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "scripts" / "faults" / "ranks.py"), *(["--preload"] if torch else [])],
-            env=env,
+            env={**os.environ, "PYTHONPATH": PATHS, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            text=True,
             start_new_session=True,  # Ctrl-C is for the campaign alone, and for the rank that it picks
         )
-        self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.ended: dict[int, tuple[int, float]] = {}
-        threading.Thread(target=self._listen, daemon=True).start()
-        ready = self._next("ready")
+        ready = self._answer()
         # Where it shares /dev/shm with the rest of the machine nobody can say whose files are in it.
         self.shared_memory = Path(f"/proc/{ready['pid']}/root/dev/shm") if ready["apart"] else None
 
-    def _listen(self) -> None:
+    def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said.put(json.loads(line))
-        self.said.put({"gone": True})
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process that forks ranks has ended with {self.process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
 
-    def _next(self, key: str) -> Any:
-        while True:
-            words = self.said.get(timeout=120)
-            if "ended" in words:
-                self.ended[words["ended"]] = (words["status"], words["at"])
-            elif key in words:
-                return words[key]
-            else:
-                raise RuntimeError(f"the server of ranks says {words}")
-
-    def start(self, job: dict[str, Any]) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(job).encode() + b"\n")
-        self.process.stdin.flush()
-        return int(self._next("started"))
-
-    def poll(self, seconds: float) -> None:
-        """Hear who has ended; returns at the first news, or after so many seconds."""
-        with contextlib.suppress(queue.Empty):
-            words = self.said.get(timeout=seconds)
-            if "ended" not in words:
-                raise RuntimeError(f"the server of ranks says {words}")
-            self.ended[words["ended"]] = (words["status"], words["at"])
+    def run(self, job: dict[str, Any], meanwhile: Callable[[], None]) -> dict[str, Any]:
+        """What ranks.py says of this run."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        while not select.select([self.process.stdout], [], [], 0.02)[0]:
+            meanwhile()
+        return self._answer()
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -122,19 +96,30 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None, wat
     for name in ("cwd", "tmp", "watch/a", "watch/b"):
         (folder / name).mkdir(parents=True)
     (folder / "program.py").write_text(program.text)
+    fault = program.fault
     if nodes:
-        nodes.start(0.05 if program.fault.name == "packet-loss" else 0.0, program.seed)
-    ranks = _start(program, folder, server, nodes, watch)
-    ended = Ended(ranks, struck=time.monotonic())
-    try:
-        _wait(program, folder, server, nodes, ended)
-    finally:
-        _end(server, ended)
-    for rank in ranks:
-        rank.out = _text(folder / f"rank{rank.number}.out")
-        rank.err = _text(folder / f"rank{rank.number}.err")
-        rank.left = float(_text(folder / f"rank{rank.number}.left") or rank.at)
-    ended.processes = _left_processes(ranks)
+        nodes.start(LOSS if fault.name == "packet-loss" else 0.0, program.seed)
+
+    def cut() -> None:
+        if nodes and fault.name == "link-cut" and (folder / "struck").exists() and not (folder / "cut").exists():
+            nodes.cut(silently=program.seed % 2 == 0)
+            (folder / "cut").touch()
+
+    began = time.monotonic()
+    port = next(_ports)
+    job = {
+        "folder": str(folder),
+        "ranks": [_rank(program, rank, folder, nodes, watch, port) for rank in range(program.size)],
+        "limit": LOSSY_DEADLINE if fault.name == "packet-loss" else DEADLINE,
+        "stopped": fault.rank if "stop" in fault.name else -1,
+    }
+    found = server.run(job, cut)
+    ended = Ended([], found["hung"], float(_text(folder / "struck") or began))
+    for rank, (status, at) in enumerate(zip(found["status"], found["at"], strict=True)):
+        left = float(_text(folder / f"rank{rank}.left") or at)
+        out, err = _text(folder / f"rank{rank}.out"), _text(folder / f"rank{rank}.err")
+        ended.ranks.append(Rank(rank, status, at, left, out, err))
+    ended.processes = _left_processes(found["pids"])
     ended.files = _left_files(program, folder, ended)
     for path in server.shared_memory.iterdir() if server.shared_memory else ():
         ended.files.append(f"/dev/shm/{path.name}")
@@ -142,120 +127,50 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None, wat
     return ended
 
 
-def _start(program: Program, folder: Path, server: Server, nodes: Nodes | None, watch: str) -> list[Rank]:
-    port, ranks = _free_port(), []
-    for rank in range(program.size):
-        side = 0 if not nodes or rank in program.fault.nodes[0] else 1
-        on_node = len(program.fault.nodes[side]) if nodes else program.size
-        local = rank - (len(program.fault.nodes[0]) if side else 0)
-        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PYTHONPATH") if name in os.environ}
-        env = {
-            **kept,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]),
-            "PYNCCL_LIBRARY": "host",
-            "PYNCCL_HOST_TIMEOUT": str(LOSSY_TIMEOUT if program.fault.name == "packet-loss" else TIMEOUT),
-            "PYNCCL_WATCH": watch,
-            "PYNCCL_WATCH_DIR": str(folder / "watch" / "ab"[side]),
-            "PYNCCL_WATCH_TIMEOUT": str(WATCH_SECONDS),
-            "PYNCCL_CAMPAIGN_FOLDER": str(folder),
-            "TMPDIR": str(folder / "tmp"),
-            "OMP_NUM_THREADS": "1",
-            "RANK": str(rank),
-            "WORLD_SIZE": str(program.size),
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(on_node),
-            "MASTER_ADDR": nodes.addresses[0] if nodes else "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        job = {"program": str(folder / "program.py"), "folder": str(folder), "rank": rank, "env": env}
-        if nodes:  # they would find out that they share memory, as no two machines do
-            env["PYNCCL_HOST_TRANSPORT"] = "sockets"
-            job |= {"network": f"/proc/{os.getpid()}/root/run/netns/{nodes.names[side]}", "node": f"node-{'ab'[side]}"}
-        ranks.append(Rank(rank, server.start(job)))
-    return ranks
+# Below the range from which the kernel takes the ports of clients, and other ones than another campaign beside this.
+_ports = itertools.cycle(range(15_000 + os.getpid() % 1000 * 10, 32_000))
 
 
-_ports = iter(range(15_000 + os.getpid() % 1000 * 10, 32_000))
-_ports_lock = threading.Lock()
-
-
-def _free_port() -> int:
-    """Below the range from which the kernel takes the ports of clients."""
-    with _ports_lock:
-        for port in _ports:
-            with socket.socket() as sock, contextlib.suppress(OSError):
-                sock.bind(("127.0.0.1", port))
-                return port
-    raise RuntimeError("no free port")
-
-
-def _wait(program: Program, folder: Path, server: Server, nodes: Nodes | None, ended: Ended) -> None:
-    """Until all ranks have ended, or the deadline has passed."""
-    fault = program.fault
-    limit = LOSSY_DEADLINE if fault.name == "packet-loss" else DEADLINE
-    here, go = folder / "mark-here", folder / "mark-go"
-    victim = ended.ranks[fault.rank] if fault.rank >= 0 else None
-    struck = marked = 0.0
-    while time.monotonic() < ended.struck + limit:
-        server.poll(0.02)
-        running = _update(server, ended)
-        if not running:
-            return
-        now = time.monotonic()
-        if not marked and here.exists():
-            marked = now
-        if marked and not struck and now >= marked + INSIDE_SECONDS:
-            struck = ended.struck = time.monotonic()
-            if nodes and fault.name == "link-cut":
-                nodes.cut(silently=program.seed % 2 == 0)
-            elif victim and victim.status is None:
-                _signal(victim, BY_CAMPAIGN[fault.name])
-            if fault.name != "ctrl-c":
-                go.touch()
-        if struck and victim and (victim.status is not None or now > struck + 3) and not go.exists():
-            go.touch()
-        if "stop" in fault.name and running == [victim]:
-            _signal(running[0], signal.SIGKILL)
-
-
-def _update(server: Server, ended: Ended) -> list[Rank]:
-    """The ranks that still run."""
-    for rank in ended.ranks:
-        if rank.status is None and rank.pid in server.ended:
-            rank.status, rank.at = server.ended.pop(rank.pid)
-    return [rank for rank in ended.ranks if rank.status is None]
-
-
-def _end(server: Server, ended: Ended) -> None:
-    """Kill who is still there; before, let them say where they are."""
-    running = _update(server, ended)
-    ended.hung = [rank.number for rank in running]
-    for number in (signal.SIGUSR1, signal.SIGKILL):
-        for rank in running:
-            _signal(rank, number)
-        if running and number == signal.SIGUSR1:
-            time.sleep(0.5)  # faulthandler writes from within the signal
-    while _update(server, ended):
-        server.poll(1)
-
-
-def _signal(rank: Rank, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended, and the server has not said so yet
-        os.kill(rank.pid, number)
+def _rank(program: Program, rank: int, folder: Path, nodes: Nodes | None, watch: str, port: int) -> dict[str, Any]:
+    """A rank as ranks.py wants it."""
+    together = program.fault.nodes if nodes else (tuple(range(program.size)),)
+    side = next(side for side, ranks in enumerate(together) if rank in ranks)
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    env |= {
+        "PYTHONPATH": PATHS,
+        "PYNCCL_LIBRARY": "host",
+        "PYNCCL_HOST_TIMEOUT": str(program.timeout),
+        "PYNCCL_WATCH": watch,
+        "PYNCCL_WATCH_DIR": str(folder / "watch" / "ab"[side]),
+        "PYNCCL_WATCH_TIMEOUT": str(WATCH_SECONDS),
+        "PYNCCL_CAMPAIGN_FOLDER": str(folder),
+        "TMPDIR": str(folder / "tmp"),
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(program.size),
+        "LOCAL_RANK": str(together[side].index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(together[side])),
+        "MASTER_ADDR": nodes.addresses[0] if nodes else "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if not nodes:
+        return {"env": env, "network": "", "node": ""}
+    env["PYNCCL_HOST_TRANSPORT"] = "sockets"  # they would find out that they share memory, as no two machines do
+    network = f"/proc/{os.getpid()}/root/run/netns/{nodes.names[side]}"
+    return {"env": env, "network": network, "node": f"node-{'ab'[side]}"}
 
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _left_processes(ranks: list[Rank]) -> list[str]:
+def _left_processes(pids: list[int]) -> list[str]:
     """Processes of the sessions that the ranks have opened; they are killed."""
-    sessions = {rank.pid for rank in ranks}
     left = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             name, _, fields = stat.read_text().rpartition(")")
-            if int(fields.split()[3]) in sessions:
+            if int(fields.split()[3]) in pids:
                 left.append(f"{name})")
                 os.kill(int(stat.parent.name), signal.SIGKILL)
     return left
@@ -265,8 +180,7 @@ def _left_files(program: Program, folder: Path, ended: Ended) -> list[str]:
     """Files that nobody asked for. A process that ended uncleanly leaves its watch files, and those who met halfway
     the file where they met: both on purpose."""
     clean = all(rank.status == 0 for rank in ended.ranks)
-    fault = program.fault
-    halfway = (fault.place == "init" or fault.name in ("before-init", "link-cut")) and not clean
+    halfway = (program.fault.place in ("start", "init") or program.fault.name == "link-cut") and not clean
     left = [path for name in ("cwd", "tmp") for path in (folder / name).rglob("*")]
     left = [path for path in left if not (halfway and path.name == "meeting")]
     if clean:

@@ -1,7 +1,7 @@
-"""The kinds of steps of a random program of the fault campaign: how each is drawn and written, one call a line.
+"""The steps of a random program of the fault campaign: how each is drawn, and how it is written, one call a line.
 
-What can be wrong in a call (its count, type, operator, root) is what `Call` says; a wrong call is one with another
-value. Sizes are small: what a campaign is after is in the calls, not in the bytes.
+A collective is a `Call`, and a wrong call is one with another count, type, operator or root. Sizes are small: what a
+campaign looks for is in the calls, not in the bytes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
-FLOATS = DTYPES[:4]
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+DTYPES = (*FLOATS, "int8", "uint8", "int32", "int64")
 OPERATORS = ("sum", "prod", "max", "min")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 WAITING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # in which every rank waits for every other
+OPERATIONS = (*WAITING, *ROOTED)
 STYLES = ("plain", "plain", "into", "plan", "stream")
 
 
@@ -36,14 +36,19 @@ class Comm:
     def members(self) -> list[int]:
         return sorted(rank for group in self.groups for rank in group)
 
-    def number(self, rank: int) -> int:
-        """Number of a rank of the job in its group; -1 if it is in none."""
-        return next((group.index(rank) for group in self.groups if rank in group), -1)
+    @property
+    def together(self) -> list[int]:
+        """The members that are not alone in their group."""
+        return [rank for group in self.groups if len(group) > 1 for rank in group]
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        """The group of a rank of the job; empty if it is in none."""
+        return next((group for group in self.groups if rank in group), ())
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective with its arguments."""
+    """A collective or a message with its arguments."""
 
     operation: str
     count: int
@@ -55,13 +60,18 @@ class Call:
         reducing = f', op="{self.op}"' if self.operation in REDUCING else ""
         return reducing + (f", root={self.root}" if self.operation in ROOTED else "")
 
-    def data(self, comm: Comm) -> str:
-        """How many elements this rank passes."""
-        whole = self.operation in ("reduce_scatter", "all_to_all", "scatter")
-        return f"{self.count} * {comm.name}.size" if whole else str(self.count)
-
-    def check(self) -> str:
-        return f'"{self.operation}", {self.count}, "{self.dtype}", "{self.op}", {self.root}'
+    def changed(self, what: str, rng: random.Random, comm: Comm) -> Call | None:
+        """The call with another count, type, operator or root; None if it has no such thing."""
+        smallest = min(map(len, comm.groups))
+        if what == "count":
+            return replace(self, count=self.count + rng.randint(1, 5))
+        if what == "type" and self.operation != "message":
+            return replace(self, dtype=rng.choice([one for one in DTYPES if one != self.dtype]))
+        if what == "operator" and self.operation in REDUCING:
+            return replace(self, op=rng.choice([one for one in OPERATORS if one != self.op]))
+        if what == "root" and self.operation in ROOTED and smallest > 1:
+            return replace(self, root=(self.root + rng.randint(1, smallest - 1)) % smallest)
+        return None
 
 
 @dataclass
@@ -77,79 +87,79 @@ class Block:
 class Step:
     """One step of a program.
 
-    block   what all ranks do
-    wrong   by the name of the fault: (who may do it, what that one does instead)
-    ranks   that take part, of the job
-    waits   whether every rank that takes part waits for every other
-    call    the collective, where the step is one
+    write  the lines of the step, with these calls in place of its own
+    calls  those that a fault may change
+    ranks  that take part, of the job
+    waits  whether every rank that takes part waits for every other
+    makes  the communicator that a split makes
     """
 
     number: int
     kind: str
     comm: Comm
-    block: Block
-    ranks: list[int]
-    wrong: dict[str, tuple[list[int], Block]] = field(default_factory=dict)
+    write: Callable[[Sequence[Call]], Block]
+    calls: list[Call] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
     waits: bool = False
-    call: Call | None = None
     makes: Comm | None = None
+
+    def __post_init__(self) -> None:
+        self.ranks = self.ranks or self.comm.members
+        self.waits = self.waits and len(self.comm.groups) == 1
+
+    def wrong(self, what: str, rng: random.Random) -> Block | None:
+        """The step with one of its calls wrong; None if nothing in it can be wrong in this way."""
+        options = []
+        for at, call in enumerate(self.calls if self.comm.together else ()):
+            if changed := call.changed(what, rng, self.comm):
+                options.append([*self.calls[:at], changed, *self.calls[at + 1 :]])
+        return self.write(rng.choice(options)) if options else None
 
 
 def draw_call(rng: random.Random, comm: Comm, operations: Sequence[str] = OPERATIONS) -> Call:
-    operation = rng.choice(operations)
-    dtype = rng.choice(DTYPES)
-    op = rng.choice((*OPERATORS, "avg") if dtype in FLOATS and 3 not in map(len, comm.groups) else OPERATORS)
+    operation, dtype = rng.choice(operations), rng.choice(DTYPES)
+    exact = dtype in FLOATS and 3 not in map(len, comm.groups)  # thirds are not, in no type
+    op = rng.choice((*OPERATORS, "avg") if exact else OPERATORS)
     most = rng.choice([8, 64, 64, 700, 40_000]) if op != "prod" else 64
-    root = rng.randrange(min(len(group) for group in comm.groups))
-    return Call(operation, rng.randint(1, most), dtype, op, root)
+    return Call(operation, rng.randint(1, most), dtype, op, rng.randrange(min(map(len, comm.groups))))
 
 
-def wrong_calls(rng: random.Random, call: Call, comm: Comm) -> dict[str, Call]:
-    """The same call with one thing changed, by the name of the fault."""
-    found = {
-        "count": replace(call, count=call.count + rng.randint(1, 5)),
-        "type": replace(call, dtype=rng.choice([one for one in DTYPES if one != call.dtype])),
-    }
-    if call.operation in REDUCING:
-        found["operator"] = replace(call, op=rng.choice([one for one in OPERATORS if one != call.op]))
-    smallest = min(len(group) for group in comm.groups)
-    if call.operation in ROOTED and smallest > 1:
-        found["root"] = replace(call, root=(call.root + rng.randint(1, smallest - 1)) % smallest)
-    return found
-
-
-def collective(rng: random.Random, number: int, comm: Comm, call: Call | None = None, style: str = "") -> Step:
+def collective(
+    rng: random.Random, number: int, comm: Comm, style: str = "", operations: Sequence[str] = OPERATIONS
+) -> Step:
     """A collective in one of the ways of calling it."""
-    call = call or draw_call(rng, comm)
-    style = style or rng.choice(STYLES)
+    call, style = draw_call(rng, comm, operations), style or rng.choice(STYLES)
     if style == "into" and call.operation not in ("all_reduce", "broadcast"):
         style = "plain"
-    step = Step(number, f"{style} {call.operation}", comm, write_call(number, comm, call, style), comm.members)
-    together = [rank for group in comm.groups if len(group) > 1 for rank in group]
-    if together:
-        wrong = wrong_calls(rng, call, comm)
-        step.wrong = {name: (together, write_call(number, comm, one, style)) for name, one in wrong.items()}
-    step.waits = call.operation in WAITING and len(comm.groups) == 1
-    step.call = call
-    return step
+    waits = call.operation in WAITING
+    return Step(
+        number,
+        f"{style} {call.operation}",
+        comm,
+        lambda calls: write_call(number, comm, calls[0], style),
+        [call],
+        waits=waits,
+    )
 
 
 def write_call(number: int, comm: Comm, call: Call, style: str) -> Block:
-    x, y = f"x{number}", f"y{number}"
-    block = Block([f'{x} = data({number}, {call.data(comm)}, "{call.dtype}")'])
-    given = f"{x}{call.arguments()}"
+    x, y, on = f"x{number}", f"y{number}", f"{comm.name}.{call.operation}"
+    whole = f" * {comm.name}.size" if call.operation in ("reduce_scatter", "all_to_all", "scatter") else ""
+    block = Block([f'{x} = data({number}, {call.count}{whole}, "{call.dtype}")'])
+    arguments = f"{x}{call.arguments()}"
     if style == "into":
         block.before.append(f"{y} = torch.empty_like({x})")
-        block.calls = [f"{comm.name}.{call.operation}({x}, {y}{call.arguments()})"]
+        block.calls = [f"{on}({x}, {y}{call.arguments()})"]
     elif style == "plan":
-        block.before.append(f"p{number} = {comm.name}.plan.{call.operation}({given})")
+        block.before.append(f"p{number} = {comm.name}.plan.{call.operation}({arguments})")
         block.calls = [f"p{number}()"]
         block.after = [f"{y} = p{number}.recv"]
     elif style == "stream":
-        block.calls = [f"{y} = {comm.name}.{call.operation}({given}, stream=stream)", "stream.synchronize()"]
+        block.calls = [f"{y} = {on}({arguments}, stream=stream)", "stream.synchronize()"]
     else:
-        block.calls = [f"{y} = {comm.name}.{call.operation}({given})"]
-    block.after.append(f"check({number}, {y}, {comm.ranks}, {call.check()})")
+        block.calls = [f"{y} = {on}({arguments})"]
+    expected = f'"{call.operation}", {call.count}, "{call.op}", {call.root}'
+    block.after.append(f'check({number}, {y}, expected({number}, {comm.ranks}, {expected}), "{call.dtype}")')
     return block
 
 
@@ -159,63 +169,58 @@ def uneven(rng: random.Random, number: int, comm: Comm) -> Step:
         return collective(rng, number, comm)
     operation, dtype = rng.choice(("all_gather_v", "reduce_scatter_v", "all_to_all_v")), rng.choice(DTYPES)
     counts = [rng.randint(0, 9) for _ in comm.groups[0]]
-    x, y, me = f"x{number}", f"y{number}", f"{comm.name}.rank"
-    total = f"{counts}[{me}]" if operation == "all_gather_v" else str(sum(counts))
-    given = f"send_counts={counts}, recv_counts=[{counts}[{me}]] * {comm.name}.size"
-    given = given if operation == "all_to_all_v" else f"counts={counts}"
+    own = f"{counts}[{comm.name}.rank]"
+    total = own if operation == "all_gather_v" else str(sum(counts))
+    arguments = f"counts={counts}"
+    if operation == "all_to_all_v":
+        arguments = f"send_counts={counts}, recv_counts=[{own}] * {comm.name}.size"
     block = Block(
-        [f'{x} = data({number}, {total}, "{dtype}")'],
-        [f"{y} = {comm.name}.{operation}({x}, {given})"],
-        [f'check_v({number}, {y}, {comm.ranks}, "{operation}", {counts}, "{dtype}")'],
+        [f'x{number} = data({number}, {total}, "{dtype}")'],
+        [f"y{number} = {comm.name}.{operation}(x{number}, {arguments})"],
+        [f'check({number}, y{number}, expected_v({number}, {comm.ranks}, "{operation}", {counts}), "{dtype}")'],
     )
-    return Step(number, operation, comm, block, comm.members)
+    return Step(number, operation, comm, lambda calls: block)
 
 
 def barrier(rng: random.Random, number: int, comm: Comm) -> Step:
-    block = Block([], [f"{comm.name}.barrier()"])
-    return Step(number, "barrier", comm, block, comm.members, waits=len(comm.groups) == 1)
+    return Step(number, "barrier", comm, lambda calls: Block(calls=[f"{comm.name}.barrier()"]), waits=True)
 
 
 def group(rng: random.Random, number: int, comm: Comm) -> Step:
-    """Two or three collectives as one group; one of them may be wrong."""
-    calls = [draw_call(rng, comm) for _ in range(rng.randint(2, 3))]
-    step = Step(number, "group", comm, _write_group(number, comm, calls), comm.members)
-    at = rng.randrange(len(calls))
-    together = [rank for ranks in comm.groups if len(ranks) > 1 for rank in ranks]
-    for name, one in wrong_calls(rng, calls[at], comm).items() if together else ():
-        step.wrong[name] = (together, _write_group(number, comm, [*calls[:at], one, *calls[at + 1 :]]))
-    return step
+    """Two or three collectives as one group."""
 
+    def write(calls: Sequence[Call]) -> Block:
+        block = Block(calls=["with pynccl.group():"])
+        for i, call in enumerate(calls):
+            one = write_call(number * 10 + 1000 + i, comm, call, "plain")
+            block.before += one.before
+            block.calls += [f"    {line}" for line in one.calls]
+            block.after += one.after
+        return block
 
-def _write_group(number: int, comm: Comm, calls: Sequence[Call]) -> Block:
-    block = Block(calls=["with pynccl.group():"])
-    for i, call in enumerate(calls):
-        one = write_call(number * 10 + 1000 + i, comm, call, "plain")
-        block.before += one.before
-        block.calls += [f"    {line}" for line in one.calls]
-        block.after += one.after
-    return block
+    return Step(number, "group", comm, write, [draw_call(rng, comm) for _ in range(rng.randint(2, 3))])
 
 
 def ring(rng: random.Random, number: int, comm: Comm) -> Step:
-    """Everybody sends to the next rank and receives of the one before, as one group."""
-    count, dtype = rng.choice([3, 50, 3000]), rng.choice(DTYPES)
+    """Every rank sends to the next rank and receives from the one before, as one group; the recv may be wrong."""
+    own = Call("message", rng.choice([3, 50, 3000]), rng.choice(DTYPES))
+    x, y, me, size = f"x{number}", f"y{number}", f"{comm.name}.rank", f"{comm.name}.size"
 
-    def write(received: int) -> Block:
-        x, y = f"x{number}", f"y{number}"
+    def write(calls: Sequence[Call]) -> Block:
         return Block(
-            [f'{x} = data({number}, {count}, "{dtype}")', f"{y} = torch.empty({received}, dtype=torch.{dtype})"],
+            [
+                f'{x} = data({number}, {own.count}, "{own.dtype}")',
+                f"{y} = torch.empty({calls[0].count}, dtype=torch.{own.dtype})",
+            ],
             [
                 "with pynccl.group():",
-                f"    {comm.name}.send({x}, ({comm.name}.rank + 1) % {comm.name}.size)",
-                f"    {comm.name}.recv({y}, ({comm.name}.rank - 1) % {comm.name}.size)",
+                f"    {comm.name}.send({x}, ({me} + 1) % {size})",
+                f"    {comm.name}.recv({y}, ({me} - 1) % {size})",
             ],
-            [f'check_message({number}, {y}, {comm.ranks}[{comm.name}.rank - 1], "{dtype}")'],
+            [f'check({number}, {y}, sample({number}, {comm.ranks}[{me} - 1], {calls[0].count}), "{own.dtype}")'],
         )
 
-    together = [rank for ranks in comm.groups if len(ranks) > 1 for rank in ranks]
-    wrong = {"count": (together, write(count + 2))} if together else {}
-    return Step(number, "ring", comm, write(count), comm.members, wrong)
+    return Step(number, "ring", comm, write, [own])
 
 
 def message(rng: random.Random, number: int, comm: Comm) -> Step:
@@ -224,25 +229,55 @@ def message(rng: random.Random, number: int, comm: Comm) -> Step:
     if ranks is None:
         return collective(rng, number, comm)
     sender, receiver = rng.sample(ranks, 2)
-    count, dtype = rng.choice([2, 80, 5000]), rng.choice(DTYPES)
+    x, y = f"x{number}", f"y{number}"
 
-    def write(sent: int, received: int) -> Block:
-        x, y = f"x{number}", f"y{number}"
-        to, source = comm.number(receiver), comm.number(sender)
-        before = [f'{x} = data({number}, {sent}, "{dtype}")', f"{y} = torch.empty({received}, dtype=torch.{dtype})"]
-        calls = ["if RANK == " + f"{sender}:", f"    {comm.name}.send({x}, {to})", f"elif RANK == {receiver}:"]
-        calls += [f"    {comm.name}.recv({y}, {source})", f'    check_message({number}, {y}, {sender}, "{dtype}")']
-        return Block(before, calls)
+    def write(calls: Sequence[Call]) -> Block:
+        (call,) = calls
+        return Block(
+            [
+                f'{x} = data({number}, {call.count}, "{call.dtype}")',
+                f"{y} = torch.empty({call.count}, dtype=torch.{call.dtype})",
+            ],
+            [
+                f"if RANK == {sender}:",
+                f"    {comm.name}.send({x}, {ranks.index(receiver)})",
+                f"elif RANK == {receiver}:",
+                f"    {comm.name}.recv({y}, {ranks.index(sender)})",
+                f'    check({number}, {y}, sample({number}, {sender}, {call.count}), "{call.dtype}")',
+            ],
+        )
 
-    wrong = {"count": ([sender, receiver], write(count + 1, count + 2))}
-    return Step(number, "send and recv", comm, write(count, count), [sender, receiver], wrong)
+    call = Call("message", rng.choice([2, 80, 5000]), rng.choice(DTYPES))
+    return Step(number, "send and recv", comm, write, [call], [sender, receiver])
+
+
+def backward(rng: random.Random, number: int, comm: Comm) -> Step:
+    """A differentiable collective, forwards and backwards."""
+    operation, count = rng.choice(("all_reduce", "reduce_scatter", "all_gather")), rng.randint(1, 20)
+    x, y = f"x{number}", f"y{number}"
+    length = f"{count} * {comm.name}.size" if operation == "reduce_scatter" else str(count)
+    grad = "" if operation == "reduce_scatter" else ', grad="sum"'
+    adjoint = {"all_reduce": "all_reduce", "reduce_scatter": "all_gather", "all_gather": "reduce_scatter"}[operation]
+    y_expected = f'expected({number}, {comm.ranks}, "{operation}", {count})'
+    grad_expected = f'expected({number + 1000}, {comm.ranks}, "{adjoint}", {count})'
+    block = Block(
+        [f'{x} = data({number}, {length}, "float64").requires_grad_()'],
+        [
+            f"{y} = ad.{operation}({x}, {comm.name}{grad})",
+            f'{y}.backward(data({number + 1000}, {y}.numel(), "float64"))',
+        ],
+        [
+            f'check({number}, {y}.detach(), {y_expected}, "float64")',
+            f'check({number}, {x}.grad, {grad_expected}, "float64")',
+        ],
+    )
+    return Step(number, "backward", comm, lambda calls: block, waits=True)
 
 
 def split(rng: random.Random, number: int, comm: Comm, name: str) -> Step:
     """A communicator of some of the ranks; ranks in none get None."""
-    ranks = [rank for ranks in comm.groups for rank in ranks]
-    colors = {rank: rng.choice([0, 0, 0, 1]) for rank in ranks}
-    keys = {rank: rng.choice([rank, -rank]) for rank in ranks}
+    colors = {rank: rng.choice([0, 0, 0, 1]) for rank in comm.members}
+    keys = {rank: rng.choice([rank, -rank]) for rank in comm.members}
     groups = []
     for of_parent in comm.groups:
         for color in (0, 1):
@@ -254,21 +289,7 @@ def split(rng: random.Random, number: int, comm: Comm, name: str) -> Step:
         [f"{name} = {comm.name}.split({colors}[RANK], {keys}[RANK])"],
         [f"assert {name} is not None and {name}.size == len({made.ranks})"],
     )
-    return Step(number, "split", comm, block, comm.members, waits=len(comm.groups) == 1, makes=made)
-
-
-def backward(rng: random.Random, number: int, comm: Comm) -> Step:
-    """A differentiable collective, forwards and backwards."""
-    operation, count = rng.choice(("all_reduce", "reduce_scatter", "all_gather")), rng.randint(1, 20)
-    x, y = f"x{number}", f"y{number}"
-    length = f"{count} * {comm.name}.size" if operation == "reduce_scatter" else str(count)
-    grad = "" if operation == "reduce_scatter" else ', grad="sum"'
-    block = Block(
-        [f"{x} = leaf({number}, {length})"],
-        [f"{y} = ad.{operation}({x}, {comm.name}{grad})", f"{y}.backward(cotangent({number}, {y}))"],
-        [f'check_backward({number}, {y}, {x}, {comm.ranks}, "{operation}", {count})'],
-    )
-    return Step(number, "backward", comm, block, comm.members, waits=len(comm.groups) == 1)
+    return Step(number, "split", comm, lambda calls: block, waits=True, makes=made)
 
 
 KINDS: dict[Callable[[random.Random, int, Comm], Step], int] = {
@@ -280,3 +301,8 @@ KINDS: dict[Callable[[random.Random, int, Comm], Step], int] = {
     message: 2,
     backward: 3,
 }
+
+
+def draw(rng: random.Random, number: int, comm: Comm) -> Step:
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    return kind(rng, number, comm)

@@ -43,8 +43,8 @@ def test_every_way_is_timed_and_has_the_same_gradients(tmp_path: Path) -> None:
     assert "| way | ranks |" in done.stdout and "| link | 2 | 16 x 3 |" in done.stdout
 
 
-def test_layers_may_sleep_and_be_defined_backwards() -> None:
-    done = run("--width", "8", "--layers", "3", "--rows", "2", "--rounds", "2", "--asleep", "3", "--backwards")
+def test_layers_may_sleep() -> None:
+    done = run("--width", "8", "--layers", "3", "--rows", "2", "--rounds", "2", "--asleep", "3")
     assert done.returncode == 0, done.stderr
     *_, plain, link = done.stdout.splitlines()
     for row in (plain, link):

@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from bench import overlap as bench_overlap  # noqa: E402
-from bench.overlap_report import bounds, markdown  # noqa: E402
+from bench.overlap_report import bounds, table  # noqa: E402
 
 TINY = ["--rows", "16", "--balance", "1", "none", "--width", "8", "--hidden", "12", "--rounds", "3", "--mlp", "16"]
 BY_HAND = ["off", "bulk", "slices 2", "slices 4", "slices 8", "ring"]
@@ -93,7 +93,7 @@ def test_verdicts_and_exit_code_fit_the_figures(ran: Ran) -> None:
 
 
 def test_the_markdown_has_a_row_per_case(ran: Ran) -> None:
-    lines = markdown(ran[0]).splitlines()
+    lines = table(ran[0], markdown=True).splitlines()
     rows = lines[: lines.index("")]
     assert rows[0].startswith("| layer | pass | rows | comm/mm | off ms | bulk |")
     assert [row.split(" | ")[1] for row in rows[2:]] == ["forward"] * 2 + ["+ backward"] * 2 + [

@@ -1,4 +1,4 @@
-"""scripts/bench/wrappers.py: what it prints, and what it says to wrong options."""
+"""scripts/bench/overhead.py --wrappers: what it prints, and what it says to wrong options."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_times_of_each_way_are_printed_fastest_first() -> None:
-    done = run("bench/wrappers.py", "--rounds", "3", "--calls", "50")
+    done = run("bench/overhead.py", "--wrappers", "--rounds", "3", "--calls", "50")
     assert done.returncode == 0, done.stderr
     head, *rows = done.stdout.splitlines()
-    assert "median of 3 rounds" in head
+    assert "medians of the rounds" in head
     times = [int(row.split()[-1]) for row in rows]
     assert times == sorted(times) and times[0] > 0
     names = [re.split(r"  +", row)[0] for row in rows]
@@ -27,7 +27,7 @@ def test_times_of_each_way_are_printed_fastest_first() -> None:
 
 
 def test_a_folder_without_a_wheel_is_a_wrong_usage(tmp_path: Path) -> None:
-    done = run("bench/wrappers.py", "--vllm", str(tmp_path))
+    done = run("bench/overhead.py", "--wrappers", "--vllm", str(tmp_path))
     assert done.returncode == 2
     assert f"--vllm {tmp_path}: there is no vllm/distributed/device_communicators/pynccl" in done.stderr
     assert "Traceback" not in done.stderr

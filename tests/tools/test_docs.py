@@ -69,7 +69,7 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace trace.json.gz": True,
     'python scripts/draw_trace.py trace.json.gz --span "step 3"': True,  # of the one before
     'python -c "from pynccl.bindings import abi; print(len(abi.FUNCTIONS), len(abi.DEVICE_FUNCTIONS))"': True,
-    "python scripts/bench/wrappers.py": {".py": ".py --rounds 1"},
+    "python scripts/bench/overhead.py --wrappers": {"--wrappers": "--wrappers --rounds 1"},
     "scripts/examples/multi_node.sh torchrun node0 2 8 scripts/examples/hello.py": MACHINES,
     "sbatch --nodes=2 --ntasks-per-node=8 scripts/examples/multi_node.sh srun scripts/examples/hello.py": MACHINES,
     "scripts/examples/multi_node.sh mpirun node0:8,node1:8 scripts/examples/hello.py": MACHINES,
