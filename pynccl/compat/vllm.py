@@ -82,6 +82,7 @@ class _OpenGroup(threading.local):
 
     depth = 0
     block: contextlib.AbstractContextManager[None]
+    library: NCCLLibrary | None = None  # whose own group is open beside it
 
 
 _open_group = _OpenGroup()
@@ -362,7 +363,9 @@ class PyNcclCommunicator:
 
         Calls of this class are one launch, those of NCCLLibrary another one before it."""
         if not _open_group.depth:
-            self.nccl.ncclGroupStart()
+            _open_group.library = None if self.communicator is None else self.nccl
+            if _open_group.library is not None:
+                _open_group.library.ncclGroupStart()
             _open_group.block = pynccl_group()
             _open_group.block.__enter__()
         _open_group.depth += 1
@@ -374,7 +377,8 @@ class PyNcclCommunicator:
         _open_group.depth -= 1
         if not _open_group.depth:
             try:
-                self.nccl.ncclGroupEnd()
+                if _open_group.library is not None:
+                    _open_group.library.ncclGroupEnd()
             finally:
                 _open_group.block.__exit__(None, None, None)
 

@@ -79,20 +79,22 @@ def mismatch(rank: int, call: str, peer: int, head: bytes, expected: bytes) -> T
     return other_calls(rank, call, peer, theirs)
 
 
-def timed_out(connections: Collection[Connection], awaited: Collection[Connection]) -> TransportFailure:
-    """Nothing came of some peers: those of them that do not wait themselves are to blame, else such a rank behind
-    them."""
-    peers = sorted(connection.peer for connection in awaited)
-    culprits = _silent(awaited) or _silent(connections) or peers
+def timed_out(connections: Iterable[Connection], awaited: Collection[Connection]) -> TransportFailure:
+    """Nothing came of some peers. To blame are those of them that do not wait themselves, else whom they wait for."""
+    peers = {connection.peer: connection for connection in connections}
+    pending, behind, said = sorted(connection.peer for connection in awaited), dict[int, Connection](), ""
+    while pending:
+        peer = pending.pop(0)
+        if peer in peers and peer not in behind:
+            behind[peer] = one = peers[peer]
+            if one.status is not None:
+                pending += one.status.needs
+                said += f"; rank {peer} waits in {one.status.call}"
+    silent = [peer for peer, one in behind.items() if one.status is None and not one.finalized]
+    culprits = sorted(silent or (connection.peer for connection in awaited))
     who = f"rank {culprits[0]}" if len(culprits) == 1 else f"ranks {culprits}"
-    return TransportFailure(
-        f"no answer of {who} within the time-out, frozen or late", timed_out=True, culprit=culprits[0]
-    )
-
-
-def _silent(connections: Iterable[Connection]) -> list[int]:
-    """The ranks that have not said what they wait for, nor that they are done."""
-    return sorted(one.peer for one in connections if one.status is None and not one.finalized)
+    text = f"no answer of {who} within the time-out, frozen or late{said}"
+    return TransportFailure(text, timed_out=True, culprit=culprits[0])
 
 
 def culprit_of(rank: int, connections: Sequence[Connection]) -> TransportFailure:

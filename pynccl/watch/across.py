@@ -3,17 +3,22 @@
 A rank that has waited too long raises `watch/asked`, the one key that every process reads once a second; those that
 are stuck at the same time ask one question. Each process appends the record of its calls to `watch/where/NUMBER`. Who
 asked first judges and puts its verdict there for the others, who judge by themselves if it does not come: of a job of
-1,024 ranks, not all read the records of all. `watch/ends` lists the processes that have ended.
+1,024 ranks, not all read the records of all. `watch/ranks` lists the processes, so that one that does not answer can be
+named, and `watch/ends` those that have ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import time
 from dataclasses import replace
 from typing import Any
 
-from .records import COMPLETED, DEAD, FAILED, CallRecord, CommRecord, ProcessRecord, from_json, to_json
+from .folder import machine
+from .records import COMPLETED, DEAD, FAILED, UNKNOWN, CallRecord, CommRecord, ProcessRecord, from_json, to_json
 from .store import OutOfReach, Reach, append, lines, read
 
 QUIET_SECONDS = 1.0  # between two polls of a process that waits for nothing
@@ -23,7 +28,6 @@ VERDICT_SECONDS = 4.0  # after which who waits for another's verdict judges by i
 
 _MOST_ENDS = 64  # of a job that ends as a whole, the others would read megabytes
 _LONGEST = 1 << 18  # characters of one answer
-_MOST_COMMS = 256  # in the record of a process
 _CALLS, _FEW = 8, 2  # of a communicator, where there are up to `_FEW_COMMS` of them, and where there are more
 _FEW_COMMS = 3
 _MOST_TOGETHER = 32  # calls of a group that is kept whole
@@ -40,9 +44,12 @@ class Exchange:
         self.store, self.serves = store, False
         self.job = ""  # the first communicator of this process at this store: its ranks are asked
         self._size = 0  # of the job
+        self._enrolled: list[int] = []  # ranks of this process there, which have not been told yet
         self._reach = Reach(store)
         self._polled_at = 0.0
         self._seen = 0  # the last question that was read
+        self._new: range = range(0)  # questions that this process has not answered
+        self._answered_at = 0.0
         self._question, self._asked_at = 0, 0.0  # this process's own, while it waits for answers
         self._judges = 0  # the question that this process was the first to ask
         self._told: set[tuple[str, str, int, str, str]] = set()  # whose ends it has told
@@ -53,10 +60,12 @@ class Exchange:
         """Why the store cannot be asked; "" if it can."""
         return self._reach.reason
 
-    def enrol(self, uid: str, size: int) -> None:
-        """This process is in a communicator of `size` ranks."""
+    def enrol(self, uid: str, rank: int, size: int) -> None:
+        """This process has a rank of a communicator. It is told with the next poll, so this takes no time."""
         if not self.job:
             self.job, self._size = uid, size
+        if uid == self.job:
+            self._enrolled.append(rank)
 
     @property
     def due(self) -> bool:
@@ -67,23 +76,43 @@ class Exchange:
         """Whether there is a question that this process has not answered. One operation of the store."""
         self._polled_at = time.monotonic()
         try:
+            self._tell_ranks()
             number = self._reach.do(lambda store: int(store.add("watch/asked", 0)))
         except OutOfReach:
             return False
-        new, self._seen = number > self._seen, number
-        return new
+        self._new, self._seen = range(self._seen + 1, number + 1), number
+        return bool(self._new)
+
+    def _tell_ranks(self) -> None:
+        told = self._enrolled[:]
+        if told:
+            host = os.uname().nodename
+            text = "\n".join(json.dumps([rank, host, os.getpid(), machine()]) for rank in told)
+            self._reach.do(lambda store: append(store, "watch/ranks", text))
+            del self._enrolled[: len(told)]
 
     def answer(self, records: list[ProcessRecord]) -> None:
         """Say where this process is, and those on its machine that cannot say so themselves: `records`, of them all."""
-        text = "\n".join(json.dumps(to_json(trimmed(one))) for one in records)
-        try:
-            self._reach.do(lambda store: append(store, f"watch/where/{self._seen}", text))
-        except OutOfReach:
-            return
+        text = "\n".join(map(_line, records))
 
-    def ask(self) -> bool:
-        """Ask all where they are. False if the store is out of reach: nobody was asked."""
+        def tell(store: Any) -> None:
+            for number in self._new:  # of several that were asked since the last poll each has its own judge
+                append(store, f"watch/where/{number}", text)
+
+        with contextlib.suppress(OutOfReach):
+            self._reach.do(tell)
+        self._answered_at = time.monotonic()
+
+    def ask(self, since: float = math.inf) -> bool:
+        """Ask all where they are. False if the store is out of reach: nobody was asked.
+
+        since  time.monotonic() at which the call began that does not return. A question that this process has answered
+               since then is about that call, too: its verdict is waited for"""
         if self._question:
+            return True
+        now = time.monotonic()
+        if since < self._answered_at and now - self._answered_at < VERDICT_SECONDS:
+            self._question, self._asked_at, self._judges = self._seen, now, 0
             return True
         number = self._seen + 1
 
@@ -97,7 +126,7 @@ class Exchange:
             self._judges = number if self._reach.do(ask_first) else 0
         except OutOfReach:
             return False
-        self._question, self._asked_at = number, time.monotonic()
+        self._question, self._asked_at = number, now
         return True
 
     def answers(self) -> list[ProcessRecord] | str | None:
@@ -120,7 +149,20 @@ class Exchange:
         if len(heard) < self._size and waited < ANSWER_SECONDS:
             return None
         self._question = 0
-        return found
+        return found + self._silent(heard)
+
+    def _silent(self, heard: set[int]) -> list[ProcessRecord]:
+        """Those that have enrolled and not answered, of whom nothing else is known."""
+        try:
+            rows = self._reach.do(lambda store: lines(store, "watch/ranks")) if len(heard) < self._size else []
+            known = [json.loads(row) for row in rows]
+            return [
+                ProcessRecord(pid, host, machine, state=UNKNOWN, comms=[CommRecord(self.job, "", rank, self._size)])
+                for rank, host, pid, machine in known
+                if rank not in heard
+            ]
+        except (OutOfReach, ValueError, TypeError):
+            return []
 
     def share(self, verdict: str) -> None:
         """The verdict on the answers, for the others that have asked; of who asked first."""
@@ -137,7 +179,7 @@ class Exchange:
         if known in self._told:
             return
         self._told.add(known)
-        line = json.dumps(to_json(trimmed(replace(record, stack="", command=""))))
+        line = _line(replace(record, stack="", command=""))
 
         def tell(store: Any) -> None:
             if store.add("watch/ends/told", 1) <= _MOST_ENDS:
@@ -185,10 +227,21 @@ def identity(record: ProcessRecord) -> tuple[str, str, int]:
     return record.machine, record.host, record.pid
 
 
+def _line(record: ProcessRecord) -> str:
+    """As JSON that is not too long to be read: of very many communicators the first ones, those that live before the
+    others."""
+    comms = sorted(record.comms, key=lambda comm: bool(comm.ended))
+    while True:
+        text = json.dumps(to_json(trimmed(replace(record, comms=comms))))
+        if len(text) <= _LONGEST or not comms:
+            return text
+        comms = comms[: len(comms) // 2]
+
+
 def trimmed(record: ProcessRecord) -> ProcessRecord:
-    """What others need of a record: communicators that live first, the last calls of each and the oldest that is under
-    way, the inner end of the stack."""
-    comms = sorted(record.comms, key=lambda comm: bool(comm.ended))[:_MOST_COMMS]
+    """What others need of a record: the last calls of each communicator and the oldest that is under way, the inner end
+    of the stack."""
+    comms = record.comms
     most = _CALLS if len(comms) <= _FEW_COMMS else _FEW
     kept = [_shortened(comm, most) for comm in comms]
     return replace(record, comms=kept, stack=record.stack[-2048:], command=record.command[:200])

@@ -83,7 +83,7 @@ class Track:
     def join(self, exchange: Any) -> None:
         """The ranks of this communicator can be asked so."""
         self.exchange = exchange
-        exchange.enrol(self.uid, self.size)
+        exchange.enrol(self.uid, self.rank, self.size)
 
     def made(self, comm: Any, device: str, site: str) -> None:
         """The communicator is there."""

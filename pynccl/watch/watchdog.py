@@ -171,7 +171,7 @@ class Watchdog:
             here[track.uid] = diagnosis.all_here(track)
         if track.exchange is None or here[track.uid]:
             self._report(stuck, diagnosis.report(track))
-        elif track.exchange.ask():
+        elif track.exchange.ask(watched.since):
             watched.asked = stuck
         else:
             self._report(stuck, diagnosis.report(track, why_alone=track.exchange.out_of_reach))

@@ -185,6 +185,8 @@ def test_one_rank_is_disabled_and_does_nothing(monkeypatch: pytest.MonkeyPatch) 
     group = StatelessProcessGroup(0, 1, dist.HashStore())
     c = PyNcclCommunicator(group, CPU)
     assert (c.available, c.disabled, c.world_size) == (False, True, 1) and c.all_reduce(torch.ones(1)) is None
+    c.group_start()
+    c.group_end()
     c.destroy()
     c.disabled = False
     with pytest.raises(RuntimeError, match="there is no communicator"):

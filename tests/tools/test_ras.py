@@ -185,6 +185,11 @@ def test_whatever_listens_there_it_is_one_line_of_ours_and_soon(kind: str) -> No
     assert len(report.ras_says(answer)) <= 42
 
 
+def test_what_has_come_of_an_answer_that_stops_is_shown() -> None:
+    answer, _ = asked(says(b"SERVER PROTOCOL 2\nOK\nrank 3: missing\n"), 0.3)
+    assert (answer.text.strip(), answer.note) == ("rank 3: missing", "its answer was not complete in time")
+
+
 def test_an_endless_answer_takes_little_memory() -> None:
     tracemalloc.start()
     try:

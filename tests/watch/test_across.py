@@ -23,7 +23,7 @@ from stores import Counted
 from pynccl.watch import across, recorder
 from pynccl.watch.across import Exchange, trimmed
 from pynccl.watch.diagnosis import exchange_at
-from pynccl.watch.records import DEAD, INSIDE, CallRecord, CommRecord, ProcessRecord, from_json, to_json
+from pynccl.watch.records import DEAD, INSIDE, UNKNOWN, CallRecord, CommRecord, ProcessRecord, from_json, to_json
 from pynccl.watch.store import Reach, append, lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ class Process:
         self.exchange = Exchange(self.store)
         self.asked = 0
         self.said = ""
-        self.exchange.enrol(WORLD, size)
+        self.exchange.enrol(WORLD, rank, size)
 
     def record(self) -> ProcessRecord:
         call = CallRecord(self.entered, self.entered, "all_reduce", state=INSIDE)
@@ -67,7 +67,8 @@ class Process:
 
 def verdict(answers: list[ProcessRecord], ends: list[ProcessRecord]) -> str:
     """Who is behind the furthest rank, and who has answered."""
-    entered = {comm.rank: comm.entered for record in answers for comm in record.comms}
+    heard = [record for record in answers if record.state != UNKNOWN]
+    entered = {comm.rank: comm.entered for record in heard for comm in record.comms}
     behind = [str(rank) for rank, n in sorted(entered.items()) if n < max(entered.values())]
     said = [f"missing {' '.join(behind)}", f"heard {' '.join(map(str, sorted(entered)))}"]
     return "; ".join([*said, *(f"ended {one.pid}: {one.end}" for one in ends)])
@@ -190,6 +191,48 @@ class Python:
 
 
 # Somebody is gone
+
+
+def test_a_rank_that_gets_stuck_after_it_has_answered_waits_for_that_verdict(server: dist.TCPStore) -> None:
+    """And asks no question of its own, whose answers the first one who asked would never see."""
+    first, second, late = job(server, [2, 2, 1])
+    began = time.monotonic()
+    assert first.stuck()
+    second.poll()
+    assert second.asked == 1 and second.exchange.ask(began)
+    poll([late, first, second])
+    assert [one.said for one in (first, second)] == ["missing 2; heard 0 1 2"] * 2
+    assert late.asked == 1
+    # A call that began after the answer is another one: of that a question of its own.
+    assert second.exchange.ask(time.monotonic())
+    late.poll()
+    assert late.asked == 2
+
+
+def test_who_does_not_answer_is_named_with_its_machine(server: dist.TCPStore) -> None:
+    asking, silent = job(server, [2, 1])
+    silent.exchange.close()
+    assert asking.stuck()
+    end, found = time.monotonic() + 20, None
+    while found is None and time.monotonic() < end:
+        if asking.exchange.poll():
+            asking.exchange.answer([asking.record()])
+        found = asking.exchange.answers()
+        time.sleep(0.02)
+    assert found is not None and not isinstance(found, str)
+    (one,) = [record for record in found if record.state == UNKNOWN]
+    assert (one.host, one.pid, one.comms[0].rank) == (os.uname().nodename, os.getpid(), 1)
+
+
+def test_an_answer_of_very_many_communicators_is_short_enough_to_be_read(server: dist.TCPStore) -> None:
+    (one,) = job(server, [2])
+    record = one.record()
+    calls = [CallRecord(n, 0, "send", group=1, site="/home/me/a/long/path/to/train.py:88") for n in range(32)]
+    record.comms = [CommRecord(f"uid{n}" if n else WORLD, "world", 0, 2, calls=calls) for n in range(300)]
+    assert one.stuck() and one.exchange.poll()
+    one.exchange.answer([record])
+    (found,) = one.exchange.answers() or [None]
+    assert isinstance(found, ProcessRecord) and 0 < len(found.comms) < 300
 
 
 def test_who_does_not_answer_is_judged_without(server: dist.TCPStore) -> None:
@@ -551,12 +594,12 @@ def test_the_store_is_asked_once_a_second_and_twice_while_answers_are_awaited(
         return count
 
     exchange = Exchange(dist.HashStore())
-    exchange.enrol(WORLD, 2)
+    exchange.enrol(WORLD, 0, 2)
     assert polls(10.0) in (10, 9)
     assert exchange.ask()
     assert polls(2.1) >= 4
     clock[0] += 10
-    assert exchange.answers() == []
+    assert [one.state for one in exchange.answers() or ()] == [UNKNOWN]
     assert polls(10.0) in (10, 9)
 
 

@@ -236,7 +236,8 @@ def test_files_that_are_none_say_so(own: recorder.Recorder, tmp_path: Path) -> N
     assert "no flight recorder" in bad(path, bytes(len(good)))
     assert "version 99" in bad(path, good[:24] + struct.pack("=I", 99) + good[28:])
     rank = layout.REGIONS_AT + layout.CommHead.rank.offset
-    assert "damaged" in bad(path, good[:rank] + struct.pack("=i", 7) + good[rank + 4 :])
+    path.write_bytes(good[:rank] + struct.pack("=i", 7) + good[rank + 4 :])
+    assert read_file(str(path)).comms == []  # as of a region that is being reused: what else there is counts
     path.unlink()
     path.mkdir()
     with pytest.raises(IsADirectoryError):

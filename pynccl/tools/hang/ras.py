@@ -54,7 +54,7 @@ def ask(seconds: float = SECONDS) -> Answer | None:
 
 def _status(connection: socket.socket) -> tuple[str, str]:
     """Its answer to STATUS, and why that is not all."""
-    answers = connection.makefile("rb")
+    answers = connection.makefile("rb", buffering=0)
     connection.sendall(b"CLIENT PROTOCOL 2\n")
     hello = answers.readline(_LINE_BYTES)
     if not hello.upper().startswith(b"SERVER PROTOCOL"):
@@ -62,10 +62,18 @@ def _status(connection: socket.socket) -> tuple[str, str]:
     connection.sendall(b"TIMEOUT 2\n")  # seconds that it may wait for its peers
     answers.readline(_LINE_BYTES)  # OK, or an error of a server that has no such command
     connection.sendall(b"STATUS\n")
-    text = printable(answers.read(MOST_BYTES).decode(errors="replace"), lines=True)
+    got, note = bytearray(), ""
+    try:
+        while len(got) < MOST_BYTES and (more := connection.recv(1 << 16)):
+            got += more
+    except TimeoutError:
+        if not got:
+            raise
+        note = "its answer was not complete in time"
+    text = printable(got.decode(errors="replace"), lines=True)
     if not text:
         return "", "it closed the connection without an answer"
-    return text, f"its answer was cut after {MOST_BYTES >> 20} MiB" if len(text) >= MOST_BYTES else ""
+    return text, f"its answer was cut after {MOST_BYTES >> 20} MiB" if len(got) >= MOST_BYTES else note
 
 
 def trimmed(text: str) -> list[str]:
