@@ -13,7 +13,7 @@ gives them back in full:
     enums       enumerator -> value
 
 examples:
-  python scripts/dump_nccl_abi.py --out abi.json $(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+  python scripts/dump_nccl_abi.py --out abi.json $(python -c "import nvidia.nccl as n; print(n.__path__[0])")/../..
   python scripts/dump_nccl_abi.py                        # long: downloads all versions by pip (3 GB)
   python scripts/dump_nccl_abi.py 2.21.5 --out abi.json  # long: downloads one; or a wheel, an unpacked wheel
 """

@@ -83,7 +83,7 @@ class Reach:
             self._lock.release()
 
     def close(self) -> None:
-        """Ask no more. Returns once what is under way has ended, or is known to deadline.py as left behind."""
+        """Ask no more. Returns once what is under way has ended, or is known to bindings/workers.py as left behind."""
         self._lost = self._lost or "this process is ending"
         if self._lock.acquire(timeout=OPERATION_SECONDS + GRACE_SECONDS):
             self._lock.release()

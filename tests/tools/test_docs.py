@@ -33,7 +33,6 @@ EXAMPLES = "tests/tools/test_examples_folder.py"  # runs what docs/examples.md s
 # How each command of the pages is run here. True: as it stands. A dictionary: with these pieces replaced, to be short.
 # A path: that file of tests runs it, with options of its own. "dry": make says what it would do. Another text: why not.
 COMMANDS: dict[str, bool | str | dict[str, str]] = {
-    "python -m pynccl": {"pynccl": "pynccl --help"},
     "torchrun --standalone": "the begin of a command",
     "python -m pynccl doctor": True,
     "python -m pynccl hang": "tests/tools/test_hang.py",
