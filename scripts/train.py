@@ -29,7 +29,19 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out with PYTHONSAFEPATH
-from train_model import SHIPPED, Batch, ModelConfig, Transformer, Windows, llama, read_text, save_checkpoint, split_text
+from train_model import (
+    SHIPPED,
+    Batch,
+    ModelConfig,
+    Transformer,
+    Windows,
+    llama,
+    llama_kv_heads,
+    llama_problem,
+    read_text,
+    save_checkpoint,
+    split_text,
+)
 from train_report import TOLERANCE, CommMeter, Comparison, plot
 from train_trace import StepTrace, add_options
 
@@ -60,6 +72,11 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
         "--width", type=command.whole(1), default=ModelConfig.width, help="columns of the residual stream (%(default)s)"
     )
     parser.add_argument("--heads", type=command.whole(1), default=ModelConfig.heads, help="of attention (%(default)s)")
+    parser.add_argument(
+        "--kv-heads",
+        type=command.whole(1),
+        help="of llama: heads of keys and values (half of --heads, or 1 where that does not fit)",
+    )
     parser.add_argument("--seq", type=command.whole(1), default=ModelConfig.seq, help="bytes in a window (%(default)s)")
     parser.add_argument("--batch", type=command.whole(1), default=8, help="windows in a step (%(default)s)")
     parser.add_argument("--lr", type=command.number(0), default=1e-3, help="learning rate of AdamW (%(default)s)")
@@ -75,9 +92,7 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
     add_options(parser)
     options = parser.parse_args()
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    config = ModelConfig(options.layers, options.width, options.heads, options.seq)
-    if problem := config.problem(int(ranks) if ranks.isdigit() and int(ranks) else 1) or device_problem(options.device):
+    if problem := model_problem(options) or device_problem(options.device):
         parser.error(problem)
     if options.model == "llama" and importlib.util.find_spec("transformers") is None:
         parser.error('transformers is not installed: pip install -e ".[hf]"')
@@ -91,6 +106,19 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
     except argparse.ArgumentTypeError as error:
         parser.error(f"--out {error}")
     return options
+
+
+def model_problem(options: argparse.Namespace) -> str:
+    """Why the model cannot be made or cut over the ranks of the launch; "" if it can. Sets --kv-heads of a Llama."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    ranks = int(size) if size.isdigit() and int(size) else 1
+    config = ModelConfig(options.layers, options.width, options.heads, options.seq)
+    if options.model == "llama":
+        options.kv_heads = options.kv_heads or llama_kv_heads(options.heads, ranks)
+        return llama_problem(config, options.kv_heads, ranks)
+    if options.kv_heads:
+        return f"argument --kv-heads: {options.kv_heads} needs --model llama; the transformer has as many as heads"
+    return config.problem(ranks)
 
 
 def device_problem(device: str | None) -> str:
@@ -167,7 +195,7 @@ def build(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
     torch.manual_seed(options.seed)
     dtype = getattr(torch, options.dtype)
     if options.model == "llama":
-        whole = llama(config).to(comm.device, dtype)
+        whole = llama(config, options.kv_heads).to(comm.device, dtype)
         plan = ad.plans.llama
         parallel = ad.parallelize(copy.deepcopy(whole), comm, plan, gather_logits=False, overlap=options.overlap)
         if options.describe and comm.rank == 0:

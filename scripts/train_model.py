@@ -39,16 +39,19 @@ class ModelConfig:
     seq: int = 128
 
     def problem(self, ranks: int) -> str:
-        """Why this model cannot be cut over so many ranks; "" if it can."""
+        """Why this model cannot be cut over so many ranks, as argparse says it; "" if it can."""
         for name, value in dataclasses.asdict(self).items():
             if value < 1:
-                return f"--{name} is {value}, expected at least 1"
+                return f"argument --{name}: {value}: expected at least 1"
         if self.width % self.heads:
-            return f"--width {self.width} is not divisible by --heads {self.heads}; each head gets width/heads columns"
+            return (
+                f"argument --width: {self.width} is not divisible by --heads {self.heads}; "
+                "each head gets width/heads columns"
+            )
         if self.heads % ranks:
-            return f"--heads {self.heads} is not divisible by {ranks} ranks; each rank computes heads/ranks of them"
+            return f"argument --heads: {self.heads} is not divisible by {ranks} ranks; each rank computes heads/ranks"
         if self.seq % ranks:
-            return f"--seq {self.seq} is not divisible by {ranks} ranks; each rank keeps seq/ranks positions"
+            return f"argument --seq: {self.seq} is not divisible by {ranks} ranks; each rank keeps seq/ranks positions"
         return ""
 
 
@@ -184,8 +187,33 @@ def load_checkpoint(path: str) -> Transformer:
     return model.to(checkpoint["model"]["position"].dtype)
 
 
-def llama(config: ModelConfig) -> nn.Module:
-    """A Llama of transformers with random weights, bytes as words, and half as many heads of keys and values."""
+def llama_kv_heads(heads: int, ranks: int) -> int:
+    """Heads of keys and values where --kv-heads does not say how many: half of the heads, or 1 if that does not fit."""
+    half = heads // 2
+    return half if half and heads % half == 0 and (half % ranks == 0 or ranks % half == 0) else 1
+
+
+def llama_problem(config: ModelConfig, kv_heads: int, ranks: int) -> str:
+    """Why this Llama cannot be cut over so many ranks, as argparse says it; "" if it can."""
+    if config.width % (2 * config.heads):
+        return (
+            f"argument --width: {config.width} is not a multiple of {2 * config.heads}, twice --heads {config.heads}; "
+            "a head has an even number of columns, which are rotated in pairs"
+        )
+    if problem := config.problem(ranks):
+        return problem
+    if config.heads % kv_heads:
+        return f"argument --kv-heads: {kv_heads} does not divide --heads {config.heads}; each serves heads/kv-heads"
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"argument --kv-heads: {kv_heads} on {ranks} ranks: expected one to be a multiple of the other"
+    return ""
+
+
+def llama(config: ModelConfig, kv_heads: int) -> nn.Module:
+    """A Llama of transformers with random weights, and bytes as words.
+
+    kv_heads  heads of keys and values
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -195,7 +223,7 @@ def llama(config: ModelConfig) -> nn.Module:
             intermediate_size=2 * config.width,
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
-            num_key_value_heads=max(config.heads // 2, 1),
+            num_key_value_heads=kv_heads,
             max_position_embeddings=config.seq,
             tie_word_embeddings=True,
         )

@@ -99,7 +99,7 @@ def test_it_draws_the_loss_curve(run: Run) -> None:
 def test_a_bad_option_ends_the_launch_before_any_rank_waits(tmp_path: Path) -> None:
     refused = Run(tmp_path / "never made", "--heads", "1")
     assert refused.code != 0
-    assert "error: --heads 1 is not divisible by 2 ranks" in refused.stderr
+    assert "error: argument --heads: 1 is not divisible by 2 ranks" in refused.stderr
     assert not (tmp_path / "never made").exists()
 
 
@@ -107,9 +107,10 @@ def test_a_bad_option_ends_the_launch_before_any_rank_waits(tmp_path: Path) -> N
     ("options", "message"),
     [
         ("--steps 0", "argument --steps: '0': expected a whole number, 1 or more"),
-        ("--heads 6", "--width 32 is not divisible by --heads 6"),
-        ("--heads 2", "--heads 2 is not divisible by 4 ranks"),
-        ("--seq 30", "--seq 30 is not divisible by 4 ranks"),
+        ("--heads 6", "argument --width: 32 is not divisible by --heads 6"),
+        ("--heads 2", "argument --heads: 2 is not divisible by 4 ranks"),
+        ("--seq 30", "argument --seq: 30 is not divisible by 4 ranks"),
+        ("--kv-heads 2", "argument --kv-heads: 2 needs --model llama"),
         ("--seq 8000000", "--seq 8000000 needs at least 80000010"),
         ("--data nowhere.txt", "--data nowhere.txt: No such file or directory"),
         ("--data .", "--data .: Is a directory"),
