@@ -36,6 +36,7 @@ class Operation(torch.nn.Module):
 
     function: ClassVar[Any]
     ops: ClassVar[tuple[str, ...]] = SUM_OPS
+    takes_premul: ClassVar[bool] = False
     passes_alone: ClassVar[bool] = False  # on one rank the output is the input
     __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
 
@@ -46,7 +47,7 @@ class Operation(torch.nn.Module):
         check_comm(name, comm, **options)
         if "grad" in options:
             check_grad(name, options["grad"])
-        if "op" in options and not isinstance(options["op"], PreMul):
+        if "op" in options and not (self.takes_premul and isinstance(options["op"], PreMul)):
             check_op(name, options["op"], self.ops)
         super().__init__()
         self.comm = comm
@@ -89,6 +90,7 @@ class AllReduce(Operation):
 
     function = staticmethod(all_reduce)
     ops = ("sum", "avg", "max", "min", "prod")
+    takes_premul = True
     passes_alone = True
     scale: Tensor
     __call__: OfLists

@@ -151,17 +151,22 @@ def save_full_state_dict(
     groups = in_groups(shapes, math.inf if Path(path).suffix == ".safetensors" else max_shard_bytes)
     saving = alike(comm, lambda: Saving(operation, Path(path), groups) if is_first(comm) else None)
     problem: Exception | None = None
-    with progress.Bar(len(entries), "saving", "tensor", own=is_first(comm)) as bar:
-        for number, group in enumerate(groups):
-            tensors: dict[str, Any] = {}
-            for name in group:
+    try:
+        with progress.Bar(len(entries), "saving", "tensor", own=is_first(comm)) as bar:
+            for number, group in enumerate(groups):
+                tensors: dict[str, Any] = {}
+                for name in group:
+                    if saving is not None and saving.writes and problem is None:
+                        tensors[name], problem = caught(by_name[name].whole)
+                    else:  # every rank takes part in every gather, also after it has failed
+                        by_name[name].gather()
+                    bar.step()
                 if saving is not None and saving.writes and problem is None:
-                    tensors[name], problem = caught(by_name[name].whole)
-                else:  # every rank takes part in every gather, also after it has failed
-                    by_name[name].gather()
-                bar.step()
-            if saving is not None and saving.writes and problem is None:
-                _, problem = caught(partial(saving.write, number, tensors, ties))
+                    _, problem = caught(partial(saving.write, number, tensors, ties))
+    except BaseException:
+        if saving is not None:
+            saving.abandon()
+        raise
     alike(comm, lambda: None if saving is None else saving.finish(problem))
 
 

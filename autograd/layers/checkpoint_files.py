@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -219,7 +220,21 @@ class Saving:
         self.lock = Lock(operation, path.with_name(f"{path.name}.saver") if one_file else path / "model.saver", rows)
         self.writes = self.lock.own
         self.new = path.with_name(f"{path.name}.saving") if one_file else path / "model.saving"
+        try:
+            self._prepare(path, one_file)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _prepare(self, path: Path, one_file: bool) -> None:
+        """The folder of new files, their names, and which old ones go."""
+        groups = self.groups
         if self.writes:
+            if self.new.is_file():
+                raise FileExistsError(
+                    f"{self.operation}: {self.new} is a file, expected none or the folder of a save that was broken "
+                    "off: remove it"
+                )
             shutil.rmtree(self.new, ignore_errors=True)
             self.new.mkdir()
         there = {file.name for file in self.folder.iterdir()}
@@ -252,6 +267,14 @@ class Saving:
             self._leave(saved=False)
             raise
         self._leave(saved=True)
+
+    def abandon(self) -> None:
+        """Give the lock up without a checkpoint, and wait for nobody."""
+        if not self.lock.file.closed:
+            if self.writes:
+                self._leave(saved=False)
+            else:
+                self.lock.file.close()
 
     def _leave(self, saved: bool) -> None:
         if self.writes:
@@ -326,7 +349,7 @@ class Lock:
         self.who = {"job": _job(), "tensors": zlib.crc32(repr(tensors).encode())}
         self.own = self._acquired()
         if self.own:
-            self._write({"by": f"process {os.getpid()} on {os.uname().nodename}"})
+            self._write({"by": f"process {os.getpid()} on {os.uname().nodename}", "thread": _thread()})
         else:
             self._check_replica()
 
@@ -349,6 +372,11 @@ class Lock:
             if found := self._read():
                 break
             time.sleep(0.01)
+        if found.get("thread") == _thread():  # it would wait for itself
+            self.file.close()
+            raise RuntimeError(
+                f"{self.operation}: this thread is saving into {self.path.parent} already; end that save first"
+            )
         if {name: found.get(name) for name in self.who} == self.who:
             return
         self.file.close()
@@ -380,6 +408,10 @@ class Lock:
         with suppress(ValueError):
             return dict(json.loads(self.file.read()))
         return {}
+
+
+def _thread() -> str:
+    return f"{os.uname().nodename}/{os.getpid()}/{threading.get_ident()}"
 
 
 def _job() -> str:

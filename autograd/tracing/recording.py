@@ -2,7 +2,7 @@
 
 Hooks of all modules tell the layers, an observer (pynccl.comm.observing) the calls of all communicators and the waits
 for them. The times of spans are those of the CPU, but for calls on streams of the host library, which are events; what
-a GPU did meanwhile is in the profiler's events (`profile.py`).
+a GPU did meanwhile is in the profiler's events (`profiled.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..overlap.lanes import Lanes
 from ..overlap.trace import COMM as LAYERS_COMM
 from ..overlap.trace import Interval, add_work, said_of, title
 from ..streams import is_capturing
-from ..torch_internals import backward_pass, hooking_all_modules
+from ..torch_internals import backward_pass, hooking_all_modules, profiler_enabled
 from .calls import Said, name_of, operation_of, said
 from .spans import BY_CPU, COMM, COMPUTE, EXPOSED, STEP, Lane
 
@@ -147,7 +147,12 @@ class Recording(Observer):
         """By the thread that has started it; torch lets no other."""
         if self._profiling and self.profiler is not None and threading.get_ident() == self._started_by:
             self._profiling = False
-            self.profiler.stop()
+            if profiler_enabled():
+                self.profiler.stop()
+                return
+            self.profiler = None  # to export what another one has ended crashes the process
+            text = "trace: another torch.profiler has ended the trace's: operators and kernels are not in the file"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:

@@ -15,6 +15,7 @@ from checkpoints import Model, loaded, same_output, steps, whole_model
 from ranks import RankPool
 from torch import Tensor, nn
 
+import pynccl
 import pynccl_autograd as ad
 import pynccl_autograd.layers.checkpoint_files as checkpoint_files
 from pynccl import Communicator
@@ -214,3 +215,26 @@ def types(comm: Communicator, folder: str) -> None:
 
 def test_a_checkpoint_of_another_type_is_converted(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, types, str(tmp_path))
+
+
+def test_a_save_that_is_interrupted_can_be_made_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (alone,) = pynccl.init_all(1, library=pynccl.load("host"))
+    model = nn.Linear(2, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.Saving, "write", interrupted)
+        try:
+            ad.save_full_state_dict(model, tmp_path, comm=alone)
+        except KeyboardInterrupt:  # whose traceback keeps the first save's objects
+            patch.undo()
+            ad.save_full_state_dict(model, tmp_path, comm=alone)
+    (tmp_path / "model.saving").write_text("")
+    try:
+        ad.save_full_state_dict(model, tmp_path, comm=alone)
+    except FileExistsError as error:
+        assert "remove it" in str(error)
+        (tmp_path / "model.saving").unlink()
+        ad.save_full_state_dict(model, tmp_path, comm=alone)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]

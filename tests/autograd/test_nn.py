@@ -137,6 +137,10 @@ def test_wrong_arguments_are_named_when_the_module_is_made(alone: Communicator) 
         ad.nn.AllReduce(alone, grad="mean")
     with pytest.raises(ValueError, match=r"nn\.ReduceScatter: op is 'max'"):
         ad.nn.ReduceScatter(alone, op="max")
+    with pytest.raises((TypeError, ValueError), match=r"nn\.ReduceScatter: op is"):
+        ad.nn.ReduceScatter(alone, op=ad.PreMul(2.0))
+    with pytest.raises((TypeError, ValueError), match=r"nn\.Reduce: op is"):
+        ad.nn.Reduce(alone, 0, op=ad.PreMul(2.0))
     with pytest.raises(ValueError, match=r"nn\.Broadcast: root is 1"):
         ad.nn.Broadcast(alone, 1, grad="sum")
     with pytest.raises(TypeError, match="grad"):
