@@ -143,6 +143,13 @@ class Recording(Observer):
                 return
         self._stop_profiler()
 
+    def abandon(self) -> None:
+        """End the profiler of a trace that could not begin: it would stand in the way of every later one."""
+        profiler, self.profiler = self.profiler, None
+        if self._profiling and profiler is not None and profiler_enabled():
+            self._profiling = False
+            profiler.stop()
+
     def _stop_profiler(self) -> None:
         """By the thread that has started it; torch lets no other."""
         if self._profiling and self.profiler is not None and threading.get_ident() == self._started_by:

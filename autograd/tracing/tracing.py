@@ -109,23 +109,27 @@ class Tracing(Shared):
         self._pid = os.getpid()
 
     def __enter__(self) -> Tracing:
-        comm = self._comm
+        comm, again = self._comm, self._entered
         problem: Exception | None = None
         try:
             self._begin_alone()
+            self._device = _device(comm)
+            self._recording = Recording(self._device, self._model, self._limit)
+            self._open.enter_context(self._recording.running())
         except (OSError, RuntimeError) as error:
             problem = error
         try:
             raise_alike(comm, problem)
-            self._device = _device(comm)
-            self._recording = Recording(self._device, self._model, self._limit)
-            self._open.enter_context(self._recording.running())
             if comm is not None and comm.size > 1:
                 self._meeting = Meeting(comm)
                 comm.barrier()
             self._open.enter_context(observing(self._recording))
         except BaseException:
+            if again:  # which is still under way, or has ended
+                raise
             self._open.close()
+            if hasattr(self, "_recording"):
+                self._recording.abandon()
             self._end_alone()
             if self._meeting is not None:
                 self._meeting.close()
@@ -209,9 +213,11 @@ class Tracing(Shared):
             missing = {rank: why for rank in range(comm.size) if rank != comm.rank}
             path = with_rank(self._asked, comm.rank) if comm.rank else self._asked
             self._write(path, Merged([part], missing))
+            first = with_rank(self._asked, 1).name
+            others = f"rank 0's is {self._asked}" if comm.rank else f"{first} and the like"
             warnings.warn(
-                f"trace: {path} has rank {comm.rank} alone, and each other rank that lives writes a file of its own "
-                f"beside it, as {with_rank(self._asked, 1).name}: {why}",
+                f"trace: {path} has rank {comm.rank} alone; the others did not come to the end of the block together, "
+                f"and each that lives writes a file of its own: {others} ({why})",
                 RuntimeWarning,
                 stacklevel=4,
             )
