@@ -197,6 +197,14 @@ def _weight_map(operation: str, index: Path) -> dict[str, str]:
 # -------------------------------------------------------------------------------------------------------- writing
 
 
+def _named_by(index: Path) -> set[str]:
+    """The files of which an index says that they hold the checkpoint; none where it is no index."""
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
 class Saving:
     """A checkpoint that is being written into the file or folder `path`: each group of tensors is a file.
 
@@ -242,7 +250,8 @@ class Saving:
         if len(groups) > 1:
             self.files = next(new for number in count() if there.isdisjoint(new := _names(number, len(groups))))
         kept = {INDEX, *self.files} if len(groups) > 1 else {SINGLE}
-        self.old = [] if one_file else sorted(name for name in there - kept if _OURS.fullmatch(name))
+        ours = {name for name in there if _OURS.fullmatch(name)} | (there & _named_by(self.folder / INDEX))
+        self.old = [] if one_file else sorted(ours - kept)
 
     def write(self, number: int, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
         """The tensors of a group, on the CPU. ties: names left out -> the name under which the tensor is there."""

@@ -93,6 +93,9 @@ def test_a_disk_that_is_full_raises_on_every_rank_and_leaves_the_last_checkpoint
 
 def test_a_folder_is_of_the_last_checkpoint_alone(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.fp16-00001-of-00001.safetensors").write_bytes(b"")  # of another program's checkpoint
+    index = {"weight_map": {"up.weight": "model.fp16-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for seed, size in ((1, 2000), (2, 2000), (3, 5e9), (4, 1500), (5, 2000)):
         ranks.run(2, saves, str(tmp_path), size, seed)
         ranks.run(2, loads, str(tmp_path), seed)
