@@ -108,13 +108,6 @@ _mode_of = _find("torch._C._get_dispatch_mode", lambda key: key)
 _ModeKey = _find("torch._C._TorchDispatchModeKey")
 # The mode of fake tensors, also where it was entered by their use. Replaced by whether any mode is active.
 detect_fake_mode: Callable[[], Any] = _find("torch._guards.detect_fake_mode", lambda: dispatch_modes() or None)
-# What such a mode derives from. Where it is missing, testing.Schedule does not see what the caller does himself.
-DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode", object)
-
-
-def arguments_of(operation: Any) -> Any:
-    """The arguments of an operation that reaches such a mode, as its schema has them."""
-    return operation._schema.arguments
 
 
 def is_tracing() -> bool:

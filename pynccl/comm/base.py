@@ -48,7 +48,7 @@ class Origin(NamedTuple):
     rank, size  its own
     parent      of which it was split off; None: it comes from no other
     number      of that split among the parent's, the same on all ranks; without a parent, among this process's own
-    color, key, config  of the split
+    color       of the split
     axes        of the mesh that made it
     """
 
@@ -57,8 +57,6 @@ class Origin(NamedTuple):
     parent: Origin | None = None
     number: int = 0
     color: int = 0
-    key: int = 0
-    config: CommConfig | None = None
     axes: tuple[str, ...] = ()
 
     def line(self) -> list[Origin]:

@@ -47,7 +47,7 @@ def split(self: Self, color: int | None, key: int = 0, config: CommConfig | None
         number,
     )
     if made is not None:
-        made.origin = Origin(made.rank, made.size, self.origin, self._splits, number, key, config)
+        made.origin = Origin(made.rank, made.size, self.origin, self._splits, number)
     self._splits += 1
     return made
 

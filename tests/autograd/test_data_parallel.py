@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
@@ -26,7 +27,6 @@ from pynccl import Communicator
 from pynccl.interop.streams import Handle
 from pynccl_autograd.layers.buckets import Bucket, cut_into_buckets
 from pynccl_autograd.streams import side_stream
-from pynccl_autograd.torch_internals import DispatchMode
 
 WIDTH, ROWS = 10, 6
 
@@ -311,7 +311,7 @@ def test_gradients_stay_views_of_the_buckets(ranks: RankPool) -> None:
     ranks.run(2, views)
 
 
-class OneDevice(DispatchMode):
+class OneDevice(TorchDispatchMode):
     """Refuses what reads the CPU and writes to another device: a copy that waits for the GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from deferred import DeferredLane
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pynccl.comm.observing import Observer, observing
 from pynccl_autograd.overlap.lanes import Lane, Lanes, Point
-from pynccl_autograd.torch_internals import DispatchMode, arguments_of
 
 Span = tuple[int, int]  # bytes of a storage, from and up to
 
@@ -283,7 +283,7 @@ class _Recording:
         return [text for text, storage in self._off_main if storage.expired()]
 
 
-class _CallersWork(DispatchMode):
+class _CallersWork(TorchDispatchMode):
     """What the caller runs himself while lanes are deferred, all of which run in threads of their own."""
 
     def __init__(self, events: list[Event]) -> None:
@@ -291,11 +291,10 @@ class _CallersWork(DispatchMode):
         self._events, self._thread = events, threading.get_ident()
 
     def enter(self) -> None:
-        if DispatchMode is not object:
-            self.__enter__()
+        self.__enter__()
 
     def leave(self) -> None:
-        if DispatchMode is not object and threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread:
             self.__exit__(None, None, None)
 
     def __torch_dispatch__(
@@ -331,7 +330,7 @@ def _tensors(tree: Sequence[Any]) -> list[Tensor]:
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that the operation writes to, as its schema says."""
-    schema = arguments_of(func)
+    schema = func._schema.arguments
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
     written = [arg.name for arg in schema if arg.alias_info is not None and arg.alias_info.is_write]
     return _tensors([given[name] for name in written if name in given])
