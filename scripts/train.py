@@ -3,7 +3,7 @@
 It writes OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary model. --device
 cuda:0 lets all ranks share one GPU. --model llama trains a small Llama of Hugging Face's library, made parallel by
 `ad.parallelize`; it needs the extra hf, downloads nothing and writes no checkpoint. The model and the text are in
-train_model.py, what is shown in train_report.py, --trace in train_trace.py.
+train_model.py.
 
 examples:
   torchrun --standalone --nproc-per-node=2 scripts/train.py --check --steps 10  # beside the unsharded model
@@ -17,11 +17,13 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import importlib.util
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +33,20 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out with PYTHONSAFEPATH
 from train_model import (
     SHIPPED,
+    TOLERANCE,
     Batch,
+    Comparison,
     ModelConfig,
     Transformer,
     Windows,
     llama,
     llama_kv_heads,
     llama_problem,
+    plot,
     read_text,
     save_checkpoint,
     split_text,
 )
-from train_report import TOLERANCE, CommMeter, Comparison, plot
-from train_trace import StepTrace, add_options
 
 import pynccl
 import pynccl_autograd as ad
@@ -90,7 +93,13 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--describe", action="store_true", help="of llama: print what became of each parameter")
     parser.add_argument("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
-    add_options(parser)
+    parser.add_argument(
+        "--trace",
+        type=command.output_file,
+        metavar="FILE",
+        help="write what all ranks compute and communicate in a few steps to FILE (.json, .json.gz); docs/trace.md",
+    )
+    parser.add_argument("--trace-steps", type=command.whole(1), default=3, metavar="N", help="so many (%(default)s)")
     options = parser.parse_args()
     if problem := model_problem(options) or device_problem(options.device):
         parser.error(problem)
@@ -153,23 +162,23 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
     if comm.rank == 0:
         print(describe(model, comm, options), flush=True)
     losses = Comparison(options.steps, options.dtype)
-    clock = Clock(CommMeter(comm))
-    with Bar(options.steps, "training", "step", own=comm.rank == 0) as bar, StepTrace(options, comm, model) as traced:
+    seconds: list[float] = []
+    traced = StepTrace(options, comm, model)
+    with Bar(options.steps, "training", "step", own=comm.rank == 0) as bar, traced:
         for number in range(options.steps):
             batch = windows.next()
-            with traced.step(number), clock:
+            started = time.perf_counter()
+            with traced.step(number):
                 loss = step(model, optimizer, batch, comm)
+            seconds.append(time.perf_counter() - started)
             losses.sharded.append(loss)
             if compare:
                 losses.unsharded.append(step(unsharded, unsharded_optimizer, batch, None))
                 bar.line(losses.row())
             if options.check:
                 comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
-            bar.step(note=f"loss {loss:.3f}, {batch.tokens.numel() / clock.steps[-1]:,.0f} tokens/s")
-    if comm.rank == 0 and traced.said:
-        print(traced.said, flush=True)
+            bar.step(note=f"loss {loss:.3f}, {batch.tokens.numel() / seconds[-1]:,.0f} tokens/s")
 
-    share = clock.communication_share(comm)
     validation = None
     if isinstance(model, Transformer):
         held_out = Windows(validate_on, options.seq, options.batch, options.seed, comm.device)
@@ -178,7 +187,7 @@ def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communi
         if comm.rank == 0:
             write_checkpoint(options, config, losses, validation, state, comm.size)
     if comm.rank == 0:
-        print(summary(options, losses, validation, clock, share))
+        print(summary(options, losses, validation, seconds))
         title = f"sharded over {comm.size} rank{'s' if comm.size > 1 else ''} (tensor + sequence parallel)"
         print(plot(os.path.join(options.out, "loss.png"), losses, title))
     if not compare:
@@ -255,46 +264,57 @@ def evaluate(model: Transformer, windows: Windows, comm: pynccl.Communicator | N
     return total.item()
 
 
-class Clock:
-    """Seconds of the training steps, and of the communication within them. The first step warms up and is left out."""
+class StepTrace:
+    """ad.trace around some of the steps: not the first one, which warms up, where there are more."""
 
-    def __init__(self, meter: CommMeter) -> None:
-        self.meter = meter
-        self.steps: list[float] = []
-        self.communication: list[float] = []
+    def __init__(self, options: argparse.Namespace, comm: pynccl.Communicator, model: torch.nn.Module) -> None:
+        self.first = min(1, options.steps - 1)
+        self.end = min(self.first + options.trace_steps, options.steps) if options.trace else self.first
+        self.trace = ad.trace(options.trace, comm, model=model) if options.trace else None
+        self._open = contextlib.ExitStack()
 
-    def __enter__(self) -> None:
-        self._before, self._started = self.meter.seconds(), time.perf_counter()
+    def __enter__(self) -> StepTrace:
+        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.steps.append(time.perf_counter() - self._started)
-        self.communication.append(self.meter.seconds() - self._before)
+    def __exit__(self, *raised: Any) -> None:
+        self._open.__exit__(*raised)
+        if self.trace is not None and self.trace.path is not None:
+            print(self.describe(), flush=True)
 
-    def mean_step(self) -> float:
-        return mean_of_warm(self.steps)
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        if self.trace is None or not self.first <= number < self.end:
+            yield
+            return
+        if number == self.first:
+            try:
+                self._open.enter_context(self.trace)
+            except (OSError, RuntimeError) as error:
+                raise command.FailedError(str(error)) from None
+        with self.trace.span(f"step {number + 1}"):
+            yield
+        if number + 1 == self.end:
+            self._open.close()
 
-    def communication_share(self, comm: pynccl.Communicator) -> float:
-        """Of the time of the steps, mean over the ranks."""
-        share = torch.tensor([mean_of_warm(self.communication) / self.mean_step()], device=comm.device)
-        return float(comm.all_reduce(share, share)) / comm.size
+    def describe(self) -> str:
+        """What to tell the user, of the rank that has written the file."""
+        assert self.trace is not None
+        rows = self.trace.summary.values()
+        block, communication, exposed = (
+            sum(row[name] for row in rows) / len(rows) for name in ("block_ms", "communication_ms", "exposed_ms")
+        )
+        return (
+            f"wrote {self.trace.path}: {len(rows)} rank{'s' if len(rows) > 1 else ''}, {block:.1f} ms, of which "
+            f"{communication:.1f} ms with communication, {exposed:.1f} ms of it exposed (means over ranks); "
+            "open it at ui.perfetto.dev"
+        )
 
 
-def mean_of_warm(seconds: list[float]) -> float:
-    counted = seconds[1:] or seconds
-    return sum(counted) / len(counted)
-
-
-def summary(
-    options: argparse.Namespace, losses: Comparison, validation: float | None, clock: Clock, share: float
-) -> str:
-    tokens_per_second = options.seq * options.batch / clock.mean_step()
+def summary(options: argparse.Namespace, losses: Comparison, validation: float | None, seconds: list[float]) -> str:
+    counted = seconds[1:] or seconds  # the first one warms up
+    tokens_per_second = options.seq * options.batch * len(counted) / sum(counted)
     held_out = "" if validation is None else f", {validation:.4f} on held-out text"
-    return (
-        f"loss {losses.sharded[-1]:.4f} after {options.steps} steps{held_out}; "
-        f"{tokens_per_second:,.0f} tokens/s; {share:.0%} of the time in communication\n"
-        f"  ({clock.meter.how}, waiting for other ranks included, mean over ranks and all steps but the first; "
-        f"{clock.meter.calls} calls on rank 0)"
-    )
+    return f"loss {losses.sharded[-1]:.4f} after {options.steps} steps{held_out}; {tokens_per_second:,.0f} tokens/s"
 
 
 def write_checkpoint(

@@ -1,4 +1,4 @@
-"""What train.py trains, and on which text: a transformer, unsharded or cut over the ranks of a communicator.
+"""The model of train.py, unsharded or cut over the ranks of a communicator; its text, and its losses compared.
 
     model = Transformer(ModelConfig(), comm)     # this rank's part
     model = load_checkpoint("out/checkpoint.pt") # the unsharded model, plain torch.nn: no communicator, no pynccl
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 VOCABULARY = 256  # bytes
 SHIPPED = "pydoc_data.topics"  # about 0.7 MB of English that comes with Python: its language reference
 HELD_OUT = 10  # one part in so many, the last one, is for validation
+COMPARED_STEPS = 50
+# Largest relative difference of the two losses within COMPARED_STEPS. Only the order of summation differs, but training
+# amplifies rounding errors from step to step, which is also why later steps are shown and not judged.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,3 +280,76 @@ def split_text(text: bytes) -> tuple[bytes, bytes]:
     """(to learn from, to validate on)."""
     cut = len(text) - len(text) // HELD_OUT
     return text[:cut], text[cut:]
+
+
+class Comparison:
+    """The losses of the sharded model, and of the unsharded one if it is trained beside it, step by step."""
+
+    HEADER = "    step      sharded    unsharded   difference"
+
+    def __init__(self, steps: int, dtype: str) -> None:
+        self.sharded: list[float] = []
+        self.unsharded: list[float] = []
+        self.every = max(1, steps // 10)
+        self.tolerance = TOLERANCE[dtype]
+
+    def differences(self) -> list[float]:
+        """|sharded - unsharded| / |unsharded| of each step; NaN counts as infinite."""
+        pairs = zip(self.sharded, self.unsharded, strict=True)
+        values = [abs(a - b) / abs(b) if b else abs(a - b) for a, b in pairs]
+        return [value if value == value else float("inf") for value in values]
+
+    def row(self) -> str:
+        """The last step as a line of the table; "" where none is due."""
+        step = len(self.sharded)
+        if step % self.every and step != 1:
+            return ""
+        row = f"{step:8d} {self.sharded[-1]:12.6f} {self.unsharded[-1]:12.6f} {self.differences()[-1]:12.1e}"
+        return f"{self.HEADER}\n{row}" if step == 1 else row
+
+    def agrees(self) -> bool:
+        return max(self.differences()[:COMPARED_STEPS]) < self.tolerance
+
+    def verdict(self) -> str:
+        judged = self.differences()[:COMPARED_STEPS]
+        rest = self.differences()[COMPARED_STEPS:]
+        found = f"largest relative difference in {len(judged)} steps {max(judged):.1e}, limit {self.tolerance:.0e}"
+        later = f" (later steps: {max(rest):.1e})" if rest else ""
+        if self.agrees():
+            return f"check: the sharded and the unsharded model agree: {found}{later}"
+        return f"check FAILED: the sharded and the unsharded model differ: {found}{later}"
+
+
+def plot(path: str, losses: Comparison, title: str) -> str:
+    """Draw the loss curve, with --check both curves and their difference; returns what was done, in words."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no loss curve: matplotlib is not installed (pip install matplotlib)"
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot as plt
+
+    rows = 2 if losses.unsharded else 1
+    figure, axes = plt.subplots(
+        rows, squeeze=False, sharex=True, figsize=(8, 3 + 2 * rows), height_ratios=[3, 1][:rows], layout="constrained"
+    )
+    steps = range(1, len(losses.sharded) + 1)
+    top = axes[0][0]
+    if losses.unsharded:  # thick and pale below, since the two curves are meant to lie on each other
+        top.plot(steps, losses.unsharded, color="#f2b134", linewidth=6, label="unsharded model")
+    top.plot(steps, losses.sharded, color="#1b4f8f", linewidth=1.8, marker="o" if len(steps) == 1 else "", label=title)
+    top.set_ylabel("loss (nats per byte)")
+    top.legend()
+    if losses.unsharded:
+        low = axes[1][0]
+        shown = [value or float("nan") for value in losses.differences()]  # zero has no logarithm: a gap
+        low.semilogy(steps, shown, color="#1b4f8f", marker=".", linestyle="")
+        low.axhline(losses.tolerance, color="#c0392b", linestyle="--", linewidth=1, label="limit")
+        low.set_ylabel("relative difference\n(if any)")
+        low.legend(loc="center right")
+    for axis in axes[:, 0]:
+        axis.grid(alpha=0.3)
+    axes[-1][0].set_xlabel("step")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return f"wrote {path}"

@@ -2,38 +2,34 @@
 
 probe   doctor; do two ranks reach each other; streams, overlap, bad ends: what only a GPU can show
 ranks   the rest of tests/gpu with 1, 2 and 4 ranks, which share a GPU where there are too few
-train   train.py --check; a hung peer; a profile; PYNCCL_CHECK=1; the overhead of a launch; perf
+train   train.py --check and --trace; PYNCCL_CHECK=1; perf beside torch
 
 Each step is some processes with a limit of time. Where one hangs, its stacks go to the log and everything that the
-step has started is killed. Writes $OUT/gpu_CALL.json, .log and .md (OUT: out), anew after each step. Settings of NCCL
-in the environment go to all steps: NCCL_SOCKET_IFNAME=lo where two ranks do not reach each other. torch for CUDA,
-libnccl, cuda-core and pytest have to be there; nothing is installed or downloaded. Not yet run on a GPU.
+step has started is killed. Writes $OUT/gpu_CALL.log and .md (OUT: out), anew after each step. Settings of NCCL in the
+environment go to all steps: NCCL_SOCKET_IFNAME=lo where two ranks do not reach each other. torch for CUDA, libnccl,
+cuda-core and pytest have to be there; nothing is installed or downloaded. Not yet run on a GPU.
 
-Without a GPU every step is skipped, and that is exit code 0. PYNCCL_LIBRARY=host rehearses the steps on the CPU, where
-the tests skip themselves.
+Without a GPU nothing is run, and that is exit code 0. PYNCCL_LIBRARY=host rehearses the steps on the CPU, where the
+tests skip themselves.
 
 examples:
   python scripts/gpu/gpu_check.py --list
   python scripts/gpu/gpu_check.py probe  # long
-  PYNCCL_LIBRARY=host python scripts/gpu/gpu_check.py doctor hang  # long
+  PYNCCL_LIBRARY=host python scripts/gpu/gpu_check.py doctor reach  # long
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import platform
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -44,10 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CALL_SECONDS = 510.0
 GRACE_SECONDS = 10.0  # for the other ranks, once one has failed
 STACKS_SECONDS = 2.0  # for faulthandler to write, between SIGABRT and SIGKILL
-TAIL_CHARACTERS = 4000
-LOG_BYTES = 1 << 20  # of one process, the end of what it printed
-REACH = "reach"  # where this one fails, steps whose ranks share a GPU are not run
-PROGRAMS = "scripts/gpu/gpu_programs.py"
+PERF = ["-m", "pynccl", "perf", "all_reduce", "-f", "4", "-c", "1"]
 
 
 @dataclass
@@ -59,11 +52,9 @@ class Step:
     seconds: float
     command: list[str]
     env: dict[str, str] = field(default_factory=dict)
-    status: str = "not run"  # skipped, passed, failed
+    status: str = "not run"  # passed, failed
     reason: str = ""
     took: float = 0.0
-    tests: dict[str, int] = field(default_factory=dict)  # passed, failed, skipped: sums over the ranks
-    results: list[Any] = field(default_factory=list)  # what each rank printed behind RESULT
     output: str = ""  # the end of it, of a rank that failed, else of rank 0
 
 
@@ -87,7 +78,7 @@ def calls(work: Path, gpus: int) -> dict[str, list[Step]]:
     return {
         "probe": [
             Step("doctor", 0, 20, ["-m", "pynccl", "doctor"]),
-            Step(REACH, 2, 40, [PROGRAMS, "reach"], {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "INFO")}),
+            Step("reach", 2, 40, [*PERF, "-b", "8", "-e", "64M"], {"NCCL_DEBUG": "INFO"}),
             pytest_of("streams_1", 1, 40, *streams),
             pytest_of("streams_2", 2, 60, *streams),
             pytest_of("overlap_2", 2, 95, *overlap),
@@ -103,12 +94,9 @@ def calls(work: Path, gpus: int) -> dict[str, list[Step]]:
         ],
         "train": [
             *(train(work, ranks, dtype, gpus) for ranks, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16"))),
-            Step("hang", 2, 35, [PROGRAMS, "hang", str(work / "hang")]),
-            Step("profile", 2, 40, [PROGRAMS, "profile", str(work / "trace.json.gz")]),
             pytest_of("checked_2", 2, 60, *files("collectives"), PYNCCL_CHECK="1"),
-            Step("overhead_1", 1, 30, ["scripts/bench/overhead.py", "--gpu", "--rounds", "31", "--calls", "100"]),
-            # Two processes take turns on a GPU, and a collective of both may take milliseconds: far fewer of them.
-            Step("overhead_2", 2, 40, ["scripts/bench/overhead.py", "--gpu", "--rounds", "11", "--calls", "20"]),
+            Step("perf_torch_1", 1, 40, [*PERF, "-b", "8", "-e", "128M", "--compare", "torch"]),
+            Step("perf_torch_2", 2, 60, [*PERF, "-b", "8", "-e", "128M", "--compare", "torch"]),
             pytest_of("perf_1", 1, 60, *files("perf")),
         ],
     }
@@ -118,10 +106,8 @@ def train(work: Path, ranks: int, dtype: str, gpus: int) -> Step:
     name = f"train_{ranks}_{dtype}"
     device = "cpu" if not gpus else "cuda" if gpus >= ranks else "cuda:0"
     options = ["--check", "--steps", "40", "--device", device, "--dtype", dtype, "--out", str(work / name)]
-    return Step(name, ranks, 50, ["scripts/train.py", *options])
-
-
-# One step
+    out = Path(os.environ.get("OUT", "out")).resolve()
+    return Step(name, ranks, 60, ["scripts/train.py", *options, "--trace", str(out / f"{name}.json.gz")])
 
 
 def perform(step: Step, work: Path, gpus: int, limit: float) -> list[Path]:
@@ -138,20 +124,16 @@ def perform(step: Step, work: Path, gpus: int, limit: float) -> list[Path]:
         step.took = round(time.monotonic() - started, 1)
     wrong = [(rank, one.returncode) for rank, one in enumerate(processes) if one.returncode]
     step.reason = step.reason or "; ".join(f"rank {rank} ended with exit code {code}" for rank, code in wrong)
-    count_tests(step, [log.with_suffix(".xml") for log in logs])
-    if step.tests and not step.tests["passed"]:
+    step.output = logs[wrong[0][0] if wrong else 0].read_text(errors="replace")[-4000:].strip()
+    if "pytest" in step.command and " passed" not in step.output:
         step.reason = step.reason or "no test has passed"
     step.status = "failed" if step.reason else "passed"
-    step.results = [result for log in logs for result in results_of(log)]
-    step.output = tail(logs[wrong[0][0] if wrong else 0])
     return logs
 
 
 def start(step: Step, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     """In a session of its own, so that what it starts can be ended with it."""
     words = [sys.executable, *step.command]
-    if "pytest" in step.command:
-        words.append(f"--junitxml={log.with_suffix('.xml')}")
     with open(log, "wb") as output:
         return subprocess.Popen(
             words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -163,7 +145,11 @@ def environment(step: Step, work: Path, rank: int, port: int, gpus: int) -> dict
     env = {"PYNCCL_LIBRARY": "nccl", "OMP_NUM_THREADS": "2", "NCCL_DEBUG": "WARN", **os.environ}
     env |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "COLUMNS": "200"}
     # The folder autograd/ is imported as pynccl_autograd: by a link, as nothing is installed.
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(site_of(work)), *filter(None, [env.get("PYTHONPATH")])])
+    link = work / "site" / "pynccl_autograd"
+    if not link.exists():
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(ROOT / "autograd")
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(link.parent), *filter(None, [env.get("PYTHONPATH")])])
     if step.ranks:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": step.ranks, "LOCAL_WORLD_SIZE": step.ranks}
         env |= {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
@@ -171,14 +157,6 @@ def environment(step: Step, work: Path, rank: int, port: int, gpus: int) -> dict
     if step.ranks > gpus:  # NCCL refuses two ranks of a host on one GPU: before 2.30 they pretend to be on two hosts
         env |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": f"rank{rank}"}
     return env | step.env
-
-
-def site_of(work: Path) -> Path:
-    link = work / "site" / "pynccl_autograd"
-    link.parent.mkdir(exist_ok=True)
-    if not link.exists():
-        link.symlink_to(ROOT / "autograd")
-    return link.parent
 
 
 def wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str:
@@ -212,29 +190,6 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait(5)
 
 
-def count_tests(step: Step, reports: list[Path]) -> None:
-    """Of the files that pytest leaves when it comes to its end."""
-    for report in reports:
-        if report.exists():
-            suite = ElementTree.parse(report).getroot()[0]
-            found = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
-            failed = found["failures"] + found["errors"]
-            counts = {"passed": found["tests"] - failed - found["skipped"], "failed": failed}
-            for name, number in {**counts, "skipped": found["skipped"]}.items():
-                step.tests[name] = step.tests.get(name, 0) + number
-
-
-def results_of(log: Path) -> list[Any]:
-    lines = tail(log, 1 << 16).splitlines()
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")][-1:]
-
-
-def tail(path: Path, most: int = TAIL_CHARACTERS) -> str:
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - most, 0))
-        return file.read().decode(errors="replace").strip()
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -242,88 +197,34 @@ def free_port() -> int:
         return port
 
 
-# A call
-
-
-def hindrance(step: Step, steps: list[Step], gpus: int, left: float) -> str:
-    """Why a step is not run; "" if it is."""
-    if left < step.seconds / 4:
-        return f"{max(left, 0):.0f} s are left, its limit is {step.seconds:g} s"
-    reach = next((one for one in steps if one.name == REACH), None)
-    if reach and reach.status == "failed" and step.ranks > gpus:
-        return "two ranks on one GPU do not reach each other"
-    return ""
-
-
-def run(name: str, steps: list[Step], work: Path, machine: dict[str, Any], budget: float) -> None:
-    """All steps; the results are written after each."""
+def run(name: str, steps: list[Step], work: Path, gpus: int, budget: float) -> None:
+    """All steps; the page is written anew after each."""
     out = Path(os.environ.get("OUT", "out"))
     out.mkdir(parents=True, exist_ok=True)
     (out / f"gpu_{name}.log").unlink(missing_ok=True)
-    deadline = time.monotonic() + budget
+    deadline, unreachable = time.monotonic() + budget, False
     for step in steps:
         left = deadline - time.monotonic()
-        if machine["problem"]:
-            step.status, step.reason = "skipped", machine["problem"]
-        elif not (why := hindrance(step, steps, machine["gpus"], left)):
-            logs = perform(step, work, machine["gpus"], min(step.seconds, left))
-            with (out / f"gpu_{name}.log").open("a") as file:
-                file.writelines(f"===== {log.stem}\n{tail(log, LOG_BYTES)}\n\n" for log in logs)
+        if left < step.seconds / 4:
+            step.reason = f"{max(left, 0):.0f} s are left, its limit is {step.seconds:g} s"
+        elif unreachable and step.ranks > gpus:
+            step.reason = "two ranks on one GPU do not reach each other"
         else:
-            step.reason = why
-        print(f"{step.status:8s}  {step.name:18s}{step.took:6.1f} s  {counts(step)}  {step.reason}", flush=True)
-        found = {"call": name, "machine": machine, "steps": [asdict(one) for one in steps]}
-        (out / f"gpu_{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-        (out / f"gpu_{name}.md").write_text(page(name, steps, machine))
+            logs = perform(step, work, gpus, min(step.seconds, left))
+            unreachable = unreachable or (step.name == "reach" and step.status == "failed")
+            with (out / f"gpu_{name}.log").open("a") as file:
+                file.writelines(f"===== {log.stem}\n{log.read_text(errors='replace')}\n\n" for log in logs)
+        print(f"{step.status:8s}  {step.name:18s}{step.took:6.1f} s  {step.reason}", flush=True)
+        (out / f"gpu_{name}.md").write_text(page(name, steps))
 
 
-def counts(step: Step) -> str:
-    return ", ".join(f"{number} {name}" for name, number in step.tests.items())
-
-
-def page(name: str, steps: list[Step], machine: dict[str, Any]) -> str:
-    """What was found, for docs/results/."""
-    lines = [f"# GPU check: {name}", "", *(f"- {key}: {value}" for key, value in machine.items() if value), ""]
-    lines += ["| step | ranks | | time | tests | |", "|---|---|---|---|---|---|"]
+def page(name: str, steps: list[Step]) -> str:
+    lines = [f"# GPU check: {name}", "", "| step | ranks | | seconds | |", "|---|---|---|---|---|"]
     for step in steps:
-        reason = step.reason.replace("|", "\\|")
-        lines.append(f"| {step.name} | {step.ranks} | {step.status} | {step.took:g} s | {counts(step)} | {reason} |")
+        lines.append(f"| {step.name} | {step.ranks} | {step.status} | {step.took:g} | {step.reason} |")
     for step in steps:
-        if step.results:
-            lines += ["", f"## {step.name}", "", *(f"- {json.dumps(result)}" for result in step.results)]
-        if step.status == "failed" or step.name == "doctor":
-            lines += ["", f"## Output of {step.name}", "", "```text", step.output, "```"]
+        lines += ["", f"## {step.name}", "", "```text", step.output, "```"] if step.output else []
     return "\n".join(lines) + "\n"
-
-
-def describe_machine() -> dict[str, Any]:
-    rehearsed = os.environ.get("PYNCCL_LIBRARY") == "host"
-    return {
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-        "platform": f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores",
-        "driver": output_of("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
-        "gpus": 0 if rehearsed else gpu_count(),
-        "problem": "" if rehearsed else gpu_problem(),
-        "rehearsal": "on the CPU, by the host library: nothing of this ran on a GPU" if rehearsed else "",
-    }
-
-
-def output_of(*words: str) -> str:
-    """What a program prints; "" where it is not there, or does not work."""
-    try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def listing(every: dict[str, list[Step]]) -> str:
-    lines = []
-    for name, steps in every.items():
-        lines.append(f"{name}: limits of {sum(step.seconds for step in steps):g} s in all")
-        for step in steps:
-            lines.append(f"  {step.name:18s}{step.seconds:5g} s  {step.ranks or 1} x python {' '.join(step.command)}")
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -334,25 +235,29 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="print the steps and their limits, and run nothing")
     options = parser.parse_args()
+    rehearsed = os.environ.get("PYNCCL_LIBRARY") == "host"
+    gpus = 0 if rehearsed else gpu_count()
     with tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as folder:
-        machine = describe_machine()
-        every = calls(Path(folder), machine["gpus"])
+        every = calls(Path(folder), gpus)
         steps = {step.name: step for one in every.values() for step in one}
         if unknown := [name for name in options.what if name not in (*every, *steps)]:
             parser.error(f"{unknown[0]}: neither a call nor a step; there are {', '.join((*every, *steps))}")
         if options.list:
-            print(listing(every))
+            for name, own in every.items():
+                print(f"{name}: limits of {sum(step.seconds for step in own):g} s in all")
+                for step in own:
+                    print(f"  {step.name:18s}{step.seconds:5g} s  {step.ranks or 1} x python {' '.join(step.command)}")
             return 0
-        if machine["problem"]:
-            print(f"no GPU, so nothing to check: {machine['problem']}")
+        if not rehearsed and (problem := gpu_problem()):
+            print(f"no GPU, so nothing to check: {problem}")
+            return 0
         chosen = {name: every[name] for name in every if name in (options.what or every)}
         if single := [steps[name] for name in options.what if name in steps]:
             chosen["steps"] = single
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what a step has started is ended
         for name, own in chosen.items():
-            run(name, own, Path(folder), machine, options.budget)
-        done = [step for own in chosen.values() for step in own]
-    return int(any(step.status in ("failed", "not run") for step in done))
+            run(name, own, Path(folder), gpus, options.budget)
+        return int(any(step.status != "passed" for own in chosen.values() for step in own))
 
 
 if __name__ == "__main__":

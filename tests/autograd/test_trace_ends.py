@@ -23,14 +23,13 @@ from traces import read, slices, steps
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm import groups, observing
-from pynccl.tools import command
 from pynccl_autograd import torch_internals
 from pynccl_autograd.tracing import meeting, recording, tracing
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from train_trace import add_options  # noqa: E402
+from train import read_options  # noqa: E402
 
 
 def left_alone(comm: Communicator, path: str) -> list[Any]:
@@ -248,16 +247,15 @@ def test_times_of_another_machine_are_moved_to_the_clock_of_rank_0(ranks: RankPo
         assert min(x["ts"] + x["dur"] for x in (a, b)) >= max(x["ts"] for x in (a, b)) - uncertain
 
 
-def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    parser = command.Parser(prog="train.py")
-    add_options(parser)
+def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, said in (
         (["--trace", str(tmp_path)], "Is a directory; pass a file that can be written"),
         (["--trace", "/proc/none/trace.json"], "pass a file that can be written"),
         (["--trace", "trace.json", "--trace-steps", "0"], "'0': expected a whole number, 1 or more"),
     ):
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
         with pytest.raises(SystemExit) as left, contextlib.redirect_stderr(io.StringIO()) as told:
-            parser.parse_args(words)
+            read_options()
         assert left.value.code == 2
         assert len(told.getvalue().splitlines()) == 1 and said in told.getvalue()
     launched = [sys.executable, str(SCRIPTS / "train.py"), "--trace", str(tmp_path), "--out", str(tmp_path)]

@@ -313,8 +313,6 @@ NONSENSE = [
     ("scripts/none_skipped.py", "/etc/hostname tests"),
     ("scripts/gpu/gpu_check.py", "everything"),
     ("scripts/gpu/gpu_check.py", "--budget 0"),
-    ("scripts/gpu/gpu_programs.py", "hang"),
-    ("scripts/gpu/gpu_programs.py", f"profile {UNWRITABLE}"),
     ("scripts/recipes/ddp.py", ""),  # outside a launch
     ("scripts/clip_loss.py", ""),
     *((name, "--nonsense") for name in NAMES),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
 
 import gpu_check  # noqa: E402
-import gpu_programs  # noqa: E402
 import torch  # noqa: E402
 from gpu.launches import alone, as_ranks  # noqa: E402
 from gpu.overlapped import Timeline  # noqa: E402
@@ -105,23 +102,6 @@ def test_a_hang_in_c_ends_at_the_limit_with_its_stack_in_the_log(tmp_path: Path)
     assert "in here_it_hangs" in printed and "in here_it_hangs" in step.output and step.took < 20
 
 
-def test_what_answers_no_signal_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
-    code = """
-import ctypes, signal, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-print("RESULT", child.pid, flush=True)
-signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))
-ctypes.PyDLL(None).pause()
-"""
-    step = step_of(code)
-    perform(step, tmp_path, 3.0)
-    (pid,) = step.results
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_once_a_rank_has_failed_the_others_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 1.0)
     step = step_of(HANG, ranks=3)
@@ -129,38 +109,31 @@ def test_once_a_rank_has_failed_the_others_are_ended(tmp_path: Path, monkeypatch
     assert step.reason == "rank 1 ended with exit code 5; rank 0, 2 was killed" and step.took < 30
 
 
-def test_ranks_have_their_place_in_the_launch_and_share_a_gpu_by_names_of_hosts(tmp_path: Path) -> None:
-    names = ("RANK", "WORLD_SIZE", "NCCL_HOSTID")
-    step = step_of(
-        f"import json, os, pynccl_autograd; print('RESULT', json.dumps([os.environ[n] for n in {names}]))", 2
-    )
-    perform(step, tmp_path)
-    assert step.results == [["0", "2", "rank0"], ["1", "2", "rank1"]], step.output
-
-
 # --------------------------------------------------------------------------------------------------- a call
 
 
 def test_a_failure_is_told_and_the_other_steps_run_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    steps = [step_of("raise SystemExit('a failure')"), step_of("print('RESULT', 7)"), step_of("", seconds=1000.0)]
+    steps = [step_of("raise SystemExit('a failure')"), step_of("print('a result')"), step_of("", seconds=1000.0)]
     for number, step in enumerate(steps):
         step.name = f"step_{number}"
-    gpu_check.run("probe", steps, tmp_path, {"gpus": 1, "problem": ""}, 100.0)
+    gpu_check.run("probe", steps, tmp_path, 1, 100.0)
     assert [step.status for step in steps] == ["failed", "passed", "not run"]
     assert " s are left, its limit is 1000 s" in steps[2].reason
-    found = json.loads((tmp_path / "out" / "gpu_probe.json").read_text())
-    assert [step["results"] for step in found["steps"]] == [[], [7], []]
     page = (tmp_path / "out" / "gpu_probe.md").read_text()
-    assert "| step_0 | 0 | failed |" in page and "a failure" in page and "- 7" in page
+    assert "| step_0 | 0 | failed |" in page and "a failure" in page and "a result" in page
     assert "===== step_0-0\na failure" in (tmp_path / "out" / "gpu_probe.log").read_text()
 
 
-def test_where_two_ranks_do_not_reach_each_other_no_other_step_waits_for_them() -> None:
-    reach, one, two = planned(gpu_check.REACH, Path()), step_of("", 1), step_of("", 2)
-    reach.status = "failed"
-    said = [gpu_check.hindrance(step, [reach, one, two], 1, 100.0) for step in (one, two)]
-    assert said == ["", "two ranks on one GPU do not reach each other"]
+def test_where_two_ranks_do_not_reach_each_other_no_other_step_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    reach, one, two = step_of("raise SystemExit(1)", 2), step_of("", 1), step_of("", 2)
+    reach.name = "reach"
+    gpu_check.run("probe", [reach, one, two], tmp_path, 1, 100.0)
+    assert [step.status for step in (reach, one, two)] == ["failed", "passed", "not run"]
+    assert two.reason == "two ranks on one GPU do not reach each other"
 
 
 def test_a_call_that_is_terminated_ends_its_step(tmp_path: Path) -> None:
@@ -186,57 +159,16 @@ def _bytes_of(path: Path) -> bytes:
         return b""
 
 
-def test_without_a_gpu_every_step_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    done = check(tmp_path, PYNCCL_LIBRARY="")
+def test_without_a_gpu_nothing_is_run_and_the_reason_is_said(tmp_path: Path) -> None:
+    done = check(tmp_path / "out", PYNCCL_LIBRARY="")
     assert done.returncode == 0 and done.stdout.startswith("no GPU, so nothing to check: ")
-    for call in ("probe", "ranks", "train"):
-        found = json.loads((tmp_path / f"gpu_{call}.json").read_text())
-        assert {(step["status"], bool(step["reason"])) for step in found["steps"]} == {("skipped", True)}
+    assert not (tmp_path / "out").exists()
 
 
-# --------------------------------------------------------------------------------------------------- its programs
-
-
-def test_ranks_reach_each_other(tmp_path: Path) -> None:
+def test_two_ranks_reach_each_other(tmp_path: Path) -> None:
     step = planned("reach", tmp_path)
     perform(step, tmp_path)
     assert step.status == "passed", step.output
-    assert all(found["device"] == "cpu" and found["all_reduce of 64 MiB, GB/s"] > 0 for found in step.results)
-
-
-def test_an_abort_beside_a_hung_peer_is_timed(tmp_path: Path) -> None:
-    step = planned("hang", tmp_path)
-    printed = perform(step, tmp_path)
-    assert step.status == "passed", step.output
-    first, second = step.results
-    assert 0 <= first["abort_s"] <= first["thread_free_s"] < 10 and second["abort_s"] < 10
-    assert "the collective ended: NcclInvalidUsage" in printed  # it was under way, and abort() set the thread free
-
-
-def test_the_profile_leaves_a_trace_with_what_was_started_and_what_ran_beside_it(tmp_path: Path) -> None:
-    step = planned("profile", tmp_path)
-    perform(step, tmp_path)
-    assert step.status == "passed", step.output
-    with gzip.open(tmp_path / "trace.json.gz") as file:
-        names = [event.get("name") for event in json.load(file)["traceEvents"]]
-    for name in ("start all_gather", "matmuls", "wait"):
-        assert names.count(name) == gpu_programs.ROUNDS
-
-
-def test_the_time_of_kernels_is_read_off_a_trace() -> None:
-    def kernel(name: str, ts: float, dur: float, cat: str = "kernel") -> dict[str, object]:
-        return {"ph": "X", "cat": cat, "name": name, "ts": 1e3 * ts, "dur": 1e3 * dur}
-
-    events = [
-        kernel("ncclDevKernel_AllGather_RING_LL", 0, 100),
-        kernel("gemm", 10, 20),
-        kernel("gemm", 20, 20),  # beside the other one: 10 to 40 together
-        kernel("gemm", 90, 30),
-        kernel("cudaLaunchKernel", 0, 1000, cat="cuda_runtime"),
-        {"ph": "M", "name": "process_name"},
-    ]
-    nccl, others = gpu_programs.kernels({"traceEvents": events})
-    assert [gpu_programs.length(one) for one in (nccl, others, [*nccl, *others])] == [100, 60, 120]
 
 
 def write_tests(folder: Path, text: str) -> str:
@@ -275,7 +207,7 @@ def test_gpu_tests_without_a_gpu_are_no_success(tmp_path: Path) -> None:
     step = gpu_check.pytest_of("errors", 1, 60, *gpu_check.files("errors"), CUDA_VISIBLE_DEVICES="")
     perform(step, tmp_path)
     assert (step.status, step.reason) == ("failed", "no test has passed"), step.output
-    assert step.tests["skipped"] > 4
+    assert " skipped" in step.output
 
 
 def test_after_a_failure_nothing_waits_for_the_other_ranks(tmp_path: Path) -> None:
@@ -308,7 +240,7 @@ def test_without_a_failure_the_communicator_is_destroyed(tmp_path: Path) -> None
     folder = write_tests(tmp_path, "def test_it(comm, child):\n    assert child.size == comm.size\n")
     step = pytest_on(folder, 2)
     printed = perform(step, tmp_path)
-    assert (step.status, step.tests) == ("passed", {"passed": 2, "failed": 0, "skipped": 0}), step.output
+    assert step.status == "passed" and "1 passed" in step.output, step.output
     assert "in the end <pynccl.Communicator rank 0 of 2 on cpu, destroyed>" in printed
 
 
@@ -325,28 +257,8 @@ def test_a_rank_alone_goes_on_after_a_failure(tmp_path: Path) -> None:
     )
     step = pytest_on(folder, 1)
     printed = perform(step, tmp_path)
-    assert step.tests == {"failed": 1, "passed": 1, "skipped": 0}
+    assert "1 failed, 1 passed" in printed
     assert "FAILED" in printed and "::test_wrong" in printed
-
-
-def test_launch_overhead_is_measured_beside_torch_distributed(tmp_path: Path) -> None:
-    step = planned("overhead_2", tmp_path)
-    step.command[step.command.index("--rounds") + 1] = "2"
-    perform(step, tmp_path)
-    assert step.status == "passed", step.output
-    (found,) = step.results  # of rank 0
-    times = {row["way"]: row["us"] for row in found["calls"]}
-    assert {"bare ctypes", "plan()", "comm.all_reduce(t, t)", "torch.distributed"} <= set(times)
-    assert all(us > 0 for us in times.values()) and not found["left out"]
-    assert found["where"].startswith("the CPU") and found["ranks"] == 2
-
-
-def test_launch_overhead_on_a_gpu_needs_one() -> None:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYNCCL_LIBRARY": ""}
-    command = [sys.executable, "scripts/bench/overhead.py", "--gpu"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "overhead.py: --gpu: " in done.stderr and "PYNCCL_LIBRARY=host rehearses it" in done.stderr
 
 
 # ------------------------------------------------------------------------- what tests/gpu has of its own, on the CPU

@@ -20,8 +20,15 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from train import read_options  # noqa: E402
-from train_model import ModelConfig, Transformer, Windows, load_checkpoint, read_text, split_text  # noqa: E402
-from train_report import Comparison  # noqa: E402
+from train_model import (  # noqa: E402
+    Comparison,
+    ModelConfig,
+    Transformer,
+    Windows,
+    load_checkpoint,
+    read_text,
+    split_text,
+)
 
 SMALL = ["--device", "cpu", "--layers", "2", "--width", "32", "--heads", "4", "--seq", "32", "--batch", "4"]
 SECONDS = 100.0  # of patience, on a busy machine
@@ -55,11 +62,10 @@ def test_it_learns_and_agrees_with_the_unsharded_model(run: Run) -> None:
     assert "the sharded and the unsharded model agree" in run.stdout
 
 
-def test_it_ends_with_loss_speed_and_time_in_communication(run: Run) -> None:
-    found = re.search(r"loss ([\d.]+) after 30 steps.*; ([\d,]+) tokens/s; (\d+)% of the time in comm", run.stdout)
+def test_it_ends_with_loss_and_speed(run: Run) -> None:
+    found = re.search(r"loss ([\d.]+) after 30 steps.*; ([\d,]+) tokens/s$", run.stdout, re.MULTILINE)
     assert found, run.stdout
     assert int(found[2].replace(",", "")) > 0
-    assert 0 < int(found[3]) < 100
 
 
 def test_no_bar_is_drawn_into_a_pipe(run: Run) -> None:
