@@ -6,26 +6,20 @@ the median of the ratios within a round, so that a machine that slows down slows
 seen to reach the stub. The tensors are in CPU memory; on a GPU torch's look-up of the current stream comes on top. The
 other bindings are measured where they can be imported. Needs a C compiler and torch.
 
-What the flight recorder costs is measured in other processes, in turn with PYNCCL_WATCH=on and off, beside bare
-ctypes in each of them: a process has one of them, and CPython adapts its bytecode to what it sees there.
+What the flight recorder costs is the difference to a run with PYNCCL_WATCH=off.
 
 --wrappers measures the wrappers of NCCL in Python instead, each by its own classes: this one's, pynccl.compat.vllm,
 nccl4py where it can be imported, and with --vllm FOLDER, an unpacked wheel, vLLM's:
 pip download --no-deps vllm==0.33.0 && unzip vllm-*.whl 'vllm/distributed/device_communicators/pynccl*' -d FOLDER
 
---gpu measures on a GPU and the real libnccl instead, on the ranks of a launch, beside torch.distributed's nccl backend;
-overhead_gpu.py says how. Not yet run on a GPU.
-
 examples:
   python scripts/bench/overhead.py --rounds 3 --calls 50 --markdown  # long
-  PYNCCL_LIBRARY=host torchrun --standalone --nproc-per-node=2 scripts/bench/overhead.py --gpu --rounds 3 --calls 20
   python scripts/bench/overhead.py --wrappers --rounds 5 --calls 200
   python scripts/bench/overhead.py  # long
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib.util
 import json
@@ -42,10 +36,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.vllm_ways import WRAPPER, vllm_ways
-from bench.ways import BARE, CHECKED, ELEMENTS, PLAN, Way, measure, nccl4py_ways
+from bench.ways import BARE, CHECKED, PLAN, Way, measure, nccl4py_ways
 
 import pynccl
-from pynccl import progress
 from pynccl.bindings import abi
 from pynccl.bindings.library import torchs_own
 from pynccl.interop.buffers import data_type
@@ -54,6 +47,7 @@ from pynccl.tools import command
 ROOT = Path(__file__).resolve().parents[2]
 GROUP = 32  # calls in a group
 LOOP = 1000  # calls that the loop in C makes at once
+ELEMENTS = 1024
 
 GROUP_PLAN = f"group plan of {GROUP}"
 RAW_PLAN = "plan() of raw buffers"
@@ -62,19 +56,6 @@ TWO_TENSORS = [
     *("comm.all_reduce(t, u)", "comm.broadcast(t, u)", "comm.reduce(t, u)", "comm.all_gather(t, w)"),
     *("comm.reduce_scatter(w, t)", "comm.all_to_all(t, u)", "comm.gather(t, w)", "comm.scatter(w, t)"),
 ]
-
-# What the flight recorder costs: these ways with each PYNCCL_WATCH.
-RECORDED = [CHECKED, PLAN, RAW_PLAN, GROUP_PLAN, "comm.all_reduce(t)"]
-NAMES = {"on": "{}", "off": "{}, watch off"}
-PROCESSES = 7  # for each, of as many rounds as the others have in all
-
-# (way, beside which way, ratio at most)
-BOUNDS = [
-    *[(RAW_PLAN, BARE, 0.85), (PLAN, BARE, 0.85), (GROUP_PLAN, BARE, 0.5)],
-    *((way, BARE, 3.3) for way in (CHECKED, *ONE_TENSOR)),
-    *((way, BARE, 4.2) for way in TWO_TENSORS),
-]
-IMPORT_BOUND = 60.0  # milliseconds
 
 STUB = r"""
 #include <stddef.h>
@@ -140,9 +121,8 @@ def first_of_its_name(path: Path) -> ctypes.CDLL:
     return stub
 
 
-def communicator(path: Path, watch: str = "on") -> pynccl.Communicator:
-    """Rank 0 of 2 on the stub, for tensors in CPU memory; `watch` is what PYNCCL_WATCH says."""
-    os.environ["PYNCCL_WATCH"] = watch
+def communicator(path: Path) -> pynccl.Communicator:
+    """Rank 0 of 2 on the stub, for tensors in CPU memory."""
     library = pynccl.load(str(path))
     library.is_host = True  # its buffers are CPU memory: no GPU is looked for
     os.environ.pop("PYNCCL_CHECK", None)  # there is no rank 1 to compare calls with
@@ -177,34 +157,6 @@ def own_ways(comm: pynccl.Communicator, stub: ctypes.CDLL, t: Any, u: Any, w: An
             calls=GROUP,
         ),
     ]
-
-
-def recorded(path: Path, rounds: int, calls: int) -> dict[str, list[dict[str, Any]]]:
-    """What `main_watch` says, for each PYNCCL_WATCH in several processes, which take turns."""
-    processes = max(1, min(PROCESSES, rounds // 8))
-    options = ["--rounds", str(-(-rounds // processes)), "--calls", str(calls), "--stub", str(path)]
-    found: dict[str, list[dict[str, Any]]] = {watch: [] for watch in NAMES}
-    for _ in progress.over(range(processes), "flight recorder", "process"):
-        for watch, said in found.items():
-            command = [sys.executable, __file__, *options, "--watch", watch]
-            done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-            said.append(json.loads(done.stdout))
-    return found
-
-
-def main_watch(options: argparse.Namespace) -> None:
-    """The ways of which the flight recorder's cost is shown, with one PYNCCL_WATCH: in a process of its own."""
-    path = Path(options.stub)
-    stub = first_of_its_name(path)
-    import torch
-
-    t, u, w = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), torch.zeros(2 * ELEMENTS)
-    comm = communicator(path, options.watch)
-    ways = [way for way in own_ways(comm, stub, t, u, w) if way.name in (BARE, *RECORDED)]
-    reached = check_reach(ways, stub)
-    rows = rows_of(measure(ways, options.rounds, options.calls), reached)
-    comm.destroy()
-    print(json.dumps({row["way"]: row for row in rows}))
 
 
 def torch_ways(t: Any) -> list[Way]:
@@ -277,45 +229,18 @@ def rows_of(times: dict[str, list[float]], reached: dict[str, int]) -> list[dict
     ]
 
 
-def recorded_rows(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Those of other processes, without the flight recorder: medians."""
-    rows = []
-    for watch, form in NAMES.items():
-        for name in RECORDED if watch != "on" else ():
-            same = [said[name] for said in found[watch]]
-            row = {key: statistics.median(one[key] for one in same) for key in ("ns", "ratio")}
-            rows.append({"way": form.format(name), **row, "stub_calls": same[0]["stub_calls"]})
-    return rows
-
-
-def results(
-    times: dict[str, list[float]],
-    reached: dict[str, int],
-    imports: dict[str, float],
-    watched: dict[str, list[dict[str, Any]]],
-) -> dict[str, Any]:
-    """What --json prints: nanoseconds per call, ratio to bare ctypes, calls that reached the stub; the bounds."""
-    rows = [*rows_of(times, reached), *recorded_rows(watched)]
-    bounds: list[dict[str, Any]] = [
-        {"what": f"{name} / {base}", "found": ratio(times, name, base), "at_most": limit}
-        for name, base, limit in BOUNDS
-        if base in times
-    ]
-    bounds.append({"what": "import pynccl, ms", "found": imports["pynccl"], "at_most": IMPORT_BOUND})
-    for bound in bounds:
-        bound["pass"] = bound["found"] <= bound["at_most"]
+def results(times: dict[str, list[float]], reached: dict[str, int], imports: dict[str, float]) -> dict[str, Any]:
+    """What --json prints: nanoseconds per call, ratio to bare ctypes, calls that reached the stub."""
     python = f"{platform.python_implementation()} {platform.python_version()}"
-    return {"python": python, "calls": rows, "imports_ms": imports, "bounds": bounds}
+    return {"python": python, "calls": rows_of(times, reached), "imports_ms": imports}
 
 
 def table(found: dict[str, Any]) -> str:
     lines = [f"{'way':<42}{'ns per call':>12}{'x bare ctypes':>15}"]
     lines += [f"{row['way']:<42}{row['ns']:>12.0f}{row['ratio']:>15.2f}" for row in found["calls"]]
-    lines += ["", *(f"{'import ' + name:<42}{ms:>9.0f} ms" for name, ms in found["imports_ms"].items()), ""]
-    for bound in found["bounds"]:
-        verdict = "PASS" if bound["pass"] else "FAIL"
-        lines.append(f"{verdict}  {bound['what']}: {bound['found']:.2f}, at most {bound['at_most']:g}")
-    return "\n".join(lines)
+    return "\n".join(
+        [*lines, "", *(f"{'import ' + name:<42}{ms:>9.0f} ms" for name, ms in found["imports_ms"].items())]
+    )
 
 
 def fastest_first(times: dict[str, list[float]]) -> str:
@@ -328,25 +253,10 @@ def fastest_first(times: dict[str, list[float]]) -> str:
 
 def markdown(found: dict[str, Any]) -> str:
     """The table of docs/overhead.md."""
-    bounds = {bound["what"].removesuffix(f" / {BARE}"): f"{bound['at_most']:g}" for bound in found["bounds"]}
-    lines = ["| way | ns per call | x bare ctypes | at most |", "|---|---:|---:|---:|"]
+    lines = ["| way | ns per call | x bare ctypes |", "|---|---:|---:|"]
     for row in sorted(found["calls"], key=lambda row: float(row["ratio"])):
-        way, ns, ratio = row["way"], row["ns"], row["ratio"]
-        lines.append(f"| {way} | {ns:.0f} | {ratio:.2f} | {bounds.get(way, '')} |")
+        lines.append(f"| {row['way']} | {row['ns']:.0f} | {row['ratio']:.2f} |")
     return "\n".join(lines)
-
-
-def main_gpu(options: argparse.Namespace) -> None:
-    """Rank 0 prints the table, and below it the line RESULT that gpu_check looks for; or the JSON alone."""
-    problem = pynccl.bindings.library.gpu_problem()
-    if problem and os.environ.get("PYNCCL_LIBRARY") != "host":
-        raise ValueError(f"--gpu: {problem}; PYNCCL_LIBRARY=host rehearses it on the CPU")
-    from bench import overhead_gpu
-
-    found = overhead_gpu.run(options.rounds, options.calls)
-    if os.environ.get("RANK", "0") == "0":
-        table = f"{overhead_gpu.table(found)}\nRESULT {json.dumps(found)}"
-        print(json.dumps(found, indent=2) if options.json else table)
 
 
 def main() -> None:
@@ -357,21 +267,11 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/overhead.md")
-    parser.add_argument("--watch", choices=NAMES, help=argparse.SUPPRESS)  # of a process of `recorded`
-    parser.add_argument("--stub", help=argparse.SUPPRESS)
     parser.add_argument("--wrappers", action="store_true", help="the wrappers of NCCL, each by its own classes")
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="with --wrappers: an unpacked wheel of vLLM")
-    parser.add_argument("--gpu", action="store_true", help="on a GPU and the real libnccl instead of the stub")
     options = parser.parse_args()
     if options.vllm and not (options.vllm / WRAPPER).is_file():
         parser.error(f"--vllm {options.vllm}: there is no {WRAPPER} in it; unpack the wheel there")
-    if options.gpu:
-        main_gpu(options)
-        return
-    if options.watch:
-        with progress.shown(False):  # it is a step of another process's bar
-            main_watch(options)
-        return
     with tempfile.TemporaryDirectory(prefix="bench-overhead-") as folder:
         path = compile_stub(Path(folder))
         stub = first_of_its_name(path)
@@ -391,8 +291,7 @@ def main() -> None:
         if options.wrappers:
             print(fastest_first(times))
             return
-        watched = recorded(path, options.rounds, options.calls)
-        found = results(times, reached, import_times(max(options.rounds // 5, 1)), watched)
+        found = results(times, reached, import_times(max(options.rounds // 5, 1)))
     show = markdown if options.markdown else table
     print(json.dumps(found, indent=2) if options.json else show(found))
 

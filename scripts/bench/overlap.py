@@ -1,4 +1,4 @@
-"""What overlap="auto" makes of tensor-parallel layers, beside every way chosen by hand, and beside DTensor.
+"""What overlap="auto" makes of tensor-parallel layers, beside every way chosen by hand.
 
 A case is a layer, its forward pass alone or with the backward pass, and a number of rows of all ranks. "column" is
 [width -> hidden] cut by its outputs, "row" [hidden -> width] cut by its inputs, both without biases and with
@@ -19,12 +19,8 @@ On a CPU communication takes the time of a modelled link (PYNCCL_HOST_LINK), who
 such that T_comm is --balance times T_mm, or of none. On GPUs there is none, times are those of CUDA events, and the
 type is bfloat16.
 
-The MLP is both layers with a ReLU between them, forward and backward, at T_comm = T_mm; DTensor's has the same weights.
-torch's collectives run over gloo on a CPU: "DTensor, link" gives each its time on the modelled link, during which torch
-may compute; "DTensor" is plain gloo.
-
 examples:
-  python scripts/bench/overlap.py --rows 16 --balance 1 none --width 8 --hidden 12 --rounds 3 --mlp 16
+  python scripts/bench/overlap.py --rows 16 --balance 1 none --width 8 --hidden 12 --rounds 3
   python scripts/bench/overlap.py --markdown --json out/overlap.json  # long
   python scripts/bench/overlap.py --rows 64 --layer column --passes forward --rounds 99 --check  # long
 """
@@ -43,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 from bench.overlap_report import bounds, figures, table
-from bench.overlap_torch import Mlp, ModelledLink
 from bench.ranks import here, link_for, linked, measure, rounds_of, run_ranks, slowest, surroundings
 from torch import Tensor, nn
 
@@ -78,7 +73,6 @@ class Options(NamedTuple):
     rounds: int
     width: int
     hidden: int
-    mlp: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,7 +90,7 @@ def run(rank: int, options: Options) -> Row:
     """All that was asked for, on one rank."""
     cases = progress.over(options.cases, "measuring", "case", own=rank == 0)
     rows = [_Measured(case, rank, options).row() for case in cases]
-    return {"cases": rows, "mlp": _mlp(options) if options.mlp else None}
+    return {"cases": rows}
 
 
 class _Measured:
@@ -218,32 +212,6 @@ def _timed(calls: Mapping[str, Callable[[], Any]], options: Options) -> dict[str
     return rounds_of(options.device, calls, min(rounds, options.rounds), batch)
 
 
-def _mlp(options: Options) -> Row:
-    """An MLP's step, forward and backward: six matmuls, four collectives."""
-    rows, device = options.mlp, here(options.device)
-    mlp = Mlp(rows, options.width, options.hidden, options.ranks, device, options.dtype)
-    x, w = (torch.randn(size, options.width).to(mlp.x) for size in (rows, options.hidden // options.ranks))
-    t_mm = 6 * _undisturbed(options.device, lambda: x @ w.t())
-    link = options.link(None if options.device == "cuda" else 1.0, 4, rows, t_mm)
-    with linked(options.device, link) as comm:
-        models = {name: mlp.ours(comm, name) for name in ("off", "auto")}
-        calls: dict[str, Step] = {name: mlp.step(model) for name, model in models.items()}
-        settled(calls["auto"], [models["auto"][0], models["auto"][2]])
-        theirs = calls["DTensor"] = mlp.step(mlp.dtensor())
-        modelled = ModelledLink(link)
-        if link:
-
-            def over_link() -> tuple[Tensor, ...]:
-                with modelled.applied():
-                    return theirs()
-
-            calls["DTensor, link"] = over_link
-        check_equal("mlp", calls)
-        counted = dict(modelled.calls)
-        times = _timed(calls, options)
-    return {"rows": rows, "link": link, "collectives": counted, "times": times}
-
-
 def main() -> int:
     asked = _arguments()
     cases = tuple(
@@ -253,7 +221,7 @@ def main() -> int:
         for passes in asked.passes
         for balance in asked.balance
     )
-    options = Options(asked.ranks, asked.device, cases, asked.rounds, asked.width, asked.hidden, asked.mlp)
+    options = Options(asked.ranks, asked.device, cases, asked.rounds, asked.width, asked.hidden)
     found = {**surroundings(), **options._asdict(), **run_ranks(options.ranks, options.device, run, options)[0]}
     for row in found["cases"]:
         row |= figures(row, tuple(BY_HAND))
@@ -296,9 +264,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--hidden", type=command.whole(1), default=4096, help="features between the layers (default 4096)"
     )
-    parser.add_argument(
-        "--mlp", type=command.whole(0), default=1024, help="rows of the MLP (default 1024; 0: leave out)"
-    )
     parser.add_argument("--json", type=command.output_file, metavar="FILE", help="write all that was measured")
     parser.add_argument("--markdown", action="store_true", help="print tables for docs/")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a bound is not met")
@@ -317,9 +282,9 @@ def _problem(asked: argparse.Namespace) -> str:
         return "--balance is of a link that is modelled on the CPU alone; leave it out with --device cuda"
     if asked.hidden % asked.ranks:
         return f"--hidden is {asked.hidden}, not divisible by {asked.ranks} ranks"
-    for name, rows in (*(("rows", rows) for rows in asked.rows), ("mlp", asked.mlp)):
+    for rows in asked.rows:
         if rows % asked.ranks:
-            return f"--{name} is {rows}, expected a multiple of {asked.ranks} ranks"
+            return f"--rows is {rows}, expected a multiple of {asked.ranks} ranks"
     return ""
 
 

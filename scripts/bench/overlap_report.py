@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.ranks import columns
@@ -105,24 +105,10 @@ def bound_lines(found: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def mlp_lines(mlp: Row) -> list[list[str]]:
-    times = mlp["times"]
-    lines = [[f"MLP, {mlp['rows']} rows", "ms", "it / auto"]]
-    for name, values in times.items():
-        lines.append([name, f"{statistics.median(values) * 1e3:.1f}", f"{_ratio(times, name, 'auto'):.2f}"])
-    return lines
-
-
-def _tables(found: Row) -> Iterable[list[list[str]]]:
-    yield case_lines(found["cases"])
-    yield bound_lines(found["bounds"])
-    if found["mlp"]:
-        yield mlp_lines(found["mlp"])
-
-
 def table(found: Row, markdown: bool = False) -> str:
     """For a terminal, or for docs/."""
-    return "\n\n".join([*(columns(lines, markdown) for lines in _tables(found)), _said(found)])
+    tables = (case_lines(found["cases"]), bound_lines(found["bounds"]))
+    return "\n\n".join([*(columns(lines, markdown) for lines in tables), _said(found)])
 
 
 def _said(found: Row) -> str:

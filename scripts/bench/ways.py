@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pynccl
 from pynccl import progress
 
-ELEMENTS = 1024
 BARE, CHECKED, PLAN = "bare ctypes", "comm.all_reduce(t, t)", "plan()"
 NCCL4PY = "nccl4py Communicator.allreduce"
 

@@ -65,23 +65,12 @@ def test_times_are_per_call_and_ratios_to_bare_ctypes(found: dict[str, Any]) -> 
     assert rows["group plan of 32"]["ratio"] < 5
 
 
-def test_every_bound_has_a_verdict_that_fits_the_numbers(found: dict[str, Any]) -> None:
-    bounds = {bound["what"]: bound for bound in found["bounds"]}
-    for what in (
-        f"{bench.CHECKED} / {bench.BARE}",
-        f"{bench.PLAN} / {bench.BARE}",
-        f"{bench.GROUP_PLAN} / {bench.BARE}",
-    ):
-        assert bounds[what]["pass"] is (bounds[what]["found"] <= bounds[what]["at_most"])
-    assert bounds["import pynccl, ms"]["found"] == found["imports_ms"]["pynccl"] > 0
-
-
-def test_the_page_has_a_row_for_each_way_with_its_bound(found: dict[str, Any]) -> None:
+def test_the_page_has_a_row_for_each_way(found: dict[str, Any]) -> None:
     """docs/overhead.md, made by --markdown; its times are of the machine that it names."""
-    page = {way: bound for way, _, _, bound in rows_of((ROOT / "docs" / "overhead.md").read_text())}
-    now = {way: bound for way, _, _, bound in rows_of(bench.markdown(found))}
-    elsewhere = {way for way in now.keys() ^ page.keys() if way.startswith(("nccl4py", "torch.distributed"))}
-    assert {way: page[way] for way in page.keys() - elsewhere} == {way: now[way] for way in now.keys() - elsewhere}
+    page = {cells[0] for cells in rows_of((ROOT / "docs" / "overhead.md").read_text())}
+    now = {cells[0] for cells in rows_of(bench.markdown(found))}
+    elsewhere = {way for way in now ^ page if way.startswith(("nccl4py", "torch.distributed"))}
+    assert page - elsewhere == now - elsewhere
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -95,7 +84,6 @@ def test_the_table_shows_the_same() -> None:
     assert done.returncode == 0, done.stderr
     for name in (bench.BARE, bench.CHECKED, bench.PLAN, bench.GROUP_PLAN):
         assert f"\n{name} " in done.stdout
-    assert len([line for line in done.stdout.splitlines() if line.startswith(("PASS ", "FAIL "))]) >= 4
 
 
 def test_a_way_that_does_not_reach_the_c_function_is_an_error(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ sys.path.insert(0, str(SCRIPTS))
 from bench import overlap as bench_overlap  # noqa: E402
 from bench.overlap_report import bounds, table  # noqa: E402
 
-TINY = ["--rows", "16", "--balance", "1", "none", "--width", "8", "--hidden", "12", "--rounds", "3", "--mlp", "16"]
+TINY = ["--rows", "16", "--balance", "1", "none", "--width", "8", "--hidden", "12", "--rounds", "3"]
 BY_HAND = ["off", "bulk", "slices 2", "slices 4", "slices 8", "ring"]
 Ran = tuple[dict[str, Any], str, int]
 
@@ -68,17 +67,6 @@ def test_figures_follow_from_the_times(ran: Ran) -> None:
         assert row["to_plain"] == middle([one["auto"] / one["plain"] for one in rounds])
         hidden = [(one["off"] - one["auto"]) / min(one["comm"], one["mm"]) for one in rounds]
         assert row["efficiency"] == middle(hidden)
-
-
-def test_the_mlp_beside_dtensor(ran: Ran) -> None:
-    found, text, _ = ran
-    mlp = found["mlp"]
-    assert list(mlp["times"]) == ["off", "auto", "DTensor", "DTensor, link"]
-    # Every collective of a step goes over the modelled link: forward and backward, of each layer one.
-    assert mlp["collectives"] == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
-    rounds = zip(mlp["times"]["DTensor, link"], mlp["times"]["auto"], strict=True)
-    ratio = statistics.median(theirs / ours for theirs, ours in rounds)
-    assert any(line.startswith("DTensor, link") and line.endswith(f" {ratio:.2f}") for line in text.splitlines())
 
 
 def test_verdicts_and_exit_code_fit_the_figures(ran: Ran) -> None:
@@ -178,7 +166,7 @@ def test_a_step_is_decided_when_all_its_passes_are(
 def test_a_bound_that_is_not_met_is_exit_code_1_with_check(check: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     times = {name: [1.0] for name in (*BY_HAND, "plain", "comm", "mm")} | {"auto": [2.0]}
     of_case = {"layer": "row", "passes": "forward", "rows": 64, "balance": None, "calls": 1, "decisions": OFF}
-    found = {"cases": [{**of_case, "times": times}], "mlp": None}
+    found = {"cases": [{**of_case, "times": times}]}
     monkeypatch.setattr(bench_overlap, "run_ranks", lambda *_: [found])
     monkeypatch.setattr(sys, "argv", ["overlap.py", *check])
     assert bench_overlap.main() == len(check)
@@ -194,7 +182,6 @@ def test_a_bound_that_is_not_met_is_exit_code_1_with_check(check: list[str], mon
         (["--ranks", "1"], "argument --ranks: '1': expected a whole number from 2 to 64"),
         (["--rows", "64", "0"], "argument --rows: '0'"),
         (["--rows", "64", "7"], "--rows is 7, expected a multiple of 2 ranks"),
-        (["--mlp", "7"], "--mlp is 7, expected a multiple of 2 ranks"),
         (["--hidden", "13"], "--hidden is 13, not divisible by 2 ranks"),
         (["--balance", "some"], "argument --balance: 'some': expected \"none\" or a number, 0.01 or more"),
     ],
@@ -211,7 +198,7 @@ def test_options_that_mean_nothing_are_refused_in_a_line(
 
 
 def test_the_link_takes_as_long_as_the_matmuls() -> None:
-    options = bench_overlap.Options(4, "cpu", (), 1, width=512, hidden=2048, mlp=0)
+    options = bench_overlap.Options(4, "cpu", (), 1, width=512, hidden=2048)
     link = parse(options.link(1.5, 2, 1024, 0.02))
     assert link is not None  # two collectives of 2 MiB, of which 3/4 travel in 3 steps each
     assert link.seconds(6, 2 * 0.75 * 1024 * 512 * 4) == pytest.approx(0.03, rel=1e-4)
