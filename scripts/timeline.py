@@ -5,7 +5,7 @@ times both ways, in turn; drawn is rank 0 in the round of median length. T_seq a
 rank, median of the rounds; efficiency is (T_seq - T_ov) / min(T_comm, T_mm), where T_comm and T_mm are what the pass on
 one stream spent on either. Communication is hatched while nothing is computed: that is what it costs.
 
-The trace holds both ranks, both ways, of the rounds drawn: open it at ui.perfetto.dev.
+ad.trace shows whole programs, for ui.perfetto.dev.
 
 examples:
   python scripts/timeline.py --pattern row_backward --tokens 64 --width 64 --hidden 128 --rounds 1 --out out/small.svg
@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +28,14 @@ from bench.ranks import link_for, linked, measure, run_ranks
 
 import pynccl_autograd as ad
 from pynccl import Communicator, progress
-from pynccl import chrome_trace as chrome
 from pynccl.tools import command
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import lanes
-from pynccl_autograd.overlap.trace import COMM, Interval, Operation, recording, said_of, title
+from pynccl_autograd.overlap.trace import Interval, Operation, recording
 
 CPU, RANKS = "cpu", 2
 DEFAULT = ("all_gather_matmul", "column_backward", "matmul_reduce_scatter", "row_backward")
 METHODS = ("slices", "exchange", "ring", "bulk")
-LANES = ("main", "second", COMM)  # of a process in a trace, from above
 Step = Callable[[], Any]
 
 
@@ -283,32 +281,6 @@ def _bar(axes: Any, one: Interval, row: float, span: float, gathers: bool) -> No
         axes.text(*middle, text, ha="center", va="center", fontsize=8, color="white", bbox=box, zorder=5)
 
 
-# ------------------------------------------------------------------------------------------------------ for Perfetto
-
-
-def write_chrome(path: str | Path, by_rank: Mapping[int, Sequence[Operation]]) -> None:
-    """Write Chrome's trace format, which ui.perfetto.dev shows: a process for each rank, a thread for each lane.
-
-    Ranks of one machine share the clock of the CPU. GPUs have clocks of their own: there each rank's time begins with
-    its first operation, so let the ranks meet at a barrier before it if they are to be compared."""
-    zero = min((one.start for operations in by_rank.values() for one in operations), default=0.0)
-    chrome.write(path, (event for rank, found in by_rank.items() for event in _of_rank(rank, found, zero)))
-
-
-def _of_rank(rank: int, operations: Sequence[Operation], zero: float) -> Iterator[chrome.Event]:
-    yield from chrome.process(rank, f"rank {rank}")
-    used = {interval.lane for one in operations for interval in one.intervals}
-    for tid, row in enumerate(LANES, 1):
-        if row in used:
-            yield from chrome.lane(rank, tid, row)
-    for operation in operations:
-        at = operation.start - zero
-        for one in operation.intervals:
-            kind, tid = "comm" if one.lane == COMM else "compute", LANES.index(one.lane) + 1
-            said = said_of(operation.owner, operation, one)
-            yield chrome.piece(title(one), kind, rank, tid, at + one.begin, at + one.end, said)
-
-
 # ---------------------------------------------------------------------------------------------------- command line
 
 
@@ -321,16 +293,13 @@ def main() -> None:
     options = Options(*(getattr(asked, name) for name in Options._fields))
     by_rank: list[list[Both]] = run_ranks(RANKS, CPU, run, options)
     draw(by_rank[0], asked.out)
-    write_chrome(
-        asked.trace, {rank: [one for both in found for one in both.drawn()] for rank, found in enumerate(by_rank)}
-    )
     for both in by_rank[0]:
         t_seq, t_ov, efficiency = both.times()
         print(
             f"{both.name:24} {both.way:10} T_seq {t_seq * 1e3:8.2f} ms  T_ov {t_ov * 1e3:8.2f} ms  efficiency "
             f"{efficiency:6.3f}  link {both.link}"
         )
-    print(f"wrote {asked.out} and {asked.trace}")
+    print(f"wrote {asked.out}")
 
 
 def _arguments() -> argparse.Namespace:
@@ -356,9 +325,6 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--out", type=command.output_file, default="out/timeline.png", help="the picture; default out/timeline.png"
-    )
-    parser.add_argument(
-        "--trace", type=command.output_file, default="out/trace.json", help="the trace; default out/trace.json"
     )
     asked = parser.parse_args()
     if problem := _problem(asked):

@@ -282,8 +282,6 @@ NONSENSE = [
     ("scripts/train.py", "--lr -1"),
     ("scripts/train.py", "--out /etc/hostname"),
     ("scripts/timeline.py", "--out picture.txt"),
-    ("scripts/timeline.py", f"--trace {UNWRITABLE}"),
-    ("scripts/timeline.py", "--trace ."),
     ("scripts/bench/data_parallel.py", "--ranks 100000"),
     ("scripts/bench/data_parallel.py", f"--json {UNWRITABLE}"),
     ("scripts/bench/data_parallel.py", "--bucket-mb 0"),
