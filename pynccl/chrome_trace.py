@@ -65,11 +65,6 @@ def arrows(number: int, name: str, places: Sequence[tuple[float, int, int]]) -> 
         yield event | ({"bp": "e"} if phase == "f" else {})
 
 
-def counter(name: str, pid: int, at: float, value: float) -> Event:
-    """From now on it has this value."""
-    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": micro(at), "args": {"value": value}}
-
-
 def micro(seconds: float) -> float:
     return round(max(seconds, 0.0) * 1e6, 3) if math.isfinite(seconds) else 0.0
 

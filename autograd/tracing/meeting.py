@@ -7,14 +7,11 @@ Whatever goes wrong there does not touch the communicator of the user: a rank th
 from __future__ import annotations
 
 import contextlib
-import zlib
-from typing import NamedTuple
 
 import torch
 
 from pynccl import Communicator, NcclTimeout
 from pynccl.bindings.workers import Clock, Wait
-from pynccl.watch.folder import machine
 
 from ..agreement import gathered
 from .recording import now
@@ -24,13 +21,6 @@ _ROUNDS = 20
 _END_SECONDS = 5.0
 
 
-class Offset(NamedTuple):
-    """What the clock of this rank shows more than that of rank 0, and by how much that may be wrong: seconds."""
-
-    seconds: float = 0.0
-    uncertainty: float = 0.0
-
-
 class Meeting:
     """Every rank of the communicator makes one."""
 
@@ -38,12 +28,7 @@ class Meeting:
         made = comm.split(0, comm.rank)
         assert made is not None
         self._comm = made
-        here = zlib.crc32(f"{machine()} {_clock_of_machine()}".encode())
-        self._one_clock = len({row[0] for row in gathered(made, [here])}) == 1
-        self._before = self._compare()
-
-    def _compare(self) -> Offset:
-        return Offset() if self._one_clock else compare(self._comm)
+        self._offset, self._uncertainty = compare(made)
 
     def gather(self, part: Part, seconds: float) -> list[Part]:
         """The parts of all ranks on rank 0, [] on the others; raises what kept them from coming in so many seconds."""
@@ -65,10 +50,7 @@ class Meeting:
         comm = self._comm
         if comm.device.startswith("cuda"):
             torch.cuda.set_device(comm.device)  # of this thread
-        after = self._compare()
-        drift = abs(after.seconds - self._before.seconds) / 2
-        part.offset = (self._before.seconds + after.seconds) / 2
-        part.uncertainty = max(self._before.uncertainty, after.uncertainty) + drift
+        part.offset, part.uncertainty = self._offset, self._uncertainty
         data = to_bytes(part)
         counts = [row[0] for row in gathered(comm, [len(data)])]
         send = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device)
@@ -87,11 +69,12 @@ class Meeting:
             self._comm.abort()
 
 
-def compare(comm: Communicator) -> Offset:
-    """The clock of this rank beside that of rank 0. No all_gather ends before all ranks have begun it: so each one
-    gives a bound from below and one from above."""
-    lower, upper, ended = float("-inf"), float("inf"), 0
-    begun = 0
+def compare(comm: Communicator) -> tuple[float, float]:
+    """Seconds that the clock of this rank is ahead of that of rank 0, and by how much that may be wrong; 0 and 0 where
+    both may be one clock, as on one machine.
+
+    No all_gather ends before all ranks have begun it: so each one gives a bound from below and one from above."""
+    lower, upper, begun, ended = float("-inf"), float("inf"), 0, 0
     for number in range(_ROUNDS + 1):
         rows = gathered(comm, [_nanoseconds(), ended])
         ended = _nanoseconds()
@@ -99,15 +82,10 @@ def compare(comm: Communicator) -> Offset:
             lower = max(lower, begun - rows[0][1])
         begun = rows[comm.rank][0]
         upper = min(upper, ended - rows[0][0])
-    return Offset((lower + upper) / 2e9, (upper - lower) / 2e9)
+    if lower <= 0 <= upper:
+        return 0.0, 0.0
+    return (lower + upper) / 2e9, (upper - lower) / 2e9
 
 
 def _nanoseconds() -> int:
     return round(now() * 1e9)
-
-
-def _clock_of_machine() -> str:
-    """What tells a container whose monotonic clock is set apart."""
-    with contextlib.suppress(OSError), open("/proc/self/timens_offsets") as file:
-        return file.read()
-    return ""

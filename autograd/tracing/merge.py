@@ -93,7 +93,7 @@ class Merged:
         self.summary = {f"rank {one.part.rank}": one.summary() for one in self._ranks}
 
     def events(self) -> Iterator[Event]:
-        """Names, then slices and counters of each rank, then arrows."""
+        """Names, then slices of each rank, then arrows."""
         for one in self._ranks:
             part = one.part
             yield from chrome.process(part.rank, f"rank {part.rank}", f"{part.device}, pid {part.pid} on {part.host}")
@@ -102,7 +102,6 @@ class Merged:
             for lane, pieces in one.lanes.items():
                 for piece in pieces:
                     yield self._slice(one, piece, one.tids[lane])
-            yield from _in_flight(one)
             if part.raised:
                 yield chrome.moment(f"raised {part.raised}", "end", part.rank, 0, part.end + one.shift)
         for number, (key, places) in enumerate(self._met.items(), 1):
@@ -182,16 +181,3 @@ def _nested(pieces: list[Piece]) -> list[Piece]:
         around.append(piece._replace(end=end))
         found.append(around[-1])
     return found
-
-
-def _in_flight(one: _Rank) -> Iterator[Event]:
-    """The counter "bytes in flight": of what has begun, and has not ended."""
-    steps = []
-    for pieces in one.lanes.values():
-        for piece in pieces:
-            if piece.category == COMM and (nbytes := piece.args.get("bytes", 0)):
-                steps += [(piece.begin, nbytes), (piece.end, -nbytes)]
-    total = 0
-    for at, more in sorted(steps):
-        total += more
-        yield chrome.counter("bytes in flight", one.part.rank, at, total)

@@ -228,7 +228,6 @@ def test_a_rank_that_is_stopped_is_waited_for_no_longer_than_said_and_writes_its
 def far_apart(comm: Communicator, path: str) -> None:
     """As on two machines, with clocks that differ by 100 seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "machine", lambda: f"machine of rank {comm.rank}")
         shift = 100.0 * comm.rank
         for module in (meeting, recording, tracing):
             patch.setattr(module, "now", lambda: time.perf_counter() + shift)
