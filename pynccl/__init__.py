@@ -38,8 +38,7 @@ from .bindings.errors import (
 from .bindings.library import Library, load
 from .bindings.listing import public_names as _public_names
 from .bindings.structs import CollConfig, CommConfig
-from .bootstrap import from_env as init
-from .bootstrap import from_file, from_store
+from .bootstrap import from_env as init, from_file, from_store
 from .comm.communicator import Communicator, init_all
 from .comm.finalize import abort
 from .comm.groups import group

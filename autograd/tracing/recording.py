@@ -30,10 +30,8 @@ from pynccl.watch.frames import call_site
 from pynccl.watch.layout import UNNUMBERED
 from pynccl.watch.notes import notes
 
-from ..overlap.lanes import Lane as LaneOfLayer
-from ..overlap.lanes import Lanes
-from ..overlap.trace import COMM as LAYERS_COMM
-from ..overlap.trace import Interval, add_work, said_of, title
+from ..overlap.lanes import Lane as LaneOfLayer, Lanes
+from ..overlap.trace import COMM as LAYERS_COMM, Interval, add_work, said_of, title
 from ..streams import is_capturing
 from ..torch_internals import backward_pass, hooking_all_modules, profiler_enabled
 from .calls import Said, name_of, operation_of, said

@@ -15,8 +15,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from pynccl import Communicator
-from pynccl import chrome_trace as chrome
+from pynccl import Communicator, chrome_trace as chrome
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import instance, integer, shown
 from pynccl.comm.observing import observing

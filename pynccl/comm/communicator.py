@@ -15,9 +15,7 @@ from ..interop.devices import device_ordinal
 from ..watch import watchdog
 from ..watch.recorder import recorder
 from ..watch.track import Identity, Track, uid_of
-from . import collectives, collectives_v, rma
-from . import finalize as ending
-from . import init as making
+from . import collectives, collectives_v, finalize as ending, init as making, rma
 from .base import DEFAULT_TIMEOUT, Comm
 from .consistency import compare_texts, refuse_capture
 from .deadline import wait_nonblocking

@@ -16,8 +16,7 @@ from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType
 from ..bindings.library import Library, chosen
 from ..bindings.resource import Resource, Shared
 from ..bindings.values import INT_MAX, attribute, integer, listed, shown
-from ..interop.buffers import CPU as CPU_MEMORY
-from ..interop.buffers import Adapter, Description, adapter, adapters, data_type
+from ..interop.buffers import CPU as CPU_MEMORY, Adapter, Description, adapter, adapters, data_type
 from ..interop.devices import core_device, on_device
 from ..interop.dlpack import CPU, CUDA, export
 from .base import Comm

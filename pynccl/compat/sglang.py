@@ -21,20 +21,10 @@ from .stateless import StatelessProcessGroup as StatelessProcessGroup
 from .tensors import contiguous
 from .wrapper import (
     buffer_type as buffer_type,
-)
-from .wrapper import (
     cudaStream_t as cudaStream_t,
-)
-from .wrapper import (
     ncclComm_t as ncclComm_t,
-)
-from .wrapper import (
     ncclDataTypeEnum as ncclDataTypeEnum,
-)
-from .wrapper import (
     ncclRedOpTypeEnum as ncclRedOpTypeEnum,
-)
-from .wrapper import (
     ncclUniqueId as ncclUniqueId,
 )
 

@@ -30,44 +30,18 @@ from .stateless import StatelessProcessGroup as StatelessProcessGroup
 from .tensors import as_bytes, contiguous, dense, first
 from .wrapper import (
     NCCL_UNIQUE_ID_BYTES as NCCL_UNIQUE_ID_BYTES,
-)
-from .wrapper import (
     Function as Function,
-)
-from .wrapper import (
     NCCLLibrary as NCCLLibrary,
-)
-from .wrapper import (
     buffer_type as buffer_type,
-)
-from .wrapper import (
     cudaStream_t as cudaStream_t,
-)
-from .wrapper import (
     ncclComm_t as ncclComm_t,
-)
-from .wrapper import (
     ncclDataType_t as ncclDataType_t,
-)
-from .wrapper import (
     ncclDataTypeEnum as ncclDataTypeEnum,
-)
-from .wrapper import (
     ncclRedOp_t as ncclRedOp_t,
-)
-from .wrapper import (
     ncclRedOpTypeEnum as ncclRedOpTypeEnum,
-)
-from .wrapper import (
     ncclResult_t as ncclResult_t,
-)
-from .wrapper import (
     ncclUniqueId as ncclUniqueId,
-)
-from .wrapper import (
     ncclWindow_t as ncclWindow_t,
-)
-from .wrapper import (
     operator_of,
     owners,
 )

@@ -16,9 +16,14 @@ from ..bindings.errors import NcclInvalidUsage, NcclUnhandledCudaError
 from ..bindings.library import Library, chosen, host_module
 from ..bindings.resource import Shared
 from ..bindings.values import INT_MAX, INT_MIN, SIZE_MAX, attribute, instance, integer, shown
-from .devices import core_device as _core_device
-from .devices import cuda_core as _cuda_core
-from .devices import cuda_driver, current_device, described, on_device
+from .devices import (
+    core_device as _core_device,
+    cuda_core as _cuda_core,
+    cuda_driver,
+    current_device,
+    described,
+    on_device,
+)
 from .keepalive import KeepAlive, capturing, relaxed
 
 

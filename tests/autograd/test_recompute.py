@@ -11,8 +11,11 @@ import torch
 from ranks import RankPool
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint as torch_checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import pynccl
 import pynccl_autograd as ad

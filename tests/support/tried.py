@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observing import Observer, observing
-from pynccl_autograd.overlap import passes, trials
-from pynccl_autograd.overlap import routes as remembered
+from pynccl_autograd.overlap import passes, routes as remembered, trials
 from pynccl_autograd.torch_internals import backward_pass
 
 ROWS = 288  # of the whole: enough for 8 slices, and divisible by 2, 3 and 4 ranks

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from pynccl.tools import hang
-from pynccl.tools.hang.jobs import NothingFoundError, group
-from pynccl.tools.hang.jobs import _chosen as chosen
+from pynccl.tools.hang.jobs import NothingFoundError, _chosen as chosen, group
 from pynccl.watch import folder
 from pynccl.watch.records import DEAD, RUNNING, UNKNOWN, CommRecord, ProcessRecord
 
