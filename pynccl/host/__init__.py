@@ -13,14 +13,16 @@ ncclInProgress: a program written for nonblocking communicators works, and finds
 
 from __future__ import annotations
 
-from . import atexit as _atexit  # noqa: F401 (registers what happens at exit)
-from . import collectives as _collectives  # noqa: F401 (this and those below register the C functions)
-from . import finalize as _finalize  # noqa: F401
-from . import init as _init  # noqa: F401
-from . import params as _params  # noqa: F401
-from . import query as _query  # noqa: F401
-from . import register as _register  # noqa: F401
-from . import rma as _rma  # noqa: F401
+from . import (
+    atexit as _atexit,  # noqa: F401 (registers what happens at exit)
+    collectives as _collectives,  # noqa: F401 (this and those below register the C functions)
+    finalize as _finalize,  # noqa: F401
+    init as _init,  # noqa: F401
+    params as _params,  # noqa: F401
+    query as _query,  # noqa: F401
+    register as _register,  # noqa: F401
+    rma as _rma,  # noqa: F401
+)
 from .exports import function, take_interrupt
 from .stream import CallerStream, HostEvent, HostStream, made_here
 from .version import VERSION

@@ -19,8 +19,7 @@ from .exports import export
 from .failure import invalid_argument
 from .operation import Kind, operation_of
 from .reduction import PreMulSum
-from .stream import find as find_stream
-from .stream import find_event
+from .stream import find as find_stream, find_event
 
 # C function -> its operation, and its arguments up to the communicator and the stream; `buffer` is sent and received.
 _CALLS: dict[str, tuple[Kind, str]] = {

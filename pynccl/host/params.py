@@ -16,10 +16,8 @@ from .exports import export, export_plain
 from .failure import HostFailure, invalid_argument, invalid_usage
 from .init import INIT_TIMEOUT_VARIABLE
 from .link import VARIABLE as LINK_VARIABLE
-from .sharing import VARIABLE as TRANSPORT_VARIABLE
-from .sharing import wanted
-from .version import VARIABLE as VERSION_VARIABLE
-from .version import VERSION, dotted
+from .sharing import VARIABLE as TRANSPORT_VARIABLE, wanted
+from .version import VARIABLE as VERSION_VARIABLE, VERSION, dotted
 
 # What a communicator made now would use.
 _VALUES: dict[str, Callable[[], str]] = {

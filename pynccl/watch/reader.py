@@ -16,8 +16,19 @@ from typing import Any
 from ..bindings.abi import DataType, RedOp
 from . import folder, layout
 from .layout import CommHead, get
-from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, RUNNING, STOPPED, UNKNOWN, CallRecord, CommRecord
-from .records import ProcessRecord as Process
+from .records import (
+    COMPLETED,
+    DEAD,
+    FAILED,
+    INSIDE,
+    ISSUED,
+    RUNNING,
+    STOPPED,
+    UNKNOWN,
+    CallRecord,
+    CommRecord,
+    ProcessRecord as Process,
+)
 
 _SLACK_SECONDS = 120.0  # the watchdog may be late with the time of its file
 _ANSWER_SECONDS = 1.0  # in which a process says where its threads are; its watchdog looks twice a second

@@ -24,8 +24,7 @@ from ranks import HOST, RankPool
 import pynccl
 from pynccl import Communicator
 from pynccl.bindings.abi import Result
-from pynccl.host import connect
-from pynccl.host import init as host_init
+from pynccl.host import connect, init as host_init
 from pynccl.host.failure import HostFailure
 
 ROOT = Path(__file__).parents[2]

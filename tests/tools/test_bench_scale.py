@@ -1,4 +1,4 @@
-"""scripts/bench/scale.py: the watchdogs of a job report a hang, and its table says what they asked of the store."""
+"""scripts/bench/scale.py: the watchdogs of a job report a hang, and name the one that is missing."""
 
 from __future__ import annotations
 
@@ -26,18 +26,13 @@ def test_every_rank_that_waits_says_which_one_is_missing_and_where() -> None:
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
     (text,) = {re.sub(r"\d+\.\d s there", "N s there", text) for text in row["texts"]}  # the same on all of them
-    number = row["calls"]
     line = r"scale\.py:\d+"
-    call = rf"all_reduce #{number} \(comm 'world', 16 ranks, FLOAT32 x 1, {line}\)"
+    call = rf"all_reduce #4 \(comm 'world', 16 ranks, FLOAT32 x 1, {line}\)"
     assert re.match(rf"rank 15 never entered {call}; 15 ranks have waited", text)
-    place = rf"last completed #{number - 1}; its main thread is in {line} next_batch"
+    place = rf"last completed #3; its main thread is in {line} next_batch"
     assert re.search(rf"\nrank 15: process alive, {place}$", text)
     assert row["reports"] == 15
     assert row["last report seconds"] < 5
-    assert row["bootstrap"] <= 8
-    assert row["split"] == 0
-    assert row["quiet poll"] == pytest.approx(1, abs=0.5)  # a poll may be half way when it is counted
-    assert row["polls apart"] > 0.9
 
 
 def test_a_job_of_one_rank_is_refused() -> None:

@@ -8,8 +8,7 @@ import sys
 
 from .. import command
 from ..command import whole
-from .execute import ranks_of_this_process
-from .execute import run as run_operation
+from .execute import ranks_of_this_process, run as run_operation
 from .moves import Setup
 from .operations import COUNTS, NONE, OPERATIONS, Operation
 from .terminal import drawing, style_of
