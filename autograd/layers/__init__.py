@@ -7,10 +7,9 @@ from .data_parallel import DataParallelGradients
 from .describe import describe
 from .dropout import Dropout
 from .gradients import FinishedInBackward, clip_grad_norm_, finish_gradients, finish_gradients_in_backward
-from .keep_shards import keep_shards
 from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from .parallelize import parallelize
-from .shards import Shard
+from .shards import Shard, keep_shards
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
 __all__ = [

@@ -7,9 +7,11 @@ copy.deepcopy gives the copy hooks of its own.
 from __future__ import annotations
 
 import copy
+import ctypes
 import inspect
 import math
-from collections.abc import MutableMapping
+import zlib
+from collections.abc import Iterable, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -19,9 +21,11 @@ from torch import Tensor, nn
 from pynccl import Communicator
 
 from .. import rng
+from ..agreement import difference
 from ..ops.all_gather import all_gather, split
 from ..ops.all_reduce import copy as copied
-from ..torch_internals import own_parameters, reentrant_checkpoints
+from ..streams import is_capturing
+from ..torch_internals import has_no_values, is_tracing, own_parameters, reentrant_checkpoints, tensors_in
 from .plan import NAME, read_by
 from .shards import Shard, Sharded, shard_of
 from .vocabulary import VocabParallelHead, vocab_parallel_cross_entropy
@@ -40,9 +44,6 @@ class Sequence:
         self.is_cut = True
         self.shape: tuple[int, ...] = ()  # of the whole hidden states, where it is cut
         self.layers: list[Any] = []  # of the model, that communicate along the sequence
-
-    def find(self, model: nn.Module) -> None:
-        self.layers = [one for one in model.modules() if getattr(one, "sequence_parallel", None) is True]
 
     def begin(self, x: Tensor, path: str) -> Tensor:
         """This rank's part of the hidden states that come into the module at `path`."""
@@ -98,24 +99,24 @@ class Entering:
         if self.how != "cut":
             module.register_forward_hook(self.forget, always_call=True)
 
+    def look_at(self, layer: nn.Module, path: str) -> None:
+        """See to it that the input of a layer, of the first pass with gradients, is made of what this has gathered."""
+        layer.register_forward_pre_hook(_FromShared(path, self))
+
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.name is not None:
-            bound = inspect.signature(module.forward).bind(*args, **kwargs)
-            x = bound.arguments.get(self.name)
-            if isinstance(x, Tensor):
-                bound.arguments[self.name] = self._changed(x)
-                return bound.args, bound.kwargs
-        else:
-            for at, x in enumerate(args):
-                if isinstance(x, Tensor):
-                    return (*args[:at], self._changed(x), *args[at + 1 :]), kwargs
-            for name, x in kwargs.items():
-                if isinstance(x, Tensor):
-                    return args, {**kwargs, name: self._changed(x)}
-        named = "" if self.name is None else f" {self.name}"
-        raise TypeError(f"{NAME}: {self.path} was called without a tensor{named}, which was to be {self.how}")
+        bound = inspect.signature(module.forward).bind(*args, **kwargs) if self.name is not None else None
+        given: dict[Any, Any] = bound.arguments if bound else {**dict(enumerate(args)), **kwargs}
+        names = given if self.name is None else [self.name]
+        chosen = next((name for name in names if isinstance(given.get(name), Tensor)), None)
+        if chosen is None:
+            named = "" if self.name is None else f" {self.name}"
+            raise TypeError(f"{NAME}: {self.path} was called without a tensor{named}, which was to be {self.how}")
+        given[chosen] = self._changed(given[chosen])
+        if bound:
+            return bound.args, bound.kwargs
+        return tuple(given[at] for at in range(len(args))), {name: given[name] for name in kwargs}
 
     def _changed(self, x: Tensor) -> Tensor:
         sequence = self.sequence
@@ -134,9 +135,7 @@ class Entering:
         self.made = None
 
 
-class FromShared:
-    """A hook of a layer whose input another module gathers, or copies: that it is made of that, looked at once."""
-
+class _FromShared:
     def __init__(self, path: str, entering: Entering) -> None:
         self.path, self.entering, self.seen = path, entering, False
 
@@ -157,11 +156,10 @@ class FromShared:
 
 def _comes_from(x: Tensor, made: Tensor) -> bool:
     """Whether `made` is in the graph of x, or is x."""
-    wanted = made.grad_fn
     seen, waiting = set(), [x.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is wanted:
+        if node is made.grad_fn:
             return True
         if node is not None and node not in seen:
             seen.add(node)
@@ -171,7 +169,10 @@ def _comes_from(x: Tensor, made: Tensor) -> bool:
 
 class Outputs:
     """A hook of a model, and of the models in it: what transformers gives of each layer, of the parts of all ranks. It
-    is known by its shape, since each family has names of its own, and none with return_dict=False."""
+    is known by its shape, since each family has names of its own, and none with return_dict=False.
+
+    heads  numbers of heads of attention on all ranks
+    """
 
     def __init__(self, sequence: Sequence, heads: set[int]) -> None:
         self.sequence, self.heads = sequence, heads
@@ -179,14 +180,13 @@ class Outputs:
     def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, MutableMapping):
             for name, one in list(output.items()):
-                if type(one) in (tuple, list):
-                    output[name] = type(one)(map(self._whole, one))
-            return output
-        if type(output) in (tuple, list):
-            return type(output)(
-                type(one)(map(self._whole, one)) if type(one) in (tuple, list) else one for one in output
-            )
+                output[name] = self._of_layers(one)
+        elif type(output) in (tuple, list):
+            return type(output)(map(self._of_layers, output))
         return output
+
+    def _of_layers(self, value: Any) -> Any:
+        return type(value)(map(self._whole, value)) if type(value) in (tuple, list) else value
 
     def _whole(self, one: Any) -> Any:
         """Of a tensor that is a part [.., s/N, ..] of hidden states, [tokens/N, ..] of those of routers, or
@@ -204,6 +204,41 @@ class Outputs:
         if one.dim() == 4 and one.shape[1] * comm.size in self.heads and one.shape[1] not in self.heads:
             return all_gather(one, comm, 1, grad="replicated")
         return one
+
+
+class SameInput:
+    """A hook of the whole model: the first batch is compared. ValueError, on all ranks, if they have other ones."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.seen = comm, False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.seen or is_tracing():
+            return
+        if not self.comm.library.is_host and is_capturing(torch.device(self.comm.device)):
+            return
+        given = tensors_in([args, dict(sorted(kwargs.items()))])
+        if any(has_no_values(one) or one.layout != torch.strided for one in given):
+            return
+        self.seen = True
+        shapes = [f"{list(one.shape)} {one.dtype}" for one in given]
+        other = difference(self.comm, {"of other shapes or types": shapes, "with other values": checksum(given)})
+        if other is not None:
+            raise ValueError(
+                f"{type(module).__name__}: rank {other.rank} was given a batch {other.what} than rank 0; expected the "
+                f"same on all {self.comm.size} ranks that share the model: give the sampler the rank of the "
+                "data-parallel communicator, not of all"
+            )
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Of the bytes of dense tensors."""
+    total = 0
+    for one in tensors:
+        whole = one.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        if whole.numel():
+            total = zlib.crc32((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()), total)
+    return total
 
 
 # ------------------------------------------------------------------------------------------------- random numbers
@@ -250,23 +285,19 @@ def leave_logits_cut(model: nn.Module, comm: Communicator) -> None:
         elif is_transformers:
             module.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
         if hasattr(module, "generate"):
-            module.generate = _refuse_to_generate  # type: ignore[assignment]
+            module.generate = partial(_refuse_cut_logits, "generate")  # type: ignore[assignment]
 
 
-def _refuse_to_generate(*_: Any, **__: Any) -> Any:
+def _refuse_cut_logits(what: str, *_: Any, **__: Any) -> Any:
     raise RuntimeError(
-        "generate: each rank has the logits of its own words, of which it would choose; call parallelize with "
-        "gather_logits=True"
+        f"{what}: each rank has the logits of its own words, of which it would make something else; call parallelize "
+        "with gather_logits=True, or for a loss vocab_parallel_cross_entropy"
     )
 
 
 def _refuse_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("labels") is not None:
-        raise ValueError(
-            f"{type(module).__name__} was called with labels: each rank has the logits of its own words, of which "
-            "its loss would be another one; call it without, and vocab_parallel_cross_entropy, or call parallelize "
-            "with gather_logits=True"
-        )
+        _refuse_cut_logits(f"{type(module).__name__} with labels")
 
 
 def _causal_loss(
@@ -340,14 +371,12 @@ def _save_pretrained(model: nn.Module, save_directory: Any, *args: Any, **option
             "every rank, call ad.save_full_state_dict(model, folder), and model.config.save_pretrained(folder) on "
             "rank 0; or model.save_pretrained(folder, state_dict=ad.full_state_dict(model))"
         )
-    if not state:
-        return None
-    for name, one in model.state_dict(keep_vars=True).items():
+    for name, one in model.state_dict(keep_vars=True).items() if state else ():
         shard, given = shard_of(one) if isinstance(one, Tensor) else None, state.get(name)
         if shard is not None and isinstance(given, Tensor) and tuple(given.shape) != shard.shape:
             raise ValueError(
-                f"save_pretrained: {name} of state_dict has shape {list(given.shape)}, expected that of the "
-                f"whole, {list(shard.shape)}: pass state_dict=ad.full_state_dict(model)"
+                f"save_pretrained: {name} of state_dict has shape {list(given.shape)}, expected that of the whole, "
+                f"{list(shard.shape)}: pass state_dict=ad.full_state_dict(model)"
             )
     kind: Any = type(model)
-    return kind.save_pretrained(model, save_directory, *args, **options)
+    return kind.save_pretrained(model, save_directory, *args, **options) if state else None

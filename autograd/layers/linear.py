@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import INT_MAX, attribute, shown
+from pynccl.bindings.values import attribute, shown
 
-from ..arguments import as_int, check_call, check_comm, check_dim
+from ..arguments import check_call, check_comm, check_dim
 from ..ops.all_gather import all_gather
 from ..ops.all_reduce import copy
 from ..overlap.config import Overlap, as_config
 from ..overlap.functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ..overlap.limits import prepare
 from ..wire import Dtype
-from .shards import Shard, Sharded, sizes_of_blocks
+from .shards import Shard, Sharded, checked_size, sizes_of_blocks
 
 Layer = TypeVar("Layer", bound="_ParallelLinear")
 
@@ -53,8 +53,8 @@ class _ParallelLinear(Sharded):
     ) -> None:
         super().__init__()
         check_comm(type(self).__name__, comm, in_features=in_features, out_features=out_features)
-        in_features = self._features("in_features", in_features)
-        out_features = self._features("out_features", out_features)
+        in_features = checked_size(f"{type(self).__name__}: in_features", in_features)
+        out_features = checked_size(f"{type(self).__name__}: out_features", out_features)
         weighs = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
         if dtype is not None and not weighs:
             raise TypeError(
@@ -99,55 +99,37 @@ class _ParallelLinear(Sharded):
     def shards(self) -> dict[str, Shard]:
         """Of the weight and the bias. The gradient of a bias that every rank has is whole: the layer sums it itself."""
         shape = (self.out_features, self.in_features)
-        weight = Shard(
-            self.comm,
-            self.dim,
-            shape[::-1] if self.transposed else shape,
-            blocks=self.blocks,
-            transposed=self.transposed,
-        )
+        whole = shape[::-1] if self.transposed else shape
+        weight = Shard(self.comm, self.dim, whole, blocks=self.blocks, transposed=self.transposed)
         bias = Shard(self.comm, 0 if self.dim == 0 else None, (self.out_features,), blocks=self.blocks)
         return {"weight": weight, "bias": bias}
-
-    def _features(self, name: str, value: Any) -> int:
-        features = as_int(value)
-        if features is None or not 0 <= features <= INT_MAX:
-            raise ValueError(
-                f"{type(self).__name__}: {name} is {shown(value)}, expected a number of features, an integer >= 0, up "
-                f"to {INT_MAX}"
-            )
-        return int(features)
 
     def reset_parameters(self) -> None:
         """Draw as nn.Linear does."""
         self._draw_as_linear(self.in_features)
 
-    def _options(self) -> dict[str, Any]:
-        """What the functions of overlap/ are told."""
-        return {
-            "overlap": self.overlap,
-            "reduce_dtype": self.reduce_dtype,
-            "grad_accumulation_fusion": self.grad_accumulation_fusion,
-            "owner": self,
-        }
+    def _overlapped(self, function: Callable[..., Any], x: Any) -> Any:
+        """What a function of overlap/ makes."""
+        fusion = self.grad_accumulation_fusion
+        options = {"overlap": self.overlap, "reduce_dtype": self.reduce_dtype, "grad_accumulation_fusion": fusion}
+        return function(x, self.weight, self.comm, self.bias, **options, owner=self)
 
-    def _check(self, x: Tensor, width: int, what: str) -> None:
-        if x.dim() == 0 or x.shape[-1] != width:
+    def _check_whole(self, x: Tensor) -> None:
+        check_call(type(self).__name__, x, self.comm)
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
-                f"{type(self).__name__}: x has shape {list(x.shape)}, expected a last dimension of {width}, {what} "
-                f"in_features {self.in_features} on {self.comm.size} ranks"
+                f"{type(self).__name__}: x has shape {list(x.shape)}, expected a last dimension of {self.in_features}"
             )
 
     def _along_sequence(self, function: Callable[..., Any], x: Any) -> Any:
         """What a function makes that wants the sequence in dimension 0."""
         name = type(self).__name__
         if not isinstance(x, Tensor):
-            return function(x, self.weight, self.comm, self.bias, **self._options())
+            return self._overlapped(function, x)
         dim = check_dim(name, x, self.seq_dim, "seq_dim")
         if dim == x.dim() - 1:
             raise ValueError(f"{name}: seq_dim {self.seq_dim} is the last dimension of {list(x.shape)}: the features'")
-        moved = x.movedim(dim, 0) if dim else x
-        y: Tensor = function(moved, self.weight, self.comm, self.bias, **self._options())
+        y: Tensor = self._overlapped(function, x.movedim(dim, 0) if dim else x)
         return y.movedim(0, dim) if dim else y
 
     def extra_repr(self) -> str:
@@ -225,13 +207,12 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gather_input:
-            check_call("ColumnParallelLinear", x, self.comm)
-            self._check(x, self.in_features, "all of")
+            self._check_whole(x)
             y = F.linear(x, self.weight, self.bias)
         elif self.sequence_parallel:
             y = self._along_sequence(all_gather_matmul, x)
         else:
-            y = copy_matmul(x, self.weight, self.comm, self.bias, **self._options())
+            y = self._overlapped(copy_matmul, x)
         return all_gather(y, self.comm, -1, grad="replicated") if self.gather_output else y
 
 
@@ -253,7 +234,7 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence_parallel:
             return self._along_sequence(matmul_reduce_scatter, x)
-        y: Tensor = matmul_all_reduce(x, self.weight, self.comm, self.bias, **self._options())
+        y: Tensor = self._overlapped(matmul_all_reduce, x)
         return y
 
 
@@ -275,8 +256,7 @@ class KeyValueLinear(ColumnParallelLinear):
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
-        check_call("KeyValueLinear", x, self.comm)
-        self._check(x, self.in_features, "all of")
+        self._check_whole(x)
         weight = copy(self.weight, self.shared)
         return F.linear(x, weight, None if self.bias is None else copy(self.bias, self.shared))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,25 +13,19 @@ from torch import nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from ..agreement import raise_alike
+from ..agreement import difference, raise_alike
 from ..arguments import as_int, check_comm
-from ..mesh import Mesh
 from ..overlap.config import Overlap
+from ..torch_internals import has_no_values
 from ..wire import Dtype
-from .alike import SameInput, check_alike
-from .hooks import Drawing, Entering, FromShared, Outputs, Sequence, keep_parts, leave_logits_cut
-from .plan import NAME, Planned, Site, read, staying
-from .plan_checks import (
-    check_cut,
-    check_staying,
-    check_tied,
-    dropouts,
-    probability,
-    tied_parameters,
-    warn_of_silence,
-)
-from .replace import draw, dropout_of, in_its_place, layer_of, put, stages, tie
-from .shards import Shard, Sharded
+from .hooks import Drawing, Entering, Outputs, SameInput, Sequence, checksum, keep_parts, leave_logits_cut
+from .plan import NAME, Planned, Site, probability, read, staying
+from .plan_checks import check_cut, check_staying, check_tied, tied_parameters, warn_of_silence
+from .replace import layer_of, replace, tie
+from .shards import Shard
+
+_SAMPLE = 16  # elements of each parameter that are compared
+_WEIGHTS = "the weights"
 
 
 def parallelize(
@@ -106,20 +101,19 @@ def parallelize(
     except (ValueError, TypeError) as error:
         problem = error
     raise_alike(comm, problem)
-    options = (sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits, init is None)
-    check_alike(model, planned.sites, options, comm)
+    _check_alike(planned, init)
     warn_of_silence(planned, stays)
 
     # From here on the model is changed.
-    tied, outputs, sequence = tied_parameters(model), _cut_outputs(planned), Sequence(comm, seq_dim)
+    tied, outputs, sequence = tied_parameters(model), _outputs(planned), Sequence(comm, seq_dim)
     for stay in filter(planned.is_partial, stays):
         for parameter in stay.module.parameters(recurse=False):
             parameter.shard = Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
     entering = _hook_modules(planned, sequence)
-    _replace_modules(planned, layers, entering, init)
+    replace(planned, layers, entering, init)
     for group in tied:
         tie(model, group)
-    sequence.find(model)
+    sequence.layers = [one for one in model.modules() if getattr(one, "sequence_parallel", None) is True]
     if not sequence_parallel or planned.of_role("sequence_begin"):
         model.register_forward_pre_hook(SameInput(comm), with_kwargs=True)
     for path, heads in outputs.items():
@@ -129,31 +123,8 @@ def parallelize(
     return model
 
 
-def _replace_modules(
-    planned: Planned, layers: Mapping[str, Sharded | None], entering: Mapping[str, Entering], init: Any
-) -> None:
-    model = planned.model
-    meshes: dict[int, Mesh] = {}
-    for path, place in dropouts(planned).items():
-        if place is not None:
-            put(model, path, dropout_of(planned, model.get_submodule(path), place))
-    for modules in list(stages(model)):
-        draw(modules.values(), planned.comm, init, getattr(model, "_init_weights", None))
-        for path in modules:
-            site = planned.sites.get(path)
-            layer = None if site is None else in_its_place(planned, site, layers[path], meshes)
-            if site is None or layer is None:
-                continue
-            if site.shared and getattr(layer, "gather_input", None) is False:
-                layer.register_forward_pre_hook(FromShared(path, entering[site.shared]))
-            put(model, path, layer)
-            if init is not None and site.function is None:
-                site.module.to_empty(device="meta", recurse=False)  # so that no more than a layer is whole at a time
-
-
 def _check_arguments(planned: Planned, init: Any) -> None:
-    if not isinstance(planned.model, nn.Module):
-        raise TypeError(f"{NAME}: model is {shown(planned.model)}, expected a torch.nn.Module")
+    instance(planned.model, nn.Module, f"{NAME}: model", "a torch.nn.Module")
     for name in ("sequence_parallel", "gather_logits"):
         instance(getattr(planned, name), bool, f"{NAME}: {name}", "True or False")
     instance(planned.seq_dim, int, f"{NAME}: seq_dim", "a dimension of hidden states, such as 1")
@@ -161,6 +132,54 @@ def _check_arguments(planned: Planned, init: Any) -> None:
         instance(planned.reduce_dtype, torch.dtype, f"{NAME}: reduce_dtype", "a torch.dtype, such as torch.float32")
     if init is not None and not callable(init):
         raise TypeError(f"{NAME}: init is {shown(init)}, expected a function of a module, such as model._init_weights")
+
+
+# ------------------------------------------------------------------------------------------------- alike on all ranks
+
+
+def _check_alike(planned: Planned, init: Any) -> None:
+    """ValueError, on all ranks, if they would make other models; UserWarning if they have other weights, which a
+    checkpoint that is loaded afterwards may put right."""
+    model, comm = planned.model, planned.comm
+    if comm.size == 1:
+        return
+    said = [f"{path}: {_plain(site.roles)} {site.function is not None}" for path, site in planned.sites.items()]
+    names = ("sequence_parallel", "seq_dim", "overlap", "reduce_dtype", "gather_logits")
+    samples = []
+    for one in model.parameters():
+        if one.numel() and not has_no_values(one) and one.layout == torch.strided:
+            step = max(1, one.numel() // _SAMPLE)
+            samples.append(one.detach().reshape(-1)[::step][:_SAMPLE].to(torch.float64))
+    values = {
+        "what the plan says of the modules": said,
+        "the options": _plain([*(getattr(planned, name) for name in names), init is None]),
+        "names, shapes, types or devices of the parameters": [
+            f"{name} {list(one.shape)} {one.dtype} {one.is_meta}" for name, one in model.named_parameters()
+        ],
+        _WEIGHTS: checksum(samples),
+    }
+    other = difference(comm, values)
+    if other is not None and other.what != _WEIGHTS:
+        raise ValueError(f"{NAME}: {other}; expected the same on all ranks")
+    if other is not None:
+        warnings.warn(
+            f"{NAME}: rank {other.rank} and rank 0 have other weights, and each will keep its part of its own: call "
+            "torch.manual_seed(seed) before the model is made, or load a checkpoint afterwards by load_full_state_dict",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _plain(value: Any) -> str:
+    """As text that is equal where the value is: of objects their type."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_plain(one)}" for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_plain, value))}]"
+    return repr(value) if isinstance(value, (str, int, float, bool, type(None), torch.dtype)) else type(value).__name__
+
+
+# ------------------------------------------------------------------------------------------------- modules that stay
 
 
 def _hook_modules(planned: Planned, sequence: Sequence) -> dict[str, Entering]:
@@ -199,26 +218,23 @@ def _divide(module: Any, name: str, ranks: int) -> None:
 def _set_groups(planned: Planned, site: Site) -> None:
     """Of attention with fewer heads of keys and values than ranks: how many heads of queries use one, on this rank."""
     for one in planned.children(site.path):
-        heads = planned.cut_heads(one) if "key_value" in one.roles else None
+        heads = planned.cut_heads(one) if one.layer == "key_value" else None
         if heads is not None and heads < planned.comm.size and hasattr(site.module, "num_key_value_groups"):
             whole = planned.heads("num_attention_heads", one.path)
             site.module.num_key_value_groups = whole // planned.comm.size  # type: ignore[assignment]
 
 
-def _cut_outputs(planned: Planned) -> dict[str, set[int]]:
-    """Modules around the layers that are cut, of one stack of them, that may give what these made -> heads there."""
-    found: dict[str, set[int]] = {}
-    lists = set(planned.stacks())
-    columns = [site for site in planned.sites.values() if site.is_column]
+def _outputs(planned: Planned) -> dict[str, set[int]]:
+    """Modules around one stack of layers that are cut, which may give what these made; without a stack, the models.
+    With the numbers of heads there, as the plan says, or else the configuration."""
+    stacks, found = set(planned.stacks()), {}
     for path, module in planned.model.named_modules():
         prefix = f"{path}." if path else ""
-        within = [site for site in columns if site.path.startswith(prefix)]
-        cut = [one for one in lists if f"{one}.".startswith(prefix)]
-        layer = any(path.startswith(f"{one}.") for one in lists)
-        if not within or len(cut) > 1 or layer or not (cut or hasattr(module, "config") or not path):
-            continue
-        said = {planned.cut_heads(site) for site in within if "column" in site.roles} - {None}
-        configs = (getattr(one, "config", None) for one in module.modules())
-        theirs = (as_int(getattr(one, "num_attention_heads", None)) for one in configs)
-        found[path] = {int(one) for one in said or {next((one for one in theirs if one), None)} if one}
+        within = [one for one in stacks if f"{one}.".startswith(prefix)]
+        if len(within) == 1 or (not stacks and (not path or hasattr(module, "config"))):
+            columns = [one for one in planned.of_role("column") if one.path.startswith(prefix)]
+            said = {planned.cut_heads(one) for one in columns} - {None}
+            configs = (getattr(one, "config", None) for one in module.modules())
+            theirs = (as_int(getattr(one, "num_attention_heads", None)) for one in configs)
+            found[path] = {int(one) for one in said or {next((one for one in theirs if one), None)} if one}
     return found

@@ -28,17 +28,16 @@ LAYERS = {  # role of a module that a layer replaces -> what the module has to b
     "vocab_embedding": "a torch.nn.Embedding",
     "vocab_head": "a torch.nn.Linear",
 }
-_STAYING = {  # role of a module that stays -> its options
-    "shared_input": ("input",),
-    "sequence": (),
-    "partial": (),
-    "sequence_begin": ("input",),
-    "sequence_end": (),
-    "replicated": (),
-    "divide": ("attributes",),
-    "attention_dropout": ("p",),
+_STAYING = {  # role of a module that stays -> its option
+    "shared_input": "input",
+    "sequence": None,
+    "partial": None,
+    "sequence_begin": "input",
+    "sequence_end": None,
+    "replicated": None,
+    "divide": "attributes",
+    "attention_dropout": "p",
 }
-ROLES = (*LAYERS, *_STAYING)
 PLACES = ("partial", "sequence", "replicated")  # where a module that stays is; what is said first counts, of several
 
 _Roles = dict[str, dict[str, Any]]  # name -> options
@@ -49,19 +48,32 @@ class Site(NamedTuple):
     """A module of which the plan says something."""
 
     path: str
-    parent: str
     module: nn.Module
     roles: _Roles
     function: _Function | None
     shared: str  # path of the module around that gathers its input, if one does
 
     @property
+    def parent(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def layer(self) -> str | None:
+        """The role by which a layer replaces it."""
+        return next((role for role in self.roles if role in LAYERS), None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of the layer."""
+        return self.roles[self.layer] if self.layer else {}
+
+    @property
     def is_column(self) -> bool:
-        return not self.roles.keys().isdisjoint(("column", "key_value"))
+        return self.layer in ("column", "key_value")
 
 
 class Stay(NamedTuple):
-    """A module that has parameters, under one of its names, and is not replaced."""
+    """A module that has parameters and is not replaced."""
 
     path: str
     module: nn.Module
@@ -73,8 +85,7 @@ class Stay(NamedTuple):
     full_width: bool  # it is as wide as the input of these "column" layers
 
     @property
-    def expected_role(self) -> str:
-        """The role that is right for it."""
+    def right_role(self) -> str:
         if self.shared or (self.columns_at is not None and not self.full_width):
             return "partial"
         return "sequence" if self.in_sequence else "replicated"
@@ -99,9 +110,13 @@ class Planned:
     def children(self, path: str) -> list[Site]:
         return [site for site in self.sites.values() if site.parent == path]
 
+    def place(self, path: str) -> str | None:
+        """Which of PLACES the plan says of a module, or else of the nearest one around."""
+        roles = (self.sites[one].roles for one in above(path) if one in self.sites)
+        return next((place for of_one in roles for place in PLACES if place in of_one), None)
+
     def heads(self, name: str, path: str) -> int:
-        """The number of heads that the configuration says: of the model, or of the first model in it around the path
-        that says it."""
+        """The number of heads that the configuration says: of the model, or of the nearest model around the path."""
         for around in ("", *reversed(above(path))):
             heads = as_int(getattr(getattr(self.model.get_submodule(around), "config", None), name, None))
             if heads is not None:
@@ -110,8 +125,7 @@ class Planned:
 
     def cut_heads(self, site: Site) -> int | None:
         """How many heads the plan says that the outputs of a layer are."""
-        options = site.roles.get("column", site.roles.get("key_value", {}))
-        return self.heads(options["heads"], site.path) if "heads" in options else None
+        return self.heads(site.options["heads"], site.path) if "heads" in site.options else None
 
     def is_partial(self, stay: Stay) -> bool:
         """Whether each rank has a part of its gradients."""
@@ -133,36 +147,49 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
         raise TypeError(f"{NAME}: plan is {shown(plan)}, expected a dict of patterns and roles, such as ad.plans.llama")
     modules = dict(model.named_modules())
     found: dict[str, tuple[_Roles, _Function | None]] = {}
-    cuts = False
     for pattern, value in plan.items():
-        paths = _fitting(modules, pattern)
         new, made_by = _roles(pattern, value)
-        cuts |= bool(paths) and (made_by is not None or not LAYERS.keys().isdisjoint(new))
-        for path in paths:
+        for path in _fitting(modules, pattern):
             roles, function = found.get(path, ({}, None))
-            if made_by is not None or any(role in LAYERS or role in PLACES for role in new):
+            if made_by is not None or new.keys() & {*LAYERS, *PLACES}:
                 # of two patterns the later one says what becomes of the module
                 roles = {role: options for role, options in roles.items() if role not in (*LAYERS, *PLACES)}
                 function = None
             found[path] = ({**roles, **new}, made_by or function)
-    if plan and not cuts:
-        raise ValueError(
-            f"{NAME}: no module of {type(model).__name__} is cut by this plan: is it that of another model?"
-        )
     sharing = [path for path, (roles, _) in found.items() if "shared_input" in roles]
     sites = {}
     for path, module in modules.items():
         if path in found:
             shared = next((one for one in sharing if path.startswith(f"{one}.")), "")
-            sites[path] = Site(path, path.rpartition(".")[0], module, *found[path], shared)
+            sites[path] = Site(path, module, *found[path], shared)
+            _check_roles(sites[path])
+    if plan and not any(site.layer or site.function for site in sites.values()):
+        raise ValueError(
+            f"{NAME}: no module of {type(model).__name__} is cut by this plan: is it that of another model?"
+        )
     for one in sharing:
-        within = [site for site in sites.values() if site.path.startswith(f"{one}.")]
-        if not any(site.function is not None or site.is_column for site in within):
+        if not any((site.function or site.is_column) and site.path.startswith(f"{one}.") for site in sites.values()):
             raise ValueError(
                 f"{NAME}: the plan says 'shared_input' of {one}, and of no module in it 'column': expected one, since "
                 "the gradient of the input is summed over the ranks"
             )
     return sites
+
+
+def _check_roles(site: Site) -> None:
+    """That what is replaced is replaced by one thing, and has no role of a module that stays."""
+    others = [role for role in site.roles if role != site.layer]
+    if site.layer and (others or site.function):
+        more = f"and {others[0]}" if others else "and gives a function"
+        raise ValueError(
+            f"{NAME}: {site.path}: the plan says {site.layer} {more}; it can be one of them: a role of a module that "
+            "stays is that of the module around"
+        )
+    if site.shared and site.layer in ("vocab_embedding", "vocab_head"):
+        raise ValueError(
+            f"{NAME}: {site.path} is within {site.shared}, whose input 'column' layers share, and the plan says "
+            f"{site.layer} of it, which takes what is equal on all ranks; say 'column'"
+        )
 
 
 def _fitting(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
@@ -180,20 +207,20 @@ def _fitting(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
     return paths
 
 
-def _fits(path: list[str], pattern: list[str], lists: Mapping[str, int], above: str) -> bool:
-    """above: the path of what has been compared already."""
+def _fits(path: list[str], pattern: list[str], lists: Mapping[str, int], around: str) -> bool:
+    """around: the path of what has been compared already."""
     if not pattern:
         return not path
-    if pattern[0] == "**" and _fits(path, pattern[1:], lists, above):
+    wanted = pattern[0]
+    if wanted == "**" and _fits(path, pattern[1:], lists, around):
         return True
     if not path:
         return False
-    within = f"{above}.{path[0]}".lstrip(".")
-    if pattern[0] == "**":
+    within = f"{around}.{path[0]}".lstrip(".")
+    if wanted == "**":
         return _fits(path[1:], pattern, lists, within)
-    wanted = pattern[0]
-    if wanted.startswith("-") and above in lists:
-        wanted = str(lists[above] + int(wanted))
+    if wanted.startswith("-") and around in lists:
+        wanted = str(lists[around] + int(wanted))
     return fnmatch.fnmatchcase(path[0], wanted) and _fits(path[1:], pattern[1:], lists, within)
 
 
@@ -206,16 +233,16 @@ def _roles(pattern: str, value: Any) -> tuple[_Roles, _Function | None]:
             function = one
             continue
         name, options = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
-        if not isinstance(name, str) or name not in ROLES or not isinstance(options, Mapping):
+        if name not in (*LAYERS, *_STAYING) or not isinstance(options, Mapping):
             raise ValueError(
                 f"{NAME}: the plan says {shown(one)} of {pattern!r}, expected a function, or one of "
-                f"{', '.join(ROLES)}, or a pair of one and a dict of options"
+                f"{', '.join((*LAYERS, *_STAYING))}, or a pair of one and a dict of options"
             )
-        unknown = [key for key in options if name in _STAYING and key not in _STAYING[name]]
+        unknown = [key for key in options if name in _STAYING and key != _STAYING[name]]
         if unknown:
             raise ValueError(
                 f"{NAME}: the plan gives {name!r} of {pattern!r} the option {shown(unknown[0])}, expected "
-                f"{' or '.join(_STAYING[name]) or 'none'}"
+                f"{_STAYING[name] or 'none'}"
             )
         found[name] = dict(options)
     return found, function
@@ -225,41 +252,39 @@ def _roles(pattern: str, value: Any) -> tuple[_Roles, _Function | None]:
 
 
 def staying(planned: Planned) -> list[Stay]:
-    """Modules of several names are there under each."""
     model, sites = planned.model, planned.sites
-    first = names(model)
     columns: dict[str, list[Site]] = {}
     for site in sites.values():
         if site.is_column:
             columns.setdefault(site.parent, []).append(site)
-    parts = _parts_of_sequence(planned)
+    sequences = _parts_of_sequence(planned)
     found = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        own = list(module.parameters(recurse=False))
-        around = [first[one] for one in above(path)]
-        sited = [sites[one] for one in around if one in sites]
-        if not own or (sited and sited[0].path == first[path] and sited[0].roles.keys() & LAYERS):
+    for path, module in model.named_modules():
+        own, around = list(module.parameters(recurse=False)), above(path)
+        if not own or (path in sites and sites[path].layer):
             continue
         beside = next((one for one in [*around, ""] if one in columns), None)
         widths = [] if beside is None else [widths_of(site.module)[0] for site in columns[beside]]
         stay = Stay(
             path,
             module,
-            role=next((place for site in sited for place in PLACES if place in site.roles), None),
-            by_function=any(site.function is not None for site in sited),
-            shared=next((site.path for site in sited if "shared_input" in site.roles), ""),
+            role=planned.place(path),
+            by_function=any(sites[one].function is not None for one in around if one in sites),
+            shared=next((one for one in around if one in sites and "shared_input" in sites[one].roles), ""),
             columns_at=beside,
-            in_sequence=any(one in parts for one in around),
+            in_sequence=any(f"{path}.".startswith(f"{one}.") for one in sequences),
             full_width=any(one.dim() and one.shape[-1] in widths for one in own),
         )
         found.append(stay)
     return found
 
 
-def names(model: nn.Module) -> dict[str, str]:
-    """Every path of a module -> its first one."""
-    first = {id(module): path for path, module in model.named_modules()}
-    return {path: first[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
+def _parts_of_sequence(planned: Planned) -> list[str]:
+    """Paths of the lists of layers in which it is cut, and of the modules at whose ends it is gathered."""
+    begins = [site.path for site in planned.of_role("sequence_begin")]
+    ends = [site.path for site in planned.of_role("sequence_end")]
+    lists = [one for one in planned.stacks() if one not in planned.sites]
+    return lists + [end for end in ends if not any(f"{one}.".startswith(f"{end}.") for one in begins)]
 
 
 def above(path: str) -> list[str]:
@@ -270,21 +295,8 @@ def above(path: str) -> list[str]:
 
 def common(one: str, other: str) -> str:
     """The path, and a dot, of the smallest module that has both."""
-    found = ""
-    for a, b in zip(one.split("."), other.split("."), strict=False):
-        if a != b:
-            break
-        found += f"{a}."
-    return found
-
-
-def _parts_of_sequence(planned: Planned) -> set[str]:
-    """Paths of the layers of the lists in which it is cut, and of the modules at whose ends it is gathered."""
-    lists = {one for one in planned.stacks() if one not in planned.sites}
-    begins = [site.path for site in planned.of_role("sequence_begin")]
-    ends = {site.path for site in planned.of_role("sequence_end")}
-    layers = {path for path, _ in planned.model.named_modules() if path.rpartition(".")[0] in lists}
-    return layers | {end for end in ends if not any(f"{one}.".startswith(f"{end}.") for one in begins)}
+    both = set(above(one)) & set(above(other))
+    return f"{max(both, key=len)}." if both else ""
 
 
 # ------------------------------------------------------------------------------------------------- of a module
@@ -294,6 +306,11 @@ def widths_of(linear: Any) -> tuple[int, int]:
     """How many inputs and outputs an nn.Linear has, or transformers' Conv1D."""
     rows, columns = linear.weight.shape
     return (columns, rows) if isinstance(linear, nn.Linear) else (rows, columns)
+
+
+def probability(value: Any) -> float:
+    """Of an attribute: a number, or a dropout module."""
+    return float(getattr(value, "p", value))
 
 
 def read_by(module: nn.Module) -> set[str] | None:

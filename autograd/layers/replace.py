@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,9 +14,10 @@ from pynccl.bindings.values import shown
 from ..mesh import Mesh
 from ..torch_internals import has_hooks
 from .dropout import Dropout
+from .hooks import Entering
 from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from .plan import LAYERS, NAME, Planned, Site, read_by, widths_of
-from .plan_checks import User
+from .plan_checks import User, dropouts
 from .shards import Sharded, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
 
@@ -32,19 +33,13 @@ _CLASSES: dict[str, Any] = {
 def layer_of(planned: Planned, site: Site) -> Sharded | None:
     """The layer that is to take the module's place, on the meta device. None: there is none yet, since a function of
     the plan makes it, or it needs communicators that all ranks have to make together; or the module stays."""
-    roles = [role for role in site.roles if role in LAYERS]
-    if len(roles) > 1:
-        raise ValueError(f"{NAME}: {site.path}: the plan says {' and '.join(roles)}; a module can be one of them")
-    if roles and site.function is not None:
-        raise ValueError(f"{NAME}: {site.path}: the plan says {roles[0]} and gives a function; it can be one of them")
-    if not roles:
+    if site.layer is None:
         return None
-    (role,) = roles
-    _check_replaceable(planned, site, role)
+    _check_replaceable(planned.model, site, site.layer)
     try:
-        if _is_shared(planned, site):
+        if _shares_heads(planned, site):
             return None
-        layer: Sharded = _CLASSES[role].like(site.module, planned.comm, **_options(planned, site, role))
+        layer: Sharded = _CLASSES[site.layer].like(site.module, planned.comm, **_options(planned, site))
         return layer
     except (ValueError, TypeError) as error:
         if str(error).startswith(NAME):
@@ -53,31 +48,12 @@ def layer_of(planned: Planned, site: Site) -> Sharded | None:
         raise type(error)(f"{NAME}: {site.path}, weight {shape}: {error}") from None
 
 
-def _check_replaceable(planned: Planned, site: Site, role: str) -> None:
-    """That the module is what the role is for, and that nothing is lost with it."""
-    module, kind = site.module, type(site.module).__name__
-    for other in ("shared_input", "sequence_begin", "sequence_end"):
-        if other in site.roles:
-            raise ValueError(
-                f"{NAME}: {site.path}: the plan says {role}, and {other}, which is for a module that stays; say "
-                "that of the module around"
-            )
-    if site.shared and role.startswith("vocab"):
-        raise ValueError(
-            f"{NAME}: {site.path} is within {site.shared}, whose input 'column' layers share, and the plan says {role} "
-            "of it, which takes what is equal on all ranks; say 'column'"
-        )
+def _check_replaceable(model: nn.Module, site: Site, role: str) -> None:
+    """That the module is what the role is for, that nothing is lost with it, and that it is called, not its weight
+    used by what is around."""
+    module, kind, more = site.module, type(site.module).__name__, []
     if isinstance(module, Sharded):
         raise TypeError(f"{NAME}: {site.path} is {kind} already; make a model parallel once")
-    _check_alone(planned.model, site)
-    fits = isinstance(module, nn.Embedding if role == "vocab_embedding" else nn.Linear)
-    if not fits and not (kind == "Conv1D" and kind in LAYERS[role]):
-        raise TypeError(f"{NAME}: {site.path} is {kind}, and the plan says {role!r}: expected {LAYERS[role]}")
-
-
-def _check_alone(model: nn.Module, site: Site) -> None:
-    """That nothing is lost with the module, and that it is called: not its weight used by what is around."""
-    module, more = site.module, []
     if any(isinstance(module, one) and type(module).forward is not one.forward for one in (nn.Linear, nn.Embedding)):
         more.append("a forward of its own")
     if has_hooks(module):
@@ -86,84 +62,100 @@ def _check_alone(model: nn.Module, site: Site) -> None:
         more.append("parametrizations")
     if isinstance(model.get_submodule(site.parent), nn.MultiheadAttention):
         more.append("a weight that nn.MultiheadAttention uses without calling it")
-    if not more:
-        return
-    own = {id(one) for one in module.parameters(recurse=False)}
-    tied = [
-        name
-        for name, one in model.named_modules()
-        if one is not module and any(id(each) in own for each in one.parameters(recurse=False))
-    ]
-    raise TypeError(
-        f"{NAME}: {site.path} is {type(module).__name__} with {' and '.join(more)}, which would be lost in the layer "
-        "in its place; say 'replicated'"
-        + (f", also of {' and '.join(tied)}, which has the same parameter" if tied else "")
-        + ", or give a function that makes the layer"
-    )
+    if more:
+        raise TypeError(
+            f"{NAME}: {site.path} is {kind} with {' and '.join(more)}, which would be lost in the layer in its place; "
+            "say 'replicated' of it, and of what has the same parameter, or give a function that makes the layer"
+        )
+    fits = isinstance(module, nn.Embedding if role == "vocab_embedding" else nn.Linear)
+    if not fits and not (kind == "Conv1D" and kind in LAYERS[role]):
+        raise TypeError(f"{NAME}: {site.path} is {kind}, and the plan says {role!r}: expected {LAYERS[role]}")
 
 
-def _is_shared(planned: Planned, site: Site) -> bool:
+def _shares_heads(planned: Planned, site: Site) -> bool:
     """Whether there are fewer heads of keys or values than ranks, so that several ranks share one. ValueError for heads
     that cannot be cut."""
-    heads, ranks, outputs = planned.cut_heads(site), planned.comm.size, widths_of(site.module)[1]
+    heads, ranks = planned.cut_heads(site), planned.comm.size
     if heads is None or heads % ranks == 0:
         return False
-    if "key_value" not in site.roles or ranks % heads:
-        named = site.roles.get("column", site.roles.get("key_value", {}))["heads"]
-        expected = "one to be a multiple of the other" if "key_value" in site.roles else "a multiple of the ranks"
-        raise ValueError(f"model.config.{named} is {heads}, on {ranks} ranks; expected {expected}")
+    shares = site.layer == "key_value"
+    if not shares or ranks % heads:
+        expected = "one to be a multiple of the other" if shares else "a multiple of the ranks"
+        raise ValueError(f"model.config.{site.options['heads']} is {heads}, on {ranks} ranks; expected {expected}")
     if not site.shared:
         raise ValueError(f"{heads} heads on {ranks} ranks need 'shared_input' of the module around")
-    if outputs % heads:
-        raise ValueError(f"{outputs} outputs are not divisible by {heads} heads")
+    if widths_of(site.module)[1] % heads:
+        raise ValueError(f"{widths_of(site.module)[1]} outputs are not divisible by {heads} heads")
     return True
 
 
-def _options(planned: Planned, site: Site, role: str) -> dict[str, Any]:
+def _options(planned: Planned, site: Site) -> dict[str, Any]:
     """What the class of the layer is told."""
-    options = dict(site.roles[role])
-    if role == "vocab_embedding":
-        return {"reduce_dtype": planned.reduce_dtype, **options}
-    if role == "vocab_head":
-        return {"gather_output": planned.gather_logits, **options}
-    options.pop("heads", None)
-    if site.shared and role != "row":
-        options.setdefault("gather_input", False)
-    names = ("sequence_parallel", "seq_dim", "overlap", "reduce_dtype")
-    return {**{name: getattr(planned, name) for name in names}, **options}
+    if site.layer == "vocab_embedding":
+        return {"reduce_dtype": planned.reduce_dtype, **site.options}
+    if site.layer == "vocab_head":
+        return {"gather_output": planned.gather_logits, **site.options}
+    options = {name: getattr(planned, name) for name in ("sequence_parallel", "seq_dim", "overlap", "reduce_dtype")}
+    if site.shared and site.is_column:
+        options["gather_input"] = False
+    return options | {name: value for name, value in site.options.items() if name != "heads"}
 
 
-def in_its_place(planned: Planned, site: Site, layer: Sharded | None, meshes: dict[int, Mesh]) -> nn.Module | None:
-    """What takes the module's place, with its parameters; None: it stays.
+def replace(
+    planned: Planned, layers: Mapping[str, Sharded | None], entering: Mapping[str, Entering], init: Any
+) -> None:
+    """Put layers and dropout in their places.
 
-    meshes  number of heads -> the ranks as a grid of heads, and of those that share one: made here when first needed
+    layers    path -> layer, without parameters, that is made already
+    entering  path -> hook of a module that gathers the input of the layers in it
+    init      of modules on the meta device: a function of a module, by which a piece at a time is drawn whole
     """
-    comm, module = planned.comm, site.module
-    if site.function is not None:
-        made = site.function(module, comm)
-        if made is not None and not isinstance(made, nn.Module):
-            raise TypeError(f"{NAME}: {site.path}: the plan's function returned {shown(made)}, expected a module")
-        return made or module
-    if layer is None and "key_value" in site.roles:
-        heads = planned.cut_heads(site) or 1
-        if heads not in meshes:
-            meshes[heads] = Mesh(comm, {"heads": heads, "shared": comm.size // heads})
-        options = {**_options(planned, site, "key_value"), "sequence_parallel": False}
-        mesh = meshes[heads]
-        layer = KeyValueLinear.like(module, mesh["heads"], shared=mesh["shared"], **options)
-    return None if layer is None else layer.take(module)
+    model, meshes = planned.model, dict[int, Mesh]()
+    for path, place in dropouts(planned).items():
+        if place is not None:
+            old: Any = model.get_submodule(path)
+            cut = place == "partial" or (place == "sequence" and planned.sequence_parallel)
+            _put(model, path, Dropout(old.p, planned.comm, cut, old.inplace).train(old.training))
+    for modules in list(_pieces(model)):
+        _draw(modules.values(), planned.comm, init, getattr(model, "_init_weights", None))
+        for site in [planned.sites[path] for path in modules if path in planned.sites]:
+            if site.function is not None:
+                made = _made_by_function(planned, site)
+            elif site.layer is not None:
+                made = (layers[site.path] or _key_value(planned, site, meshes)).take(site.module)
+                if init is not None:
+                    site.module.to_empty(device="meta", recurse=False)  # so that one piece at a time is whole
+            else:
+                continue
+            if site.shared and getattr(made, "gather_input", None) is False:
+                entering[site.shared].look_at(made, site.path)
+            _put(model, site.path, made)
 
 
-def dropout_of(planned: Planned, module: nn.Module, place: str) -> nn.Module:
-    assert isinstance(module, nn.Dropout)
-    cut = place == "partial" or (place == "sequence" and planned.sequence_parallel)
-    return Dropout(module.p, planned.comm, cut, module.inplace).train(module.training)
+def _made_by_function(planned: Planned, site: Site) -> nn.Module:
+    assert site.function is not None
+    made = site.function(site.module, planned.comm)
+    if made is not None and not isinstance(made, nn.Module):
+        raise TypeError(f"{NAME}: {site.path}: the plan's function returned {shown(made)}, expected a module")
+    return made or site.module
 
 
-def put(model: nn.Module, path: str, module: nn.Module) -> None:
+def _key_value(planned: Planned, site: Site, meshes: dict[int, Mesh]) -> Sharded:
+    """A layer of which several ranks share a part.
+
+    meshes  number of heads -> the ranks as a grid of heads, and of those that share one
+    """
+    heads = planned.cut_heads(site) or 1
+    if heads not in meshes:
+        meshes[heads] = Mesh(planned.comm, {"heads": heads, "shared": planned.comm.size // heads})
+    mesh, options = meshes[heads], {**_options(planned, site), "sequence_parallel": False}
+    return KeyValueLinear.like(site.module, mesh["heads"], shared=mesh["shared"], **options)
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     """Put it in the place of the module at `path`, which may have several names."""
     old = model.get_submodule(path)
-    for parent in list(model.modules()):
+    for parent in [] if module is old else list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:
                 setattr(parent, name, module)
@@ -189,45 +181,33 @@ def tie(model: nn.Module, group: list[User]) -> None:
         setattr(module, name, kept)
 
 
-def stages(model: nn.Module, path: str = "") -> Iterator[dict[str, nn.Module]]:
+def _pieces(model: nn.Module, path: str = "") -> Iterator[dict[str, nn.Module]]:
     """The modules in the order of model.apply, in pieces: all of a layer of a list, since the function that draws it
     may draw in its children once more; else each by itself."""
     for name, child in list(model.named_children()):
         below = f"{path}.{name}".lstrip(".")
         if isinstance(model, nn.ModuleList) and path:
-            yield {one: module for piece in stages(child, below) for one, module in piece.items()}
+            yield {one: module for piece in _pieces(child, below) for one, module in piece.items()}
         else:
-            yield from stages(child, below)
+            yield from _pieces(child, below)
     yield {path: model}
 
 
-def _is_computed(module: nn.Module) -> bool:
-    """Whether it has nothing but buffers that no checkpoint has, such as the frequencies of rotary embeddings."""
-    buffers = dict(module.named_buffers(recurse=False))
-    if any(True for _ in module.parameters(recurse=False)) or not any(one.is_meta for one in buffers.values()):
-        return False
-    return buffers.keys().isdisjoint(module.state_dict())
-
-
-def draw(modules: Iterable[nn.Module], comm: Communicator, init: Any, buffers_by: Any) -> None:
-    """Give modules of the meta device memory, whole, and their initial values.
-
-    init        a function of a module, of all modules
-    buffers_by  the like, if init is None, of those that have nothing but buffers that no checkpoint has
-    """
+def _draw(modules: Iterable[nn.Module], comm: Communicator, init: Any, buffers_by: Any) -> None:
+    """Give modules of the meta device memory, whole, and their initial values: all by `init`; without it, by
+    `buffers_by`, those that have nothing but buffers that no checkpoint has, as rotary embeddings."""
     for module in modules:
-        if init is not None:
-            _draw(module, comm, init)
-        elif buffers_by is not None and _is_computed(module):
-            _draw(module, comm, buffers_by)
-
-
-def _draw(module: nn.Module, comm: Communicator, init: Callable[[nn.Module], Any]) -> None:
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    marks = {name: shard_of(one) for name, one in module.named_parameters(recurse=False)}
-    if any(one.is_meta for one in own):
-        module.to_empty(device=comm.device, recurse=False)
-    init(module)
-    for name, one in module.named_parameters(recurse=False):
-        if marks[name] is not None:
-            one.shard = marks[name]  # type: ignore[attr-defined]
+        made_by: Callable[[nn.Module], Any] | None = init
+        buffers = dict(module.named_buffers(recurse=False))
+        parameters = dict(module.named_parameters(recurse=False))
+        if init is None and not parameters and any(one.is_meta for one in buffers.values()):
+            made_by = buffers_by if buffers.keys().isdisjoint(module.state_dict()) else None
+        if made_by is None:
+            continue
+        marks = {name: shard_of(one) for name, one in parameters.items()}
+        if any(one.is_meta for one in (*parameters.values(), *buffers.values())):
+            module.to_empty(device=comm.device, recurse=False)
+        made_by(module)
+        for name, one in module.named_parameters(recurse=False):
+            if marks[name] is not None:
+                one.shard = marks[name]  # type: ignore[attr-defined]

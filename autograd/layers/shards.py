@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import INT_MAX, instance, shown
 
 from ..arguments import as_int
 from ..ops.all_gather import all_gather
@@ -155,6 +156,14 @@ def sizes_of_blocks(name: str, blocks: Any, size: int, ranks: int) -> tuple[int,
     return tuple(int(one or 0) for one in sizes)
 
 
+def checked_size(what: str, value: Any) -> int:
+    """As a number of features or words. ValueError if it is none."""
+    size = as_int(value)
+    if size is None or not 0 <= size <= INT_MAX:
+        raise ValueError(f"{what} is {shown(value)}, expected an integer >= 0, up to {INT_MAX}")
+    return int(size)
+
+
 class Sharded(nn.Module):
     """A module some of whose parameters are parts: it makes and marks them, also in its copies and where it is moved.
 
@@ -243,22 +252,12 @@ class Sharded(nn.Module):
         self._mark()
         return module
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        lists = (missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
         for name, shard in self.shards().items():
             given, own = state_dict.get(prefix + name), getattr(self, name, None)
             if isinstance(own, Tensor) and isinstance(given, Tensor) and own.shape != given.shape == shard.shape:
-                error_msgs.append(
+                args[-1].append(  # to the errors
                     f"{prefix}{name} is the whole parameter, of which this model has a part: load it by "
                     "pynccl_autograd.load_full_state_dict(model, state)."
                 )
@@ -274,3 +273,28 @@ def shard_of(parameter: Tensor) -> Shard | None:
             "torch's fully_shard has made it anew. Call that within `with pynccl_autograd.keep_shards(model):`"
         )
     return shard if isinstance(shard, Shard) else None
+
+
+@contextlib.contextmanager
+def keep_shards(model: nn.Module) -> Iterator[None]:
+    """A block in which parameters of the model are replaced under their names. The new ones are parts of what the old
+    ones were, for `finish_gradients`, `clip_grad_norm_` and checkpoints.
+
+        with ad.keep_shards(model):
+            for layer in model.layers:
+                fully_shard(layer, mesh=device_mesh["dp"])
+            fully_shard(model, mesh=device_mesh["dp"])
+
+    For torch's fully_shard (FSDP2), over another axis than that which cuts the layers; for what else makes parameters
+    anew, such as load_state_dict(assign=True) of a model with modules that a plan only marks. No communication.
+    TypeError if the model has lost its marks before.
+    """
+    instance(model, nn.Module, "keep_shards: model", "a torch.nn.Module")
+    before = {name: shard_of(one) for name, one in model.named_parameters(remove_duplicate=False)}
+    try:
+        yield
+    finally:
+        for name, one in model.named_parameters(remove_duplicate=False):
+            if name in before:
+                parameter: Any = one
+                parameter.shard = before[name]  # None says of a DTensor that this is known

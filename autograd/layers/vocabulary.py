@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import INT_MAX, shown
+from pynccl.bindings.values import shown
 
 from ..arguments import as_int, check_comm, check_dim, check_splits
 from ..ops.all_gather import all_gather, reduce_scatter
 from ..ops.all_reduce import all_reduce, copy
 from ..wire import Dtype
-from .shards import Shard, Sharded
+from .shards import Shard, Sharded, checked_size
 
 _IDS = (torch.int64, torch.int32)
 
@@ -35,25 +35,15 @@ class _VocabParallel(Sharded):
 
     def _cut(self, num_embeddings: int, embedding_dim: int, comm: Communicator) -> None:
         check_comm(type(self).__name__, comm, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
-        self.num_embeddings = self._size("num_embeddings", num_embeddings)
-        self.embedding_dim = self._size("embedding_dim", embedding_dim)
+        self.num_embeddings = checked_size(f"{type(self).__name__}: num_embeddings", num_embeddings)
+        self.embedding_dim = checked_size(f"{type(self).__name__}: embedding_dim", embedding_dim)
         self.comm = comm
         each, more = divmod(self.num_embeddings, comm.size)
         self.splits = tuple(each + (rank < more) for rank in range(comm.size))
         self.first = sum(self.splits[: comm.rank])
 
-    def _size(self, name: str, value: Any) -> int:
-        size = as_int(value)
-        if size is None or not 0 <= size <= INT_MAX:
-            raise ValueError(
-                f"{type(self).__name__}: {name} is {shown(value)}, expected an integer >= 0, up to {INT_MAX}"
-            )
-        return int(size)
-
     def shards(self) -> dict[str, Shard]:
-        """Of the weight, and of the bias of a head."""
-        rows = {"weight": (self.num_embeddings, self.embedding_dim), "bias": (self.num_embeddings,)}
-        return {name: Shard(self.comm, 0, shape, self.splits) for name, shape in rows.items()}
+        return {"weight": Shard(self.comm, 0, (self.num_embeddings, self.embedding_dim), self.splits)}
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -113,10 +103,6 @@ class VocabParallelEmbedding(_VocabParallel):
         """This rank's part of an nn.Embedding, which is equal on all ranks. options: seq_dim, reduce_dtype. ValueError
         for max_norm, scale_grad_by_freq and sparse, which look at whole rows of the gradient or the weight."""
         return cls.like(embedding, comm, sequence_parallel, **options).take(embedding)
-
-    def shards(self) -> dict[str, Shard]:
-        """Of the weight."""
-        return {"weight": super().shards()["weight"]}
 
     def reset_parameters(self) -> None:
         """Draw as nn.Embedding does."""
@@ -188,6 +174,9 @@ class VocabParallelHead(_VocabParallel):
     def from_linear(cls, linear: nn.Linear, comm: Communicator, *, gather_output: bool = False) -> VocabParallelHead:
         """This rank's part of an nn.Linear, which is equal on all ranks."""
         return cls.like(linear, comm, gather_output=gather_output).take(linear)
+
+    def shards(self) -> dict[str, Shard]:
+        return {**super().shards(), "bias": Shard(self.comm, 0, (self.num_embeddings,), self.splits)}
 
     def reset_parameters(self) -> None:
         """Draw as nn.Linear does."""

@@ -4,7 +4,7 @@ for a sharded model beside the unsharded one."""
 from .adjoint import TOLERANCE, AdjointError, check_adjoint
 from .check_model import check_model
 from .gradients import GradientError, check_gradients
-from .model_report import Difference, ModelError, ModelReport
+from .model_gradients import Difference, ModelError, ModelReport
 
 __all__ = [
     "TOLERANCE",

@@ -18,6 +18,7 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import integer, shown
 
+from ..agreement import gathered
 from ..arguments import check_call, type_name
 from ..torch_internals import has_no_values
 from .gradients import gradients_of
@@ -66,19 +67,10 @@ def check_adjoint(
     y = torch.randn(fx.shape, generator=generator, dtype=drawn).to(fx)
     dx = gradients_of(fx, [x], y)[0]
     counted = 0.0 if replicated and comm.rank else 1.0
-    sums = _sum_over_ranks(
-        [
-            counted * _dot(fx, y),
-            _dot(x, dx),
-            counted * _dot(fx, fx),
-            counted * _dot(y, y),
-            _dot(x, x),
-            _dot(dx, dx),
-        ],
-        x,
-        comm,
-    )
-    fx_y, x_dx, fx2, y2, x2, dx2 = sums
+    outputs = [counted * _dot(a, b) for a, b in ((fx, y), (fx, fx), (y, y))]
+    inputs = [_dot(a, b) for a, b in ((x, dx), (x, x), (dx, dx))]
+    rows = gathered(comm, [*outputs, *inputs], torch.float64)
+    fx_y, fx2, y2, x_dx, x2, dx2 = map(sum, zip(*rows, strict=True))
     scale = max((fx2 * y2) ** 0.5, (x2 * dx2) ** 0.5)
     error = abs(fx_y - x_dx) / scale if scale else abs(fx_y - x_dx)
     if not error <= tolerance:
@@ -101,9 +93,7 @@ def convention_hint(found: float, expected: float, ranks: int) -> str:
 def _tolerance(x: Tensor, comm: Communicator, given: float | None) -> float:
     """The same on all ranks: an input without elements says nothing about precision."""
     own = given if given is not None else TOLERANCE.get(x.dtype, math.inf) if x.numel() else 0.0
-    largest = torch.tensor([own], dtype=torch.float64, device=comm.device)
-    comm.all_reduce(largest, largest, "max")
-    tolerance = float(largest)
+    tolerance = max(row[0] for row in gathered(comm, [own], torch.float64))
     if given is None and math.isinf(tolerance):
         raise ValueError(
             f"check_adjoint: no default tolerance for the type of some rank's input, which is {x.dtype} on rank "
@@ -118,12 +108,6 @@ def _dot(a: Tensor, b: Tensor) -> float:
     if a.is_complex():
         return float((a.to(torch.complex128) * b.to(torch.complex128).conj()).real.sum())
     return float((a.double() * b.double()).sum())
-
-
-def _sum_over_ranks(values: list[float], like: Tensor, comm: Communicator) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64, device=like.device)
-    comm.all_reduce(total, total)
-    return [float(value) for value in total]
 
 
 def _check_values(operation: str, x: Tensor, comm: Communicator) -> None:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from ..agreement import broadcast_object, caught, difference, gathered
+from ..agreement import alike, difference, gathered
 from ..arguments import as_int, check_comm
 from ..layers.gradients import finish_gradients
 from ..layers.shards import shard_of
 from ..ops.all_gather import all_gather
 from .adjoint import check_tolerance
-from .model_gradients import Pair, compare, largest_of, wide
-from .model_report import ModelError, ModelReport
+from .model_gradients import ModelError, ModelReport, Pair, compare, largest_of, wide
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -56,16 +55,16 @@ def check_model(
     factor        N, a divisor of it, N**2 or N**3, or one over that: the wrong convention of gradient
     missing sum   the gradients of the ranks that have the same part add up to the right one, or to a multiple, or have
                   it as their mean
-    missing rank  as the sum over ranks, but for one; or one has no gradient
+    missing rank  one has no gradient
     None          none of these; then the first parameter that has one is named, too
 
     Best in float64, with dropout off: it would differ. The models' gradients are put back; buffers may have changed.
-    TypeError and ValueError, on every rank alike, where the two models cannot be compared. A wrong explanation is
-    possible where gradients are equal by chance, as those of a batch of identical samples are.
+    TypeError and ValueError where the two models cannot be compared, and RuntimeError on ranks where they can. A wrong
+    explanation is possible where gradients are equal by chance, as those of a batch of identical samples are.
     """
     check_comm("check_model", comm, model=model, reference=reference, batch=batch)
-    _agreed(comm, lambda: _check_arguments(model, reference, loss, batch_dim, finish, tolerance))
-    pairs = _agreed(comm, lambda: _pairs(model, reference))
+    alike(comm, lambda: _check_arguments(model, reference, loss, batch_dim, finish, tolerance))
+    pairs = alike(comm, lambda: _pairs(model, reference))
     _check_start(comm, pairs)
     whole = batch if batch_dim is None else _whole(comm, batch, batch_dim)
     kept = [(parameter, parameter.grad) for each in (model, reference) for parameter in each.parameters()]
@@ -148,18 +147,6 @@ def _check_shape(pair: Pair) -> None:
         raise ValueError(f"check_model: {pair.name} has shape {list(pair.part.shape)}, expected {expected}, {of}")
 
 
-def _agreed(comm: Communicator, check: Callable[[], Any]) -> Any:
-    """The result of `check`, or its TypeError or ValueError of the first rank that has one, on all ranks."""
-    found, problem = caught(check)
-    if problem is not None and not isinstance(problem, (TypeError, ValueError)):
-        raise problem
-    failed = [rank for rank, (wrong,) in enumerate(gathered(comm, [problem is not None])) if wrong]
-    if not failed:
-        return found
-    kind, text = broadcast_object(comm, [isinstance(problem, TypeError), str(problem)], failed[0])
-    raise (TypeError if kind else ValueError)(f"{text} (on rank {failed[0]})") from problem
-
-
 def _check_start(comm: Communicator, pairs: list[Pair]) -> None:
     """That the ranks have the same reference, and between them all of its parameters, with its values."""
     if difference(comm, {"names": [f"{pair.name} {list(pair.whole.shape)}" for pair in pairs]}) is not None:
@@ -194,7 +181,7 @@ def _whole(comm: Communicator, batch: Any, dim: int) -> Any:
     """All ranks' parts of the batch in one."""
     items = list(batch.values()) if isinstance(batch, Mapping) else batch
     tensors = [x for x in (items if isinstance(items, tuple | list) else [items]) if isinstance(x, Tensor)]
-    _agreed(comm, lambda: _check_batch(tensors, dim))
+    alike(comm, lambda: _check_batch(tensors, dim))
 
     def joined(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -226,7 +213,7 @@ def _step(comm: Communicator, model: nn.Module, batch: Any, loss: Loss | None) -
             )
         return value
 
-    value: Tensor = _agreed(comm, check)
+    value: Tensor = alike(comm, check)
     if value.requires_grad:
         value.sum().backward()
     return [one for (one,) in gathered(comm, [float(value.detach())], torch.float64)]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from pynccl import Communicator
 
+from ..agreement import gathered
+
 _NOT_TWICE = (
     "the gradients themselves are right, and their derivatives are not: is the backward pass made of plain calls of a "
     "communicator, of detached tensors, or @once_differentiable? Make it of functions of pynccl_autograd; or pass "
@@ -172,7 +174,7 @@ class _Check(NamedTuple):
         """Move elements on `owner`; what it found, on all ranks."""
         comm, moving = self.comm, leaf.shared or self.comm.rank == owner
         values, gradient = _reals(leaf.tensor.detach()), _reals(leaf.gradient.detach().resolve_conj().contiguous())
-        count = int(self._tell(owner, [float(values.numel())])[0])
+        count = gathered(comm, [values.numel()])[owner][0]
         generator = torch.Generator().manual_seed(self.seed)
         indices = torch.randperm(count, generator=generator)[: self.samples].tolist()
         worst = _Found(0.0, 0, 0.0, 0.0)
@@ -192,13 +194,8 @@ class _Check(NamedTuple):
             error = abs(mine - slope) / (self.atol + self.rtol * abs(slope))
             if moving and not error <= worst.error:
                 worst = _Found(error, index, mine, slope)
-        error, position, mine, slope = self._tell(owner, list(worst))
+        error, position, mine, slope = gathered(comm, worst, torch.float64)[owner]
         return _Found(error, int(position), mine, slope)
-
-    def _tell(self, owner: int, numbers: list[float]) -> list[float]:
-        told = torch.tensor(numbers, dtype=torch.float64, device=self.comm.device)
-        self.comm.broadcast(told, told, owner)
-        return told.tolist()
 
     def _describe(self, what: str, owner: int, leaf: _Leaf, found: _Found) -> str:
         index, part = found.position, ""

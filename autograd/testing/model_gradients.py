@@ -16,7 +16,6 @@ from pynccl import Communicator, progress
 
 from ..agreement import gathered
 from ..layers.shards import shard_of
-from .model_report import Difference, ModelReport
 
 # Of a gradient's error, relative to its largest element: rounding along a deep model, in other orders of summation.
 TOLERANCES: dict[torch.dtype, float] = {
@@ -28,6 +27,63 @@ TOLERANCES: dict[torch.dtype, float] = {
     torch.bfloat16: 5e-2,
 }
 _EXPLAINED = 8  # differences that are looked into: each takes a few sums over ranks of the whole parameter
+
+
+class Difference(NamedTuple):
+    """A gradient that differs from the unsharded model's."""
+
+    name: str  # of the parameter
+    error: float  # the largest difference on any rank, relative to the largest element of the whole gradient
+    where: str  # the largest difference: rank, index in the whole parameter, the two values
+    explanation: str | None  # "factor", "missing sum", "missing rank"; None: none of them
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.where}, {self.error:.3%} of the gradient's largest element\n    {self.advice}"
+
+
+class ModelReport(NamedTuple):
+    """What `check_model` found, equal on all ranks; str() of it is meant to be read."""
+
+    parameters: int  # compared
+    error: float  # the largest of all gradients, each relative to its largest element
+    losses: tuple[float, ...]  # of the sharded model, rank by rank
+    reference_loss: float
+    wrong: int  # gradients that differ
+    differences: tuple[Difference, ...]  # the first of them, in the order of definition
+
+    def __str__(self) -> str:
+        if not self.wrong:
+            return f"{self.parameters} gradients equal the reference's; the largest error is {self.error:.2g}"
+        first = self.differences[0]
+        text = f"{self.wrong} of {self.parameters} gradients differ from the reference's. The first is\n  {first}"
+        explained = next((one for one in self.differences if one.explanation), first)
+        if explained is not first:
+            text += f"\nThe first that is explained is\n  {explained}"
+        if not self._losses_agree():
+            found = ", ".join(f"{loss:.9g}" for loss in self.losses)
+            text += (
+                f"\nThe losses differ, too: {found} on the ranks, {self.reference_loss:.9g} of the reference. Look at "
+                "the forward pass first."
+            )
+        return text
+
+    def _losses_agree(self) -> bool:
+        """Each is the reference's, or a share whose sum or mean is."""
+        total = math.fsum(self.losses)
+        wholes = (self.losses, (total,), (total / len(self.losses),))
+        return any(all(math.isclose(one, self.reference_loss, rel_tol=1e-2) for one in whole) for whole in wholes)
+
+
+class ModelError(AssertionError):
+    """Gradients differ. Raised on every rank alike; `report` is a ModelReport, and the text is its text."""
+
+    def __init__(self, report: ModelReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+
+# ------------------------------------------------------------------------------------------------ the comparison
 
 
 class Pair(NamedTuple):
@@ -143,56 +199,30 @@ def _where(pair: Pair, rank: int, row: _Row) -> str:
 # ------------------------------------------------------------------------------------------------ the explanations
 
 
-class _Guess(NamedTuple):
-    """That a value of this rank is what a guess makes of the whole gradient; None: nothing to say of this rank."""
-
-    value: Tensor | None
-    expected: Tensor
-    factor: float = 1.0  # of the tolerance
-
-
 def _explain(comm: Communicator, pair: Pair, rows: list[_Row], allowed: float) -> tuple[str | None, str]:
     """(the explanation that fits, what to do)."""
     expected = pair.own(_gradient(pair.whole, pair.whole.grad))
     part = pair.part
     found = torch.zeros_like(expected) if part is None else _gradient(part, part.grad)
-    share = torch.zeros_like(expected) if part is None else _gradient(part, pair.before)
 
-    def fit(guesses: list[_Guess]) -> list[bool]:
-        """Which of them are right on every rank that has the parameter."""
-        own = [
-            part is None or one.value is None or largest_of(one.value - one.expected) <= allowed * one.factor
-            for one in guesses
-        ]
-        return [all(ranks) for ranks in zip(*gathered(comm, own), strict=True)]
+    def first_fit(guesses: list[tuple[Tensor, float]]) -> int | None:
+        """The first guess, (what equals the right gradient, times the tolerance), that is right on every rank."""
+        own = [part is None or largest_of(one - expected) <= allowed * times for one, times in guesses]
+        ranks = gathered(comm, own)
+        return next((at for at in range(len(guesses)) if all(row[at] for row in ranks)), None)
 
     factors = _factors(comm.size)
-    fitting = fit([_Guess(found, expected * factor, max(1.0, factor)) for factor in factors])
-    if any(fitting) and rows[0].scale > 0:
-        return "factor", _advice_on_factor(factors[fitting.index(True)], comm.size)
+    fit = first_fit([(found / factor, max(1.0, 1 / factor)) for factor in factors])
+    if fit is not None and rows[0].scale > 0:
+        return "factor", _advice_on_factor(factors[fit], comm.size)
     places = [row[:3] for row in rows]
     if len(set(places)) == len(places):  # no two ranks have the same part: nothing is summed over ranks
         return None, _NO_EXPLANATION
-    found_sum, share_sum = _sum(comm, pair, found), _sum(comm, pair, share)
+    total = _sum(comm, pair, found)
     times = [count for count in range(1, comm.size + 1) if comm.size % count == 0]
-    fitting = fit([_Guess(found_sum / count, expected) for count in times])
-    if any(fitting):
-        return "missing sum", _advice_on_sum(rows, times[fitting.index(True)])
-    for rank in range(comm.size):
-        if not rows[rank].has or places.count(places[rank]) < 2:
-            continue
-        with_it = places[rank] == places[comm.rank]
-        its_share, its_found = _of_rank(comm, pair, share, rank), _of_rank(comm, pair, found, rank)
-        other = with_it and comm.rank != rank
-        shares, without, beside = fit(
-            [
-                _Guess(share_sum if with_it else None, expected),
-                _Guess(found if other else None, share_sum - its_share),  # left out of the sum after backward()
-                _Guess(found + its_found if other else None, expected),  # or of one within, and is left with its own
-            ]
-        )
-        if (shares and without) or beside:
-            return "missing rank", _advice_on_rank(rank)
+    fit = first_fit([(total / count, 1.0) for count in times])
+    if fit is not None:
+        return "missing sum", _advice_on_sum(rows, times[fit])
     empty = [rank for rank, row in enumerate(rows) if row.has and row.missing]
     if empty and any(row.has and not row.missing for row in rows):
         return "missing rank", _advice_on_empty(empty)
@@ -201,28 +231,12 @@ def _explain(comm: Communicator, pair: Pair, rows: list[_Row], allowed: float) -
 
 def _sum(comm: Communicator, pair: Pair, own: Tensor) -> Tensor:
     """Over the ranks that have the same part."""
-    total = _placed(comm, pair, own)
-    comm.all_reduce(total, total)
-    return _taken(pair, total)
-
-
-def _of_rank(comm: Communicator, pair: Pair, own: Tensor, rank: int) -> Tensor:
-    """What that rank has, if it is of the same part."""
-    told = _placed(comm, pair, own)
-    comm.broadcast(told, told, rank)
-    return _taken(pair, told)
-
-
-def _placed(comm: Communicator, pair: Pair, own: Tensor) -> Tensor:
-    """As much as the whole on every rank, as real numbers: zeros, but for this rank's part."""
     whole = torch.zeros_like(pair.whole, dtype=own.dtype, device=comm.device)
     if pair.part is not None:
         pair.own(whole).copy_(own)
-    return torch.view_as_real(whole).contiguous() if whole.is_complex() else whole.contiguous()
-
-
-def _taken(pair: Pair, numbers: Tensor) -> Tensor:
-    whole = torch.view_as_complex(numbers) if pair.whole.is_complex() else numbers
+    total = torch.view_as_real(whole).contiguous() if whole.is_complex() else whole.contiguous()
+    comm.all_reduce(total, total)
+    whole = torch.view_as_complex(total) if whole.is_complex() else total
     return pair.own(whole).to(pair.whole.device)
 
 
@@ -234,9 +248,9 @@ def _factors(ranks: int) -> list[float]:
 
 
 _NO_EXPLANATION = (
-    "not explained: it is no factor, and neither a sum over ranks nor one rank's share is missing. Look for what is "
-    'wrong by more than a factor: grad="replicated" where each rank goes on with work of its own '
-    "(docs/conventions.md), the slice of another rank, an operation that the reference has not"
+    "not explained: it is no factor, and no sum over all ranks is missing. Look for what is wrong by more than a "
+    'factor: grad="replicated" where each rank goes on with work of its own (docs/conventions.md), the slice of '
+    "another rank, a rank that a sum leaves out, an operation that the reference has not"
 )
 
 
@@ -274,13 +288,6 @@ def _advice_on_sum(rows: list[_Row], times: int) -> str:
         "Say so, parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True), and call "
         "ad.finish_gradients(model) after backward(); or put ad.copy(x, comm) where each rank takes x up for a part of "
         "the work, e.g. before columns of its own"
-    )
-
-
-def _advice_on_rank(rank: int) -> str:
-    return (
-        f"missing rank: it is the sum over ranks without rank {rank}. Look for what that rank does differently: "
-        "another communicator, a condition, an output that it does not use (ad.anchor)"
     )
 
 

@@ -131,7 +131,7 @@ def test_what_a_linear_layer_is_stays_so(ranks: RankPool) -> None:
 def nonsense(comm: Communicator) -> None:
     column, row = ad.ColumnParallelLinear(4, 8, comm), ad.RowParallelLinear(8, 4, comm, sequence_parallel=True)
     shared = ad.ColumnParallelLinear(4, 8, comm, gather_input=False)
-    with pytest.raises(ValueError, match=r"x has shape \[3, 8\], expected a last dimension of 4, all of in_features 4"):
+    with pytest.raises(ValueError, match=r"x has shape \[3, 8\], expected a last dimension of 4"):
         shared(torch.ones(3, 8))
     for layer in (column, row):
         with pytest.raises(ValueError, match=r"x has shape \(4, 8\), expected \[\.\., 4\]"):

@@ -126,8 +126,8 @@ def unseeded(comm: Communicator) -> None:
     with pytest.warns(UserWarning, match="the plan says nothing of 1: replicated"):
         ad.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)), other, plan)
     with pytest.raises(ValueError, match="0: the plan names its attribute 'dropout', which Linear does not have"):
-        plan_of: Any = {"0": ["column", ("attention_dropout", {"p": "dropout"})]}
-        ad.parallelize(nn.Sequential(nn.Linear(4, 4)), other, plan_of)
+        plan_of: Any = {"0": ("attention_dropout", {"p": "dropout"}), "1": "column"}
+        ad.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), other, plan_of)
     other.destroy()
 
 

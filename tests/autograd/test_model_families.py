@@ -105,7 +105,7 @@ def test_a_model_of_another_build_is_refused_before_anything_changes(
     replicated = {"**.self_attn.*_layernorm": "replicated"}
     said("HunYuanDenseV1", "the plan says 'replicated' of it; say 'partial'", plan=replicated)
     said("Llama", "the plan says 'partial' of it; say 'sequence'", plan={"**.input_layernorm": "partial"})
-    said("Gemma", "say 'replicated', also of lm_head, which has the same parameter", tie_word_embeddings=True)
+    said("Gemma", "say 'replicated' of it, and of what has the same parameter", tie_word_embeddings=True)
     said("Llama", "the plan says vocab_head of it", plan={"**.self_attn.q_proj": "vocab_head"})
     if sequence_parallel:
         said("Llama", "'sequence_end' of no module after it", plan={"**.norm": "replicated"})
@@ -170,7 +170,7 @@ def by_hand(comm: Communicator) -> None:
     for kind, plan, parts in (
         (ByHand, {"words": "vocab_embedding"}, ("words.weight ('vocab_embedding')", "out.weight (of which it says")),
         (ByHand, {"words": "vocab_embedding", "out": "replicated"}, ("out.weight ('replicated')",)),
-        (ByHand, {"words": "replicated", "out": "vocab_head"}, ("'vocab_embedding' of words and 'vocab_head' of out",)),
+        (ByHand, {"words": "replicated", "out": "vocab_head"}, ("expected 'vocab_embedding' and 'vocab_head'",)),
         (ByHand, {"words": "vocab_embedding", "out": "row"}, ("out.weight ('row')",)),
         (Holds, {"words": "vocab_embedding", "out": "vocab_head"}, ("table (of which it says nothing)",)),
     ):

@@ -55,15 +55,15 @@ ORDER: dict[str, str] = {
         overlap.config overlap.workspace overlap.trials overlap.routes overlap.unfused overlap.lanes overlap.trace
         overlap.reporting overlap.limits overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
-        overlap layers.dtensors layers.shards layers.keep_shards layers.in_flight layers.gradients layers.linear
-        layers.vocabulary layers.dropout layers.plan layers.alike layers.plan_checks layers.replace
-        layers.hooks layers.parallelize layers.describe
+        overlap layers.dtensors layers.shards layers.in_flight layers.gradients layers.linear
+        layers.vocabulary layers.dropout layers.plan layers.plan_checks layers.hooks layers.replace
+        layers.parallelize layers.describe
         layers.checkpoint_files layers.checkpoint layers.checkpoint_optimizer layers.checkpoint_dcp
         layers.buckets layers.optimizer_shard layers.data_parallel layers plans nn
         tracing.spans tracing.calls tracing.recording tracing.profiled tracing.meeting tracing.merge tracing.tracing
         tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
-        testing.model_report testing.model_gradients testing.check_model testing
+        testing.model_gradients testing.check_model testing
         __init__
     """,
 }
