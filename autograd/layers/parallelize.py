@@ -13,16 +13,16 @@ from torch import nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from ..agreement import difference, raise_alike
+from ..agreement import alike, difference
 from ..arguments import as_int, check_comm
 from ..overlap.config import Overlap
 from ..torch_internals import has_no_values
 from ..wire import Dtype
 from .hooks import Drawing, Entering, Outputs, SameInput, Sequence, checksum, keep_parts, leave_logits_cut
-from .plan import NAME, Planned, Site, probability, read, staying
+from .plan import NAME, Planned, Site, Stay, probability, read, staying
 from .plan_checks import check_cut, check_staying, check_tied, tied_parameters, warn_of_silence
 from .replace import layer_of, replace, tie
-from .shards import Shard
+from .shards import Shard, Sharded
 
 _SAMPLE = 16  # elements of each parameter that are compared
 _WEIGHTS = "the weights"
@@ -89,18 +89,7 @@ def parallelize(
     check_comm(NAME, comm, model=model)
     comm.check_alive()
     planned = Planned(model, comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits)
-    problem: Exception | None = None
-    try:
-        _check_arguments(planned, init)
-        planned.sites = read(model, plan)
-        layers = {path: layer_of(planned, site) for path, site in planned.sites.items()}
-        stays = staying(planned)
-        check_cut(planned)
-        check_staying(planned, stays)
-        check_tied(planned, stays, layers)
-    except (ValueError, TypeError) as error:
-        problem = error
-    raise_alike(comm, problem)
+    layers, stays = alike(comm, lambda: _checked(planned, plan, init))
     _check_alike(planned, init)
     warn_of_silence(planned, stays)
 
@@ -121,6 +110,18 @@ def parallelize(
     leave_logits_cut(model, comm)
     keep_parts(model)
     return model
+
+
+def _checked(planned: Planned, plan: Mapping[str, Any], init: Any) -> tuple[dict[str, Sharded | None], list[Stay]]:
+    """The layers that take the places of modules, and the modules that stay, if the plan is right."""
+    _check_arguments(planned, init)
+    planned.sites = read(planned.model, plan)
+    layers = {path: layer_of(planned, site) for path, site in planned.sites.items()}
+    stays = staying(planned)
+    check_cut(planned)
+    check_staying(planned, stays)
+    check_tied(planned, stays, layers)
+    return layers, stays
 
 
 def _check_arguments(planned: Planned, init: Any) -> None:
@@ -156,7 +157,7 @@ def _check_alike(planned: Planned, init: Any) -> None:
         "names, shapes, types or devices of the parameters": [
             f"{name} {list(one.shape)} {one.dtype} {one.is_meta}" for name, one in model.named_parameters()
         ],
-        _WEIGHTS: checksum(samples),
+        _WEIGHTS: checksum([torch.cat(samples)] if samples else []),
     }
     other = difference(comm, values)
     if other is not None and other.what != _WEIGHTS:
