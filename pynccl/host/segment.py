@@ -29,11 +29,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .memory import normal_tensors
-
 SLOTS = 4
 SMALL_BYTES = 64 << 10
 LARGE_BYTES = 1 << 20
@@ -113,22 +108,10 @@ class Segment:
         self.words = self.bytes[:_TOKEN_AT].cast("I")
         self.token = bytes(self.bytes[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES])
         self.headers = [self.bytes[_HEADERS_AT + i * HEADER_BYTES :][:HEADER_BYTES] for i in range(SLOTS)]
-        self._tensors: dict[tuple[bool, int, torch.dtype], Tensor] = {}
 
     def slot(self, large: bool, slot: int) -> int:
         """Its address."""
         return self.address + self.layout.slot(large, slot)
-
-    def view(self, large: bool, slot: int, dtype: torch.dtype) -> Tensor:
-        """A slot as a tensor, made once."""
-        key = large, slot, dtype
-        if key not in self._tensors:
-            count = (LARGE_BYTES if large else SMALL_BYTES) // dtype.itemsize
-            with normal_tensors():
-                self._tensors[key] = torch.frombuffer(
-                    self._mapped, dtype=dtype, count=count, offset=self.layout.slot(large, slot)
-                )
-        return self._tensors[key]
 
 
 class OwnSegment(Segment):

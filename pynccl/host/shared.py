@@ -30,7 +30,7 @@ from . import futex
 from .channel import Bell, Incoming, Outgoing
 from .connection import HEAD, HEAD_BYTES, TEXT_BYTES, Label
 from .failure import HostFailure, TransportFailure
-from .segment import BELL, COMPLETE, DONE, LARGE, LARGE_BYTES, POSTED, SLOTS, SMALL_BYTES, OwnSegment, Segment
+from .segment import BELL, COMPLETE, DONE, LARGE, POSTED, SLOTS, OwnSegment, Segment
 from .transport import Transport
 from .watchdog import Activity, mismatch, other_calls
 
@@ -148,10 +148,6 @@ class SharedMemory:
     def end_large(self) -> None:
         """All that this rank reads in a large operation has been read."""
         self._own.words[DONE] = self._large_step = self._step
-
-    @staticmethod
-    def slot_bytes(large: bool) -> int:
-        return LARGE_BYTES if large else SMALL_BYTES
 
     # Messages
 
