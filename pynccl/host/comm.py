@@ -138,14 +138,13 @@ class Comm:
             raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialised)")
         return self._transport
 
-    def use(self, channels: Mapping[int, Channels]) -> Transport:
+    def use(self, channels: Mapping[int, Channels]) -> None:
         """Begin to use connections to all peers; the communicator is not initialized yet."""
         transport = Transport(self.rank, channels, self.activity, self.timeout)
         with self.mutex:
             self._transport = transport
         if self.failure is not None:  # aborted meanwhile
             transport.abort(self.because(f"it failed: {self.failure.text}"), TransportFailure(self.failure.text))
-        return transport
 
     def begin(self, shared: SharedMemory | None) -> None:
         """It is initialized, and its ranks share memory or do not."""
@@ -227,23 +226,10 @@ class Comm:
     # Memory
 
     @property
-    def dynamic_bytes(self) -> int:
-        """Bytes that a suspend gives back."""
-        shared = self.shared.nbytes if self.shared is not None else 0
-        return self.scratch.nbytes + shared
-
-    @property
     def static_bytes(self) -> int:
-        shared = self.shared.fixed_bytes if self.shared is not None else 0
+        """Bytes that it keeps through a suspend, which gives back its scratch memory."""
+        shared = self.shared.nbytes if self.shared is not None else 0
         return shared + (self._transport.nbytes if self._transport is not None else 0)
-
-    def suspend(self) -> None:
-        """Give back what is not needed until `suspended` is taken back."""
-        self.flush()
-        self.suspended = True
-        self.scratch.release()
-        if self.shared is not None:
-            self.shared.suspend()
 
     # Failure and end
 

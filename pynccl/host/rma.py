@@ -117,8 +117,7 @@ class Rma(Background):
         if peer == self._comm.rank:
             self._deliver(peer, head, data)
         else:
-            self._comm.transport.rma_send(peer, _HEAD.pack(*head))
-            self._comm.transport.rma_send(peer, bytes_of(data))
+            self._comm.transport.rma_send(peer, _HEAD.pack(*head) + bytes_of(data))
 
     # Receiving
 

@@ -79,7 +79,8 @@ def _slots(op: Operation, nbytes: int, blocks: int) -> _Slots:
     """For so many bytes in each of `blocks` of a slot."""
     shared = op.comm.shared
     assert shared is not None
-    large = aligned(nbytes) * blocks > SMALL_BYTES and shared.large()
+    if large := aligned(nbytes) * blocks > SMALL_BYTES:
+        shared.reserve_large()
     return _Slots(shared, large, *cut(nbytes, (LARGE_BYTES if large else SMALL_BYTES) // blocks))
 
 
@@ -106,8 +107,6 @@ def _run(
         if waited:
             shared.wait(waited)
             read(slot, start, n)
-    if slots.large:
-        shared.end_large()
 
 
 # Those that copy
@@ -280,5 +279,3 @@ def _all_reduce_shards(op: Operation, own: _Contribution) -> None:
             add(piece, slot)
         if piece:
             fetch(piece - 1, slot)
-    if slots.large:
-        shared.end_large()

@@ -267,16 +267,17 @@ class Transport:
             connection.end("it closed the connection")
         return culprit_of(self._rank, list(self._connections.values()))
 
-    # One-sided: blocking, by threads of their own, however long it takes
+    # One-sided: blocking; received by threads of their own, however long it takes
 
-    def rma_send(self, peer: int, data: bytes | memoryview) -> None:
+    def rma_send(self, peer: int, data: bytes) -> None:
+        connection = self._connections[peer]
         try:
-            self._connections[peer].rma.sendall(data)
+            connection.rma.sendall(data)
         except BlockingIOError as error:
             why = f"rank {peer} reads nothing, frozen or late"
             raise TransportFailure(why, timed_out=True, culprit=peer) from error
         except OSError as error:
-            raise TransportFailure(f"connection to rank {peer}: {error.strerror or 'closed'}", culprit=peer) from error
+            raise self._loss(connection) from error
 
     def rma_recv(self, peer: int, data: memoryview) -> None:
         sock, why = self._connections[peer].rma, "closed by peer"
