@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -249,10 +248,10 @@ def _once(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
 
 
 def _either(
-    over_sockets: Callable[[Operation], None], in_memory: Callable[[Operation], Callable[[], None]]
-) -> Callable[[Operation], Callable[[], None]]:
+    over_sockets: Callable[[Operation], None], in_memory: Callable[[Operation], None]
+) -> Callable[[Operation], None]:
     """Through memory where the ranks share it."""
-    return lambda op: partial(over_sockets, op) if op.comm.shared is None else in_memory(op)
+    return lambda op: over_sockets(op) if op.comm.shared is None else in_memory(op)
 
 
 ALL_REDUCE = Kind("ncclAllReduce", _either(all_reduce, shared.all_reduce), _twice, reduces=True)
@@ -263,8 +262,8 @@ ALL_GATHER = Kind("ncclAllGather", _either(all_gather, shared.all_gather), _shar
 ALL_TO_ALL = Kind("ncclAlltoAll", _either(all_to_all, shared.all_to_all), _shards)
 GATHER = Kind("ncclGather", _either(gather, shared.gather), _rooted, recv=Where.ON_ROOT, peer_is="root")
 SCATTER = Kind("ncclScatter", _either(scatter, shared.scatter), _rooted, send=Where.ON_ROOT, peer_is="root")
-SEND = Kind("ncclSend", lambda op: Messages([op]).run, _once, recv=Where.NOWHERE, peer_is="peer")
-RECV = Kind("ncclRecv", lambda op: Messages([op]).run, _once, send=Where.NOWHERE, peer_is="peer")
+SEND = Kind("ncclSend", lambda op: Messages([op]).run(), _once, recv=Where.NOWHERE, peer_is="peer")
+RECV = Kind("ncclRecv", lambda op: Messages([op]).run(), _once, send=Where.NOWHERE, peer_is="peer")
 
 
 def _free(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:

@@ -2,7 +2,7 @@
 
 A channel lies in the memory of the rank that sends, and has two rings: MESSAGE_SLOTS small slots and as many large
 ones. Every message begins in a small slot, with a header that says which call it belongs to, and what of its data has
-room there; the rest goes through the large slots or, where there is no memory for these, through further small ones.
+room there; the rest goes through the large slots.
 Words count the slots of each ring that have been filled, and, in the memory of the rank that receives, emptied: the
 second is both room for the next one and the news that a message was received.
 
@@ -11,19 +11,17 @@ second is both room for the next one and the news that a message was received.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable
-from ctypes import memmove
+from ctypes import memmove, string_at
 
 from . import futex
 from .connection import HEAD_BYTES
 from .segment import BELL, LINE_BYTES, MESSAGE_BYTES, MESSAGE_SLOTS, OwnSegment, Segment
 
 _WORD = (1 << 32) - 1
-_WAY_AT = HEAD_BYTES  # of a first slot: whether the rest comes through large slots
-_DATA_AT = HEAD_BYTES + 16
+_DATA_AT = HEAD_BYTES  # of a first slot
 
 
 class _Ring:
@@ -96,7 +94,6 @@ class Outgoing:
         self._small, self._large = _rings(own, peer, segment, rank, True)
         self._posted: deque[tuple[bytes, int, int]] = deque()
         self._at = 0  # bytes of the first one that are under way, or beyond
-        self._rest = self._small  # through which what is left of it goes
 
     def post(self, head: bytes, address: int, nbytes: int) -> None:
         self._posted.append((head, address, nbytes))
@@ -111,7 +108,7 @@ class Outgoing:
         posted = self._posted
         while posted:
             head, address, nbytes = posted[0]
-            ring = self._rest if self._at else self._small
+            ring = self._large if self._at else self._small
             if ring.full:
                 return
             slot = ring.slot
@@ -120,10 +117,9 @@ class Outgoing:
                 memmove(slot, address + self._at, moved)
             else:
                 moved = min(ring.slot_bytes - _DATA_AT, nbytes)
-                is_large = moved < nbytes and self._has_large()
-                self._rest = self._large if is_large else self._small
+                if moved < nbytes:
+                    self._own.reserve_channel(self._peer)
                 memmove(slot, head, HEAD_BYTES)
-                memmove(slot + _WAY_AT, bytes((is_large,)), 1)
                 memmove(slot + _DATA_AT, address, moved)
             self._at += moved
             if self._at == nbytes:
@@ -131,12 +127,6 @@ class Outgoing:
                 self._at = 0
             ring.step()
             self._bell.ring(self._segment)
-
-    def _has_large(self) -> bool:
-        with contextlib.suppress(OSError):
-            self._own.reserve_channel(self._peer)
-            return True
-        return False
 
 
 class Incoming:
@@ -156,7 +146,6 @@ class Incoming:
         self._small, self._large = _rings(segment, rank, own, peer, False)
         self._posted: deque[tuple[bytes, int, int]] = deque()
         self._at = 0
-        self._rest = self._small
 
     def post(self, expected: bytes, address: int, nbytes: int) -> None:
         """expected: what the header begins with"""
@@ -171,7 +160,7 @@ class Incoming:
         posted = self._posted
         while posted:
             expected, address, nbytes = posted[0]
-            ring = self._rest if self._at else self._small
+            ring = self._large if self._at else self._small
             if ring.equal:
                 return
             if not futex.ORDERED:
@@ -181,11 +170,10 @@ class Incoming:
                 moved = min(ring.slot_bytes, nbytes - self._at)
                 memmove(address + self._at, slot, moved)
             else:
-                head = self._bytes(slot, HEAD_BYTES)
+                head = string_at(slot, HEAD_BYTES)
                 if not head.startswith(expected):
                     raise self._disagree(head, expected)
                 moved = min(ring.slot_bytes - _DATA_AT, nbytes)
-                self._rest = self._large if self._bytes(slot + _WAY_AT, 1) == b"\1" else self._small
                 memmove(address, slot + _DATA_AT, moved)
             self._at += moved
             if self._at == nbytes:
@@ -193,7 +181,3 @@ class Incoming:
                 self._at = 0
             ring.step()
             self._bell.ring(self._segment)
-
-    def _bytes(self, address: int, nbytes: int) -> bytes:
-        at = address - self._segment.address
-        return bytes(self._segment.bytes[at : at + nbytes])

@@ -17,7 +17,7 @@ from .argcheck import check_coll_config, check_dtype, check_struct
 from .comm import Comm, find
 from .exports import export
 from .failure import invalid_argument
-from .operation import Kind, operation_of
+from .operation import Kind, Operation
 from .reduction import PreMulSum
 from .stream import find as find_stream, find_event
 
@@ -55,7 +55,8 @@ def _define(name: str, kind: Kind, arguments: str) -> None:
         event = find_event(started) if started else None
         own = find(comm)
         own.check_usable()
-        operation = operation_of(own, kind, send_ptr or 0, recv_ptr or 0, count, dtype, op, peer)
+        operation = Operation(kind, own, send_ptr or 0, recv_ptr or 0, count, dtype, op, peer)
+        operation.check()
         group.issue(operation, find_stream(stream) if stream else None, event)
 
     export(call, name)

@@ -68,19 +68,12 @@ def seconds(variable: str, default: float = 600.0) -> float:
 class Work(Protocol):
     """What a communicator runs in its turn: one collective, or all sends and receives of a group at once."""
 
-    @property
-    def run(self) -> Callable[[], None]: ...
+    def run(self) -> None: ...
+
     def traffic(self) -> tuple[int, float]:
         """(steps, bytes on the wire)"""
 
     def describe(self) -> str: ...
-
-
-class KeptWork(Work, Protocol):
-    """What is kept for the next call like it."""
-
-    def forget(self) -> None:
-        """It is not kept any more."""
 
 
 class Background:
@@ -122,8 +115,6 @@ class Comm:
         self.rma_signals = self.rma_contexts = 1
         self.registrations: dict[int, tuple[int, int]] = {}
         self.shrinks: Counter[str] = Counter()  # how often it shrank, by whom it excluded
-        self.kept: dict[tuple[object, ...], KeptWork] = {}
-        self.seen: set[int] = set()  # hashes of what may be kept when it comes again
         self.rma = Background()
         # Entered by `with`, which Ctrl-C cannot leave locked: a Condition's own __enter__ is Python code, and it can.
         self.mutex = threading.RLock()
@@ -147,14 +138,13 @@ class Comm:
             raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialised)")
         return self._transport
 
-    def use(self, channels: Mapping[int, Channels]) -> Transport:
+    def use(self, channels: Mapping[int, Channels]) -> None:
         """Begin to use connections to all peers; the communicator is not initialized yet."""
         transport = Transport(self.rank, channels, self.activity, self.timeout)
         with self.mutex:
             self._transport = transport
         if self.failure is not None:  # aborted meanwhile
             transport.abort(self.because(f"it failed: {self.failure.text}"), TransportFailure(self.failure.text))
-        return transport
 
     def begin(self, shared: SharedMemory | None) -> None:
         """It is initialized, and its ranks share memory or do not."""
@@ -235,30 +225,11 @@ class Comm:
 
     # Memory
 
-    def forget_kept(self) -> None:
-        kept, self.kept = self.kept, {}
-        for work in kept.values():
-            work.forget()
-
-    @property
-    def dynamic_bytes(self) -> int:
-        """Bytes that a suspend gives back."""
-        shared = self.shared.nbytes if self.shared is not None else 0
-        return self.scratch.nbytes + shared
-
     @property
     def static_bytes(self) -> int:
-        shared = self.shared.fixed_bytes if self.shared is not None else 0
+        """Bytes that it keeps through a suspend, which gives back its scratch memory."""
+        shared = self.shared.nbytes if self.shared is not None else 0
         return shared + (self._transport.nbytes if self._transport is not None else 0)
-
-    def suspend(self) -> None:
-        """Give back what is not needed until `suspended` is taken back."""
-        self.flush()
-        self.suspended = True
-        self.forget_kept()
-        self.scratch.release()
-        if self.shared is not None:
-            self.shared.suspend()
 
     # Failure and end
 
@@ -343,7 +314,6 @@ class Comm:
         if self.shared is not None:
             self.shared.close()
         self._transport = self.shared = None
-        self.forget_kept()
         self.activity.describe = str  # of the last operation, which refers to all this
 
     def after_fork(self) -> None:

@@ -41,7 +41,9 @@ def ncclCommRevoke(comm: Comm, flags: int) -> None:
 def ncclCommSuspend(comm: Comm, flags: int) -> None:
     comm.check_usable()
     check_flags("ncclCommSuspend", "flags", flags, [_SUSPEND_MEM], "1 (NCCL_SUSPEND_MEM)")
-    comm.suspend()
+    comm.flush()
+    comm.suspended = True
+    comm.scratch.release()
 
 
 @export

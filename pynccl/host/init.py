@@ -22,7 +22,7 @@ from .exports import export
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error, of_system
 from .interfaces import on_one_machine
 from .rendezvous import Meeting, meeting_of
-from .sharing import agree, share_in_process
+from .sharing import agree
 from .store import Store
 
 INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
@@ -76,10 +76,9 @@ def _use(
     """Begin to use connections to all peers, and what memory the ranks share.
 
     what, names, check: as of `Connecting`"""
-    transport = comm.use(channels)
-    name = what.partition(" ")[0]
+    comm.use(channels)
     try:
-        comm.begin(agree(name, comm.rank, transport, comm.activity, comm.local))
+        _share(comm, what.partition(" ")[0])
     except TransportFailure as failure:
         if comm.failure is not None:
             raise comm.failure from failure
@@ -93,6 +92,11 @@ def _use(
             number = failure.culprit
             text += f" (numbers of the new communicator: its rank {number} is {names[number]} of this one)"
         raise HostFailure(Result.REMOTE_ERROR, text) from failure
+
+
+def _share(comm: Comm, name: str) -> None:
+    """Agree with the other ranks what they share, as part of the C function `name`."""
+    comm.begin(agree(name, comm.rank, comm.transport, comm.activity, comm.local))
 
 
 def _meet_and_connect(comm: Comm, meeting: Meeting, timeout: float, name: str) -> None:
@@ -184,10 +188,10 @@ def ncclCommInitAll(comms: Any, ndev: int, devlist: Any) -> None:
         if ndev == 1:
             made[0].initialized = True
         else:
-            transports = [comm.use(channels) for comm, channels in zip(made, pairs_in_process(ndev), strict=True)]
-            for comm, shared in zip(made, share_in_process(transports, [comm.activity for comm in made]), strict=True):
+            for comm, channels in zip(made, pairs_in_process(ndev), strict=True):
+                comm.use(channels)
                 comm.meeting = meeting
-                comm.begin(shared)
+            group.run_at_once([partial(_share, comm, "ncclCommInitAll") for comm in made])
     except BaseException:
         for comm in made:
             comm.forget()

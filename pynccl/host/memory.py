@@ -10,12 +10,13 @@ import ctypes
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..bindings.abi import ELEMENTS, ITEMSIZE
+from ..bindings.abi import ELEMENTS
 from .failure import invalid_argument
 
 # By number of ncclDataType_t. uint32 and uint64 travel and add as their signed twins, since torch has hardly any
@@ -32,12 +33,15 @@ _memory_at: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
 
 def view(address: int, count: int, dtype: int) -> Tensor:
     """`count` elements of ncclDataType_t `dtype` at `address`, without a copy."""
+    return tensor_at(address, count, STORAGE[dtype])
+
+
+@lru_cache(1024)  # a training step calls with the buffers of the step before
+def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
     if count == 0:
-        return torch.empty(0, dtype=STORAGE[dtype])
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return torch.frombuffer(bytes_at(address, count * ITEMSIZE[dtype]), dtype=STORAGE[dtype])
-    return torch.frombuffer(bytes_at(address, count * ITEMSIZE[dtype]), dtype=STORAGE[dtype])
+        return torch.empty(0, dtype=dtype)
+    with normal_tensors():
+        return torch.frombuffer(bytes_at(address, count * dtype.itemsize), dtype=dtype)
 
 
 def normal_tensors() -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..bindings.abi import ITEMSIZE, DataType, RedOp
 from .argcheck import check_dtype, check_peer
@@ -14,10 +14,6 @@ from .comm import Comm
 from .connection import Form, Label, header_text
 from .failure import invalid_argument
 from .reduction import PreMulSum
-from .segment import SMALL_BYTES
-
-_KEPT_OPERATIONS, _SEEN_OPERATIONS = 512, 4096
-_KEPT_BYTES = SMALL_BYTES
 
 
 class Where(Enum):
@@ -32,12 +28,11 @@ class Where(Enum):
 class Kind:
     """What an operation is: its C function, which arguments it uses, what it costs on a link.
 
-    prepare(operation) makes the views of its buffers and returns what runs it, any number of times.
     traffic(p, nbytes of `count` elements, is root) -> (steps, bytes on the wire).
     """
 
     name: str
-    prepare: Callable[[Operation], Callable[[], None]]
+    execute: Callable[[Operation], None]
     traffic: Callable[[int, int, bool], tuple[int, float]]
     send: Where = Where.EVERYWHERE
     recv: Where = Where.EVERYWHERE
@@ -47,11 +42,7 @@ class Kind:
 
 @dataclass(eq=False)
 class Operation:
-    """`peer` is the root or the peer, where the kind has one; addresses are 0 for NULL.
-
-    A communicator keeps the operations of its last calls: a training step repeats the ones of the step before, and
-    what is checked and prepared once is most of the latency of a small one.
-    """
+    """`peer` is the root or the peer, where the kind has one; addresses are 0 for NULL."""
 
     kind: Kind
     comm: Comm
@@ -63,8 +54,6 @@ class Operation:
     peer: int = 0
     # Bound when the operation is called, since its number may come to mean another one.
     premul: PreMulSum | None = field(default=None, init=False)
-    is_kept: bool = field(default=False, init=False)  # for the next call like it
-    _prepared: Callable[[], None] | None = field(default=None, init=False)
 
     @property
     def name(self) -> str:
@@ -74,18 +63,8 @@ class Operation:
     def nbytes(self) -> int:
         return self.count * ITEMSIZE[self.dtype]
 
-    @property
-    def run(self) -> Callable[[], None]:
-        run = self._prepared
-        if run is None:
-            run = self.kind.prepare(self)
-            if self.is_kept:
-                self._prepared = run
-        return run
-
-    def forget(self) -> None:
-        """It is not kept any more. What was prepared refers to it, and to memory that should end now."""
-        self.is_kept, self._prepared = False, None
+    def run(self) -> None:
+        self.kind.execute(self)
 
     @property
     def words(self) -> _Words:
@@ -153,30 +132,3 @@ def _words(kind: Kind, count: int, dtype: int, op: int, peer: int) -> _Words:
         parts.append(f"{kind.peer_is}={peer}")
     description = f"{kind.name}({', '.join(parts)})"
     return _Words(description, header_text(description))
-
-
-def operation_of(
-    comm: Comm, kind: Kind, send_ptr: int, recv_ptr: int, count: int, dtype: int, op: int, peer: int
-) -> Operation:
-    """The call with these arguments, checked; the one of the last time if there was one.
-
-    One is kept when it comes for the second time: where every call has fresh buffers, keeping them costs more than the
-    call, mostly in passes of the garbage collector."""
-    key = (kind, send_ptr, recv_ptr, count, dtype, op, peer)
-    known: Any = comm.kept.get(key)
-    if known is not None:
-        return known
-    fresh = Operation(kind, comm, send_ptr, recv_ptr, count, dtype, op, peer)
-    fresh.check()
-    # The number of a pre-multiplied sum may come to mean another one; large operations gain nothing.
-    if op <= RedOp.AVG and comm.shared is not None and fresh.nbytes <= _KEPT_BYTES:
-        if (mark := hash(key)) not in comm.seen:
-            if len(comm.seen) >= _SEEN_OPERATIONS:
-                comm.seen.clear()
-            comm.seen.add(mark)
-            return fresh
-        if len(comm.kept) >= _KEPT_OPERATIONS:
-            comm.forget_kept()
-        fresh.is_kept = True
-        comm.kept[key] = fresh
-    return fresh

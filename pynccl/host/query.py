@@ -69,7 +69,7 @@ for _name, _attribute in (("ncclCommCount", "size"), ("ncclCommCuDevice", "devic
 @export
 def ncclCommMemStats(comm: Comm, stat: int, value: Any) -> None:
     check_range("ncclCommMemStats", "stat", stat, 0, max(MemStat))
-    dynamic, static = comm.dynamic_bytes, comm.static_bytes
+    dynamic, static = comm.scratch.nbytes, comm.static_bytes
     value[0] = {
         MemStat.GPU_MEM_SUSPEND: dynamic,
         MemStat.GPU_MEM_SUSPENDED: int(comm.suspended),

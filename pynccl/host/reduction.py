@@ -8,7 +8,6 @@ number of ranks, truncated. max and min propagate NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,14 +44,6 @@ class PreMulSum:
         if own.dtype in _NARROW:
             return own.float() * scalar.float()
         return own * scalar
-
-
-def prepared(parts: Sequence[Tensor], out: Tensor, dtype: int, op: int) -> Callable[[], object]:
-    """`combine` of these tensors, any number of times; for two parts of the usual types it is a single call."""
-    plain = _STEPS.get(op)
-    if plain is not None and len(parts) == 2 and out.dtype not in _NARROW and dtype not in _UNSIGNED and out.numel():
-        return partial(plain, *parts, out=out)
-    return partial(combine, parts, out, dtype, op)
 
 
 def combine(parts: Sequence[Tensor], out: Tensor, dtype: int, op: int) -> None:

@@ -1,7 +1,7 @@
 """One-sided operations: windows, signal counters, and the threads that carry puts beside all else.
 
-A put is copied and queued, and a thread per peer sends it; at the target a thread per peer receives, writes into the
-window and only then counts the signal. So a put never waits for its target, and what a wait has counted is in memory.
+A put sends its bytes over a connection of its own. At the target a thread per peer receives, writes into the window and
+only then counts the signal: so what a wait has counted is in memory, and a put does not wait for a call of its target.
 The threads start with the first window or wait; a communicator without them has none.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import queue
 import struct
 import threading
 import time
@@ -84,9 +83,8 @@ class Rma(Background):
         self._registered = 0
         self._arrived: Counter[Signal] = Counter()
         self._lost: dict[int, str] = {}
-        self._outgoing: dict[int, queue.SimpleQueue[tuple[bytes, Tensor | None] | None]] = {}
         self._listening: set[int] = set()
-        self._unsent = self._waits = 0
+        self._waits = 0
         self._closed = False
 
     # Windows
@@ -115,33 +113,11 @@ class Rma(Background):
     # Sending
 
     def put(self, peer: int, head: PutHeader, data: Tensor) -> None:
-        """Queue one put, or do it if it is to this rank itself."""
+        """Send one put, or do it if it is to this rank itself."""
         if peer == self._comm.rank:
             self._deliver(peer, head, data)
-            return
-        with self._mutex:
-            if peer in self._lost:
-                raise TransportFailure(self._lost[peer])
-            if peer not in self._outgoing:
-                self._outgoing[peer] = queue.SimpleQueue()
-                self._start(self._send, peer)
-            self._unsent += 1
-        self._outgoing[peer].put((_HEAD.pack(*head), data.clone() if head.nbytes else None))
-
-    def _send(self, peer: int, transport: Transport) -> None:
-        outgoing = self._outgoing[peer]
-        while (put := outgoing.get()) is not None:
-            head, data = put
-            try:
-                transport.rma_send(peer, head)
-                if data is not None:
-                    transport.rma_send(peer, bytes_of(data))
-            except TransportFailure as failure:
-                self._lose(peer, failure)
-                return
-            with self._mutex:
-                self._unsent -= 1
-                self._change.notify_all()
+        else:
+            self._comm.transport.rma_send(peer, _HEAD.pack(*head) + bytes_of(data))
 
     # Receiving
 
@@ -151,7 +127,10 @@ class Rma(Background):
             fresh = [peer for peer in self._comm.peers if peer not in self._listening]
             self._listening.update(fresh)
             for peer in fresh:
-                self._start(self._receive, peer)
+                transport = self._comm.transport
+                thread = threading.Thread(target=self._receive, args=(peer, transport), daemon=True)
+                _threads[thread] = transport
+                thread.start()
 
     def _receive(self, peer: int, transport: Transport) -> None:
         packed = bytearray(_HEAD.size)
@@ -249,17 +228,12 @@ class Rma(Background):
 
     @property
     def busy(self) -> bool:
-        return bool(self._unsent or self._waits)
+        return self._waits > 0
 
     def flush(self) -> None:
-        """Wait until queued waits have run, and puts are on their way."""
-
-        def done() -> bool:
-            unsent = 0 if self._lost else self._unsent
-            return not (unsent or self._waits) or self._comm.failure is not None
-
+        """Wait until queued waits have run."""
         with self._mutex:
-            self._change.wait_for(done, self._comm.timeout)
+            self._change.wait_for(lambda: not self._waits or self._comm.failure is not None, self._comm.timeout)
 
     def wake(self) -> None:
         with self._mutex:
@@ -269,15 +243,7 @@ class Rma(Background):
         with self._mutex:
             self._closed = True
             self._windows.clear()
-            for outgoing in self._outgoing.values():
-                outgoing.put(None)  # ends the thread that sends
             self._change.notify_all()
-
-    def _start(self, work: Callable[[int, Transport], None], peer: int) -> None:
-        transport = self._comm.transport
-        thread = threading.Thread(target=work, args=(peer, transport), name=f"pynccl-host-put-{peer}", daemon=True)
-        _threads[thread] = transport
-        thread.start()
 
 
 def join_threads(patience: float, timeout: float) -> None:
@@ -313,18 +279,18 @@ class PutOperation(Operation):
                 )
 
 
-def _prepare(operation: Any) -> Callable[[], None]:
+def _put(operation: Any) -> None:
     own: PutOperation = operation
     head = PutHeader(own.window, own.offset, own.nbytes, own.signal, own.context)
-    return lambda: rma_of(own.comm).put(own.peer, head, view(own.send_ptr, own.nbytes, 1))
+    rma_of(own.comm).put(own.peer, head, view(own.send_ptr, own.nbytes, 1))
 
 
 def _traffic(p: int, nbytes: int, to_itself: bool) -> tuple[int, float]:
     return (0, 0.0) if to_itself else (1, float(nbytes))
 
 
-PUT = Kind("ncclPutSignal", _prepare, _traffic, recv=Where.NOWHERE, peer_is="peer")
-SIGNAL = Kind("ncclSignal", _prepare, _traffic, send=Where.NOWHERE, recv=Where.NOWHERE, peer_is="peer")
+PUT = Kind("ncclPutSignal", _put, _traffic, recv=Where.NOWHERE, peer_is="peer")
+SIGNAL = Kind("ncclSignal", _put, _traffic, send=Where.NOWHERE, recv=Where.NOWHERE, peer_is="peer")
 
 
 def _check_signal(name: str, comm: Comm, signal: int, context: int) -> None:

@@ -5,7 +5,7 @@ It has no name anywhere, so nothing is left behind whoever is killed, and /dev/s
 from the start, so nobody ever has to map it anew; memory is behind a part of it only once that has been reserved
 (fallocate), so a page that cannot be had is an error of the reservation, never a SIGBUS.
 
-    0           words, a cache line each: posted, done, large, complete, bell
+    0           words, a cache line each: posted, complete, bell
     512         token
     1024        a header of 256 bytes for each slot
     4096        SLOTS small slots for collectives
@@ -29,10 +29,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .memory import normal_tensors
+from ..bindings.abi import Result
+from .failure import HostFailure
 
 SLOTS = 4
 SMALL_BYTES = 64 << 10
@@ -40,7 +38,7 @@ LARGE_BYTES = 1 << 20
 MESSAGE_SLOTS = 4
 MESSAGE_BYTES = 128 << 10  # of a large slot
 MOST_RANKS = SMALL_BYTES // 64
-POSTED, DONE, LARGE, COMPLETE, BELL = 0, 16, 32, 48, 64  # indices of words of 32 bits
+POSTED, COMPLETE, BELL = 0, 16, 32  # indices of words of 32 bits
 HEADER_BYTES = 256
 LINE_BYTES = 64
 TOKEN_BYTES = 16
@@ -51,14 +49,12 @@ _CHANNELS_AT = _SMALL_AT + SLOTS * SMALL_BYTES
 _CHANNEL_BYTES = MESSAGE_SLOTS * MESSAGE_BYTES
 _MANY_RANKS = 64
 _NAME = "pynccl"
-_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _SHARED, _READ_WRITE = 0x01, 0x1 | 0x2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 class Layout:
@@ -113,26 +109,14 @@ class Segment:
         self.words = self.bytes[:_TOKEN_AT].cast("I")
         self.token = bytes(self.bytes[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES])
         self.headers = [self.bytes[_HEADERS_AT + i * HEADER_BYTES :][:HEADER_BYTES] for i in range(SLOTS)]
-        self._tensors: dict[tuple[bool, int, torch.dtype], Tensor] = {}
 
     def slot(self, large: bool, slot: int) -> int:
         """Its address."""
         return self.address + self.layout.slot(large, slot)
 
-    def view(self, large: bool, slot: int, dtype: torch.dtype) -> Tensor:
-        """A slot as a tensor, made once."""
-        key = large, slot, dtype
-        if key not in self._tensors:
-            count = (LARGE_BYTES if large else SMALL_BYTES) // dtype.itemsize
-            with normal_tensors():
-                self._tensors[key] = torch.frombuffer(
-                    self._mapped, dtype=dtype, count=count, offset=self.layout.slot(large, slot)
-                )
-        return self._tensors[key]
-
 
 class OwnSegment(Segment):
-    """The memory that this rank has made, and may reserve and give back parts of."""
+    """The memory that this rank has made, and may reserve parts of."""
 
     def __init__(self, ranks: int) -> None:
         """Raises OSError, whose text names the size that cannot be had."""
@@ -148,35 +132,16 @@ class OwnSegment(Segment):
             raise
         memoryview(mapping.bytes).cast("B")[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES] = os.urandom(TOKEN_BYTES)
         super().__init__(mapping, layout)
-        self._reserved: dict[int, int] = {}  # bytes by where they begin, beyond those that it always has
-
-    @property
-    def reserved(self) -> int:
-        """Bytes beyond those that it has as long as it lives."""
-        return sum(self._reserved.values())
-
-    @property
-    def fixed(self) -> int:
-        return self.layout.large_at
-
-    @property
-    def has_large(self) -> bool:
-        return self.layout.large_at in self._reserved
+        self._reserved: set[int] = set()  # where parts begin that were reserved later
+        self.nbytes = layout.large_at  # reserved so far
 
     def reserve_large(self) -> None:
-        """Have memory behind the large slots. Raises OSError, whose text names the size that cannot be had."""
+        """Have memory behind the large slots. Raises HostFailure, whose text names the size that cannot be had."""
         self._reserve_once(self.layout.large_at, SLOTS * LARGE_BYTES)
 
     def reserve_channel(self, peer: int) -> None:
         """The same for the large slots of the channel to a peer."""
         self._reserve_once(self.layout.large_channel(peer), _CHANNEL_BYTES)
-
-    def release(self) -> None:
-        """Give all of that back. What is in it is lost."""
-        with self._lock:
-            for start, nbytes in list(self._reserved.items()):
-                if self.fd >= 0 and _libc.fallocate(self.fd, _PUNCH_HOLE, start, nbytes) == 0:
-                    del self._reserved[start]
 
     def close(self) -> None:
         """Close the descriptor. The mapping ends with its last user."""
@@ -192,9 +157,13 @@ class OwnSegment(Segment):
 
     def _reserve_once(self, start: int, nbytes: int) -> None:
         if start not in self._reserved:
-            with self._lock:
-                self._reserve(start, nbytes)
-                self._reserved[start] = nbytes
+            try:
+                with self._lock:
+                    self._reserve(start, nbytes)
+            except OSError as error:
+                raise HostFailure(Result.SYSTEM_ERROR, str(error.strerror)) from error
+            self._reserved.add(start)
+            self.nbytes += nbytes
 
     def _reserve(self, start: int, nbytes: int) -> None:
         _get(nbytes, lambda: os.posix_fallocate(self.fd, start, nbytes))

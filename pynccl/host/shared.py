@@ -17,7 +17,6 @@ after 0.2 s, or at once when a rank that fails wakes everybody.
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import time
 import weakref
@@ -25,12 +24,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..bindings.abi import Result
 from . import futex
 from .channel import Bell, Incoming, Outgoing
 from .connection import HEAD, HEAD_BYTES, TEXT_BYTES, Label
-from .failure import HostFailure, TransportFailure
-from .segment import BELL, COMPLETE, DONE, LARGE, LARGE_BYTES, POSTED, SLOTS, SMALL_BYTES, OwnSegment, Segment
+from .failure import TransportFailure
+from .segment import BELL, COMPLETE, POSTED, SLOTS, OwnSegment, Segment
 from .transport import Transport
 from .watchdog import Activity, mismatch, other_calls
 
@@ -41,7 +39,6 @@ _TICK = futex.timeout_of(_TICK_SECONDS)
 _SHORT_TICK = futex.timeout_of(0.02)  # once a peer has failed
 
 _SPIN_SECONDS, _LOOKS = 300e-6, 5
-_READ_SECONDS = 0.4
 _HISTORY = struct.Struct("<Q")  # of a header, behind the label: a checksum of all calls so far; then the last text
 _COMPARED = HEAD_BYTES + _HISTORY.size
 
@@ -76,8 +73,6 @@ class SharedMemory:
         self._header, self._last_text = b"", bytes(TEXT_BYTES)
         self._history = 0
         self._compare = False  # labels, at the first step of a call
-        self._room: bool | None = None  # whether all ranks have large slots, once they have tried
-        self._large_step = 0  # the last one of a large operation
 
     # A call
 
@@ -124,34 +119,9 @@ class SharedMemory:
                 if self.segments[peer].headers[slot][:_COMPARED] != mine:
                     raise self._mismatch(peer, bytes(self.segments[peer].headers[slot]))
 
-    def large(self) -> bool:
-        """Begin with a large operation: whether its pieces go through large slots. Equal on all ranks.
-
-        The first one reserves them, and asks whether all ranks could: if not, small slots have to do."""
-        if self._room is None:
-            with contextlib.suppress(OSError):
-                self._own.reserve_large()
-            self._own.words[LARGE] = self._own.has_large
-            self.room()
-            self.post()
-            self.wait(self.peers)
-            self._room = all(segment.words[LARGE] for segment in self.segments)
-            if not self._room:
-                self._own.release()
-        if self._room:
-            try:
-                self._own.reserve_large()  # again, if a suspend has given it back
-            except OSError as error:
-                raise HostFailure(Result.SYSTEM_ERROR, f"{self._activity.describe()}: {error.strerror}") from error
-        return self._room
-
-    def end_large(self) -> None:
-        """All that this rank reads in a large operation has been read."""
-        self._own.words[DONE] = self._large_step = self._step
-
-    @staticmethod
-    def slot_bytes(large: bool) -> int:
-        return LARGE_BYTES if large else SMALL_BYTES
+    def reserve_large(self) -> None:
+        """Before the first operation whose pieces go through large slots."""
+        self._own.reserve_large()
 
     # Messages
 
@@ -243,25 +213,7 @@ class SharedMemory:
 
     @property
     def nbytes(self) -> int:
-        """What a suspend gives back."""
-        return self._own.reserved
-
-    @property
-    def fixed_bytes(self) -> int:
-        return self._own.fixed
-
-    def suspend(self) -> None:
-        """Give the large slots back, once peers have read what is in them; keep them if one does not come to it.
-
-        A message is over when it has been read, so only collectives are waited for."""
-        if not self._own.reserved:
-            return
-        deadline = time.monotonic() + _READ_SECONDS
-        while any((self.segments[peer].words[DONE] - self._large_step) & _BEHIND for peer in self.peers):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.001)
-        self._own.release()
+        return self._own.nbytes
 
     def wake(self) -> None:
         """Wake all who sleep, here and in other processes, to hear how this rank or another one has ended."""

@@ -68,24 +68,6 @@ def agree(name: str, rank: int, transport: Transport, activity: Activity, local:
     return SharedMemory(rank, segments, transport, activity, spin)
 
 
-def share_in_process(transports: Sequence[Transport], activities: Sequence[Activity]) -> list[SharedMemory | None]:
-    """The same for ranks that are all in this process."""
-    size = len(transports)
-    nothing: list[SharedMemory | None] = [None] * size
-    mode = wanted()
-    if mode == _SOCKETS:
-        return nothing
-    try:
-        why = _why_not(size)
-        segments = [] if why else [OwnSegment(size) for _ in range(size)]
-    except (OSError, AttributeError) as error:
-        why = _reason(error)
-    rows = [{"wants": mode, "wrong": "", "why": why}] * size
-    if not _decide("ncclCommInitAll", rows):
-        return nothing
-    return [SharedMemory(rank, segments, transports[rank], activities[rank], False) for rank in range(size)]
-
-
 def _tell(transport: Transport, rank: int, row: dict[str, Any], number: int) -> list[dict[str, Any]]:
     """The rows of all ranks."""
     mine = json.dumps(row).encode().ljust(_ROW_BYTES)

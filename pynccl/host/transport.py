@@ -18,6 +18,7 @@ import errno
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,6 +51,7 @@ class Transport:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._by_fd: dict[int, tuple[Connection, bool]] = {}
         self._control_lock = threading.RLock()
+        limit = struct.pack("ll", int(min(timeout, 1e9)), int(timeout % 1 * 1e6))  # a timeval
         for connection in self._connections.values():
             edges = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
             for sock, is_data in ((connection.data, True), (connection.control, False)):
@@ -57,6 +59,7 @@ class Transport:
                 self._by_fd[sock.fileno()] = connection, is_data
                 self._epoll.register(sock.fileno(), edges if is_data else edges & ~select.EPOLLOUT)
             connection.rma.setblocking(True)
+            connection.rma.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     @property
     def peers(self) -> Sequence[int]:
@@ -264,13 +267,17 @@ class Transport:
             connection.end("it closed the connection")
         return culprit_of(self._rank, list(self._connections.values()))
 
-    # One-sided: blocking, by threads of their own, however long it takes
+    # One-sided: blocking; received by threads of their own, however long it takes
 
-    def rma_send(self, peer: int, data: bytes | memoryview) -> None:
+    def rma_send(self, peer: int, data: bytes) -> None:
+        connection = self._connections[peer]
         try:
-            self._connections[peer].rma.sendall(data)
+            connection.rma.sendall(data)
+        except BlockingIOError as error:
+            why = f"rank {peer} reads nothing, frozen or late"
+            raise TransportFailure(why, timed_out=True, culprit=peer) from error
         except OSError as error:
-            raise TransportFailure(f"connection to rank {peer}: {error.strerror or 'closed'}", culprit=peer) from error
+            raise self._loss(connection) from error
 
     def rma_recv(self, peer: int, data: memoryview) -> None:
         sock, why = self._connections[peer].rma, "closed by peer"

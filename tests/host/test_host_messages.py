@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import random
 import threading
 import time
@@ -102,55 +100,6 @@ def test_the_number_of_slots_wraps() -> None:
         shared = shared_of(comm)
         assert shared is not None and shared._outgoing[1 - comm.rank]._small._count < 2**31
     pynccl.abort(made)
-
-
-def refuse(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def without_memory(comm: Communicator) -> int:
-    """One rank gets none for large slots; bytes that it has beyond those of the start."""
-    child = child_over(comm, "shm")
-    if comm.rank == 1:
-        segment.OwnSegment.reserve_channel = refuse  # type: ignore[method-assign, assignment]
-    for turn in range(12):
-        one_group(child, turn, 21)
-    shared = shared_of(child)
-    assert shared is not None
-    return shared.nbytes
-
-
-def test_large_messages_without_more_memory_go_in_smaller_pieces() -> None:
-    pool = RankPool(HOST)
-    first, second, third = pool.run(3, without_memory)
-    assert second == 0 and first > 0 and third > 0
-    pool.close()
-
-
-def test_a_suspend_gives_the_memory_of_messages_back() -> None:
-    pair = Communicator.init_all(2)
-    data = payload("suspend", 3_000_000)
-
-    def send_and_suspend(rank: int) -> list[int]:
-        found = []
-        for _ in range(2):
-            out = torch.zeros_like(data)
-            if rank == 0:
-                pair[0].send(data, 1)
-            else:
-                pair[1].recv(out, 0)
-                assert out.equal(data)
-            shared = shared_of(pair[rank])
-            assert shared is not None
-            found.append(shared.nbytes)
-            pair[rank].suspend()
-            found.append(shared.nbytes)
-            pair[rank].resume()
-        return found
-
-    channel = segment.MESSAGE_SLOTS * segment.MESSAGE_BYTES
-    assert in_threads(2, send_and_suspend) == [[channel, 0, channel, 0], [0, 0, 0, 0]]
-    pynccl.abort(pair)
 
 
 # How they end

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_calls import child_over, in_threads, shared_of
+from host_calls import child_over, shared_of
 from ranks import HOST, RankPool
 
 import pynccl
@@ -93,53 +93,17 @@ def test_where_memory_cannot_be_shared(spoilt: RankPool, way: Callable[..., str]
         assert says in text
 
 
-def grow_fails(comm: Communicator) -> tuple[list[bool], int]:
-    """(whether each result is right, bytes of the larger slots)"""
-    child = child_over(comm, "shm")
-    if comm.rank == 1:
-        segment.OwnSegment.reserve_large = refuse  # type: ignore[method-assign, assignment]
-    right = []
-    for count in (200_003, 70_001):
-        out = child.all_reduce(torch.arange(count))
-        right.append(out.equal(torch.arange(count) * comm.size))
-        right.append(child.all_gather(out).equal(out.repeat(comm.size)))
-    shared = shared_of(child)
-    assert shared is not None
-    return right, shared.nbytes
-
-
-def test_large_operations_without_more_memory_go_in_smaller_pieces(spoilt: RankPool) -> None:
-    assert spoilt.run(3, grow_fails) == [([True] * 4, 0)] * 3
-
-
 def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_suspend_gives_memory_back_and_what_cannot_be_had_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_slots_that_cannot_be_had_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Communicator.init_all(2)
-    x = [torch.ones(1 << 20) for _ in pair]
-
-    def reduce(rank: int) -> None:
-        pair[rank].all_reduce(x[rank], x[rank])
-
-    def suspend(rank: int) -> int:
-        pair[rank].suspend()
-        left = shared_of(pair[rank])
-        assert left is not None
-        pair[rank].resume()
-        return left.nbytes
-
-    in_threads(2, reduce)
+    x = torch.ones(1 << 20)
     large = segment.SLOTS * segment.LARGE_BYTES
-    assert [shared.nbytes for comm in pair if (shared := shared_of(comm))] == [large] * 2
-    assert in_threads(2, suspend) == [0, 0]
-    in_threads(2, reduce)
-    assert x[0].equal(torch.full((1 << 20,), 4.0)) and x[1].equal(x[0])
-    assert in_threads(2, suspend) == [0, 0]
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     with pytest.raises(pynccl.NcclError, match=f"{large} bytes of shared memory cannot be had: No space left"):
-        reduce(0)
+        pair[0].all_reduce(x, x)
     pynccl.abort(pair)
 
 
