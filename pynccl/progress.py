@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from typing import IO, Any, TypeVar
@@ -48,14 +49,17 @@ class Bar:
         self._tqdm: Any = None
         if _bars is None or not own or not _on_a_terminal():
             return
-        with contextlib.suppress(ImportError):
+        try:
             from tqdm import tqdm
+        except ImportError:
+            return
 
-            tqdm.monitor_interval = 0  # no thread: ranks are forked while a bar is drawn
-            self._tqdm = tqdm(
-                total=total, desc=label or None, unit=unit, file=sys.stderr, dynamic_ncols=True, leave=False
-            )
-            _bars.callback(self.close)
+        class Quiet(tqdm):
+            monitor_interval = 0  # no thread: ranks are forked while a bar is drawn
+
+        Quiet.set_lock(threading.RLock())  # tqdm's own is one of the machine, with a process that watches it
+        self._tqdm = Quiet(total=total, desc=label or None, unit=unit, file=sys.stderr, dynamic_ncols=True, leave=False)
+        _bars.callback(self.close)
 
     def step(self, count: int = 1, note: str = "") -> None:
         """Advance by `count`; `note` stands behind the bar."""

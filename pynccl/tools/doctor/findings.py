@@ -118,9 +118,9 @@ def examine() -> Findings:
     """All findings. torch comes first, as in a training script, so that pynccl meets the copy that torch has loaded."""
     torch = _torch()
     chosen = _chosen_library()
+    versions: dict[str, str | None] = {"python": platform.python_version(), "pynccl": __version__}
     return Findings(
-        versions={"python": platform.python_version(), "pynccl": __version__}
-        | {n: _version(n) for n in _DISTRIBUTIONS},
+        versions=versions | {name: _version(name) for name in _DISTRIBUTIONS},
         library=chosen,
         torch=torch,
         wheels=_installed_wheels(),

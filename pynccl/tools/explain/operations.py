@@ -6,7 +6,7 @@ it together. s is a number of elements. {op}, {root}, {counts} and their like st
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .moves import Setup
 
@@ -319,7 +319,9 @@ def words_of(name: str, op: str, grad: str, setup: Setup) -> Operation:
         "mean": "1/N * " if op == "avg" else "",
         "over_n": " / N" if op == "avg" else "",
     }
-    texts = {field: text.format(**blank) for field, text in row._asdict().items() if isinstance(text, str)}
+    texts: dict[str, Any] = {
+        field: text.format(**blank) for field, text in row._asdict().items() if isinstance(text, str)
+    }
     return row._replace(**texts)
 
 
