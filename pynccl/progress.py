@@ -12,27 +12,29 @@ where CI is set, and where tqdm is not installed. It is erased at its end, also 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
-_bars: ContextVar[ExitStack | None] = ContextVar("the bars of `shown`", default=None)
+_bars: ExitStack | None = None  # of `shown`: closes those of loops that an exception has left
 
 
 @contextmanager
 def shown(really: bool = True) -> Iterator[None]:
     """Draw bars within this context; `really=False`: none, which is the default of a process."""
-    with ExitStack() as bars:  # closes those of loops that an exception has left
-        before = _bars.set(bars if really else None)
+    global _bars
+    before = _bars
+    with ExitStack() as _bars_of_this:
+        _bars = _bars_of_this if really else None
         try:
             yield
         finally:
-            _bars.reset(before)
+            _bars = before
 
 
 class Bar:
@@ -44,32 +46,32 @@ class Bar:
     """
 
     def __init__(self, total: int | None, label: str = "", unit: str = "it", own: bool = True) -> None:
-        bars = _bars.get()
-        self._tqdm = _tqdm(total, label, unit) if bars is not None and own and _on_a_terminal() else None
-        if bars is not None:
-            bars.callback(self.close)
+        self._tqdm: Any = None
+        if _bars is None or not own or not _on_a_terminal():
+            return
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return
+
+        class Quiet(tqdm):
+            monitor_interval = 0  # no thread: ranks are forked while a bar is drawn
+
+        Quiet.set_lock(threading.RLock())  # tqdm's own is one of the machine, with a process that watches it
+        self._tqdm = Quiet(total=total, desc=label or None, unit=unit, file=sys.stderr, dynamic_ncols=True, leave=False)
+        _bars.callback(self.close)
 
     def step(self, count: int = 1, note: str = "") -> None:
         """Advance by `count`; `note` stands behind the bar."""
         if self._tqdm is not None:
-            if note:
-                self._tqdm.set_postfix_str(note, refresh=False)
+            self._tqdm.set_postfix_str(note, refresh=False)
             self._tqdm.update(count)
-
-    def note(self, text: str) -> None:
-        """Show what is being done, behind the bar."""
-        if self._tqdm is not None:
-            self._tqdm.set_postfix_str(text)
 
     def line(self, text: str, file: IO[str] | None = None) -> None:
         """Print a line above the bar; an empty text is not printed. The default of `file` is standard output."""
-        if not text:
-            return
-        if self._tqdm is not None:
-            self._tqdm.clear()
-        print(text, file=file, flush=True)
-        if self._tqdm is not None:
-            self._tqdm.refresh()
+        if text:
+            with self._tqdm.external_write_mode(file) if self._tqdm is not None else contextlib.nullcontext():
+                print(text, file=file, flush=True)
 
     def close(self) -> None:
         if self._tqdm is not None:
@@ -95,16 +97,3 @@ def _on_a_terminal() -> bool:
     if os.environ.get("RANK", "0") != "0" or os.environ.get("TERM") == "dumb" or os.environ.get("CI"):
         return False
     return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
-
-
-def _tqdm(total: int | None, label: str, unit: str) -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-
-    class Quiet(tqdm):
-        monitor_interval = 0  # no thread: ranks are forked while a bar is drawn
-
-    Quiet.set_lock(threading.RLock())  # tqdm's own is a semaphore of the machine, which a killed process leaves behind
-    return Quiet(total=total, desc=label or None, unit=unit, file=sys.stderr, dynamic_ncols=True, leave=False)

@@ -10,8 +10,8 @@ import torch
 from gpu.launches import alone
 
 from pynccl import Communicator
-from pynccl.tools.perf.operations import Case, call_of
-from pynccl.tools.perf.timing import captured
+from pynccl.tools.perf.cases import Case, call_of
+from pynccl.tools.perf.measure import captured
 
 pytestmark = pytest.mark.usefixtures("own_launch")
 

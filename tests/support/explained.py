@@ -11,53 +11,50 @@ from typing import Any
 import numpy as np
 
 Arrays = list[np.ndarray]
-LINEAR_OPS = ("", "sum", "avg", "premul")
+LINEAR_OPS = ("", "sum", "avg")
 
 
 def outputs(name: str, op: str, xs: Sequence[Any], counts: Sequence[int], root: int = 0) -> Arrays:
     """What every rank gets. counts: elements of each rank's block."""
     xs = [np.asarray(x, dtype=float) for x in xs]
     n = len(xs)
-    kind = name.removesuffix("_v")
     ends = np.cumsum(counts)
     cut = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
     none = np.zeros(0)
-    if kind == "all_reduce":
+    if name == "all_reduce":
         return [reduced(op, xs)] * n
-    if kind == "reduce_scatter":
+    if name == "reduce_scatter":
         return [reduced(op, xs)[block] for block in cut]
-    if kind == "all_gather":
+    if name == "all_gather":
         return [np.concatenate(xs)] * n
-    if kind == "broadcast":
+    if name == "broadcast":
         return [xs[root]] * n
-    if kind == "reduce":
+    if name == "reduce":
         return [reduced(op, xs) if rank == root else np.zeros_like(xs[rank]) for rank in range(n)]
-    if kind == "scatter":
+    if name == "scatter":
         return [xs[root][block] for block in cut]
-    if kind == "gather":
+    if name == "gather":
         return [np.concatenate(xs) if rank == root else none for rank in range(n)]
-    if kind == "all_to_all":
+    if name == "all_to_all":
         sizes = [[counts[(target - source) % n] for target in range(n)] for source in range(n)]
         parts = [np.split(x, np.cumsum(own)[:-1]) for x, own in zip(xs, sizes, strict=True)]
         return [np.concatenate([parts[source][rank] for source in range(n)]) for rank in range(n)]
-    if kind == "permute":
+    if name == "permute":
         return [xs[rank - 1] for rank in range(n)]
-    if kind == "send_recv":
+    if name == "send_recv":
         return [xs[root] if rank == (root + 1) % n else np.zeros_like(xs[rank]) for rank in range(n)]
-    if kind == "halo_exchange":
+    if name == "halo_exchange":
         ys = [x.copy() for x in xs]
         for left in range(n - 1):
             ys[left][-1], ys[left + 1][0] = xs[left + 1][1], xs[left][-2]
         return ys
-    if kind == "copy":
+    if name == "copy":
         return xs
-    assert kind == "split"
+    assert name == "split"
     return [x[block] for x, block in zip(xs, cut, strict=True)]
 
 
 def reduced(op: str, xs: Arrays) -> np.ndarray:
-    if op == "premul":
-        return sum((rank + 1) * x for rank, x in enumerate(xs)) + 0 * xs[0]
     functions: dict[str, Any] = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
     return np.asarray(functions[op](np.stack(xs), axis=0))
 

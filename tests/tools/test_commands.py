@@ -16,7 +16,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from forks import Ended, Forks
-from ranks import TORCHRUN
 
 import pynccl
 from pynccl.__main__ import COMMANDS
@@ -273,7 +272,6 @@ NONSENSE = [
     ("-m pynccl perf", "allreduce"),
     ("-m pynccl perf", "all_reduce -n 0"),
     ("-m pynccl perf", f"all_reduce --json {UNWRITABLE}"),
-    ("-m pynccl perf", "all_reduce --plot ."),
     ("scripts/train.py", "--steps x"),
     ("scripts/train.py", "--seed 99999999999999999999999"),
     ("scripts/train.py", f"--out {UNWRITABLE}"),
@@ -428,34 +426,3 @@ def test_ctrl_c_is_130_and_a_line(tmp_path: Path) -> None:
     assert process.stdout is not None and process.stdout.readline() == "there\n"
     process.send_signal(signal.SIGINT)
     assert (process.communicate(timeout=SECONDS)[1], process.returncode) == ("program.py: interrupted\n", 130)
-
-
-def test_ranks_that_say_the_same_say_it_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Each with the file that torchrun gives it; what differs is said by all."""
-
-    def fails() -> None:
-        raise ValueError(said[int(os.environ["RANK"])])
-
-    said = ["no such file", "no such file", "another one", "no such file"]
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    for rank in (2, 1, 0, 3):
-        (tmp_path / str(rank)).mkdir()
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
-        assert command.ended(fails, "it.py") == 2
-    assert capsys.readouterr().err.splitlines() == ["it.py: rank 2: another one", "it.py: rank 1: no such file"]
-    assert sorted(path.parent.name for path in tmp_path.glob("*/error.json")) == ["1", "2"]
-
-
-def test_torchrun_shows_an_error_once_and_in_its_summary(tmp_path: Path) -> None:
-    words = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(ROOT / "scripts" / "recipes" / "ddp.py")]
-    environment = {**os.environ, "PYNCCL_LIBRARY": "/nowhere/libnccl.so"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
-    assert done.returncode == 1  # torchrun's own
-    lines = [line for line in done.stderr.splitlines() if "PYNCCL_LIBRARY=/nowhere/libnccl.so" in line]
-    assert len(lines) == 2
-    assert re.match(r"ddp.py: rank [01]: PYNCCL_LIBRARY=", lines[0])
-    assert re.match(r" *traceback : ddp.py: rank [01]: PYNCCL_LIBRARY=", lines[1])
-    assert done.stderr.count("Traceback") == 1  # torchrun's own, too

@@ -21,7 +21,7 @@ from browser import Browser, Page, find_browser
 
 from pynccl.tools.explain.execute import example_cotangent, example_input
 from pynccl.tools.explain.moves import WAYS
-from pynccl.tools.explain.operations import OPERATIONS, example, variants
+from pynccl.tools.explain.operations import example, variants
 from pynccl.tools.explain.page import page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def opened(browser: Browser) -> Iterator[Page]:
-    found = browser.open(FILE.as_uri() + "#reduce_scatter:sum::4:forward:0.01")
+    found = browser.open(FILE.as_uri() + "#reduce_scatter:sum::4:forward:0:0.01")
     yield found
     assert found.errors() == []
     assert found.requests() == []
@@ -77,7 +77,7 @@ def opened(browser: Browser) -> Iterator[Page]:
 def show(tab: Page, name: str, op: str, grad: str, ranks: int, direction: str, at: float = 0) -> dict[str, Any]:
     tab.run(
         "new Promise((done) => { addEventListener('hashchange', done, {once: true});"
-        f"location.hash = '{name}:{op}:{grad}:{ranks}:{direction}:{at}'; }})"
+        f"location.hash = '{name}:{op}:{grad}:{ranks}:{direction}:0:{at}'; }})"
     )
     scene = dict(tab.run(SCENE))
     assert scene["title"] == name
@@ -147,7 +147,7 @@ def test_elements_move_from_where_they_are_to_where_numpy_has_them(opened: Page,
     """Every operation, operator and convention: at the beginning, in the middle of each step, at the end."""
     for name, op, grad in variants():
         setup = example(name, ranks)
-        way = WAYS[OPERATIONS[name].way]
+        way = WAYS[name]
         xs = [np.array(own) for own in example_input(name, op, way.before(setup))]
         gs = [np.array(own) for own in example_cotangent(op, grad, way.after(setup))]
         start = show(opened, name, op, grad, ranks, direction)
@@ -162,7 +162,7 @@ def test_elements_move_from_where_they_are_to_where_numpy_has_them(opened: Page,
         flown = 0
         for step in range(start["steps"]):
             scene = move_to(opened, step + 0.5)
-            assert scene["flyers"] or name.endswith("_v")
+            assert scene["flyers"]
             flown += len(scene["flyers"])
             for flyer in scene["flyers"]:
                 check_between(scene, flyer)
@@ -178,7 +178,7 @@ def test_elements_move_from_where_they_are_to_where_numpy_has_them(opened: Page,
 def check_between(scene: dict[str, Any], flyer: dict[str, Any]) -> None:
     source = cell_of(scene, flyer["stage"], flyer["source"], flyer["at"])
     target = cell_of(scene, flyer["stage"] + 1, flyer["target"], flyer["to"])
-    assert flyer["value"].partition("×")[0] == source["value"]
+    assert flyer["value"] == source["value"]
     for axis in (0, 1):
         low, high = sorted((source["place"][axis], target["place"][axis]))
         if low == high:
@@ -220,46 +220,38 @@ def test_the_adjoint_goes_up_where_the_forward_goes_down(opened: Page) -> None:
 
 
 @needs_browser
-def test_buttons_and_keys(opened: Page) -> None:
+def test_buttons(opened: Page) -> None:
     opened.click("#operations [data-value='all_reduce']")
     opened.click("#op [data-value='max']")
     opened.click("#ranks [data-value='3']")
     opened.click("#grad [data-value='replicated']")
     scene = opened.run(SCENE)
     assert scene["title"] == "all_reduce" and max(cell["rank"] for cell in scene["cells"]) == 2
-    opened.until(lambda: "all_reduce:max:replicated:3:adjoint" in opened.run("location.hash"))
+    assert opened.run("location.hash") == "#all_reduce:max:replicated:3:adjoint:0"
     opened.click("#direction [data-value='forward']")
-    opened.press(" ")  # pauses what began to play, whatever was pressed before
-    opened.until(lambda: opened.run("document.getElementById('play').getAttribute('aria-label')") == "play")
-    assert opened.run(SCENE)["now"] < 3
+    opened.click("#play")  # pauses what began to play
+    assert opened.run("document.getElementById('play').getAttribute('aria-label')") == "play"
+    opened.click("#slider")
     opened.press("End")
     assert values_of(opened.run(SCENE), 1, 3) == [[9.0, 9.0, 7.0]] * 3
-    opened.press("ArrowLeft")
+    opened.click("#back")
     assert opened.run(SCENE)["now"] == 2
+    opened.click("#slider")
     opened.press("Home")
     assert opened.run(SCENE)["now"] == 0
-    opened.press("ArrowRight")
+    opened.click("#next")
     assert opened.run(SCENE)["now"] == 1
-    opened.press("a")
-    assert opened.run("document.querySelector('#direction [aria-pressed=true]').dataset.value") == "adjoint"
-    opened.press("5")
-    assert max(cell["rank"] for cell in opened.run(SCENE)["cells"]) == 4
-    opened.click("#slider")
-    opened.press("End")  # with the slider focused as well
-    assert opened.run("slider.value === slider.max")
 
 
 @needs_browser
 def test_another_root_gets_or_gives_it_all(opened: Page) -> None:
     show(opened, "gather", "", "", 3, "forward")
     opened.click("#root [data-value='2']")
-    opened.press("End")
-    scene = opened.run(SCENE)
+    scene = move_to(opened, 3)
     assert {cell["rank"] for cell in scene["cells"] if cell["area"] == 1} == {2}
     assert values_of(scene, 1, 3) == [[], [], [1.0, 11.0, 21.0]]
-    opened.press("a")
-    opened.press("End")
-    assert values_of(opened.run(SCENE), 1, 3) == [[21.0], [22.0], [23.0]]
+    opened.click("#direction [data-value='adjoint']")
+    assert values_of(move_to(opened, 3), 1, 3) == [[21.0], [22.0], [23.0]]
     opened.click("#operations [data-value='permute']")
     assert opened.run("document.querySelectorAll('#root button').length") == 0
 
@@ -272,10 +264,9 @@ def test_playing_goes_on_by_itself_and_stops_at_the_end(opened: Page) -> None:
     opened.until(lambda: opened.run("document.getElementById('play').getAttribute('aria-label')") == "play")
     assert opened.run("slider.value === slider.max")
     show(opened, "all_gather", "", "sum", 8, "forward")
-    opened.run("document.activeElement.blur()")
-    opened.press(" ")
+    opened.click("#play")
     opened.until(lambda: opened.run(SCENE)["now"] > 0.3)
-    opened.press(" ")
+    opened.click("#play")
     now = opened.run(SCENE)["now"]
     opened.frame()
     opened.frame()
@@ -283,26 +274,19 @@ def test_playing_goes_on_by_itself_and_stops_at_the_end(opened: Page) -> None:
 
 
 @needs_browser
-def test_who_wants_little_motion_gets_steps_and_nothing_by_itself(browser: Browser) -> None:
+def test_who_wants_little_motion_gets_nothing_by_itself(browser: Browser) -> None:
     tab = browser.open(FILE.as_uri(), prefers_reduced_motion="reduce")
     tab.click("#operations [data-value='gather']")
     for _ in range(5):
         tab.frame()
     assert tab.run(SCENE)["now"] == 0
-    tab.click("#play")
-    seen: set[float] = set()
-    while len(seen) < 3:
-        scene = tab.run(SCENE)
-        assert not scene["flyers"]
-        seen.add(scene["now"])
-    assert seen <= {0, 1, 2, 3, 4}
     tab.close()
 
 
 @needs_browser
 @pytest.mark.parametrize("width", [320, 760])
 def test_nothing_is_wider_than_the_window(browser: Browser, width: int) -> None:
-    tab = browser.open(FILE.as_uri() + "#split:::8:forward:0", width, 800)
+    tab = browser.open(FILE.as_uri() + "#split:::8:forward:0:0", width, 800)
     for name, op, grad in variants():
         for direction in ("forward", "adjoint"):
             show(tab, name, op, grad, 8, direction, 1)
@@ -329,7 +313,7 @@ def test_a_window_that_changes_its_width_is_laid_out_anew(opened: Page) -> None:
 def test_light_and_dark_can_be_read(browser: Browser) -> None:
     """The contrast of numbers with the ground of each rank's elements, as WCAG 2.2 counts it: at least 4.5."""
     for scheme in ("light", "dark"):
-        tab = browser.open(FILE.as_uri() + "#all_gather::sum:8:forward:8", prefers_color_scheme=scheme)
+        tab = browser.open(FILE.as_uri() + "#all_gather::sum:8:forward:0:8", prefers_color_scheme=scheme)
         found = tab.run(
             "[...document.querySelectorAll('.cell[data-area=\"0\"]:not(.flyer)')].map((one) => getComputedStyle(one))"
             ".map((style) => [style.color, style.backgroundImage])"

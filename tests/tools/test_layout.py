@@ -34,13 +34,12 @@ ORDER: dict[str, str] = {
         nccl_params __init__
         compat.tensors compat.wrapper compat.stateless compat.vllm compat.sglang
         progress tools.command
-        tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
-        tools.explain.moves tools.explain.operations tools.explain.adjoints tools.explain.words
-        tools.explain.execute tools.explain.terminal tools.explain.page tools.explain
+        tools.doctor.findings tools.doctor.problems tools.doctor
+        tools.explain.moves tools.explain.operations tools.explain.execute tools.explain.terminal
+        tools.explain.page tools.explain
         tools.hang.text tools.hang.jobs tools.hang.table tools.hang.ras
         tools.hang.report tools.hang.clocks tools.hang.timeline tools.hang
-        tools.perf.options tools.perf.data tools.perf.operations tools.perf.timing tools.perf.beside_torch
-        tools.perf.ways tools.perf.report tools.perf.measure tools.perf.head tools.perf __main__
+        tools.perf.options tools.perf.cases tools.perf.measure tools.perf.report tools.perf __main__
     """,
     "pynccl.host": """
         failure interfaces store connect link memory futex segment reduction rendezvous connection channel watchdog

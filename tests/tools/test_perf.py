@@ -23,11 +23,19 @@ from pynccl.__main__ import main
 from pynccl.comm.collectives import bus_factor
 from pynccl.tools import perf
 from pynccl.tools.perf import measure, report
-from pynccl.tools.perf.data import PERIOD, count_wrong, fill, pattern, reduced, torch_type
-from pynccl.tools.perf.measure import measured
-from pynccl.tools.perf.operations import NEVER_IN_PLACE, call_of, case
+from pynccl.tools.perf.cases import (
+    NEVER_IN_PLACE,
+    PERIOD,
+    call_of,
+    case,
+    count_wrong,
+    fill,
+    pattern,
+    reduced,
+    torch_type,
+)
+from pynccl.tools.perf.measure import Row, Side, across, measured
 from pynccl.tools.perf.options import COLLECTIVES, OPERATORS, REDUCING, TYPES, configure, problem, size, sizes
-from pynccl.tools.perf.timing import across
 
 SMALL = ["-b", "8", "-e", "4K", "-f", "8", "-n", "4", "-w", "1"]
 SECONDS = 100.0
@@ -211,15 +219,14 @@ def test_how_ranks_are_combined(ranks: RankPool) -> None:
 
 class Ran:
     def __init__(self, folder: Path) -> None:
-        self.json, self.plot = folder / "perf.json", folder / "perf.png"
-        words = ["all_reduce", *SMALL, "-c", "1", "--stats", "--compare", "torch", "--json", str(self.json)]
-        self.done = launched(2, *words, "--plot", str(self.plot), "--min-busbw", "0")
+        self.json = folder / "perf.json"
+        words = ["all_reduce", *SMALL, "-c", "1", "--compare", "torch", "--json", str(self.json)]
+        self.done = launched(2, *words, "--min-busbw", "0")
         self.lines = self.done.stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    pytest.importorskip("matplotlib")
     found = Ran(tmp_path_factory.mktemp("perf"))
     assert found.done.returncode == 0, found.done.stderr
     return found
@@ -232,7 +239,7 @@ def test_the_head_says_what_a_reader_needs(ran: Ran) -> None:
     assert re.search(r"^# transport   (memory that the ranks share|sockets)$", text, re.MULTILINE)
     assert "4 iterations after 1, " in text and "the slowest rank counts (-a 3)" in text
     assert "torch.distributed with gloo" in text
-    assert len(re.findall(r"^# rank \d +\S+ pid \d+ cpu ", text, re.MULTILINE)) == 2
+    assert len(re.findall(r"^# rank \d +\S+ pid \d+ cpu$", text, re.MULTILINE)) == 2
 
 
 def test_rows_have_the_columns_of_nccl_tests_with_torchs_beside(ran: Ran) -> None:
@@ -259,26 +266,10 @@ def test_the_json_has_what_the_table_is_made_of(ran: Ran) -> None:
             assert side["algbw_GBps"] == pytest.approx(row["size"] / side["time_s"] / 1e9)
             assert side["busbw_GBps"] == pytest.approx(side["algbw_GBps"])  # 2 (n-1) / n is 1 for two ranks
             assert len(side["iterations_s"]) == 4
-            assert side["stats_s"]["min"] == min(side["iterations_s"]) > 0
-            assert side["stats_s"]["max"] == side["stats_s"]["p99"] == max(side["iterations_s"])
+            assert min(side["iterations_s"]) > 0
             assert (side["torch_time_s"] is None) == (place == "out_of_place")
             busses.append(side["busbw_GBps"])
     assert found["summary"]["avg_busbw_GBps"] == pytest.approx(sum(busses) / len(busses))
-
-
-def test_the_spread_of_the_iterations_is_a_table_of_its_own(ran: Ran) -> None:
-    rows = [line.split() for line in ran.lines if re.search(r" (out-of|in)-place +[\d.]", line)]
-    assert len(rows) == 8
-    for row in rows:
-        least, median, p99, most = map(float, row[6:10])
-        assert least <= median <= p99 <= most
-        assert re.fullmatch(rf"{NUMBER}%", row[10])
-
-
-def test_the_plot_is_drawn(ran: Ran) -> None:
-    image = ran.plot.read_bytes()
-    assert image.startswith(b"\x89PNG\r\n")
-    assert int.from_bytes(image[16:20], "big") >= 600  # pixels wide
 
 
 def test_nothing_is_said_on_standard_error(ran: Ran) -> None:
@@ -439,19 +430,16 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("all_reduce -G 2 --compare torch", "pass one of them"),
         ("all_reduce --compare mpi", "invalid choice: 'mpi'"),
         ("all_reduce --min-busbw nan", "'nan': expected GB/s"),
-        ("all_reduce --json /nowhere/perf.json", "--json /nowhere/perf.json: No such file or directory; pass a file"),
+        (
+            "all_reduce --json /proc/nowhere/perf.json",
+            "argument -J/--json: /proc/nowhere/perf.json: No such file or directory; pass a file",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(words.split(), capsys)
     assert message in said and "error: " in said
     assert "Traceback" not in said
-
-
-def test_a_plot_of_an_unknown_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    said = refused(["all_reduce", "--plot", str(tmp_path / "perf.docx")], capsys)
-    assert "matplotlib writes no .docx" in said
 
 
 def test_a_size_that_does_not_fit_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -473,22 +461,9 @@ def test_the_help_has_examples_that_parse(capsys: pytest.CaptureFixture[str]) ->
 # -------------------------------------------------------------------------------------------------------- arithmetic
 
 
-def test_the_p99_is_a_time_that_was_measured() -> None:
-    assert report.quantile([float(i) for i in range(1, 101)], 0.99) == 99
-    assert report.quantile([3.0, 1.0, 2.0], 0.99) == 3
-    assert report.quantile([5.0], 0.99) == 5
-
-
-def test_the_variation_is_the_deviation_over_the_mean() -> None:
-    found = report.spread([1.0, 2.0, 3.0, 6.0])
-    assert found["cv"] == pytest.approx(2.1602469 / 3)
-    assert (found["min"], found["median"], found["max"]) == (1.0, 2.5, 6.0)
-    assert report.spread([2.0])["cv"] == 0
-
-
 def test_a_known_row_reads_as_expected() -> None:
     row = case("all_reduce", "float", "sum", 0, 4, 1 << 20)
-    side = report.Side([1e-3], 1e-3, 3, None)
-    line = report.row_line(report.Row(row, [side, None]), False)
+    side = Side([1e-3], 1e-3, 3, None)
+    line = report.row_line(Row(row, [side, None]), False)
     assert line.split()[:8] == ["1048576", "262144", "float", "sum", "-1", "1000.0", "1.05", "1.57"]
     assert line.split()[8:] == ["3", "N/A", "N/A", "N/A", "N/A", "WRONG"]

@@ -1,4 +1,4 @@
-"""perf: buffers that are registered, types that a library lacks, and what NCCL ran, by the names of kernels."""
+"""perf: buffers that are registered, types that a library lacks, errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ranks import RankPool
 from pynccl import Communicator, NcclError
 from pynccl.__main__ import main
 from pynccl.tools import perf
+from pynccl.tools.perf.cases import NEVER_IN_PLACE, case
 from pynccl.tools.perf.measure import UnfitError, measured
-from pynccl.tools.perf.operations import NEVER_IN_PLACE, case
 from pynccl.tools.perf.options import COLLECTIVES, TYPES, configure, problem
-from pynccl.tools.perf.ways import in_lines, named
 
 
 def parsed(*words: str, ranks: int = 1) -> argparse.Namespace:
@@ -90,31 +89,17 @@ def declined(comm: Communicator) -> str:
 
 def test_a_window_that_one_rank_is_refused_ends_all(ranks: RankPool) -> None:
     said = ranks.run(2, declined)
-    assert said[0] == "-R 2, 64 bytes of reduce: another rank failed; pass -R 0"
-    assert said[1] == "-R 2, 64 bytes of reduce: window: NCCL declined the buffer; pass -R 0"
+    assert said[0] == "64 bytes of reduce: another rank has failed; pass -R 0"
+    assert said[1] == "64 bytes of reduce: window: NCCL declined the buffer; pass -R 0"
 
 
 @pytest.mark.parametrize(("version", "fewer"), [((2, 18, 1), 2), ((2, 24, 0), 0), ((2, 28, 3), 0)])
 def test_all_types_are_those_that_the_library_has(version: tuple[int, int, int], fewer: int) -> None:
     library: Any = SimpleNamespace(version=version)
-    every = perf._types(parsed("reduce", "-d", "all"), library)
+    every = perf._cases(parsed("reduce", "-d", "all", "-b", "64", "-e", "64"), 1, library)
     assert len(every) == len(TYPES) - fewer
-    assert perf._types(parsed("reduce", "-d", "f8e4m3"), library) == ["f8e4m3"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("-R 3", "invalid choice: 3 (choose from 0, 1, 2)"),
-        ("-g 8", "invalid choice: 8 (choose from 1)"),
-        ("-t two", "invalid int value"),
-    ],
-)
-def test_what_nccl_tests_takes_and_this_does_not(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["perf", "all_reduce", *words.split()])
-    assert left.value.code == 2
-    assert message in capsys.readouterr().err
+    one = perf._cases(parsed("reduce", "-d", "f8e4m3", "-b", "64", "-e", "64"), 1, library)
+    assert [row.type for row in one] == ["f8e4m3"]
 
 
 def test_an_error_of_the_library_ends_in_one_line(
@@ -126,29 +111,3 @@ def test_an_error_of_the_library_ends_in_one_line(
     monkeypatch.setattr(Communicator, "all_reduce", fails)
     assert main(["perf", "all_reduce", "-b", "8", "-e", "8"]) == 1
     assert capsys.readouterr().err == "python -m pynccl perf: all_reduce: a peer is gone\n"
-
-
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        ([], ""),
-        (["void at::native::vectorized_elementwise_kernel<4>"], ""),
-        (["ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"],
-         "kernel AllReduce_Sum_f32_RING_LL"),
-        (["ncclSymkDevKernel_AllGather_LLMC(ncclSymkDevWorkArgs)", "Memcpy DtoD (Device -> Device)"],
-         "symmetric kernel AllGather_LLMC"),
-        (["ncclSymDevKernel_AllReduce_AGxLL_R_Sum_f32(..)"], "symmetric kernel AllReduce_AGxLL_R_Sum_f32"),
-        (["Memcpy PtoP (Device -> Device)", "Memcpy DtoD (Device -> Device)"], "copy engine"),
-        (["ncclKernel_AllReduce_TREE_LL_Sum_float(ncclDevComm*)"] * 2, "kernel AllReduce_TREE_LL_Sum_float"),
-    ],
-)  # fmt: skip
-def test_kernels_say_which_way_it_went(events: list[str], expected: str) -> None:
-    assert named(events) == expected
-
-
-def test_equal_ways_share_a_line() -> None:
-    assert in_lines([(8, "a"), (16, "a"), (1 << 20, "b"), (2 << 20, ""), (4 << 20, "a")]) == [
-        "8 to 16 B: a",
-        "1,048,576 B: b",
-        "4,194,304 B: a",
-    ]

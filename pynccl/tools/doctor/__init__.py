@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import textwrap
 from dataclasses import asdict
 
-from .findings import examine
-from .problems import problems
-from .report import render
+from ...bindings.abi import FUNCTIONS
+from .findings import Chosen, Driver, Findings, Torch, examine
+from .problems import Problem, problems
 
 FAILED = "there is a problem"
 EXAMPLES = """
@@ -16,6 +18,7 @@ examples:
   python -m pynccl doctor
   python -m pynccl doctor --json
 """
+_LABEL = 12
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +30,79 @@ def run(arguments: argparse.Namespace) -> int:
     found = examine()
     wrong = problems(found)
     if arguments.json:
-        print(
-            json.dumps({"ok": not wrong, **asdict(found), "problems": [asdict(problem) for problem in wrong]}, indent=2)
-        )
+        report = {"ok": not wrong, **asdict(found), "problems": [asdict(problem) for problem in wrong]}
+        print(json.dumps(report, indent=2))
     else:
-        print(render(found, wrong))
+        print(_render(found, wrong))
     return 1 if wrong else 0
+
+
+def _render(found: Findings, wrong: list[Problem]) -> str:
+    """One label per topic, problems at the end, each with its fix."""
+    rows = {
+        "library": _library(found.library),
+        "torch": _torch(found.torch),
+        "wheels": [f"{wheel}: file {wheel.state}" for wheel in found.wheels] or ["no nvidia-nccl wheel is installed"],
+        "in process": list(map(str, found.mapped)) or ["no libnccl is loaded"],
+        "driver": _driver(found.driver),
+        "variables": [f"{name}={value}" for name, value in found.settings.items()]
+        or ["no NCCL_* or PYNCCL_* variable is set"],
+        "versions": [", ".join(f"{name} {version or 'not installed'}" for name, version in found.versions.items())],
+    }
+    lines = []
+    for label, texts in rows.items():
+        for at, text in enumerate(texts):
+            lines += _wrapped("" if at else label, text)
+    for number, problem in enumerate(wrong, 1):
+        lines += ["", *_wrapped(f"problem {number}", problem.text)]
+        if problem.is_command:  # it is there to be copied: it may be long, and breaks only where the shell allows it
+            command = problem.fix.replace(" && ", " && \\\n" + " " * (_LABEL + 5))
+            lines += [" " * _LABEL + f"fix: {command}"]
+        else:
+            lines += _wrapped("", f"fix: {problem.fix}")
+    return "\n".join(lines) + ("" if wrong else "\n\nNo problems found.")
+
+
+def _library(library: Chosen) -> list[str]:
+    because = f"chosen because: {library.because}"
+    if library.error is not None:
+        return ["none", *library.error.splitlines(), because]
+    if library.is_host:
+        return [f"the host library, on CPU memory, with the interface of NCCL {library.version}", because]
+    lines = [f"NCCL {library.version}" + (f" for CUDA {library.cuda}" if library.cuda else ""), str(library.path)]
+    missing = sum(map(len, library.missing_functions.values()))
+    functions = [
+        f"{missing} of the {len(FUNCTIONS)} functions of nccl.h are missing, by the version that brought them:"
+    ]
+    functions += [f"{version}  {' '.join(names)}" for version, names in library.missing_functions.items()]
+    return [*lines, f"found by: {library.origin}", because, *(functions if missing else [])]
+
+
+def _torch(torch: Torch | None) -> list[str]:
+    if torch is None:
+        return ["not installed"]
+    copies = [f"its own is {torch.own}"] if torch.own else []
+    if torch.given and torch.given != torch.own:
+        copies.append(f"it is given {torch.given}")
+    if torch.error is not None:
+        return [f"cannot be imported: {torch.error}", *copies]
+    if torch.built_with_nccl is None:
+        return [f"{torch.version}, without NCCL"]
+    return [f"{torch.version} for CUDA {torch.cuda}, built with NCCL {torch.built_with_nccl}", *copies]
+
+
+def _driver(driver: Driver) -> list[str]:
+    lines = [f"{driver.version}, runs CUDA up to {driver.cuda}"] if driver.cuda else []
+    for number, gpu in enumerate(driver.gpus):
+        lines.append(f"GPU {number}  {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    usable = f"{driver.usable} usable" + (f" with CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "")
+    return [*lines, driver.problem or usable]
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    """Lines of 100 columns; paths are there to be copied, and not broken."""
+    first, rest = label.ljust(_LABEL), " " * (_LABEL + 2)
+    return textwrap.wrap(
+        text, 100, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
 from ...bindings.library import SONAME
-from .findings import Findings
-from .wheels import FILE_IN_WHEEL, Wheel, identify, pip
+from .findings import Findings, Wheel, identify
 
 
 @dataclass(frozen=True)
@@ -25,120 +25,85 @@ class Problem:
 
 
 def problems(found: Findings) -> list[Problem]:
-    """What is wrong; wheels first, then a libnccl that torch is given, since they explain the rest."""
+    """What is wrong; wheels first, then torch, since they explain the rest."""
     wheels = list(_of_wheels(found.wheels))
-    before = list(_before_torch(found))
     mend = "mend the wheel named above, then look again" if wheels else ""
-    return [
-        *wheels,
-        *before,
-        *_of_torch(found, mend or ("mend what is named above, then look again" if before else "")),
-        *_of_library(found, mend),
-        *_of_driver(found),
-        *([] if before else _older_than_torch(found)),
-        *_of_process(found),
-    ]
+    return [*wheels, *_of_torch(found, mend), *_of_library(found, mend), *_of_driver(found), *_of_process(found)]
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+def _pip(action: str, installer: str = "pip") -> str:
+    """`pip install` for this very interpreter: the pip on PATH may be another one's. What uv made has none."""
+    python = shlex.quote(sys.executable)
+    return f"uv pip {action} --python {python}" if installer == "uv" else f"{python} -m pip {action}"
 
 
-# ------------------------------------------------------------------------------------------------------------- wheels
+def _reinstall(wheel: Wheel) -> str:
+    """The command that writes the wheel's files anew and touches nothing else."""
+    return f"{_pip('install', wheel.installer)} --force-reinstall --no-deps {wheel.name}=={wheel.version}"
 
 
 def _of_wheels(wheels: list[Wheel]) -> Iterator[Problem]:
     for path in dict.fromkeys(wheel.file.path for wheel in wheels):
         first, *others = [wheel for wheel in wheels if wheel.file.path == path]
         if others:
-            yield Problem("wheel-collision", _collision([first, *others]), _keep_one([first, *others]), True)
+            yield _collision([first, *others])
         elif first.state == "missing":
             text = f"{first} is installed, but its file {path} is gone, as after uninstalling another such wheel"
-            yield Problem("wheel-file-missing", text, first.reinstall, True)
+            yield Problem("wheel-file-missing", text, _reinstall(first), True)
         elif first.state == "replaced":
             text = f"{path} is not the file of {first}: its hash differs, and it says that it is {first.file.what}"
-            yield Problem("wheel-file-replaced", text, first.reinstall, True)
+            yield Problem("wheel-file-replaced", text, _reinstall(first), True)
 
 
-def _collision(sharing: list[Wheel]) -> str:
+def _collision(sharing: list[Wheel]) -> Problem:
+    """The fix: uninstall all but torch's, or the intact one. Its file goes with the others, so it is installed anew."""
     file = sharing[0].file
     owner = next((f"that of {wheel}" for wheel in sharing if wheel.state == "intact"), "that of none of them")
     fate = "The file is gone" if sharing[0].state == "missing" else f"The file there is {owner} ({file.what})"
-    return f"{' and '.join(map(str, sharing))} are both installed and write the same file, {file.path}. {fate}"
-
-
-def _keep_one(sharing: list[Wheel]) -> str:
-    """Uninstall all but torch's, or the intact one. Its file goes with the others, so it is installed anew."""
-    wanted = _wheel_of_torch()
-    *others, kept = sorted(sharing, key=lambda wheel: (wheel.name == wanted, wheel.state == "intact", wheel.name))
-    yes = "" if kept.installer == "uv" else "-y "
-    return f"{pip('uninstall', kept.installer)} {yes}{' '.join(wheel.name for wheel in others)} && {kept.reinstall}"
-
-
-def _wheel_of_torch() -> str | None:
-    """The nvidia-nccl wheel that the installed torch names as its own."""
+    text = f"{' and '.join(map(str, sharing))} are both installed and write the same file, {file.path}. {fate}"
     try:
-        requirements = metadata.requires("torch") or []
+        wanted = re.search(r"nvidia-nccl-cu\d+", " ".join(metadata.requires("torch") or []))
     except metadata.PackageNotFoundError:
-        return None
-    names = (re.match(r"nvidia-nccl-cu\d+", requirement) for requirement in requirements)
-    return next((name.group() for name in names if name), None)
-
-
-# -------------------------------------------------------------------------------------------------------------- torch
-
-
-def _before_torch(found: Findings) -> Iterator[Problem]:
-    """Who needs a library by its name gets the one that is there already, as torch does."""
-    own, given = (found.torch.own, found.torch.given) if found.torch else (None, None)
-    if own and given and own.version and given.version and _numbers(given.version) < _numbers(own.version):
-        text = f"torch has its own libnccl, {own}, but is given an older one of that name, which was loaded first: "
-        yield Problem("nccl-before-torch", text + str(given), _remedy(given.path))
+        wanted = None
+    name = wanted[0] if wanted else ""
+    *others, kept = sorted(sharing, key=lambda wheel: (wheel.name == name, wheel.state == "intact", wheel.name))
+    yes = "" if kept.installer == "uv" else "-y "
+    fix = f"{_pip('uninstall', kept.installer)} {yes}{' '.join(wheel.name for wheel in others)} && {_reinstall(kept)}"
+    return Problem("wheel-collision", text, fix, True)
 
 
 def _of_torch(found: Findings, mend: str) -> Iterator[Problem]:
-    if found.torch is None or found.torch.error is None:
+    """A torch that is given another libnccl than its own: loaded before it, or found in LD_LIBRARY_PATH; or broken."""
+    if found.torch is None:
         return
-    text = f"torch is installed but cannot be imported: {found.torch.error}"
-    folders = re.split("[:;]", os.environ.get("LD_LIBRARY_PATH", ""))
-    there = (os.path.join(os.path.normpath(folder), SONAME) for folder in folders if folder)
+    own, given, error = found.torch.own, found.torch.given, found.torch.error
+    if own and given and own.version and given.version and numbers(given.version) < numbers(own.version):
+        text = (
+            f"torch has its own libnccl, {own}, but is given an older one of that name, which was loaded first: {given}"
+        )
+        yield Problem("nccl-before-torch", text, _without(given.path))
+        mend = mend or "mend what is named above, then look again"
+    if error is None:
+        return
+    text = f"torch is installed but cannot be imported: {error}"
+    folders = filter(None, re.split("[:;]", os.environ.get("LD_LIBRARY_PATH", "")))
+    there = (os.path.join(os.path.normpath(folder), SONAME) for folder in folders)
     path = next(filter(os.path.exists, there), None)
     if mend:
         yield Problem("torch-broken", text, mend)
-    elif path and "undefined symbol: nccl" in found.torch.error:  # which comes before torch's RUNPATH
-        yield Problem("torch-broken", f"{text}. Its libnccl is {identify(path)}", _remedy(path))
+    elif path and "undefined symbol: nccl" in error:  # which comes before torch's RUNPATH
+        yield Problem("torch-broken", f"{text}. Its libnccl is {identify(path)}", _without(path))
     else:
-        yield Problem("torch-broken", text, f"{pip('install')} --force-reinstall torch", True)
+        yield Problem("torch-broken", text, f"{_pip('install')} --force-reinstall torch", True)
 
 
-def _remedy(path: str) -> str:
+def _without(path: str) -> str:
     """Against the library at `path` being the one that torch gets."""
-    for variable, separators, place in (
-        ("LD_PRELOAD", "[: ]", path),
-        ("LD_LIBRARY_PATH", "[:;]", os.path.dirname(path)),
-    ):
-        for entry in filter(None, re.split(separators, os.environ.get(variable, ""))):
+    for variable, place in (("LD_PRELOAD", path), ("LD_LIBRARY_PATH", os.path.dirname(path))):
+        for entry in filter(None, re.split("[:; ]", os.environ.get(variable, ""))):
             if os.path.realpath(entry) == os.path.realpath(place):
                 return f"take {entry} out of {variable}"
-    for entry in sys.path:
-        if os.path.join(entry, FILE_IN_WHEEL) == path:
-            return f"take {entry} off sys.path (see PYTHONPATH): torch loads what it finds there in nvidia/nccl/lib"
-    return "import torch, or call pynccl.load(), before whatever loads it (here a .pth file, or sitecustomize.py)"
-
-
-def _older_than_torch(found: Findings) -> Iterator[Problem]:
-    """torch calls what was there when it was built; an older libnccl may lack it."""
-    built_with = found.torch.built_with_nccl if found.torch else None
-    if found.torch is None or built_with is None:
-        return
-    old = [file for file in found.torch.files if file.version and _numbers(file.version) < _numbers(built_with)]
-    if old:
-        text = f"torch was built with NCCL {built_with}, but has loaded the older {old[0]}"
-        fix = f"{pip('install')} '{_wheel_of_torch() or 'nvidia-nccl-cu13'}>={built_with}'"
-        yield Problem("nccl-older-than-torch", text, fix, True)
-
-
-# ----------------------------------------------------------------------------------------- library, driver, process
+    return "import torch before whatever loads it (see PYTHONPATH, .pth files, sitecustomize.py)"
 
 
 def _of_library(found: Findings, mend: str) -> Iterator[Problem]:
@@ -151,10 +116,10 @@ def _of_library(found: Findings, mend: str) -> Iterator[Problem]:
         fix = "set PYNCCL_LIBRARY to the path of a libnccl.so.2, to nccl or to host, or unset it"
     elif asked == "nccl":
         flavour = "cu12" if (found.driver.cuda or "").startswith("12.") else "cu13"
-        fix = mend or f"{pip('install')} nvidia-nccl-{flavour}"
+        fix = mend or f"{_pip('install')} nvidia-nccl-{flavour}"
     else:
-        fix = "mend torch, which carries the host library" if found.torch else f"{pip('install')} torch"
-    yield Problem("library-unusable", text, fix, is_command=" -m pip " in fix)
+        fix = "mend torch, which carries the host library" if found.torch else f"{_pip('install')} torch"
+    yield Problem("library-unusable", text, fix, is_command=" install " in fix)
 
 
 def _of_driver(found: Findings) -> Iterator[Problem]:
@@ -166,15 +131,12 @@ def _of_driver(found: Findings) -> Iterator[Problem]:
         yield Problem("gpu-unusable", text, fix)
     elif not driver.usable and library.asked not in (None, "host"):
         text = f"{library.because} asks for a library that needs a GPU, and there is none to use: {driver.problem}"
-        fix = (
-            "unset PYNCCL_LIBRARY (the host library then runs on the CPU), or install the driver: nvidia-smi must work"
-        )
+        fix = "unset PYNCCL_LIBRARY: the host library then runs on the CPU; or install the driver: nvidia-smi must work"
         yield Problem("no-driver", text, fix)
     # Within one major version CUDA is compatible both ways; a newer major version needs a newer driver.
-    if library.cuda and driver.cuda and _numbers(library.cuda)[0] > _numbers(driver.cuda)[0]:
+    if library.cuda and driver.cuda and numbers(library.cuda)[0] > numbers(driver.cuda)[0]:
         text = f"{library.path} was built for CUDA {library.cuda}, but the driver runs CUDA up to {driver.cuda}"
-        major = _numbers(driver.cuda)[0]
-        fix = f"update the driver, or install packages for CUDA {major}: torch, and what it brings along"
+        fix = f"update the driver, or install packages for CUDA {numbers(driver.cuda)[0]}: torch, and what it brings"
         yield Problem("driver-too-old", text, fix)
 
 
@@ -188,6 +150,7 @@ def _of_process(found: Findings) -> Iterator[Problem]:
         if os.path.isabs(found.library.asked or ""):
             fix = "unset PYNCCL_LIBRARY, so that pynccl shares the copy that is there already"
         yield Problem("several-copies", text, fix)
-    if found.cuda_core is not None:
-        text, fix = found.cuda_core.split("\n  ", 1)
-        yield Problem("cuda-core-broken", text, fix)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))

@@ -1,20 +1,19 @@
-"""Which element of which rank goes where: a row for each way in which elements travel between ranks.
+"""The model: which element of which rank goes where, forwards in an operation and backwards in its adjoint.
 
-A row has the blocks in the memory of each rank before and after, and the edges (source, target) along which something
-travels. From source to target goes source's block number `target`, or all of it where source has one block; it arrives
-as target's block number `source`, or as all of it. Adjoints are rows of the same table. `execute` holds the moves
-against what the library has written.
+A row of WAYS has the blocks in the memory of each rank before and after, and the edges (source, target) along which
+something travels. From source to target goes source's block number `target`, or all of it where source has one block;
+it arrives as target's block number `source`, or as all of it. The adjoint's moves are the same ones the other way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 HALO = 1  # elements of each halo
 
-Edges = list[tuple[int, int]]  # (source, target)
+Edges = Iterable[tuple[int, int]]  # (source, target)
 Cuts = tuple[tuple[int, ...], ...]  # for each rank, the sizes of the blocks in its memory
 
 
@@ -25,26 +24,19 @@ class Setup:
     ranks: int
     counts: tuple[int, ...]
     root: int = 0
-    by_counts: bool = False
-
-    @property
-    def elements(self) -> int:
-        """Of a block where all are alike."""
-        return self.counts[0]
 
     def sent(self, source: int, target: int) -> int:
         """Elements from one rank to another in an all-to-all: counts[k] to the rank that is k further on."""
         return self.counts[(target - source) % self.ranks]
 
     @property
-    def edges(self) -> Edges:
-        """The messages of permute: a ring."""
-        return [(rank, (rank + 1) % self.ranks) for rank in range(self.ranks)]
+    def uneven(self) -> bool:
+        return len(set(self.counts)) > 1
 
     @property
-    def edge(self) -> tuple[int, int]:
-        """The message of send_recv: from root to the next rank."""
-        return self.root, (self.root + 1) % self.ranks
+    def target(self) -> int:
+        """The receiver of send_recv."""
+        return (self.root + 1) % self.ranks
 
 
 class Move(NamedTuple):
@@ -57,32 +49,38 @@ class Move(NamedTuple):
 
 
 class Way(NamedTuple):
-    """before, after   blocks in memory; an element that nothing moves to is 0
-    edges           (source, target) of what travels
-    collective      the method of Communicator; "": sends and receives, or nothing is sent
-    text            what happens, in words; "": the name of the collective
-    """
+    """Blocks in memory before and after (what nothing moves to is 0), and the edges along which something travels."""
 
     before: Callable[[Setup], Cuts]
     after: Callable[[Setup], Cuts]
     edges: Callable[[Setup], Edges]
-    collective: str = ""
-    text: str = ""
 
 
-def moves(name: str, setup: Setup) -> Iterator[Move]:
+def forward(name: str, setup: Setup) -> list[Move]:
     """Every element that travels in this row of WAYS."""
     if name == "halo_exchange":
-        yield from _halo_moves(setup)
-    elif name == "halo_reduce":
-        yield from (Move(target, to, source, at) for source, at, target, to in _halo_moves(setup))
-    else:
-        way = WAYS[name]
-        before, after = way.before(setup), way.after(setup)
-        for source, target in way.edges(setup):
-            at, count = _place(before[source], target)
-            to, _ = _place(after[target], source)
-            yield from (Move(source, at + i, target, to + i) for i in range(count))
+        return _halo_moves(setup)
+    way = WAYS[name]
+    before, after = way.before(setup), way.after(setup)
+    found = []
+    for source, target in way.edges(setup):
+        at, count = _place(before[source], target)
+        to, _ = _place(after[target], source)
+        found += [Move(source, at + i, target, to + i) for i in range(count)]
+    return found
+
+
+def backward(name: str, setup: Setup, one_output: bool, one_input: bool) -> list[Move]:
+    """The moves of the adjoint: those of the forward, the other way.
+
+    one_output  all ranks go on alike with y: what stays on its rank is the whole cotangent, and nothing else moves
+    one_input   x is one value, equal on all ranks: each has a part of its gradient, and all get the sum
+    """
+    there = forward(name, setup)
+    if one_output:
+        there = [move for move in there if move.source == move.target]
+    inputs = range(setup.ranks) if one_input else (None,)
+    return [Move(m.target, m.to, m.source if rank is None else rank, m.at) for m in there for rank in inputs]
 
 
 def _place(cuts: tuple[int, ...], peer: int) -> tuple[int, int]:
@@ -90,22 +88,20 @@ def _place(cuts: tuple[int, ...], peer: int) -> tuple[int, int]:
     return (sum(cuts[:peer]), cuts[peer]) if len(cuts) > 1 else (0, cuts[0])
 
 
-def _halo_moves(setup: Setup) -> Iterator[Move]:
+def _halo_moves(setup: Setup) -> list[Move]:
     """The interior and the outer halos stay; each inner halo becomes the neighbour's border."""
-    last, size = setup.ranks - 1, setup.elements + 2 * HALO
+    last, size = setup.ranks - 1, setup.counts[0] + 2 * HALO
+    found = []
     for rank in range(setup.ranks):
         stays = range(0 if rank == 0 else HALO, size if rank == last else size - HALO)
-        yield from (Move(rank, i, rank, i) for i in stays)
+        found += [Move(rank, i, rank, i) for i in stays]
         if rank < last:
-            yield from (Move(rank, size - 2 * HALO + i, rank + 1, i) for i in range(HALO))
-            yield from (Move(rank + 1, HALO + i, rank, size - HALO + i) for i in range(HALO))
+            found += [Move(rank, size - 2 * HALO + i, rank + 1, i) for i in range(HALO)]
+            found += [Move(rank + 1, HALO + i, rank, size - HALO + i) for i in range(HALO)]
+    return found
 
 
-# ----------------------------------------------------------------------------------------------------- blocks in memory
-
-
-def _whole(setup: Setup) -> Cuts:
-    return ((setup.elements,),) * setup.ranks
+# ------------------------------------------------------------------------------------------------- blocks and edges
 
 
 def _own(setup: Setup) -> Cuts:
@@ -131,10 +127,7 @@ def _incoming(setup: Setup) -> Cuts:
 
 
 def _haloed(setup: Setup) -> Cuts:
-    return ((HALO, setup.elements, HALO),) * setup.ranks
-
-
-# ---------------------------------------------------------------------------------------------------------------- edges
+    return ((HALO, setup.counts[0], HALO),) * setup.ranks
 
 
 def _all_pairs(setup: Setup) -> Edges:
@@ -146,41 +139,29 @@ def _to_root(setup: Setup) -> Edges:
 
 
 def _from_root(setup: Setup) -> Edges:
-    return _back(_to_root(setup))
+    return [(setup.root, rank) for rank in range(setup.ranks)]
 
 
 def _to_itself(setup: Setup) -> Edges:
     return [(rank, rank) for rank in range(setup.ranks)]
 
 
-def _back(edges: Edges) -> Edges:
-    return [(target, source) for source, target in edges]
+def _around(setup: Setup) -> Edges:
+    return [(rank, (rank + 1) % setup.ranks) for rank in range(setup.ranks)]
 
-
-_MESSAGES, _REVERSED = "sends and receives", "sends and receives, edges reversed"
 
 WAYS: dict[str, Way] = {
-    "all_reduce": Way(_whole, _whole, _all_pairs, "all_reduce"),
-    "reduce": Way(_whole, _whole, _to_root, "reduce"),
-    "broadcast": Way(_whole, _whole, _from_root, "broadcast"),
-    "reduce_scatter": Way(_blocks, _own, _all_pairs, "reduce_scatter"),
-    "all_gather": Way(_own, _blocks, _all_pairs, "all_gather"),
-    "scatter": Way(_blocks_at_root, _own, _from_root, "scatter"),
-    "gather": Way(_own, _blocks_at_root, _to_root, "gather"),
-    "all_to_all": Way(_outgoing, _incoming, _all_pairs, "all_to_all"),
-    "all_to_all_back": Way(_incoming, _outgoing, _all_pairs, "all_to_all"),
-    "permute": Way(_whole, _whole, lambda setup: setup.edges, text=_MESSAGES),
-    "permute_back": Way(_whole, _whole, lambda setup: _back(setup.edges), text=_REVERSED),
-    "send_recv": Way(_whole, _whole, lambda setup: [setup.edge], text="send and recv"),
-    "send_recv_back": Way(_whole, _whole, lambda setup: _back([setup.edge]), text="send and recv, the other way"),
-    "halo_exchange": Way(_haloed, _haloed, _all_pairs, text="borders sent to the neighbours"),
-    "halo_reduce": Way(_haloed, _haloed, _all_pairs, text="halos sent back and added"),
-    "copy": Way(_whole, _whole, _to_itself, text="nothing is sent"),
-    "split": Way(_blocks, _own, _to_itself, text="nothing is sent: each rank takes its own block"),
-    "at_root": Way(
-        _whole,
-        _whole,
-        lambda setup: [(setup.root, setup.root)],
-        text="nothing is sent: root keeps its own, the others have 0",
-    ),
+    "all_reduce": Way(_own, _own, _all_pairs),
+    "reduce_scatter": Way(_blocks, _own, _all_pairs),
+    "all_gather": Way(_own, _blocks, _all_pairs),
+    "broadcast": Way(_own, _own, _from_root),
+    "reduce": Way(_own, _own, _to_root),
+    "scatter": Way(_blocks_at_root, _own, _from_root),
+    "gather": Way(_own, _blocks_at_root, _to_root),
+    "all_to_all": Way(_outgoing, _incoming, _all_pairs),
+    "permute": Way(_own, _own, _around),
+    "send_recv": Way(_own, _own, lambda setup: [(setup.root, setup.target)]),
+    "halo_exchange": Way(_haloed, _haloed, _all_pairs),
+    "copy": Way(_own, _own, _to_itself),
+    "split": Way(_blocks, _own, _to_itself),
 }

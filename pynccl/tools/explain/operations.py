@@ -1,7 +1,7 @@
-"""What can be explained: a row for each operation, with the way of its elements, its words, and how it is called.
+"""What can be explained: a row for each operation, with its words in both directions and how it is called.
 
-N ranks; rank r holds x_r [elements] and gets y_r; g_r is the cotangent (gradient) of y_r. s is a number of elements.
-{op}, {root}, {grad}, {counts} and their like stand for what a run has: `words.py` fills them in.
+N ranks; rank r holds x_r [elements] and gets y_r; g_r is the cotangent (gradient) of y_r, G that of y as the ranks have
+it together. s is a number of elements. {op}, {root}, {counts} and their like stand for what a run has.
 """
 
 from __future__ import annotations
@@ -13,81 +13,78 @@ from .moves import Setup
 SUM, REPLICATED = "sum", "replicated"
 CONVENTIONS = (SUM, REPLICATED)
 NONE: tuple[str, ...] = ("",)
-COUNTS = (2, 1, 3, 0, 1, 1, 0, 1)  # elements per rank where they differ, unless the user names some
+COUNTED = ("reduce_scatter", "all_gather", "scatter", "gather", "all_to_all")  # may have a number for each rank
 
 
 class Operation(NamedTuple):
-    """way                row of moves.WAYS that the forward takes
-    brief              what a rank gets, in a few words
-    does .. torch      in a sentence or two; shapes; formula; the call of each library
-    confused           what it is mistaken for
-    ops                operators that it has a derivative with; the first is the default
-    grads              conventions of gradient, where there are two
-    rooted, by_counts  has root=; has a number of elements per rank
-    elements           of a block, in the example
-    replicated_input   x is equal on all ranks
+    """does .. torch     in a sentence or two; shapes; formula; the call of each library
+    note              what is easily overlooked
+    gradient, back    formula of the adjoint, and what happens there
+    adjoint           the method of Communicator that is the adjoint; "": sends and receives
+    ops               operators that it has a derivative with; the first is the default
+    grads             conventions of gradient, where there are two
+    rooted            has root=
+    elements          of a block, in the example
+    one_input         x is equal on all ranks
     """
 
-    way: str
-    brief: str
     does: str
     shapes: str
     formula: str
     pynccl: str
     autograd: str
     torch: str
-    confused: tuple[str, ...]
+    note: str
+    gradient: str
+    back: str
+    adjoint: str = ""
     ops: tuple[str, ...] = NONE
     grads: tuple[str, ...] = NONE
     rooted: bool = False
-    by_counts: bool = False
     elements: int = 1
-    replicated_input: bool = False
+    one_input: bool = False
 
+    def method(self, name: str) -> str:
+        """The method of Communicator that is the operation; "": sends and receives, or nothing is sent."""
+        return name if self.adjoint and not self.one_input else ""
+
+
+_PARTS = "Each rank goes on with work of its own, and has a part of the cotangent: the parts are added. "
+_BACK = "Each block goes back to where it came from: "
 
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": Operation(
-        "all_reduce",
-        "the sum, on every rank",
         does="All ranks' tensors are {combined} element by element, and every rank gets the whole result.",
         shapes="x [s] -> y [s] on every rank",
         formula="y_r = {reduced}",
         pynccl="comm.all_reduce(x, y, {op})",
-        autograd="ad.all_reduce(x, comm, {ad_op}, grad={grad})",
+        autograd="ad.all_reduce(x, comm, {op}, grad={grad})",
         torch="dist.all_reduce(x, op=dist.ReduceOp.{torch_op})",
-        confused=(
-            "torch.distributed writes over x; comm.all_reduce does so only if y is x, and ad.all_reduce never.",
-            "It is a reduce_scatter followed by an all_gather, and often made that way.",
-        ),
-        ops=("sum", "avg", "max", "min", "prod", "premul"),
+        note="torch.distributed writes over x; comm.all_reduce does so only if y is x, and ad.all_reduce never.",
+        gradient="gradient of x_r = {mean}sum over q of g_q",
+        back=_PARTS + "The adjoint of an all_reduce is an all_reduce.",
+        adjoint="all_reduce",
+        ops=("sum", "avg", "max", "min", "prod"),
         grads=CONVENTIONS,
         elements=3,
     ),
     "reduce_scatter": Operation(
-        "reduce_scatter",
-        "of the sum, each rank its own block",
         does=(
             "Every rank has a full tensor of N blocks. The tensors are {combined} element by element, and of the "
             "result rank r keeps block r alone."
         ),
         shapes="x [N*s] -> y [s]",
-        formula="y_r = {reduced_block}",
+        formula="y_r = {mean}sum over q of x_q[block r]",
         pynccl="comm.reduce_scatter(x, y, {op})",
-        autograd="ad.reduce_scatter(x, comm{comma_op})",
-        torch=(
-            "dist.reduce_scatter_tensor(y, x, op=dist.ReduceOp.{torch_op}); dist.reduce_scatter takes the blocks as a"
-            " list"
-        ),
-        confused=(
-            "It is no all_reduce: no rank gets the whole result, only its own block of it.",
-            "It is no scatter: block r comes from every rank, not from one root.",
-            "A rank sends away all blocks but its own. The block that it keeps is named by its own number.",
-        ),
+        autograd="ad.reduce_scatter(x, comm{other_op})",
+        torch="dist.reduce_scatter_tensor(y, x, op=dist.ReduceOp.{torch_op})",
+        note="It is no all_reduce: no rank gets the whole result. It is no scatter: block r comes from every rank.",
+        gradient="gradient of x_r = (g_0, g_1, .., g_N-1){over_n} on every rank",
+        back="Every rank's block q went into rank q's result, so it gets rank q's cotangent: an all_gather.",
+        adjoint="all_gather",
         ops=("sum", "avg"),
     ),
     "all_gather": Operation(
-        "all_gather",
-        "all ranks' tensors, on every rank",
         does=(
             "Every rank's tensor is copied to every rank, where they lie one after the other in the order of the ranks."
         ),
@@ -95,77 +92,80 @@ OPERATIONS: dict[str, Operation] = {
         formula="y_r = (x_0, x_1, .., x_N-1)",
         pynccl="comm.all_gather(x, y)",
         autograd="ad.all_gather(x, comm, grad={grad})",
-        torch=(
-            "dist.all_gather_into_tensor(y, x); dist.all_gather takes a list of N tensors. Neither gives x a gradient"
+        torch="dist.all_gather_into_tensor(y, x), which gives x no gradient",
+        note=(
+            "An autograd Function around dist.all_gather, such as the one in OpenAI's CLIP, has the first drawing in "
+            "forward and the second in backward: dist.reduce_scatter(grad_input, input_list) adds chunk r of all "
+            "ranks' grad_output for rank r. ad.all_gather(x, comm, grad='sum') is all of it."
         ),
-        confused=(
-            "Nothing is added: y has N times the elements of x, in the order of the ranks.",
-            "Along another dimension than the first it is a concatenation there: ad.all_gather(x, comm, dim, ..).",
+        gradient="gradient of x_r = sum over q of g_q[block r]",
+        back=(
+            "Every rank has a copy of x_r, and a cotangent for it in block r: these N are added, and the sum goes to "
+            "rank r. That is a reduce_scatter."
         ),
+        adjoint="reduce_scatter",
         grads=CONVENTIONS,
     ),
     "broadcast": Operation(
-        "broadcast",
-        "root's tensor, on every rank",
         does="Root's tensor is copied to every rank.",
         shapes="x [s] on root -> y [s] on every rank",
         formula="y_r = x_root",
         pynccl="comm.broadcast(x, y, root={root})",
         autograd="ad.broadcast(x, comm, {root}, grad={grad})",
         torch="dist.broadcast(x, src={root})",
-        confused=("What the others hold in x is not read; it gives shape and type.",),
+        note="What the others hold in x is not read; it gives shape and type.",
+        gradient="gradient of x_root = sum over q of g_q;  others: 0",
+        back="Each rank has a copy and a cotangent for it: these are added on root. That is a reduce.",
+        adjoint="reduce",
         grads=CONVENTIONS,
         rooted=True,
         elements=2,
     ),
     "reduce": Operation(
-        "reduce",
-        "the sum, on root",
         does="All ranks' tensors are {combined} element by element; root alone gets the result.",
         shapes="x [s] -> y [s] on root",
         formula="y_root = {reduced};  others: zeros",
         pynccl="comm.reduce(x, y, {op}, root={root})",
-        autograd="ad.reduce(x, comm, {root}{comma_op})",
+        autograd="ad.reduce(x, comm, {root}{other_op})",
         torch="dist.reduce(x, dst={root}, op=dist.ReduceOp.{torch_op})",
-        confused=(
-            "comm.reduce writes nothing on the other ranks; ad.reduce gives them zeros, as drawn here.",
-            "After torch's dist.reduce, x on the other ranks may hold partial sums: do not read it.",
+        note="comm.reduce writes nothing on the other ranks; ad.reduce gives them zeros, as drawn here.",
+        gradient="gradient of x_r = g_root{over_n} on every rank",
+        back=(
+            "Each rank's x went into root's result: each gets root's cotangent, by a broadcast. The others' cotangents "
+            "belong to zeros and are not read."
         ),
+        adjoint="broadcast",
         ops=("sum", "avg"),
         rooted=True,
         elements=2,
     ),
     "scatter": Operation(
-        "scatter",
-        "of root's tensor, each rank its own block",
         does="Root's tensor is cut into N blocks, and rank r gets block r.",
         shapes="x [N*s] on root -> y [s]",
         formula="y_r = x_root[block r]",
         pynccl="comm.scatter(x, y, root={root})",
         autograd="ad.scatter(x, comm, {root})",
         torch="dist.scatter(y, blocks, src={root})",
-        confused=(
-            "Nothing is added: all blocks come from root. reduce_scatter adds those of all ranks.",
-            "The other ranks need no x for comm.scatter; ad.scatter takes one of root's shape from them, and gives it"
-            " zeros for a gradient.",
-        ),
+        note="Nothing is added: all blocks come from root. reduce_scatter adds those of all ranks.",
+        gradient="gradient of x_root = (g_0, g_1, .., g_N-1);  others: 0",
+        back=_BACK + "a gather to root.",
+        adjoint="gather",
         rooted=True,
     ),
     "gather": Operation(
-        "gather",
-        "all ranks' tensors, on root",
         does="Every rank's tensor is copied to root, where they lie one after the other in the order of the ranks.",
         shapes="x [s] -> y [N*s] on root",
         formula="y_root = (x_0, x_1, .., x_N-1);  others: nothing",
         pynccl="comm.gather(x, y, root={root})",
         autograd="ad.gather(x, comm, {root})",
         torch="dist.gather(x, blocks, dst={root})",
-        confused=("all_gather does the same on every rank. Here the others get a tensor of 0 elements.",),
+        note="all_gather does the same on every rank. Here the others get a tensor of 0 elements.",
+        gradient="gradient of x_r = g_root[block r]",
+        back=_BACK + "a scatter from root.",
+        adjoint="scatter",
         rooted=True,
     ),
     "all_to_all": Operation(
-        "all_to_all",
-        "a block from every rank to every rank",
         does=(
             "Every rank has a block for every rank: block q of rank r becomes block r of rank q. As a table of ranks "
             "and blocks, it is transposed."
@@ -175,14 +175,12 @@ OPERATIONS: dict[str, Operation] = {
         pynccl="comm.all_to_all(x, y)",
         autograd="ad.all_to_all(x, comm)",
         torch="dist.all_to_all_single(y, x)",
-        confused=(
-            "Nothing is added, nothing is copied twice: every element has one place to go.",
-            "all_gather sends one block to all; here each rank gets another one.",
-        ),
+        note="Nothing is added, nothing is copied twice: every element has one place to go.",
+        gradient="gradient of x_r = (g_0[block r], .., g_N-1[block r])",
+        back=_BACK + "again an all_to_all.",
+        adjoint="all_to_all",
     ),
     "permute": Operation(
-        "permute",
-        "tensors along edges: around a ring",
         does=(
             "Tensors travel along edges (source, target), here once around the ring: rank r sends to rank r+1 and "
             "receives from rank r-1."
@@ -192,31 +190,25 @@ OPERATIONS: dict[str, Operation] = {
         pynccl="with pynccl.group(): comm.send(x, next); comm.recv(y, previous)",
         autograd="ad.permute(x, comm, edges)",
         torch="dist.batch_isend_irecv of a dist.P2POp for each isend and each irecv",
-        confused=(
-            "Send and recv belong in one group: a ring of ranks that all send first may wait for each other for ever.",
-            "The edges are global and equal on all ranks; ad.send_recv takes this rank's own partners.",
-        ),
+        note="Send and recv belong in one group: a ring of ranks that all send first may wait for each other for ever.",
+        gradient="gradient of x_r = sum of g_q over the edges (r, q), here g_r+1",
+        back="The edges are reversed. A rank that sent to nobody gets 0, one that sent to several a sum.",
         elements=2,
     ),
     "send_recv": Operation(
-        "send_recv",
-        "one rank's tensor to another",
         does="One message: rank {root} sends, rank {target} receives, the others do nothing.",
         shapes="x [s] on rank {root} -> y [s] on rank {target}",
         formula="y_{target} = x_{root};  others: zeros",
         pynccl="comm.send(x, {target}) on rank {root}, comm.recv(y, {root}) on rank {target}",
         autograd="ad.send_recv(x, comm, target={target}) on rank {root}, source={root} on rank {target}",
         torch="dist.send(x, {target}) on rank {root}, dist.recv(y, {root}) on rank {target}",
-        confused=(
-            "Both calls have to be made: a send without its recv waits.",
-            "Both ranks have to go backwards, too: the receiver sends its cotangent to the sender.",
-        ),
+        note="Both ranks have to go backwards, too: the receiver sends its cotangent to the sender.",
+        gradient="gradient of x_{root} = g_{target};  others: 0",
+        back="The message goes back: the receiver sends, the sender receives.",
         rooted=True,
         elements=2,
     ),
     "halo_exchange": Operation(
-        "halo_exchange",
-        "the neighbours' borders",
         does=(
             "Ranks in a line, each with an interior between two halos of one element. Each halo becomes a copy of the"
             " neighbour's border: its first or last element inside. The outer halos stay as they are."
@@ -226,15 +218,12 @@ OPERATIONS: dict[str, Operation] = {
         pynccl="with pynccl.group(): comm.send and comm.recv of borders and halos, with ranks r-1 and r+1",
         autograd="ad.halo_exchange(x, comm, dim=0, halo=1)",
         torch="dist.batch_isend_irecv of borders and halos",
-        confused=(
-            "The halo is part of x and is written over: what it held has no effect, so its gradient is 0.",
-            "Backwards a border gets its own cotangent and that of its copy next door. They are added.",
-        ),
+        note="The halo is part of x and is written over: what it held has no effect, so its gradient is 0.",
+        gradient="gradient of a border = its own cotangent + that of its copy;  of a halo that was written over = 0",
+        back="What came to a halo goes back to the border that it is a copy of, and is added there.",
         elements=3,
     ),
     "copy": Operation(
-        "copy",
-        "nothing; backwards the sum",
         does=(
             "Forwards nothing happens: x, equal on all ranks, goes on as y. It marks the place where the ranks begin "
             "to do different work with it, so that the gradients are added there."
@@ -244,87 +233,96 @@ OPERATIONS: dict[str, Operation] = {
         pynccl="y = x: no call",
         autograd="ad.copy(x, comm)",
         torch="none; Megatron's copy_to_tensor_model_parallel_region is this",
-        confused=(
-            "It is no broadcast: x has to be equal on all ranks already.",
-            "It is the opposite end of all_reduce with grad='replicated', whose backward is the one without a call.",
-        ),
+        note="It is no broadcast: x has to be equal on all ranks already.",
+        gradient="gradient of x = sum over q of g_q, on every rank",
+        back=_PARTS + "That is an all_reduce.",
+        adjoint="all_reduce",
         elements=2,
-        replicated_input=True,
+        one_input=True,
     ),
     "split": Operation(
-        "split",
-        "each rank its own block, nothing sent",
         does="Each rank keeps its own block of an x that all ranks have. Nothing is sent.",
         shapes="x [N*s], equal on all ranks -> y [s]",
         formula="y_r = x[block r]",
         pynccl="y = x[rank * s : (rank + 1) * s]: no call",
         autograd="ad.split(x, comm)",
         torch="x.chunk(N)[rank], whose gradient lacks the other ranks' blocks",
-        confused=("It is no scatter: every rank has x already. Backwards every rank gets the gradient of all blocks.",),
-        replicated_input=True,
+        note="It is no scatter: every rank has x already. Backwards every rank gets the gradient of all blocks.",
+        gradient="gradient of x = (g_0, g_1, .., g_N-1) on every rank",
+        back="Each rank has the cotangent of its own block only: an all_gather puts them together.",
+        adjoint="all_gather",
+        one_input=True,
     ),
 }
-_COUNTS_ARE_EQUAL = "{counts} elements of ranks 0, 1, ..: counts is equal on all ranks, 0 is allowed."
 
-
-def _counted(name: str, **words: Any) -> Operation:
-    """The operation with a number of elements per rank."""
-    row = {"brief": "blocks of different sizes", "confused": (_COUNTS_ARE_EQUAL,), "by_counts": True, **words}
-    return OPERATIONS[name]._replace(**row)
-
-
-OPERATIONS |= {
-    "all_gather_v": _counted(
-        "all_gather",
-        does="all_gather with a number of elements per rank: rank r gives counts[r].",
-        shapes="x [counts[r]] -> y [sum(counts)] on every rank",
-        pynccl="comm.all_gather_v(x, y, counts={counts})",
-        autograd="ad.all_gather(x, comm, grad={grad}, splits={counts})",
-        torch="dist.all_gather with a list of tensors of such sizes",
-    ),
-    "reduce_scatter_v": _counted(
-        "reduce_scatter",
-        does=(
-            "reduce_scatter with a number of elements per rank: of the result rank r keeps counts[r] elements, its "
-            "own block."
-        ),
-        shapes="x [sum(counts)] -> y [counts[r]]",
-        pynccl="comm.reduce_scatter_v(x, y, {op}, counts={counts})",
-        autograd="ad.reduce_scatter(x, comm{comma_op}, splits={counts})",
-        torch="dist.reduce_scatter with a list of blocks of such sizes",
-    ),
-    "scatter_v": _counted(
-        "scatter",
-        does="scatter with a number of elements per rank: rank r gets counts[r] of root's elements, its own block.",
-        shapes="x [sum(counts)] on root -> y [counts[r]]",
-        pynccl="comm.scatter_v(x, y, root={root}, counts={counts})",
-        autograd="ad.scatter(x, comm, {root}, splits={counts})",
-        torch="none that takes blocks of different sizes",
-    ),
-    "gather_v": _counted(
-        "gather",
-        does="gather with a number of elements per rank: rank r gives counts[r].",
-        shapes="x [counts[r]] -> y [sum(counts)] on root",
-        pynccl="comm.gather_v(x, y, root={root}, counts={counts})",
-        autograd="ad.gather(x, comm, {root}, splits={counts})",
-        torch="none that takes blocks of different sizes",
-    ),
-    "all_to_all_v": _counted(
-        "all_to_all",
-        does=(
-            "all_to_all with a number of elements for each pair of ranks, as of tokens on their way to experts. Here "
-            "rank r sends counts[k] elements to rank r+k, of counts {counts}."
-        ),
-        shapes="x [sum(send_counts)] -> y [sum(recv_counts)]",
-        pynccl="comm.all_to_all_v(x, y, send_counts=.., recv_counts=..)",
-        autograd="ad.all_to_all(x, comm, send_splits=.., recv_splits=..)",
-        torch="dist.all_to_all_single(y, x, output_split_sizes=.., input_split_sizes=..)",
-        confused=(
-            "recv_counts[q] of rank r is send_counts[r] of rank q: who does not know it has to ask first.",
-            "Backwards the two lists change places.",
-        ),
-    ),
+# What all_reduce says of an operator: how it combines, its result, and the adjoint.
+_COMBINED = {"avg": "averaged", "max": "compared", "min": "compared", "prod": "multiplied"}
+_REDUCED = {
+    "sum": "sum over q of x_q",
+    "avg": "1/N * sum over q of x_q",
+    "max": "largest of x_0, .., x_N-1",
+    "min": "smallest of x_0, .., x_N-1",
+    "prod": "product over q of x_q",
 }
+_TIES = (
+    "gradient of x_r = G where x_r is the {0}, over the number of ranks that tie; 0 elsewhere",
+    "Only the ranks that have the {0} element get its cotangent, and share it if they tie.",
+)
+_SCALED = {
+    "max": tuple(text.format("largest") for text in _TIES),
+    "min": tuple(text.format("smallest") for text in _TIES),
+    "prod": ("gradient of x_r = G * product of the other ranks' x", "With two zeros nobody gets a gradient."),
+}
+# Where all ranks go on alike with y.
+_ALIKE = {
+    "all_reduce": "gradient of x_r = g{over_n}",
+    "all_gather": "gradient of x_r = g[block r]",
+    "broadcast": "gradient of x_root = g;  others: 0",
+}
+_WHOLE = "Nothing is sent. Every rank goes on alike with y, so each has the whole cotangent already. "
+OTHER = {
+    SUM: "This is grad='sum': each rank goes on with y in its own way. Do all ranks the same with y? Then "
+    "grad='replicated', and nothing is sent backwards.",
+    REPLICATED: "This is grad='replicated': all ranks do the same with y. Does each go on in its own way? Then "
+    "grad='sum', and the cotangents are added.",
+}
+
+
+def words_of(name: str, op: str, grad: str, setup: Setup) -> Operation:
+    """The row of an operation, with what the run has in place of {op} and its like."""
+    row = OPERATIONS[name]
+    if setup.uneven:
+        counts, splits = ("send_counts=.., recv_counts=..", "send_splits=.., recv_splits=..")
+        if name != "all_to_all":
+            counts, splits = "counts={counts}", "splits={counts}"
+        pynccl = row.pynccl.replace(name, f"{name}_v").replace(")", f", {counts})")
+        row = row._replace(pynccl=pynccl, autograd=row.autograd.replace(")", f", {splits})"))
+    if op in _SCALED:
+        formula, back = _SCALED[op]
+        alike = grad == REPLICATED
+        row = row._replace(
+            gradient=f"{formula};  G = {'g' if alike else 'sum over q of g_q'}",
+            back=(_WHOLE if alike else _PARTS) + back,
+        )
+    elif grad == REPLICATED:
+        row = row._replace(gradient=_ALIKE[name], back=_WHOLE)
+    blank = {
+        "op": repr(op),
+        "other_op": "" if op in ("", row.ops[0]) else f", op={op!r}",
+        "torch_op": {"prod": "PRODUCT"}.get(op, op.upper()),
+        "grad": repr(grad),
+        "root": setup.root,
+        "target": setup.target,
+        "counts": list(setup.counts),
+        "combined": _COMBINED.get(op, "added"),
+        "reduced": _REDUCED.get(op, ""),
+        "mean": "1/N * " if op == "avg" else "",
+        "over_n": " / N" if op == "avg" else "",
+    }
+    texts: dict[str, Any] = {
+        field: text.format(**blank) for field, text in row._asdict().items() if isinstance(text, str)
+    }
+    return row._replace(**texts)
 
 
 def variants() -> list[tuple[str, str, str]]:
@@ -334,5 +332,4 @@ def variants() -> list[tuple[str, str, str]]:
 
 def example(name: str, ranks: int, root: int = 0) -> Setup:
     """What an operation is shown with where nothing else is asked for."""
-    row = OPERATIONS[name]
-    return Setup(ranks, COUNTS[:ranks] if row.by_counts else (row.elements,) * ranks, root, row.by_counts)
+    return Setup(ranks, (OPERATIONS[name].elements,) * ranks, root)

@@ -3,7 +3,6 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const stage = byId("stage"), slider = byId("slider"), play = byId("play");
-  const still = matchMedia("(prefers-reduced-motion: reduce)");
   const state = { name: "", op: "", grad: "", ranks: 4, root: 0, adjoint: false, at: 0, playing: false };
   let scene = null; // what is shown: cells with what they hold from which time on, and elements that fly between them
 
@@ -19,30 +18,30 @@
 
   const rowOf = (name) => data.operations.find((row) => row.name === name);
 
-  function choose(change, playIt = true) {
-    Object.assign(state, change, { at: 0, playing: false });
+  function choose(change, at) { // without `at` it begins to play
+    Object.assign(state, change, { playing: false });
     const row = rowOf(state.name);
     if (!row.ops.includes(state.op)) state.op = row.ops[0];
     if (!row.grads.includes(state.grad)) state.grad = row.grads[0];
     if (!row.rooted || state.root >= state.ranks) state.root = 0;
     const key = [state.name, state.op, state.grad, state.ranks, state.root].join("|");
-    const [forward, adjoint, words, back] = data.runs[key].map((part) => data.parts[part]);
+    const [forward, adjoint, words] = data.runs[key].map((part) => data.parts[part]);
     build(state.adjoint ? adjoint : forward);
     controls(row);
-    explain(words, back);
-    go(0);
-    if (playIt && !still.matches) start();
+    explain(words);
+    const direction = state.adjoint ? "adjoint" : "forward";
+    history.replaceState(null, "", "#" + [state.name, state.op, state.grad, state.ranks, direction, state.root].join(":"));
+    go(at || 0);
+    if (at === undefined && !matchMedia("(prefers-reduced-motion: reduce)").matches) start();
   }
 
   function controls(row) {
-    const upTo = (count) => [...Array(count).keys()];
     buttons("operations", data.operations.map((one) => one.name), state.name, (name) => choose({ name }));
     buttons("direction", ["forward", "adjoint"], state.adjoint ? "adjoint" : "forward", (one) => choose({ adjoint: one === "adjoint" }));
     buttons("ranks", data.ranks, state.ranks, (ranks) => choose({ ranks }));
-    buttons("root", row.rooted ? upTo(state.ranks) : [], state.root, (root) => choose({ root }));
+    buttons("root", row.rooted ? [...Array(state.ranks).keys()] : [], state.root, (root) => choose({ root }));
     buttons("op", row.ops, state.op, (op) => choose({ op }));
     buttons("grad", row.grads, state.grad, (grad) => choose({ grad, adjoint: true }));
-    for (const button of byId("operations").children) button.title = rowOf(button.dataset.value).brief;
   }
 
   function buttons(id, values, chosen, pick) {
@@ -54,27 +53,22 @@
       const button = element("button", "", String(value));
       button.dataset.value = value;
       button.setAttribute("aria-pressed", String(value === chosen));
-      button.addEventListener("click", (event) => {
-        pick(value);
-        if (!event.detail) box.querySelector("[aria-pressed=true]").focus({ preventScroll: true }); // by a key: the buttons are new
-      });
+      button.addEventListener("click", () => pick(value));
       box.append(button);
     }
   }
 
-  function explain(words, back) {
-    const table = (rows, tag) => element("dl", "", "", rows.flatMap(([name, text]) => [
-      element("dt", "", name), element("dd", "", "", [element(tag, "", text)])]));
+  function explain(words) {
     byId("title").textContent = state.name;
     for (const field of ["does", "formula"]) { // both keep their room: nothing jumps when the direction changes
-      byId(field).replaceChildren(...[words, back].map((one, at) => element("span", state.adjoint === Boolean(at) ? "" : "other", one[field])));
+      byId(field).replaceChildren(...words[field].map((one, at) => element("span", state.adjoint === Boolean(at) ? "" : "other", one)));
     }
+    const calls = words.calls.flatMap(([name, text]) => [element("dt", "", name), element("dd", "", "", [element("code", "", text)])]);
     byId("words").replaceChildren(
-      ...(back.other ? [element("h3", "", "which gradient"), element("p", "", `${back.other}.`)] : []),
+      ...(words.other ? [element("h3", "", "which gradient"), element("p", "", words.other)] : []),
       element("h3", "", "shapes"), element("p", "", words.shapes),
-      element("h3", "", "calls"), table(words.calls, "code"),
-      element("h3", "", "commonly confused"), element("ul", "", "", words.confused.map((one) => element("li", "", one))),
-      ...(words.snippet.length ? [element("h3", "", "around dist.all_gather"), table(words.snippet, "span")] : []));
+      element("h3", "", "calls"), element("dl", "", "", calls),
+      element("h3", "", "note"), element("p", "", words.note));
   }
 
   // ---------------------------------------------------------------- what is shown
@@ -114,14 +108,14 @@
     });
   }
 
-  function addMoves({ text, steps, moves }, s) {
+  function addMoves({ steps, moves }, s) {
     const begin = scene.captions.length;
-    for (const [source, at, target, to, step, value, factor] of moves) {
+    for (const [source, at, target, to, step, value] of moves) {
       const from = scene.cells[s][source][at], into = scene.cells[s + 1][target][to];
       const sent = from.history.at(-1) || { from: [] }, held = into.history.at(-1) || { from: [], parts: 0 };
       const ranks = [...new Set([...held.from, ...sent.from])].sort();
       into.history.push({ time: begin + step + 1, value, from: ranks, parts: held.parts + 1 });
-      const box = element("div", "cell flyer", factor ? `${from.value}×${factor}` : from.value);
+      const box = element("div", "cell flyer", from.value);
       Object.assign(box.dataset, { stage: s, source, at, target, to });
       paint(box, sent.from);
       stage.append(box);
@@ -178,11 +172,8 @@
     const shown = scene;
     requestAnimationFrame(function frame(now) {
       if (!state.playing || scene !== shown) return;
-      const steps = Math.max(now - before, 0) / 1000 / Math.min(1.5, Math.max(0.5, 4.5 / scene.captions.length));
-      if (!still.matches || steps >= 1) { // in whole steps for who wants little motion
-        state.at = still.matches ? Math.floor(state.at) + 1 : state.at + steps;
-        before = now;
-      }
+      state.at += Math.max(now - before, 0) / 1000 / Math.min(1.5, Math.max(0.5, 4.5 / scene.captions.length));
+      before = now;
       if (state.at >= scene.captions.length) go(state.at);
       else { show(); requestAnimationFrame(frame); }
     });
@@ -192,55 +183,26 @@
     state.at = Math.min(Math.max(at, 0), scene.captions.length);
     playing(false);
     show();
-    remember();
   }
 
-  const forth = () => go(Math.floor(state.at + 1e-6) + 1);
-  const back = () => go(Math.ceil(state.at - 1e-6) - 1);
-  const toggle = () => (state.playing ? go(state.at) : start());
-  play.addEventListener("click", toggle);
-  byId("back").addEventListener("click", back);
-  byId("next").addEventListener("click", forth);
+  play.addEventListener("click", () => (state.playing ? go(state.at) : start()));
+  byId("back").addEventListener("click", () => go(Math.ceil(state.at - 1e-6) - 1));
+  byId("next").addEventListener("click", () => go(Math.floor(state.at + 1e-6) + 1));
   slider.addEventListener("input", () => go(Number(slider.value)));
 
-  document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const keys = {
-      ArrowRight: forth, ArrowLeft: back, Home: () => go(0), End: () => go(scene.captions.length),
-      a: () => choose({ adjoint: !state.adjoint }),
-    };
-    if (event.target.tagName !== "BUTTON") keys[" "] = toggle;
-    for (const ranks of data.ranks) keys[ranks] = () => choose({ ranks });
-    const act = keys[event.key];
-    if (act) { event.preventDefault(); act(); }
-  });
-
-  // ---------------------------------------------------------------- what is in the address
-
-  let soon = 0;
-
-  function remember() { // not at once: browsers refuse addresses that change many times a second
-    clearTimeout(soon);
-    soon = setTimeout(() => {
-      const direction = state.adjoint ? "adjoint" : "forward";
-      const words = [state.name, state.op, state.grad, state.ranks, direction, +state.at.toFixed(2), state.root];
-      history.replaceState(null, "", "#" + words.join(":"));
-    }, 300);
-  }
-
-  function recall() {
-    const [name, op, grad, ranks, direction, at, root] = location.hash.slice(1).split(":");
+  function recall() { // the address: name:op:grad:ranks:direction:root, and how far it has moved
+    const [name, op, grad, ranks, direction, root, at] = location.hash.slice(1).split(":");
     if (!rowOf(name)) return false;
     const count = data.ranks.includes(Number(ranks)) ? Number(ranks) : state.ranks;
-    choose({ name, op, grad, ranks: count, root: Number(root) || 0, adjoint: direction === "adjoint" }, at === undefined);
-    if (at !== undefined) go(Number(at) || 0);
+    const change = { name, op, grad, ranks: count, root: Number(root) || 0, adjoint: direction === "adjoint" };
+    choose(change, at === undefined ? undefined : Number(at));
     return true;
   }
 
-  addEventListener("hashchange", () => { clearTimeout(soon); recall(); });
+  addEventListener("hashchange", recall);
   new ResizeObserver(() => scene && show()).observe(stage);
   if (!recall()) {
     const [name, op, grad, ranks, root] = data.start;
-    choose({ name, op, grad, ranks: Number(ranks), root: Number(root) });
+    choose({ name, op, grad, ranks, root });
   }
 })();

@@ -1,23 +1,55 @@
-"""One case measured: warm up, time, check; torch by turns where it is compared with."""
+"""One case measured: warm up, time, check; torch by turns where it is compared with.
+
+Seconds per iteration run from a moment at which all ranks begin on the host, between events of the stream on a GPU.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import statistics
+import time
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ...bindings.errors import NcclError
+from ...comm.collectives import bus_factor
 from ...comm.communicator import Communicator
 from ..command import FailedError
-from . import beside_torch
-from .operations import Buffers, Call, Case, call_of
+from .cases import Buffers, Call, Case, call_of
 from .options import AGGREGATES
-from .report import Row, Side
-from .timing import across, captured, iterations
-from .ways import taken
 
+PLACES = ("out-of-place", "in-place")
 _MOST_TURNS, _LEAST_A_TURN = 8, 5
+_SPIN_SECONDS = 0.0002  # a sleep may end that much late
+
+
+@dataclass
+class Side:
+    """What was measured of one case in one place, combined over the ranks. Seconds."""
+
+    times: list[float]  # of each iteration, in the order in which they ran
+    mean: float
+    wrong: int | None = None  # elements of all ranks; None: not checked
+    torch: float | None = None  # mean of torch's iterations; None: not measured, or torch cannot
+
+
+@dataclass
+class Row:
+    case: Case
+    sides: list[Side | None]  # out of place, in place; None where the collective cannot
+
+    @property
+    def wrong(self) -> int:
+        return sum(side.wrong or 0 for side in self.sides if side)
+
+    def bandwidths(self, seconds: float) -> tuple[float, float]:
+        """Of the algorithm and of the bus, in GB/s."""
+        algorithm = self.case.nbytes / seconds * 1e-9 if seconds else 0.0
+        return algorithm, algorithm * bus_factor(self.case.collective, self.case.ranks)
 
 
 class UnfitError(FailedError):
@@ -36,28 +68,18 @@ def measured(comm: Communicator, case: Case, options: argparse.Namespace, one_cl
 def _made(comm: Communicator, case: Case, registration: int) -> Buffers:
     """The buffers, registered; an error on all ranks if one of them fails."""
     made: list[Buffers] = []
-    _on_all(
-        comm,
-        f"{case.nbytes} bytes of {case.collective}",
-        "has not the memory",
-        "pass a smaller -e",
-        lambda: made.append(Buffers(case, comm, registration)),
-    )
-    if registration:
-        what = f"-R {registration}, {case.nbytes} bytes of {case.collective}"
-        _on_all(comm, what, "failed", "pass -R 0", lambda: made[0].register(comm, registration))
+    for step, hint in (
+        (lambda: made.append(Buffers(case, comm, registration)), "pass a smaller -e"),
+        (lambda: made[0].register(comm, registration), "pass -R 0"),
+    ):
+        why = ""
+        try:
+            step()
+        except (RuntimeError, MemoryError, ValueError, NcclError) as error:
+            why = str(error).partition("\n")[0] or "out of memory"
+        if across(comm, [float(bool(why))], "max")[0]:
+            raise UnfitError(f"{case.nbytes} bytes of {case.collective}: {why or 'another rank has failed'}; {hint}")
     return made[0]
-
-
-def _on_all(comm: Communicator, what: str, failed: str, hint: str, step: Callable[[], Any]) -> None:
-    """Take a step on all ranks; UnfitError on all of them if it fails on one."""
-    why = ""
-    try:
-        step()
-    except (RuntimeError, MemoryError, ValueError, NcclError) as error:
-        why = str(error).partition("\n")[0] or "out of memory"
-    if across(comm, [float(bool(why))], "max")[0]:
-        raise UnfitError(f"{what}: {why or f'another rank {failed}'}; {hint}")
 
 
 def _side(
@@ -81,8 +103,6 @@ def _side(
     side = Side(across(comm, times, average), across(comm, [statistics.fmean(times)], average)[0])
     if torchs:
         side.torch = across(comm, [statistics.fmean(torchs)], average)[0]
-    if not comm.library.is_host:
-        side.way = taken(call, comm.rank == 0)
     if options.check:
         side.wrong = _wrong(comm, buffers, place, call, options.check)
     return side
@@ -112,7 +132,7 @@ def _replayed(comm: Communicator, make: Callable[[], Call], options: argparse.Na
 
 def _torchs(comm: Communicator, case: Case, place: tuple[Any, Any], in_place: bool) -> Call | None:
     """torch's call, if it can be made on all ranks: its backends know fewer types and operators."""
-    call = beside_torch.call_of(case, comm.rank, place, in_place)
+    call = torchs_call(case, comm.rank, place, in_place)
     if call is None:
         return None
     try:
@@ -132,3 +152,137 @@ def _wrong(comm: Communicator, buffers: Buffers, place: tuple[Any, Any], call: C
         call()
         found += buffers.wrong(place)
     return round(across(comm, [float(found)], "sum")[0])
+
+
+# ---------------------------------------------------------------------------------------------------- clocks
+
+
+def iterations(comm: Communicator, call: Call, count: int, one_clock: bool) -> list[float]:
+    """Seconds of each of count calls on this rank. one_clock: all ranks read the same, being on one machine."""
+    if not comm.library.is_host:
+        return _on_the_stream(comm, call, count)
+    stamps = [_begin_together(comm, one_clock)]
+    for _ in range(count):
+        call()
+        stamps.append(time.perf_counter())
+    return [after - before for before, after in itertools.pairwise(stamps)]
+
+
+def _begin_together(comm: Communicator, one_clock: bool) -> float:
+    """Wait for the moment at which all ranks begin. A barrier lets them go one after the other, which takes longer than
+    a small collective does: where they have a clock in common, they agree on a time that none has reached yet."""
+    if not one_clock:
+        comm.barrier()
+        return time.perf_counter()
+    start = float(across(comm, [time.perf_counter() + 0.001 + 0.0005 * comm.size], "max")[0])
+    time.sleep(max(start - time.perf_counter() - _SPIN_SECONDS, 0.0))
+    while time.perf_counter() < start:
+        pass
+    return start
+
+
+def _on_the_stream(comm: Communicator, call: Call, count: int) -> list[float]:
+    import torch
+
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    comm.barrier()
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) * 1e-3 for before, after in itertools.pairwise(events)]
+
+
+def captured(comm: Communicator, make: Callable[[], Call], count: int) -> Any:
+    """A CUDA graph of count calls, after one replay. The call is made on the stream that is captured: a plan launches
+    on the stream on which it was made."""
+    import torch
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()  # the buffers are filled
+    with torch.cuda.stream(stream):
+        call = make()
+        call()  # what NCCL makes ready at its first call is no part of a graph
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(count):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    comm.barrier()
+    return graph
+
+
+def across(comm: Communicator, values: list[float], how: Any) -> list[float]:
+    """values of all ranks as one, element by element: an operator, or "rank0"."""
+    import torch
+
+    row = torch.tensor(values, dtype=torch.float64, device=comm.device)
+    if how == "rank0":
+        comm.broadcast(row, row, 0)
+    else:
+        comm.all_reduce(row, row, how)
+    found: list[float] = row.tolist()
+    return found
+
+
+# ----------------------------------------------------------------------------------------- torch.distributed
+
+
+def connect_torch(comm: Communicator) -> str:
+    """Make torch's default group of the same ranks. Returns the name of its backend."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two of its functions
+    backend = dist.get_default_backend_for_device(torch.device(comm.device))
+    if comm.size == 1:
+        store: Any = dist.HashStore()
+    else:  # which torchrun's agent serves, or pynccl.init has served by now
+        master = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.PrefixStore(f"pynccl/perf/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", master)
+    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
+    return backend
+
+
+def leave_torch() -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def torchs_call(row: Case, rank: int, place: tuple[Any, Any], in_place: bool) -> Call | None:
+    """torch's call, or None where it has none: all_reduce, broadcast and reduce are in place there, the rest is not."""
+    import torch.distributed as dist
+
+    send, recv = place
+    if in_place != (row.collective in ("all_reduce", "broadcast", "reduce")):
+        return None
+    op = {"prod": "PRODUCT"}.get(row.op, row.op.upper())
+    kind: Any = getattr(dist.ReduceOp, op)
+    rows = list(recv.split(row.count)) if rank == row.root else None
+    parts = list(send.split(row.count)) if rank == row.root else None
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: dist.all_reduce(recv, kind),
+        "broadcast": lambda: dist.broadcast(recv, row.root),
+        "reduce": lambda: dist.reduce(recv, row.root, kind),
+        "all_gather": lambda: dist.all_gather_into_tensor(recv, send),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(recv, send, kind),
+        "all_to_all": lambda: dist.all_to_all_single(recv, send),
+        "gather": lambda: dist.gather(send, rows, row.root),
+        "scatter": lambda: dist.scatter(recv, parts, row.root),
+        "send_recv": lambda: _round_a_ring(rank, row.ranks, send, recv),
+    }
+    return calls[row.collective]
+
+
+def _round_a_ring(rank: int, ranks: int, send: Any, recv: Any) -> None:
+    import torch.distributed as dist
+
+    pair = [
+        dist.P2POp(dist.isend, send, (rank + 1) % ranks),
+        dist.P2POp(dist.irecv, recv, (rank - 1) % ranks),
+    ]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()

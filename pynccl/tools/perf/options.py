@@ -6,7 +6,7 @@ import argparse
 import re
 
 from ...bindings.abi import ELEMENTS, DataType, RedOp
-from ..command import number, whole
+from ..command import number, output_file, whole
 
 COLLECTIVES = (
     "all_reduce",
@@ -47,9 +47,9 @@ broadcast, reduce and send_recv, the output of all_gather and gather, the input 
 
 examples:
   torchrun --nproc-per-node=2 -m pynccl perf all_reduce -b 8 -e 1M -f 4
-  torchrun --nproc-per-node=2 -m pynccl perf all_gather -b 1M -e 4M -f 4 --compare torch --stats
+  torchrun --nproc-per-node=2 -m pynccl perf all_gather -b 1M -e 4M -f 4 --compare torch
   torchrun --nproc-per-node=2 -m pynccl perf reduce_scatter -b 4M -e 4M -d bfloat16 -o all --min-busbw 0.001
-  python -m pynccl perf broadcast -b 1K -e 1M -f 2 --json perf.json --plot perf.png
+  python -m pynccl perf broadcast -b 1K -e 1M -f 2 --json perf.json
 """
 
 
@@ -70,16 +70,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-a", "--average", type=int, choices=range(4), default=3, help="across ranks: rank0, avg, min, max (3)")
     buffers = "buffers: 0 torch's, 1 registered, 2 windows (0)"
     add("-R", "--local_register", type=int, choices=range(3), default=0, help=buffers)
-    add("-g", "--ngpus", type=int, choices=[1], default=1, help="GPUs a thread, as in nccl-tests: here always 1")
-    add("-t", "--nthreads", type=int, choices=[1], default=1, help="threads a process: here always 1")
     add("-G", "--graph", type=whole(0), default=0, metavar="N", help="all iterations as a CUDA graph, run N times")
-    add("-J", "--json", metavar="FILE", help="write everything as JSON, too")
+    add("-J", "--json", type=output_file, metavar="FILE", help="write everything as JSON, too: each iteration's time")
     add("--plan", action="store_true", help="prepared calls (comm.plan) instead of plain ones")
     add("--compare", choices=["torch"], help="the same by torch.distributed, by turns")
-    add("--stats", action="store_true", help="also min, median, p99, max and variation of the iterations")
     busbw = "exit code 1 if the average bus bandwidth is below"
     add("--min-busbw", type=number(0, "GB/s"), metavar="GB/s", help=busbw)
-    add("--plot", metavar="FILE", help="draw bus bandwidth over size (matplotlib)")
 
 
 def problem(options: argparse.Namespace, ranks: int) -> str:

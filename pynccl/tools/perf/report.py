@@ -1,51 +1,31 @@
-"""The figures as text, in the columns of nccl-tests, as JSON, and as a plot."""
+"""What is printed, in the columns of nccl-tests, and the JSON: the figures, and what a reader needs to trust them."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
+import platform
 import statistics
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ...comm.collectives import bus_factor
-from .operations import Case
-from .ways import in_lines
+from ... import __version__
+from ...bindings.library import host_module
+from ...comm.communicator import Communicator
+from .measure import PLACES, Row, Side
+from .options import AGGREGATES
 
 NONE = "N/A"
-PLACES = ("out-of-place", "in-place")
-
-
-@dataclass
-class Side:
-    """What was measured of one case in one place, combined over the ranks. Seconds."""
-
-    times: list[float]  # of each iteration, in the order in which they ran
-    mean: float
-    wrong: int | None = None  # elements of all ranks; None: not checked
-    torch: float | None = None  # mean of torch's iterations; None: not measured, or torch cannot
-    way: str = ""  # which kernels ran, on a GPU
-
-
-@dataclass
-class Row:
-    case: Case
-    sides: list[Side | None]  # out of place, in place; None where the collective cannot
-
-    @property
-    def wrong(self) -> int:
-        return sum(side.wrong or 0 for side in self.sides if side)
-
-    @property
-    def measured(self) -> list[tuple[str, Side]]:
-        """(place, side) of those that were."""
-        return [(place, side) for place, side in zip(PLACES, self.sides, strict=True) if side]
-
-    def bandwidths(self, seconds: float) -> tuple[float, float]:
-        """Of the algorithm and of the bus, in GB/s."""
-        algorithm = self.case.nbytes / seconds * 1e-9 if seconds else 0.0
-        return algorithm, algorithm * bus_factor(self.case.collective, self.case.ranks)
+_ROW_BYTES = 512
+_RULES = {
+    "max": "the slowest rank counts (-a 3)",
+    "min": "the fastest rank counts (-a 2)",
+    "avg": "the average of the ranks (-a 1)",
+    "rank0": "rank 0 counts (-a 0)",
+}
+_BUFFERS = ("of torch's memory", "of torch's memory, registered (-R 1)", "of NCCL's memory, symmetric windows (-R 2)")
 
 
 @dataclass
@@ -62,16 +42,70 @@ class Whole:
     @property
     def average(self) -> float:
         """Of the bus bandwidths of all rows and places, in GB/s."""
-        return statistics.fmean(row.bandwidths(side.mean)[1] for row in self.rows for _, side in row.measured)
+        sides = [(row, side) for row in self.rows for side in row.sides if side]
+        return statistics.fmean(row.bandwidths(side.mean)[1] for row, side in sides)
+
+
+def head(comm: Communicator, options: argparse.Namespace, backend: str) -> dict[str, Any]:
+    """Library, ranks, devices, transport, how it was measured: equal on all ranks."""
+    import torch
+
+    library = comm.library
+    calls = "prepared calls" if options.plan else "plain calls"
+    if options.graph:
+        calls = f"{options.graph} replays of a CUDA graph of all {options.iters}"
+    ranks = _ranks(comm)
+    return {
+        "collective": options.collective,
+        "library": "host library" if library.is_host else "NCCL",
+        "version": ".".join(map(str, library.version)),
+        "path": library.path,
+        "origin": library.origin,
+        "pynccl": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nodes": len({one["machine"] for one in ranks}),
+        "ranks": ranks,
+        "transport": _transport(comm),
+        "iterations": options.iters,
+        "warm_up": options.warmup_iters,
+        "clock": "perf_counter from a moment at which all ranks begin" if library.is_host else "CUDA events",
+        "calls": calls,
+        "rule": _RULES[AGGREGATES[options.average]],
+        "buffers": _BUFFERS[options.local_register],
+        "data": f"-c {options.check}: compared with a local reference" if options.check else "not checked (-c 0)",
+        "checked": bool(options.check),
+        "backend": backend,
+    }
+
+
+def _ranks(comm: Communicator) -> list[dict[str, Any]]:
+    """Of each rank: host, machine, pid and device."""
+    import torch
+
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # equal for ranks that read one clock
+    except OSError:
+        machine = platform.node()[:64]
+    device = str(comm.device) if comm.library.is_host else f"{comm.device} {torch.cuda.get_device_name(comm.device)}"
+    text = json.dumps({"host": platform.node()[:64], "machine": machine, "pid": os.getpid(), "device": device[:128]})
+    mine = torch.tensor(list(text.encode()[:_ROW_BYTES].ljust(_ROW_BYTES)), dtype=torch.uint8, device=comm.device)
+    rows = comm.all_gather(mine).view(comm.size, _ROW_BYTES).cpu()
+    return [json.loads(bytes(row.tolist())) for row in rows]
+
+
+def _transport(comm: Communicator) -> str:
+    """What the host library's collectives go through; "" for NCCL, whose NCCL_DEBUG=INFO says it."""
+    if not comm.library.is_host:
+        return ""
+    found = "memory that the ranks share" if host_module().comm.find(comm.handle).shared else "sockets"
+    link = os.environ.get("PYNCCL_HOST_LINK")
+    return f"{found}, link modelled as {link}" if link else found
 
 
 def head_lines(head: dict[str, Any]) -> list[str]:
-    def counted(number: int, what: str) -> str:
-        return f"{number} {what}{'s' * (number != 1)}"
-
-    lines = [
-        f"pynccl perf {head['collective']}: {counted(len(head['ranks']), 'rank')} on {counted(head['nodes'], 'node')}"
-    ]
+    ranks, nodes = len(head["ranks"]), head["nodes"]
+    lines = [f"pynccl perf {head['collective']}: {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"]
     rows = {
         "library": f"{head['library']} {head['version']} ({head['path']}; {head['origin']})",
         "pynccl": f"{head['pynccl']}, Python {head['python']}, torch {head['torch']}",
@@ -84,7 +118,7 @@ def head_lines(head: dict[str, Any]) -> list[str]:
     }
     lines += [f"{name:<12}{text}" for name, text in rows.items() if text]
     for number, rank in enumerate(head["ranks"]):
-        lines.append(f"rank {number:<6} {rank['host']} pid {rank['pid']} {rank['device']} {rank['name']}")
+        lines.append(f"rank {number:<6} {rank['host']} pid {rank['pid']} {rank['device']}")
     return [*(f"# {line}" for line in lines), "#"]
 
 
@@ -105,26 +139,18 @@ def _columns(cells: list[str]) -> str:
 
 
 def row_line(row: Row, comparing: bool) -> str:
-    cells = [_front(row.case)]
+    case = row.case
+    root = case.root if case.rooted else -1
+    cells = [f"{case.nbytes:>12} {case.count:>12} {case.type:>9} {case.reduction or 'none':>6} {root:>5}"]
     for side in row.sides:
         found = [NONE] * (6 if comparing else 4)
         if side is not None:
-            algorithm, bus = row.bandwidths(side.mean)
-            found[:4] = [
-                _us(side.mean),
-                f"{algorithm:.2f}",
-                f"{bus:.2f}",
-                NONE if side.wrong is None else str(side.wrong),
-            ]
+            wrong = NONE if side.wrong is None else str(side.wrong)
+            found[:4] = [_us(side.mean), *(f"{bandwidth:.2f}" for bandwidth in row.bandwidths(side.mean)), wrong]
             if side.torch is not None:
                 found[4:] = [_us(side.torch), f"{side.torch / side.mean:.2f}"]
         cells.append(_columns(found))
     return " ".join(cells) + ("  WRONG" if row.wrong else "")
-
-
-def _front(case: Case) -> str:
-    root = case.root if case.rooted else -1
-    return f"{case.nbytes:>12} {case.count:>12} {case.type:>9} {case.reduction or 'none':>6} {root:>5}"
 
 
 def _us(seconds: float) -> str:
@@ -133,48 +159,12 @@ def _us(seconds: float) -> str:
     return f"{value:.0f}" if value >= 9999.5 else f"{value:.1f}" if value >= 999.5 else f"{value:.2f}"
 
 
-def quantile(times: list[float], part: float) -> float:
-    """The smallest time that at least this part of the iterations does not exceed."""
-    return sorted(times)[max(math.ceil(part * len(times)), 1) - 1]
-
-
-def spread(times: list[float]) -> dict[str, float]:
-    """Seconds; cv is the standard deviation over the mean."""
-    mean = statistics.fmean(times)
-    deviation = statistics.stdev(times) if len(times) > 1 else 0.0
-    return {
-        "min": min(times),
-        "median": statistics.median(times),
-        "p99": quantile(times, 0.99),
-        "max": max(times),
-        "cv": deviation / mean if mean else 0.0,
-    }
-
-
-def stats_lines(rows: list[Row]) -> list[str]:
-    """A table of how the iterations spread, each as it was across the ranks."""
-    names = ("min", "median", "p99", "max")
-    front = f"{'size':>11} {'count':>12} {'type':>9} {'redop':>6} {'root':>5}"
-    columns = " ".join(f"{name:>9}" for name in names)
-    lines = ["#", "# spread over the iterations (us); cv: standard deviation / mean"]
-    lines.append(f"#{front} {'':>12} {columns} {'cv':>7}")
-    for row in rows:
-        for place, side in row.measured:
-            found = spread(side.times)
-            times = " ".join(f"{_us(found[name]):>9}" for name in names)
-            lines.append(f"{_front(row.case)} {place:>12} {times} {found['cv']:>7.1%}")
-    return lines
-
-
 def foot_lines(whole: Whole, options: argparse.Namespace) -> list[str]:
     wrong = f"{whole.wrong} {'FAILED' if whole.wrong else 'OK'}" if options.check else f"{NONE} (-c 0: not checked)"
     lines = [f"# Out of bounds values : {wrong}", f"# Avg bus bandwidth    : {whole.average:.6g}"]
     if options.min_busbw is not None:
         below = whole.average < options.min_busbw
         lines.append(f"# --min-busbw          : {options.min_busbw:g} {'FAILED' if below else 'OK'}")
-    for place in PLACES:
-        ways = [(row.case.nbytes, side.way) for row in whole.rows for where, side in row.measured if where == place]
-        lines += [f"# NCCL ran, {place:<11}: {line}" for line in in_lines(ways)]
     return [*lines, "#"]
 
 
@@ -182,17 +172,12 @@ def as_json(whole: Whole, code: int) -> str:
     rows = []
     for row in whole.rows:
         case = row.case
-        found: dict[str, Any] = {
-            "size": case.nbytes,
-            "count": case.count,
-            "type": case.type,
-            "redop": case.reduction or None,
-            "root": case.root if case.rooted else None,
-        }
-        for name, side in zip(("out_of_place", "in_place"), row.sides, strict=True):
-            found[name] = side and _side_json(row, side)
-        rows.append(found)
-    summary = {"wrong": whole.wrong if whole.head["checked"] else None, "avg_busbw_GBps": whole.average, "exit": code}
+        found = {"size": case.nbytes, "count": case.count, "type": case.type, "redop": case.reduction or None}
+        sides = [side and _side_json(row, side) for side in row.sides]
+        root = case.root if case.rooted else None
+        rows.append({**found, "root": root, "out_of_place": sides[0], "in_place": sides[1]})
+    wrong = whole.wrong if whole.head["checked"] else None
+    summary = {"wrong": wrong, "avg_busbw_GBps": whole.average, "exit": code}
     return json.dumps({**whole.head, "rows": rows, "summary": summary}, indent=1) + "\n"
 
 
@@ -205,34 +190,5 @@ def _side_json(row: Row, side: Side) -> dict[str, Any]:
         "wrong": side.wrong,
         "torch_time_s": side.torch,
         "torch_over_ours": None if side.torch is None else side.torch / side.mean,
-        "way": side.way or None,
         "iterations_s": side.times,
-        "stats_s": spread(side.times),
     }
-
-
-def plot(whole: Whole, file: str) -> None:
-    """Bus bandwidth over size, a line for each type, operator and place."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in whole.rows:
-        for place, side in row.measured:
-            name = f"{row.case.type} {row.case.reduction}".strip() + f", {place}"
-            for label, seconds in ((name, side.mean), (f"torch: {name}", side.torch)):
-                if seconds:
-                    lines.setdefault(label, []).append((row.case.nbytes, row.bandwidths(seconds)[1]))
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for label, points in lines.items():
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("size (bytes)")
-    axes.set_ylabel("bus bandwidth (GB/s)")
-    axes.set_title(f"{whole.head['collective']}, {len(whole.head['ranks'])} ranks, {whole.head['library']}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(file, bbox_inches="tight", dpi=120)
-    pyplot.close(figure)
