@@ -37,8 +37,7 @@ ORDER: dict[str, str] = {
         tools.doctor.wheels tools.doctor.findings tools.doctor.problems tools.doctor.report tools.doctor
         tools.explain.moves tools.explain.operations tools.explain.adjoints tools.explain.words
         tools.explain.execute tools.explain.terminal tools.explain.page tools.explain
-        tools.hang.text tools.hang.jobs tools.hang.table tools.hang.ras
-        tools.hang.report tools.hang.clocks tools.hang.timeline tools.hang
+        tools.hang.text tools.hang.jobs tools.hang.table tools.hang.report tools.hang.timeline tools.hang
         tools.perf.options tools.perf.data tools.perf.operations tools.perf.timing tools.perf.beside_torch
         tools.perf.ways tools.perf.report tools.perf.measure tools.perf.head tools.perf __main__
     """,
