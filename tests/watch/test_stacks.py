@@ -119,7 +119,7 @@ def test_a_process_that_is_asked_says_where_it_is(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, str(path)], env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "there\n"
-            (record,) = tmp_path.glob("*/*.watch")
+            (record,) = tmp_path.glob("*.watch")
             before = read_file(str(record))
             assert (before.where, before.stack) == ("", "")
             assert ask([before])
