@@ -88,8 +88,8 @@ def ranks(path: str, uid: str, since: float = 0.0) -> set[int]:
 
 def read_file(path: str, calls: bool = True) -> Process:
     """What the file says. BadRecord if it is none; OSError if it cannot be opened."""
-    with _File(path) as file:
-        return file.process(calls)
+    with open(path, "rb", buffering=0) as file:
+        return _File(path, file.fileno()).process(calls)
 
 
 def ask(processes: Iterable[Process]) -> bool:
@@ -134,27 +134,15 @@ def state_of(pid: int, start: int) -> str:
 class _File:
     """An open file. It is read, never mapped: a file that shrinks would kill the reader."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self.head = layout.Header.from_buffer_copy(self._read(0, layout.STRINGS_AT))
-            if self.head.magic != layout.MAGIC:
-                raise BadRecord(f"{path}: no flight recorder of pynccl, or one that is only being made")
-            if self.head.version != layout.VERSION:
-                expected = f"this pynccl reads version {layout.VERSION}"
-                raise BadRecord(f"{path}: version {self.head.version} of the format, {expected}")
-        except BaseException:
-            os.close(self._file)
-            raise
+    def __init__(self, path: str, file: int) -> None:
+        self.path, self._file = path, file
+        self.head = layout.Header.from_buffer_copy(self._read(0, layout.STRINGS_AT))
+        if self.head.magic != layout.MAGIC:
+            raise BadRecord(f"{path}: no flight recorder of pynccl, or one that is only being made")
+        if self.head.version != layout.VERSION:
+            raise BadRecord(f"{path}: version {self.head.version} of the format, this pynccl reads {layout.VERSION}")
         self._strings = b""
         self._wall = self.head.wall - self.head.clock  # of the clock since then, unless it was set
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
 
     def _read(self, where: int, nbytes: int) -> bytes:
         data = os.pread(self._file, nbytes, where)

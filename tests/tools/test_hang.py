@@ -279,15 +279,6 @@ def test_a_deep_stack_keeps_its_innermost_frames() -> None:
     assert "... 476 outer frames" in text and "a.py:499 f" in text and "a.py:475 f" not in text
 
 
-def test_of_frames_within_this_package_the_outermost_is_shown_unless_all_are_asked_for() -> None:
-    processes = missing(2)
-    inner = [f"/venv/pynccl/host/{name}.py:{number} f" for number, name in enumerate(("call", "comm", "wait", "futex"))]
-    processes[0].stack = "\n".join(["/home/me/pynccl/train.py:3 main", "/venv/pynccl/comm/collectives.py:9 g", *inner])
-    text = of(processes)
-    assert "train.py:3 main\n    /venv/pynccl/comm/collectives.py:9 g\n    ... 4 more frames within pynccl" in text
-    assert inner[-1] in of(processes, stacks=True)
-
-
 def test_unreadable_files_and_other_jobs_are_named() -> None:
     others = [jobs.Job("slurm-1", [process(0)]), jobs.Job("slurm-2", [process(0)])]
     others[1].processes[0].state = DEAD

@@ -31,9 +31,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "dir", nargs="*", metavar="DIR", help="a job's folder, a folder of jobs, files, or saved --json"
-    )
+    parser.add_argument("dir", nargs="*", metavar="DIR", help="folders of records, files, or saved --json")
     parser.add_argument("--list", action="store_true", help="the jobs that there are: state, age, program")
     parser.add_argument("--job", metavar="ID", help="the job, where there are several")
     parser.add_argument("--json", action="store_true", help="print one JSON object: the verdict, and all records")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,6 @@ from .text import INDENT, at_most, columns, cut, place, plural, ranks, seconds
 
 FRAMES = 24  # of a stack, the innermost
 OTHERS, PROBLEMS = 5, 10  # that are shown; the rest is counted
-_OWN = re.compile(r"/pynccl/(comm|host|watch|bindings)/\w+\.py:")
 
 
 @dataclass
@@ -93,7 +91,7 @@ class Report:
                 head += f"{',' if len(group) == 1 else ':'} {'was ' if over else ''}waiting"
             if first.where_at and first.now:
                 head += f", as of {seconds(first.now - first.where_at)} ago"
-            yield [head + ":", *_frames(first.stack, self.stacks)]
+            yield [head + ":", *_frames(first.stack)]
 
     def _other_jobs(self) -> list[str]:
         rows = [f"{cut(job.name, 80)}  {summary(job)}" for job in self.others]
@@ -125,16 +123,11 @@ def _who(process: ProcessRecord) -> str:
     return f"{name} (pid {process.pid} on {cut(process.host, 40)})"
 
 
-def _frames(stack: str, full: bool) -> list[str]:
-    """The innermost frames. What a call does within this package is counted, if not all is asked for."""
-    found = [one[:200] for one in stack.splitlines() if one.strip()]
-    inner = len(found)
-    while not full and inner and _OWN.search(found[inner - 1]):
-        inner -= 1
-    if len(found) - inner > 2:
-        found[inner + 1 :] = [f"... {len(found) - inner - 1} more frames within pynccl: --stacks has them"]
+def _frames(stack: str) -> list[str]:
+    """The innermost frames."""
+    found = [INDENT + one[:200] for one in stack.splitlines() if one.strip()]
     left_out = [f"{INDENT}... {len(found) - FRAMES} outer frames"] if len(found) > FRAMES else []
-    return left_out + [INDENT + one for one in found[-FRAMES:]]
+    return left_out + found[-FRAMES:]
 
 
 def last_calls(process: ProcessRecord, most: int) -> list[str]:
