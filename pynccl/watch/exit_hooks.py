@@ -135,10 +135,10 @@ def _remove() -> None:
         _linger(own)
     if not own.path or own.ended != layout.CLEAN:
         return
-    from . import reader  # what it imports takes long
-
     others: list[ProcessRecord] = []
-    with contextlib.suppress(OSError, ValueError):  # this process's own may be gone: another one was the last
+    with contextlib.suppress(Exception):  # this process's own may be gone: another one was the last
+        from . import reader  # what it imports takes long
+
         me = reader.read_file(own.path, calls=False)
         known, _ = reader.read_folder(os.path.dirname(own.path), calls=False)
         others = [one for one in known if one.job == me.job or reader.uids(one) & reader.uids(me)]
