@@ -16,7 +16,9 @@ from typing import Any
 
 from . import folder, layout, recorder
 from .frames import is_between
+from .records import RUNNING, STOPPED, ProcessRecord
 
+_CLEAN = "exit"  # ProcessRecord.end of one that has ended well
 _CATCHERS = ("multiprocessing.process", "torch.multiprocessing.spawn")
 _LINGER_SECONDS = 2.0  # in which ranks on other machines hear of a failure, find out who is to blame, and end
 _prepared: list[object] = []  # what multiprocessing runs when its process ends
@@ -103,10 +105,10 @@ def _how() -> tuple[int, str, str]:
     """How this process ends: kind, text, the user's line."""
     error = _cause(getattr(sys, "last_value", None) or sys.exc_info()[1] or next(iter(_caught), None))
     if error is None:
-        return layout.CLEAN, "exit", ""
+        return layout.CLEAN, _CLEAN, ""
     if isinstance(error, SystemExit):
         clean = error.code in (None, 0)
-        return (layout.CLEAN, "exit", "") if clean else (layout.EXCEPTION, f"exit({error.code!r})", "")
+        return (layout.CLEAN, _CLEAN, "") if clean else (layout.EXCEPTION, f"exit({error.code!r})", "")
     first = getattr(error, "verdict", "") or str(error).strip().partition("\n")[0]
     return layout.EXCEPTION, f"{type(error).__name__}{': ' if first else ''}{first}", _line_of(error)
 
@@ -125,8 +127,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def _remove() -> None:
-    """Files go once a job has ended well: each process removes its own, or leaves it to the last one, since those who
-    still run may have to be told how it ended."""
+    """Files go when a job has ended well, with its last process: those who run may have to be told of others."""
     own = recorder.started()
     if own is None or not own.mine:
         return
@@ -134,33 +135,14 @@ def _remove() -> None:
         _linger(own)
     if not own.path or own.ended != layout.CLEAN:
         return
-    gone, waiting = [own.path], False
-    for path in _relatives(own.path):
-        with contextlib.suppress(OSError, ValueError):
-            head = folder.header(path)
-            kind = head.end_kind if head is not None else 0
-            waiting = waiting or (not kind and folder.alive(path))
-            if kind == layout.CLEAN:  # of one that is still ending, too: it may have left it to this process
-                gone.append(path)
-    if waiting:
-        return
-    for path in gone:
-        folder.remove(path)
-    for path in own.beside:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
-def _relatives(own: str) -> list[str]:
-    """The files of other processes that are or were in a communicator with this one: of its job, or started apart."""
-    job = os.path.dirname(own)
-    elsewhere = [path for other in folder.jobs(os.path.dirname(job)) if other != job for path in folder.files(other)]
-    found = [path for path in folder.files(job) if path != own]
-    if elsewhere:
+    others: list[ProcessRecord] = []
+    with contextlib.suppress(Exception):  # this process's own may be gone: another one was the last
         from . import reader  # what it imports takes long
 
-        for path in elsewhere:
-            with contextlib.suppress(OSError, ValueError):  # this process's own may be gone: another one was the last
-                if reader.uids(own) & reader.uids(path):
-                    found.append(path)
-    return found
+        me = reader.read_file(own.path, calls=False)
+        known, _ = reader.read_folder(os.path.dirname(own.path), calls=False)
+        others = [one for one in known if one.job == me.job or reader.uids(one) & reader.uids(me)]
+    if any(one.state in (RUNNING, STOPPED) for one in others):
+        return
+    for path in (own.path, *(one.path for one in others if one.end == _CLEAN), *own.beside):
+        folder.remove(path)

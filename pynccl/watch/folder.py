@@ -1,7 +1,4 @@
-"""Where the files of the flight recorders lie: a folder per job, private to the user; what goes when a job has ended.
-
-All of it is of the user's own processes: a folder that others made, or may write to, is not used.
-"""
+"""Where the files of the flight recorders lie: one folder of the user, a file a process; which processes live."""
 
 from __future__ import annotations
 
@@ -12,74 +9,50 @@ import os
 import re
 import stat
 import time
-from typing import NamedTuple
 
 from . import layout
 from .layout import SUFFIX, Header
 from .settings import settings
 
-_KEPT_SECONDS = 7 * 86400.0  # for the files of processes that went wrong
-_KEPT_BYTES = 16 << 20  # of all of them together, but for the ranks of the job that ended last
+_KEPT_BYTES = 64 << 20  # of processes that went wrong, the newest
 _SILENT_SECONDS = 3600.0  # after which a process that is not of this machine counts as ended
-_TRIES = 5
 
 
 def base() -> str:
-    """PYNCCL_WATCH_DIR, or the user's folder in the temporary folder."""
-    return settings().folder or os.path.join(_temporary(), f"pynccl-watch-{os.geteuid()}")
-
-
-def _temporary() -> str:
-    """As tempfile.gettempdir(), whether it is full or not: so all processes of a job, and who looks for them, agree."""
+    """PYNCCL_WATCH_DIR, or the user's folder in the temporary folder, be that full or not: so all processes agree."""
     named = (os.path.abspath(os.environ[name]) for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name))
-    return next(filter(os.path.isdir, named), "/tmp")
-
-
-def jobs(folder: str) -> list[str]:
-    """The folders of this user's jobs in this base folder, as paths."""
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = os.listdir(folder)
-    paths = sorted(os.path.join(folder, name) for name in names)
-    return [path for path in paths if files(path) and _is_own(path)]
-
-
-def _is_own(path: str) -> bool:
-    with contextlib.suppress(OSError):  # it has gone meanwhile
-        return os.stat(path).st_uid == os.geteuid()
-    return False
+    temporary = next(filter(os.path.isdir, named), "/tmp")
+    return settings().folder or os.path.join(temporary, f"pynccl-watch-{os.geteuid()}")
 
 
 def files(folder: str) -> list[str]:
-    """The recorders' files in the folder of one job."""
+    """The recorders' files of this user, or of the folder's owner, in it."""
+    found = []
     with contextlib.suppress(OSError):
-        return sorted(os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(SUFFIX))
-    return []
+        owners = (os.geteuid(), os.stat(folder).st_uid)
+        for one in os.scandir(folder):
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                if one.name.endswith(SUFFIX) and one.stat(follow_symlinks=False).st_uid in owners:
+                    found.append(one.path)
+    return sorted(found)
 
 
 def job() -> str:
-    """A name that the processes of one job on this machine share, and others do not: of what started them.
-
-    torchrun's run and restart, the job of SLURM or of an MPI, where rank 0 is met, else the process that started
-    this one."""
+    """A name that the processes of one job on this machine share, and others do not: of what started them."""
     environ = os.environ
-    if "TORCHELASTIC_RUN_ID" in environ:
-        names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-        return _plain("torchrun-" + "-".join(environ.get(name, "0") for name in names))
-    if "SLURM_JOB_ID" in environ:
-        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        return _plain("slurm-" + "-".join(environ[name] for name in names if environ.get(name)))
-    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"):
-        if environ.get(name):
-            return _plain(f"mpi-{environ[name]}")
+    for prefix, names in (
+        ("torchrun", ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")),
+        ("slurm", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
+        ("mpi", ("PMIX_NAMESPACE",)),
+        ("mpi", ("OMPI_MCA_ess_base_jobid",)),
+        ("mpi", ("PMI_JOBID",)),
+    ):
+        if environ.get(names[0]):
+            return "-".join([prefix, *(environ[name] for name in names if environ.get(name))])
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        return _plain(f"{environ['MASTER_ADDR']}-{environ['MASTER_PORT']}")
+        return f"{environ['MASTER_ADDR']}-{environ['MASTER_PORT']}"
     parent = os.getppid()
     return f"process-{parent}-{started(parent)}"
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:120].strip(".") or "job"
 
 
 # Processes and machines
@@ -135,43 +108,16 @@ def alive(path: str) -> bool:
 # Files
 
 
-def name_of_file(rank: int, pid: int, start: int) -> str:
-    return f"rank{rank if rank >= 0 else ''}-{pid}-{start}{SUFFIX}"
-
-
-def create(name: str) -> tuple[str, int]:
-    """The path of this process's file, and a descriptor of it. OSError where it cannot be had.
-
-    The last process of an earlier job may remove the folder between two steps: then again."""
-    for _ in range(_TRIES - 1):
-        with contextlib.suppress(FileNotFoundError):
-            return _new_file(os.path.join(_private_folder(), name))
-    return _new_file(os.path.join(_private_folder(), name))
-
-
-def _private_folder() -> str:
-    """The folder of this job, made where it is not there. PermissionError for one that others may write to."""
-    above = base()
-    os.makedirs(above, mode=0o700, exist_ok=True)
-    if not settings().folder:
-        _check_private(above, 0o077)
-    mine = os.path.join(above, job())
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(mine, 0o700)
-    _check_private(mine, 0o022)
-    return mine
-
-
-def _check_private(path: str, others: int) -> None:
-    """Others may have made a folder of this name before, to read or fake what is in it."""
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & others:
-        raise PermissionError(1, "expected a folder of this user, no link, that others may not write to", path)
-
-
-def _new_file(path: str) -> tuple[str, int]:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of an earlier recorder of this process
+def create(rank: int) -> tuple[str, int]:
+    """The path of this process's file, and a descriptor of it. OSError where it cannot be had."""
+    folder = base()
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if not settings().folder:  # others may have made a folder of this name before
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(1, "expected a folder of this user, no link, that others may not enter", folder)
+    path = os.path.join(folder, f"rank{rank if rank >= 0 else ''}-{os.getpid()}-{started()}{SUFFIX}")
+    remove(path)  # of an earlier recorder of this process
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         reserve(file, 0, layout.REGIONS_AT)
@@ -213,47 +159,29 @@ def tell(path: str, text: str) -> None:
     write_field(path, "told", layout.cut(text, Header.told.size))
 
 
-class Left(NamedTuple):
-    """The file of a process that has ended."""
-
-    seen: float  # the last time that the process is known to have lived
-    nbytes: int
-    path: str
-
-
-def left(path: str) -> Left | None:
-    """None: its process lives, or its file has gone meanwhile."""
-    try:
-        head, found = header(path), os.stat(path)
-    except OSError:
-        return None
-    seen = found.st_mtime  # the watchdog sees to that
-    here = head is not None and layout.get(head.machine) == machine()
-    lives = alive(path) if here else seen > time.time() - _SILENT_SECONDS
-    return None if lives else Left(seen, found.st_blocks * 512, path)
+def remove_old(folder: str) -> None:
+    """Of the processes that have ended, keep the newest files; remove what exceeds 64 MiB."""
+    ended = []
+    for path in files(folder):
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            found = os.stat(path)
+            if _has_ended(path, found.st_mtime):
+                ended.append((found.st_mtime, found.st_blocks * 512, path))
+    room = _KEPT_BYTES
+    for _, nbytes, path in sorted(ended, reverse=True):
+        room -= nbytes
+        if room < 0:
+            remove(path)
 
 
-def remove_old(above: str) -> None:
-    """Of the processes that have left files in this base folder: remove those that are old, and the oldest where they
-    take too much room, but for the newest of each rank of the job that ended last."""
-    found = (left(path) for job in jobs(above) for path in files(job))
-    ended = sorted(filter(None, found), reverse=True)
-    room, now = _KEPT_BYTES, time.time()
-    last: set[str] = set()
-    for one in ended:
-        room -= one.nbytes
-        folder, name = os.path.split(one.path)
-        rank = name.partition("-")[0]
-        of_last = folder == os.path.dirname(ended[0].path) and rank not in last
-        if of_last:
-            last.add(rank)
-        if one.seen < now - _KEPT_SECONDS or (room < 0 and not of_last):
-            remove(one.path)
+def _has_ended(path: str, seen: float) -> bool:
+    """seen  when the file was changed: the watchdog of a living process sees to that."""
+    head = header(path)
+    if head is not None and layout.get(head.machine) != machine():
+        return seen < time.time() - _SILENT_SECONDS
+    return not alive(path)
 
 
 def remove(path: str) -> None:
-    """Remove the file of a process, and the folder if nothing else is in it."""
     with contextlib.suppress(OSError):
         os.unlink(path)
-    with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(path))

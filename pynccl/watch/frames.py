@@ -1,15 +1,20 @@
-"""Who called: the user's line among the frames of this thread, and which files are nobody's code but a library's.
+"""Where a call comes from, and where the threads are: the user's line among the frames.
 
-Only a thread's own frames are walked. Those of another one may go while they are looked at, which crashes the
-interpreter: stacks.py has faulthandler tell them.
+Only a thread's own frames are walked. A walk of another thread's in Python gives up the interpreter's lock between two
+steps: the frames go on meanwhile, and it ends in a segmentation fault. faulthandler walks all threads in C instead. It
+is asked when a call is overdue or another rank wants to know, never in a healthy program.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
+from typing import NamedTuple
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
@@ -17,6 +22,9 @@ _PACKAGES = ("torch", "pynccl_autograd")  # whose files lie between a user's lin
 _MODULES = tuple(_LIBRARY + name for name in ("contextlib.py", "functools.py", "threading.py", "concurrent" + os.sep))
 _TYPED_IN = ("<stdin>", "<string>", "<console>", "<ipython", "<doctest")  # of users; other names in <> are generated
 _MOST_FILES = 10_000
+_COMM = os.path.join(_FOLDER, "comm") + os.sep
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 # Whether code of a file lies between: asked for each frame of each call.
 _known: dict[str, bool] = {}
@@ -77,3 +85,75 @@ def _lies_between(file: str) -> bool:
         if init := getattr(sys.modules.get(name), "__file__", None):
             folders.append(os.path.dirname(init) + os.sep)
     return file.startswith((*folders, *_MODULES))
+
+
+# The stacks of all threads
+
+
+class Line(NamedTuple):
+    """A frame: "file:line function"."""
+
+    file: str
+    number: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} {self.function}"
+
+
+Stacks = Mapping[int, list[Line]]  # of each thread the frames, innermost first
+
+
+def take() -> Stacks:
+    """Of all threads, now; {} where they cannot be had."""
+    try:
+        with open(os.memfd_create("pynccl stacks"), "w+b", buffering=0) as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return parsed(file.read().decode(errors="replace"))
+    except (OSError, AttributeError):  # no descriptor is left, or there is no memfd
+        return {}
+
+
+def parsed(text: str) -> Stacks:
+    """What faulthandler has written."""
+    threads: dict[int, list[Line]] = {}
+    frames: list[Line] = []
+    for line in text.splitlines():
+        if found := _THREAD.match(line):
+            frames = threads[int(found[1], 16)] = []
+        elif found := _FRAME.fullmatch(line):
+            frames.append(Line(_unescaped(found[1]), found[2], _unescaped(found[3])))
+    return threads
+
+
+def _unescaped(text: str) -> str:
+    """Letters that are not ASCII come as \\xe4, \\u1234, \\U00012345."""
+    return text.encode("ascii", "replace").decode("unicode_escape", "replace")
+
+
+def of_main(threads: Stacks) -> list[Line]:
+    """The stack of the main thread."""
+    return threads.get(threading.main_thread().ident or 0, [])
+
+
+def of_call(threads: Stacks, thread: int) -> list[Line]:
+    """The stack of the thread that is in a call of a communicator: `thread`, which made the newest one, else any that
+    is in one, else the main thread. A call with a deadline runs beside its caller, whose lines are the user's."""
+    others = [frames for one, frames in threads.items() if one != threading.get_ident()]
+    in_calls = [frames for frames in others if any(one.file.startswith(_COMM) for one in frames)]
+    candidates = [threads.get(thread, []), *in_calls]
+    return next((frames for frames in candidates if users_line(frames)), of_main(threads))
+
+
+def users_line(frames: Sequence[Line]) -> str:
+    """ "file:line function" of the user's innermost line; "" where there is none."""
+    return next((str(one) for one in frames if not is_between(one.file)), "")
+
+
+def users_stack(frames: Sequence[Line], most: int = 2000) -> str:
+    """One line per frame, outermost first, without what lies below the call of this package that the user has made; of
+    at most so many characters: the innermost ones."""
+    inner = next((number for number, one in enumerate(frames) if not is_between(one.file)), len(frames))
+    text = "\n".join(str(one) for one in reversed(frames[max(inner - 1, 0) :]))
+    return text if len(text) <= most else "...\n" + text[-most:].partition("\n")[2]

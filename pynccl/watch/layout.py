@@ -5,7 +5,7 @@
     regions    one per communicator: a CommHead, then a ring of slots, in whole pages
 
 All is fixed in size: nothing grows with the calls. Call number `entry` of a communicator is in slot
-`entry % slots` of its ring. A slot begins and ends with the entry, so that the reader leaves out one that is
+`entry % CALLS` of its ring. A slot begins and ends with the entry, so that the reader leaves out one that is
 being written. Times are seconds of the machine's monotonic clock, 0: not yet.
 """
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 import ctypes
 import struct
 from ctypes import c_char, c_double, c_int32, c_uint32, c_uint64
-from typing import Any, NamedTuple
+from typing import Any
 
 MAGIC = b"pynccl flight recorder"
-VERSION = 3
+VERSION = 4
 SUFFIX = ".watch"
 
 PAGE = 1 << 16  # where a map may begin, on every machine
@@ -27,7 +27,7 @@ REGIONS_AT = -(-(STRINGS_AT + STRINGS * STRING_BYTES) // PAGE) * PAGE
 REGION_HEAD = 1536
 CALLS = 2048  # that are kept of each communicator
 
-CLEAN, EXCEPTION = 1, 2  # Header.end_kind
+CLEAN, EXCEPTION = 1, 2  # how a process ends
 LIVE, ENDED = 1, 2  # CommHead.state; 0: the region is free
 
 
@@ -40,9 +40,7 @@ class Header(ctypes.Structure):
         ("pid", c_uint32),
         ("start", c_uint64),  # of the process, in ticks
         ("rank", c_int32),
-        ("slots", c_uint32),  # of each ring
         ("regions", c_uint32),
-        ("end_kind", c_uint32),
         ("wall", c_double),  # wall clock and monotonic clock of one moment
         ("clock", c_double),
         ("born", c_double),  # wall clock when the process began, before it imported anything; 0: not known
@@ -91,6 +89,7 @@ class CommHead(ctypes.Structure):
 # follows them among the C arguments (see ARGUMENTS); entry.
 SLOT = struct.Struct("=QddQQIHHHHHBxQiii4xQ")
 RETURNED_AT, NUMBER_AT, STREAM_AT, FLAGS_AT = 16, 24, 32, 54  # in a slot
+REGION_BYTES = -(-(REGION_HEAD + CALLS * SLOT.size) // PAGE) * PAGE
 PLAN, FAILED = 1, 2  # flags
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
@@ -110,18 +109,6 @@ ARGUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 SIGNALS = ("signal", "wait_signal")  # which have neither, but a peer
 UNNUMBERED = ("send", "recv", "put_signal", *SIGNALS)  # calls that not every rank of a communicator makes
-
-
-class Region(NamedTuple):
-    """The part of the file that a communicator has: its head and so many slots."""
-
-    slots: int
-    nbytes: int
-
-
-def region(slots: int = CALLS) -> Region:
-    """The region with a ring of so many slots."""
-    return Region(slots, -(-(REGION_HEAD + slots * SLOT.size) // PAGE) * PAGE)
 
 
 def put(head: ctypes.Structure, field: str, text: str) -> None:

@@ -40,15 +40,22 @@ class BadRecord(ValueError):
 
 
 def read_folder(path: str, *, uid: str = "", since: float = 0.0, calls: bool = True) -> tuple[list[Process], list[str]]:
-    """The records of all files in this folder, and in the folders of jobs in it; and the problems met.
+    """The records of all files in this folder; and the problems met.
 
     uid    only those of processes that are or were in this communicator, or in another one with such a process, which
            it may wait for
-    calls  with the calls of each, which are nearly all of it
-    since  when that was made: what was left before is not looked into"""
+    since  when that was made: what was left before is not looked into
+    calls  with the calls of each, which are nearly all of it"""
+    records, problems = _read_all(_paths(path, since), calls and not uid)
+    if uid:
+        related = _related(records, uid)
+        records = _read_all([one.path for one in related], True)[0] if calls else related
+    return records, problems
+
+
+def _read_all(paths: Iterable[str], calls: bool) -> tuple[list[Process], list[str]]:
     records, problems = [], []
-    paths = _paths(path, since) if os.path.isdir(path) else [path]
-    for one in _related(paths, uid) if uid else paths:
+    for one in paths:
         try:
             records.append(read_file(one, calls))
         except BadRecord as error:
@@ -60,49 +67,40 @@ def read_folder(path: str, *, uid: str = "", since: float = 0.0, calls: bool = T
     return records, problems
 
 
-def _paths(path: str, since: float = 0.0) -> list[str]:
+def _paths(path: str, since: float) -> list[str]:
     found = []
-    for one in sorted(file for job in (path, *folder.jobs(path)) for file in folder.files(job)):
+    for one in folder.files(path):
         with contextlib.suppress(OSError):
             if os.stat(one).st_mtime > since - _SLACK_SECONDS or folder.alive(one):
                 found.append(one)
     return found
 
 
-def _related(paths: list[str], uid: str) -> list[str]:
-    """The files with this communicator, or with another one of theirs; and what cannot be looked into, to be told."""
-    inside: dict[str, set[str]] = {}
-    for path in paths:
-        try:
-            inside[path] = uids(path)
-        except (OSError, BadRecord):
-            inside[path] = {uid}
-    wanted, found = {uid}, set[str]()
-    while more := {path for path, known in inside.items() if path not in found and known & wanted}:
-        found |= more
-        wanted |= {one for path in more for one in inside[path]}
-    return [path for path in paths if path in found]
+def _related(records: list[Process], uid: str) -> list[Process]:
+    """Those with this communicator, or with another one of theirs."""
+    inside = [(one, uids(one)) for one in records]
+    wanted, size = {uid}, 0
+    while len(wanted) > size:
+        size = len(wanted)
+        wanted = wanted.union(*(known for _, known in inside if known & wanted))
+    return [one for one, known in inside if known & wanted]
 
 
-def uids(path: str) -> set[str]:
-    """The names of the communicators in the file."""
-    with _File(path) as file:
-        return {get(text) for head, _ in file.comms() for text in (head.uid, head.alias)} - {""}
+def uids(process: Process) -> set[str]:
+    """The names of its communicators."""
+    return {uid for comm in process.comms for uid in (comm.uid, *comm.aliases)}
 
 
 def ranks(path: str, uid: str, since: float = 0.0) -> set[int]:
-    """Which ranks of the communicator have their records in this folder, or in the folders of jobs in it."""
-    found: set[int] = set()
-    for one in _paths(path, since):
-        with contextlib.suppress(OSError, BadRecord), _File(one) as file:
-            found |= {head.rank for head, _ in file.comms() if uid in (get(head.uid), get(head.alias))}
-    return found
+    """Which ranks of the communicator have their records in this folder."""
+    records, _ = read_folder(path, since=since, calls=False)
+    return {comm.rank for one in records for comm in one.comms if uid in (comm.uid, *comm.aliases)}
 
 
 def read_file(path: str, calls: bool = True) -> Process:
     """What the file says. BadRecord if it is none; OSError if it cannot be opened."""
-    with _File(path) as file:
-        return file.process(calls)
+    with open(path, "rb", buffering=0) as file:
+        return _File(path, file.fileno()).process(calls)
 
 
 def ask(processes: Iterable[Process]) -> bool:
@@ -147,28 +145,15 @@ def state_of(pid: int, start: int) -> str:
 class _File:
     """An open file. It is read, never mapped: a file that shrinks would kill the reader."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self.head = layout.Header.from_buffer_copy(self._read(0, layout.STRINGS_AT))
-            if self.head.magic != layout.MAGIC:
-                raise BadRecord(f"{path}: no flight recorder of pynccl, or one that is only being made")
-            if self.head.version != layout.VERSION:
-                expected = f"this pynccl reads version {layout.VERSION}"
-                raise BadRecord(f"{path}: version {self.head.version} of the format, {expected}")
-        except BaseException:
-            os.close(self._file)
-            raise
+    def __init__(self, path: str, file: int) -> None:
+        self.path, self._file = path, file
+        self.head = layout.Header.from_buffer_copy(self._read(0, layout.STRINGS_AT))
+        if self.head.magic != layout.MAGIC:
+            raise BadRecord(f"{path}: no flight recorder of pynccl, or one that is only being made")
+        if self.head.version != layout.VERSION:
+            raise BadRecord(f"{path}: version {self.head.version} of the format, this pynccl reads {layout.VERSION}")
         self._strings = b""
-        self._region = layout.region(self.head.slots)
         self._wall = self.head.wall - self.head.clock  # of the clock since then, unless it was set
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
 
     def _read(self, where: int, nbytes: int) -> bytes:
         data = os.pread(self._file, nbytes, where)
@@ -179,7 +164,7 @@ class _File:
     def comms(self) -> Iterator[tuple[Any, int]]:
         """The heads of the communicators, and where the slots of each begin."""
         for number in range(self.head.regions):
-            at = layout.REGIONS_AT + number * self._region.nbytes
+            at = layout.REGIONS_AT + number * layout.REGION_BYTES
             head = CommHead.from_buffer_copy(self._read(at, layout.REGION_HEAD))
             # Where the rank does not fit, the region is being reused this very moment.
             if head.state in (layout.LIVE, layout.ENDED) and 0 <= head.rank < head.size:
@@ -187,7 +172,6 @@ class _File:
 
     def process(self, calls: bool) -> Process:
         head = self.head
-        ended = "exit" if head.ended and head.end_kind == layout.CLEAN else ""
         here = get(head.machine) == folder.machine()
         return Process(
             pid=head.pid,
@@ -207,7 +191,7 @@ class _File:
             stack=get(head.stack, lines=True),
             # What has said that it ends counts as gone, though it may still be closing what it has open.
             state=DEAD if head.ended else state_of(head.pid, head.start) if here else UNKNOWN,
-            end=get(head.end) or ended,
+            end=get(head.end),
             end_site=get(head.end_site),
             end_at=self._seconds(head.ended),
             comms=[self._comm(comm, at, calls) for comm, at in self.comms()],
@@ -241,7 +225,7 @@ class _File:
 
     def _calls(self, head: Any, at: int) -> list[CallRecord]:
         """Those of the ring, oldest first, and how far each has come."""
-        data = self._read(at, self._region.slots * layout.SLOT.size)
+        data = self._read(at, layout.CALLS * layout.SLOT.size)
         # After the slots: what they refer to was written before them.
         self._strings = self._read(layout.STRINGS_AT, layout.STRINGS * layout.STRING_BYTES)
         slots = sorted(slot for slot in layout.SLOT.iter_unpack(data) if slot[0] and slot[0] == slot[-1])

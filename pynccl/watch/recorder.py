@@ -60,7 +60,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.settings, self.pid = settings(), os.getpid()
-        self.region = layout.region(self.settings.calls)
         self.tracks: list[Any] = []  # of the communicators that are alive
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()  # with which ranks on other machines are asked
         self.last_asked: Any = None  # the last track that ranks elsewhere ask, kept: there the end is told, too
@@ -81,7 +80,7 @@ class Recorder:
         where = folder.base()
         try:
             folder.remove_old(where)
-            path, file = folder.create(folder.name_of_file(_rank(), self.pid, folder.started()))
+            path, file = folder.create(_rank())
             try:
                 return path, file, memoryview(mmap.mmap(file, layout.REGIONS_AT))
             except OSError:  # no descriptor is left: a map takes another one
@@ -110,7 +109,7 @@ class Recorder:
 
     def _write_head(self) -> None:
         head = self.head
-        head.pid, head.start, head.rank, head.slots = self.pid, folder.started(), _rank(), self.region.slots
+        head.pid, head.start, head.rank = self.pid, folder.started(), _rank()
         head.wall, head.clock, head.born = time.time(), now(), folder.born()
         head.looked = now()
         layout.put(head, "host", os.uname().nodename)
@@ -130,7 +129,8 @@ class Recorder:
                 track.detach()
                 memory[:] = bytes(len(memory))
                 return memory, True
-            at, nbytes = layout.REGIONS_AT + self.head.regions * self.region.nbytes, self.region.nbytes
+            nbytes = layout.REGION_BYTES
+            at = layout.REGIONS_AT + self.head.regions * nbytes
             try:
                 if self._file >= 0:
                     folder.reserve(self._file, at, nbytes)
@@ -171,7 +171,7 @@ class Recorder:
         """The process is about to end."""
         layout.put(self.head, "end", text)
         layout.put(self.head, "end_site", site)
-        self.ended = self.head.end_kind = kind
+        self.ended = kind
         self.head.ended = now()
 
     def free(self, track: Any) -> None:

@@ -138,54 +138,45 @@ class ProcessRecord:
     comms: list[CommRecord] = field(default_factory=list)
 
 
-def to_json(process: ProcessRecord) -> dict[str, Any]:
-    """As plain values for json.dumps; what has its default is left out."""
-    return _plain(process)
-
-
-def from_json(values: Any) -> ProcessRecord:
-    """The record of what `to_json` gave, its texts as they may be shown; ValueError for anything else."""
-    return _record(ProcessRecord, values)
-
-
 _NESTED: dict[str, type] = {"comms": CommRecord, "calls": CallRecord}
 
 
-def _plain(record: Any) -> dict[str, Any]:
+def to_json(record: Any) -> dict[str, Any]:
+    """As plain values for json.dumps; what has its default is left out."""
     values = {}
     for one in dataclasses.fields(record):
         value = getattr(record, one.name)
         if one.name in _NESTED:
-            value = [_plain(item) for item in value]
-        elif one.default is not dataclasses.MISSING and value == one.default:
-            continue
-        values[one.name] = value
+            values[one.name] = [to_json(item) for item in value]
+        elif one.default is dataclasses.MISSING or value != one.default:
+            values[one.name] = value
     return values
 
 
+def from_json(values: Any) -> ProcessRecord:
+    """The record of what `to_json` gave, its texts as they may be shown; ValueError for anything else."""
+    try:
+        return _record(ProcessRecord, values)
+    except (AttributeError, TypeError, OverflowError) as error:
+        raise ValueError(f"no record of a process: {error}") from None
+
+
 def _record(kind: Any, values: Any) -> Any:
-    if not isinstance(values, dict):
-        raise ValueError(f"{kind.__name__}: expected an object, got {type(values).__name__}")
+    known = {one.name: str(one.type) for one in dataclasses.fields(kind)}
     read: dict[str, Any] = {}
-    for one in dataclasses.fields(kind):  # what else there is, is of a newer version
-        if one.name in _NESTED:
-            items = checked(f"{kind.__name__}.{one.name}", "list", values.get(one.name, []))
-            read[one.name] = [_record(_NESTED[one.name], item) for item in items]
-        elif one.name in values:
-            read[one.name] = checked(f"{kind.__name__}.{one.name}", str(one.type), values[one.name])
-        elif one.default is dataclasses.MISSING:
-            raise ValueError(f"{kind.__name__}: {one.name} missing")
+    for name, value in values.items():
+        if name in _NESTED:
+            read[name] = [_record(_NESTED[name], item) for item in value]
+        elif name in known:  # what else there is, is of a newer version
+            read[name] = _checked(f"{kind.__name__}.{name}", known[name], value)
     return kind(**read)
 
 
-def checked(what: str, kind: str, value: Any) -> Any:
-    """A value out of JSON, if it is of this kind, texts as they may be shown; ValueError for another one."""
-    if kind.startswith("tuple") and isinstance(value, (list, tuple)):
-        return tuple(checked(what, "str", item) for item in value)
-    if type(value) is int and value.bit_length() > 64:  # JSON has longer ones than a float can be
-        raise ValueError(f"{what}: a number of {value.bit_length()} bits")
+def _checked(what: str, kind: str, value: Any) -> Any:
+    if kind.startswith("tuple"):
+        return tuple(_checked(what, "str", item) for item in value)
     if kind == "float" and type(value) is int:
-        value = float(value)
-    if type(value).__name__ != kind:
+        return float(value)
+    if type(value).__name__ != kind or (kind == "int" and value.bit_length() > 64):
         raise ValueError(f"{what}: expected {kind}, got {type(value).__name__}")
     return printable(value, lines=what.endswith(".stack")) if kind == "str" else value

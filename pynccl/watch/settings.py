@@ -12,8 +12,7 @@ from ..bindings.errors import NcclInvalidUsage
 OFF, ON = "off", "on"
 REPORT, RAISE = "report", "raise"
 
-_MOST_CALLS = 1 << 15
-_NAMES = ("PYNCCL_WATCH", "PYNCCL_WATCH_DIR", "PYNCCL_WATCH_TIMEOUT", "PYNCCL_WATCH_ACTION", "PYNCCL_WATCH_CALLS")
+_NAMES = ("PYNCCL_WATCH", "PYNCCL_WATCH_DIR", "PYNCCL_WATCH_TIMEOUT", "PYNCCL_WATCH_ACTION")
 
 
 class Settings(NamedTuple):
@@ -23,14 +22,12 @@ class Settings(NamedTuple):
     folder   PYNCCL_WATCH_DIR: where the files go; "": a private folder of the user in the temporary folder
     timeout  PYNCCL_WATCH_TIMEOUT: seconds that a call may be under way before all ranks are asked; 0: never
     action   PYNCCL_WATCH_ACTION=report | raise: then tell, or also abort the communicator
-    calls    PYNCCL_WATCH_CALLS: the last calls that are kept of each communicator
     """
 
     mode: str
     folder: str
     timeout: float
     action: str
-    calls: int
 
     @property
     def poll(self) -> float:
@@ -44,7 +41,7 @@ def settings() -> Settings:
 
 
 @functools.cache
-def _parsed(mode: str, folder: str, timeout: str, action: str, calls: str) -> Settings:
+def _parsed(mode: str, folder: str, timeout: str, action: str) -> Settings:
     modes = {"": ON, "on": ON, "1": ON, "off": OFF, "0": OFF}
     actions = {"": REPORT, "report": REPORT, "raise": RAISE}
     if mode.lower() not in modes:
@@ -52,8 +49,7 @@ def _parsed(mode: str, folder: str, timeout: str, action: str, calls: str) -> Se
     if action.lower() not in actions:
         raise NcclInvalidUsage(f"PYNCCL_WATCH_ACTION={action!r}: expected one of report, raise")
     folder = os.path.abspath(os.path.expanduser(folder)) if folder else ""
-    seconds, kept = _timeout(timeout or "60"), _calls(calls or "2048")
-    return Settings(modes[mode.lower()], folder, seconds, actions[action.lower()], kept)
+    return Settings(modes[mode.lower()], folder, _timeout(timeout or "60"), actions[action.lower()])
 
 
 def _timeout(text: str) -> float:
@@ -64,9 +60,3 @@ def _timeout(text: str) -> float:
     if not 0 <= value < math.inf:
         raise NcclInvalidUsage(f"PYNCCL_WATCH_TIMEOUT={text!r}: expected seconds, such as 60; 0 to never look")
     return value
-
-
-def _calls(text: str) -> int:
-    if not text.isdigit() or not 8 <= int(text) <= _MOST_CALLS:
-        raise NcclInvalidUsage(f"PYNCCL_WATCH_CALLS={text!r}: expected a number of calls, 8 to {_MOST_CALLS}")
-    return int(text)

@@ -46,14 +46,14 @@ class Track:
 
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int) -> None:
         memory, self.kept = recorder.new_region()  # whether it is in the file
-        self.recorder, self.region = recorder, recorder.region
+        self.recorder = recorder
         self.number, self.since = next(_numbers), time.time()
         self.uid, self.name, self.rank, self.size = known.uid, known.name, rank, size
         self.children: dict[str, int] = {}  # how many were made of it, by what made them: for their names
         self.head, self.thread = 0, 0
         self._collective = 0  # calls so far that all ranks make
         self._look_into(memory)
-        self._ring, self._strings, self._kinds = self.region.slots, recorder.strings, _Kinds(recorder)
+        self._ring, self._strings, self._kinds = layout.CALLS, recorder.strings, _Kinds(recorder)
         self._groups = itertools.count(1)
         self._gone: dict[int, int] = {}  # the newest call when such a stream was closed
         self.explains = False  # an error of this communicator has been explained
@@ -73,12 +73,12 @@ class Track:
     def _look_into(self, memory: memoryview) -> None:
         self.memory = memory
         self.comm_head = layout.CommHead.from_buffer(memory)
-        self._slots = memory[layout.REGION_HEAD :][: self.region.slots * _BYTES]
+        self._slots = memory[layout.REGION_HEAD :][: layout.CALLS * _BYTES]
         self._words, self._clocks = self._slots.cast("Q"), self._slots.cast("d")
 
     def detach(self) -> None:
         """Its region is another one's from now on, or its parent's: what is still written goes nowhere."""
-        self._look_into(memoryview(mmap.mmap(-1, self.region.nbytes)))
+        self._look_into(memoryview(mmap.mmap(-1, layout.REGION_BYTES)))
 
     def join(self, exchange: Any) -> None:
         """The ranks of this communicator can be asked so."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..bindings.workers import Helper, Silent
-from . import progress, recorder, stacks
+from . import frames, progress, recorder
 from .settings import RAISE
 from .track import Track
 
@@ -84,14 +84,13 @@ class Watchdog:
         tracks = list(self.recorder.tracks)
         for gone in self._watched.keys() - {track.number for track in tracks}:
             del self._watched[gone]
-        here: dict[str, bool] = {}
         for track in tracks:
             watched = self._watched.setdefault(track.number, Watched())
             with contextlib.suppress(Exception):  # what goes wrong with one must not hide the others
                 stuck = self._look_at(track, watched)
                 if stuck is not None and self.settings.timeout and watched.reported < stuck.entry:
                     watched.reported = stuck.entry
-                    self._ask(stuck, watched, here)
+                    self._ask(stuck, watched)
         for exchange in list(dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)):
             if exchange.due:
                 self._poll(exchange)
@@ -159,17 +158,13 @@ class Watchdog:
         """What `call()` returns, which asks CUDA; Silent if that does not answer."""
         return call() if track.library.is_host or not asks else self._cuda.ask(call, ANSWER_SECONDS)
 
-    def _ask(self, stuck: Stuck, watched: Watched, here: dict[str, bool]) -> None:
-        """Find out who is missing: from the files of this machine, or from all machines, whose answer comes later.
-
-        here  of which communicators this look has found that all their ranks are on this machine, or not"""
+    def _ask(self, stuck: Stuck, watched: Watched) -> None:
+        """Find out who is missing: from the files of this machine, or from all machines, whose answer comes later."""
         from . import diagnosis  # what it imports takes long: not before it is needed
 
         track = stuck.track
         self._tell_where(stuck)
-        if track.exchange is not None and track.uid not in here:
-            here[track.uid] = diagnosis.all_here(track)
-        if track.exchange is None or here[track.uid]:
+        if track.exchange is None or diagnosis.all_here(track):
             self._report(stuck, diagnosis.report(track))
         elif track.exchange.ask(watched.since):
             watched.asked = stuck
@@ -202,27 +197,27 @@ class Watchdog:
                 exchange.share(answered)
             self._report(stuck, answered)
 
-    def _tell_where(self, stuck: Stuck | None = None) -> list[stacks.Line]:
+    def _tell_where(self, stuck: Stuck | None = None) -> str:
         """Write down where the main thread is, and the stack of the one that makes the call that is stuck, else its
         own. Returns that stack."""
-        threads = stacks.take()
-        main = stacks.of_main(threads)
-        chosen = stacks.of_call(threads, stuck.track.thread) if stuck is not None and stuck.inside else main
-        self.recorder.write_where(stacks.users_line(main), stacks.stack(chosen))
-        return chosen
+        threads = frames.take()
+        main = frames.of_main(threads)
+        chosen = frames.of_call(threads, stuck.track.thread) if stuck is not None and stuck.inside else main
+        stack = frames.users_stack(chosen)
+        self.recorder.write_where(frames.users_line(main), stack)
+        return stack
 
     def _report(self, stuck: Stuck, text: str) -> None:
         """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise abort the communicator, too."""
         text = f"{text}\n{stuck.note}" if stuck.note else text
         track, comm = stuck.track, stuck.track.comm()
-        own_stack = stacks.users_stack(self._tell_where(stuck))
         aborts = self.settings.action == RAISE and comm is not None
         who = f"rank {track.rank} of {track.size} (comm {track.name!r})"
         lines = [
             f"pynccl watchdog: {who} has waited {stuck.seconds:.1f} s",
             *text.splitlines(),
             "this rank's stack, innermost line last:",
-            *own_stack,
+            *self._tell_where(stuck).splitlines(),
             *(["the communicator is aborted (PYNCCL_WATCH_ACTION=raise)"] if aborts else []),
         ]
         print("\n  ".join(lines), file=sys.stderr, flush=True)

@@ -266,7 +266,6 @@ UNWRITABLE = "/proc/nowhere/x"  # where even root makes no file
 NONSENSE = [
     ("-m pynccl doctor", "now"),
     ("-m pynccl hang", "--calls 0"),
-    ("-m pynccl hang", "--watch never"),
     ("-m pynccl hang", "/nowhere"),
     ("-m pynccl perf", ""),
     ("-m pynccl perf", "allreduce"),

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pynccl.tools import hang
+from pynccl.tools import command, hang
 from pynccl.tools.hang.jobs import NothingFoundError, _chosen as chosen, group
 from pynccl.watch import folder
 from pynccl.watch.records import DEAD, RUNNING, UNKNOWN, CommRecord, ProcessRecord
@@ -105,7 +105,8 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
 def look(place: Path, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
     parser = argparse.ArgumentParser()
     hang.configure(parser)
-    hang.run(parser.parse_args(["--no-ras", "--json", *options]))
+    arguments = parser.parse_args(["--json", *options])
+    command.ended(lambda: hang.run(arguments), "hang")
     out = capsys.readouterr().out
     return json.loads(out) if out else {}
 
@@ -142,7 +143,7 @@ def test_a_run_that_hangs_is_not_told_of_the_one_before_it_at_the_same_port(
     assert look(place, capsys, str(place))["verdict"]["sentence"].startswith(f"rank {ranks - 1} never entered")
     listed = look(place, capsys, "--list")["jobs"]
     assert [(one["living"], one["processes"]) for one in listed] == [(ranks, ranks), (0, ranks)]
-    assert all("train.py" in one["program"] and one["bytes"] > 100_000 for one in listed)
+    assert all("train.py" in one["program"] for one in listed)
     assert listed[0]["program"].endswith("hangs") and listed[1]["program"].endswith("fails")
     assert time.time() - 2 * PATIENCE < listed[1]["started"] < listed[1]["last_seen"] <= listed[0]["last_seen"]
 
@@ -218,7 +219,7 @@ def test_each_run_has_a_name_by_which_it_is_chosen() -> None:
         assert chosen(found, job.name) is job
     assert chosen(found, "job@3") is found[0]
     for name in ("job@4", "other"):
-        with pytest.raises(NothingFoundError, match=f"{name}: no job of that name; there are\n  job\n  job@2"):
+        with pytest.raises(NothingFoundError, match=f"{name}: no job of that name; there are\njob\njob@2"):
             chosen(found, name)
 
 
@@ -235,10 +236,9 @@ def test_the_list_has_a_row_for_each(
     hang.configure(parser)
     assert hang.run(parser.parse_args(["--list", str(tmp_path)])) == 0
     head, first, second = capsys.readouterr().out.splitlines()
-    assert head.split() == ["job", "state", "processes", "started", "size", "program"]
+    assert head.split() == ["job", "state", "processes", "started", "program"]
     assert "1 running" in first and "60.0 s ago" in first and first.endswith("python a?[2J.py")
     assert second.startswith("job@1  seen 2 h 0 min ago") and second.endswith("python train.py --lr 3")
-    assert hang.run(parser.parse_args(["--list", "--watch=1", str(tmp_path)])) == 2
 
 
 def test_this_process_was_started_before_now() -> None:

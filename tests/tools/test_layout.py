@@ -24,7 +24,7 @@ ORDER: dict[str, str] = {
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder
         watch.track watch.reader watch.formatting watch.job watch.waits watch.findings watch.disagree
-        watch.gone watch.blocked watch.verdict watch.store watch.across watch.diagnosis watch.stacks watch.exit_hooks
+        watch.gone watch.blocked watch.verdict watch.store watch.across watch.diagnosis watch.exit_hooks
         watch.progress watch.watchdog
         comm.deadline comm.observing comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
@@ -37,8 +37,7 @@ ORDER: dict[str, str] = {
         tools.doctor.findings tools.doctor.problems tools.doctor
         tools.explain.moves tools.explain.operations tools.explain.execute tools.explain.terminal
         tools.explain.page tools.explain
-        tools.hang.text tools.hang.jobs tools.hang.table tools.hang.ras
-        tools.hang.report tools.hang.clocks tools.hang.timeline tools.hang
+        tools.hang.text tools.hang.jobs tools.hang.table tools.hang.report tools.hang.timeline tools.hang
         tools.perf.options tools.perf.cases tools.perf.measure tools.perf.report tools.perf __main__
     """,
     "pynccl.host": """

@@ -23,7 +23,6 @@ NONSENSE = {
     "PYNCCL_LIBRARY": (("/nowhere", "Host", "/etc/hostname"), "the path of a libnccl.so.2, .* 'host'"),
     "PYNCCL_WATCH": (("maybe", "-1"), "on, off"),
     "PYNCCL_WATCH_ACTION": (("panic", "0"), "report, raise"),
-    "PYNCCL_WATCH_CALLS": (("many", "0", "-1", "1e9"), "8 to 32768"),
     "PYNCCL_WATCH_TIMEOUT": (("never", "-1", "nan", "1e400"), "seconds, such as 60; 0 to never look"),
 }
 ANY = {"PYNCCL_WATCH_DIR"}  # a folder that cannot be written to is as good as none

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pynccl.watch import stacks
+from pynccl.watch import frames
 from pynccl.watch.reader import ask, read_file
 
 HEALTHY = """
@@ -74,7 +74,7 @@ def test_the_stacks_are_those_that_the_threads_see_themselves() -> None:
     for thread in threads:
         thread.start()
     here.wait(20)
-    found = stacks.take()
+    found = frames.take()
     leave.set()
     for ident, lines in seen.items():
         # Python's own frames below bootstrap are the same; at the top each thread has gone on into wait().
@@ -90,8 +90,8 @@ def test_without_a_descriptor_there_are_no_stacks_and_no_error(monkeypatch: pyte
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", none_left)
-    assert stacks.take() == {}
-    assert stacks.users_line(stacks.of_main({})) == "" == stacks.users_line(stacks.of_call({}, 0))
+    assert frames.take() == {}
+    assert frames.users_line(frames.of_main({})) == "" == frames.users_line(frames.of_call({}, 0))
 
 
 def test_what_is_not_a_frame_is_left_out() -> None:
@@ -101,7 +101,7 @@ def test_what_is_not_a_frame_is_left_out() -> None:
         '  File "a\\xe4\\u03a9.py", line ??? in g\n  ...\n\n'
         'Current thread 0x00007f03 (most recent call first):\n  File "'
     )
-    found = stacks.parsed(text)
+    found = frames.parsed(text)
     assert {ident: [str(one) for one in lines] for ident, lines in found.items()} == {
         0x7F01: [],
         0x7F02: ["/a, b.py:3 f", "aäΩ.py:??? g"],
@@ -119,7 +119,7 @@ def test_a_process_that_is_asked_says_where_it_is(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, str(path)], env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "there\n"
-            (record,) = tmp_path.glob("*/*.watch")
+            (record,) = tmp_path.glob("*.watch")
             before = read_file(str(record))
             assert (before.where, before.stack) == ("", "")
             assert ask([before])

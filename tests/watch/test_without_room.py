@@ -150,7 +150,7 @@ def test_what_was_made_before_stays_in_the_file_and_later_ones_return_to_it(
     assert len(said) == 1
     track(own)
     assert len(read_file(own.path).comms) == 2
-    assert os.path.getsize(own.path) == layout.REGIONS_AT + 2 * own.region.nbytes
+    assert os.path.getsize(own.path) == layout.REGIONS_AT + 2 * layout.REGION_BYTES
 
 
 def test_a_warning_that_is_made_an_error_ends_nothing(
@@ -188,13 +188,12 @@ def test_without_descriptors_a_recorder_begins_in_memory(
     with pytest.warns(RuntimeWarning, match=f"{tmp_path}.*Too many open files"):
         own = recorder.Recorder()
     assert own.path == ""
-    assert track(own).memory.nbytes == own.region.nbytes
+    assert track(own).memory.nbytes == layout.REGION_BYTES
 
 
 def test_without_descriptors_no_process_is_taken_for_dead(own: recorder.Recorder, no_descriptors: None) -> None:
     assert state_of(os.getpid(), 7) == UNKNOWN
     assert folder.alive(own.path)
-    assert folder.left(own.path) is None
 
 
 def test_one_descriptor_for_the_file_and_none_for_its_map_leaves_no_file(

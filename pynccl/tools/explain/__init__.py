@@ -7,8 +7,7 @@ import shutil
 import sys
 
 from .. import command
-from .execute import ranks_of_this_process
-from .execute import run as run_operation
+from .execute import ranks_of_this_process, run as run_operation
 from .moves import Setup
 from .operations import CONVENTIONS, COUNTED, NONE, OPERATIONS, example, words_of
 from .terminal import drawing, style_of

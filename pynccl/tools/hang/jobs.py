@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import time
@@ -10,15 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...watch import folder, reader
-from ...watch.layout import SUFFIX
+from ...watch.layout import printable
 from ...watch.records import DEAD, RUNNING, STOPPED, ProcessRecord, from_json
 from .text import columns, cut, plural, seconds
 
 LIVING = (RUNNING, STOPPED)
 
 
-class NothingFoundError(Exception):
+class NothingFoundError(ValueError):
     """There is nothing to judge; the text says what was looked for, where, and what to do."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text, lines=True))
 
 
 @dataclass
@@ -42,11 +46,6 @@ class Job:
     def last_seen(self) -> float:
         """When one of its processes was last known to live, in seconds since the epoch."""
         return max(map(_last_seen, self.processes))
-
-    @property
-    def bytes(self) -> int:
-        """What its files take on the disk of this machine."""
-        return sum(os.stat(one.path).st_blocks * 512 for one in self.processes if os.path.isfile(one.path))
 
     @property
     def command(self) -> str:
@@ -74,8 +73,8 @@ def _chosen(found: Sequence[Job], name: str | None) -> Job:
             return job
     alike = [job for job in found if name in job.name]
     if len(alike) != 1:
-        names = "\n  ".join(cut(job.name, 160) for job in found)
-        raise NothingFoundError(f"--job {name}: no job of that name; there are\n  {names}")
+        names = "\n".join(cut(job.name, 160) for job in found)
+        raise NothingFoundError(f"--job {name}: no job of that name; there are\n{names}")
     return alike[0]
 
 
@@ -83,41 +82,34 @@ def read(places: Sequence[str]) -> tuple[list[Job], list[str]]:
     """The jobs in these places, else in the user's own folder, and the problems. NothingFoundError if there is none."""
     records: list[ProcessRecord] = []
     problems: list[str] = []
-    for place in places or [str(folder.base())]:
-        for found, wrong in _in_place(place) if places or os.path.isdir(place) else ():
-            records += found
-            problems += wrong
+    for place in places or [folder.base()]:
+        if places and not os.path.exists(place):
+            raise NothingFoundError(f"{place}: no such file or folder")
+        found, wrong = _in_place(place)
+        records += found
+        problems += wrong
     if records:
         return group(records), problems
     if places:
         expected = problems or ["expected files *.watch, folders of them, or what --json has written"]
-        raise NothingFoundError("\n  ".join([f"no record in {', '.join(places)}", *expected]))
+        raise NothingFoundError("\n".join([f"no record in {', '.join(places)}", *expected]))
     raise NothingFoundError(
-        "\n  ".join(
-            [
-                f"no job has left a record in {folder.base()}",
-                "was it started with PYNCCL_WATCH=off, by another user, or with another PYNCCL_WATCH_DIR?",
-                "a job that has ended without an error removes its record",
-                "pass the folder: python -m pynccl hang DIR",
-                *problems,
-            ]
-        )
+        f"no job has left a record in {folder.base()}\n"
+        "was it started with PYNCCL_WATCH=off, by another user, or with another PYNCCL_WATCH_DIR?\n"
+        "a job that has ended without an error removes its record\n"
+        "pass the folder: python -m pynccl hang DIR"
     )
 
 
-def _in_place(place: str) -> Iterable[tuple[list[ProcessRecord], list[str]]]:
+def _in_place(place: str) -> tuple[list[ProcessRecord], list[str]]:
     if os.path.isfile(place):
-        yield _file(place)
-        return
-    if not os.path.isdir(place):
-        raise NothingFoundError(f"{place}: no such file or folder")
-    for path, folders, files in os.walk(place):
-        if any(one.endswith(SUFFIX) for one in files):
-            yield reader.read_folder(path)
-            folders.clear()  # the reader has looked into the folders of jobs
-        for one in sorted(files):
-            if one.endswith(".json"):
-                yield _file(os.path.join(path, one))
+        return _file(place)
+    records, problems = reader.read_folder(place)
+    for path in sorted(glob.glob(os.path.join(glob.escape(place), "*.json"))):
+        found, wrong = _file(path)
+        records += found
+        problems += wrong
+    return records, problems
 
 
 def _file(path: str) -> tuple[list[ProcessRecord], list[str]]:
@@ -206,7 +198,6 @@ def as_json(jobs: Iterable[Job]) -> list[dict[str, Any]]:
             "processes": len(job.processes),
             "started": job.started,
             "last_seen": job.last_seen,
-            "bytes": job.bytes,
             "program": job.command,
         }
         for job in jobs
@@ -216,30 +207,15 @@ def as_json(jobs: Iterable[Job]) -> list[dict[str, Any]]:
 def listed(jobs: Iterable[Job]) -> list[str]:
     """A row for each job."""
     now = time.time()
-    rows = [["job", "state", "processes", "started", "size", "program"]]
+    rows = [["job", "state", "processes", "started", "program"]]
     for job in jobs:
-        every = job.living == len(job.processes)
-        rows.append(
-            [
-                cut(job.name, 80),
-                ("running" if every else f"{job.living} running") if job.living else f"seen {_ago(job.last_seen, now)}",
-                f"{len(job.processes):,}",
-                _ago(job.started, now),
-                f"{job.bytes / 1e6:.1f} MB" if job.bytes else "-",
-                cut(_program(job.command), 60),
-            ]
-        )
+        running = "running" if job.living == len(job.processes) else f"{job.living} running"
+        state = running if job.living else f"seen {seconds(now - job.last_seen)} ago"
+        started = f"{seconds(now - job.started)} ago" if job.started else "?"
+        words = job.command.split(" ")
+        program = " ".join([*map(os.path.basename, words[:2]), *words[2:]])
+        rows.append([cut(job.name, 80), state, f"{len(job.processes):,}", started, cut(program, 60)])
     return columns(rows)
-
-
-def _ago(moment: float, now: float) -> str:
-    return f"{seconds(now - moment)} ago" if moment else "?"
-
-
-def _program(command: str) -> str:
-    """The command line without the folders of the interpreter and of the script."""
-    words = command.split(" ")
-    return " ".join([*map(os.path.basename, words[:2]), *words[2:]])
 
 
 def summary(job: Job) -> str:

@@ -1,9 +1,9 @@
-"""The report as text for a terminal: the verdict first, then what each rank does, stacks, calls, and what NCCL says."""
+"""The report as text for a terminal: the verdict first, then what each rank does, stacks and calls."""
 
 from __future__ import annotations
 
-import re
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,12 +11,10 @@ from ...watch.records import DEAD, INSIDE, ISSUED, CallRecord, CommRecord, Proce
 from ...watch.verdict import Verdict, render
 from . import table
 from .jobs import Job, summary
-from .ras import Answer, trimmed
-from .text import INDENT, at_most, clock, columns, cut, place, plural, ranks, seconds
+from .text import INDENT, at_most, columns, cut, place, plural, ranks, seconds
 
 FRAMES = 24  # of a stack, the innermost
-OTHERS, PROBLEMS, RAS_LINES = 5, 10, 40  # that are shown; the rest is counted
-_OWN = re.compile(r"/pynccl/(comm|host|watch|bindings)/\w+\.py:")
+OTHERS, PROBLEMS = 5, 10  # that are shown; the rest is counted
 
 
 @dataclass
@@ -25,7 +23,6 @@ class Report:
 
     others    the other jobs that there are
     problems  one text for each file that could not be read
-    ras       what NCCL's RAS service says
     calls     how many of each rank's last calls; stacks: of all processes; all_apart: a row for each rank
     """
 
@@ -33,7 +30,6 @@ class Report:
     verdict: Verdict
     others: Sequence[Job] = ()
     problems: Sequence[str] = ()
-    ras: Answer | None = None
     calls: int = 0
     stacks: bool = False
     all_apart: bool = False
@@ -55,7 +51,6 @@ class Report:
             [self._heading(), "", *self._table()],
             *self._stacks(),
             *(last_calls(one, self.calls) for one in self.job.processes if self.calls),
-            ras_says(self.ras),
             unread(self.problems),
             self._other_jobs(),
         ]
@@ -67,7 +62,7 @@ class Report:
         text = f"{cut(self.job.name, 80)}: {plural(len(processes), 'process')}"
         text += f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts"
         newest = max(one.now for one in processes)
-        return text + (f", read at {clock(newest)[:8]}" if newest else "")
+        return text + (f", read at {_clock(newest)}" if newest else "")
 
     def _table(self) -> list[str]:
         blamed = {uid for uid, _ in self.verdict.culprits if uid} if self.verdict.wrong else set()
@@ -96,7 +91,7 @@ class Report:
                 head += f"{',' if len(group) == 1 else ':'} {'was ' if over else ''}waiting"
             if first.where_at and first.now:
                 head += f", as of {seconds(first.now - first.where_at)} ago"
-            yield [head + ":", *_frames(first.stack, self.stacks)]
+            yield [head + ":", *_frames(first.stack)]
 
     def _other_jobs(self) -> list[str]:
         rows = [f"{cut(job.name, 80)}  {summary(job)}" for job in self.others]
@@ -128,16 +123,11 @@ def _who(process: ProcessRecord) -> str:
     return f"{name} (pid {process.pid} on {cut(process.host, 40)})"
 
 
-def _frames(stack: str, full: bool) -> list[str]:
-    """The innermost frames. What a call does within this package is counted, if not all is asked for."""
-    found = [one[:200] for one in stack.splitlines() if one.strip()]
-    inner = len(found)
-    while not full and inner and _OWN.search(found[inner - 1]):
-        inner -= 1
-    if len(found) - inner > 2:
-        found[inner + 1 :] = [f"... {len(found) - inner - 1} more frames within pynccl: --stacks has them"]
+def _frames(stack: str) -> list[str]:
+    """The innermost frames."""
+    found = [INDENT + one[:200] for one in stack.splitlines() if one.strip()]
     left_out = [f"{INDENT}... {len(found) - FRAMES} outer frames"] if len(found) > FRAMES else []
-    return left_out + [INDENT + one for one in found[-FRAMES:]]
+    return left_out + found[-FRAMES:]
 
 
 def last_calls(process: ProcessRecord, most: int) -> list[str]:
@@ -159,7 +149,7 @@ def _call_cells(comm: CommRecord, call: CallRecord, now: float) -> list[str]:
     elif ended and call.issued:
         took = f"{(ended - call.issued) * 1e3:.2f} ms" if ended - call.issued < 0.05 else seconds(ended - call.issued)
     return [
-        clock(call.issued) if call.issued else "-",
+        f"{_clock(call.issued)}.{int(call.issued % 1 * 1000):03d}" if call.issued else "-",
         took,
         call.state,
         table.call_name(call),
@@ -167,6 +157,10 @@ def _call_cells(comm: CommRecord, call: CallRecord, now: float) -> list[str]:
         _what(call) or "-",
         f"{place(call.site)} {call.function}".strip() or "-",
     ]
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
 def _what(call: CallRecord) -> str:
@@ -177,15 +171,6 @@ def _what(call: CallRecord) -> str:
     words.append(f"group {call.group}" if call.group else "")
     words += ["plan" if call.plan else "", cut(call.detail, 60), cut(call.error, 80)]
     return ", ".join(filter(None, words))
-
-
-def ras_says(answer: Answer | None) -> list[str]:
-    if answer is None:
-        return []
-    head, found = f"NCCL's RAS at {cut(answer.address, 80)}", trimmed(answer.text)
-    if not found:
-        return [f"{head}: {answer.note}"]
-    return [f"{head} says" + (f" ({answer.note}):" if answer.note else ":"), *at_most(RAS_LINES, found)]
 
 
 def unread(problems: Sequence[str]) -> list[str]:

@@ -1,9 +1,9 @@
-"""What each rank is doing, as rows; ranks that do the same share one."""
+"""What each rank is doing, as rows; of many ranks those that do the same share one."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...watch.job import seen_ago
 from ...watch.records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, CommRecord, ProcessRecord
@@ -12,7 +12,6 @@ from .text import columns, cut, place, ranks, seconds
 APART = 8  # up to so many ranks each has a row of its own
 MOST = 40  # rows
 WIDTH = 100
-_ENDED = "ended"
 _DOING = {INSIDE: "inside", ISSUED: "issued", FAILED: "failed in"}
 
 
@@ -20,9 +19,8 @@ _DOING = {INSIDE: "inside", ISSUED: "issued", FAILED: "failed in"}
 class RankRow:
     """One rank, or several that do the same.
 
-    doing, since  what, and for how many seconds each has; after: the word behind the time
-    where, ago    the main thread's line, and how many seconds ago it was seen there if not just now; of a process that
-                  has ended how, and how many seconds ago
+    doing   what, and in `since` for how many seconds (of several ranks the longest); after: the word behind the time
+    where   the main thread's line; of a process that has ended, how; ago: when that was seen, of the first rank
     """
 
     ranks: list[int]
@@ -31,14 +29,10 @@ class RankRow:
     entered: str = "-"
     completed: str = "-"
     doing: str = "no call yet"
-    since: list[float] = field(default_factory=list)
+    since: float = 0.0
     after: str = ""
     where: str = ""
-    ago: list[float] = field(default_factory=list)
-
-    @property
-    def over(self) -> bool:
-        return self.state in (DEAD, _ENDED)
+    ago: str = ""
 
 
 def rank_of(process: ProcessRecord) -> int:
@@ -88,8 +82,7 @@ def rows(processes: list[ProcessRecord], concerned: Collection[str] = (), all_ap
         if same is not row:
             same.ranks += row.ranks
             same.processes += row.processes
-            same.since += row.since
-            same.ago += row.ago
+            same.since = max(same.since, row.since)
     found = list(merged.values())
     return found if len(found) <= MOST else sorted(found, key=lambda row: -len(row.ranks))
 
@@ -110,39 +103,38 @@ def _row(
 ) -> RankRow:
     first = [comm for comm in comms if concerned.intersection((comm.uid, *comm.aliases))]
     found = open_call(first, everywhere) or open_call(comms, everywhere) or _last_call(first) or _last_call(comms)
-    row = RankRow([rank], [process], process.state, where=place(process.where))
-    if process.end or process.state == DEAD:
-        row.state = DEAD if process.state == DEAD else _ENDED
-        row.where = cut(process.end, 80) or "killed or crashed"
-        row.where += f" at {place(process.end_site)}" if process.end_site else ""
-        row.ago = [process.now - process.end_at] if process.end_at else []
-    elif not row.where:
-        row.where = "stopped by a signal or a debugger" if row.state == STOPPED else _last_line(found and found[1])
-    elif age := seen_ago(process):
-        row.ago = [age]
+    over = bool(process.end) or process.state == DEAD
+    row = RankRow([rank], [process], "ended" if over and process.state != DEAD else process.state)
+    row.where, row.ago = _end(process) if over else _where(process, found and found[1])
     if found is not None:
         comm, call = found
         row.entered, row.completed = (str(one) if one else "-" for one in (comm.entered, comm.completed))
         several = len([one for one in comms if not one.ended]) > 1
         row.doing = f"{_DOING.get(call.state, 'done')} {call_name(call)}" + (f" {comm_name(comm)}" if several else "")
-        _add_time(row, process, call)
+        row.doing = "was " + row.doing if over and call.state == INSIDE else row.doing
+        began = call.issued if call.state in (INSIDE, ISSUED) else call.completed or call.returned or call.issued
+        until = (process.end_at or process.heartbeat) if over else process.now  # it may have been gone for hours
+        row.since = until - began if until and began else 0.0
+        row.after = "" if call.state == INSIDE else " before" if over else " ago"
     return row
 
 
-def _last_line(call: CallRecord | None) -> str:
-    """Where the main thread is or has been, by its call."""
+def _end(process: ProcessRecord) -> tuple[str, str]:
+    text = cut(process.end, 80) or "killed or crashed"
+    text += f" at {place(process.end_site)}" if process.end_site else ""
+    return text, f", {seconds(process.now - process.end_at)} ago" if process.end_at else ""
+
+
+def _where(process: ProcessRecord, call: CallRecord | None) -> tuple[str, str]:
+    """Where the main thread is or has been; where nothing newer is known, by its call."""
+    if process.where:
+        age = seen_ago(process)
+        return place(process.where), f", seen {seconds(age)} ago" if age else ""
+    if process.state == STOPPED:
+        return "stopped by a signal or a debugger", ""
     if call is None or not call.site:
-        return "?"
-    return place(call.site) if call.state == INSIDE else f"after {place(call.site)}"
-
-
-def _add_time(row: RankRow, process: ProcessRecord, call: CallRecord) -> None:
-    """For how long; of a process that has ended, until then: by now it may have been gone for hours."""
-    began = call.issued if call.state in (INSIDE, ISSUED) else call.completed or call.returned or call.issued
-    until = (process.end_at or process.heartbeat) if row.over else process.now
-    row.since = [until - began] if until and began else []
-    row.after = "" if call.state == INSIDE else " before" if row.over else " ago"
-    row.doing = "was " + row.doing if row.over and call.state == INSIDE else row.doing
+        return "?", ""
+    return place(call.site) if call.state == INSIDE else f"after {place(call.site)}", ""
 
 
 def comm_name(comm: CommRecord) -> str:
@@ -160,51 +152,26 @@ def call_name(call: CallRecord) -> str:
 
 
 def text(found: list[RankRow], most: int = MOST) -> list[str]:
-    """The table; "(8)" is 8 of them. Where it would be too wide, the places are on lines of their own."""
-    head = ["rank", "pid", "host", "state", "entered", "done", "doing", "for", "main thread"]
-    cells = [head, *map(_cells, found[:most])]
-    used = [column for column in range(len(head)) if any(row[column] for row in cells[1:])]
-    if len({process.host for row in found for process in row.processes}) == 1:
-        used.remove(2)
-    lines = columns([[row[column] for column in used] for row in cells])
-    if max(map(len, lines)) > WIDTH:
-        title, *rest = columns([[row[column] for column in used[:-1]] for row in cells])
-        lines = [title]
-        for line, row in zip(rest, found, strict=False):
-            label = "how it ended" if row.over else "main thread"
-            lines += [line, " " * 6 + cut(f"{label}: {_where(row)}", WIDTH - 6)]
+    """The table; "(8)" is 8 of them."""
+    head = ["rank", "pid", "state", "entered", "done", "doing", "for", "main thread"]
+    several = len({process.host for row in found for process in row.processes}) > 1
+    lines = columns([head, *(_cells(row, several) for row in found[:most])])
     if found[most:]:
         others = sum(len(row.ranks) for row in found[most:])
         lines.append(f"... {len(found) - most:,} more rows, of {others:,} ranks: --all has a row for each rank")
     return lines
 
 
-def _cells(row: RankRow) -> list[str]:
-    hosts = sorted({cut(process.host, 16) for process in row.processes})
+def _cells(row: RankRow, several_hosts: bool) -> list[str]:
     pids = {(process.host, process.pid) for process in row.processes}
+    pid = str(row.processes[0].pid) + (f" on {cut(row.processes[0].host, 16)}" if several_hosts else "")
     return [
         ranks(row.ranks, 22) if row.ranks[0] >= 0 else "-",
-        str(row.processes[0].pid) if len(pids) == 1 else f"({len(pids):,})",
-        hosts[0] if len(hosts) == 1 else f"({len(hosts):,})",
+        pid if len(pids) == 1 else f"({len(pids):,})",
         row.state,
         row.entered,
         row.completed,
         row.doing,
-        _span(row.since, row.after),
-        _where(row),
+        seconds(row.since) + row.after if row.since else "",
+        row.where + row.ago,
     ]
-
-
-def _where(row: RankRow) -> str:
-    ago = _span(row.ago, " ago")
-    return f"{row.where}, {ago if row.over else 'seen ' + ago}" if ago else row.where
-
-
-def _span(times: list[float], after: str) -> str:
-    """ "12.3 s", "12.1 to 12.9 s": of several ranks the shortest and the longest."""
-    if not times:
-        return ""
-    low, high = seconds(min(times)), seconds(max(times))
-    if low == high:
-        return low + after
-    return f"{low.removesuffix(' s') if low.count(' ') == high.count(' ') == 1 else low} to {high}{after}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 INDENT = "    "
@@ -30,16 +29,11 @@ def seconds(value: float) -> str:
         return f"{whole // 60} min {whole % 60} s"
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} days" if whole >= 2 * 86400 else "1 day"
-
-
-def clock(moment: float) -> str:
-    """ "14:03:12.345", in this machine's time zone."""
-    return time.strftime("%H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
+    return plural(whole // 86400, "day")
 
 
 def ranks(numbers: Iterable[int], most: int = 0) -> str:
-    """ "0-6, 8-15"; with `most`, what does not fit into so many characters is counted: "0, 2, 4, ... (512)"."""
+    """ "0-6, 8-15"; with `most`, cut to so many characters, and counted: "0, 2, 4, ... (512)"."""
     ordered = sorted(set(numbers))
     spans: list[list[int]] = []
     for number in ordered:
@@ -47,14 +41,11 @@ def ranks(numbers: Iterable[int], most: int = 0) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    words = [str(low) if low == high else f"{low}-{high}" for low, high in spans]
-    text = ", ".join(words)
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
     if not most or len(text) <= most:
         return text
     end = f", ... ({len(ordered):,})"
-    while len(words) > 1 and len(", ".join(words) + end) > most:
-        words.pop()
-    return ", ".join(words) + end
+    return text[: most - len(end)].rpartition(",")[0] + end
 
 
 def plural(count: int, noun: str) -> str:
