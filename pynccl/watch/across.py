@@ -3,22 +3,18 @@
 A rank that has waited too long raises `watch/asked`, the one key that every process reads once a second; those that
 are stuck at the same time ask one question. Each process appends the record of its calls to `watch/where/NUMBER`. Who
 asked first judges and puts its verdict there for the others, who judge by themselves if it does not come: of a job of
-1,024 ranks, not all read the records of all. `watch/ranks` lists the processes, so that one that does not answer can be
-named, and `watch/ends` those that have ended.
+1,024 ranks, not all read the records of all. `watch/ends` has those that have ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import time
 from dataclasses import replace
 from typing import Any
 
-from .folder import machine
-from .records import COMPLETED, DEAD, FAILED, UNKNOWN, CallRecord, CommRecord, ProcessRecord, from_json, to_json
+from .records import COMPLETED, DEAD, FAILED, CallRecord, CommRecord, ProcessRecord, from_json, to_json
 from .store import OutOfReach, Reach, append, lines, read
 
 QUIET_SECONDS = 1.0  # between two polls of a process that waits for nothing
@@ -27,9 +23,8 @@ ANSWER_SECONDS = 2.5  # after which who has not answered is judged without
 VERDICT_SECONDS = 4.0  # after which who waits for another's verdict judges by itself
 
 _MOST_ENDS = 64  # of a job that ends as a whole, the others would read megabytes
-_LONGEST = 1 << 18  # characters of one answer
 _CALLS, _FEW = 8, 2  # of a communicator, where there are up to `_FEW_COMMS` of them, and where there are more
-_FEW_COMMS = 3
+_FEW_COMMS, _MOST_COMMS = 3, 512
 _MOST_TOGETHER = 32  # calls of a group that is kept whole
 _LINGER_POLL_SECONDS = 0.05
 
@@ -42,9 +37,7 @@ class Exchange:
 
     def __init__(self, store: Any) -> None:
         self.store, self.serves = store, False
-        self.job = ""  # the first communicator of this process at this store: its ranks are asked
-        self._size = 0  # of the job
-        self._enrolled: list[int] = []  # ranks of this process there, which have not been told yet
+        self.job, self.size = "", 0  # the first communicator of this process at this store: its ranks are asked
         self._reach = Reach(store)
         self._polled_at = 0.0
         self._seen = 0  # the last question that was read
@@ -61,11 +54,9 @@ class Exchange:
         return self._reach.reason
 
     def enrol(self, uid: str, rank: int, size: int) -> None:
-        """This process has a rank of a communicator. It is told with the next poll, so this takes no time."""
+        """This process has a rank of a communicator."""
         if not self.job:
-            self.job, self._size = uid, size
-        if uid == self.job:
-            self._enrolled.append(rank)
+            self.job, self.size = uid, size
 
     @property
     def due(self) -> bool:
@@ -75,59 +66,47 @@ class Exchange:
     def poll(self) -> bool:
         """Whether there is a question that this process has not answered. One operation of the store."""
         self._polled_at = time.monotonic()
-        try:
-            self._tell_ranks()
-            number = self._reach.do(lambda store: int(store.add("watch/asked", 0)))
-        except OutOfReach:
-            return False
+        number = self._do(lambda store: int(store.add("watch/asked", 0)), self._seen)
         self._new, self._seen = range(self._seen + 1, number + 1), number
         return bool(self._new)
 
-    def _tell_ranks(self) -> None:
-        told = self._enrolled[:]
-        if told:
-            host = os.uname().nodename
-            text = "\n".join(json.dumps([rank, host, os.getpid(), machine()]) for rank in told)
-            self._reach.do(lambda store: append(store, "watch/ranks", text))
-            del self._enrolled[: len(told)]
-
     def answer(self, records: list[ProcessRecord]) -> None:
         """Say where this process is, and those on its machine that cannot say so themselves: `records`, of them all."""
-        text = "\n".join(map(_line, records))
-
-        def tell(store: Any) -> None:
-            for number in self._new:  # of several that were asked since the last poll each has its own judge
-                append(store, f"watch/where/{number}", text)
-
-        with contextlib.suppress(OutOfReach):
-            self._reach.do(tell)
+        text = "\n".join(_line(record) for record in records)
+        for number in self._new:  # of several that were asked since the last poll each has its own judge
+            self._do(lambda store, key=f"watch/where/{number}": append(store, key, text), None)
         self._answered_at = time.monotonic()
+
+    def question(self) -> tuple[int, int]:
+        """Ask all where they are: number of the question, and again if this process is the first to ask it, else 0.
+        (0, 0) if the store is out of reach. From any thread."""
+        number = self._seen + 1
+
+        def ask(store: Any) -> bool:
+            first = int(store.add(f"watch/asks/{number}", 1)) == 1
+            if first:
+                store.add("watch/asked", 1)
+            return first
+
+        first = self._do(ask, None)
+        return (0, 0) if first is None else (number, number if first else 0)
+
+    def heard(self, question: int) -> list[ProcessRecord]:
+        """What has been answered so far."""
+        return _records(self._do(lambda store: lines(store, f"watch/where/{question}"), []))
 
     def ask(self, since: float = math.inf) -> bool:
         """Ask all where they are. False if the store is out of reach: nobody was asked.
 
         since  time.monotonic() at which the call began that does not return. A question that this process has answered
                since then is about that call, too: its verdict is waited for"""
-        if self._question:
-            return True
-        now = time.monotonic()
-        if since < self._answered_at and now - self._answered_at < VERDICT_SECONDS:
-            self._question, self._asked_at, self._judges = self._seen, now, 0
-            return True
-        number = self._seen + 1
-
-        def ask_first(store: Any) -> bool:
-            first = int(store.add(f"watch/asks/{number}", 1)) == 1
-            if first:
-                store.add("watch/asked", 1)
-            return first
-
-        try:
-            self._judges = number if self._reach.do(ask_first) else 0
-        except OutOfReach:
-            return False
-        self._question, self._asked_at = number, now
-        return True
+        if not self._question:
+            self._asked_at = now = time.monotonic()
+            if since < self._answered_at and now - self._answered_at < VERDICT_SECONDS:
+                self._question, self._judges = self._seen, 0
+            else:
+                self._question, self._judges = self.question()
+        return bool(self._question)
 
     def answers(self) -> list[ProcessRecord] | str | None:
         """What the ranks have answered, once all have, or time is up; or the verdict of who asked first. None before,
@@ -135,42 +114,21 @@ class Exchange:
         if not self._question:
             return None
         key, waited = f"watch/verdict/{self._question}", time.monotonic() - self._asked_at
-        found: list[ProcessRecord] = []
-        try:
-            if not self._judges and waited < VERDICT_SECONDS:
-                text = self._reach.do(lambda store: read(store, key) if store.check([key]) else "")
-                self._question = 0 if text else self._question
-                return text or None
-            found = _records(self._reach.do(lambda store: lines(store, f"watch/where/{self._question}")))
-        except OutOfReach:
-            if waited < VERDICT_SECONDS:
-                return None
+        if not self._judges and waited < VERDICT_SECONDS:
+            text = self._do(lambda store: read(store, key) if store.check([key]) else "", "")
+            self._question = 0 if text else self._question
+            return text or None
+        found = self.heard(self._question)
         heard = {comm.rank for one in found for comm in one.comms if comm.uid == self.job}
-        if len(heard) < self._size and waited < ANSWER_SECONDS:
+        if len(heard) < self.size and waited < ANSWER_SECONDS:
             return None
         self._question = 0
-        return found + self._silent(heard)
-
-    def _silent(self, heard: set[int]) -> list[ProcessRecord]:
-        """Those that have enrolled and not answered, of whom nothing else is known."""
-        try:
-            rows = self._reach.do(lambda store: lines(store, "watch/ranks")) if len(heard) < self._size else []
-            known = [json.loads(row) for row in rows]
-            return [
-                ProcessRecord(pid, host, machine, state=UNKNOWN, comms=[CommRecord(self.job, "", rank, self._size)])
-                for rank, host, pid, machine in known
-                if rank not in heard
-            ]
-        except (OutOfReach, ValueError, TypeError):
-            return []
+        return found
 
     def share(self, verdict: str) -> None:
         """The verdict on the answers, for the others that have asked; of who asked first."""
-        try:
-            if self._judges:
-                self._reach.do(lambda store: store.set(f"watch/verdict/{self._judges}", verdict))
-        except OutOfReach:
-            return
+        if self._judges:
+            self._do(lambda store: store.set(f"watch/verdict/{self._judges}", verdict), None)
 
     def tell_end(self, record: ProcessRecord) -> None:
         """This process ends, as `record.end` and `record.end_site` say, with communicators that others may wait at; or
@@ -185,10 +143,7 @@ class Exchange:
             if store.add("watch/ends/told", 1) <= _MOST_ENDS:
                 append(store, "watch/ends", line)
 
-        try:
-            self._reach.do(tell)
-        except OutOfReach:
-            return
+        self._do(tell, None)
 
     def ends(self) -> list[ProcessRecord]:
         """Processes of which it was told how they ended, the first ones, each once; [] if the store is out of reach."""
@@ -197,10 +152,7 @@ class Exchange:
             told = min(store.add("watch/ends/told", 0), _MOST_ENDS)
             return self._ends if told == len(self._ends) else lines(store, "watch/ends")
 
-        try:
-            self._ends = self._reach.do(read_new)
-        except OutOfReach:
-            return []
+        self._ends = self._do(read_new, [])
         newest: dict[tuple[str, str, int], ProcessRecord] = {}
         for one in _records(self._ends):
             before = newest.get(identity(one))
@@ -221,27 +173,23 @@ class Exchange:
         """Ask and tell no more. To be called before the interpreter ends."""
         self._reach.close()
 
+    def _do(self, calls: Any, otherwise: Any) -> Any:
+        """What `calls(store)` returns; `otherwise` if the store is out of reach."""
+        try:
+            return self._reach.do(calls)
+        except OutOfReach:
+            return otherwise
+
 
 def identity(record: ProcessRecord) -> tuple[str, str, int]:
     """The same in all records of one process."""
     return record.machine, record.host, record.pid
 
 
-def _line(record: ProcessRecord) -> str:
-    """As JSON that is not too long to be read: of very many communicators the first ones, those that live before the
-    others."""
-    comms = sorted(record.comms, key=lambda comm: bool(comm.ended))
-    while True:
-        text = json.dumps(to_json(trimmed(replace(record, comms=comms))))
-        if len(text) <= _LONGEST or not comms:
-            return text
-        comms = comms[: len(comms) // 2]
-
-
 def trimmed(record: ProcessRecord) -> ProcessRecord:
     """What others need of a record: the last calls of each communicator and the oldest that is under way, the inner end
-    of the stack."""
-    comms = record.comms
+    of the stack; of very many communicators those that live."""
+    comms = sorted(record.comms, key=lambda comm: bool(comm.ended))[:_MOST_COMMS]
     most = _CALLS if len(comms) <= _FEW_COMMS else _FEW
     kept = [_shortened(comm, most) for comm in comms]
     return replace(record, comms=kept, stack=record.stack[-2048:], command=record.command[:200])
@@ -262,13 +210,16 @@ def _together(one: CallRecord, other: CallRecord) -> bool:
     return bool(one.group) and one.group == other.group and not one.number and not other.number
 
 
+def _line(record: ProcessRecord) -> str:
+    return json.dumps(to_json(trimmed(record)))
+
+
 def _records(found: list[str]) -> list[ProcessRecord]:
     """Those lines that are records: another version may have written them."""
     records = []
     for line in found:
         try:
-            if len(line) <= _LONGEST:
-                records.append(from_json(json.loads(line)))
+            records.append(from_json(json.loads(line)))
         except (ValueError, OverflowError, RecursionError):
             continue
     return records

@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from ..bindings.library import load
 from . import folder, reader
 from .across import Exchange, identity
 from .recorder import started
-from .records import DEAD, FAILED, INSIDE, RUNNING, CommRecord, ProcessRecord
+from .records import DEAD, FAILED, RUNNING, CommRecord, ProcessRecord
 from .track import Track
 
 _LONGEST = 1.0  # seconds that an error waits for the other ranks to say what has happened to them
+_LONGEST_ACROSS = 2.0  # the same where they are on other machines, which look once a second whether they are asked
+_MOST_ASKED = 256  # ranks: of more, not all that fail at once can read the records of all
 _PAUSE = 0.02
 
 
@@ -66,79 +68,72 @@ def report(track: Track, answered: list[ProcessRecord] | None = None, why_alone:
 
     answered   what the ranks on all machines have answered; None: this machine's records are all that there is
     why_alone  why others were not asked, where they should have been"""
-    from . import verdict
+    here, _, found = _judged(track, [] if answered is None else [*track.exchange.ends(), *answered])
+    from .verdict import about  # which takes long to import, and is seldom needed
 
-    known = records(track.uid, track.since)
-    _ask_library(known, track)
-    elsewhere = [] if answered is None else [*track.exchange.ends(), *answered]
-    found = verdict.judge(_merged(known, elsewhere), uid=track.uid)
-    if reader.ask(_running(known, found, track)):
-        known = records(track.uid, track.since)
-        found = verdict.judge(_merged(known, elsewhere), uid=track.uid)
-    text = verdict.about(found, track.uid, track.rank)
-    for one in _running(known, found, track):
+    text = about(found, track.uid, track.rank)
+    for one in _running(here, found, track):
         folder.tell(one.path, text)
     return f"{text}\nthe ranks on other machines could not be asked: {why_alone}" if why_alone else text
-
-
-def _merged(*sources: list[ProcessRecord]) -> list[ProcessRecord]:
-    """A record for each process, from the first source that has one."""
-    found: dict[tuple[str, str, int], ProcessRecord] = {}
-    for one in (record for source in sources for record in source):
-        found.setdefault(identity(one), one)
-    return list(found.values())
-
-
-def _ask_library(known: list[ProcessRecord], track: Track) -> None:
-    """In an init the library knows who has come, where the records of other machines cannot be had yet."""
-    for comm in (comm for one in known if one.pid == os.getpid() for comm in _of(one, track.uid)):
-        last = comm.last()
-        if comm.rank == track.rank and last is not None and last.operation == "init" and last.state == INSIDE:
-            with contextlib.suppress(Exception):
-                last.error = library.last_error() if (library := load()).is_host else ""
 
 
 def explain(track: Track, patient: bool) -> str:
     """Why a call of this communicator has failed; "" where nothing is known.
 
     patient  the rank because of which it failed may be ending this very moment: it is given a second to say so"""
-    text, end = "", time.monotonic() + (_LONGEST if patient else 0.0)
+    text, question, began = "", 0, time.monotonic()
     elsewhere = track.exchange if track.exchange is not None and not all_here(track) else None
     if elsewhere and track.recorder.path:  # the ranks there want to know, too
         with contextlib.suppress(Exception):
             elsewhere.tell_end(reader.read_file(track.recorder.path))
+            question, _ = elsewhere.question() if elsewhere.size <= _MOST_ASKED else (0, 0)
+    end = began + (_LONGEST_ACROSS if question else _LONGEST if patient else 0.0)
     while True:
         began, certain = time.monotonic(), False
         with contextlib.suppress(Exception):  # the error itself is what counts
-            text, certain = _why(track, elsewhere)
+            text, certain = _why(track, elsewhere, question)
         now = time.monotonic()
         if certain or now > end:
             return text
         time.sleep(max(_PAUSE, now - began))  # so that half the time is the other threads'
 
 
-def _why(track: Track, elsewhere: Exchange | None) -> tuple[str, bool]:
+def _why(track: Track, elsewhere: Exchange | None, question: int) -> tuple[str, bool]:
     """What is known now, and whether it is all that there is to say: not only that others have failed, too, since then
     whoever caused it has yet to say so."""
-    from . import verdict  # which takes long to import, and is seldom needed
+    from . import verdict
 
-    known = records(track.uid, track.since)
-    if reader.ask(_running(known, verdict.judge(known, uid=track.uid), track)):
-        known = records(track.uid, track.since)
+    told = []
     if elsewhere:
-        for one in known:
+        for one in records(track.uid, track.since):
             if one.state == DEAD:  # it may have been killed, and so cannot tell it
                 elsewhere.tell_end(one)
-        known = _merged(known, elsewhere.ends())
-    others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]
-    found = verdict.judge(known, uid=track.uid)
+        told = [*elsewhere.ends(), *(elsewhere.heard(question) if question else [])]
+    _, known, found = _judged(track, told)
     text = verdict.about(found, track.uid, track.rank)
+    others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]
     if not others and not elsewhere:
         return text, True
     heard = {comm.rank for one in known for comm in _of(one, track.uid)}
     blamed = {rank for uid, rank in found.culprits if uid == track.uid}
-    told = any(_tells(one, track) for one in others) and blamed <= heard
-    return text, told and found.kind not in (*verdict.NOTHING_WRONG, "failed")
+    both_sides = found.kind in ("mismatch", "crossed")
+    certain = both_sides or (any(_tells(one, track) for one in others) and found.kind != "failed")
+    return text, certain and found.wrong and blamed <= heard
+
+
+def _judged(track: Track, elsewhere: Sequence[ProcessRecord]) -> tuple[list[ProcessRecord], list[ProcessRecord], Any]:
+    """The records of this machine and of all, and the verdict on them, once those to blame have said where they are."""
+    from .verdict import judge
+
+    for asked in (False, True):
+        here = records(track.uid, track.since)
+        everywhere: dict[tuple[str, str, int], ProcessRecord] = {}
+        for one in (*here, *elsewhere):
+            everywhere.setdefault(identity(one), one)
+        found = judge(list(everywhere.values()), uid=track.uid)
+        if asked or not reader.ask(_running(here, found, track)):
+            break
+    return here, list(everywhere.values()), found
 
 
 def _running(known: list[ProcessRecord], found: Any, track: Track) -> list[ProcessRecord]:

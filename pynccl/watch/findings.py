@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .formatting import Paths, ago, call_name, clean, have, line_of, seconds
+from .formatting import Paths, ago, call_name, clean, line_of, seconds
 from .job import Job, Member, last_place, names_of, newest_call, seen_ago
 from .records import DEAD, FAILED, INSIDE, STOPPED, UNKNOWN, CallRecord, ProcessRecord
 from .waits import Meeting, Waits
@@ -13,7 +13,6 @@ from .waits import Meeting, Waits
 CONSEQUENCE = 75  # the weight from which a finding is the consequence of something else
 SHOWN = 8  # lines about single ranks in one finding
 _SHOWN_CHAIN = 4
-_STANDINGS = 64  # ranks that are looked at for such lines
 _NAMED = 10_000  # culprits of one finding, for whoever reads the JSON
 SILENT_SECONDS = 10.0  # a watchdog writes more often than this
 
@@ -65,14 +64,12 @@ def waiting(meeting: Meeting, where: str = "there") -> str:
     words = []
     for gave_up in (False, True):
         ranks = [rank for rank, call in meeting.here.items() if (call.state == FAILED) == gave_up]
-        if not ranks:
-            continue
-        who = meeting.group.names(ranks) if len(ranks) == 1 else f"{len(ranks):,} ranks"
-        longest = max(meeting.lasted(rank) for rank in ranks)
-        if gave_up:
-            words.append(f"{who} gave up" + (f" after {seconds(longest)}" if longest > 0 else ""))
-        else:
-            words.append(f"{who} {have(len(ranks))} waited {seconds(longest)} {where}".rstrip())
+        if ranks:
+            who, have = (f"{len(ranks):,} ranks", "have") if len(ranks) > 1 else (meeting.group.names(ranks), "has")
+            longest = seconds(max(meeting.group.members[rank].waited(meeting.here[rank]) for rank in ranks))
+            words.append(
+                f"{who} gave up after {longest}" if gave_up else f"{who} {have} waited {longest} {where}".rstrip()
+            )
     return " and ".join(words)
 
 
@@ -94,60 +91,46 @@ def chain(case: Case, meeting: Meeting) -> list[str]:
     for other in case.waits.behind(meeting)[1:]:
         for first, steps in other.first.items():
             held = [step for step in steps if step.then is None]
-            if not held:
-                continue
-            who = case.job.name(held[0].member.process, other.group)
-            more = f" (and {len(held) - 1:,} more)" if len(held) > 1 else ""
-            side = "" if other.collective else "its side of "
-            lines.append(
-                f"{who}{more} has not entered {side}{other.group.brief(other.call)}, "
-                f"where {waiting(other, '')}, because it is itself waiting in {first.group.brief(held[0].first)}"
-            )
-    left = len(lines) - _SHOWN_CHAIN
-    return lines[:_SHOWN_CHAIN] + ([f"and {left:,} more waits behind these"] if left > 0 else [])
+            if held:
+                who = case.job.name(held[0].member.process, other.group)
+                lines.append(
+                    f"{who} has not entered {other.group.brief(other.call)}, where {waiting(other, '')}, "
+                    f"because it is itself waiting in {first.group.brief(held[0].first)}"
+                )
+    return lines[:_SHOWN_CHAIN]
 
 
 def standings(case: Case, members: Sequence[Member], meeting: Meeting) -> list[str]:
     """A line for each rank, or for several that stand alike."""
     rows: dict[str, list[Member]] = {}
-    for member in members[:_STANDINGS]:
+    for member in members[: 8 * SHOWN]:
         rows.setdefault(standing(case, member, meeting), []).append(member)
-    lines = [f"{names_of(same)}: {text}" for text, same in rows.items()][:SHOWN]
-    left = len(members) - sum(len(same) for same in list(rows.values())[:SHOWN])
-    return lines + ([f"and {left:,} more ranks"] if left > 0 else [])
+    return [f"{names_of(same)}: {text}" for text, same in rows.items()][:SHOWN]
 
 
-def standing(case: Case, member: Member, meeting: Meeting | None) -> str:
+def standing(case: Case, member: Member, meeting: Meeting | None = None) -> str:
     """ "process alive, last completed #40; its main thread is in data.py:41 next_batch"."""
     words = [f"{_alive(case, member.process)}, {progress(member)}"]
     for other, call in case.waits.elsewhere(member, meeting)[:2]:
         how = "it waits itself in" if call.state == INSIDE else "not completed on its stream:"
         words.append(f"{how} {other.group.brief(call)}, for {seconds(member.waited(call))}")
-    where = _whereabouts(case, member.process)
-    if not where and len(words) == 1 and meeting and member.rank in meeting.away:
-        where = "where its main thread is, is not known"
-    return "; ".join(word for word in (*words, where, frozen(member.process)) if word)
+    return "; ".join(word for word in (*words, _whereabouts(case, member.process), frozen(member.process)) if word)
 
 
 def _alive(case: Case, process: ProcessRecord) -> str:
-    host = clean(process.host, 60) or "?"
-    if process.state == STOPPED:
-        return f"process {process.pid} stopped"
-    if process.state == UNKNOWN:
-        return f"process {process.pid} on host {host}, from which there is no answer"
-    if process.state == DEAD:
-        return "process ended"
     several = len({one.host for one in case.job.processes}) > 1
-    return f"process {process.pid} on host {host} alive" if several else "process alive"
+    host = f" on host {clean(process.host, 60)}" if several else ""
+    words = {STOPPED: "stopped", DEAD: "ended", UNKNOWN: "cannot be asked"}
+    number = f" {process.pid}" if host or process.state in (STOPPED, UNKNOWN) else ""
+    return f"process{number}{host} {words.get(process.state, 'alive')}"
 
 
 def progress(member: Member) -> str:
+    """ "last entered #41, last completed #40"."""
     if member.comm is None:
         return "has not come to the communicator's init"
-    completed = f"last completed #{member.completed:,}" if member.completed > 0 else "completed none"
-    if member.completed < member.entered:
-        return f"last entered #{member.entered:,}, {completed}"
-    return completed if member.completed > 0 else "has completed none"
+    entered = f"last entered #{member.entered:,}, " if member.completed < member.entered else ""
+    return entered + (f"last completed #{member.completed:,}" if member.completed > 0 else "completed none")
 
 
 def _whereabouts(case: Case, process: ProcessRecord) -> str:

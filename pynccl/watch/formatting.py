@@ -1,4 +1,4 @@
-"""Formatting for verdicts: ranks as ranges, numbers, seconds, lines of code, calls."""
+"""Formatting for verdicts: ranks, seconds, lines of code, calls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from .records import CallRecord, ProcessRecord
 _SHOWN_RANGES = 6  # of ranks in one sentence
 _LONGEST = 160  # characters of one name, path or text that came from a record
 
-Range = tuple[int, int]  # first and last
-
 
 class Paths:
     """Lines of code, shortened to their file's name where no other file has the same."""
@@ -18,61 +16,37 @@ class Paths:
     def __init__(self, sites: Iterable[str]) -> None:
         self._folders: dict[str, set[str]] = {}
         for site in set(sites):
-            folder, name = _cut(site)
+            folder, _, name = site.partition(":")[0].rpartition("/")
             self._folders.setdefault(name, set()).add(folder)
 
     def short(self, site: str) -> str:
-        """ "/home/me/model.py:88" -> "model.py:88", "parts/model.py:88", or all of it."""
-        folder, name = _cut(site)
-        others = self._folders.get(name, set()) - {folder}
-        last = folder.rpartition("/")[2]
-        if not others or not folder:
-            return clean(site[len(folder) :].lstrip("/") if folder else site)
-        if any(other.rpartition("/")[2] == last for other in others):
-            return clean(site)
-        return clean(site[len(folder) - len(last) :])
-
-
-def _cut(site: str) -> tuple[str, str]:
-    """Folder and file name of "folder/file:line anything"."""
-    path = site.partition(":")[0]
-    folder, _, name = path.rpartition("/")
-    return folder, name
+        """ "/home/me/model.py:88" -> "model.py:88"; all of it where another file has this name."""
+        folder, _, name = site.partition(":")[0].rpartition("/")
+        alone = len(self._folders.get(name, ())) < 2
+        return clean(site[len(folder) :].lstrip("/") if alone else site)
 
 
 def clean(text: str, limit: int = _LONGEST) -> str:
-    """On one line, printable, and not too long: texts come from files that anyone may have written."""
-    text = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * limit])
-    text = " ".join(text.split())
+    """On one line, printable, and not too long."""
+    text = " ".join("".join(letter if letter.isprintable() else " " for letter in text[: 4 * limit]).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def ranges_of(ranks: Iterable[int]) -> list[Range]:
-    """Sorted runs of neighbours."""
-    found: list[Range] = []
-    for rank in sorted(set(ranks)):
-        if found and found[-1][1] == rank - 1:
-            found[-1] = (found[-1][0], rank)
-        else:
-            found.append((rank, rank))
-    return found
-
-
-def ranks_text(ranks: Iterable[int | Range]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """ "rank 3", "ranks 3, 5 and 7-12", "ranks 0, 2, 4, 6, 8, 10 and 900 more"."""
-    given = list(ranks)
-    runs = ranges_of(one for one in given if isinstance(one, int)) + [one for one in given if isinstance(one, tuple)]
-    parts: list[Range] = []
-    for first, last in runs:
-        parts += [(first, first), (last, last)] if last == first + 1 else [(first, last)]
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
-    if not parts:
-        return "no rank"
-    if len(parts) == 1:
-        return f"rank {words[0]}" if parts[0][0] == parts[0][1] else f"ranks {words[0]}"
-    if len(parts) > _SHOWN_RANGES + 1:
-        left = sum(last - first + 1 for first, last in parts[_SHOWN_RANGES:])
-        words = [*words[:_SHOWN_RANGES], f"{left:,} more"]
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [word for run in runs for word in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    if len(words) <= 1:
+        return f"rank {words[0]}" if words and len(runs[0]) == 1 else f"ranks {''.join(words) or 'none'}"
+    if len(words) > _SHOWN_RANGES + 1:
+        words = [str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in runs]
+        shown = sum(len(one) for one in runs[:_SHOWN_RANGES])
+        words = [*words[:_SHOWN_RANGES], f"{sum(map(len, runs)) - shown:,} more"]
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
@@ -81,17 +55,11 @@ def seconds(value: float) -> str:
     return f"{value:,.1f} s" if value >= 0.05 else "0.0 s"
 
 
-def have(count: int) -> str:
-    return "has" if count == 1 else "have"
-
-
 def call_name(call: CallRecord) -> str:
     """ "all_reduce #41", "send to rank 2", "finalize"."""
     operation = clean(call.operation, 60) or "a call"
-    if call.operation == "send":
-        return f"send to rank {call.peer}"
-    if call.operation in ("recv", "wait_signal") and call.peer >= 0:
-        return f"{operation} {'from' if operation == 'recv' else 'of'} rank {call.peer}"
+    if operation in ("send", "recv", "wait_signal"):
+        return f"{operation} {'to' if operation == 'send' else 'from'} rank {call.peer}"
     return f"{operation} #{call.number:,}" if call.number > 0 and operation != "init" else operation
 
 
@@ -102,7 +70,6 @@ def call_text(call: CallRecord) -> str:
     words = [f"count={call.count:,}"] if call.count >= 0 else []
     words += [word for word in (call.dtype, call.op) if word]
     words += [f"root={call.root}"] if call.root >= 0 else []
-    words += [f"peer={call.peer}"] if call.peer >= 0 else []
     return clean(f"{call.operation}({', '.join(words)})")
 
 

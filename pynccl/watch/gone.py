@@ -5,20 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .findings import (
-    CONSEQUENCE,
-    SHOWN,
-    SILENT_SECONDS,
-    Case,
-    Finding,
-    chain,
-    concern,
-    lines_of,
-    progress,
-    standings,
-    waiting,
-)
-from .formatting import ago, at, call_name, called, clean, line_of, ranks_text
+from .findings import CONSEQUENCE, SHOWN, Case, Finding, chain, concern, lines_of, progress, standings, waiting
+from .formatting import ago, at, call_name, called, clean, line_of
 from .job import Group, Member, consequence, ended_about, follows, killed, names_of, normal
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
 from .waits import LEFT, Meeting
@@ -29,8 +17,8 @@ _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: ?(.*))?$", re.DOTALL)
 def gone(case: Case) -> list[Finding]:
     """All that is found of ranks that are gone, or whose calls have raised."""
     ends = [one for one in (_dead(case), _stopped(case)) if one]
-    left = [found for meeting in case.stuck() for found in _left(case, meeting)]
-    return [*ends, *left, *_failures(case)]
+    left = [found for meeting in case.stuck() if (found := _left(case, meeting))]
+    return [*ends, *left, *(found for group in case.job.groups if (found := _failure(case, group)))]
 
 
 # Processes that have ended
@@ -50,29 +38,22 @@ def _dead(case: Case) -> Finding | None:
         made = sum(comm.entered for comm in process.comms) if several else 0
         return follows(process), normal(process), made, ended_about(process)
 
-    first = min(blamed, key=order)
+    first, *others = sorted(blamed, key=order)
     meetings = awaited.get(id(first), [])
-    rivals = [one for one in blamed if one is not first and order(one)[:2] == order(first)[:2] and _close(one, first)]
     every = f"all {len(ended):,} processes have ended: " if len(ended) == len(case.job.processes) > 1 else ""
     # Calls that disagree come before the ends that NCCL's own errors have brought about.
     weight = CONSEQUENCE if follows(first) else 15 if first.end.startswith("Nccl") else 0
     found = Finding("dead", every + ending(case, first, meetings), weight)
-    found.details = _doing(case, first, meetings) + [line for one in meetings[:1] for line in chain(case, one)]
-    found.details += _others(case, [one for one in ended if one is not first])
-    if rivals:
-        found.details.append(f"which one of {len(rivals) + 1:,} processes was the first to end cannot be told")
     group = meetings[0].group if meetings else None
+    if place := case.job.place(first, group):
+        found.details.append(f"{case.job.name(first, group)}: {progress(place[1])}")
+    found.details += [line for one in meetings[:1] for line in chain(case, one)]
+    found.details += [f"also: {ending(case, one)}" for one in others[:SHOWN]]
     found.culprits, found.comms = [case.job.key(first, group)], [comm.uid for comm in first.comms]
     inside = [call for comm in first.comms for call in comm.calls if call.state == INSIDE]
     lines = [line_of(first.end_site), *lines_of(inside[-1:]), line_of(first.where)]
     found.lines = [line for line in lines if line][:1]
     return concern(case, found, meetings)
-
-
-def _close(one: ProcessRecord, other: ProcessRecord) -> bool:
-    """Whether it cannot be told which of two ended first: on two machines, or without a word within a few seconds."""
-    apart = abs(ended_about(one) - ended_about(other))
-    return one.machine != other.machine or apart <= (0.0 if one.end_at and other.end_at else SILENT_SECONDS)
 
 
 def _awaited(case: Case, why: str) -> dict[int, list[Meeting]]:
@@ -88,15 +69,12 @@ def ending(case: Case, process: ProcessRecord, meetings: Sequence[Meeting] = ())
     """ "rank 2 left by ValueError at train.py:31 3.1 s ago: no such file; 3 ranks have waited 3.0 s for it in ..."."""
     who = case.job.name(process, meetings[0].group if meetings else None)
     when = ago(process, process.end_at)
-    there = case.describe(meetings[0]) if meetings else ""
-    if normal(process):
-        # The code of a sys.exit(3) is not to be seen by what runs at exit.
-        text = f"{who} exited by itself{when} (the end of its program, or sys.exit)"
-        return f"{text} without entering {there}, where {waiting(meetings[0], '')}" if there else text
-    doing = _inside(case, process)
-    place = f" inside {doing}" if doing else at(process.where, case.paths)
+    inside = next((group.brief(call) for group, call in _inside(case, process)), "")
+    place = f" inside {inside}" if inside else at(process.where, case.paths)
     match = None if killed(process) else _EXCEPTION.match(process.end)
-    if match:
+    if normal(process):  # the code of a sys.exit(3) is not to be seen by what runs at exit
+        text = f"{who} exited by itself{when} (the end of its program, or sys.exit)"
+    elif match:
         text = f"{who} left by {clean(match[1], 60)}{at(process.end_site, case.paths)}{when}"
         text += f": {clean(match[2], 480)}" if match[2] else ""
     elif killed(process) and not process.end.startswith("SIG"):
@@ -105,49 +83,13 @@ def ending(case: Case, process: ProcessRecord, meetings: Sequence[Meeting] = ())
         text = f"{who}'s process {process.pid} was killed or crashed (no last word){when}{place}"
     else:
         text = f"{who}'s process {process.pid} ended{when}{place}: {clean(process.end)}"
-    return f"{text}; {waiting(meetings[0], 'for it')} in {there}" if there else text
+    return f"{text}; {waiting(meetings[0], 'for it')} in {case.describe(meetings[0])}" if meetings else text
 
 
-def _inside(case: Case, process: ProcessRecord) -> str:
-    """ "all_reduce #41 of comm 'tp'", if it is in a call."""
-    for group, member in case.job.members.get(id(process), []):
-        for call in reversed(member.pending):
-            if call.state == INSIDE:
-                return group.brief(call)
-    return ""
-
-
-def _doing(case: Case, first: ProcessRecord, meetings: Sequence[Meeting]) -> list[str]:
-    places = case.job.members.get(id(first), [])
-    group, member = next((one for one in places if not meetings or one[0] is meetings[0].group), (None, None))
-    inside = _inside(case, first)
-    words = [progress(member)] if member else []
-    words += [f"inside {inside}"] if inside else []
-    words += [f"its main thread was last in {case.paths.short(first.where)}"] if first.where else []
-    return [f"{case.job.name(first, group)}: {'; '.join(words)}"] if words else []
-
-
-def _others(case: Case, ended: Sequence[ProcessRecord]) -> list[str]:
-    """A line for each way in which the others ended, in the order of their ends."""
-    rows: dict[str, list[ProcessRecord]] = {}
-    for process in sorted(ended, key=ended_about):
-        rows.setdefault(_manner(case, process), []).append(process)
-    lines = []
-    for manner, processes in rows.items():
-        ranks = [one.rank if one.rank >= 0 else case.job.key(one)[1] for one in processes]
-        who = ranks_text(ranks) if min(ranks) >= 0 else f"{len(processes):,} processes"
-        lines.append(f"{who} ended too: {manner}")
-    return lines[:SHOWN] + ([f"and {len(lines) - SHOWN:,} other ways of ending"] if len(lines) > SHOWN else [])
-
-
-def _manner(case: Case, process: ProcessRecord) -> str:
-    if normal(process):
-        return "exited by itself (the end of its program, or sys.exit)"
-    inside = _inside(case, process)
-    if killed(process):
-        how = clean(process.end) or "killed or crashed"
-        return f"{how} inside {inside}" if inside else how + at(process.where, case.paths)
-    return clean(process.end, 80) + at(process.end_site, case.paths)
+def _inside(case: Case, process: ProcessRecord) -> list[tuple[Group, CallRecord]]:
+    """The calls that it is in."""
+    places = case.job.members.get(id(process), [])
+    return [(group, call) for group, member in places for call in reversed(member.pending) if call.state == INSIDE]
 
 
 # Processes that are stopped
@@ -162,9 +104,12 @@ def _stopped(case: Case) -> Finding | None:
         return None
     meetings = list(dict.fromkeys(meeting for process in halted for meeting in awaited.get(id(process), [])))
     group = meetings[0].group if meetings else None
-    lines = [_halted(case, process, group) for process in halted]
-    sentence = lines[0] if len(halted) == 1 else f"{lines[0]}; {len(halted) - 1:,} more processes are stopped, too"
-    found = Finding("stopped", sentence, 25, lines[1:SHOWN])
+    lines = [
+        f"{case.job.name(process, group)}'s process {process.pid} is stopped (SIGSTOP, or a debugger): "
+        f"kill -CONT {process.pid} on host {clean(process.host, 60)}"
+        for process in halted
+    ]
+    found = Finding("stopped", lines[0], 25, lines[1:SHOWN])
     for meeting in meetings[:1]:
         found.sentence += f"; {waiting(meeting, 'for it')} in {case.describe(meeting)}"
         found.details += chain(case, meeting)
@@ -174,23 +119,15 @@ def _stopped(case: Case) -> Finding | None:
     return concern(case, found, meetings, places)
 
 
-def _halted(case: Case, process: ProcessRecord, group: Group | None) -> str:
-    several = len({one.host for one in case.job.processes}) > 1
-    host = f" on host {clean(process.host, 60)}" if several else ""
-    remedy = f": kill -CONT {process.pid}" if process.pid > 1 else ""
-    who = case.job.name(process, group)
-    return f"{who}'s process {process.pid}{host} is stopped (SIGSTOP, or a debugger){remedy}"
-
-
 # Communicators that have ended, calls that have raised
 
 
-def _left(case: Case, meeting: Meeting) -> list[Finding]:
+def _left(case: Case, meeting: Meeting) -> Finding | None:
     """Ranks whose own end of the communicator has ended."""
     members = [meeting.group.members[rank] for rank, why in meeting.gone.items() if why == LEFT]
     ended = sorted(((one.comm.ended_at, one.rank, one.comm) for one in members if one.comm), key=lambda row: row[:2])
     if not ended:
-        return []
+        return None
     _, rank, comm = ended[0]
     first = meeting.group.members[rank]
     text = (
@@ -198,32 +135,24 @@ def _left(case: Case, meeting: Meeting) -> list[Finding]:
         f"{ago(first.process, comm.ended_at)}; {waiting(meeting, '')} in {case.describe(meeting)}, "
         "which it never entered"
     )
-    if len(members) > 1:
-        text += f"; {names_of([one for one in members if one is not first])} ended theirs, too"
     found = Finding("left", text, 35, [*standings(case, members, meeting), *chain(case, meeting)])
     found.culprits = [(meeting.group.uid, one.rank) for one in members]
     found.lines = [line for _, _, one in ended if (line := line_of(one.ended_site))]
-    return [concern(case, found, [meeting], [] if found.lines else members)]
+    return concern(case, found, [meeting], [] if found.lines else members)
 
 
-def _failures(case: Case) -> list[Finding]:
-    """Calls that have raised on ranks which live on: a finding for each communicator."""
-    found = []
-    for group in case.job.groups:
-        rows = []
-        for member in group.members.values():
-            last = member.comm.last() if member.comm and not member.dead else None
-            if last and last.state == FAILED:
-                rows.append((member, last))
-        if rows:
-            found.append(_failure(case, group, rows))
-    return found
-
-
-def _failure(case: Case, group: Group, rows: list[tuple[Member, CallRecord]]) -> Finding:
+def _failure(case: Case, group: Group) -> Finding | None:
+    """Calls that have raised on ranks which live on."""
+    living = [(member, last) for member in group.members.values() if not member.dead and (last := member.last())]
+    rows = [(member, last) for member, last in living if last.state == FAILED]
+    if not rows:
+        return None
     several = len({member.process.machine for member, _ in rows}) > 1
-    # Clocks of two machines are not compared.
-    rows.sort(key=lambda row: (consequence(row[1].error), 0.0 if several else row[1].returned or row[1].issued))
+
+    def order(row: tuple[Member, CallRecord]) -> tuple[bool, float]:  # clocks of two machines are not compared
+        return consequence(row[1].error), 0.0 if several else row[1].returned or row[1].issued
+
+    rows.sort(key=order)
     member, call = rows[0]
     meetings = [one for one in case.waits.meetings if one.group is group and one.gone.get(member.rank) == FAILED]
     text = f"{names_of([member])}'s {group.describe(call, case.paths)} raised {clean(call.error) or 'an exception'}"
@@ -235,6 +164,4 @@ def _failure(case: Case, group: Group, rows: list[tuple[Member, CallRecord]]) ->
     for other, theirs in rows[1:SHOWN]:
         what = f"{call_name(theirs)}{called(theirs, case.paths)}"
         found.details.append(f"{names_of([other])}: {what} raised {clean(theirs.error) or 'an exception'}")
-    if len(rows) > SHOWN:
-        found.details.append(f"and {len(rows) - SHOWN:,} more ranks whose calls raised")
     return concern(case, found, meetings)

@@ -1,4 +1,4 @@
-"""The records of all processes, put together by communicator: which process is which rank, and what it waits for."""
+"""The records of all processes, put together by communicator: which process is which rank, and how it ended."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .formatting import Paths, Range, call_name, clean, maker, ranks_text
-from .records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
+from .formatting import Paths, call_name, clean, maker, ranks_text
+from .records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, CommRecord, ProcessRecord
 
-# The end of a process that nobody heard from is later than its last heartbeat, by less than this.
-_SILENT_SECONDS = 5.0
+_SILENT_SECONDS = 5.0  # the end of a process that nobody heard from is later than its last heartbeat, by less than this
 _FRESH_SECONDS = 2.0  # a line that was seen so lately is told as the present one
+_MOST_RANKS = 1 << 16  # of one communicator; a file that is damaged may say anything
 
 
 @dataclass(eq=False)
@@ -26,7 +26,6 @@ class Member:
     completed: int = 0
     numbered: dict[int, CallRecord] = field(default_factory=dict)
     pending: list[CallRecord] = field(default_factory=list)  # calls that have not completed, oldest first
-    checking: int = 0  # the number of the call that PYNCCL_CHECK=1 compares now
 
     @property
     def dead(self) -> bool:
@@ -37,16 +36,18 @@ class Member:
         return self.process.state == STOPPED
 
     @property
-    def silent(self) -> bool:
-        return self.process.state == UNKNOWN
-
-    @property
     def left(self) -> bool:
         return self.comm is not None and bool(self.comm.ended)
 
+    def last(self) -> CallRecord | None:
+        return self.comm.last() if self.comm else None
+
     def waited(self, call: CallRecord) -> float:
-        """Seconds by the clock of the process's own machine, up to its end."""
-        last = last_seen(self.process) if self.dead else self.process.now
+        """Seconds by the clock of the process's own machine, up to its end, or to when the call raised."""
+        if call.state == FAILED:
+            return max(0.0, call.returned - call.issued) if call.issued and call.returned else 0.0
+        process = self.process
+        last = (process.end_at or process.heartbeat or process.now) if self.dead else process.now
         return max(0.0, last - call.issued) if call.issued > 0 and last > 0 else 0.0
 
 
@@ -58,9 +59,7 @@ class Group:
     name: str
     size: int
     members: dict[int, Member]
-    unknown: list[Range]
-    stale: list[str] = field(default_factory=list)
-    claimed: list[tuple[int, ProcessRecord, ProcessRecord]] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
 
     def names(self, ranks: Iterable[int]) -> str:
         """As `names_of`; also of ranks of which nothing is known."""
@@ -70,7 +69,7 @@ class Group:
 
     def title(self) -> str:
         """ "comm 'tp', 4 ranks"."""
-        return f"comm '{self.name}', {self.size:,} rank{'s' if self.size != 1 else ''}"
+        return f"comm '{self.name}', {self.size:,} ranks"
 
     def brief(self, call: CallRecord) -> str:
         """ "all_reduce #41 of comm 'tp'"."""
@@ -78,31 +77,26 @@ class Group:
 
     def describe(self, call: CallRecord, paths: Paths) -> str:
         """ "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"."""
-        words = [self.title()]
-        if call.count >= 0:
-            words.append(f"{clean(call.dtype, 20)} x {call.count:,}".strip())
-        words += [f"root {call.root}"] if call.root >= 0 else []
-        if call.detail.startswith(f"{call.operation}("):  # compared by PYNCCL_CHECK=1, not made yet
-            words.append(clean(call.detail[len(call.operation) + 1 :].rstrip(")")))
         made = maker(call, paths)
-        if call.function and made:
-            return f"{call_name(call)} ({made}; {', '.join(words)})"
-        return f"{call_name(call)} ({', '.join([*words, made] if made else words)})"
+        words = [made, self.title()] if call.function and made else [self.title()]
+        words += [f"{clean(call.dtype, 20)} x {call.count:,}".strip()] if call.count >= 0 else []
+        words += [f"root {call.root}"] if call.root >= 0 else []
+        words += [made] if made and made not in words else []
+        return f"{call_name(call)} ({', '.join(words)})"
 
 
 class Job:
     """All communicators of the processes, and who is who in them."""
 
     def __init__(self, processes: Sequence[ProcessRecord]) -> None:
-        self.given = list(processes)
-        self.groups = _groups(self.given)
+        self.groups = _groups(processes)
         self.members: dict[int, list[tuple[Group, Member]]] = {}  # by id() of the process
         for group in self.groups:
             for member in group.members.values():
                 self.members.setdefault(id(member.process), []).append((group, member))
         # One without a communicator counts too; one whose every rank is another's now is of an earlier run.
-        self.processes = [one for one in self.given if not one.comms or id(one) in self.members]
-        self.paths = Paths(_sites(self.given))
+        self.processes = [one for one in processes if not one.comms or id(one) in self.members]
+        self.paths = Paths(_sites(processes))
 
     def place(self, process: ProcessRecord, group: Group | None = None) -> tuple[Group, Member] | None:
         """Which rank a process is: of this communicator, else of its largest one."""
@@ -179,58 +173,33 @@ def seen_ago(process: ProcessRecord) -> float:
     return age if age > _FRESH_SECONDS else 0.0
 
 
-def last_seen(process: ProcessRecord) -> float:
-    """When a process ended, or the last time that it is known to have lived."""
-    return process.end_at or process.heartbeat or process.now
-
-
 def ended_about(process: ProcessRecord) -> float:
     """When a process ended, to put ends of one machine in order."""
     return process.end_at or (process.heartbeat + _SILENT_SECONDS if process.heartbeat else process.now)
 
 
-def under_way(call: CallRecord, comm: CommRecord) -> bool:
-    return call.state in (INSIDE, ISSUED) and not 0 < call.number <= comm.completed
-
-
 def _groups(processes: Sequence[ProcessRecord]) -> list[Group]:
-    canonical = _canonical(processes)
+    uids: dict[str, str] = {}  # one for each communicator: those that a record holds together are the same one's
     found: dict[str, list[tuple[ProcessRecord, CommRecord]]] = {}
+    for comm in (comm for process in processes for comm in process.comms if comm.aliases):
+        names = (comm.uid, *comm.aliases)
+        uids |= dict.fromkeys(names, next((uids[name] for name in names if name in uids), comm.uid))
     for process in processes:
         for comm in process.comms:
-            found.setdefault(canonical[comm.uid], []).append((process, comm))
+            found.setdefault(uids.get(comm.uid, comm.uid), []).append((process, comm))
     launched = {one.rank: one for one in sorted(processes, key=lambda one: one.started) if one.rank >= 0}
     return [_group(uid, rows, launched) for uid, rows in found.items()]
 
 
-def _canonical(processes: Sequence[ProcessRecord]) -> dict[str, str]:
-    """One name for each communicator: names that a record holds together are the same one's."""
-    chosen: dict[str, str] = {}
-    for comm in (comm for process in processes for comm in process.comms):
-        name = chosen.setdefault(comm.uid, comm.uid)
-        others = {chosen.setdefault(alias, name) for alias in comm.aliases} - {name}
-        if others:
-            chosen = {one: name if known in others else known for one, known in chosen.items()}
-    return chosen
-
-
 def _group(uid: str, rows: list[tuple[ProcessRecord, CommRecord]], launched: dict[int, ProcessRecord]) -> Group:
-    chosen: dict[int, tuple[ProcessRecord, CommRecord]] = {}
-    stale, claimed = [], []
-    for process, comm in sorted(rows, key=lambda row: (row[0].state != DEAD, row[0].started, row[1].made)):
-        if before := chosen.get(comm.rank):
-            older = before[0]
-            if older is not process and older.state != DEAD and process.state != DEAD and older.pid != process.pid:
-                claimed.append((comm.rank, older, process))
-            elif older is not process:
-                stale.append(f"rank {comm.rank}: the record of process {older.pid} is of an earlier run, not used")
-        chosen[comm.rank] = (process, comm)
+    """Of two processes that are one rank the one that lives, and that began later."""
+    rows = sorted(rows, key=lambda row: (row[0].state != DEAD, row[0].started, row[1].made))
+    chosen = {comm.rank: (process, comm) for process, comm in rows}
     size = Counter(comm.size for _, comm in chosen.values()).most_common(1)[0][0]
     name = clean(next((comm.name for _, comm in chosen.values() if comm.name), uid[:12]), 60)
-    members = {rank: _member(process, comm) for rank, (process, comm) in sorted(chosen.items())}
-    group = Group(uid, name, size, members, [], stale, claimed)
+    group = Group(uid, name, size, {rank: _member(*chosen[rank]) for rank in sorted(chosen)})
     _add_launched(group, launched)
-    group.unknown = gaps(group.members, size)
+    group.unknown = [rank for rank in range(min(size, _MOST_RANKS)) if rank not in group.members]
     return group
 
 
@@ -246,30 +215,15 @@ def _add_launched(group: Group, launched: dict[int, ProcessRecord]) -> None:
             group.members[rank] = Member(rank, process, None)
 
 
-def gaps(known: Iterable[int], size: int) -> list[Range]:
-    """The runs of [0, size) that are not in `known`; `size` may be absurd."""
-    found, start = [], 0
-    for rank in sorted(rank for rank in set(known) if 0 <= rank < size):
-        if rank > start:
-            found.append((start, rank - 1))
-        start = rank + 1
-    if start < size:
-        found.append((start, size - 1))
-    return found
-
-
 def _member(process: ProcessRecord, comm: CommRecord) -> Member:
-    pending = [call for call in comm.calls if under_way(call, comm)]
+    pending = [one for one in comm.calls if one.state in (INSIDE, ISSUED) and not 0 < one.number <= comm.completed]
     numbered = {call.number: call for call in comm.calls if call.number > 0}
     entered = max(comm.entered, max(numbered, default=0))
-    member = Member(comm.rank, process, comm, entered, comm.completed, numbered, pending)
     for index, call in enumerate(pending):
-        if call.operation == "check":
-            # Stands for the call that it compares, which the rank is about to enter.
+        if call.operation == "check":  # stands for the call that it compares, which the rank is about to enter
             name = call.detail.partition("(")[0] or "check"
             pending[index] = dataclasses.replace(call, number=entered + 1, operation=name)
-            member.checking = entered + 1
-    return member
+    return Member(comm.rank, process, comm, entered, comm.completed, numbered, pending)
 
 
 def _sites(processes: Sequence[ProcessRecord]) -> Iterable[str]:

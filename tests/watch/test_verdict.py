@@ -52,7 +52,7 @@ def test_ranks_far_ahead_on_their_stream_wait_for_the_first_missing_call() -> No
 def test_a_rank_without_a_record_is_said_to_be_unknown() -> None:
     verdict = judge(three_wait())
     assert verdict.sentence.startswith(
-        "nothing is known of rank 3: its process has left no record here (another machine?"
+        "nothing is known of rank 3: no record here (another machine, another PYNCCL_WATCH_DIR"
     )
     assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 3)])
 
@@ -91,8 +91,7 @@ def test_two_communicators_in_two_orders_are_named_with_both_lines() -> None:
     assert sorted(verdict.lines) == ["/m/a.py:1", "/m/b.py:2"]
     assert verdict.sentence == (
         "ranks wait for each other: "
-        "rank 0 waits in all_reduce #5 of comm 'tp' at a.py:1 and has not entered all_reduce #7 of comm 'dp'; "
-        "rank 1 waits in all_reduce #7 of comm 'dp' at b.py:2 and has not entered all_reduce #5 of comm 'tp'."
+        "rank 0 in all_reduce #5 of comm 'tp' at a.py:1, rank 1 in all_reduce #7 of comm 'dp' at b.py:2."
     )
 
 
@@ -107,12 +106,10 @@ def test_two_orders_on_streams_are_seen_by_the_times_of_issue() -> None:
     verdict = judge([both_issued(0, 9, 8), both_issued(1, 7, 8)])
     assert verdict.kind == "crossed"
     assert (
-        "rank 0 calls all_reduce #5 of comm 'tp' at 0.py:5, then all_reduce #7 of comm 'dp' at 0.py:7"
-        in verdict.sentence
+        "rank 0 in all_reduce #5 of comm 'tp' at 0.py:5 before all_reduce #7 of comm 'dp' at 0.py:7" in verdict.sentence
     )
     assert (
-        "rank 1 calls all_reduce #7 of comm 'dp' at 1.py:7, then all_reduce #5 of comm 'tp' at 1.py:5"
-        in verdict.sentence
+        "rank 1 in all_reduce #7 of comm 'dp' at 1.py:7 before all_reduce #5 of comm 'tp' at 1.py:5" in verdict.sentence
     )
 
 
@@ -187,44 +184,38 @@ def lines_of_code(rank: int, *steps: tuple[int, str, int], state: str = INSIDE) 
     return process(rank, comm(rank, 3, calls))
 
 
-def test_a_call_left_out_is_known_by_the_calls_after_it() -> None:
+def test_who_left_out_a_call_is_named_with_its_next_one() -> None:
     usual = ((40, "broadcast", 80), (41, "all_reduce", 88), (42, "all_gather", 95))
     odd = lines_of_code(2, (40, "broadcast", 80), (41, "all_gather", 95), state=COMPLETED)
     verdict = judge([lines_of_code(0, *usual), lines_of_code(1, *usual), odd])
-    assert verdict.sentence.startswith(
-        "rank 2 left out all_reduce #41 (comm 'tp', 3 ranks, at model.py:88 on the others): "
-        "its #41, all_gather at model.py:95, is the others' #42"
-    )
+    assert verdict.sentence.startswith("rank 2 calls all_gather(count=33,554,432, BFLOAT16) at model.py:95 as #41")
+    assert "where the others call all_reduce(count=33,554,432, BFLOAT16, SUM) at model.py:88" in verdict.sentence
     assert verdict.culprits == [("u-tp", 2)]
-    assert "/m/model.py:88" in verdict.lines
 
 
-def test_a_call_left_out_is_known_by_earlier_steps_where_the_others_are_inside_it() -> None:
+def test_who_left_out_a_call_that_the_others_are_inside_of_is_named() -> None:
     step = ((37, "broadcast", 80), (38, "all_reduce", 88), (39, "all_gather", 95), (40, "broadcast", 80))
     usual = (*step, (41, "all_reduce", 88))
     verdict = judge(
         [lines_of_code(0, *usual), lines_of_code(1, *usual), lines_of_code(2, *step, (41, "all_gather", 95))]
     )
-    assert verdict.sentence.startswith("rank 2 left out all_reduce #41")
-    assert "which came after it in #39" in verdict.sentence
+    assert (verdict.kind, verdict.culprits) == ("mismatch", [("u-tp", 2)])
 
 
-def test_one_call_too_many_is_known_by_the_calls_after_it() -> None:
+def test_who_made_one_call_too_many_is_named_with_it() -> None:
     usual = ((40, "broadcast", 80), (41, "all_reduce", 88))
     odd = lines_of_code(2, (40, "broadcast", 80), (41, "all_gather", 9), (42, "all_reduce", 88))
     verdict = judge([*(lines_of_code(rank, *usual, state=COMPLETED) for rank in (0, 1)), odd])
-    assert verdict.sentence.startswith("rank 2 made one call more than the others: all_gather #41")
-    assert "its #42 is the others' #41" in verdict.sentence
+    assert verdict.sentence.startswith("rank 2 calls all_gather(count=33,554,432, BFLOAT16) at model.py:9 as #41")
+    assert verdict.culprits == [("u-tp", 2)]
 
 
-def test_a_left_out_call_like_all_others_is_known_by_the_lines() -> None:
+def test_who_left_out_a_call_like_all_others_is_missing_in_the_last_one() -> None:
     usual = [(number, "all_reduce", number) for number in range(30, 42)]
     odd = [(number, "all_reduce", number + (number >= 38)) for number in range(30, 41)]
     others = [lines_of_code(rank, *usual) for rank in (0, 1)]
     verdict = judge([*others, lines_of_code(2, *odd, state=COMPLETED)])
-    assert verdict.sentence.startswith(
-        "rank 2 left out all_reduce #38 (comm 'tp', 3 ranks, at model.py:38 on the others)"
-    )
+    assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 2)])
 
 
 def test_a_branch_on_the_rank_is_not_a_call_left_out() -> None:
@@ -244,7 +235,7 @@ def test_a_recv_without_its_send_names_the_sender() -> None:
     verdict = judge(pair(call(1, "barrier")))
     assert (verdict.kind, verdict.culprits, verdict.lines) == ("unmatched", [("u-tp", 2)], ["/m/x.py:4"])
     assert verdict.sentence.startswith(
-        "rank 2 has not called send to rank 1: rank 1 has waited 12.3 s in recv from rank 2"
+        "rank 2 never called send to rank 1; rank 1 has waited 12.3 s in recv from rank 2"
     )
 
 
@@ -255,18 +246,18 @@ def test_of_a_rank_of_whom_few_calls_are_known_no_message_is_missed() -> None:
         call(0, "recv", INSIDE, peer=0, site="/m/pp.py:4", group=1),
     ]
     ranks = [process(0, comm(0, 3, [call(2, "barrier", INSIDE, age=8.0)])), process(1, comm(1, 3, group))]
-    assert "rank 0 has not called send" in render(judge(ranks))
+    assert "rank 0: never called send" in render(judge(ranks))
     ranks[0].comms[0].cut = True
     verdict = judge(ranks)
     assert verdict.sentence.startswith("nothing is known of rank 2")
-    assert "not called" not in render(verdict)
+    assert "never called" not in render(verdict)
 
 
 def test_a_send_without_its_recv_names_the_receiver() -> None:
     send = call(0, "send", INSIDE, peer=1, site="/m/pp.py:9")
     verdict = judge([process(1, comm(1, 2)), process(0, comm(0, 2, [send]))])
     assert (verdict.kind, verdict.culprits) == ("unmatched", [("u-tp", 1)])
-    assert verdict.sentence.startswith("rank 1 has not called recv from rank 0")
+    assert verdict.sentence.startswith("rank 1 never called recv from rank 0")
 
 
 def test_a_recv_from_the_dead_names_the_dead() -> None:
@@ -320,7 +311,7 @@ def test_a_send_that_was_received_is_not_unmatched() -> None:
         ({"end": "SIGTERM"}, "process 1002 ended 3.1 s ago at data.py:41 next_batch: SIGTERM"),
         (
             {"end": "exit"},
-            "3.1 s ago (the end of its program, or sys.exit) without entering all_reduce #41",
+            "3.1 s ago (the end of its program, or sys.exit); 3 ranks have waited 12.3 s for it in all_reduce #41",
         ),
     ],
 )
@@ -346,7 +337,7 @@ def test_the_first_to_end_is_to_blame_and_errors_about_others_are_not() -> None:
     ]
     verdict = judge(records)
     assert verdict.culprits == [("u-tp", 2)]
-    assert "rank 1 ended too: RuntimeError: later" in verdict.details
+    assert "also: rank 1 left by RuntimeError 3.0 s ago: later" in verdict.details
 
 
 @pytest.mark.parametrize("state", [DEAD, STOPPED])
@@ -362,7 +353,7 @@ def test_clocks_of_two_machines_are_not_compared() -> None:
     fast = behind(1, 3, 40, state=DEAD, end="ValueError: b", end_at=NOW - 4000, machine="n")
     verdict = judge([early, fast, waiting(2, 3)])
     assert verdict.culprits == [("u-tp", 0)]
-    assert "which one of 2 processes was the first to end cannot be told" in verdict.details
+    assert "rank 1 left by ValueError" in "".join(verdict.details)
 
 
 def test_a_dead_rank_comes_before_those_that_are_late() -> None:
@@ -404,8 +395,8 @@ def test_a_process_without_a_heartbeat_is_said_to_be_frozen() -> None:
 
 def test_a_rank_on_another_machine_that_does_not_answer() -> None:
     verdict = judge([*three_wait(), behind(3, 4, state=UNKNOWN, host="node7", machine="n7")])
-    assert verdict.sentence.startswith("rank 3 on host node7 cannot be asked")
-    assert (verdict.kind, verdict.culprits) == ("unreachable", [("u-tp", 3)])
+    assert verdict.details[0].startswith("rank 3: process 1003 on host node7 cannot be asked")
+    assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 3)])
 
 
 def in_init(rank: int, uid: str = "u-w", **more: Any) -> ProcessRecord:
@@ -437,14 +428,8 @@ def test_a_rank_that_died_before_init() -> None:
 
 def test_ranks_with_other_unique_ids() -> None:
     verdict = judge([in_init(0), in_init(1), in_init(2), in_init(3, "u-x")])
-    assert verdict.sentence.startswith("ranks 0-2 wait in init of 4 ranks with one unique id, rank 3 with another")
-    assert verdict.culprits == [("u-x", 3)]
-
-
-def test_two_processes_that_are_one_rank() -> None:
-    verdict = judge([in_init(0), in_init(0, pid=77), in_init(1), in_init(2)])
-    assert (verdict.kind, verdict.culprits) == ("duplicate", [("u-w", 0)])
-    assert "1000" in verdict.sentence and "77" in verdict.sentence
+    assert "ranks 0-2 in init of comm 'world' at train.py:3, rank 3 in init of comm 'world'" in verdict.sentence
+    assert verdict.comms == ["u-w", "u-x"]
 
 
 def test_a_call_that_is_being_compared_counts_as_the_call() -> None:
@@ -452,11 +437,7 @@ def test_a_call_that_is_being_compared_counts_as_the_call() -> None:
         return process(rank, comm(rank, 3, [call(40), call(41, "check", INSIDE, detail=text, site="/m/t.py:3")]))
 
     verdict = judge([check(0), check(1), behind(2, 3)])
-    assert verdict.sentence.startswith(
-        "rank 2 never entered all_reduce #41 (comm 'tp', 3 ranks, count=4, FLOAT32, SUM, t.py:3)"
-    )
-    differ = judge([check(0), check(1), check(2, "all_reduce(count=5, FLOAT32, SUM)")])
-    assert (differ.kind, differ.culprits) == ("mismatch", [("u-tp", 2)])
+    assert verdict.sentence.startswith("rank 2 never entered all_reduce #41 (comm 'tp', 3 ranks, t.py:3)")
 
 
 def test_a_call_that_failed_keeps_the_others_waiting() -> None:
@@ -482,7 +463,9 @@ def test_a_job_killed_in_a_hang_names_who_was_missing() -> None:
     verdict = judge([*(waiting(rank, 4, **killed) for rank in range(3)), behind(3, 4, **killed)])
     assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 3)])
     assert "3 ranks have waited 11.3 s" in verdict.sentence
-    assert "ranks 1 and 2 ended too: killed or crashed inside all_reduce #41 of comm 'tp'" in render(verdict)
+    assert "process 1001 was killed or crashed (no last word) within the last 1.0 s inside all_reduce" in render(
+        verdict
+    )
 
 
 def test_a_job_that_ended_by_an_error_names_the_error() -> None:
@@ -491,12 +474,6 @@ def test_a_job_that_ended_by_an_error_names_the_error() -> None:
     verdict = judge([*(waiting(rank, 4, **killed) for rank in range(3)), error])
     assert verdict.sentence.startswith("all 4 processes have ended: rank 3 left by ValueError at t.py:3 2.0 s ago: x")
     assert verdict.lines == ["/m/t.py:3"]
-
-
-def test_a_rank_that_is_late_but_not_too_late() -> None:
-    verdict = judge([waiting(0, 3, 45), waiting(1, 3, 45), behind(2, 3)], patience=30)
-    assert (verdict.kind, verdict.culprits, verdict.wrong) == ("straggling", [("u-tp", 2)], False)
-    assert "rank 2 of comm 'tp' is 5 calls behind, for 12.3 s: last entered #40, the first rank #45" in verdict.sentence
 
 
 def test_nothing_is_wrong() -> None:
@@ -510,7 +487,7 @@ def test_nothing_is_wrong() -> None:
 def test_all_are_there_and_nothing_moves() -> None:
     verdict = judge([waiting(rank, 4) for rank in range(4)])
     assert verdict.kind == "stalled" and verdict.sentence.startswith(
-        f"all 4 ranks are in {WHERE} and nobody is missing"
+        f"ranks 0-3 in {WHERE}, not done after 12.3 s, and nobody is missing"
     )
     assert judge([waiting(rank, 4) for rank in range(4)], patience=60).kind == "running"
 
@@ -520,7 +497,7 @@ def test_a_call_of_autograd_is_named_by_its_function_and_forward_line() -> None:
     for one in records[:3]:
         one.comms[0].calls[-1].function = "AllReduce.backward"
         one.comms[0].calls[-1].forward_site = "/home/me/model.py:70"
-    assert "all_reduce #41 (AllReduce.backward of the forward call at model.py:70; comm 'tp'" in judge(records).sentence
+    assert "all_reduce #41 (AllReduce.backward of the forward call at model.py:70, comm 'tp'" in judge(records).sentence
 
 
 def test_files_of_one_name_are_told_apart() -> None:
@@ -532,21 +509,12 @@ def test_the_newest_of_two_runs_counts() -> None:
     old = waiting(3, 4, state=DEAD, end="killed or crashed", started=NOW - 5000, pid=9)
     verdict = judge([old, *three_wait(), behind(3, 4)])
     assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 3)])
-    assert "rank 3: the record of process 9 is of an earlier run, not used" in render(verdict)
 
 
 def test_names_of_a_communicator_that_has_grown_are_one() -> None:
     records = [*three_wait(), behind(3, 4)]
     records[0].comms[0].uid, records[0].comms[0].aliases = "grown", ("u-tp",)
     assert judge(records).sentence.startswith("rank 3 never entered")
-
-
-def test_a_call_whose_record_is_gone_is_still_the_one_that_is_waited_for() -> None:
-    """A rank may be further ahead on its stream than its record goes back."""
-    ahead = comm(0, 2, [call(number, state=ISSUED) for number in range(78, 142)], completed=40)
-    verdict = judge([process(0, ahead), behind(1, 2)])
-    assert verdict.sentence.startswith("rank 1 never entered collective call #41 (comm 'tp', 2 ranks)")
-    assert len(verdict.findings) == 1
 
 
 def test_a_rank_missing_in_two_communicators_is_one_finding() -> None:
@@ -557,7 +525,7 @@ def test_a_rank_missing_in_two_communicators_is_one_finding() -> None:
     ]
     verdict = judge(records)
     assert len(verdict.findings) == 1 and set(verdict.comms) == {"u-tp", "u-dp"}
-    assert "nor has it entered all_reduce #" in "\n".join(verdict.details)
+    assert "nor entered: all_reduce #" in "\n".join(verdict.details)
 
 
 def test_ranks_of_one_process_are_told_to_call_as_a_group() -> None:
@@ -565,13 +533,6 @@ def test_ranks_of_one_process_are_told_to_call_as_a_group() -> None:
     verdict = judge([one])
     assert verdict.culprits == [("u-tp", 1)]
     assert "pynccl.group()" in render(verdict)
-
-
-def test_ranks_of_which_only_some_compare_their_calls() -> None:
-    checking = process(0, comm(0, 3, [call(40), call(41, "check", INSIDE, detail="all_reduce(count=4, FLOAT32)")]))
-    verdict = judge([checking, waiting(1, 3), waiting(2, 3)])
-    assert verdict.sentence.startswith("rank 0 compares its calls (PYNCCL_CHECK=1) and ranks 1 and 2 do not")
-    assert verdict.culprits == [("u-tp", 0)]
 
 
 def test_who_has_not_come_to_finalize() -> None:
@@ -587,15 +548,8 @@ def test_a_collective_and_a_recv_in_two_orders() -> None:
     second = process(1, comm(1, 2, [call(4, "barrier"), call(0, "recv", INSIDE, peer=0)]))
     verdict = judge([first, second])
     assert verdict.kind == "crossed"
-    assert verdict.sentence == ("rank 0 is in barrier #5 of comm 'tp', rank 1 waits in recv from rank 0 of comm 'tp'.")
-    assert verdict.details[0] == "rank 0 has not called send to rank 1"
-
-
-def test_ranks_that_were_made_for_other_sizes() -> None:
-    verdict = judge(
-        [in_init(0), in_init(1), process(2, comm(2, 8, [call(1, "init", INSIDE)], uid="u-w", name="world"))]
-    )
-    assert verdict.sentence == "rank 2 made comm 'world' for 8 ranks, the others for 4."
+    said = "ranks wait for each other: rank 0 in barrier #5 of comm 'tp', rank 1 in recv from rank 0 of comm 'tp'."
+    assert (verdict.sentence, verdict.details[0]) == (said, "rank 0: never called send to rank 1")
 
 
 def test_the_text_for_an_exception_is_short_and_does_not_repeat_it() -> None:
@@ -639,7 +593,7 @@ def test_a_rank_that_stays_in_what_the_others_have_completed() -> None:
     verdict = judge([waiting(0, 3), *(process(rank, comm(rank, 3, [call(41)])) for rank in (1, 2))])
     there = f"all_reduce #41 (comm 'tp', 3 ranks, {WHERE.partition('4 ranks, ')[2]}"
     assert verdict.sentence.startswith(
-        f"rank 0 has waited 12.3 s, for ranks 1 and 2, in {there}, which they have completed: the network between them"
+        f"rank 0 in {there}, not done after 12.3 s, which ranks 1 and 2 completed: the network between them"
     )
     assert verdict.culprits == [("u-tp", 0)]
 
@@ -652,8 +606,8 @@ def test_who_gave_up_in_what_the_others_have_completed_is_not_merely_missing(end
     gave_up = call(41, state=FAILED, error=LOST, age=5.5, returned=NOW - 0.5, site="/m/a.py:30")
     verdict = judge([waiting(0, 2, 42), process(1, comm(1, 2, [call(40), gave_up]), **end)], uid="u-tp")
     assert verdict.kind == "stalled"
-    assert verdict.sentence.startswith("rank 1 gave up after 5.0 s, for rank 0, in all_reduce #41")
-    assert ", which it has completed: the network between them" in verdict.sentence
+    assert verdict.sentence.startswith("rank 1 in all_reduce #41")
+    assert ", gave up after 5.0 s, which rank 0 completed: the network between them" in verdict.sentence
     assert about(verdict, "u-tp", 1) == about(verdict, "u-tp", 0) == render(verdict).partition("\nalso")[0]
 
 
@@ -663,8 +617,8 @@ def test_a_send_that_the_other_side_has_received_keeps_its_rank_from_the_next_ca
     before = [call(1, entry=1), call(2, entry=2)]
     first = process(0, comm(0, 2, [*before, recv, call(3, state=INSIDE, entry=4, age=3)]))
     verdict = judge([first, process(1, comm(1, 2, [*before, send]))], uid="u-tp")
-    assert verdict.sentence.startswith("rank 1 has waited 4.0 s, for rank 0, in send to rank 0")
-    assert ", which it has completed: " in verdict.sentence
+    assert verdict.sentence.startswith("rank 1 in send to rank 0")
+    assert ", not done after 4.0 s, which rank 0 completed: " in verdict.sentence
     assert "rank 1 has not entered all_reduce #3" in render(verdict)
 
 
@@ -676,16 +630,14 @@ def test_a_message_between_two_machines_is_named_before_one_within_a_machine() -
         records.append(process(rank, comm(rank, 3, calls), machine="m" if rank < 2 else "n"))
     verdict = judge(records, uid="u-tp")
     assert verdict.kind == "stalled"
-    assert re.match(
-        "ranks (0|1) and 2 are both in (send to|recv from) rank [012] .* and nobody is miss", verdict.sentence
-    )
+    assert re.match("ranks (0|1) and 2 in (send to|recv from) rank [012] .* and nobody is miss", verdict.sentence)
 
 
 def test_all_that_gave_up_though_nobody_was_missing() -> None:
     gave_up = call(41, state=FAILED, error=LOST, age=5.5, returned=NOW - 0.5)
     verdict = judge([process(rank, comm(rank, 2, [call(40), gave_up])) for rank in range(2)], uid="u-tp")
-    assert verdict.sentence.startswith("ranks 0 and 1 were both in all_reduce #41 (comm 'tp', 2 ranks")
-    assert "and nobody was missing, but it had not moved after 5.0 s: the network between them" in verdict.sentence
+    assert verdict.sentence.startswith("ranks 0 and 1 in all_reduce #41 (comm 'tp', 2 ranks")
+    assert "gave up after 5.0 s, and nobody is missing: the network between them" in verdict.sentence
 
 
 def test_what_a_rank_gave_up_in_before_its_newest_call_explains_nothing_any_more() -> None:
@@ -698,19 +650,3 @@ def test_calls_that_were_on_streams_of_an_ended_communicator_wait_for_nothing() 
     left = dp(0, call(0, "recv", ISSUED, peer=1), ended="aborted", ended_at=NOW - 100)
     other = dp(1, call(6), ended="aborted", ended_at=NOW - 100)
     assert judge([process(0, left, comm(0, 2, [call(1)])), process(1, other, comm(1, 2, [call(1)]))]).kind == "running"
-
-
-def test_an_unknown_rank_is_named_by_its_number_in_the_outermost_communicator() -> None:
-    """Ranks 1, 2 and 3 of the world are ranks 0, 1 and 2 of a child, 1 and 2 of which are 0 and 1 of another one."""
-    inner = call(3, "barrier", INSIDE, site="/m/x.py:3")
-    known = process(
-        2,
-        comm(2, 4, uid="w", name="world"),
-        comm(1, 3, uid="c", name="child", parent="w"),
-        comm(0, 2, [inner], uid="g", name="inner", parent="c"),
-    )
-    others = [process(rank, comm(rank, 4, uid="w", name="world")) for rank in (0, 1)]
-    others[1].comms.append(comm(0, 3, uid="c", name="child", parent="w"))
-    assert judge([known, *others]).sentence.startswith("nothing is known of rank 1 (rank 3 of comm 'world')")
-    known.comms[0].parent = "g"  # of a record that is damaged
-    assert judge([known, *others]).sentence.startswith("nothing is known of rank 1 (rank 3 of comm 'world')")

@@ -33,16 +33,16 @@ CASES = {
 if R == B: comm.recv(y, A)  # a
 comm.barrier()  # b
 """,
-        "rank {A} is in barrier #2 of comm 'world' at {b}, "
-        "rank {B} waits in recv from rank {A} of comm 'world' at {a}.",
+        "ranks wait for each other: rank {A} in barrier #2 of comm 'world' at {b}, "
+        "rank {B} in recv from rank {A} of comm 'world' at {a}.",
     ),
     "a recv is left out": (
         """
 if R == A: comm.send(x, B)  # a
 comm.all_reduce(x)  # b
 """,
-        "rank {B} is in all_reduce #2 of comm 'world' at {b}, "
-        "rank {A} waits in send to rank {B} of comm 'world' at {a}.",
+        "ranks wait for each other: rank {B} in all_reduce #2 of comm 'world' at {b}, "
+        "rank {A} in send to rank {B} of comm 'world' at {a}.",
     ),
     "a send of another size": (
         """
@@ -58,8 +58,8 @@ if R == A: comm.recv(y, B)  # a
 if R == B: comm.recv(y, A)  # b
 comm.barrier()
 """,
-        "ranks wait for each other: rank {A} waits in recv from rank {B} of comm 'world' at {a} before its send to "
-        "rank {B}; rank {B} waits in recv from rank {A} of comm 'world' at {b} before its send to rank {A}.",
+        "ranks wait for each other: rank {A} in recv from rank {B} of comm 'world' at {a}, "
+        "rank {B} in recv from rank {A} of comm 'world' at {b}.",
     ),
     "one leaves the group out": (
         """
@@ -69,7 +69,8 @@ if R == A:
         comm.recv(y, B)
 comm.barrier()  # b
 """,
-        "rank {B} is in barrier #2 of comm 'world' at {b}, rank {A} waits in send to rank {B} of comm 'world' at {a}.",
+        "ranks wait for each other: rank {B} in barrier #2 of comm 'world' at {b}, "
+        "rank {A} in send to rank {B} of comm 'world' at {a}.",
     ),
     "behind it on a stream": (
         """
@@ -78,16 +79,16 @@ if R == B: comm.recv(y, A, stream=stream)  # a
 comm.all_reduce(x, stream=stream)  # b
 stream.synchronize()
 """,
-        "rank {A} is in all_reduce #2 of comm 'world' at {b}, "
-        "rank {B} waits in recv from rank {A} of comm 'world' at {a}.",
+        "ranks wait for each other: rank {A} in all_reduce #2 of comm 'world' at {b}, "
+        "rank {B} in recv from rank {A} of comm 'world' at {a} before all_reduce #2 of comm 'world' at {b}.",
     ),
     "a signal is left out": (
         """
 if R == B: comm.wait_signal(A, stream=0)  # a
 comm.barrier()  # b
 """,
-        "rank {A} is in barrier #2 of comm 'world' at {b}, "
-        "rank {B} waits in wait_signal of rank {A} of comm 'world' at {a}.",
+        "ranks wait for each other: rank {A} in barrier #2 of comm 'world' at {b}, "
+        "rank {B} in wait_signal from rank {A} of comm 'world' at {a}.",
     ),
     "one leaves early": (
         """
