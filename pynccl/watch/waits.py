@@ -222,10 +222,10 @@ class Waits:
                     meeting = Meeting(group, call, {member.rank: call})
                     self._lacks(meeting, call.peer)
                     yield meeting
-                elif call.operation in _TOGETHER:
+                else:
                     found.setdefault(call.operation, Meeting(group, call)).here[member.rank] = call
         for operation, meeting in found.items():
-            for rank in (*group.members, *group.unknown):
+            for rank in (*group.members, *group.unknown) if operation in _TOGETHER else ():
                 other = group.members.get(rank)
                 ended = other is not None and other.left and operation in ("finalize", "destroy")
                 called = other and other.comm and any(call.operation == operation for call in other.comm.calls)
