@@ -187,10 +187,10 @@ def measure(nranks: int, library: Path, options: argparse.Namespace) -> dict[str
 
     try:
         wait_until(lambda: store.add("ready", 0) == nranks, 2 * PATIENCE_SECONDS)
-        store.set("hang", b"")
+        store.set("hang", "")
         began = time.monotonic()
         wait_until(lambda: sum(len(one.reports()) for one in running) >= nranks - 1, options.timeout + PATIENCE_SECONDS)
-        store.set("reported", b"")
+        store.set("reported", "")
         found = [one for process in running for one in process.reports().values()]
         wait_until(lambda: all(one.popen.poll() == 0 for one in running), PATIENCE_SECONDS)
     finally:
@@ -257,7 +257,8 @@ def main() -> None:
     parser.add_argument("--library", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(*options.child, options.library)
+        port, first, last, nranks = options.child
+        child(port, first, last, nranks, options.library)
         return
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as folder:
         library = compile_stub(Path(folder), STUB, "-pthread")
