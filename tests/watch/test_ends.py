@@ -118,8 +118,8 @@ def line_of_the_error(source: str) -> str:
 
 
 BY_ITSELF = (
-    r"rank 1 exited by itself 0\.\d s ago \(the end of its program, or sys.exit\) "
-    r"without entering all_reduce #2 \(comm 'world', 2 ranks, "
+    r"rank 1 exited by itself 0\.\d s ago \(the end of its program, or sys.exit\); "
+    r"rank 0 gave up after \d\.\d s in all_reduce #2 \(comm 'world', 2 ranks, "
 )
 PLAIN = {
     "raises": rf"rank 1 left by ValueError at {line_of_the_error(SCRIPTS)} 0\.\d s ago: no such file; ",
