@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .findings import SHOWN, Case, Finding, chain, concern, lines_of, standing, standings, waiting
-from .formatting import called, ranks_text, seconds
+from .formatting import called, clean, ranks_text, seconds
 from .gone import ending
 from .job import Member, follows, names_of
 from .records import FAILED
@@ -13,8 +13,9 @@ from .waits import Meeting, Step
 
 _STALLED_SECONDS = 10.0  # a call that all ranks are inside of may take a while
 _ASKED_SECONDS = 1.0  # the same where somebody asks, who has waited too long
-_NOT_TO_BE_SEEN = "the network between them, a GPU, or the work before it on its stream"
+_NOT_TO_BE_SEEN = "the network between {}, a GPU, or the work before it on its stream"
 _SHOWN_CROSSED = 3
+_SHOWN_HOSTS = 4
 
 
 def missing(case: Case) -> list[Finding]:
@@ -60,9 +61,10 @@ def _away(case: Case, meeting: Meeting, members: Sequence[Member]) -> Finding:
 
 def _unknown(case: Case, meeting: Meeting) -> Finding:
     why = "no record here (another machine, another PYNCCL_WATCH_DIR, or it has not come to init)"
-    text = (
-        f"nothing is known of {ranks_text(meeting.unknown)}: {why}; {waiting(meeting, '')} in {case.describe(meeting)}"
-    )
+    group = meeting.group
+    of = "" if all(one.process.rank in (rank, -1) for rank, one in group.members.items()) else f" of comm '{group.name}'"
+    text = f"nothing is known of {ranks_text(meeting.unknown)}{of}: {why}"
+    text += f"; {waiting(meeting, '')} in {case.describe(meeting)}"
     told = [ending(case, process) for process in case.job.processes if follows(process)][:1]  # who may have known more
     found = Finding("missing", text, 60 if meeting.away or meeting.gone else 55, [*told, *chain(case, meeting)])
     found.culprits = [(meeting.group.uid, rank) for rank in meeting.unknown]
@@ -125,15 +127,16 @@ def stalled(case: Case) -> list[Finding]:
         who, there = group.names(meeting.here), case.describe(meeting)
         gave_up = all(call.state == FAILED for call in meeting.here.values())
         how = f"{'gave up' if gave_up else 'not done'} after {seconds(age)}"
+        cause = _NOT_TO_BE_SEEN.format(_between([group.members[rank] for rank in meeting.here]))
         if meeting.complete():
-            text = f"{who} in {there}, {how}, and nobody is missing: {_NOT_TO_BE_SEEN}"
+            text = f"{who} in {there}, {how}, and nobody is missing: {cause}"
         else:
             others = (
                 [rank for rank in group.members if rank not in meeting.here]
                 if meeting.collective
                 else [meeting.call.peer]
             )
-            text = f"{who} in {there}, {how}, which {group.names(others)} completed: {_NOT_TO_BE_SEEN}"
+            text = f"{who} in {there}, {how}, which {group.names(others)} completed: {cause}"
         members = [group.members[rank] for rank in list(meeting.here)[:4]]
         details = [f"{names_of([one])}: {standing(case, one, meeting)}" for one in members] + chain(case, meeting)
         # Of the messages of a group it is rather those between two machines, or containers, that do not arrive.
@@ -141,3 +144,13 @@ def stalled(case: Case) -> list[Finding]:
         culprits = [] if meeting.complete() else [(group.uid, rank) for rank in meeting.here]
         found.append(concern(case, Finding("stalled", text, weight, details, culprits, [], [group.uid]), [meeting]))
     return found
+
+
+def _between(members: Sequence[Member]) -> str:
+    """ "them"; of several machines "rank 0 on host a and ranks 1-3 on host b"."""
+    hosts: dict[str, list[Member]] = {}
+    for one in members:
+        hosts.setdefault(clean(one.process.host, 60), []).append(one)
+    if not 1 < len(hosts) <= _SHOWN_HOSTS:
+        return "them"
+    return " and ".join(f"{names_of(same)} on host {host}" for host, same in hosts.items())

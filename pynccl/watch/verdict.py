@@ -100,7 +100,13 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
     concerned = [one for one in others if uid in one.comms and one.weight < CONSEQUENCE]
     if others and others[0].kind == "mismatch":  # in whichever communicator: its ranks may wait for nothing
         concerned = others
-    return "\n".join([one.sentence, *one.details[:3]]) if (one := next(iter(concerned or others), None)) else ""
+    if not (concerned or others):
+        return ""
+    first = (concerned or others)[0]
+    alike = [one for one in concerned if one.kind == first.kind and any(of == uid for of, _ in one.culprits)]
+    if first.kind == "missing" and alike:  # of ranks that are away, those of this communicator: by its numbers
+        first = alike[0]
+    return "\n".join([first.sentence, *first.details[:3]])
 
 
 def _found(case: Case) -> list[Finding]:

@@ -34,13 +34,14 @@ HEARD_SECONDS = 1.0  # in which Ctrl-C ends a rank
 _CRASHES = re.compile(
     r"Fatal Python error|terminate called|Segmentation fault|Exception in thread|Exception ignored|double free|Aborted"
 )
-# Without DNS; and what triton's bindings say at the end of some processes.
+# Without DNS; of a store that is not reached; and what triton's bindings say at the end of some processes.
 _OF_TORCH = re.compile(
-    r"^(\[W.*The hostname of the client socket cannot be retrieved|nanobind: | - (leaked|\.\.\.)|See https://nanobind).*\n?",
+    r"^(\[[WE]\d+ .*\[c10d\] |Exception raised from .*most recent call first|frame #|<omitting python frames>"
+    r"|nanobind: | - (leaked|\.\.\.)|See https://nanobind).*\n?",
     re.MULTILINE,
 )
 _OWN_NUMBER = re.compile(r"rank \d+ of \d+|\(rank=\d+, nranks=\d+\)|\(says rank \d+\)")  # itself, and who told it
-_RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |, and )\d+)*)|\branks? \[([\d, ]+)\]")
+_RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |, and |-)\d+)*)|\branks? \[([\d, ]+)\]")
 
 
 @dataclass
@@ -185,8 +186,14 @@ def blamed(text: str) -> set[int]:
     """Ranks in the first clause that speaks of any."""
     for clause in ";".join(said(text)).split(";"):
         if found := _RANKS.findall(_OWN_NUMBER.sub("", clause)):
-            return {int(number) for one in found for number in re.findall(r"\d+", " ".join(one))}
+            return {number for one in found for number in _numbers(" ".join(one))}
     return set()
+
+
+def _numbers(text: str) -> set[int]:
+    """ "0, 2-4" -> 0, 2, 3, 4"""
+    ranges = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)]
+    return {number for first, last in ranges for number in range(first, last + 1)}
 
 
 def lines_named(text: str) -> set[int]:
