@@ -62,7 +62,9 @@ def _away(case: Case, meeting: Meeting, members: Sequence[Member]) -> Finding:
 def _unknown(case: Case, meeting: Meeting) -> Finding:
     why = "no record here (another machine, another PYNCCL_WATCH_DIR, or it has not come to init)"
     group = meeting.group
-    of = "" if all(one.process.rank in (rank, -1) for rank, one in group.members.items()) else f" of comm '{group.name}'"
+    of = (
+        "" if all(one.process.rank in (rank, -1) for rank, one in group.members.items()) else f" of comm '{group.name}'"
+    )
     text = f"nothing is known of {ranks_text(meeting.unknown)}{of}: {why}"
     text += f"; {waiting(meeting, '')} in {case.describe(meeting)}"
     told = [ending(case, process) for process in case.job.processes if follows(process)][:1]  # who may have known more

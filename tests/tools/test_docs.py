@@ -46,8 +46,8 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "torchrun --nproc-per-node 8 -m pynccl perf all_reduce -b 8 -e 128M -f 2 -n 20 -w 5 -c 1": {"128M": "1M"},
     "torchrun --nproc-per-node=2 scripts/recipes/ddp.py": True,
     "python scripts/bench/overhead.py": "tests/tools/test_bench_overhead.py",
-    "python scripts/bench/host.py --ranks 2 4 16 --rounds 9 --markdown": {
-        "2 4 16 --rounds 9": "2 --bytes 16 --rounds 3"
+    "torchrun --standalone --nproc-per-node 2 -m pynccl perf all_reduce -b 16 -e 64M -f 64 -n 50 --compare torch": {
+        "64M -f 64 -n 50": "16 -n 2"
     },
     "python scripts/bench/overlap.py --markdown": "tests/tools/test_bench_overlap.py",
     "python scripts/bench/scale.py": "tests/tools/test_bench_scale.py",
