@@ -62,13 +62,16 @@ def _away(case: Case, meeting: Meeting, members: Sequence[Member]) -> Finding:
 def _unknown(case: Case, meeting: Meeting) -> Finding:
     why = "no record here (another machine, another PYNCCL_WATCH_DIR, or it has not come to init)"
     group = meeting.group
-    of = (
-        "" if all(one.process.rank in (rank, -1) for rank, one in group.members.items()) else f" of comm '{group.name}'"
-    )
+    own_numbers = any(one.process.rank not in (rank, -1) for rank, one in group.members.items())
+    of = f" of comm '{group.name}'" if own_numbers else ""
     text = f"nothing is known of {ranks_text(meeting.unknown)}{of}: {why}"
     text += f"; {waiting(meeting, '')} in {case.describe(meeting)}"
-    told = [ending(case, process) for process in case.job.processes if follows(process)][:1]  # who may have known more
-    found = Finding("missing", text, 60 if meeting.away or meeting.gone else 55, [*told, *chain(case, meeting)])
+    ended = [process for process in case.job.processes if follows(process)]  # who may have known more
+    ended.sort(key=lambda process: not process.end.startswith("NcclInvalidUsage"))
+    details = [*(ending(case, process) for process in ended[:1]), *chain(case, meeting)]
+    if ended and ended[0].end.startswith("NcclInvalidUsage"):  # it knew what is wrong: calls that disagree
+        text, details[0] = details[0], text
+    found = Finding("missing", text, 60 if meeting.away or meeting.gone else 55, details)
     found.culprits = [(meeting.group.uid, rank) for rank in meeting.unknown]
     return concern(case, found, [meeting])
 
