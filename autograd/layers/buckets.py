@@ -17,7 +17,7 @@ ALIGNMENT = 64  # bytes: so that kernels may read a view of a flat tensor in the
 Named = tuple[str, nn.Parameter]
 
 
-class Piece(NamedTuple):
+class Placed(NamedTuple):
     """Where a parameter lies in its bucket: elements start to stop."""
 
     name: str
@@ -37,10 +37,10 @@ class Bucket:
     def __init__(self, parameters: Sequence[Named], ranks: int, marked: bool) -> None:
         first = parameters[0][1]
         step = max(1, ALIGNMENT // first.element_size())
-        self.pieces: list[Piece] = []
+        self.pieces: list[Placed] = []
         end = 0
         for name, parameter in parameters:
-            self.pieces.append(Piece(name, parameter, end, end + parameter.numel()))
+            self.pieces.append(Placed(name, parameter, end, end + parameter.numel()))
             end = _up_to(end + parameter.numel(), step)
         marks = len(self.pieces) if marked else 0
         self.flat = torch.zeros(_up_to(end + marks, step * ranks), dtype=first.dtype, device=first.device)

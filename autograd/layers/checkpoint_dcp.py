@@ -42,7 +42,7 @@ def dcp_state_dict(model: nn.Module) -> dict[str, Any]:
                 "place: use full_state_dict or save_full_state_dict"
             )
         tensor, shard = entry.tensor.detach(), entry.shard
-        state[entry.names[0]] = tensor if shard is None or shard.dim is None else Part.of(tensor, shard)
+        state[entry.names[0]] = tensor if shard is None or shard.dim is None else PartTensor.of(tensor, shard)
     return state
 
 
@@ -78,7 +78,7 @@ class OptimizerState:
             shard = cut_of(parameter)
             for key, value in (self.optimizer.state.get(parameter) or new.get(parameter, {})).items():
                 cut = isinstance(value, Tensor) and shard is not None and value.shape == parameter.shape
-                rows.setdefault(name, {})[key] = Part.of(value.detach(), shard) if cut and shard else value
+                rows.setdefault(name, {})[key] = PartTensor.of(value.detach(), shard) if cut and shard else value
         groups = {
             str(at): {**group, "params": " ".join(self.names[one] for one in group["params"])}
             for at, group in enumerate(self.optimizer.param_groups)
@@ -130,7 +130,7 @@ def _state_to_come(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -
             optimizer.state.pop(one, None)
 
 
-class Part(Tensor):
+class PartTensor(Tensor):
     """A part that says its place by the methods that torch.distributed.checkpoint's planners ask for.
 
     They are those of DTensor (`torch/distributed/checkpoint/planner_helpers.py`)."""
@@ -139,7 +139,7 @@ class Part(Tensor):
     shard: Shard
 
     @classmethod
-    def of(cls, part: Tensor, shard: Shard) -> Part:
+    def of(cls, part: Tensor, shard: Shard) -> PartTensor:
         made = part.as_subclass(cls)
         made.part, made.shard = part, shard
         return made
@@ -185,16 +185,16 @@ class Part(Tensor):
         """That of the part. Copies know their place as well, so that none is taken for the whole: `dcp.async_save`
         copies first."""
         name = getattr(function, "__name__", "")
-        if name == "copy_" and not isinstance(args[0], Part):
+        if name == "copy_" and not isinstance(args[0], PartTensor):
             raise TypeError(f"copy_: the target does not know that it is a part, as the source does: {args[1].shard}")
         if name == "set_":  # by a copy that then sets `part` too, as it does with all attributes
             return args[0]
         made = function(*map(_plain, args), **{key: _plain(value) for key, value in (kwargs or {}).items()})
-        of = next((one for one in args if isinstance(one, Part)), None)
+        of = next((one for one in args if isinstance(one, PartTensor)), None)
         if of is not None and isinstance(made, Tensor) and name in _KEEP_PLACE:
-            return Part.of(made, of.shard)
+            return PartTensor.of(made, of.shard)
         return made
 
 
 def _plain(value: Any) -> Any:
-    return value.part if isinstance(value, Part) else value
+    return value.part if isinstance(value, PartTensor) else value

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from .buckets import Bucket, Named, Piece, as_real
+from .buckets import Bucket, Named, Placed, as_real
 from .gradients import clip_factor, partial_over, total_norm
 
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
@@ -120,7 +120,7 @@ def _own(bucket: Bucket, comm: Communicator) -> _Owned:
     return _Owned(values, own, grad, parts)
 
 
-def _parts(bucket: Bucket, ranks: int, rank: int) -> list[tuple[Piece, int, int]]:
+def _parts(bucket: Bucket, ranks: int, rank: int) -> list[tuple[Placed, int, int]]:
     """What a rank's block has of each parameter: elements start to stop of the block."""
     size = len(bucket.flat) // ranks
     begin, end = rank * size, (rank + 1) * size

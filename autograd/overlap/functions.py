@@ -22,7 +22,7 @@ from ..arguments import check_divisible
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap
-from .passes import Call
+from .passes import MatmulCall
 from .patterns import AllGatherMatmul, CopyMatmul, MatmulAllReduce, MatmulReduceScatter
 from .slices import Flight, Slices
 from .trials import Decision
@@ -77,9 +77,9 @@ def all_gather_matmul(
 
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
-    call = Call("all_gather_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = MatmulCall("all_gather_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
 
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Any:
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
         keeps = return_gathered or call.config.save_gathered
         y, *gathered = AllGatherMatmul.apply(x, w, bias, call, decision, keeps)
         return (y, gathered[0]) if return_gathered else y
@@ -111,10 +111,10 @@ def matmul_reduce_scatter(
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
     name = "matmul_reduce_scatter"
-    call = Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = MatmulCall(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     check_divisible(name, x, 0, comm, "cut it otherwise")
 
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Any:
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
         return MatmulReduceScatter.apply(x, w, bias, call, decision)
 
     def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -171,7 +171,7 @@ def matmul_all_reduce(
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
     name = "matmul_all_reduce"
-    call = Call(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = MatmulCall(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     if hand_off and x.dim() != 2:
         raise ValueError(f"{name}: hand_off=True hands out rows of a matrix, but x is {tuple(x.shape)}; flatten it")
     config = call.config
@@ -179,7 +179,7 @@ def matmul_all_reduce(
         way = "exchange" if config.deterministic else "slices" if config.method == "auto" else config.method
         call.config = replace(config, method=way, chunks=config.chunks or 4)
 
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Any:
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
         if hand_off:
             flight = Flight()
             return Slices(MatmulAllReduce.apply(x, w, bias, call, decision, flight), flight)
@@ -211,9 +211,9 @@ def copy_matmul(
 
     ValueError, TypeError on every rank for what does not fit together, before anything is launched.
     """
-    call = Call("copy_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = MatmulCall("copy_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
 
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: None) -> Any:
+    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: None) -> Any:
         return CopyMatmul.apply(x, w, bias, call)
 
     def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:

@@ -48,7 +48,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, w, bias
 
 
-class Call:
+class MatmulCall:
     """A call of one of the functions of functions.py: what it says besides its tensors, checked.
 
     main_grad, parameter  where the weight's gradient is added, by passes that add to gradients, and the weight that has
@@ -163,7 +163,7 @@ class Pass(NamedTuple):
 
 
 @contextmanager
-def opened(call: Call, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
+def opened(call: MatmulCall, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
     """The lanes of a pass that is decided to overlap."""
     workspace = call.workspace or workspace_of(call.comm)
     comm, limit = limited(workspace.carrier or call.comm, config, decision.method)
@@ -178,7 +178,7 @@ def opened(call: Call, decision: Decision, config: OverlapConfig, like: Tensor) 
         yield Pass(lanes, work, cut)
 
 
-def remember(ctx: Any, call: Call) -> None:
+def remember(ctx: Any, call: MatmulCall) -> None:
     """After the communication of a forward pass: what the backward pass asks for; see `Collective`."""
     ctx.of = call
     ctx.ask_for_token = None if saved_tensors_hooks(False) is None else save_token()
@@ -198,7 +198,7 @@ def backward_of(
 
     on_lanes    None: nothing of it is to be hidden
     replicated  what has to be equal on all ranks"""
-    call: Call = ctx.of
+    call: MatmulCall = ctx.of
     with noting(f"{type(ctx).__name__.removesuffix('Backward')}.backward", ctx.site):
         if ctx.ask_for_token is not None:
             ctx.ask_for_token()
@@ -223,7 +223,7 @@ class WeightGrad:
 
     products  how many there will be: of more than one, the sum is kept in float32 at least"""
 
-    def __init__(self, call: Call, w: Tensor, wanted: bool, products: int = 1) -> None:
+    def __init__(self, call: MatmulCall, w: Tensor, wanted: bool, products: int = 1) -> None:
         self.wanted, self._dtype = wanted, w.dtype
         adds = wanted and call.main_grad is not None and accumulates(call.parameter)
         self._sum: Tensor | None = call.main_grad if adds else None

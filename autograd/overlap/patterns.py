@@ -22,7 +22,7 @@ from . import unfused
 from .config import OverlapConfig
 from .gathering import from_window, gather, keep
 from .matmul import add, add_sum_rows, linear_rows, sum_rows
-from .passes import Call, Grads, WeightGrad, backward_of, flat_rows, opened, remember
+from .passes import Grads, MatmulCall, WeightGrad, backward_of, flat_rows, opened, remember
 from .reducing import Sums, all_reduce, reduce_scatter
 from .slices import Flight
 from .trials import Decision
@@ -40,7 +40,7 @@ class AllGatherMatmul(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision, kept: bool
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision, kept: bool
     ) -> tuple[Tensor, ...]:
         size = call.comm.size
         if decision.method == "off":
@@ -101,7 +101,7 @@ def _column_backward(
     decision: Decision,
     config: OverlapConfig,
 ) -> Grads:
-    call: Call = ctx.of
+    call: MatmulCall = ctx.of
     size = call.comm.size
     g = flat_rows(gy).unflatten(0, (size, -1))
     dx = g.new_empty(g.shape[1], w.shape[1])
@@ -143,7 +143,7 @@ class MatmulReduceScatter(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, decision: Decision) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Tensor:
         size = call.comm.size
         if decision.method == "off":
             y = unfused.matmul_reduce_scatter(x, w, call.comm, bias, call.reduce_dtype)
@@ -184,7 +184,7 @@ class MatmulReduceScatter(Function):
 
 
 def _row_backward(ctx: Any, gy: Tensor, x: Tensor, w: Tensor, decision: Decision, config: OverlapConfig) -> Grads:
-    call: Call = ctx.of
+    call: MatmulCall = ctx.of
     a = flat_rows(x).unflatten(0, (call.comm.size, -1))
     own = flat_rows(gy)
     dx = torch.empty_like(a) if ctx.needs_input_grad[0] else None
@@ -224,7 +224,7 @@ class MatmulAllReduce(Function):
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        call: Call,
+        call: MatmulCall,
         decision: Decision,
         flight: Flight | None,
     ) -> tuple[Tensor, ...]:
@@ -275,7 +275,7 @@ class CopyMatmul(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall) -> Tensor:
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, w)
         remember(ctx, call)
@@ -300,7 +300,7 @@ class CopyMatmul(Function):
 
 
 def _copy_backward(ctx: Any, gy: Tensor, x: Tensor, w: Tensor, decision: Decision, config: OverlapConfig) -> Grads:
-    call: Call = ctx.of
+    call: MatmulCall = ctx.of
     g = flat_rows(gy)
     dx = g.new_empty(len(g), w.shape[1])
     grad = WeightGrad(call, w, ctx.needs_input_grad[1])

@@ -15,13 +15,13 @@ from pynccl.bindings.workers import Clock, Wait
 
 from ..agreement import gathered
 from .recording import now
-from .spans import Part, from_bytes, to_bytes
+from .spans import RankPart, from_bytes, to_bytes
 
 _ROUNDS = 20
 _END_SECONDS = 5.0
 
 
-class Meeting:
+class TraceMeeting:
     """Every rank of the communicator makes one."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -30,7 +30,7 @@ class Meeting:
         self._comm = made
         self._offset, self._uncertainty = compare(made)
 
-    def gather(self, part: Part, seconds: float) -> list[Part]:
+    def gather(self, part: RankPart, seconds: float) -> list[RankPart]:
         """The parts of all ranks on rank 0, [] on the others; raises what kept them from coming in so many seconds."""
 
         def late() -> NcclTimeout:
@@ -46,7 +46,7 @@ class Meeting:
             self._comm.destroy()
         return found
 
-    def _gather(self, part: Part) -> list[Part]:
+    def _gather(self, part: RankPart) -> list[RankPart]:
         comm = self._comm
         if comm.device.startswith("cuda"):
             torch.cuda.set_device(comm.device)  # of this thread

@@ -12,7 +12,7 @@ from pynccl.chrome_trace import Event
 from pynccl.comm.collectives import bus_factor
 
 from .profiled import covered
-from .spans import BY_CPU, COMM, COMPUTE, CPU, EXPOSED, STEP, Lane, Part, Piece
+from .spans import BY_CPU, COMM, COMPUTE, CPU, EXPOSED, STEP, Lane, RankPart, Slice
 
 _KINDS = (STEP, COMPUTE, CPU, COMM)
 _NAMES = {STEP: "steps", COMPUTE: "compute", CPU: "cpu"}
@@ -47,9 +47,9 @@ class _Covered:
 class _Rank:
     """A part with its times from the begin of the trace: `zero`, seconds of the clock of rank 0."""
 
-    def __init__(self, part: Part, zero: float) -> None:
+    def __init__(self, part: RankPart, zero: float) -> None:
         self.part, self.shift = part, -part.offset - zero
-        self.lanes: dict[Lane, list[Piece]] = defaultdict(list)
+        self.lanes: dict[Lane, list[Slice]] = defaultdict(list)
         for piece in part.pieces:
             self.lanes[piece.lane].append(piece._replace(begin=piece.begin + self.shift, end=piece.end + self.shift))
         self.lanes = {lane: _nested(self.lanes[lane]) for lane in sorted(self.lanes, key=self._order)}
@@ -78,7 +78,7 @@ class _Rank:
 class Merged:
     """The trace of some ranks.   missing: why others are not in it"""
 
-    def __init__(self, parts: Sequence[Part], missing: Mapping[int, str]) -> None:
+    def __init__(self, parts: Sequence[RankPart], missing: Mapping[int, str]) -> None:
         self.missing = dict(missing)
         ordered = sorted(parts, key=lambda part: part.rank)
         zero = min(min([part.begin, *(one.begin for one in part.pieces)]) - part.offset for part in ordered)
@@ -120,7 +120,7 @@ class Merged:
                 told[name] = found
         return told | {"summary": self.summary}
 
-    def _lane_name(self, part: Part, lane: Lane) -> str:
+    def _lane_name(self, part: RankPart, lane: Lane) -> str:
         if lane.kind != COMM:
             return _NAMES[lane.kind] + (f" {lane.number + 1}" if lane.number else "")
         name, _, size = part.comms.get(lane.comm, (lane.comm, 0, 0))
@@ -133,7 +133,7 @@ class Merged:
             return f"{name}, by the CPU"
         return name + (", side stream" if lane.beside else "") + (f" {lane.number + 1}" if lane.number else "")
 
-    def _slice(self, one: _Rank, piece: Piece, tid: int) -> Event:
+    def _slice(self, one: _Rank, piece: Slice, tid: int) -> Event:
         args, begin, end = dict(piece.args), piece.begin, piece.end
         if piece.category == COMM:
             exposed = one.exposed.within(begin, end)
@@ -142,7 +142,7 @@ class Merged:
                 args |= self._of_all(piece, _Place(begin, end, one.part.rank, tid))
         return chrome.piece(piece.name, piece.category, one.part.rank, tid, begin, end, args)
 
-    def _of_all(self, piece: Piece, own: _Place) -> dict[str, Any]:
+    def _of_all(self, piece: Slice, own: _Place) -> dict[str, Any]:
         """Of a collective: who came late, and how quick it was from then on."""
         places = self._met[piece.keys[0]]
         if len(places) < 2 or piece.name.endswith("(has not ended)"):
@@ -163,17 +163,17 @@ class Merged:
         return told
 
 
-def _clocks(parts: list[Part]) -> str:
+def _clocks(parts: list[RankPart]) -> str:
     words = [f"rank {part.rank} {part.offset * 1e6:+.1f} us" for part in parts if part.uncertainty]
     if not words:
         return "all ranks have the clock of one machine"
     return "compared with that of rank 0 by collectives; ahead of it: " + ", ".join(words)
 
 
-def _nested(pieces: list[Piece]) -> list[Piece]:
+def _nested(pieces: list[Slice]) -> list[Slice]:
     """In the order of a lane, each within the one around it: the profiler's clock is good to about a microsecond."""
-    found: list[Piece] = []
-    around: list[Piece] = []
+    found: list[Slice] = []
+    around: list[Slice] = []
     for piece in sorted(pieces, key=lambda piece: (piece.begin, -piece.end)):
         while around and around[-1].end <= piece.begin:
             around.pop()

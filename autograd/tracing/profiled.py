@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .recording import Recording, Span, time_of
-from .spans import BY_CPU, COMM, COMPUTE, CPU, EXPOSED, STEP, Lane, Piece
+from .spans import BY_CPU, COMM, COMPUTE, CPU, EXPOSED, STEP, Lane, Slice
 
 _NODE = "autograd::engine::evaluate_function: "
 _LAUNCHES, _KERNELS = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
@@ -173,7 +173,7 @@ class Timeline:
 
     # Lanes
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[Slice]:
         """On a GPU, layers and calls are where their kernels were, and what the CPU did is on a lane of its own."""
         thread_kind, thread_category = (CPU, "cpu") if self._gpu else (COMPUTE, COMPUTE)
         calls = self._of(COMM)
@@ -181,27 +181,27 @@ class Timeline:
         launched = _Launched(computed)
         for span in [*self._layers, *self._backward]:
             lane = Lane(thread_kind, number=self._thread(span.thread))
-            yield Piece(lane, span.name, thread_category, span.begin, span.end, span.args)
+            yield Slice(lane, span.name, thread_category, span.begin, span.end, span.args)
             for stream, begin, end in launched.within(span):
-                yield Piece(self._stream(stream), span.name, COMPUTE, begin, end, span.args)
+                yield Slice(self._stream(stream), span.name, COMPUTE, begin, end, span.args)
         for span in self._profile.operators:
-            yield Piece(
+            yield Slice(
                 Lane(thread_kind, number=self._thread(span.thread)), span.name, "cpu_op", span.begin, span.end, {}
             )
         for one in computed:
-            yield Piece(self._stream(one.stream), one.name, "kernel", one.begin, one.end, {})
+            yield Slice(self._stream(one.stream), one.name, "kernel", one.begin, one.end, {})
         for span in self._of(STEP):
             extents = launched.within(span, everywhere=True)
             begin = min((begin for _, begin, _ in extents), default=span.begin)
             end = max((end for _, _, end in extents), default=span.end)
-            yield Piece(Lane(STEP), span.name, STEP, begin, end, {})
+            yield Slice(Lane(STEP), span.name, STEP, begin, end, {})
         for span in self._of(EXPOSED):
             lane = Lane(COMPUTE, number=self._thread(span.thread))
-            yield Piece(lane, span.name, EXPOSED, span.begin, span.end, {})
+            yield Slice(lane, span.name, EXPOSED, span.begin, span.end, {})
         yield from self._calls(calls, communicated)
         yield from self._gaps(computed, communicated)
 
-    def _calls(self, calls: list[Span], communicated: list[list[Kernel]]) -> Iterator[Piece]:
+    def _calls(self, calls: list[Span], communicated: list[list[Kernel]]) -> Iterator[Slice]:
         for span, kernels in zip(calls, communicated, strict=True):
             assert span.lane is not None
             lane, begin, end = span.lane, span.begin, span.end
@@ -211,10 +211,10 @@ class Timeline:
                 lane = lane._replace(number=BY_CPU, beside=False)
             layer, phase = span.args.get("layer", ""), span.args.get("phase", "")
             words = (span.name, layer, "backward" if phase == "backward" else "")
-            yield Piece(lane, " ".join(filter(None, words)), COMM, begin, end, span.args, span.keys)
+            yield Slice(lane, " ".join(filter(None, words)), COMM, begin, end, span.args, span.keys)
             if span.blocks:
                 on = Lane(COMPUTE, number=self._thread(span.thread))
-                yield Piece(on, f"{span.name} on {span.args['comm']}", EXPOSED, begin, end, {"layer": layer})
+                yield Slice(on, f"{span.name} on {span.args['comm']}", EXPOSED, begin, end, {"layer": layer})
 
     def _divided(self, calls: list[Span]) -> tuple[list[Kernel], list[list[Kernel]]]:
         """Kernels that compute, and those that each call has launched, both in the order in which they began."""
@@ -226,7 +226,7 @@ class Timeline:
             (communicated[id(within[-1])] if within else computed).append(kernel)
         return computed, list(communicated.values())
 
-    def _gaps(self, computed: list[Kernel], communicated: list[list[Kernel]]) -> Iterator[Piece]:
+    def _gaps(self, computed: list[Kernel], communicated: list[list[Kernel]]) -> Iterator[Slice]:
         """Where something travels on a GPU, and nothing is computed."""
         if not computed:
             return
@@ -234,7 +234,7 @@ class Timeline:
         works = [(one.begin, one.end) for one in computed]
         lane = self._stream(computed[0].stream)
         for begin, end in without(travels, works):
-            yield Piece(lane, "waits for communication", EXPOSED, begin, end, {})
+            yield Slice(lane, "waits for communication", EXPOSED, begin, end, {})
 
     def _thread(self, thread: int) -> int:
         return self._threads.setdefault(thread, len(self._threads))

@@ -27,7 +27,7 @@ class Lane(NamedTuple):
     beside: bool = False
 
 
-class Piece(NamedTuple):
+class Slice(NamedTuple):
     """A slice: seconds of perf_counter() of its rank.
 
     category  as in the file: "step", "compute", "comm", EXPOSED, "cpu_op", "kernel"
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Part:
+class RankPart:
     """What a rank gives to the trace. begin, end: of the block; comms: uid -> name, rank, size; offset, uncertainty:
     seconds that its clock is ahead of that of rank 0, and by how much that may be wrong"""
 
@@ -59,18 +59,18 @@ class Part:
     dropped: int = 0
     captured: int = 0  # calls that were captured into a CUDA graph, which have no times
     comms: dict[str, tuple[str, int, int]] = field(default_factory=dict)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Slice] = field(default_factory=list)
 
 
-def to_bytes(part: Part) -> bytes:
+def to_bytes(part: RankPart) -> bytes:
     return gzip.compress(json.dumps(asdict(part), allow_nan=False).encode(), 1)
 
 
-def from_bytes(data: bytes) -> Part:
+def from_bytes(data: bytes) -> RankPart:
     values = json.loads(gzip.decompress(data))
     pieces = [
-        Piece(Lane(*lane), name, category, begin, end, args, tuple(keys))
+        Slice(Lane(*lane), name, category, begin, end, args, tuple(keys))
         for lane, name, category, begin, end, args, keys in values["pieces"]
     ]
     comms = {uid: (name, rank, size) for uid, (name, rank, size) in values["comms"].items()}
-    return Part(**{**values, "pieces": pieces, "comms": comms})
+    return RankPart(**{**values, "pieces": pieces, "comms": comms})

@@ -23,11 +23,11 @@ from pynccl.comm.observing import observing
 from ..agreement import raise_alike
 from ..arguments import check_comm
 from ..torch_internals import profiler_enabled
-from .meeting import Meeting
+from .meeting import TraceMeeting
 from .merge import Merged
 from .profiled import Timeline, read
 from .recording import Recording, now
-from .spans import Part
+from .spans import RankPart
 
 LIMIT = 200_000
 _RAISED_SECONDS = 1.0  # for which a rank whose block has raised waits for the others, who may wait for it
@@ -103,7 +103,7 @@ class Tracing(Shared):
         self._asked, self._comm, self._model, self._timeout = path, comm, model, timeout
         self._limit = limit
         self._open = contextlib.ExitStack()
-        self._meeting: Meeting | None = None
+        self._meeting: TraceMeeting | None = None
         self._entered = False
         self._pid = os.getpid()
 
@@ -120,7 +120,7 @@ class Tracing(Shared):
         try:
             raise_alike(comm, problem)
             if comm is not None and comm.size > 1:
-                self._meeting = Meeting(comm)
+                self._meeting = TraceMeeting(comm)
                 comm.barrier()
             self._open.enter_context(observing(self._recording))
         except BaseException:
@@ -182,10 +182,10 @@ class Tracing(Shared):
             if self._meeting is not None:
                 self._meeting.close()
 
-    def _part(self, end: float, raised: str, seconds: float) -> Part:
+    def _part(self, end: float, raised: str, seconds: float) -> RankPart:
         recording = self._recording
         recording.finish(seconds)
-        return Part(
+        return RankPart(
             rank=_rank_of_launch() if self._comm is None else self._comm.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -199,7 +199,7 @@ class Tracing(Shared):
             pieces=Timeline(recording, read(recording, self._begin, end), end).pieces,
         )
 
-    def _deliver(self, part: Part, seconds: float) -> None:
+    def _deliver(self, part: RankPart, seconds: float) -> None:
         """Rank 0 writes the parts of all; where they cannot be had, each rank writes its own."""
         comm, meeting = self._comm, self._meeting
         if comm is None or meeting is None:

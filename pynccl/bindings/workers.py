@@ -47,7 +47,7 @@ class Clock:
         return f"{waited:.0f} s" if waited >= 1 else f"{waited:.2f} s"
 
 
-class Call(Generic[T]):
+class Begun(Generic[T]):
     """A call that a worker makes, from now on."""
 
     _value: T
@@ -79,12 +79,12 @@ class Call(Generic[T]):
         return self._value
 
 
-_calls: queue.SimpleQueue[Call[Any]] = queue.SimpleQueue()
-_running: set[Call[Any]] = set()
+_calls: queue.SimpleQueue[Begun[Any]] = queue.SimpleQueue()
+_running: set[Begun[Any]] = set()
 _workers = 0
 
 
-def _work(calls: queue.SimpleQueue[Call[Any]]) -> None:
+def _work(calls: queue.SimpleQueue[Begun[Any]]) -> None:
     while True:
         calls.get().run()
 
@@ -103,7 +103,7 @@ def prepare_exit() -> None:
 
 def call_at_exit(call: Callable[[], object], limit: float) -> bool:
     """Make a call while the interpreter ends; False if it has not returned after so many seconds."""
-    return Call(call, "exit").done.wait(limit)
+    return Begun(call, "exit").done.wait(limit)
 
 
 @atexit.register  # before any library is loaded, so after what the libraries do at exit, which ends calls into them
@@ -154,7 +154,7 @@ class Wait:
 
         For what blocks in C++. The caller hears Ctrl-C meanwhile, also without a deadline."""
         try:
-            return Call(call, "wait").result(max(self.clock.left(), 0.0) + GRACE_SECONDS, late)
+            return Begun(call, "wait").result(max(self.clock.left(), 0.0) + GRACE_SECONDS, late)
         except BaseException:
             self._gone.set()
             raise
@@ -171,14 +171,14 @@ class Silent(Exception):
 class Helper:
     """Asks what may never answer, beside its caller; never again while it has not answered."""
 
-    _asked: Call[Any] | None = None
+    _asked: Begun[Any] | None = None
     _clock = Clock(None)
 
     def ask(self, call: Callable[[], T], limit: float) -> T:
         """What `call()` returns or raises; Silent if it, or an earlier one, has done neither for so many seconds."""
         if self._asked is not None and not self._asked.done.is_set():
             raise self._silent()
-        asked = Call(call, "question")
+        asked = Begun(call, "question")
         self._asked, self._clock = asked, Clock(None)
         return asked.result(limit, self._silent)
 

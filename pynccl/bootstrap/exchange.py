@@ -16,7 +16,7 @@ from ..bindings.workers import Clock, Wait
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
 from ..watch.track import uid_of
-from .join import Part, init, prepare, watch_at
+from .join import Brought, init, prepare, watch_at
 from .rendezvous import could_not_start, first_line
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ def _agree(
     local_rank: int | None,
     rank: int,
     config: CommConfig | None,
-) -> tuple[Part, bytes]:
+) -> tuple[Brought, bytes]:
     """This rank's part and rank 0's id; `exchange` gives each rank all ranks' words. Raises if any rank failed."""
     try:
         part = prepare(library, device, local_rank, rank, config)

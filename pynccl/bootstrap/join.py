@@ -20,7 +20,7 @@ from .rendezvous import Rendezvous
 _LEAST_SECONDS = 1.0  # for NCCL's init, where the rendezvous took the whole timeout
 
 
-class Part(NamedTuple):
+class Brought(NamedTuple):
     """What a rank brings to the rendezvous; only rank 0 brings the id."""
 
     library: Library
@@ -28,7 +28,9 @@ class Part(NamedTuple):
     identity: bytes
 
 
-def prepare(library: Library | None, device: Any, local_rank: int | None, rank: int, config: CommConfig | None) -> Part:
+def prepare(
+    library: Library | None, device: Any, local_rank: int | None, rank: int, config: CommConfig | None
+) -> Brought:
     """All that can fail on one rank alone, and so has to be done before the others wait for it."""
     library = chosen(library)
     recorder()  # which says what is wrong with PYNCCL_WATCH and its relatives
@@ -37,7 +39,7 @@ def prepare(library: Library | None, device: Any, local_rank: int | None, rank: 
     device = default_device(library, device, local_rank)
     choose_device(library, device)
     struct_of(config, CommConfig, library)
-    return Part(library, device, bytes(get_unique_id(library)) if rank == 0 else b"")
+    return Brought(library, device, bytes(get_unique_id(library)) if rank == 0 else b"")
 
 
 def init_at(
@@ -82,7 +84,9 @@ def watch_at(comm: Communicator, store: Any, serves: bool = False) -> None:
         comm._watch_at(exchange_at(store, serves))
 
 
-def init(nranks: int, identity: bytes, rank: int, part: Part, config: CommConfig | None, clock: Clock) -> Communicator:
+def init(
+    nranks: int, identity: bytes, rank: int, part: Brought, config: CommConfig | None, clock: Clock
+) -> Communicator:
     left = max(clock.left(), _LEAST_SECONDS) if clock.timeout < math.inf else None
     comm = Communicator.init(nranks, identity, rank, part.device, config, left, part.library)
     comm.timeout = clock.timeout if clock.timeout < math.inf else None

@@ -11,7 +11,7 @@ from typing import TypeVar
 from ..bindings.abi import Result
 from ..bindings.errors import NcclTimeout
 from ..bindings.library import Library
-from ..bindings.workers import Call, Clock
+from ..bindings.workers import Begun, Clock
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def call_with_deadline(timeout: float | None, call: Callable[[], T], library: Li
         advice = "a rank is missing or unreachable: were all ranks started, with the same world size and id?"
         return _timeout(text, library.last_error(), advice)
 
-    return Call(call, what).result(clock.left(), late)
+    return Begun(call, what).result(clock.left(), late)
 
 
 def wait_nonblocking(library: Library, handle: int | None, code: int, timeout: float | None, what: str) -> int:

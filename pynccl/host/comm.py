@@ -18,7 +18,7 @@ from .failure import HostFailure, TransportFailure, invalid_argument, invalid_us
 from .link import link_of, sleep_until
 from .memory import Scratch
 from .reduction import PreMulSum
-from .rendezvous import Meeting
+from .rendezvous import MeetingPlace
 from .shared import SharedMemory
 from .transport import Transport
 from .watchdog import Activity
@@ -107,7 +107,7 @@ class Comm:
         self.timeout = seconds(TIMEOUT_VARIABLE)
         self.scratch = Scratch()
         self.premul: dict[int, PreMulSum] = {}
-        self.meeting: Meeting | None = None  # where its ranks have met
+        self.meeting: MeetingPlace | None = None  # where its ranks have met
         self.local = True  # all ranks are on this machine
         self.failure: HostFailure | None = None
         self.split_error = ""  # of a split, which is no failure of its parent

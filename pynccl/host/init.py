@@ -21,7 +21,7 @@ from .connect import ENDPOINT_BYTES, Channels, Connecting, Listener, pairs_in_pr
 from .exports import export
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error, of_system
 from .interfaces import on_one_machine
-from .rendezvous import Meeting, meeting_of
+from .rendezvous import MeetingPlace, meeting_of
 from .sharing import agree
 from .store import Store
 
@@ -99,7 +99,7 @@ def _share(comm: Comm, name: str) -> None:
     comm.begin(agree(name, comm.rank, comm.transport, comm.activity, comm.local))
 
 
-def _meet_and_connect(comm: Comm, meeting: Meeting, timeout: float, name: str) -> None:
+def _meet_and_connect(comm: Comm, meeting: MeetingPlace, timeout: float, name: str) -> None:
     """Wait for the other ranks of `comm` at `meeting`, saying for whom, and connect with them."""
     me = threading.current_thread()
     _waiting.add(me)
@@ -184,7 +184,7 @@ def ncclCommInitAll(comms: Any, ndev: int, devlist: Any) -> None:
     check_devices(devices)
     made = [Comm(rank, ndev, device) for rank, device in enumerate(devices)]
     try:
-        meeting = Meeting(Store(), "all")
+        meeting = MeetingPlace(Store(), "all")
         if ndev == 1:
             made[0].initialized = True
         else:

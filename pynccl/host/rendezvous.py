@@ -103,14 +103,14 @@ class Client:
         )
 
 
-class Meeting(NamedTuple):
+class MeetingPlace(NamedTuple):
     """Where ranks meet: in the store of this process or of one at (host, port) that has a key, under a name."""
 
     store: tuple[str, int, bytes] | Store
     name: str
 
-    def below(self, name: str) -> Meeting:
-        return Meeting(self.store, hashlib.sha256(f"{self.name}/{name}".encode()).hexdigest())
+    def below(self, name: str) -> MeetingPlace:
+        return MeetingPlace(self.store, hashlib.sha256(f"{self.name}/{name}".encode()).hexdigest())
 
     def _open(self, deadline: float) -> contextlib.AbstractContextManager[Store | Client]:
         if isinstance(self.store, Store):
@@ -187,7 +187,7 @@ def close() -> None:
     _own = None
 
 
-def meeting_of(unique_id: bytes, timeout: float) -> Meeting:
+def meeting_of(unique_id: bytes, timeout: float) -> MeetingPlace:
     """The part of a store that belongs to a unique id."""
     magic, port, machine, number, secret = _HEAD.unpack_from(unique_id)
     if magic != _MAGIC or not port:
@@ -198,7 +198,7 @@ def meeting_of(unique_id: bytes, timeout: float) -> Meeting:
     text = unique_id[_HEAD.size :].rstrip(b"\0").decode("ascii", "replace")
     here = machine.hex() == machine_mark()
     addresses = ["127.0.0.1"] if here else [address for address in text.split(",") if address]
-    return Meeting((_reachable(addresses, port, timeout), port, _key_of(secret)), number.hex())
+    return MeetingPlace((_reachable(addresses, port, timeout), port, _key_of(secret)), number.hex())
 
 
 def _reachable(addresses: list[str], port: int, timeout: float) -> str:
