@@ -61,11 +61,7 @@ def _away(case: Case, meeting: Meeting, members: Sequence[Member]) -> Finding:
 
 def _unknown(case: Case, meeting: Meeting) -> Finding:
     why = "no record here (another machine, another PYNCCL_WATCH_DIR, or it has not come to init)"
-    group = meeting.group
-    largest = max(other.size for other in case.job.groups)
-    own_numbers = group.size < largest or any(one.process.rank not in (rank, -1) for rank, one in group.members.items())
-    of = f" of comm '{group.name}'" if own_numbers else ""
-    text = f"nothing is known of {ranks_text(meeting.unknown)}{of}: {why}"
+    text = f"nothing is known of {ranks_text(meeting.unknown)} of comm '{meeting.group.name}': {why}"
     text += f"; {waiting(meeting, '')} in {case.describe(meeting)}"
     ended = [process for process in case.job.processes if follows(process)]  # who may have known more
     ended.sort(key=lambda process: not process.end.startswith("NcclInvalidUsage"))

@@ -352,7 +352,7 @@ def test_meetings_are_bounded_and_the_newest_stay() -> None:
 
 def test_names_below_a_meeting_stay_short() -> None:
     """As of a shrink by a thousand ranks, of a shrink, of a split."""
-    meeting = pynccl.host.rendezvous.Meeting(store.Store(), "name")  # type: ignore[attr-defined]
+    meeting = pynccl.host.rendezvous.MeetingPlace(store.Store(), "name")  # type: ignore[attr-defined]
     names = {meeting.below("split/1/0").name, meeting.below("split/1/1").name, meeting.name}
     for _ in range(5):
         meeting = meeting.below("shrink/" + ".".join(map(str, range(1000))))

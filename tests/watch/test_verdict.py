@@ -52,7 +52,7 @@ def test_ranks_far_ahead_on_their_stream_wait_for_the_first_missing_call() -> No
 def test_a_rank_without_a_record_is_said_to_be_unknown() -> None:
     verdict = judge(three_wait())
     assert verdict.sentence.startswith(
-        "nothing is known of rank 3: no record here (another machine, another PYNCCL_WATCH_DIR"
+        "nothing is known of rank 3 of comm 'tp': no record here (another machine, another PYNCCL_WATCH_DIR"
     )
     assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 3)])
 

@@ -151,7 +151,7 @@ EXPECTED = {
     group: NEVER.format("all_gather #3", f"{FLOATS}, {place('group')}"),
     recv: "rank 1 never called send to rank 0",
     send: "rank 1 never called recv from rank 0",
-    init: "nothing is known of rank 1: no record here",
+    init: "nothing is known of rank 1 of comm 'newer': no record here",
     backward: f"rank 1 never entered all_reduce #4 (AllReduce.backward of the forward call at {place('forward')}",
 }
 
