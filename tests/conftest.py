@@ -14,8 +14,8 @@ from pathlib import Path
 # choose their library through the environment of their own ranks. Two cores are few: no thread team per process.
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What killed ranks leave of their flight recorders goes when the run ends.
-if "PYNCCL_WATCH_DIR" not in os.environ:
+# What killed ranks leave of their flight recorders goes when the run ends; a worker of pytest-xdist has its own folder.
+if "PYNCCL_WATCH_DIR" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["PYNCCL_WATCH_DIR"] = tempfile.mkdtemp(prefix="pynccl-tests-watch-")
     atexit.register(shutil.rmtree, os.environ["PYNCCL_WATCH_DIR"], ignore_errors=True)
 
@@ -51,15 +51,16 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if GPU_TESTS in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items and not _has_gpu():
-        skip = pytest.mark.skip(reason="no CUDA GPU on this machine; scripts/gpu/gpu_check.py runs these on one")
-        for item in gpu_items:
-            item.add_marker(skip)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if GPU_TESTS in item.path.parents]
+    for item in gpu_items:
+        item.add_marker(pytest.mark.gpu)
+    if len(gpu_items) > 1 and not _has_gpu():  # one line for all of them
+        reason = f"{len(gpu_items)} tests need a CUDA GPU, and there is none here; scripts/gpu/gpu_check.py runs them"
+        gpu_items[0].add_marker(pytest.mark.skip(reason=reason))
+        config.hook.pytest_deselected(items=gpu_items[1:])
+        left_out = set(gpu_items[1:])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _has_gpu() -> bool:
