@@ -1,16 +1,18 @@
 # Every target sets up its own virtual environment on first use; later runs reuse it.
 #   make demo [N=4]   train a small transformer with N tensor-parallel ranks beside the unsharded model
-#   make test         the whole test suite              make lint / make format / make clean
-#   make test-all     that, and a minute or two of each fuzzer and of the fault campaign, of seeds that they draw and print
+#   make test         the tests to run before every commit            make lint / make format / make clean
+#   make test-all     these, the slow ones, a minute or two of each fuzzer and of the fault campaign, seeds drawn and printed
 #   make api          build/api.md: every public name, from the docstrings
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
 #   make collectives  docs/collectives.html: the page on which elements move, of python -m pynccl explain
-# Options: PYTHON=python3.12 (of a new .venv), VENV=folder, ARGS="..." (handed to train.py or pytest), DEMO_STEPS=20
+# Options: PYTHON=python3.12 (of a new .venv), VENV=folder, ARGS="..." (handed to train.py or pytest), DEMO_STEPS=20,
+#          WORKERS=4 (tests at once: most of them wait, for ranks or for an end, so twice the cores)
 
 PYTHON ?= python3
 VENV ?= .venv
 N ?= 2
 DEMO_STEPS ?=
+WORKERS ?= 4
 ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -21,7 +23,7 @@ LOG := $(VENV).log
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,8s/^# *//p' Makefile
+	@sed -n '2,9s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -31,9 +33,10 @@ demo: $(STAMP)
 	    scripts/train.py --check $(if $(DEMO_STEPS),--steps $(DEMO_STEPS)) $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: test
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow
 	$(PY) scripts/faults/fuzzer.py autograd --runs 20
 	$(PY) scripts/faults/fuzzer.py overlap --runs 100
 	$(PY) scripts/faults/fuzzer.py models --runs 60

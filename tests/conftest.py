@@ -1,4 +1,4 @@
-"""What every test has: the host library by default, the pool of ranks, and a skip of GPU tests without a GPU."""
+"""What every test has: the host library by default, the pool of ranks, one skip for all GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if "PYNCCL_WATCH_DIR" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(shutil.rmtree, os.environ["PYNCCL_WATCH_DIR"], ignore_errors=True)
 
 import pytest
+from browser import find_browser
 from ranks import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -52,15 +53,24 @@ def ctrl_c() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    gpu_items = [item for item in items if GPU_TESTS in item.path.parents]
-    for item in gpu_items:
+    gpu_tests = [item for item in items if GPU_TESTS in item.path.parents]
+    for item in gpu_tests:
         item.add_marker(pytest.mark.gpu)
-    if len(gpu_items) > 1 and not _has_gpu():  # one line for all of them
-        reason = f"{len(gpu_items)} tests need a CUDA GPU, and there is none here; scripts/gpu/gpu_check.py runs them"
-        gpu_items[0].add_marker(pytest.mark.skip(reason=reason))
-        config.hook.pytest_deselected(items=gpu_items[1:])
-        left_out = set(gpu_items[1:])
-        items[:] = [item for item in items if item not in left_out]
+    if gpu_tests and not _has_gpu():
+        _skip_in_one_line(
+            config, items, gpu_tests, "need a CUDA GPU; scripts/gpu/gpu_check.py runs them where there is one"
+        )
+    page_tests = [item for item in items if "browser" in getattr(item, "fixturenames", ())]
+    if page_tests and find_browser() is None:
+        _skip_in_one_line(config, items, page_tests, "open a page in Chromium: apt install chromium")
+
+
+def _skip_in_one_line(config: pytest.Config, items: list[pytest.Item], some: list[pytest.Item], what: str) -> None:
+    """The first of them is skipped and speaks for all; the others are deselected."""
+    some[0].add_marker(pytest.mark.skip(reason=f"{len(some)} tests {what}"))
+    config.hook.pytest_deselected(items=some[1:])
+    left_out = set(some[1:])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _has_gpu() -> bool:

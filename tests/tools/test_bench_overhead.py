@@ -22,7 +22,10 @@ sys.path.insert(0, str(SCRIPTS))
 
 import bench.overhead as bench  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler"),
+]
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:

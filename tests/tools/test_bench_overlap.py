@@ -20,6 +20,8 @@ sys.path.insert(0, str(SCRIPTS))
 from bench import overlap as bench_overlap  # noqa: E402
 from bench.overlap_report import bounds, table  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--rows", "16", "--balance", "1", "none", "--width", "8", "--hidden", "12", "--rounds", "3"]
 BY_HAND = ["off", "bulk", "slices 2", "slices 4", "slices 8", "ring"]
 Ran = tuple[dict[str, Any], str, int]

@@ -13,7 +13,10 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "scale.py"
 
-pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler"),
+]
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:

@@ -191,6 +191,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RUN = [text for text, way in COMMANDS.items() if way is True or isinstance(way, dict) or way == "dry"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", RUN)
 def test_command_runs(text: str, workplace: Path) -> None:
     way = COMMANDS[text]
@@ -226,20 +227,6 @@ def test_explain_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(text)[3:]) == 0
     assert {path.name for path in tmp_path.iterdir()} == set(re.findall(r"\S+\.(?:png|html)", text))
-
-
-ELSEWHERE = {text: way for text, way in COMMANDS.items() if isinstance(way, str) and way.startswith("tests/")}
-
-
-@pytest.mark.parametrize("text", ELSEWHERE)
-def test_command_is_run_by_the_file_that_is_named(text: str) -> None:
-    source = (ROOT / ELSEWHERE[text]).read_text()
-    name = next((Path(word) for word in text.split() if word.startswith("scripts/")), None)
-    assert (
-        (name.name in source or f"import {name.stem}" in source)
-        if name
-        else re.sub("^ssh .*? ", "", text).split()[3] in source
-    )
 
 
 # -------------------------------------------------------------------------------------------------------------- links

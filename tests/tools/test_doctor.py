@@ -114,6 +114,7 @@ def codes(found: dict[str, Any]) -> list[str]:
     return [problem["code"] for problem in found["problems"]]
 
 
+@pytest.mark.slow
 def test_the_host_library_is_no_problem() -> None:
     done = doctor(PYNCCL_LIBRARY="host")
     version = ".".join(map(str, pynccl.load("host").version))
@@ -125,6 +126,7 @@ def test_the_host_library_is_no_problem() -> None:
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.slow
 def test_json_has_the_same_with_stable_keys() -> None:
     found = findings()
     keys = ["versions", "library", "torch", "wheels", "mapped", "driver", "settings"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from ranks import TORCHRUN, RankPool, each_size
 from torch import Tensor
@@ -30,6 +31,7 @@ def launch(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_batch_norm_runs_under_torchrun_and_agrees() -> None:
     printed = launch("batch_norm.py")
     assert "they agree" in printed
@@ -37,6 +39,7 @@ def test_batch_norm_runs_under_torchrun_and_agrees() -> None:
         assert layer in printed
 
 
+@pytest.mark.slow
 def test_clip_loss_runs_under_torchrun_and_agrees() -> None:
     printed = launch("clip_loss.py")
     assert "loss and gradients agree with a single process's" in printed

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from nodes import ADDRESSES, two_nodes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = "scripts/examples/multi_node.sh"
 HELLO = "scripts/examples/hello.py"

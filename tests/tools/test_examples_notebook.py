@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel (pip install nbclient ipykernel)")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (pip install nbclient ipykernel)")
 pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel (pip install nbclient ipykernel)")

@@ -331,12 +331,14 @@ def test_the_calls_in_the_words_are_there() -> None:
 # ------------------------------------------------------------------------------------------------- the command line
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own_without_utf8() -> None:
     done = explain("all_gather", "--ranks", "2", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii() and re.search(r"\| 1  \| *= *\| 11 \|", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     code = f"{sys.executable} -m pynccl explain all_reduce --ranks 8 | head -n 1"
     env = {**os.environ, "PYNCCL_WATCH": "off"}

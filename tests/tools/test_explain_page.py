@@ -1,7 +1,7 @@
 """docs/collectives.html in a browser: the slider is dragged, keys are pressed, and the elements are where they belong.
 
 What they hold at the end is held against NumPy; half-way each one has to lie between where it comes from and where it
-goes. Skipped where there is no Chromium.
+goes. Skipped where there is no Chromium, in one line that says how to get one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pynccl.tools.explain.page import page
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "collectives.html"
 CHROMIUM = find_browser()
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to open the page with")
+slow = pytest.mark.slow
+
 
 # Everything that is drawn, as the browser has laid it out.
 SCENE = """(() => {
@@ -140,7 +141,7 @@ def test_the_page_needs_nothing_from_outside() -> None:
     assert not re.search(r"<[^>]*\ssrc=", text)
 
 
-@needs_browser
+@slow
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("direction", ["forward", "adjoint"])
 def test_elements_move_from_where_they_are_to_where_numpy_has_them(opened: Page, ranks: int, direction: str) -> None:
@@ -188,7 +189,7 @@ def check_between(scene: dict[str, Any], flyer: dict[str, Any]) -> None:
     assert flyer["place"][2:] == pytest.approx(source["place"][2:], abs=0.5)
 
 
-@needs_browser
+@slow
 def test_dragging_the_slider_moves_the_elements_there_and_back(opened: Page) -> None:
     half = slide(opened, 0.5)
     assert half["now"] == pytest.approx(2.0, abs=0.1)
@@ -208,7 +209,7 @@ def test_dragging_the_slider_moves_the_elements_there_and_back(opened: Page) -> 
     assert begin["now"] == 0 and not any(cell["value"] for cell in begin["cells"] if cell["area"])
 
 
-@needs_browser
+@slow
 def test_the_adjoint_goes_up_where_the_forward_goes_down(opened: Page) -> None:
     down = show(opened, "reduce_scatter", "sum", "", 4, "forward")
     up = show(opened, "reduce_scatter", "sum", "", 4, "adjoint")
@@ -219,7 +220,7 @@ def test_the_adjoint_goes_up_where_the_forward_goes_down(opened: Page) -> None:
     assert cell_of(up, 1, 0, 0)["place"][1] < cell_of(up, 0, 0, 0)["place"][1]
 
 
-@needs_browser
+@slow
 def test_buttons(opened: Page) -> None:
     opened.click("#operations [data-value='all_reduce']")
     opened.click("#op [data-value='max']")
@@ -243,7 +244,7 @@ def test_buttons(opened: Page) -> None:
     assert opened.run(SCENE)["now"] == 1
 
 
-@needs_browser
+@slow
 def test_another_root_gets_or_gives_it_all(opened: Page) -> None:
     show(opened, "gather", "", "", 3, "forward")
     opened.click("#root [data-value='2']")
@@ -256,7 +257,7 @@ def test_another_root_gets_or_gives_it_all(opened: Page) -> None:
     assert opened.run("document.querySelectorAll('#root button').length") == 0
 
 
-@needs_browser
+@slow
 def test_playing_goes_on_by_itself_and_stops_at_the_end(opened: Page) -> None:
     show(opened, "permute", "", "", 2, "forward")
     opened.click("#play")
@@ -273,7 +274,7 @@ def test_playing_goes_on_by_itself_and_stops_at_the_end(opened: Page) -> None:
     assert opened.run(SCENE)["now"] == now < 8
 
 
-@needs_browser
+@slow
 def test_who_wants_little_motion_gets_nothing_by_itself(browser: Browser) -> None:
     tab = browser.open(FILE.as_uri(), prefers_reduced_motion="reduce")
     tab.click("#operations [data-value='gather']")
@@ -283,7 +284,7 @@ def test_who_wants_little_motion_gets_nothing_by_itself(browser: Browser) -> Non
     tab.close()
 
 
-@needs_browser
+@slow
 @pytest.mark.parametrize("width", [320, 760])
 def test_nothing_is_wider_than_the_window(browser: Browser, width: int) -> None:
     tab = browser.open(FILE.as_uri() + "#split:::8:forward:0:0", width, 800)
@@ -295,7 +296,7 @@ def test_nothing_is_wider_than_the_window(browser: Browser, width: int) -> None:
     tab.close()
 
 
-@needs_browser
+@slow
 def test_a_window_that_changes_its_width_is_laid_out_anew(opened: Page) -> None:
     show(opened, "reduce_scatter", "sum", "", 8, "forward", 1.5)
     for width in (330, 1200):
@@ -309,7 +310,7 @@ def test_a_window_that_changes_its_width_is_laid_out_anew(opened: Page) -> None:
             check_between(scene, flyer)
 
 
-@needs_browser
+@slow
 def test_light_and_dark_can_be_read(browser: Browser) -> None:
     """The contrast of numbers with the ground of each rank's elements, as WCAG 2.2 counts it: at least 4.5."""
     for scheme in ("light", "dark"):
@@ -343,7 +344,7 @@ def contrast(one: list[float], other: list[float]) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@needs_browser
+@slow
 def test_an_address_that_means_nothing_shows_reduce_scatter(browser: Browser) -> None:
     for mark in ("#nonsense", "#all_reduce:foo:bar:99:sideways:x", "#"):
         tab = browser.open(FILE.as_uri() + mark)
@@ -352,7 +353,7 @@ def test_an_address_that_means_nothing_shows_reduce_scatter(browser: Browser) ->
         tab.close()
 
 
-@needs_browser
+@slow
 def test_html_of_the_command_opens_with_what_was_asked_for(browser: Browser, tmp_path: Path) -> None:
     from pynccl.__main__ import main
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,6 @@ import gpu_check  # noqa: E402
 import torch  # noqa: E402
 from gpu.launches import alone, as_ranks  # noqa: E402
 from gpu.overlapped import Timeline  # noqa: E402
-from gpu.test_gpu_streams import test_what_a_stream_of_pynccl_holds_does_not_grow as holds_no_more  # noqa: E402
 from ranks import RankPool  # noqa: E402
 
 import pynccl_autograd as ad  # noqa: E402
@@ -51,18 +46,11 @@ def perform(step: gpu_check.Step, work: Path, limit: float = 90.0) -> str:
     return "".join(log.read_text() for log in gpu_check.perform(step, work, 0, limit))
 
 
-def planned(name: str, work: Path) -> gpu_check.Step:
-    return next(step for steps in gpu_check.calls(work, 0).values() for step in steps if step.name == name)
-
-
 def check(out: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OUT": str(out), **env}
     return subprocess.run(
         [*CHECK, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
-
-
-# --------------------------------------------------------------------------------------------------- the plan
 
 
 def test_every_file_of_gpu_tests_is_in_one_step_of_one_rank_or_of_two() -> None:
@@ -85,31 +73,11 @@ def test_the_limits_of_a_call_fit_into_its_budget_and_all_calls_into_the_time_of
     assert len(every) * gpu_check.CALL_SECONDS <= HELD_SECONDS - len(every) * TRANSFER_SECONDS
 
 
-def test_the_list_runs_nothing_and_names_every_step(tmp_path: Path) -> None:
-    done = check(tmp_path / "out", "--list")
-    assert done.returncode == 0 and not (tmp_path / "out").exists()
-    for steps in gpu_check.calls(tmp_path, 0).values():
-        assert all(f"  {step.name} " in done.stdout for step in steps)
-
-
-# --------------------------------------------------------------------------------------------------- one step
-
-
 def test_a_hang_in_c_ends_at_the_limit_with_its_stack_in_the_log(tmp_path: Path) -> None:
     step = step_of(HANG)
     printed = perform(step, tmp_path, 3.0)
     assert step.status == "failed" and step.reason.startswith("not done within 3 s; rank 0 was killed")
     assert "in here_it_hangs" in printed and "in here_it_hangs" in step.output and step.took < 20
-
-
-def test_once_a_rank_has_failed_the_others_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 1.0)
-    step = step_of(HANG, ranks=3)
-    perform(step, tmp_path)
-    assert step.reason == "rank 1 ended with exit code 5; rank 0, 2 was killed" and step.took < 30
-
-
-# --------------------------------------------------------------------------------------------------- a call
 
 
 def test_a_failure_is_told_and_the_other_steps_run_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,143 +93,10 @@ def test_a_failure_is_told_and_the_other_steps_run_on(tmp_path: Path, monkeypatc
     assert "===== step_0-0\na failure" in (tmp_path / "out" / "gpu_probe.log").read_text()
 
 
-def test_where_two_ranks_do_not_reach_each_other_no_other_step_waits_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    reach, one, two = step_of("raise SystemExit(1)", 2), step_of("", 1), step_of("", 2)
-    reach.name = "reach"
-    gpu_check.run("probe", [reach, one, two], tmp_path, 1, 100.0)
-    assert [step.status for step in (reach, one, two)] == ["failed", "passed", "not run"]
-    assert two.reason == "two ranks on one GPU do not reach each other"
-
-
-def test_a_call_that_is_terminated_ends_its_step(tmp_path: Path) -> None:
-    env = {**os.environ, **ON_HOST, "OUT": str(tmp_path), "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen([*CHECK, "train_1_float32"], cwd=ROOT, env=env, stderr=subprocess.PIPE)
-
-    def started() -> list[Any]:
-        return [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _bytes_of(path)]
-
-    deadline = time.monotonic() + 60
-    while not started():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
-    assert process.returncode == 130 and not started()
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
 def test_without_a_gpu_nothing_is_run_and_the_reason_is_said(tmp_path: Path) -> None:
     done = check(tmp_path / "out", PYNCCL_LIBRARY="")
     assert done.returncode == 0 and done.stdout.startswith("no GPU, so nothing to check: ")
     assert not (tmp_path / "out").exists()
-
-
-def test_two_ranks_reach_each_other(tmp_path: Path) -> None:
-    step = planned("reach", tmp_path)
-    perform(step, tmp_path)
-    assert step.status == "passed", step.output
-
-
-def write_tests(folder: Path, text: str) -> str:
-    """A test file with the hooks and the communicator of tests/gpu, on the host library, without a GPU."""
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    (folder / "conftest.py").write_text(
-        textwrap.dedent(f"""
-        import sys
-        sys.path[:0] = {[str(ROOT / "tests"), str(ROOT / "tests" / "support")]!r}
-        from gpu.conftest import *
-
-        @pytest.fixture(scope="session", autouse=True)
-        def told():
-            seen = []
-            yield seen
-            print("in the end", *(repr(one) for one in seen))
-
-        @pytest.fixture(autouse=True)
-        def tell(told, comm):
-            told[:] = [comm]
-
-        import pynccl
-        host = pynccl.load("host")
-        pynccl.load = lambda spec=None: host
-        """)
-    )
-    (folder / "test_it.py").write_text(textwrap.dedent(text))
-    return str(folder)
-
-
-def pytest_on(folder: str, ranks: int) -> gpu_check.Step:
-    return gpu_check.Step("tests", ranks, 60, ["-m", "pytest", folder, "-p", "no:cacheprovider", "-s", "-v"])
-
-
-def test_gpu_tests_without_a_gpu_are_no_success(tmp_path: Path) -> None:
-    step = gpu_check.pytest_of("errors", 1, 60, *gpu_check.files("errors"), CUDA_VISIBLE_DEVICES="")
-    perform(step, tmp_path)
-    assert (step.status, step.reason) == ("failed", "no test has passed"), step.output
-    assert " skipped" in step.output
-
-
-def test_after_a_failure_nothing_waits_for_the_other_ranks(tmp_path: Path) -> None:
-    folder = write_tests(
-        tmp_path,
-        """
-        import torch
-
-        def test_both(comm):
-            assert comm.all_reduce(torch.ones(2)).tolist() == [2, 2]
-
-        def test_one(comm, child):
-            assert comm.rank == 0
-
-        def test_that_would_hang(comm):
-            comm.all_reduce(torch.ones(2))
-            if comm.rank:
-                comm.recv(torch.ones(2), 0)
-        """,
-    )
-    step = pytest_on(folder, 2)
-    perform(step, tmp_path)
-    printed = (tmp_path / "tests-1.log").read_text()
-    assert step.took < 60 and "killed" not in step.reason, step.reason
-    assert "test_it.py::test_one failed on this rank" in printed and "test_both PASSED" in printed.replace("\n", "")
-    assert "in the end <pynccl.Communicator rank 1 of 2 on cpu, aborted>" in printed
-
-
-def test_without_a_failure_the_communicator_is_destroyed(tmp_path: Path) -> None:
-    folder = write_tests(tmp_path, "def test_it(comm, child):\n    assert child.size == comm.size\n")
-    step = pytest_on(folder, 2)
-    printed = perform(step, tmp_path)
-    assert step.status == "passed" and "1 passed" in step.output, step.output
-    assert "in the end <pynccl.Communicator rank 0 of 2 on cpu, destroyed>" in printed
-
-
-def test_a_rank_alone_goes_on_after_a_failure(tmp_path: Path) -> None:
-    folder = write_tests(
-        tmp_path,
-        """
-        def test_wrong(comm):
-            assert comm.size == 2
-
-        def test_right(comm):
-            assert comm.size == 1
-        """,
-    )
-    step = pytest_on(folder, 1)
-    printed = perform(step, tmp_path)
-    assert "1 failed, 1 passed" in printed
-    assert "FAILED" in printed and "::test_wrong" in printed
-
-
-# ------------------------------------------------------------------------- what tests/gpu has of its own, on the CPU
 
 
 def test_a_process_that_a_gpu_test_starts_is_not_a_rank_of_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,8 +123,3 @@ def timeline_of(comm: Communicator) -> tuple[int, int]:
 def test_the_observer_of_gpu_tests_takes_all_that_it_is_told(ranks: RankPool) -> None:
     for collectives, matmuls in ranks.run(2, timeline_of):
         assert collectives == 8 and matmuls >= 4  # of both passes
-
-
-def test_what_a_stream_holds_is_counted_without_its_insides() -> None:
-    with Communicator.init_all(1)[0] as comm:
-        holds_no_more(comm)

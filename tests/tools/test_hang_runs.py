@@ -119,6 +119,7 @@ def wait_until(found: Callable[[], Any], good: Callable[[Any], bool]) -> Any:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_run_that_hangs_is_not_told_of_the_one_before_it_at_the_same_port(
     launches: Launches, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ranks: int
@@ -148,6 +149,7 @@ def test_a_run_that_hangs_is_not_told_of_the_one_before_it_at_the_same_port(
     assert time.time() - 2 * PATIENCE < listed[1]["started"] < listed[1]["last_seen"] <= listed[0]["last_seen"]
 
 
+@pytest.mark.slow
 def test_so_too_where_the_ranks_of_neither_have_met(
     launches: Launches, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

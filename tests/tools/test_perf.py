@@ -292,6 +292,7 @@ def test_the_other_ranks_of_a_machine_end_alike_in_silence(
     assert refused(words, capsys) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", ["all_to_all", "gather", "send_recv"])
 def test_torch_beside_others_on_three_ranks(collective: str) -> None:
     done = launched(3, collective, "-b", "4K", "-e", "4K", "-n", "4", "-w", "1", "-c", "1", "--compare", "torch")

@@ -22,6 +22,7 @@ README = Path(__file__).parents[2] / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "expected"),
     [

@@ -109,6 +109,7 @@ def test_recipes_are_short_and_say_how_they_are_run() -> None:
         assert f"`scripts/recipes/{name}.py`" in (DOCS / "recipes.md").read_text()
 
 
+@pytest.mark.slow
 def test_recipe_prints_one_line_under_torchrun() -> None:
     command = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(FOLDER / "pipeline.py")]
     environment = {**os.environ, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}

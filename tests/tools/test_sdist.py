@@ -7,6 +7,10 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pynccl", "autograd", "tests", "scripts", "docs", ".ci")
 FILES = {"pyproject.toml", "setup.py", "Makefile", "constraints.txt", "README.md", "CHANGELOG.md", "LICENSE"}

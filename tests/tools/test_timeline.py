@@ -113,6 +113,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.slow
 def test_it_writes_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "a" / "timeline.png"

@@ -30,6 +30,8 @@ from train_model import (  # noqa: E402
     split_text,
 )
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--device", "cpu", "--layers", "2", "--width", "32", "--heads", "4", "--seq", "32", "--batch", "4"]
 SECONDS = 100.0  # of patience, on a busy machine
 

@@ -19,6 +19,8 @@ sys.path.insert(0, str(SCRIPTS))
 
 from train import read_options  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 MOST_LINES = 22
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("mypy")
 
 CACHE = Path(__file__).parents[2] / ".mypy_cache" / "user"  # what mypy makes of torch takes it half a minute
