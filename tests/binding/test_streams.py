@@ -46,7 +46,7 @@ def test_a_stream_of_any_library_reaches_c_as_its_handle(kind: str) -> None:
     assert stub.calls()[0].args["stream"] == handle
 
 
-@pytest.mark.parametrize("other", ["0", 1.0, True, object(), SimpleNamespace(ptr="x")], ids=repr)
+@pytest.mark.parametrize("other", ["0", 1.0, True, NotImplemented, SimpleNamespace(ptr="x")], ids=repr)
 def test_other_objects_are_no_streams(other: Any) -> None:
     with pytest.raises(TypeError) as caught:
         stream_handle(other)
