@@ -1,7 +1,7 @@
 """A picture of a trace that `ad.trace` or --trace wrote, for where no browser is: lanes of all ranks over time.
 
-Forward passes are blue, backward passes green, communication orange; red is what is computed waiting for communication.
-Lines join the same collective on the ranks. Needs matplotlib.
+Layers' forward passes are blue, nodes of the backward pass green, communication is orange, waiting for it red. Lines
+join the same collective on the ranks. Needs matplotlib.
 
 examples:
   python scripts/draw_trace.py out/trace.json.gz --out out/trace.png  # long: it needs a trace
@@ -23,18 +23,20 @@ Event = dict[str, Any]
 Lane = tuple[int, int]  # pid, tid
 COLORS = {
     "step": "#b0b0b0",
-    "compute": "#4c78a8",
+    "user_annotation": "#4c78a8",
+    "gpu_user_annotation": "#4c78a8",
     "backward": "#59a89c",
     "kernel": "#9ecae9",
     "comm": "#f58518",
     "exposed": "#d62728",
-}  # other categories, as the operators of torch.profiler, are too many to be drawn
+}  # of torch's operators the nodes of the backward pass alone are drawn
 NAMES = {
-    "compute": "computed, forwards",
-    "backward": "computed, backwards",
+    "user_annotation": "forward pass of a layer",
+    "backward": "node of the backward pass",
     "comm": "communication",
-    "exposed": "what is computed waits for communication",
+    "exposed": "computation waits for communication",
 }
+NODE = "autograd::engine::evaluate_function: "
 GAP = 0.5  # rows between two lanes
 INCHES_OF_ROW, WIDTH, CHARACTER = 0.2, 15.0, 0.055  # inches
 
@@ -87,16 +89,20 @@ def placed(pieces: list[Event]) -> tuple[list[tuple[Event, float]], dict[Lane, f
     return found, first, row
 
 
-def color_of(piece: Event) -> str:
-    backward = piece["cat"] == "compute" and (piece["args"].get("phase") == "backward" or piece["name"] == "backward")
-    return COLORS["backward" if backward else piece["cat"]]
+def drawn(event: Event) -> Event | None:
+    """A slice as it is drawn; None: it is not."""
+    if event["ph"] != "X":
+        return None
+    if event["cat"] == "cpu_op" and event["name"].startswith(NODE):
+        return event | {"cat": "backward", "name": event["name"].removeprefix(NODE)}
+    return event if event["cat"] in COLORS else None
 
 
 def draw(events: list[Event], begin: float, end: float, out: Path) -> None:
     from matplotlib.figure import Figure  # no window, no display
     from matplotlib.patches import Patch
 
-    pieces = [one for one in events if one["ph"] == "X" and one["cat"] in COLORS]
+    pieces = [one for event in events if (one := drawn(event)) is not None]
     pieces = [one for one in pieces if one["ts"] < end and one["ts"] + one["dur"] > begin]
     found, first, rows = placed(pieces)
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
@@ -104,15 +110,20 @@ def draw(events: list[Event], begin: float, end: float, out: Path) -> None:
     axes = figure.add_subplot()
     for one, row in found:
         at, length = (one["ts"] - begin) / 1e3, one["dur"] / 1e3
-        axes.broken_barh([(at, length)], (row, 0.92), facecolor=color_of(one), edgecolor="white", linewidth=0.3)
+        axes.broken_barh([(at, length)], (row, 0.92), facecolor=COLORS[one["cat"]], edgecolor="white", linewidth=0.3)
         seen = (min(one["ts"] + one["dur"], end) - max(one["ts"], begin)) / (end - begin) * (WIDTH - 2)
-        text = one["name"].removesuffix(" backward") if one["cat"] == "compute" else one["name"]
+        text = one["name"]
         if seen > CHARACTER * len(text):
             middle = (max(one["ts"], begin) + min(one["ts"] + one["dur"], end)) / 2 - begin
             axes.text(middle / 1e3, row + 0.46, text, ha="center", va="center", fontsize=6, color="white")
     joined: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for one in events:
-        if one["ph"] in "stf" and begin <= one["ts"] <= end and (one["pid"], one["tid"]) in first:
+        if (
+            one["ph"] in "stf"
+            and one["cat"] == "collective"
+            and begin <= one["ts"] <= end
+            and (one["pid"], one["tid"]) in first
+        ):
             joined[one["id"]].append(((one["ts"] - begin) / 1e3, first[one["pid"], one["tid"]] + 0.46))
     for points in joined.values():
         axes.plot(*zip(*points, strict=True), color="black", linewidth=0.4, alpha=0.5)

@@ -90,15 +90,6 @@ def _covered(intervals: Iterator[Interval]) -> float:
     return seconds
 
 
-def add_work(work: list[Interval], lane: Lane, name: str, writes: Sequence[Any], begin: Any, end: Any) -> None:
-    """One more piece of an operation. Its begin and end are marks of the lane, which may not have happened yet; no
-    tensor is kept."""
-    row = COMM if name in _COLLECTIVES else lane.name
-    number = sum(one.what == name for one in work)
-    shape = tuple(writes[0].shape) if writes else ()
-    work.append(Interval(row, name, number, begin, end, shape, sum(one.nbytes for one in writes)))
-
-
 @dataclass
 class _Record:
     """An operation whose marks may not have happened yet. No layer is kept."""
@@ -132,8 +123,12 @@ class Trace(Observer):
         self._lock = threading.Lock()  # a backward pass runs in threads of its own
 
     def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
-        """See Observer."""
-        add_work(self._record(lane.lanes).work, lane, name, writes, begin, end)
+        """See Observer. Marks of the lane may not have happened yet; no tensor is kept."""
+        work = self._record(lane.lanes).work
+        row = COMM if name in _COLLECTIVES else lane.name
+        number = sum(one.what == name for one in work)
+        shape = tuple(writes[0].shape) if writes else ()
+        work.append(Interval(row, name, number, begin, end, shape, sum(one.nbytes for one in writes)))
 
     def name(self, owner: Any) -> str:
         """What a layer is called in the trace."""
@@ -197,14 +192,3 @@ def _resolve(record: _Record, first: Any) -> Operation:
         tuple(intervals),
         said,
     )
-
-
-def title(interval: Interval) -> str:
-    """What it is called in a picture: the how many-th of its name it is."""
-    return f"{interval.what} {interval.number}"
-
-
-def said_of(owner: str, plan: Any, interval: Interval) -> dict[str, Any]:
-    """What there is to say of it besides.   plan: what has a pattern and a method: an operation, or a decision"""
-    said = {"owner": owner, "pattern": getattr(plan, "pattern", ""), "method": getattr(plan, "method", "")}
-    return {**said, "shape": list(interval.shape), "bytes": interval.nbytes}

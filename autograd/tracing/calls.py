@@ -1,74 +1,94 @@
-"""What the calls of communicators say in a trace: operation, bytes, arguments."""
+"""The calls of communicators as a trace shows them: operation, bytes, arguments, keys that match them across ranks."""
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from pynccl import Communicator
 from pynccl.bindings.abi import ITEMSIZE, DataType, RedOp
 from pynccl.comm.observing import Observed
-from pynccl.watch.layout import ARGUMENTS
+from pynccl.watch.layout import ARGUMENTS, UNNUMBERED
 
-# Operations whose buffer has a block per rank: `bytes` is of the whole, as in nccl-tests and `python -m pynccl perf`.
+# Operations whose buffer has one block per rank: `bytes` counts all of them, as nccl-tests does.
 _BLOCKS = ("all_gather", "reduce_scatter", "all_to_all", "alltoall", "gather", "scatter")
-_MESSAGES = ("send", "recv")
-_OPERATORS = frozenset(map(int, RedOp))  # others are a PreMulSum's
+_OPERATORS = frozenset(map(int, RedOp))  # any other number is a PreMulSum's
 _INPUTS_OF_MESSAGE = 4  # buffer, count, type, peer
+_MOST_CALLS = 8  # of a group, that are listed one by one
 
 
-class Said(NamedTuple):
-    """What one call says.   message: "send" or "recv", also of an operation that is made of such"""
+class Described(NamedTuple):
+    """One call.   message: "send", "recv" or "", also of an operation that is made of such"""
 
-    text: str
     operation: str
+    text: str
     nbytes: int
-    elements: int = -1
-    dtype: str = ""
-    op: str = ""
-    root: int = -1
-    peer: int = -1
+    args: dict[str, Any]
     message: str = ""
 
 
 def name_of(comm: Communicator) -> str:
-    """What its lanes are called: the axes of a mesh, else its own name."""
+    """The axes of a mesh, else the communicator's own name."""
     return "x".join(comm.origin.axes) or comm.name
 
 
-def said(call: Observed) -> Said:
+def described(call: Observed) -> Described:
     operation, inputs = call.operation, call.inputs
-    message = operation if operation in _MESSAGES else ""
-    if operation not in ARGUMENTS and len(inputs) == _INPUTS_OF_MESSAGE:  # of what is made of them: gather_v, scatter_v
+    message = operation if operation in ("send", "recv") else ""
+    if operation not in ARGUMENTS and len(inputs) == _INPUTS_OF_MESSAGE:  # a message of gather_v or scatter_v
         message = "send" if getattr(call, "recv", None) is None else "recv"
     at, names = ARGUMENTS.get(message or operation, (0, ()))
     if not at or not inputs:
-        return Said(call.compared or operation, operation, 0)
-    return _described(operation, inputs[at : at + 2 + len(names)], call.compared, message, call.comm.size)
+        return Described(operation, call.compared or operation, 0, {})
+    count, dtype = int(inputs[at]), DataType(inputs[at + 1])
+    rest: dict[str, Any] = dict(zip(names, map(int, inputs[at + 2 :]), strict=False))
+    if "op" in rest:
+        rest["op"] = RedOp(rest["op"]).name if rest["op"] in _OPERATORS else "PRE_MUL_SUM"
+    nbytes = count * ITEMSIZE[dtype] * (call.comm.size if operation in _BLOCKS else 1)
+    text = call.compared or f"{operation}({count} {dtype.name})"
+    return Described(operation, text, nbytes, {"count": count, "dtype": dtype.name, **rest}, message)
 
 
-@functools.lru_cache(4096)
-def _described(operation: str, inputs: tuple[int, ...], compared: str, message: str, ranks: int) -> Said:
-    """inputs: the count, the data type and what ARGUMENTS names"""
-    count, kind = int(inputs[0]), DataType(inputs[1])
-    rest = dict(zip(ARGUMENTS[message or operation][1], inputs[2:], strict=True))
-    nbytes = count * ITEMSIZE[kind] * (ranks if operation in _BLOCKS else 1)
-    op, root, peer = rest.get("op"), int(rest.get("root", -1)), int(rest.get("peer", -1))
-    reduction = "" if op is None else RedOp(op).name if op in _OPERATORS else "PRE_MUL_SUM"
-    other = max(root, peer)
-    text = compared or f"{operation}({count} {kind.name}{f', rank {other}' if other >= 0 else ''})"
-    return Said(text, operation, nbytes, count, kind.name, reduction, root, peer, message)
+def arguments(calls: Sequence[Described], function: str) -> dict[str, Any]:
+    """Of calls that are launched together, the arguments of their slice."""
+    args: dict[str, Any] = {"operation": _operation(calls, function), "bytes": sum(one.nbytes for one in calls)}
+    if len(calls) == 1:
+        return args | calls[0].args
+    texts = [one.text for one in calls[:_MOST_CALLS]]
+    more = len(calls) - len(texts)
+    return args | {"calls": texts + ([f"... {more} more"] if more else [])}
 
 
-def operation_of(calls: list[Said], function: str) -> str:
+def _operation(calls: Sequence[Described], function: str) -> str:
     """ "all_reduce", "2 all_gather + broadcast"; of an autograd function that sends, "HaloExchange: 2 send + recv"."""
     if len(calls) == 1 and not calls[0].message:
         return calls[0].operation
-    named = next((one.text.partition("(")[0] for one in calls if one.text.partition("(")[0].endswith("_v")), "")
-    if named:
+    names = [one.text.partition("(")[0] for one in calls]
+    if named := next((name for name in names if name.endswith("_v")), ""):
         return named
     counts = Counter(one.operation for one in calls)
     title = " + ".join(f"{number} {name}" if number > 1 else name for name, number in counts.items())
-    made_of_messages = function and all(one.message for one in calls)
-    return f"{function.partition('.')[0]}: {title}" if made_of_messages else title
+    only_messages = function and all(one.message for one in calls)
+    return f"{function.partition('.')[0]}: {title}" if only_messages else title
+
+
+class Keys:
+    """Numbers the calls of each communicator, so that ranks find each other's: "UID #3 all_reduce", "UID 0>1 2"."""
+
+    def __init__(self) -> None:
+        self._count: Counter[tuple[Any, ...]] = Counter()
+
+    def of(self, call: Observed, one: Described) -> Iterator[str]:
+        """No key for a call that this rank makes alone."""
+        uid, rank = call.comm.uid, call.comm.rank
+        if one.message:
+            source, target = (rank, one.args["peer"]) if one.message == "send" else (one.args["peer"], rank)
+            yield f"{uid} {source}>{target} {self._next(uid, rank, source, target, one.message)}"
+        weight = getattr(call, "weight", None)
+        if one.operation not in UNNUMBERED if weight is None else weight:
+            yield f"{uid} #{self._next(uid, rank)} {one.operation}"
+
+    def _next(self, *counter: Any) -> int:
+        self._count[counter] += 1
+        return self._count[counter]

@@ -1,171 +1,139 @@
-"""What one rank records in the block: torch.profiler's events, and its own spans of steps, layers, calls and waits.
+"""What one rank records: a torch.profiler with the layers as ranges, and the calls of all communicators.
 
-Hooks of all modules tell the layers, an observer (pynccl.comm.observing) the calls of all communicators and the waits
-for them. The times of spans are those of the CPU, but for calls on streams of the host library, which are events; what
-a GPU did meanwhile is in the profiler's events (`profiled.py`).
+Operators, kernels and layers are the profiler's. Calls are slices of this rank's own: bounded by the CPU's time, by
+events on a host stream, and on a GPU by the kernels that the call launched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import tempfile
 import threading
 import time
 import warnings
-import weakref
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from pynccl import Communicator
 from pynccl.bindings.library import host_module
 from pynccl.comm.observing import Observed, Observer, Seldom, Told
 from pynccl.interop.streams import Handle
 from pynccl.watch.frames import call_site
-from pynccl.watch.layout import UNNUMBERED
 from pynccl.watch.notes import notes
 
-from ..overlap.lanes import Lane as LaneOfLayer, Lanes
-from ..overlap.trace import COMM as LAYERS_COMM, Interval, add_work, said_of, title
 from ..streams import is_capturing
 from ..torch_internals import backward_pass, hooking_all_modules, profiler_enabled
-from .calls import Said, name_of, operation_of, said
-from .spans import BY_CPU, COMM, COMPUTE, EXPOSED, STEP, Lane
+from .calls import Keys, arguments, described, name_of
 
 now = time.perf_counter
-_MOST_TEXTS = 8  # calls of a group that are named one by one
-_MOST_KEYS = 64
+STEP, COMM, EXPOSED = "step", "comm", "exposed"  # categories; EXPOSED: computation waits for communication
+HOST = -1  # stream of calls that are the CPU's work, in a process with a GPU
+_KERNELS, _LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
+_KEPT = ("cpu_op", "user_annotation", "gpu_user_annotation", "fwdbwd", "ac2g", *_LAUNCHES, *_KERNELS)
 _NO_PASS = -1
 _TICKS = 10
 _POLL_SECONDS = 0.0005
 
 
-@dataclass
-class Span:
-    """kind        STEP, COMPUTE (a module's forward pass, a piece of an overlapped matmul), EXPOSED or COMM
-    begin, end  seconds of perf_counter(), or events of a stream of the host library; end is None while it is under way
-    thread      the system's number of the thread
-    lane        of COMM
-    blocks      of COMM: whether the CPU waits for it
-    issued      when the CPU came to it"""
+class Lane(NamedTuple):
+    """kind    "steps", "thread", "gpu" (a stream of computation) or "comm"
+    number  of the thread, or of the stream
+    comm    uid of the communicator;  rank: this rank's number in it
+    side    of "comm": the stream is not the one that computes"""
 
     kind: str
+    number: int = 0
+    comm: str = ""
+    rank: int = 0
+    side: bool = False
+
+
+@dataclass
+class Slice:
+    """begin, end  seconds of perf_counter(); while recording also events of a host stream, None: has not ended
+    keys        of communication: the same on all ranks that take part in it
+    thread      that has launched it, and when
+    blocks      the thread waits for it"""
+
+    lane: Lane
     name: str
+    category: str
     begin: Any
     end: Any = None
-    thread: int = field(default_factory=threading.get_native_id)
     args: dict[str, Any] = field(default_factory=dict)
-    lane: Lane | None = None
     keys: tuple[str, ...] = ()
+    thread: int = field(default_factory=threading.get_native_id)
+    launched: float = field(default_factory=lambda: now())  # noqa: PLW0108 - looked up when it is called
     blocks: bool = False
-    issued: float = 0.0
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.modules: list[tuple[nn.Module, Span]] = []
+        self.modules: list[tuple[nn.Module, str, Any]] = []  # module, name, range
 
 
 class Recording(Observer):
-    """model: whose modules have the names that they have in it; those of others, in the module that is called first"""
+    """model: its modules have the names that they have in it; modules of others, in the module that is called first"""
 
-    def __init__(self, device: torch.device, model: nn.Module | None, limit: int) -> None:
-        self.device, self.limit = device, limit
-        self.timing = device.type != "cuda"  # of the pieces of overlapped matmuls; on a GPU their kernels are there
-        self.spans: list[Span] = []
-        self.dropped = self.captured = 0
-        self.comms: dict[str, tuple[str, int, int]] = {}
-        self.profiler: profile | None = None
-        self.ticks: list[tuple[float, float]] = []
-        self._lock = threading.Lock()
+    def __init__(self, device: torch.device, model: nn.Module | None) -> None:
+        self.device = device
+        self.comms: dict[str, tuple[str, int, int]] = {}  # uid -> name, rank, size
+        self._slices: list[Slice] = []
+        self._profiler: profile | None = None
+        self._ticks: list[tuple[float, float]] = []  # perf_counter() around the profiler's first operators
         self._thread = _Thread()
-        self._roots: list[nn.Module] = []  # which keep the ids of their modules
+        self._keys = Keys()
         self._names: dict[int, str] = {}
-        self._collectives: Counter[tuple[str, int]] = Counter()
-        self._messages: Counter[tuple[str, int, int, int, str]] = Counter()
-        self._streams: dict[tuple[str, int, bool], list[int]] = {}
-        self._work: weakref.WeakKeyDictionary[Lanes, list[Interval]] = weakref.WeakKeyDictionary()
+        self._roots: list[nn.Module] = []  # keeps the modules, and so their ids, alive
         if model is not None:
             self._name_all(model)
 
-    def add(self, span: Span) -> Span:
-        """The first `limit` spans are kept; with the next one the profiler stops, too, whose memory has no limit."""
-        span.issued = now()
-        with self._lock:
-            if len(self.spans) < self.limit:
-                self.spans.append(span)
-                return span
-            self.dropped += 1
-        if self.dropped == 1:
-            self._stop_profiler()
-        return span
-
-    # The block
-
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Everything in the block is recorded but the calls, for which the recording is an observer.
-
-        ticks: times around the first operators that the profiler hears of, which tell its clock from perf_counter()"""
+        """Layers are recorded in the block; the profiler runs until `stop`."""
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
-        self.profiler = profile(activities=activities)
-        self._started_by, self._profiling = threading.get_ident(), True
-        with hooking_all_modules(), _without_warning():
+        with hooking_all_modules():
             before = register_module_forward_pre_hook(self._enter)
             after = register_module_forward_hook(self._leave, always_call=True)
             try:
-                self.profiler.start()
-                self.ticks = [_tick() for _ in range(_TICKS)]
+                self._profiler = profile(activities=activities)
+                self._profiler.start()
+                for _ in range(_TICKS):
+                    began = now()
+                    torch.empty(0)
+                    self._ticks.append((began, now()))
                 yield
             finally:
                 before.remove()
                 after.remove()
 
-    def finish(self, seconds: float) -> None:
-        """After the block: wait for streams, for so many seconds at most, and stop the profiler."""
-        end = now() + seconds
-        for span in self.spans:
-            _wait(span.begin, end)
-            _wait(span.end, end)
-        if self.device.type == "cuda":  # the profiler waits for the GPU, which may wait for a rank that has gone
-            waiting = threading.Thread(target=torch.cuda.synchronize, args=(self.device,), daemon=True)
-            waiting.start()
-            waiting.join(max(end - now(), 0.0))
-            if waiting.is_alive():
-                self.profiler = None  # it goes on, and what it has is not in the trace
-                return
-        self._stop_profiler()
-
-    def abandon(self) -> None:
-        """End the profiler of a trace that could not begin: it would stand in the way of every later one."""
-        profiler, self.profiler = self.profiler, None
-        if self._profiling and profiler is not None and profiler_enabled():
-            self._profiling = False
-            profiler.stop()
-
-    def _stop_profiler(self) -> None:
-        """By the thread that has started it; torch lets no other."""
-        if self._profiling and self.profiler is not None and threading.get_ident() == self._started_by:
-            self._profiling = False
-            if profiler_enabled():
-                self.profiler.stop()
-                return
-            self.profiler = None  # to export what another one has ended crashes the process
+    def stop(self) -> None:
+        """Stop the profiler, without which no other can start."""
+        if self._profiler is not None and profiler_enabled():
+            self._profiler.stop()
+        elif self._profiler is not None:  # to export what another profiler has ended crashes the process
+            self._profiler = None
             text = "trace: another torch.profiler has ended the trace's: operators and kernels are not in the file"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        span = self.add(Span(STEP, name, now()))
+        one = Slice(Lane("steps"), name, STEP, now())
+        self._slices.append(one)
         try:
             yield
         finally:
-            span.end = now()
+            one.end = now()
 
     # Layers
 
@@ -173,27 +141,21 @@ class Recording(Observer):
         if torch.compiler.is_compiling():
             return
         stack = self._thread.modules
-        name = self._name(module, stack)
-        phase = "forward" if backward_pass() == _NO_PASS else "recompute"
-        told = {"layer": name, "module": type(module).__name__, "phase": phase}
-        shown = name if phase == "forward" else f"{name} recompute"
-        stack.append((module, self.add(Span(COMPUTE, shown, now(), args=told))))
+        if id(module) not in self._names and not stack:
+            self._name_all(module)
+        name = self._names.get(id(module)) or f"{stack[-1][1]}.{type(module).__name__}"
+        shown = record_function(name if backward_pass() == _NO_PASS else f"{name} recompute")
+        shown.__enter__()
+        stack.append((module, name, shown))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         stack = self._thread.modules
-        if torch.compiler.is_compiling() or not any(one is module for one, _ in stack):  # entered before the trace
+        if torch.compiler.is_compiling() or not any(one is module for one, *_ in stack):  # entered before the block
             return
         left = None
-        while left is not module:  # what lies within it was left by an exception
-            left, span = stack.pop()
-            span.end = now()
-
-    def _name(self, module: nn.Module, stack: list[tuple[nn.Module, Span]]) -> str:
-        if id(module) not in self._names:
-            if stack:
-                return f"{stack[-1][1].args['layer']}.{type(module).__name__}"
-            self._name_all(module)
-        return self._names[id(module)]
+        while left is not module:  # an exception has left the modules within it
+            left, _, shown = stack.pop()
+            shown.__exit__(None, None, None)
 
     def _name_all(self, root: nn.Module) -> None:
         self._roots.append(root)
@@ -201,143 +163,193 @@ class Recording(Observer):
         for name, module in root.named_modules():
             self._names.setdefault(id(module), name)
 
-    def _place(self) -> dict[str, str]:
-        """Which layer this thread is in, and its phase; of a backward pass the profiler's events tell the layer."""
-        backward, stack = backward_pass() != _NO_PASS, self._thread.modules
-        if stack:
-            return {"layer": stack[-1][1].args["layer"], "phase": "recompute" if backward else "forward"}
-        return {"layer": "", "phase": "backward" if backward else ""}
-
     # Calls
 
     def launching(self, calls: Sequence[Observed]) -> Told:
-        """See Observer. Calls of one communicator on one stream, issued together, are one span."""
-        open_spans: list[tuple[Span, Communicator, int]] = []
+        """See Observer. Calls of one communicator that are launched together on one stream are one slice."""
         together: dict[tuple[int, int], list[Observed]] = {}
         for call in calls:
             together.setdefault((id(call.comm), _stream_of(call)), []).append(call)
-        with contextlib.suppress(Exception):  # a program that is traced goes on without
-            marks: dict[int, Any] = {}
-            for (_, stream), found in together.items():
-                comm = found[0].comm
-                if self.device.type == "cuda" and is_capturing(self.device):
-                    self.captured += 1
-                    continue
-                open_spans.append((self._call(found, stream, _mark(comm, stream, marks)), comm, stream))
+        begun: list[tuple[Slice, Communicator, int]] = []
+        with contextlib.suppress(Exception):  # a trace must not break the program
+            if self.device.type != "cuda" or not is_capturing(self.device):  # what is captured does not run
+                marks: dict[int, Any] = {}
+                for (_, stream), same in together.items():
+                    comm = same[0].comm
+                    begun.append((self._call(same, stream, _mark(comm, stream, marks)), comm, stream))
 
-        def told(error: BaseException | None) -> None:
+        def launched(error: BaseException | None) -> None:
             marks: dict[int, Any] = {}
-            for span, comm, stream in open_spans:
+            for one, comm, stream in begun:
                 if error is not None:
-                    span.args["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                    one.args["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
                 with contextlib.suppress(Exception):
-                    span.end = _mark(comm, stream, marks)
+                    one.end = _mark(comm, stream, marks)
 
-        return told
+        return launched
 
-    def _call(self, calls: list[Observed], stream: int, begin: Any) -> Span:
-        comm, described = calls[0].comm, [said(call) for call in calls]
-        keys = [key for call, one in zip(calls, described, strict=True) for key in self._keys(call, one)]
+    def _call(self, calls: list[Observed], stream: int, begin: Any) -> Slice:
+        comm, ones = calls[0].comm, [described(call) for call in calls]
+        keys = dict.fromkeys(key for call, one in zip(calls, ones, strict=True) for key in self._keys.of(call, one))
         function, forward_site = notes.get(threading.get_ident(), ("", ""))
-        place = self._place()
-        if not place["phase"] and function:
-            place["phase"] = "backward" if function.endswith(".backward") else "forward"
-        site = forward_site if place["phase"] == "backward" else ""
-        args: dict[str, Any] = {
-            "comm": name_of(comm),
-            "operation": operation_of(described, function),
-            "bytes": sum(one.nbytes for one in described),
-            **place,
-            "function": function,
-            "site": site or calls[0].site or call_site(),
-        }
-        if len(described) == 1:
-            one = described[0]
-            args |= {"count": one.elements, "dtype": one.dtype, "op": one.op, "root": one.root, "peer": one.peer}
-        else:
-            texts = [one.text for one in described[:_MOST_TEXTS]]
-            more = len(described) - len(texts)
-            args["calls"] = texts + ([f"... {more} more"] if more else [])
-        args = {name: value for name, value in args.items() if value not in ("", -1)}
-        known = tuple(dict.fromkeys(keys))[:_MOST_KEYS]
+        stack, in_backward = self._thread.modules, backward_pass() != _NO_PASS
+        phase = ("recompute" if in_backward else "forward") if stack else "backward" if in_backward else ""
+        args = {"comm": name_of(comm), **arguments(ones, function)}
+        args |= {"layer": stack[-1][1]} if stack else {}
+        args |= {"phase": phase} if phase else {}
+        args |= {"function": function} if function else {}
+        args["site"] = (forward_site if phase == "backward" else "") or calls[0].site or call_site()
+        words = (args["operation"], args.get("layer", ""), phase if phase == "backward" else "")
+        current = 0 if comm.library.is_host else torch.cuda.current_stream(torch.device(comm.device)).cuda_stream
+        lane = Lane("comm", int(stream), comm.uid, comm.rank, stream not in (HOST, current))
+        self.comms.setdefault(comm.uid, (name_of(comm), comm.rank, comm.size))
         blocks = comm.library.is_host and not stream
-        lane = self._lane(comm, stream)
-        return self.add(Span(COMM, args["operation"], begin, args=args, lane=lane, keys=known, blocks=blocks))
-
-    def _lane(self, comm: Communicator, stream: int) -> Lane:
-        """One a communicator and stream."""
-        uid, rank, beside = comm.uid, comm.rank, stream != BY_CPU and not self._is_callers(comm, stream)
-        with self._lock:
-            self.comms.setdefault(uid, (name_of(comm), rank, comm.size))
-            if stream == BY_CPU:
-                return Lane(COMM, uid, rank, BY_CPU)
-            streams = self._streams.setdefault((uid, rank, beside), [])
-            if int(stream) not in streams:
-                streams.append(int(stream))
-            return Lane(COMM, uid, rank, streams.index(int(stream)), beside)
-
-    def _is_callers(self, comm: Communicator, stream: int) -> bool:
-        """Whether what this thread computes waits for that stream, by its order."""
-        if comm.library.is_host:
-            return not stream
-        return int(torch.cuda.current_stream(torch.device(comm.device)).cuda_stream) == int(stream)
-
-    def _keys(self, call: Observed, one: Said) -> list[str]:
-        """The same on all ranks that take part in it; none where it is one rank's alone."""
-        uid, rank = call.comm.uid, call.comm.rank
-        weight = getattr(call, "weight", None)
-        keys = []
-        with self._lock:
-            if one.message:
-                source, target = (rank, one.peer) if one.message == "send" else (one.peer, rank)
-                pair = (uid, rank, source, target, one.message)
-                self._messages[pair] += 1
-                keys.append(f"{uid} {source}>{target} {self._messages[pair]}")
-            if one.operation not in UNNUMBERED if weight is None else weight:
-                self._collectives[uid, rank] += 1
-                keys.append(f"{uid} #{self._collectives[uid, rank]} {one.operation}")
-        return keys
+        one = Slice(lane, " ".join(filter(None, words)), COMM, begin, None, args, tuple(keys), blocks=blocks)
+        self._slices.append(one)
+        return one
 
     def waiting(self) -> Told | None:
-        """See Observer."""
-        if self.device.type == "cuda":  # a stream waits: the profiler tells where nothing is computed
+        """See Observer. On a GPU it is the stream that waits: see `_kernels`."""
+        if self.device.type == "cuda":
             return None
-        span = Span(EXPOSED, "waits for communication", now())
+        one = Slice(Lane("thread", threading.get_native_id()), "waits for communication", EXPOSED, now())
+        self._slices.append(one)
 
-        def told(error: BaseException | None) -> None:
-            span.end = now()
-            self.add(span)
+        def waited(error: BaseException | None) -> None:
+            one.end = now()
 
-        return told
+        return waited
 
-    # Overlapped layers
+    # After the block
 
-    def ran(self, lane: LaneOfLayer, name: str, reads: Any, writes: Sequence[Any], begin: Any, end: Any) -> None:
-        """See Observer."""
-        if self.timing:
-            with self._lock:
-                work = self._work.setdefault(lane.lanes, [])
-            add_work(work, lane, name, writes, begin, end)
+    def finish(self, begin: float, end: float, seconds: float) -> tuple[list[Slice], list[dict[str, Any]]]:
+        """The slices of the block, and the profiler's events with `ts` in microseconds of perf_counter(); waits for
+        streams, at most so many seconds."""
+        until = now() + seconds
+        for mark in [mark for one in self._slices for mark in (one.begin, one.end)]:
+            while mark is not None and _time_of(mark) is None and now() < until:
+                time.sleep(_POLL_SECONDS)
+        if self.device.type == "cuda":  # the profiler waits for the GPU, which may wait for a rank that is gone
+            waiting = threading.Thread(target=torch.cuda.synchronize, args=(self.device,), daemon=True)
+            waiting.start()
+            waiting.join(max(until - now(), 0.0))
+            if waiting.is_alive():
+                self._profiler = None
+        self.stop()
+        slices = [one for one in self._slices if _time_of(one.begin) is not None]
+        for one in slices:
+            one.begin, one.end = _time_of(one.begin), _time_of(one.end)
+            if one.end is None:
+                one.name, one.end = f"{one.name} (has not ended)", max(end, one.begin)
+        waits = [one for one in slices if one.blocks]
+        slices += [Slice(Lane("thread", one.thread), one.name, EXPOSED, one.begin, one.end) for one in waits]
+        events = self._events(begin, end)
+        return placed(slices, events), events
 
-    def closed(self, lanes: Lanes) -> None:
-        """See Observer. Of an operation that was broken off there is nothing."""
-        with self._lock:
-            work = self._work.pop(lanes, [])
-        owner = "" if lanes.owner is None else self._names.get(id(lanes.owner), type(lanes.owner).__name__)
-        for one in work:
-            if one.lane != LAYERS_COMM:  # which is in the lanes of communicators
-                args = said_of(owner, lanes.decision, one) | self._place()
-                self.add(Span(COMPUTE, title(one), one.begin, one.end, args=args))
+    def _events(self, begin: float, end: float) -> list[dict[str, Any]]:
+        if self._profiler is None:
+            return []
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "profile.json"
+            self._profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_bytes())["traceEvents"]
+        operators = sorted((one for one in events if one.get("cat") == "cpu_op"), key=lambda one: one["ts"])
+        ticks = list(zip(self._ticks, operators, strict=False))  # the first operators are those of the ticks
+        lower = max((before * 1e6 - one["ts"] for (before, _), one in ticks), default=0.0)
+        upper = min((after * 1e6 - one["ts"] - one["dur"] for (_, after), one in ticks), default=0.0)
+        kept = []
+        for one in events:
+            one["ts"] = one.get("ts", 0.0) + (lower + upper) / 2
+            if one.get("cat") in _KEPT and (one["pid"] != os.getpid() or begin * 1e6 <= one["ts"] <= end * 1e6):
+                kept.append(one)
+        return kept
+
+
+def placed(slices: list[Slice], events: list[dict[str, Any]]) -> list[Slice]:
+    """The slices, where the profiler's events say that they belong."""
+    _name_backward(slices, events)
+    return slices + list(_kernels(slices, events))
+
+
+def _name_backward(slices: list[Slice], events: list[dict[str, Any]]) -> None:
+    """A call that an autograd function makes in the backward pass belongs to the layer whose forward pass made it: the
+    profiler links the node that ran last in its thread to the operator that made the node."""
+    flows = [one for one in events if one["cat"] == "fwdbwd"]
+    made = {one["id"]: one for one in flows if one["ph"] == "s"}
+    ran = sorted((one["tid"], one["ts"], one["id"]) for one in flows if one["ph"] == "f" and one["id"] in made)
+    layers = [one for one in events if one["cat"] == "user_annotation"]
+    for call in slices:
+        if call.category != COMM or call.args.get("phase") != "backward" or "function" not in call.args:
+            continue
+        number = bisect_right(ran, (call.thread, call.launched * 1e6, float("inf"))) - 1
+        if number < 0 or ran[number][0] != call.thread:
+            continue
+        at = made[ran[number][2]]
+        around = [one for one in layers if one["tid"] == at["tid"] and one["ts"] <= at["ts"] <= one["ts"] + one["dur"]]
+        if around:
+            layer = max(around, key=lambda one: float(one["ts"]))["name"].removesuffix(" recompute")
+            call.args["layer"], call.name = layer, f"{call.args['operation']} {layer} backward"
+
+
+def _kernels(slices: list[Slice], events: list[dict[str, Any]]) -> Iterator[Slice]:
+    """On a GPU calls are moved to where their kernels ran. Yields where communication ran and nothing was computed."""
+    launches = {one["args"].get("correlation"): one for one in events if one["cat"] in _LAUNCHES}
+    if not launches:
+        return
+    calls = sorted((one for one in slices if one.category == COMM), key=lambda one: (one.thread, one.launched))
+    began = [(one.thread, one.launched) for one in calls]
+    own: list[list[tuple[float, float]]] = [[] for _ in calls]
+    computing, stream = [], 0
+    for kernel in (one for one in events if one["cat"] in _KERNELS):
+        interval = kernel["ts"] / 1e6, (kernel["ts"] + kernel["dur"]) / 1e6
+        launch = launches.get(kernel["args"].get("correlation"), {"tid": 0, "ts": 0.0})
+        thread, at = int(launch["tid"]), launch["ts"] / 1e6
+        number = bisect_right(began, (thread, at)) - 1
+        if number >= 0 and calls[number].thread == thread and at <= calls[number].end:
+            own[number].append(interval)
+        else:
+            computing.append(interval)
+            stream = int(kernel["tid"])
+    for call, ran in zip(calls, own, strict=True):
+        if ran:
+            call.begin, call.end = min(ran)[0], max(end for _, end in ran)
+        else:
+            call.lane = call.lane._replace(number=HOST, side=False)
+    for begin, end in without([interval for ran in own for interval in ran], computing):
+        yield Slice(Lane("gpu", stream), "waits for communication", EXPOSED, begin, end)
+
+
+def covered(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The times that lie in at least one of the intervals, as intervals that do not touch."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def without(
+    intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> Iterator[tuple[float, float]]:
+    """The times that lie in one of the intervals and in none of the others."""
+    marks = [(at, change) for begin, end in covered(intervals) for at, change in ((begin, 1), (end, -1))]
+    marks += [(at, change) for begin, end in covered(others) for at, change in ((begin, 2), (end, -2))]
+    state, since = 0, 0.0
+    for at, change in sorted(marks):
+        if state == 1 and at > since:
+            yield since, at
+        state, since = state + change, at
 
 
 def _stream_of(call: Observed) -> int:
-    """On a GPU, what is made seldom is the CPU's work."""
-    seldom = isinstance(call, Seldom) and not call.comm.library.is_host
-    return BY_CPU if seldom else call.stream
+    """On a GPU, calls that launch nothing (barrier, split, ...) are the CPU's work."""
+    return HOST if isinstance(call, Seldom) and not call.comm.library.is_host else call.stream
 
 
 def _mark(comm: Communicator, stream: int, marks: dict[int, Any]) -> Any:
-    """A moment of a stream; calls that are made together share it, so that their spans nest."""
+    """This moment of a stream: an event of a host stream, else the time. Calls launched together share it."""
     key = int(stream) if comm.library.is_host else 0
     if key not in marks:
         found = None
@@ -347,32 +359,8 @@ def _mark(comm: Communicator, stream: int, marks: dict[int, Any]) -> Any:
     return marks[key]
 
 
-def time_of(mark: Any) -> float | None:
+def _time_of(mark: Any) -> float | None:
     """When it was; None if it has not happened."""
     if mark is None or isinstance(mark, float):
         return mark
     return float(mark.moment) if mark.query() else None
-
-
-def _tick() -> tuple[float, float]:
-    before = now()
-    torch.empty(0)
-    return before, now()
-
-
-def _wait(mark: Any, end: float) -> None:
-    while mark is not None and time_of(mark) is None and now() < end:
-        time.sleep(_POLL_SECONDS)
-
-
-@contextlib.contextmanager
-def _without_warning() -> Iterator[None]:
-    """That modules compiled by torch.compile are called twice: `OptimizedModule`, and what it is of, which is true."""
-    warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
-    filters: Any = warnings.filters
-    own = filters[0]
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            filters.remove(own)

@@ -46,10 +46,9 @@ def test_layers_and_lanes_are_named(ranks: RankPool, n: int, tmp_path: Path) -> 
     trace = read(tmp_path / "trace.json")
     everybody = "world, ranks " + " ".join(map(str, range(n)))
     for rank in range(n):
-        assert list(lanes_of(trace, rank).values()) == ["steps", "compute", everybody]
-        computed = {one["name"] for one in slices(trace, "compute", rank)}
-        assert {"Model", "blocks.0", "blocks.1.norm", "blocks.1.down", "backward"} <= computed
-        assert {"blocks.1.down backward", "blocks.0.up backward", "blocks.0.norm backward"} <= computed
+        assert list(lanes_of(trace, rank).values()) == ["steps", "cpu", everybody]
+        layers = {one["name"] for one in slices(trace, "user_annotation", rank)}
+        assert {"Model", "blocks.0", "blocks.1.norm", "blocks.1.down"} <= layers
         communicated = [one["name"] for one in slices(trace, "comm", rank)]
         assert communicated[:2] == ["all_gather blocks.0.up", "reduce_scatter blocks.0.down"]
         assert "reduce_scatter blocks.0.up backward" in communicated
@@ -71,7 +70,9 @@ def test_slices_nest_within_the_steps(ranks: RankPool, n: int, tmp_path: Path) -
         assert [one["name"] for one in found] == ["step 0", "step 1"]
         for one in slices(trace, "", rank):
             begin, end = one["ts"], one["ts"] + one["dur"]
-            off = 5.0 if one["cat"] == "cpu_op" else 1e-6  # the clock of torch.profiler is another one
+            off = (
+                1e-6 if one["cat"] in ("step", "comm", "exposed") else 5.0
+            )  # the clock of torch.profiler is another one
             assert any(step["ts"] <= begin + off and end <= step["ts"] + step["dur"] + off for step in found), one
 
 
@@ -82,7 +83,7 @@ def test_arrows_join_a_collective_on_all_ranks_and_the_last_is_named(ranks: Rank
     trace = read(tmp_path / "trace.json")
     flows = defaultdict(list)
     for one in trace["traceEvents"]:
-        if one["ph"] in "stf":
+        if one["ph"] in "stf" and one["cat"] == "collective":
             flows[one["id"]].append(one)
     assert len(flows) == len(asked[0])
     begins = {(one["pid"], one["tid"], one["ts"]): one for one in slices(trace, "comm")}
@@ -117,9 +118,9 @@ def test_the_file_is_what_perfetto_reads(ranks: RankPool, tmp_path: Path) -> Non
         "f": {"name", "cat", "pid", "tid", "ts", "id", "bp"},
     }
     for one in trace["traceEvents"]:
-        assert set(one) - {"ph"} == needed[one["ph"]], one
+        assert set(one) - {"ph", "bp"} == needed[one["ph"]] - {"bp"}, one
         assert one["ph"] == "M" or (one["ts"] >= 0 and one.get("dur", 0) >= 0)
-    assert trace["otherData"]["clocks"] == "all ranks have the clock of one machine"
+    assert trace["otherData"]["clock_offset_us"] == {"rank 0": 0.0, "rank 1": 0.0}
     assert set(trace["otherData"]["summary"]) == {"rank 0", "rank 1"}
 
 
@@ -192,7 +193,7 @@ def test_plans_groups_messages_and_children_are_in_it(ranks: RankPool, tmp_path:
     assert rows[0][1]["calls"][0].startswith("all_reduce(4 FLOAT32")
     flows = defaultdict(set)
     for one in trace["traceEvents"]:
-        if one["ph"] in "stf":
+        if one["ph"] in "stf" and one["cat"] == "collective":
             flows[one["name"]].add(one["pid"])
     messages = [pids for name, pids in flows.items() if ">" in name]
     assert len(messages) == 4 and all(pids == {0, 1} for pids in messages)  # two each way at once, one more, gather_v's
@@ -266,19 +267,14 @@ def overlapped(comm: Communicator, path: str) -> None:
         model(torch.ones(ROWS // comm.size, 2, WIDTH)).backward()
 
 
-def test_pieces_of_overlapped_matmuls_are_within_their_layers(ranks: RankPool, tmp_path: Path) -> None:
+def test_overlapped_layers_communicate_on_side_streams(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, overlapped, str(tmp_path / "trace.json"))
     trace = read(tmp_path / "trace.json")
     check_nesting(trace)
-    pieces = [one for one in slices(trace, "compute", 0) if one["args"].get("method") == "slices"]
-    assert {one["args"]["layer"] for one in pieces} == {f"blocks.{n}.{name}" for n in (0, 1) for name in ("up", "down")}
-    assert {one["args"]["phase"] for one in pieces} == {"forward", "backward"}
-    for piece in pieces:
-        layer = piece["args"]["layer"] + (" backward" if piece["args"]["phase"] == "backward" else "")
-        within = [one for one in slices(trace, "compute", 0) if one["name"] == layer]
-        assert any(one["ts"] <= piece["ts"] and piece["ts"] + piece["dur"] <= one["ts"] + one["dur"] for one in within)
     beside = [one for one in slices(trace, "comm", 0) if lanes_of(trace, 0)[one["tid"]].endswith("side stream")]
     assert {one["args"]["operation"] for one in beside} >= {"all_gather", "reduce_scatter"}
+    named = {one["args"].get("layer") for one in beside}
+    assert {f"blocks.{n}.{name}" for n in (0, 1) for name in ("up", "down")} <= named
 
 
 def test_ranks_of_one_process_are_in_its_one_file(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm import groups, observing
 from pynccl_autograd import torch_internals
-from pynccl_autograd.tracing import meeting, recording, tracing
+from pynccl_autograd.tracing import gather, recording, tracing
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -43,19 +42,6 @@ def left_alone(comm: Communicator, path: str) -> list[Any]:
 def test_nothing_is_left_behind(ranks: RankPool, tmp_path: Path) -> None:
     for left in ranks.run(2, left_alone, str(tmp_path / "trace.json")):
         assert left == [[], [], False]
-
-
-def limited(comm: Communicator, path: str) -> None:
-    with ad.trace(path, comm, limit=10):
-        for _ in range(25):
-            comm.all_reduce(torch.ones(2))
-
-
-def test_what_is_above_the_limit_is_counted(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, limited, str(tmp_path / "trace.json"))
-    trace = read(tmp_path / "trace.json")
-    assert len(slices(trace, "comm", 1)) == 10
-    assert trace["otherData"]["dropped"] == {"rank 0": 15, "rank 1": 15}
 
 
 def raising(comm: Communicator, path: str, who: int) -> tuple[str, str | None, float]:
@@ -129,8 +115,6 @@ def test_arguments_that_are_wrong_are_said() -> None:
             ad.trace(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout is 0"):
         ad.trace("a.json", timeout=0)
-    with pytest.raises(ValueError, match="limit"):
-        ad.trace("a.json", limit=0)
     with pytest.raises(TypeError, match="model is"):
         ad.trace("a.json", model=3)  # type: ignore[arg-type]
 
@@ -145,7 +129,9 @@ def test_one_process_alone_and_nothing_in_it(tmp_path: Path, monkeypatch: pytest
     with ad.trace(tmp_path / "own.json.gz") as trace:
         nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
     assert trace.path == tmp_path / "own.rank2.json.gz"
-    assert [one["name"] for one in slices(read(trace.path), "compute")] == ["Linear", "backward", "Linear backward"]
+    found = slices(read(trace.path))
+    assert [one["name"] for one in found if one["cat"] == "user_annotation"] == ["Linear"]
+    assert {"aten::linear", "AddmmBackward0"} <= {one["name"] for one in found if one["cat"] == "cpu_op"}
     with pytest.raises(RuntimeError, match="entered before"), trace:
         pass
 
@@ -229,7 +215,7 @@ def far_apart(comm: Communicator, path: str) -> None:
     """As on two machines, with clocks that differ by 100 seconds."""
     with pytest.MonkeyPatch.context() as patch:
         shift = 100.0 * comm.rank
-        for module in (meeting, recording, tracing):
+        for module in (gather, recording, tracing):
             patch.setattr(module, "now", lambda: time.perf_counter() + shift)
         steps(comm, path, 1)
 
@@ -237,13 +223,12 @@ def far_apart(comm: Communicator, path: str) -> None:
 def test_times_of_another_machine_are_moved_to_the_clock_of_rank_0(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, far_apart, str(tmp_path / "trace.json"))
     trace = read(tmp_path / "trace.json")
-    (ahead,) = re.findall(r"rank 1 ([+-][\d.]+) us", trace["otherData"]["clocks"])
-    uncertain = trace["otherData"]["uncertainty_us"]["rank 1"]
-    assert 0 < uncertain < 50e3 and abs(float(ahead) - 100e6) <= uncertain
+    ahead = trace["otherData"]["clock_offset_us"]["rank 1"]
+    assert abs(ahead - 100e6) < 50e3
     assert max(one["ts"] for one in slices(trace)) < 20e6
     for a, b in zip(slices(trace, "comm", 0), slices(trace, "comm", 1), strict=True):
         assert a["name"] == b["name"]
-        assert min(x["ts"] + x["dur"] for x in (a, b)) >= max(x["ts"] for x in (a, b)) - uncertain
+        assert min(x["ts"] + x["dur"] for x in (a, b)) >= max(x["ts"] for x in (a, b)) - 50e3
 
 
 def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

