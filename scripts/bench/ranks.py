@@ -113,7 +113,8 @@ def surroundings() -> str:
     """Command, date, machine and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    words = " ".join(["python", f"scripts/bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    script = Path(sys.argv[0]).resolve()
+    words = " ".join(["python", f"scripts/{script.parent.name}/{script.name}", *sys.argv[1:]])
     return (
         f"`{words}` on {datetime.now(timezone.utc).date()}: {len(os.sched_getaffinity(0))} cores, "
         f"{models[0] if models else platform.machine()}, load {os.getloadavg()[0]:.2f}, Python "

@@ -50,7 +50,7 @@ def main(comm: pynccl.Communicator) -> str:
     log_scale = torch.tensor(2.66, dtype=torch.float64, device=comm.device)
     loss, of_images, of_texts, of_scale = differentiate(loss_alone, images, texts, log_scale)
     own = slice(comm.rank * ROWS, (comm.rank + 1) * ROWS)
-    ours = differentiate(lambda *x: loss_of(*x, comm), images[own], texts[own], log_scale)
+    ours = differentiate(lambda a, b, c: loss_of(a, b, c, comm), images[own], texts[own], log_scale)
     torch.testing.assert_close([comm.all_reduce(ours[0]), *ours[1:]], [loss, of_images[own], of_texts[own], of_scale])
     return f"clip_loss: loss and gradients of {ROWS * comm.size} pairs on {comm.size} ranks equal those of one process"
 
