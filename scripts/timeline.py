@@ -1,14 +1,14 @@
 """A picture of what a layer's pass computes and communicates when: on one stream, and overlapped.
 
-Two ranks over a modelled link on which communication takes as long as the matmuls (--balance). Each pass runs --rounds
-times both ways, in turn; drawn is rank 0 in the round of median length. T_seq and T_ov are the caller's time on that
-rank, median of the rounds; efficiency is (T_seq - T_ov) / min(T_comm, T_mm), where T_comm and T_mm are what the pass on
-one stream spent on either. Communication is hatched while nothing is computed: that is what it costs.
+Two ranks over a modelled link on which communication takes as long as the matmuls, which overlap in four slices. Each
+pass runs --rounds times both ways, in turn; drawn is rank 0 in the round of median length. T_seq and T_ov are the
+caller's time on that rank, median of the rounds; efficiency is (T_seq - T_ov) / min(T_comm, T_mm), where T_comm and
+T_mm are what the pass on one stream spent on either. Communication is hatched while nothing is computed.
 
 ad.trace shows whole programs, for ui.perfetto.dev.
 
 examples:
-  python scripts/timeline.py --pattern row_backward --tokens 64 --width 64 --hidden 128 --rounds 1 --out out/small.svg
+  python scripts/timeline.py --pattern row_backward --tokens 64 --rounds 1 --out out/small.svg
   python scripts/timeline.py  # long
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from bench.ranks import link_for, linked, measure, run_ranks
@@ -33,57 +33,31 @@ from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import lanes
 from pynccl_autograd.overlap.trace import Interval, Operation, recording
 
-CPU, RANKS = "cpu", 2
+RANKS, CHUNKS, WIDTH, HIDDEN = 2, 4, 512, 2048
+MATMUL_SECONDS = 0.04  # of one forward matmul, where no --tokens say how large it is
+# Pass -> the function, whether it is its backward pass, how often it moves a tensor [tokens, width]
+PASSES = {
+    "all_gather_matmul": ("all_gather_matmul", False, 1),
+    "matmul_reduce_scatter": ("matmul_reduce_scatter", False, 1),
+    "matmul_all_reduce": ("matmul_all_reduce", False, 2),
+    "column_backward": ("all_gather_matmul", True, 1),
+    "row_backward": ("matmul_reduce_scatter", True, 1),
+    "copy_backward": ("copy_matmul", True, 2),
+}
 DEFAULT = ("all_gather_matmul", "column_backward", "matmul_reduce_scatter", "row_backward")
-METHODS = ("slices", "exchange", "ring", "bulk")
 Step = Callable[[], Any]
 
 
-class Case(NamedTuple):
-    """A pass: the function whose forward or backward pass it is, how often it moves a tensor [tokens, width]."""
-
-    layer: str
-    moves: int = 1
-    backward: bool = False
-    save_gathered: bool = True
-
-
-BY_NAME = {
-    "all_gather_matmul": Case("all_gather_matmul"),
-    "matmul_reduce_scatter": Case("matmul_reduce_scatter"),
-    "matmul_all_reduce": Case("matmul_all_reduce", 2),
-    "column_backward": Case("all_gather_matmul", 1, True),
-    "column_backward_regather": Case("all_gather_matmul", 2, True, False),
-    "row_backward": Case("matmul_reduce_scatter", 1, True),
-    "copy_backward": Case("copy_matmul", 2, True),
-}
-
-
-class Options(NamedTuple):
-    """Of the command line. tokens: None to find a number by `milliseconds`."""
-
-    pattern: Sequence[str]
-    method: str
-    chunks: int
-    rounds: int
-    tokens: int | None
-    width: int
-    hidden: int
-    milliseconds: float
-    balance: float
-
-
 class Both(NamedTuple):
-    """A pass on one rank, both ways: the rounds. Plain values."""
+    """The rounds of a pass on one rank, both ways. Plain values."""
 
     name: str
-    way: str
-    link: str
     serial: list[Operation]
     overlapped: list[Operation]
 
     def drawn(self) -> tuple[Operation, Operation]:
-        return _median_one(self.serial), _median_one(self.overlapped)
+        serial, overlapped = (sorted(one, key=lambda each: each.wall) for one in (self.serial, self.overlapped))
+        return serial[(len(serial) - 1) // 2], overlapped[(len(overlapped) - 1) // 2]
 
     def times(self) -> tuple[float, float, float]:
         """(T_seq, T_ov, efficiency)"""
@@ -92,79 +66,62 @@ class Both(NamedTuple):
         return t_seq, t_ov, (t_seq - t_ov) / min(t_comm, t_mm)
 
 
-def _median_one(rounds: Sequence[Operation]) -> Operation:
-    return sorted(rounds, key=lambda one: one.wall)[(len(rounds) - 1) // 2]
-
-
-def run(rank: int, options: Options) -> list[Both]:
+def run(rank: int, names: Sequence[str], tokens: int | None, rounds: int) -> list[Both]:
     """The passes, both ways, on one rank."""
-    tokens = options.tokens or _tokens(options)
-    passes = progress.over(options.pattern, "measuring", "pass", own=rank == 0)
-    return [_both(name, tokens, options) for name in passes]
+    if tokens is None:
+        tokens = max(1, round(MATMUL_SECONDS / matmul_seconds(512) * 16)) * 16 * RANKS
+    return [both_ways(name, tokens, rounds) for name in progress.over(names, "measuring", "pass", own=rank == 0)]
 
 
-def _tokens(options: Options) -> int:
-    """So many that a forward matmul takes the milliseconds that were asked for."""
-    unit = 16 * RANKS
-    seconds = _matmul_seconds(16 * unit, options)
-    return max(1, round(options.milliseconds / 1e3 / seconds * 16)) * unit
-
-
-def _matmul_seconds(tokens: int, options: Options) -> float:
+def matmul_seconds(tokens: int) -> float:
     """Of the forward matmul, which every other of a pass is as large as."""
-    x, w = torch.randn(tokens, options.width), torch.randn(options.hidden // RANKS, options.width)
-    return statistics.median(measure(CPU, lambda: x @ w.t()) for _ in range(5))
+    x, w = torch.randn(tokens, WIDTH), torch.randn(HIDDEN // RANKS, WIDTH)
+    return statistics.median(measure(lambda: x @ w.t()) for _ in range(5))
 
 
-def _both(name: str, tokens: int, options: Options) -> Both:
-    case = BY_NAME[name]
-    t_mm = _matmul_seconds(tokens, options) * (2 if case.backward else 1)
-    nbytes = case.moves * (RANKS - 1) / RANKS * tokens * options.width * torch.float32.itemsize
-    link = link_for(options.balance * t_mm, case.moves * (RANKS - 1), nbytes)
-    cut = options.method in ("slices", "exchange")
-    config = OverlapConfig(options.method, options.chunks if cut else None, save_gathered=case.save_gathered)
-    with linked(CPU, link) as comm:
-        serial = _step_of(case, tokens, options, comm, OverlapConfig("bulk", save_gathered=case.save_gathered))
-        overlapped = _step_of(case, tokens, options, comm, config)
-        rounds = [(_one_stream(serial), _recorded(overlapped)) for _ in range(options.rounds + 1)][1:]
-    way = f"{options.method} {options.chunks}" if cut else options.method
-    return Both(name, way, link, [one for one, _ in rounds], [other for _, other in rounds])
+def both_ways(name: str, tokens: int, rounds: int) -> Both:
+    function, backward, moves = PASSES[name]
+    steps = moves * (RANKS - 1)
+    nbytes = steps / RANKS * tokens * WIDTH * torch.float32.itemsize
+    with linked(link_for(matmul_seconds(tokens) * (1 + backward), steps, nbytes)) as comm:
+        serial = step_of(function, backward, tokens, comm, OverlapConfig("bulk"))
+        overlapped = step_of(function, backward, tokens, comm, OverlapConfig("slices", CHUNKS))
+        pairs = [(on_one_stream(serial), recorded(overlapped)) for _ in range(rounds + 1)][1:]
+    return Both(name, [one for one, _ in pairs], [other for _, other in pairs])
 
 
-def _step_of(case: Case, tokens: int, options: Options, comm: Communicator, config: OverlapConfig) -> Step:
+def step_of(function: str, backward: bool, tokens: int, comm: Communicator, config: OverlapConfig) -> Step:
     """The pass, once. Of a backward pass the forward one is done here, undrawn."""
-    column, inner = case.layer in ("all_gather_matmul", "copy_matmul"), options.hidden // RANKS
-    n, k = (inner, options.width) if column else (options.width, inner)
-    rows = tokens // RANKS if case.layer == "all_gather_matmul" else tokens
+    layer, inner = getattr(ad, function), HIDDEN // RANKS
+    n, k = (WIDTH, inner) if function.startswith("matmul_") else (inner, WIDTH)
+    rows = tokens // RANKS if function == "all_gather_matmul" else tokens
     x, w = torch.randn(rows, k, requires_grad=True), torch.randn(n, k, requires_grad=True)
-    layer = getattr(ad, case.layer)
-    if not case.backward:
+    if not backward:
         return lambda: layer(x, w, comm, overlap=config)
     y = layer(x, w, comm, overlap=config)
     gy = torch.randn_like(y)
     return lambda: torch.autograd.grad(y, (x, w), gy, retain_graph=True)
 
 
-def _recorded(step: Step) -> Operation:
+def recorded(step: Step) -> Operation:
     with recording() as trace:
-        measure(CPU, step)
+        measure(step)
     return trace.operations()[-1]
 
 
-def _one_stream(step: Step) -> Operation:
-    """All on the caller's stream, in the order of issue."""
-    hook, before = "maker", lanes.maker
-    setattr(lanes, hook, _caller_alone)
+def on_one_stream(step: Step) -> Operation:
+    """All on the caller's stream, in the order of issue: communication is on a lane of its own by name alone."""
+
+    def caller_alone(of: lanes.Lanes, *_: Any) -> tuple[lanes.Lane, lanes.Lane, list[lanes.Lane]]:
+        main = lanes.CallerLane("main", of)
+        return main, lanes.CallerLane("comm", of), [main]
+
+    before: Any = lanes.maker
+    lanes.maker = caller_alone  # type: ignore[assignment]
     try:
-        return _recorded(step)
+        return recorded(step)
     finally:
-        setattr(lanes, hook, before)
-
-
-def _caller_alone(of: lanes.Lanes, *_: Any) -> tuple[lanes.Lane, lanes.Lane, list[lanes.Lane]]:
-    """(main, comm, those of matmuls): communication is on a lane of its own by name alone."""
-    main = lanes.CallerLane("main", of)
-    return main, lanes.CallerLane("comm", of), [main]
+        lanes.maker = before
 
 
 # ---------------------------------------------------------------------------------------------------- the picture
@@ -175,15 +132,11 @@ NAMES = {
     "wgrad": "gradient of the weight",
     "other": "copies, local sums",
     "comm": "communication",
-    "exposed": "communication while nothing is computed",
 }
+HATCHED: Any = {"edgecolor": "black", "hatch": "////"}
+EXPOSED = "communication while nothing is computed"
 HEIGHT = 0.8
-ROWS = {
-    ("serial", "compute"): 3.3,
-    ("serial", "comm"): 2.4,
-    ("overlapped", "compute"): 0.9,
-    ("overlapped", "comm"): 0.0,
-}
+ROWS = {"serial: compute": 3.3, "serial: comm": 2.4, "overlapped: compute": 0.9, "overlapped: comm": 0.0}
 
 
 def kind_of(interval: Interval) -> str:
@@ -196,30 +149,25 @@ def kind_of(interval: Interval) -> str:
 
 def label_of(interval: Interval, gathers: bool) -> str:
     """The number of its slice, from 1. Where rows are gathered, this rank's own come first and need no slice."""
-    if kind_of(interval) == "other":
-        return ""
-    number = interval.number
-    if interval.lane == "comm":
+    kind = kind_of(interval)
+    number = interval.number + (interval.what == "add_outer_rows")  # the first is outer_rows
+    if kind == "other" or (kind == "wgrad" and not gathers):
+        return "" if kind == "other" else "wgrad"
+    if kind == "comm" or not gathers:
         return str(number + 1)
-    if interval.what == "add_outer_rows":  # the first is outer_rows
-        number += 1
-    if not gathers:
-        return "wgrad" if kind_of(interval) == "wgrad" else str(number + 1)
-    return "own" if number == 0 else str(number)
+    return str(number) if number else "own"
 
 
 def uncovered(interval: Interval, others: Sequence[Interval]) -> list[tuple[float, float]]:
-    """The parts of an interval in which none of the others runs."""
+    """(begin, length) of the parts of an interval in which none of the others runs."""
     parts, at = [], interval.begin
     for other in sorted(others, key=lambda one: one.begin):
-        if other.end <= at or other.begin >= interval.end:
-            continue
+        if other.begin >= interval.end:
+            break
         if other.begin > at:
-            parts.append((at, other.begin))
+            parts.append((at, other.begin - at))
         at = max(at, other.end)
-    if at < interval.end:
-        parts.append((at, interval.end))
-    return parts
+    return [*parts, (at, interval.end - at)] if at < interval.end else parts
 
 
 def draw(found: Sequence[Both], path: Path) -> None:
@@ -228,119 +176,76 @@ def draw(found: Sequence[Both], path: Path) -> None:
 
     figure = Figure(figsize=(11, 0.9 + 2.5 * len(found)), layout="constrained")
     for axes, both in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
-        _draw_one(axes, both)
+        draw_pass(axes, both)
     patches = [Patch(facecolor=color, label=NAMES[kind]) for kind, color in COLORS.items()]
-    patches.append(Patch(facecolor=COLORS["comm"], hatch="////", edgecolor="black", label=NAMES["exposed"]))
+    patches.append(Patch(facecolor=COLORS["comm"], label=EXPOSED, **HATCHED))
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
 
-def _draw_one(axes: Any, both: Both) -> None:
-    serial, overlapped = both.drawn()
-    span = max(serial.wall, overlapped.wall) * 1e3
-    gathers = any(one.what == "all_gather" for one in overlapped.intervals) and "regather" not in both.name
-    gathers = gathers or (both.way == "ring" and both.name in ("all_gather_matmul", "row_backward"))
-    for way, operation in (("serial", serial), ("overlapped", overlapped)):
+def draw_pass(axes: Any, both: Both) -> None:
+    drawn = dict(zip(("serial", "overlapped"), both.drawn(), strict=True))
+    span = max(one.wall for one in drawn.values())
+    gathers = any(one.what == "all_gather" for one in drawn["overlapped"].intervals)
+    for way, operation in drawn.items():
         computed = [one for one in operation.intervals if one.lane != "comm"]
         for one in operation.intervals:
-            row = ROWS[way, "comm" if one.lane == "comm" else "compute"]
-            _bar(axes, one, row, span, gathers)
-            for begin, end in uncovered(one, computed) if one.lane == "comm" else ():
-                part = (begin * 1e3, (end - begin) * 1e3)
-                axes.broken_barh([part], (row, HEIGHT), facecolor="none", edgecolor="black", hatch="////", linewidth=0)
-        top = ROWS[way, "compute"] + HEIGHT
-        axes.plot([operation.wall * 1e3] * 2, [ROWS[way, "comm"], top], color="black", linewidth=1.2)
-        axes.text(
-            operation.wall * 1e3 + span * 0.006,
-            (ROWS[way, "comm"] + top) / 2,
-            f"{operation.wall * 1e3:.1f} ms",
-            va="center",
-            fontsize=9,
-        )
-    t_seq, t_ov, efficiency = both.times()
-    axes.set_title(
-        f"{both.name}, {both.way}:  $T_{{seq}}$ {t_seq * 1e3:.1f} ms,  $T_{{ov}}$ {t_ov * 1e3:.1f} ms,  "
-        f"efficiency {efficiency:.2f}",
-        fontsize=11,
-        loc="left",
-    )
-    axes.set_yticks([y + HEIGHT / 2 for y in ROWS.values()], [f"{way}: {lane}" for way, lane in ROWS], fontsize=9)
+            row = ROWS[f"{way}: {'comm' if one.lane == 'comm' else 'compute'}"]
+            draw_interval(axes, one, row, label_of(one, gathers), span)
+            if one.lane == "comm":
+                axes.broken_barh(uncovered(one, computed), (row, HEIGHT), facecolor="none", linewidth=0, **HATCHED)
+        low, top = ROWS[f"{way}: comm"], ROWS[f"{way}: compute"] + HEIGHT
+        axes.plot([operation.wall] * 2, [low, top], color="black", linewidth=1.2)
+        text = f"{operation.wall * 1e3:.1f} ms"
+        axes.text(operation.wall + span * 0.006, (low + top) / 2, text, va="center", fontsize=9)
+    axes.set_title(f"{both.name}, slices {CHUNKS}:  {described(both)}", fontsize=11, loc="left")
+    axes.set_yticks([y + HEIGHT / 2 for y in ROWS.values()], list(ROWS), fontsize=9)
     axes.set_xlim(0, span * 1.09)
+    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
     axes.set_xlabel("ms", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _bar(axes: Any, one: Interval, row: float, span: float, gathers: bool) -> None:
-    begin, width = one.begin * 1e3, (one.end - one.begin) * 1e3
-    axes.broken_barh([(begin, width)], (row, HEIGHT), facecolor=COLORS[kind_of(one)], edgecolor="white", linewidth=0.8)
-    text = label_of(one, gathers)
+def draw_interval(axes: Any, one: Interval, row: float, text: str, span: float) -> None:
+    color, width = COLORS[kind_of(one)], one.end - one.begin
+    axes.broken_barh([(one.begin, width)], (row, HEIGHT), facecolor=color, edgecolor="white", linewidth=0.8)
     if text and width > span * 0.011 * len(text):
-        box = {"facecolor": COLORS[kind_of(one)], "edgecolor": "none", "pad": 1.0}  # readable over hatching
-        middle = (begin + width / 2, row + HEIGHT / 2)
+        box = {"facecolor": color, "edgecolor": "none", "pad": 1.0}  # readable over hatching
+        middle = (one.begin + width / 2, row + HEIGHT / 2)
         axes.text(*middle, text, ha="center", va="center", fontsize=8, color="white", bbox=box, zorder=5)
 
 
-# ---------------------------------------------------------------------------------------------------- command line
+def described(both: Both) -> str:
+    t_seq, t_ov, efficiency = both.times()
+    return f"T_seq {t_seq * 1e3:.2f} ms, T_ov {t_ov * 1e3:.2f} ms, efficiency {efficiency:.2f}"
 
 
 def main() -> None:
-    asked = _arguments()
+    asked = arguments()
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ImportError("matplotlib is not installed: pip install matplotlib") from None
-    options = Options(*(getattr(asked, name) for name in Options._fields))
-    by_rank: list[list[Both]] = run_ranks(RANKS, CPU, run, options)
-    draw(by_rank[0], asked.out)
-    for both in by_rank[0]:
-        t_seq, t_ov, efficiency = both.times()
-        print(
-            f"{both.name:24} {both.way:10} T_seq {t_seq * 1e3:8.2f} ms  T_ov {t_ov * 1e3:8.2f} ms  efficiency "
-            f"{efficiency:6.3f}  link {both.link}"
-        )
+    found: list[Both] = run_ranks(RANKS, run, asked.pattern, asked.tokens, asked.rounds)
+    draw(found, asked.out)
+    for both in found:
+        print(f"{both.name:24} {described(both)}")
     print(f"wrote {asked.out}")
 
 
-def _arguments() -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
     parser = command.Parser(__doc__, failed="a rank failed")
-    names = f"of {', '.join(BY_NAME)} (default {' '.join(DEFAULT)})"
-    parser.add_argument("--pattern", nargs="+", choices=tuple(BY_NAME), default=DEFAULT, metavar="NAME", help=names)
-    parser.add_argument("--method", choices=METHODS, default="slices", help="default slices")
-    parser.add_argument("--chunks", type=command.whole(1), default=4, help="of slices and exchange (default 4)")
-    parser.add_argument("--rounds", type=command.whole(1), default=7, help="repetitions (default 7)")
-    parser.add_argument(
-        "--milliseconds",
-        type=command.number(0.1, "milliseconds"),
-        default=40.0,
-        help="of one forward matmul (default 40)",
-    )
-    parser.add_argument("--tokens", type=command.whole(1), help="rows of both ranks, in place of --milliseconds")
-    parser.add_argument("--width", type=command.whole(1), default=512, help="features of what travels (default 512)")
-    parser.add_argument(
-        "--hidden", type=command.whole(1), default=2048, help="features between the layers (default 2048)"
-    )
-    parser.add_argument(
-        "--balance", type=command.number(0.01), default=1.0, help="T_comm / T_mm of the modelled link (default 1)"
-    )
-    parser.add_argument(
-        "--out", type=command.output_file, default="out/timeline.png", help="the picture; default out/timeline.png"
-    )
+    names = f"of {', '.join(PASSES)} (default {' '.join(DEFAULT)})"
+    parser.add_argument("--pattern", nargs="+", choices=tuple(PASSES), default=DEFAULT, metavar="NAME", help=names)
+    parser.add_argument("--rounds", type=command.whole(1), default=7, help="repetitions (%(default)s)")
+    parser.add_argument("--tokens", type=command.whole(1), help="rows of both ranks (as many as take 40 ms)")
+    parser.add_argument("--out", type=command.output_file, default="out/timeline.png", help="picture (%(default)s)")
     asked = parser.parse_args()
-    if problem := _problem(asked):
-        parser.error(problem)
-    return asked
-
-
-def _problem(asked: argparse.Namespace) -> str:
-    """What is wrong with the options; "" if nothing is."""
-    for name in ("tokens", "hidden"):
-        value = getattr(asked, name)
-        if value is not None and (value < RANKS or value % RANKS):
-            return f"--{name} is {value}, expected a multiple of {RANKS} ranks"
+    if asked.tokens and asked.tokens % RANKS:
+        parser.error(f"--tokens is {asked.tokens}, expected a multiple of {RANKS} ranks")
     if asked.out.suffix not in (".png", ".svg", ".pdf"):
-        return f"--out is {asked.out}, expected a file that ends in .png, .svg or .pdf"
-    return ""
+        parser.error(f"--out is {asked.out}, expected a file that ends in .png, .svg or .pdf")
+    return asked
 
 
 if __name__ == "__main__":

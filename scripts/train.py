@@ -1,9 +1,8 @@
 """Train a small byte-level transformer, tensor and sequence parallel over all ranks of a torchrun launch.
 
-It writes OUT/loss.png and OUT/checkpoint.pt, which `train_model.load_checkpoint` opens as an ordinary model. --device
-cuda:0 lets all ranks share one GPU. --model llama trains a small Llama of Hugging Face's library, made parallel by
-`ad.parallelize`; it needs the extra hf, downloads nothing and writes no checkpoint. The model and the text are in
-train_model.py.
+It writes OUT/loss.png and OUT/checkpoint.pt, the state dict of the unsharded model. --device cuda:0 lets all ranks
+share one GPU. --model llama trains a small Llama of Hugging Face's library, made parallel by `ad.parallelize`; it needs
+the extra hf and downloads nothing. The model and the text are in train_model.py.
 
 examples:
   torchrun --standalone --nproc-per-node=2 scripts/train.py --check --steps 10  # beside the unsharded model
@@ -19,11 +18,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dataclasses
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +30,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out with PYTHONSAFEPATH
-from train_model import (
-    SHIPPED,
-    TOLERANCE,
-    Batch,
-    Comparison,
-    ModelConfig,
-    Transformer,
-    Windows,
-    llama,
-    llama_kv_heads,
-    llama_problem,
-    plot,
-    read_text,
-    save_checkpoint,
-    split_text,
-)
+from train_model import Batch, ModelConfig, Transformer, Windows, llama, read_text
 
 import pynccl
 import pynccl_autograd as ad
@@ -54,80 +38,48 @@ from pynccl.bindings.library import gpu_count, gpu_problem
 from pynccl.progress import Bar
 from pynccl.tools import command
 
-VALIDATION_BATCHES = 8
+VALIDATION_BATCHES, TRACED_STEPS = 8, 3
+COMPARED_STEPS = 50
+# Largest relative difference of the two losses within COMPARED_STEPS. Only the order of summation differs, but training
+# amplifies rounding errors from step to step, which is also why later steps are shown and not judged.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
 
 
 def read_options(doc: str | None = None) -> argparse.Namespace:
-    """The command line, with the text read; ends the process (2) if it cannot work, in the same words on every rank.
-
-    doc       what the script does, and examples
-    """
+    """The command line, with the model's sizes and the text read; ends the process (2) if it cannot work, in the same
+    words on every rank."""
     parser = command.Parser(doc, failed="a rank failed, or --check found a difference")
-    parser.add_argument("--model", choices=("transformer", "llama"), default="transformer", help="(%(default)s)")
-    parser.add_argument("--steps", type=command.whole(1), default=100, help="steps of the optimizer (%(default)s)")
-    parser.add_argument(
-        "--device", help="cpu, cuda (a GPU per rank), cuda:0 (shared by all ranks); default: what is there"
-    )
-    parser.add_argument("--dtype", choices=list(TOLERANCE), default="float32", help="of the weights (%(default)s)")
-    parser.add_argument("--seed", type=command.whole(0), default=0, help="of weights and batches (%(default)s)")
-    parser.add_argument("--layers", type=command.whole(1), default=ModelConfig.layers, help="blocks (%(default)s)")
-    parser.add_argument(
-        "--width", type=command.whole(1), default=ModelConfig.width, help="columns of the residual stream (%(default)s)"
-    )
-    parser.add_argument("--heads", type=command.whole(1), default=ModelConfig.heads, help="of attention (%(default)s)")
-    parser.add_argument(
-        "--kv-heads",
-        type=command.whole(1),
-        help="of llama: heads of keys and values (half of --heads, or 1 where that does not fit)",
-    )
-    parser.add_argument("--seq", type=command.whole(1), default=ModelConfig.seq, help="bytes in a window (%(default)s)")
-    parser.add_argument("--batch", type=command.whole(1), default=8, help="windows in a step (%(default)s)")
-    parser.add_argument("--lr", type=command.number(0), default=1e-3, help="learning rate of AdamW (%(default)s)")
-    parser.add_argument("--data", metavar="FILE", help=f"text to learn; default: {SHIPPED}, which comes with Python")
-    parser.add_argument("--out", default="out", help="folder for loss.png and checkpoint.pt (%(default)s)")
-    parser.add_argument(
-        "--overlap",
-        choices=("auto", "off"),
-        default="auto",
-        help="hide communication behind matmuls: auto, where it pays, or off (%(default)s)",
-    )
-    parser.add_argument("--describe", action="store_true", help="of llama: print what became of each parameter")
-    parser.add_argument("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
-    parser.add_argument(
-        "--trace",
-        type=command.output_file,
-        metavar="FILE",
-        help="write what all ranks compute and communicate in a few steps to FILE (.json, .json.gz); docs/trace.md",
-    )
-    parser.add_argument("--trace-steps", type=command.whole(1), default=3, metavar="N", help="so many (%(default)s)")
+    whole, sizes = command.whole(1), ModelConfig()
+    add = parser.add_argument
+    add("--model", choices=("transformer", "llama"), default="transformer", help="(%(default)s)")
+    add("--steps", type=whole, default=100, help="steps of the optimizer (%(default)s)")
+    add("--device", help="cpu, cuda (a GPU per rank), cuda:0 (shared by all ranks); default: what is there")
+    add("--dtype", choices=list(TOLERANCE), default="float32", help="of the weights (%(default)s)")
+    add("--layers", type=whole, default=sizes.layers, help="blocks (%(default)s)")
+    add("--width", type=whole, default=sizes.width, help="columns of the residual stream (%(default)s)")
+    add("--heads", type=whole, default=sizes.heads, help="of attention (%(default)s)")
+    add("--seq", type=whole, default=sizes.seq, help="bytes in a window (%(default)s)")
+    add("--batch", type=whole, default=8, help="windows in a step (%(default)s)")
+    add("--lr", type=command.number(1e-9), default=1e-3, help="learning rate of AdamW (%(default)s)")
+    add("--out", default="out", help="folder for what it writes (%(default)s)")
+    overlap = "hide communication behind matmuls: auto, where it pays, or off (%(default)s)"
+    add("--overlap", choices=("auto", "off"), default="auto", help=overlap)
+    add("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
+    trace = "write what all ranks compute and communicate in steps 2 to 4 to FILE (.json, .json.gz); docs/trace.md"
+    add("--trace", type=command.output_file, metavar="FILE", help=trace)
     options = parser.parse_args()
-    if problem := model_problem(options) or device_problem(options.device):
+    options.config = ModelConfig(options.layers, options.width, options.heads, options.seq)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if problem := options.config.problem(ranks) or device_problem(options.device):
         parser.error(problem)
     if options.model == "llama" and importlib.util.find_spec("transformers") is None:
         parser.error('transformers is not installed: pip install -e ".[hf]"')
-    if not options.lr:
-        parser.error(f"--lr is {options.lr}, expected a number above 0")
     try:
-        options.text = read_text(options.data, options.seq)
-        command.output_folder(options.out)
-    except ValueError as error:
+        options.learn_from, options.validate_on = read_text(options.seq)
+        options.out = command.output_folder(options.out)  # made once nothing else is wrong
+    except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"--out {error}")
     return options
-
-
-def model_problem(options: argparse.Namespace) -> str:
-    """Why the model cannot be made or cut over the ranks of the launch; "" if it can. Sets --kv-heads of a Llama."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    ranks = int(size) if size.isdigit() and int(size) else 1
-    config = ModelConfig(options.layers, options.width, options.heads, options.seq)
-    if options.model == "llama":
-        options.kv_heads = options.kv_heads or llama_kv_heads(options.heads, ranks)
-        return llama_problem(config, options.kv_heads, ranks)
-    if options.kv_heads:
-        return f"argument --kv-heads: {options.kv_heads} needs --model llama; the transformer has as many as heads"
-    return config.problem(ranks)
 
 
 def device_problem(device: str | None) -> str:
@@ -144,76 +96,80 @@ def device_problem(device: str | None) -> str:
 
 def main() -> int:
     options = read_options(__doc__)
-    config = ModelConfig(options.layers, options.width, options.heads, options.seq)
     with join_ranks(options.device) as comm:  # destroyed at the end; aborted on an exception, so that no rank hangs
-        return train(options, config, comm)
+        return train(options, comm)
 
 
-def train(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communicator) -> int:
+def train(options: argparse.Namespace, comm: pynccl.Communicator) -> int:
     synchronize(comm.device)
-    learn_from, validate_on = split_text(options.text)
-    windows = Windows(learn_from, options.seq, options.batch, options.seed, comm.device)
-    model, unsharded = build(options, config, comm)
+    windows = Windows(options.learn_from, options.seq, options.batch, comm.device)
+    model, unsharded = build(options, comm)
     step = llama_step if options.model == "llama" else train_step
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     unsharded_optimizer = torch.optim.AdamW(unsharded.parameters(), lr=options.lr)
-    compare = options.check and comm.rank == 0
-
-    if comm.rank == 0:
+    first, compare = comm.rank == 0, options.check and comm.rank == 0
+    if first:
         print(describe(model, comm, options), flush=True)
-    losses = Comparison(options.steps, options.dtype)
-    seconds: list[float] = []
-    traced = StepTrace(options, comm, model)
-    with Bar(options.steps, "training", "step", own=comm.rank == 0) as bar, traced:
+    losses, seconds = Losses(options), list[float]()
+    trace = ad.trace(options.trace, comm, model=model) if options.trace else None
+    traced = range(min(1, options.steps - 1), options.steps)[:TRACED_STEPS]  # the first step warms up
+    with Bar(options.steps, "training", "step", own=first) as bar, contextlib.ExitStack() as tracing:
         for number in range(options.steps):
             batch = windows.next()
+            if trace and number == traced[0]:
+                tracing.enter_context(trace)
             started = time.perf_counter()
-            with traced.step(number):
-                loss = step(model, optimizer, batch, comm)
+            with trace.span(f"step {number + 1}") if trace and number in traced else contextlib.nullcontext():
+                losses.sharded.append(step(model, optimizer, batch, comm))
             seconds.append(time.perf_counter() - started)
-            losses.sharded.append(loss)
+            if number == traced[-1]:
+                tracing.close()  # writes the trace
             if compare:
                 losses.unsharded.append(step(unsharded, unsharded_optimizer, batch, None))
                 bar.line(losses.row())
             if options.check:
                 comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
-            bar.step(note=f"loss {loss:.3f}, {batch.tokens.numel() / seconds[-1]:,.0f} tokens/s")
+            bar.step(note=f"loss {losses.sharded[-1]:.3f}, {batch.tokens.numel() / seconds[-1]:,.0f} tokens/s")
 
-    validation = None
-    if isinstance(model, Transformer):
-        held_out = Windows(validate_on, options.seq, options.batch, options.seed, comm.device)
-        validation = evaluate(model, held_out, comm)
-        state = model.unsharded_state()
-        if comm.rank == 0:
-            write_checkpoint(options, config, losses, validation, state, comm.size)
-    if comm.rank == 0:
-        print(summary(options, losses, validation, seconds))
-        title = f"sharded over {comm.size} rank{'s' if comm.size > 1 else ''} (tensor + sequence parallel)"
-        print(plot(os.path.join(options.out, "loss.png"), losses, title))
-    if not compare:
+    held_out = evaluate(model, options, comm) if isinstance(model, Transformer) else None
+    state = ad.full_state_dict(model, comm)  # every rank must call it; rank 0 gets it
+    if not first:
         return 0
-    print(losses.verdict(), flush=True)
-    return 0 if losses.agrees() else 1
+    print(summary(options, losses, held_out, seconds))
+    if trace:
+        print(trace_summary(trace))
+    print(save_checkpoint(options.out / "checkpoint.pt", state, options.config, held_out))
+    print(losses.plot(options.out / "loss.png", comm.size))
+    if options.check:
+        print(losses.verdict(), flush=True)
+    return 0 if not options.check or losses.agree() else 1
 
 
-def build(options: argparse.Namespace, config: ModelConfig, comm: pynccl.Communicator) -> tuple[Any, Any]:
+def build(options: argparse.Namespace, comm: pynccl.Communicator) -> tuple[Any, Any]:
     """(this rank's part of the model, the unsharded model) with equal weights.
 
-    Every rank draws the unsharded model from the seed and keeps its part, so the start does not depend on their number.
+    Every rank draws the unsharded model from the same seed and keeps its part.
     """
-    torch.manual_seed(options.seed)
-    dtype = getattr(torch, options.dtype)
+    torch.manual_seed(0)
+    whole = llama(options.config) if options.model == "llama" else Transformer(options.config)
+    whole = whole.to(comm.device, getattr(torch, options.dtype))
+    own: Any = copy.deepcopy(whole)
     if options.model == "llama":
-        whole = llama(config, options.kv_heads).to(comm.device, dtype)
-        plan = ad.plans.llama
-        parallel = ad.parallelize(copy.deepcopy(whole), comm, plan, gather_logits=False, overlap=options.overlap)
-        if options.describe and comm.rank == 0:
-            print(ad.describe(parallel))
-        return parallel, whole
-    unsharded = Transformer(config)
-    model = Transformer(config, comm, options.overlap)
-    model.load_unsharded(unsharded.state_dict())
-    return model.to(comm.device, dtype), unsharded.to(comm.device, dtype)
+        return ad.parallelize(own, comm, ad.plans.llama, gather_logits=False, overlap=options.overlap), whole
+    return own.shard(comm, options.overlap), whole
+
+
+def train_step(
+    model: Transformer, optimizer: torch.optim.Optimizer, batch: Batch, comm: pynccl.Communicator | None
+) -> float:
+    """One step of the optimizer; returns the loss over the whole batch. comm: None for the unsharded model."""
+    optimizer.zero_grad()
+    loss = model(*batch)
+    loss.backward()
+    if comm is not None:
+        loss = sum_over_ranks(model.replicated, loss, comm)
+    optimizer.step()
+    return loss.item()  # also waits for the GPU, so that the time of a step is its own
 
 
 def llama_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, comm: pynccl.Communicator | None) -> float:
@@ -226,19 +182,6 @@ def llama_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, comm:
     ad.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return float(loss.item())
-
-
-def train_step(
-    model: Transformer, optimizer: torch.optim.Optimizer, batch: Batch, comm: pynccl.Communicator | None
-) -> float:
-    """One step of the optimizer; returns the loss over the whole batch."""
-    optimizer.zero_grad()
-    loss = model(*batch)
-    loss.backward()
-    if comm is not None:
-        loss = sum_over_ranks(model.replicated_parameters(), loss, comm)
-    optimizer.step()
-    return loss.item()  # also waits for the GPU, so that the time of a step is its own
 
 
 @torch.no_grad()
@@ -256,79 +199,102 @@ def sum_over_ranks(parameters: list[torch.nn.Parameter], loss: Tensor, comm: pyn
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, windows: Windows, comm: pynccl.Communicator | None) -> float:
-    """The mean loss over a few windows."""
+def evaluate(model: Transformer, options: argparse.Namespace, comm: pynccl.Communicator) -> float:
+    """The mean loss over a few windows of text that was held out."""
+    windows = Windows(options.validate_on, options.seq, options.batch, comm.device)
     total = sum(model(*windows.next()) for _ in range(VALIDATION_BATCHES)) / VALIDATION_BATCHES
-    if comm is not None:
-        comm.all_reduce(total, total)
-    return total.item()
+    comm.all_reduce(total, total)
+    return float(total.item())
 
 
-class StepTrace:
-    """ad.trace around some of the steps: not the first one, which warms up, where there are more."""
-
-    def __init__(self, options: argparse.Namespace, comm: pynccl.Communicator, model: torch.nn.Module) -> None:
-        self.first = min(1, options.steps - 1)
-        self.end = min(self.first + options.trace_steps, options.steps) if options.trace else self.first
-        self.trace = ad.trace(options.trace, comm, model=model) if options.trace else None
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> StepTrace:
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._open.__exit__(*raised)
-        if self.trace is not None and self.trace.path is not None:
-            print(self.describe(), flush=True)
-
-    @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        if self.trace is None or not self.first <= number < self.end:
-            yield
-            return
-        if number == self.first:
-            try:
-                self._open.enter_context(self.trace)
-            except (OSError, RuntimeError) as error:
-                raise command.FailedError(str(error)) from None
-        with self.trace.span(f"step {number + 1}"):
-            yield
-        if number + 1 == self.end:
-            self._open.close()
-
-    def describe(self) -> str:
-        """What to tell the user, of the rank that has written the file."""
-        assert self.trace is not None
-        rows = self.trace.summary.values()
-        block, communication, exposed = (
-            sum(row[name] for row in rows) / len(rows) for name in ("block_ms", "communication_ms", "exposed_ms")
-        )
-        return (
-            f"wrote {self.trace.path}: {len(rows)} rank{'s' if len(rows) > 1 else ''}, {block:.1f} ms, of which "
-            f"{communication:.1f} ms with communication, {exposed:.1f} ms of it exposed (means over ranks); "
-            "open it at ui.perfetto.dev"
-        )
+# --------------------------------------------------------------------------------------------------- what it prints
 
 
-def summary(options: argparse.Namespace, losses: Comparison, validation: float | None, seconds: list[float]) -> str:
+class Losses:
+    """The losses of the sharded model, and of the unsharded one if it is trained beside it, step by step."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.sharded: list[float] = []
+        self.unsharded: list[float] = []
+        self.every, self.tolerance = max(1, options.steps // 10), TOLERANCE[options.dtype]
+
+    def differences(self) -> list[float]:
+        """|sharded - unsharded| / |unsharded| of each step; NaN counts as infinite."""
+        values = [abs(a - b) / abs(b) for a, b in zip(self.sharded, self.unsharded, strict=True)]
+        return [value if value == value else float("inf") for value in values]
+
+    def row(self) -> str:
+        """The last step as a line of the table; "" where none is due."""
+        step = len(self.sharded)
+        if step % self.every and step != 1:
+            return ""
+        row = f"{step:8d} {self.sharded[-1]:12.6f} {self.unsharded[-1]:12.6f} {self.differences()[-1]:12.1e}"
+        return f"    step      sharded    unsharded   difference\n{row}" if step == 1 else row
+
+    def agree(self) -> bool:
+        return max(self.differences()[:COMPARED_STEPS]) < self.tolerance
+
+    def verdict(self) -> str:
+        judged, rest = self.differences()[:COMPARED_STEPS], self.differences()[COMPARED_STEPS:]
+        found = f"largest relative difference in {len(judged)} steps {max(judged):.1e}, limit {self.tolerance:.0e}"
+        later = f" (later steps: {max(rest):.1e})" if rest else ""
+        says = ": the sharded and the unsharded model agree" if self.agree() else " FAILED: the two models differ"
+        return f"check{says}: {found}{later}"
+
+    def plot(self, path: Path, ranks: int) -> str:
+        """Draw the loss curves; returns what was done, in words."""
+        try:
+            from matplotlib.figure import Figure  # no display is needed
+        except ImportError:
+            return "no loss curve: matplotlib is not installed (pip install matplotlib)"
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes, steps = figure.subplots(), range(1, len(self.sharded) + 1)
+        if self.unsharded:  # thick and pale below, since the two curves are meant to lie on each other
+            axes.plot(steps, self.unsharded, color="#f2b134", linewidth=6, label="unsharded model")
+        label, marker = f"sharded over {ranks} rank{'s' if ranks > 1 else ''}", "o" if len(steps) == 1 else ""
+        axes.plot(steps, self.sharded, color="#1b4f8f", linewidth=1.8, marker=marker, label=label)
+        axes.set(xlabel="step", ylabel="loss (nats per byte)")
+        axes.legend()
+        axes.grid(alpha=0.3)
+        figure.savefig(path, dpi=120)
+        return f"wrote {path}"
+
+
+def describe(model: torch.nn.Module, comm: pynccl.Communicator, options: argparse.Namespace) -> str:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    version = ".".join(map(str, comm.library.version))
+    name = "host library" if comm.library.is_host else f"NCCL {version} from {comm.library.path}"
+    ranks = f"{comm.size} rank{'s' if comm.size > 1 else ''}"
+    return f"{ranks} on {comm.device} over the {name}; {count:,} parameters on rank 0, {options.dtype}"
+
+
+def summary(options: argparse.Namespace, losses: Losses, held_out: float | None, seconds: list[float]) -> str:
     counted = seconds[1:] or seconds  # the first one warms up
     tokens_per_second = options.seq * options.batch * len(counted) / sum(counted)
-    held_out = "" if validation is None else f", {validation:.4f} on held-out text"
-    return f"loss {losses.sharded[-1]:.4f} after {options.steps} steps{held_out}; {tokens_per_second:,.0f} tokens/s"
+    validated = "" if held_out is None else f", {held_out:.4f} on held-out text"
+    return f"loss {losses.sharded[-1]:.4f} after {options.steps} steps{validated}; {tokens_per_second:,.0f} tokens/s"
 
 
-def write_checkpoint(
-    options: argparse.Namespace,
-    config: ModelConfig,
-    losses: Comparison,
-    validation: float,
-    state: dict[str, Tensor],
-    ranks: int,
-) -> None:
-    path = os.path.join(options.out, "checkpoint.pt")
-    run = {name: getattr(options, name) for name in ("steps", "dtype", "seed", "batch", "lr", "data")}
-    save_checkpoint(path, state, config, run=run, ranks=ranks, losses=losses.sharded, validation_loss=validation)
-    print(f"wrote {path}")
+def trace_summary(trace: Any) -> str:
+    rows = list(trace.summary.values())
+    columns = ("block_ms", "communication_ms", "exposed_ms")
+    block, communication, exposed = (sum(row[name] for row in rows) / len(rows) for name in columns)
+    return (
+        f"wrote {trace.path}: {len(rows)} rank{'s' if len(rows) > 1 else ''}, {block:.1f} ms, of which "
+        f"{communication:.1f} ms with communication, {exposed:.1f} ms of it exposed (means over ranks); "
+        "open it at ui.perfetto.dev"
+    )
+
+
+def save_checkpoint(path: Path, state: dict[str, Any], config: ModelConfig, held_out: float | None) -> str:
+    """Write an unsharded model and its sizes. A broken-off write leaves the old file."""
+    part = path.with_name(path.name + ".part")
+    torch.save({"model": state, "config": dataclasses.asdict(config), "validation_loss": held_out}, part)
+    os.replace(part, path)
+    return f"wrote {path}"
+
+
+# ------------------------------------------------------------------------------------------------------- the launch
 
 
 def synchronize(device: str) -> None:
@@ -338,16 +304,6 @@ def synchronize(device: str) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
     else:
         torch.cuda.set_device(device)
-
-
-def describe(model: torch.nn.Module, comm: pynccl.Communicator, options: argparse.Namespace) -> str:
-    count = sum(parameter.numel() for parameter in model.parameters())
-    version = ".".join(map(str, comm.library.version))
-    name = "host library" if comm.library.is_host else f"NCCL {version} from {comm.library.path}"
-    return (
-        f"{comm.size} rank{'s' if comm.size > 1 else ''} on {comm.device} over the {name}; {count:,} parameters on "
-        f"rank 0, {options.dtype}; {len(options.text):,} bytes of {options.data or SHIPPED}"
-    )
 
 
 def join_ranks(device: str | None) -> pynccl.Communicator:

@@ -21,10 +21,7 @@ examples:
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -44,7 +41,6 @@ from pynccl.bindings.library import torchs_own
 from pynccl.interop.buffers import data_type
 from pynccl.tools import command
 
-ROOT = Path(__file__).resolve().parents[2]
 GROUP = 32  # calls in a group
 LOOP = 1000  # calls that the loop in C makes at once
 ELEMENTS = 1024
@@ -173,99 +169,29 @@ def torch_ways(t: Any) -> list[Way]:
     return [Way("torch.distributed, fake backend", "all_reduce(t)", names, reaches_stub=False)]
 
 
-def check_reach(ways: list[Way], stub: ctypes.CDLL) -> dict[str, int]:
-    """Calls of the C function by each statement. Raises unless they are as many as the way says. Warms up, too."""
-    reached = {}
+def check_reach(ways: list[Way], stub: ctypes.CDLL) -> None:
+    """Raises unless each statement calls the C function as often as the way says. Warms up, too."""
     for way in ways:
         before = stub.stub_calls()
         way.seconds(way.calls)
         found, expected = stub.stub_calls() - before, way.calls if way.reaches_stub else 0
         if found != expected:
             raise RuntimeError(f"{way.name}: {found} calls reached the stub, expected {expected}")
-        reached[way.name] = found
-    return reached
 
 
-def import_times(rounds: int) -> dict[str, float]:
-    """Milliseconds that an import takes in a new interpreter: medians over processes in turn.
-
-    Processor time, which is what it takes on an idle machine, and nearly so on a busy one; each process measures its
-    own import alone. Compiled once beforehand, as pip leaves what it installs."""
-    modules = ["pynccl", *(["nccl.core"] if importlib.util.find_spec("nccl") else [])]
-    times: dict[str, list[float]] = {module: [] for module in modules}
-    with tempfile.TemporaryDirectory(prefix="bench-overhead-") as folder:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": folder}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        for module in modules:
-            import_time(module, environment)
-        for _ in range(rounds):
-            for module in modules:
-                times[module].append(import_time(module, environment))
-    return {module: 1e3 * statistics.median(found) for module, found in times.items()}
-
-
-def import_time(module: str, environment: dict[str, str]) -> float:
-    """Seconds of processor time of one import, in a process of its own."""
-    code = f"import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return float(done.stdout)
-
-
-def ratio(times: dict[str, list[float]], name: str, base: str) -> float:
-    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
-
-
-def rows_of(times: dict[str, list[float]], reached: dict[str, int]) -> list[dict[str, Any]]:
-    """Nanoseconds per call, ratio to bare ctypes, calls that reached the stub."""
-    return [
-        {
-            "way": name,
-            "ns": 1e9 * statistics.median(found),
-            "ratio": ratio(times, name, BARE),
-            "stub_calls": reached[name],
-        }
-        for name, found in times.items()
-    ]
-
-
-def results(times: dict[str, list[float]], reached: dict[str, int], imports: dict[str, float]) -> dict[str, Any]:
-    """What --json prints: nanoseconds per call, ratio to bare ctypes, calls that reached the stub."""
-    python = f"{platform.python_implementation()} {platform.python_version()}"
-    return {"python": python, "calls": rows_of(times, reached), "imports_ms": imports}
-
-
-def table(found: dict[str, Any]) -> str:
-    lines = [f"{'way':<42}{'ns per call':>12}{'x bare ctypes':>15}"]
-    lines += [f"{row['way']:<42}{row['ns']:>12.0f}{row['ratio']:>15.2f}" for row in found["calls"]]
-    return "\n".join(
-        [*lines, "", *(f"{'import ' + name:<42}{ms:>9.0f} ms" for name, ms in found["imports_ms"].items())]
-    )
-
-
-def fastest_first(times: dict[str, list[float]]) -> str:
-    """What --wrappers prints."""
-    width = max(map(len, times))
-    rows = sorted((statistics.median(seconds), name) for name, seconds in times.items())
-    lines = [f"{'way':{width}}  ns per call, medians of the rounds"]
-    return "\n".join([*lines, *(f"{name:{width}}  {seconds * 1e9:6.0f}" for seconds, name in rows)])
-
-
-def markdown(found: dict[str, Any]) -> str:
-    """The table of docs/overhead.md."""
-    lines = ["| way | ns per call | x bare ctypes |", "|---|---:|---:|"]
-    for row in sorted(found["calls"], key=lambda row: float(row["ratio"])):
-        lines.append(f"| {row['way']} | {row['ns']:.0f} | {row['ratio']:.2f} |")
-    return "\n".join(lines)
+def lines_of(times: dict[str, list[float]]) -> list[list[str]]:
+    """The table of docs/overhead.md, fastest first."""
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(found, times[BARE], strict=True)) for name, found in times.items()
+    }
+    rows = [[name, f"{1e9 * statistics.median(times[name]):.0f}", f"{ratios[name]:.2f}"] for name in times]
+    return [["way", "ns per call", "x bare ctypes"], *sorted(rows, key=lambda row: float(row[2]))]
 
 
 def main() -> None:
     parser = command.Parser(__doc__)
-    parser.add_argument("--rounds", type=command.whole(1), default=101, help="rounds over all ways (default 101)")
-    parser.add_argument(
-        "--calls", type=command.whole(1), default=1000, help="calls of each way in a round (default 1000)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--rounds", type=command.whole(1), default=101, help="rounds over all ways (%(default)s)")
+    parser.add_argument("--calls", type=command.whole(1), default=1000, help="of each way in a round (%(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/overhead.md")
     parser.add_argument("--wrappers", action="store_true", help="the wrappers of NCCL, each by its own classes")
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="with --wrappers: an unpacked wheel of vLLM")
@@ -276,6 +202,7 @@ def main() -> None:
         path = compile_stub(Path(folder))
         stub = first_of_its_name(path)
         import torch
+        from bench.ranks import columns
 
         t, u, w = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), torch.zeros(2 * ELEMENTS)
         comm = communicator(path)
@@ -285,15 +212,10 @@ def main() -> None:
             ways += [*vllm_ways(comm, path, t, options.vllm), *nccl4py_ways(comm, t)]
         else:
             ways += [*nccl4py_ways(comm, t), *torch_ways(t)]
-        reached = check_reach(ways, stub)
+        check_reach(ways, stub)
         times = measure(ways, options.rounds, options.calls)
         comm.destroy()
-        if options.wrappers:
-            print(fastest_first(times))
-            return
-        found = results(times, reached, import_times(max(options.rounds // 5, 1)))
-    show = markdown if options.markdown else table
-    print(json.dumps(found, indent=2) if options.json else show(found))
+    print(columns(lines_of(times), options.markdown))
 
 
 if __name__ == "__main__":

@@ -15,20 +15,19 @@ All have to give the results of "off" before they are timed. A ratio is the medi
 of "auto" is (T_off - T) / min(T_comm, T_mm), likewise. A case has so many rounds as fit into 3 seconds, 4 at least and
 --rounds at most; in each, calls that are short are repeated for about 20 ms, 5 times at most.
 
-On a CPU communication takes the time of a modelled link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case
-such that T_comm is --balance times T_mm, or of none. On GPUs there is none, times are those of CUDA events, and the
-type is bfloat16.
+Communication takes the time of a modelled link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case such that
+T_comm is --balance times T_mm, or of none.
 
 examples:
   python scripts/bench/overlap.py --rows 16 --balance 1 none --width 8 --hidden 12 --rounds 3
-  python scripts/bench/overlap.py --markdown --json out/overlap.json  # long
-  python scripts/bench/overlap.py --rows 64 --layer column --passes forward --rounds 99 --check  # long
+  python scripts/bench/overlap.py --markdown  # long
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,13 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from bench.overlap_report import bounds, figures, table
-from bench.ranks import here, link_for, linked, measure, rounds_of, run_ranks, slowest, surroundings
+from bench.ranks import columns, link_for, linked, measure, rounds_of, run_ranks, slowest, surroundings
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator, progress
-from pynccl.bindings.library import gpu_count
 from pynccl.tools import command
 from pynccl_autograd import OverlapConfig
 
@@ -53,86 +50,95 @@ BY_HAND |= {f"slices {chunks}": OverlapConfig("slices", chunks=chunks) for chunk
 BY_HAND |= {"ring": OverlapConfig("ring")}
 WARM = 30  # calls in which "auto" has to decide
 LEAST_ROUNDS, SECONDS, BATCH_SECONDS, MOST_CALLS = 4, 3.0, 0.02, 5
-Row = dict[str, Any]
+GAIN = 0.92  # of T_off: who takes less gains 8% or more
 Step = Callable[[], tuple[Tensor, ...]]
+Times = Mapping[str, Sequence[float]]
 
 
 class Case(NamedTuple):
     """balance: T_comm / T_mm; None without a modelled link"""
 
-    layer: str
-    passes: str
     rows: int
+    layer: str
+    backward: bool
     balance: float | None
 
+    def cells(self) -> list[str]:
+        balance = "none" if self.balance is None else f"{self.balance:g}"
+        return [self.layer, "+ backward" if self.backward else "forward", str(self.rows), balance]
 
-class Options(NamedTuple):
-    ranks: int
-    device: str
-    cases: tuple[Case, ...]
-    rounds: int
-    width: int
-    hidden: int
+    def __str__(self) -> str:
+        layer, passes, rows, balance = self.cells()
+        return f"{layer}, {passes}, {rows} rows, T_comm/T_mm {balance}"
+
+
+class Found(NamedTuple):
+    """What was measured. calls: until "auto" had decided; chosen: what, forward and backward; times: of each round."""
+
+    case: Case
+    calls: int
+    chosen: list[str]
+    times: Times
+
+    def ratio(self, one: str, other: str = "off") -> float:
+        """Of each round; the median."""
+        return statistics.median(a / b for a, b in zip(self.times[one], self.times[other], strict=True))
 
     @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
+    def best(self) -> str:
+        """The fastest of those chosen by hand."""
+        return min(BY_HAND, key=self.ratio)
 
-    def link(self, balance: float | None, moves: int, rows: int, t_mm: float) -> str:
-        """On which so many collectives of a tensor [rows, width] take `balance` times as long as the matmuls."""
-        if balance is None:
-            return ""
-        nbytes = moves * (self.ranks - 1) / self.ranks * rows * self.width * self.dtype.itemsize
-        return link_for(balance * t_mm, moves * (self.ranks - 1), nbytes)
+    @property
+    def efficiency(self) -> float:
+        rounds = zip(*(self.times[name] for name in ("off", "auto", "comm", "mm")), strict=True)
+        return statistics.median((off - auto) / min(comm, mm) for off, auto, comm, mm in rounds)
 
 
-def run(rank: int, options: Options) -> Row:
-    """All that was asked for, on one rank."""
-    cases = progress.over(options.cases, "measuring", "case", own=rank == 0)
-    rows = [_Measured(case, rank, options).row() for case in cases]
-    return {"cases": rows}
+# ------------------------------------------------------------------------------------------------------- on each rank
+
+
+def run(rank: int, cases: Sequence[Case], options: argparse.Namespace) -> list[Found]:
+    torch.manual_seed(1 + rank)
+    return [_Measured(case, options).found() for case in progress.over(cases, "measuring", "case", own=rank == 0)]
 
 
 class _Measured:
     """The measurement of one case."""
 
-    def __init__(self, case: Case, rank: int, options: Options) -> None:
-        self.case, self.options, self.device = case, options, here(options.device)
-        self.column, self.backward = case.layer == "column", case.passes == "backward"
+    def __init__(self, case: Case, options: argparse.Namespace) -> None:
+        self.case, self.options = case, options
         self.part, inner = case.rows // options.ranks, options.hidden // options.ranks
+        self.column = case.layer == "column"
         n, k = (inner, options.width) if self.column else (options.width, inner)
-        torch.manual_seed(1 + rank)
-        self.x = self._normal(self.part if self.column else case.rows, k).requires_grad_(self.backward)
-        self.gy = self._normal(case.rows if self.column else self.part, n)
-        self.weight = nn.Parameter(self._normal(n, k) * k**-0.5)
-        self.whole, self.g_whole = self._normal(case.rows, k), self._normal(case.rows, n)
+        self.x = torch.randn(self.part if self.column else case.rows, k).requires_grad_(case.backward)
+        self.gy = torch.randn(case.rows if self.column else self.part, n)
+        self.weight = nn.Parameter(torch.randn(n, k) * k**-0.5)
+        self.whole, self.g_whole = torch.randn(case.rows, k), torch.randn(case.rows, n)
 
-    def row(self) -> Row:
-        case, options = self.case, self.options
-        t_mm = _undisturbed(options.device, self.matmuls)
-        link = options.link(case.balance, 2 if self.backward else 1, case.rows, t_mm)
-        with linked(options.device, link) as comm:
+    def found(self) -> Found:
+        case = self.case
+        with linked(self._link()) as comm:
             auto = self._layer(comm, "auto")
             steps: dict[str, Step] = {name: self._step(self._layer(comm, way)) for name, way in BY_HAND.items()}
             steps |= {"plain": self._step(self._plain(comm)), "auto": self._step(auto)}
             calls = settled(steps["auto"], [auto])
-            check_equal(f"{case.layer}, {case.passes}, {case.rows} rows", steps)
-            times = _timed({**steps, "comm": self._collectives(comm), "mm": self.matmuls}, options)
-            decisions = {
-                one.pattern: {"way": one.way, "reason": one.reason, "settled": one.settled, "tried": dict(one.tried)}
-                for one in ad.overlap.decisions(auto)
-            }
-        return {**case._asdict(), "link": link, "calls": calls, "decisions": decisions, "times": times}
+            check_equal(str(case), steps)
+            times = _timed({**steps, "comm": self._collectives(comm), "mm": self.matmuls}, self.options.rounds)
+            return Found(case, calls, [one.way for one in ad.overlap.decisions(auto)], times)
 
-    def _normal(self, *size: int) -> Tensor:
-        return torch.randn(*size).to(self.device, self.options.dtype)
+    def _link(self) -> str:
+        """On which the case's collectives take `balance` times as long as its matmuls."""
+        if self.case.balance is None:
+            return ""
+        steps = (1 + self.case.backward) * (self.options.ranks - 1)
+        nbytes = steps / self.options.ranks * self.case.rows * self.options.width * torch.float32.itemsize
+        return link_for(self.case.balance * _undisturbed(self.matmuls), steps, nbytes)
 
     def _layer(self, comm: Communicator, overlap: Any) -> nn.Module:
         kind: Any = ad.ColumnParallelLinear if self.column else ad.RowParallelLinear
-        width, hidden = self.options.width, self.options.hidden
-        sizes = (width, hidden) if self.column else (hidden, width)
-        like = {"device": self.device, "dtype": self.options.dtype}
-        layer: nn.Module = kind(*sizes, comm, bias=False, sequence_parallel=True, overlap=overlap, **like)
+        sizes = (self.options.width, self.options.hidden)[:: 1 if self.column else -1]
+        layer: nn.Module = kind(*sizes, comm, bias=False, sequence_parallel=True, overlap=overlap, device="cpu")
         layer.weight = self.weight
         return layer
 
@@ -150,36 +156,33 @@ class _Measured:
             y = layer(self.x)
             return y.detach(), *torch.autograd.grad(y, (self.x, self.weight), self.gy)
 
-        return both if self.backward else forward
+        return both if self.case.backward else forward
 
     def matmuls(self) -> None:
         with torch.no_grad():
             self.whole @ self.weight.t()
-            if self.backward:
+            if self.case.backward:
                 self.g_whole @ self.weight
                 self.g_whole.t() @ self.whole
 
     def _collectives(self, comm: Communicator) -> Callable[[], None]:
         """Those of the case, of tensors of their own."""
-        parts, wholes = (
-            [self._normal(rows, self.options.width) for _ in range(2)] for rows in (self.part, self.case.rows)
-        )
-        gathers, scatters = self.column or self.backward, not self.column or self.backward
+        part, whole = torch.randn(self.part, self.options.width), torch.randn(self.case.rows, self.options.width)
 
         def call() -> None:
-            if gathers:
-                comm.all_gather(parts[0], wholes[0])
-            if scatters:
-                comm.reduce_scatter(wholes[1], parts[1])
+            if self.column or self.case.backward:
+                comm.all_gather(part, whole)
+            if not self.column or self.case.backward:
+                comm.reduce_scatter(whole, part)
 
         return call
 
 
-def _undisturbed(device: str, call: Callable[[], Any]) -> float:
+def _undisturbed(call: Callable[[], Any]) -> float:
     """Seconds of a call: the best of three, once the best of the next three is within 5% of it."""
     found = 0.0
     for _ in range(10):
-        before, found = found, min(measure(device, call) for _ in range(3))
+        before, found = found, min(measure(call) for _ in range(3))
         if abs(found - before) <= 0.05 * found:
             break
     return found
@@ -199,37 +202,73 @@ def check_equal(what: str, steps: Mapping[str, Step]) -> None:
     expected = [one.clone() for one in steps["off"]()]
     for name, step in steps.items():
         for one, found in zip(expected, step(), strict=True):
-            tolerance = 1e-3 if one.dtype is torch.float32 else 5e-2
-            near, says = tolerance * float(one.abs().max()), f"{what}: the results of {name} are not those of off"
-            torch.testing.assert_close(found, one, rtol=tolerance, atol=near, msg=says)
+            near, says = 1e-3 * float(one.abs().max()), f"{what}: the results of {name} are not those of off"
+            torch.testing.assert_close(found, one, rtol=1e-3, atol=near, msg=says)
 
 
-def _timed(calls: Mapping[str, Callable[[], Any]], options: Options) -> dict[str, list[float]]:
+def _timed(calls: Mapping[str, Callable[[], Any]], most: int) -> dict[str, list[float]]:
     """In so many rounds, of so many calls each, as their time allows. All ways have run before."""
-    one = slowest(min(measure(options.device, calls["off"]) for _ in range(3)))
+    one = slowest(min(measure(calls["off"]) for _ in range(3)))
     batch = max(1, min(MOST_CALLS, round(BATCH_SECONDS / one)))
     rounds = max(LEAST_ROUNDS, int(SECONDS / (len(calls) * batch * one)))
-    return rounds_of(options.device, calls, min(rounds, options.rounds), batch)
+    return rounds_of(calls, min(rounds, most), batch)
 
 
-def main() -> int:
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def case_lines(found: Sequence[Found]) -> list[list[str]]:
+    """Times as ratios to "off"."""
+    ways = [*list(BY_HAND)[1:], "plain", "auto"]
+    head = ["layer", "pass", "rows", "comm/mm", "off ms", *ways[:-1], "auto/off", "auto/best", "eff.", "calls"]
+    lines = [[*head, "chosen"]]
+    for one in found:
+        *cells, balance = one.case.cells()
+        cells += [f"{balance} ({one.ratio('comm', 'mm'):.2f})", f"{statistics.median(one.times['off']) * 1e3:.1f}"]
+        cells += [f"{one.ratio(name):.2f}" for name in ways]
+        efficiency = "" if one.case.balance is None else f"{one.efficiency:.2f}"
+        cells += [f"{one.ratio('auto', one.best):.2f}", efficiency, str(one.calls), ", ".join(one.chosen) or "-"]
+        lines.append(cells)
+    return lines
+
+
+def bound_lines(found: Sequence[Found]) -> list[list[str]]:
+    """What has to hold, and the worst case of each."""
+    gaining = [one for one in found if one.ratio(one.best) <= GAIN]
+    declined = [one for one in found if set(one.chosen) <= {"off"}]
+    balanced = [one for one in found if one.case.balance == 1 and one.case.rows >= 1024]
+    forward, backward = ([one for one in balanced if one.case.backward is way] for way in (False, True))
+    of_balanced = "T_comm = T_mm, 1024 rows and more"
+    return [
+        ["bound", "asked for", "worst", "case", ""],
+        _bound("auto / off", 1.05, found, lambda one: one.ratio("auto")),
+        _bound(
+            "auto / best by hand, where that gains 8% or more", 1.10, gaining, lambda one: one.ratio("auto", one.best)
+        ),
+        _bound(f"efficiency, forward, {of_balanced}", -0.75, forward, lambda one: -one.efficiency),
+        _bound(f"efficiency, + backward, {of_balanced}", -0.8, backward, lambda one: -one.efficiency),
+        _bound("calls until decided", 25, found, lambda one: one.calls),
+        _bound("auto that chose off / F.linear and collective", 1.02, declined, lambda one: one.ratio("auto", "plain")),
+    ]
+
+
+def _bound(what: str, most: float, found: Sequence[Found], figure: Callable[[Found], float]) -> list[str]:
+    """`most` that the figure may be; where it is negative, the other way round: the least that -figure may be."""
+    asked = f"<= {most:g}" if most > 0 else f">= {-most:g}"
+    if not found:
+        return [what, asked, "", "no case", "PASS"]
+    worst = max(found, key=figure)
+    return [what, asked, f"{abs(figure(worst)):.3f}", str(worst.case), "PASS" if figure(worst) <= most else "FAIL"]
+
+
+def main() -> None:
     asked = _arguments()
-    cases = tuple(
-        Case(layer, passes, rows, balance)
-        for rows in asked.rows
-        for layer in asked.layer
-        for passes in asked.passes
-        for balance in asked.balance
+    cases = [Case(*one) for one in itertools.product(asked.rows, asked.layer, (False, True), asked.balance)]
+    found = run_ranks(asked.ranks, run, cases, asked)
+    print("\n\n".join(columns(lines, asked.markdown) for lines in (case_lines(found), bound_lines(found))))
+    print(
+        f"\n{surroundings()}; {asked.ranks} ranks, width {asked.width}, hidden {asked.hidden}. Ways are ratios to off."
     )
-    options = Options(asked.ranks, asked.device, cases, asked.rounds, asked.width, asked.hidden)
-    found = {**surroundings(), **options._asdict(), **run_ranks(options.ranks, options.device, run, options)[0]}
-    for row in found["cases"]:
-        row |= figures(row, tuple(BY_HAND))
-    found["bounds"] = bounds(found["cases"])
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found, asked.markdown))
-    return 1 if asked.check and not all(bound["pass"] for bound in found["bounds"]) else 0
 
 
 def _balance(text: str) -> float | None:
@@ -237,55 +276,22 @@ def _balance(text: str) -> float | None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = command.Parser(__doc__, failed="a rank failed, or with --check a bound is not met")
-    several: Any = {"nargs": "+"}
-    parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (default 2)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
-    parser.add_argument(
-        "--rows", type=command.whole(1), default=[64, 256, 1024, 4096], help="default 64 256 1024 4096", **several
-    )
-    parser.add_argument("--layer", choices=("column", "row"), default=["column", "row"], help="default both", **several)
-    parser.add_argument(
-        "--passes",
-        choices=("forward", "backward"),
-        default=["forward", "backward"],
-        help="forward alone, backward with forward (default both)",
-        **several,
-    )
-    parser.add_argument(
-        "--balance",
-        type=_balance,
-        metavar="RATIO",
-        help="T_comm / T_mm of the modelled link, or none (default 0.5 1 2 none; on GPUs none)",
-        **several,
-    )
-    parser.add_argument("--rounds", type=command.whole(1), default=51, help="of a case, at most (default 51)")
-    parser.add_argument("--width", type=command.whole(1), default=1024, help="features of what travels (default 1024)")
-    parser.add_argument(
-        "--hidden", type=command.whole(1), default=4096, help="features between the layers (default 4096)"
-    )
-    parser.add_argument("--json", type=command.output_file, metavar="FILE", help="write all that was measured")
+    parser = command.Parser(__doc__, failed="a rank failed")
+    whole = command.whole(1)
+    parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (%(default)s)")
+    parser.add_argument("--rows", type=whole, nargs="+", default=[64, 256, 1024, 4096], help="of all ranks")
+    parser.add_argument("--layer", nargs="+", choices=("column", "row"), default=["column", "row"], help="(both)")
+    parser.add_argument("--balance", type=_balance, nargs="+", default=[0.5, 1.0, 2.0, None], metavar="RATIO",
+                        help="T_comm / T_mm of the modelled link, or none (0.5 1 2 none)")  # fmt: skip
+    parser.add_argument("--rounds", type=whole, default=51, help="of a case, at most (%(default)s)")
+    parser.add_argument("--width", type=whole, default=1024, help="features of what travels (%(default)s)")
+    parser.add_argument("--hidden", type=whole, default=4096, help="features between the layers (%(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print tables for docs/")
-    parser.add_argument("--check", action="store_true", help="exit code 1 if a bound is not met")
     asked = parser.parse_args()
-    if problem := _problem(asked):
-        parser.error(problem)
-    asked.balance = asked.balance or ([None] if asked.device == "cuda" else [0.5, 1.0, 2.0, None])
+    for name, value in (*(("rows", rows) for rows in asked.rows), ("hidden", asked.hidden)):
+        if value % asked.ranks:
+            parser.error(f"--{name} is {value}, expected a multiple of {asked.ranks} ranks")
     return asked
-
-
-def _problem(asked: argparse.Namespace) -> str:
-    """What is wrong with the options; "" if nothing is."""
-    if asked.device == "cuda" and gpu_count() < asked.ranks:
-        return f"--device is cuda, but there are {gpu_count()} GPUs for {asked.ranks} ranks; use --device cpu"
-    if asked.device == "cuda" and asked.balance not in (None, [None]):
-        return "--balance is of a link that is modelled on the CPU alone; leave it out with --device cuda"
-    if asked.hidden % asked.ranks:
-        return f"--hidden is {asked.hidden}, not divisible by {asked.ranks} ranks"
-    for rows in asked.rows:
-        if rows % asked.ranks:
-            return f"--rows is {rows}, expected a multiple of {asked.ranks} ranks"
-    return ""
 
 
 if __name__ == "__main__":

@@ -36,26 +36,21 @@ import pynccl_autograd as ad
 from pynccl import progress
 from pynccl.tools import command
 
-WARM = 2
+HEADS, KV_HEADS, WORDS, BATCH, WARM = 8, 4, 1024, 2, 2
 
 
 def main() -> None:
-    parser = command.Parser(__doc__, failed="a rank failed")
-    parser.add_argument(
-        "--width", type=command.whole(1), nargs="+", default=[256], help="columns of the residual stream"
-    )
-    parser.add_argument("--layers", type=command.whole(1), default=2, help="blocks (default 2)")
-    parser.add_argument("--heads", type=command.whole(1), default=8, help="of attention (default 8)")
-    parser.add_argument("--kv-heads", type=command.whole(1), default=4, help="of keys and values (default 4)")
-    parser.add_argument("--words", type=command.whole(1), default=1024, help="in the vocabulary (default 1024)")
-    parser.add_argument("--batch", type=command.whole(1), default=2, help="sequences in a step (default 2)")
-    parser.add_argument("--seq", type=command.whole(1), default=128, help="words in a sequence (default 128)")
-    parser.add_argument("--rounds", type=command.whole(1), default=15, help="steps that are timed (default 15)")
+    parser = command.Parser(__doc__, failed="a rank failed, or the losses differ")
+    whole = command.whole(1)
+    parser.add_argument("--width", type=whole, nargs="+", default=[256], help="columns of the residual stream (256)")
+    parser.add_argument("--layers", type=whole, default=2, help="blocks (%(default)s)")
+    parser.add_argument("--seq", type=whole, default=128, help="words in a sequence (%(default)s)")
+    parser.add_argument("--rounds", type=whole, default=15, help="steps that are timed (%(default)s)")
     parser.add_argument("--gather-logits", action="store_true", help="ours: all logits on every rank, as torch has")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("run it by torchrun: torchrun --standalone --nproc-per-node=2 scripts/bench/parallelize.py")
-    if problem := _problem(options, int(os.environ.get("WORLD_SIZE", "1"))):
+    if problem := _problem(options, int(os.environ["WORLD_SIZE"])):
         parser.error(problem)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -69,9 +64,9 @@ def _problem(options: argparse.Namespace, ranks: int) -> str:
     """What does not fit together; "" if all does."""
     if importlib.util.find_spec("transformers") is None:
         return 'transformers is not installed: pip install -e ".[hf]"'
-    sizes = [("width", one, 2 * options.heads) for one in options.width]
-    sizes += [("heads", options.heads, ranks), ("heads", options.heads, options.kv_heads), ("seq", options.seq, ranks)]
-    sizes += [("kv-heads", options.kv_heads, ranks), ("words", options.words, ranks)]
+    if KV_HEADS % ranks:
+        return f"{ranks} ranks: expected 1, 2 or {KV_HEADS}, among which {KV_HEADS} heads of keys and values are cut"
+    sizes = [*(("width", one, 2 * HEADS) for one in options.width), ("seq", options.seq, ranks)]
     wrong = (f"--{name} is {size}, expected a multiple of {by}" for name, size, by in sizes if size % by)
     return next(wrong, "")
 
@@ -79,37 +74,27 @@ def _problem(options: argparse.Namespace, ranks: int) -> str:
 def measure(options: argparse.Namespace, width: int, comm: pynccl.Communicator) -> None:
     torch.manual_seed(0)
     whole = build(options, width)
-    ids = torch.randint(options.words, (options.batch, options.seq))
-    ways: dict[str, Callable[[], float]] = {}
-    model = ad.parallelize(copy.deepcopy(whole), comm, ad.plans.llama, gather_logits=options.gather_logits)
-    ways["parallelize"] = stepper(model, ids, lambda: ad.finish_gradients(model), ad.clip_grad_norm_)
-    try:
-        torch_model = with_dtensor(copy.deepcopy(whole), comm.size)
-        clip = torch.nn.utils.clip_grad_norm_
-        ways["parallelize_module"] = stepper(torch_model, ids, lambda: None, clip)
-        for way in ways.values():
-            way()
-    except Exception as error:
-        if comm.rank == 0:
-            print(f"parallelize_module does not run: {type(error).__name__}: {error}")
-        ways.pop("parallelize_module", None)
+    ids = torch.randint(WORDS, (BATCH, options.seq))
+    ours = ad.parallelize(copy.deepcopy(whole), comm, ad.plans.llama, gather_logits=options.gather_logits)
+    theirs = with_dtensor(copy.deepcopy(whole), comm.size)
+    ways = {
+        "parallelize": stepper(ours, ids, lambda: ad.finish_gradients(ours), ad.clip_grad_norm_),
+        "parallelize_module": stepper(theirs, ids, lambda: None, torch.nn.utils.clip_grad_norm_),
+    }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in progress.over(range(options.rounds + WARM), f"width {width}", "round"):
-        losses = {}
+        losses = []
         for name, way in ways.items():
             comm.barrier()
             start = time.perf_counter()
-            losses[name] = way()
-            if turn >= WARM:
-                times[name].append(time.perf_counter() - start)
-        if turn < WARM and len(losses) == 2:
-            ours, theirs = losses.values()
-            if abs(ours - theirs) > 1e-3 * abs(theirs):
-                print(f"rank {comm.rank}: the losses differ: {losses}")
+            losses.append(way())
+            times[name].append(time.perf_counter() - start)
+        if turn < WARM and abs(losses[0] - losses[1]) > 1e-3 * abs(losses[1]):
+            raise command.FailedError(f"the losses differ: {losses}")
     if comm.rank == 0:
-        medians = {name: statistics.median(found) for name, found in times.items()}
+        medians = {name: statistics.median(found[WARM:]) for name, found in times.items()}
         row = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in medians.items())
-        ratio = medians.get("parallelize_module", float("nan")) / medians["parallelize"]
+        ratio = medians["parallelize_module"] / medians["parallelize"]
         print(f"width {width}, {comm.size} ranks, load {os.getloadavg()[0]:.1f}: {row}, ratio {ratio:.2f}", flush=True)
 
 
@@ -135,12 +120,12 @@ def build(options: argparse.Namespace, width: int) -> Any:
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=options.words,
+            vocab_size=WORDS,
             hidden_size=width,
             intermediate_size=3 * width,
             num_hidden_layers=options.layers,
-            num_attention_heads=options.heads,
-            num_key_value_heads=options.kv_heads,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
             max_position_embeddings=options.seq,
             tie_word_embeddings=False,
         )

@@ -6,7 +6,7 @@ its own, whose main thread stays in next_batch(). The watchdogs of the processes
 the store alone: their files lie in folders of their own, as on several machines. Needs a C compiler and torch.
 
 examples:
-  python scripts/bench/scale.py --ranks 4 --processes 2 --timeout 1 --json
+  python scripts/bench/scale.py --ranks 4 --processes 2 --timeout 1
   python scripts/bench/scale.py  # long
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.overhead import compile_stub
+from bench.ranks import columns
 
 import pynccl
 from pynccl import progress
@@ -200,8 +200,8 @@ def measure(nranks: int, library: Path, options: argparse.Namespace) -> dict[str
     return {
         "ranks": nranks,
         "reports": len(found),
-        "first report seconds": min(seconds, default=-1.0),
-        "last report seconds": max(seconds, default=-1.0),
+        "first": min(seconds, default=-1.0),
+        "last": max(seconds, default=-1.0),
         "texts": sorted({text for _, text in found}),
     }
 
@@ -222,23 +222,12 @@ def start_processes(nranks: int, port: int, library: Path, options: argparse.Nam
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    columns = ("ranks", "reports", "first report seconds", "last report seconds")
-    lines = [
-        "Seconds past the timeout of the call.",
-        "",
-        "| " + " | ".join(columns) + " |",
-        "|---:" * len(columns) + "|",
+    head = ("ranks", "reports", "first", "last")
+    lines = [head, *([f"{row[name]:.1f}" if name in head[2:] else str(row[name]) for name in head] for row in rows)]
+    said = [
+        f"\n{row['ranks']}: {row['reports']} ranks that wait have said:\n" + "\n".join(row["texts"]) for row in rows
     ]
-    for row in rows:
-        cells = [f"{row[name]:.1f}" if isinstance(row[name], float) else str(row[name]) for name in columns]
-        lines.append("| " + " | ".join(cells) + " |")
-    for row in rows:
-        lines += [
-            "",
-            f"{row['ranks']}: {row['reports']} of {row['ranks'] - 1} ranks that wait have said:",
-            *row["texts"],
-        ]
-    return "\n".join(lines)
+    return "\n".join(["Seconds past the timeout of the call.\n", columns(lines, markdown=True), *said])
 
 
 def main() -> None:
@@ -249,7 +238,6 @@ def main() -> None:
     parser.add_argument(
         "--timeout", type=command.number(0.1, "seconds"), default=3.0, help="PYNCCL_WATCH_TIMEOUT (default 3)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument(
         "--processes", type=command.whole(1, 256), default=8, help="of which the ranks are threads (default 8)"
     )
@@ -263,7 +251,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as folder:
         library = compile_stub(Path(folder), STUB, "-pthread")
         rows = [measure(nranks, library, options) for nranks in progress.over(options.ranks, "measuring", "size")]
-    print(json.dumps(rows, indent=2) if options.json else table(rows))
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks of a call share: the ways to make it, how a way is timed, and NVIDIA's own binding as one."""
+"""What overhead.py measures: ways to make a call, how each is timed, and NVIDIA's own binding as one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pynccl
 from pynccl import progress
 
 BARE, CHECKED, PLAN = "bare ctypes", "comm.all_reduce(t, t)", "plan()"
-NCCL4PY = "nccl4py Communicator.allreduce"
 
 
 class Way(NamedTuple):
@@ -44,7 +43,7 @@ def nccl4py_ways(comm: pynccl.Communicator, t: Any) -> list[Way]:
     names = {"comm": theirs, "t": t, "SUM": core.NcclRedOp.SUM}
     return [
         Way("nccl4py low-level all_reduce", f"all_reduce(p, p, n, {dtype}, {op}, c, 0)", raw),
-        Way(NCCL4PY, "comm.allreduce(t, t, SUM)", names),
+        Way("nccl4py Communicator.allreduce", "comm.allreduce(t, t, SUM)", names),
     ]
 
 

@@ -15,18 +15,8 @@ from faults.programs import BLAMELESS, Program
 from faults.run import Ended, Rank
 
 OUTCOMES = (
-    "right result",
-    "right error",
-    "wrong name",
-    "no error",
-    "false alarm",
-    "late",
-    "hang",
-    "crash",
-    "wrong data",
-    "left-over process",
-    "left-over file",
-    "skipped",
+    *("right result", "right error", "wrong name", "no error", "false alarm", "late", "hang", "crash", "wrong data"),
+    *("left-over process", "left-over file"),
 )
 GOOD = OUTCOMES[:2]
 HEARD_SECONDS = 1.0  # in which Ctrl-C ends a rank
@@ -52,7 +42,6 @@ class Verdict:
     fault: str
     outcome: str
     why: str = ""
-    size: int = 0
     nodes: int = 1
     named_rank: bool | None = None
     named_line: bool | None = None
@@ -61,8 +50,7 @@ class Verdict:
 
 def judge(program: Program, ended: Ended) -> Verdict:
     """The worst that can be said of it."""
-    verdict = Verdict(program.seed, program.fault.name, "right result", size=program.size)
-    verdict.nodes = len(program.fault.nodes) or 1
+    verdict = Verdict(program.seed, program.fault.name, "right result", nodes=len(program.fault.nodes) or 1)
     survivors = [rank for rank in ended.ranks if rank.number != _to_blame(program)]
     verdict.seconds = max(0.0, max(rank.at for rank in survivors) - ended.struck)
     failed = [rank for rank in survivors if rank.status != 0]
@@ -183,17 +171,13 @@ def said(text: str) -> list[str]:
 
 
 def blamed(text: str) -> set[int]:
-    """Ranks in the first clause that speaks of any."""
+    """Ranks in the first clause that speaks of any: "rank 2", "ranks 0, 2-4", "ranks [1, 3]"."""
     for clause in ";".join(said(text)).split(";"):
-        if found := _RANKS.findall(_OWN_NUMBER.sub("", clause)):
-            return {number for one in found for number in _numbers(" ".join(one))}
+        found = " ".join("".join(one) for one in _RANKS.findall(_OWN_NUMBER.sub("", clause)))
+        if found:
+            ranges = re.findall(r"(\d+)(?:-(\d+))?", found)
+            return {number for first, last in ranges for number in range(int(first), int(last or first) + 1)}
     return set()
-
-
-def _numbers(text: str) -> set[int]:
-    """ "0, 2-4" -> 0, 2, 3, 4"""
-    ranges = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)]
-    return {number for first, last in ranges for number in range(first, last + 1)}
 
 
 def lines_named(text: str) -> set[int]:

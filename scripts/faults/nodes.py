@@ -15,6 +15,7 @@ import shutil
 import struct
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 DEVICE = "nccl0"
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
@@ -37,8 +38,7 @@ class Nodes:
         self._random = random.Random()
         self._files: list[int] = []
         self._closing, self._wake = os.pipe()
-        self._failure: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._carry, daemon=True)
         try:
             self._make()
         except BaseException:
@@ -46,18 +46,14 @@ class Nodes:
             raise
 
     def _make(self) -> None:
-        for name in self.names:
-            command("ip", "netns", "add", name)
-        plugged = threading.Event()
-        self._thread = threading.Thread(target=self._carry, args=(plugged,), daemon=True)
-        self._thread.start()
-        plugged.wait()
-        if self._failure is not None:
-            raise self._failure
         for name, address in zip(self.names, self.addresses, strict=True):
+            command("ip", "netns", "add", name)
+            with ThreadPoolExecutor(1) as executor:  # a thread of its own, which enters the namespace
+                self._files.append(executor.submit(_open_tap, name).result())
             command("ip", "-n", name, "addr", "add", f"{address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
                 command("ip", "-n", name, "link", "set", device, "up")
+        self._thread.start()
 
     def start(self, loss: float, seed: int) -> None:
         """A whole cable for a new run, which loses this share of the frames."""
@@ -73,22 +69,14 @@ class Nodes:
 
     def close(self) -> None:
         os.write(self._wake, b"x")
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join()
         for file in (*self._files, self._closing, self._wake):
             os.close(file)
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
-    def _carry(self, plugged: threading.Event) -> None:
-        """In a thread of its own, whose network namespace is another one than that of the process."""
-        try:
-            self._files = [_open_tap(name) for name in self.names]
-        except (OSError, RuntimeError) as error:
-            self._failure = RuntimeError(f"cannot make a network device in a namespace: {error}")
-            return
-        finally:
-            plugged.set()
+    def _carry(self) -> None:
         a, b = self._files
         while True:
             ready = select.select([a, b, self._closing], [], [])[0]
@@ -134,6 +122,6 @@ def why_not() -> str:
         return "needs the program ip (package iproute2)"
     try:
         Nodes(999).close()
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         return str(error)
     return ""

@@ -91,7 +91,7 @@ class Server:
         self.process.wait(30)
 
 
-def run(program: Program, folder: Path, server: Server, nodes: Nodes | None, watch: str) -> Ended:
+def run(program: Program, folder: Path, server: Server, nodes: Nodes | None) -> Ended:
     """Run it in `folder`, which is new."""
     for name in ("cwd", "tmp", "watch/a", "watch/b"):
         (folder / name).mkdir(parents=True)
@@ -109,7 +109,7 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None, wat
     port = next(_ports)
     job = {
         "folder": str(folder),
-        "ranks": [_rank(program, rank, folder, nodes, watch, port) for rank in range(program.size)],
+        "ranks": [_rank(program, rank, folder, nodes, port) for rank in range(program.size)],
         "limit": LOSSY_DEADLINE if fault.name == "packet-loss" else DEADLINE,
         "stopped": fault.rank if "stop" in fault.name else -1,
     }
@@ -131,7 +131,7 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None, wat
 _ports = itertools.cycle(range(15_000 + os.getpid() % 1000 * 10, 32_000))
 
 
-def _rank(program: Program, rank: int, folder: Path, nodes: Nodes | None, watch: str, port: int) -> dict[str, Any]:
+def _rank(program: Program, rank: int, folder: Path, nodes: Nodes | None, port: int) -> dict[str, Any]:
     """A rank as ranks.py wants it."""
     together = program.fault.nodes if nodes else (tuple(range(program.size)),)
     side = next(side for side, ranks in enumerate(together) if rank in ranks)
@@ -140,7 +140,6 @@ def _rank(program: Program, rank: int, folder: Path, nodes: Nodes | None, watch:
         "PYTHONPATH": PATHS,
         "PYNCCL_LIBRARY": "host",
         "PYNCCL_HOST_TIMEOUT": str(program.timeout),
-        "PYNCCL_WATCH": watch,
         "PYNCCL_WATCH_DIR": str(folder / "watch" / "ab"[side]),
         "PYNCCL_WATCH_TIMEOUT": str(WATCH_SECONDS),
         "PYNCCL_CAMPAIGN_FOLDER": str(folder),

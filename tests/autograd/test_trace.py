@@ -293,8 +293,8 @@ def test_ranks_of_one_process_are_in_its_one_file(tmp_path: Path) -> None:
 
 
 def test_train_py_writes_a_trace_of_its_steps(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--layers", "1", "--width", "32", "--seq", "32", "--batch", "2", "--steps", "4"]
-    options += ["--out", str(tmp_path), "--trace", str(tmp_path / "trace.json.gz"), "--trace-steps", "2"]
+    options = ["--device", "cpu", "--layers", "1", "--width", "32", "--seq", "32", "--batch", "2", "--steps", "5"]
+    options += ["--out", str(tmp_path), "--trace", str(tmp_path / "trace.json.gz")]
     command = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(SCRIPTS / "train.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -302,6 +302,6 @@ def test_train_py_writes_a_trace_of_its_steps(tmp_path: Path) -> None:
     trace = read(tmp_path / "trace.json.gz")
     check_nesting(trace)
     for rank in (0, 1):
-        assert [one["name"] for one in slices(trace, "step", rank)] == ["step 2", "step 3"]
+        assert [one["name"] for one in slices(trace, "step", rank)] == ["step 2", "step 3", "step 4"]
         layers = {one["args"].get("layer") for one in slices(trace, "comm", rank)}
         assert {"blocks.0.attention.qkv", "blocks.0.attention.out", "blocks.0.up", "blocks.0.down"} <= layers

@@ -235,7 +235,6 @@ def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monke
     for words, said in (
         (["--trace", str(tmp_path)], "Is a directory; pass a file that can be written"),
         (["--trace", "/proc/none/trace.json"], "pass a file that can be written"),
-        (["--trace", "trace.json", "--trace-steps", "0"], "'0': expected a whole number, 1 or more"),
     ):
         monkeypatch.setattr(sys, "argv", ["train.py", *words])
         with pytest.raises(SystemExit) as left, contextlib.redirect_stderr(io.StringIO()) as told:

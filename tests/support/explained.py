@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 Arrays = list[np.ndarray]
-LINEAR_OPS = ("", "sum", "avg")
 
 
 def outputs(name: str, op: str, xs: Sequence[Any], counts: Sequence[int], root: int = 0) -> Arrays:
@@ -55,14 +54,11 @@ def outputs(name: str, op: str, xs: Sequence[Any], counts: Sequence[int], root: 
 
 
 def reduced(op: str, xs: Arrays) -> np.ndarray:
-    functions: dict[str, Any] = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
-    return np.asarray(functions[op](np.stack(xs), axis=0))
+    return np.asarray((np.mean if op == "avg" else np.sum)(np.stack(xs), axis=0))
 
 
 def gradients(name: str, op: str, grad: str, xs: Arrays, gs: Arrays, counts: Sequence[int], root: int = 0) -> Arrays:
     """What every rank's x gets of these cotangents of the outputs."""
-    if op not in LINEAR_OPS:
-        return _of_extremes_and_products(op, xs, gs[0] if grad == "replicated" else np.sum(gs, axis=0))
     if grad == "replicated":  # one y, and one cotangent of it
         gs = [gs[0], *(np.zeros_like(g) for g in gs[1:])]
     matrix = _matrix(name, op, xs, counts, root)
@@ -78,16 +74,3 @@ def _matrix(name: str, op: str, xs: Arrays, counts: Sequence[int], root: int) ->
     for one in np.eye(int(ends[-1])):
         columns.append(np.concatenate(outputs(name, op, np.split(one, ends[:-1]), counts, root)))
     return np.stack(columns, axis=1)
-
-
-def _of_extremes_and_products(op: str, xs: Arrays, g: np.ndarray) -> Arrays:
-    found = [np.zeros_like(x) for x in xs]
-    for i in range(len(g)):
-        column = [x[i] for x in xs]
-        for rank, value in enumerate(column):
-            if op == "prod":
-                found[rank][i] = g[i] * np.prod(column[:rank] + column[rank + 1 :])
-            else:
-                best = {"max": max, "min": min}[op](column)
-                found[rank][i] = g[i] / column.count(best) if value == best else 0.0
-    return found

@@ -1,7 +1,7 @@
 """Commands as a user launches them, without the seconds that a new interpreter takes to load torch.
 
     with Forks() as forks:
-        ended = forks.run(("scripts/clip_loss.py",), 2, folder, {"PYNCCL_LIBRARY": "host"})     # of each rank
+        ended = forks.run(("scripts/recipes/ddp.py",), 2, folder, {"PYNCCL_LIBRARY": "host"})     # of each rank
 
 A server process has loaded torch and the project, and forks; what it forks runs a script, or a module as -m does, with
 the arguments, the folder, the environment, standard output and error of its own.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -25,17 +24,18 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_rank_that_waits_says_which_one_is_missing_and_where() -> None:
-    done = run("--ranks", "16", "--processes", "1", "--timeout", "0.5", "--json")
+    done = run("--ranks", "16", "--processes", "1", "--timeout", "0.5")
     assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)
-    (text,) = {re.sub(r"\d+\.\d s there", "N s there", text) for text in row["texts"]}  # the same on all of them
+    (row,) = re.findall(r"^\| 16 \| 15 \| [\d.]+ \| ([\d.]+) \|$", done.stdout, re.MULTILINE)
+    assert float(row) < 5
+    said = done.stdout.partition("ranks that wait have said:\n")[2]
+    text = re.sub(r"\d+\.\d s there", "N s there", said).strip()
     line = r"scale\.py:\d+"
     call = rf"all_reduce #4 \(comm 'world', 16 ranks, FLOAT32 x 1, {line}\)"
-    assert re.match(rf"rank 15 never entered {call}; 15 ranks have waited", text)
+    assert len(re.findall(rf"rank 15 never entered {call}; 15 ranks have waited", text)) >= 1
+    assert len(re.findall("rank 15 never entered", text)) == len(re.findall("never entered", text))
     place = rf"last completed #3; its main thread is in {line} next_batch"
-    assert re.search(rf"\nrank 15: process alive, {place}$", text)
-    assert row["reports"] == 15
-    assert row["last report seconds"] < 5
+    assert re.search(rf"\nrank 15: process alive, {place}$", text, re.MULTILINE)
 
 
 def test_a_job_of_one_rank_is_refused() -> None:

@@ -39,8 +39,6 @@ def scripts() -> Iterator[str]:
 MODULES = [f"-m pynccl {name}" for name in COMMANDS]
 NAMES = [*MODULES, *scripts()]
 
-
-NEED_A_FILE = ("scripts/draw_trace.py",)  # which no command here makes at once: a trace
 JOB = """import pynccl
 comm = pynccl.init()
 comm.barrier()
@@ -177,7 +175,7 @@ def test_help_says_what_it_does_its_exit_codes_and_examples(helps: dict[str, End
             assert f"{number} {meaning}" in flat, name
         assert re.search(r"; 1 \w+", flat), name
         examples = examples_of(out)
-        assert any(not one.long for one in examples) or name in NEED_A_FILE, name
+        assert any(not one.long for one in examples), name
         mine = name.split()[-1] if name in MODULES else name
         assert all(mine in one.words for one in examples), name
 
@@ -190,7 +188,7 @@ def test_the_page_of_commands_says_what_help_says(helps: dict[str, Ended]) -> No
         flat = " ".join(out.split())
         about, example, ends = section[1].strip().split("\n\n")
         assert about.lower() in flat.lower(), name
-        short = [one for one in examples_of(out) if not one.long or name in NEED_A_FILE]
+        short = [one for one in examples_of(out) if not one.long]
         assert example.strip("`") in [one.line.partition("  #")[0].rstrip() for one in short], name
         failed = re.match(r"- exit code 1: (.*)\n- writes: \S", ends)
         assert failed and f"; 1 {failed[1]}; 2 options" in flat, name
@@ -263,25 +261,19 @@ NONSENSE = [
     ("-m pynccl perf", "all_reduce -n 0"),
     ("-m pynccl perf", f"all_reduce --json {UNWRITABLE}"),
     ("scripts/train.py", "--steps x"),
-    ("scripts/train.py", "--seed 99999999999999999999999"),
     ("scripts/train.py", f"--out {UNWRITABLE}"),
-    ("scripts/train.py", "--data ."),
     ("scripts/train.py", "--model llama --heads 0"),
     ("scripts/train.py", "--lr -1"),
     ("scripts/train.py", "--out /etc/hostname"),
     ("scripts/timeline.py", "--out picture.txt"),
     ("scripts/bench/data_parallel.py", "--ranks 100000"),
-    ("scripts/bench/data_parallel.py", f"--json {UNWRITABLE}"),
     ("scripts/bench/data_parallel.py", "--bucket-mb 0"),
-    ("scripts/bench/overlap.py", "--device cuda"),
     ("scripts/bench/overlap.py", "--balance fast"),
-    ("scripts/bench/overlap.py", f"--json {UNWRITABLE}"),
     ("scripts/bench/parallelize.py", ""),
     ("scripts/bench/scale.py", "--timeout nan"),
     ("scripts/faults/campaign.py", "--runs 0"),
     ("scripts/faults/campaign.py", "--jobs 0"),
     ("scripts/faults/campaign.py", "--only everything"),
-    ("scripts/faults/campaign.py", f"--keep {UNWRITABLE}"),
     ("scripts/faults/fuzzer.py", "everything"),
     ("scripts/faults/fuzzer.py", "models --ranks two"),
     ("scripts/faults/fuzzer.py", "autograd --ranks 0"),
@@ -295,7 +287,7 @@ NONSENSE = [
     ("scripts/gpu/gpu_check.py", "everything"),
     ("scripts/gpu/gpu_check.py", "--budget 0"),
     ("scripts/recipes/ddp.py", ""),  # outside a launch
-    ("scripts/clip_loss.py", ""),
+    ("scripts/recipes/clip_loss.py", ""),
     ("-m pynccl explain", "--nonsense"),
     ("scripts/train.py", "--nonsense"),
 ]

@@ -66,7 +66,6 @@ COMMANDS: dict[str, bool | str | dict[str, str]] = {
     "torchrun --standalone --local-addr=127.0.0.1": "the begin of a command",
     f"python scripts/timeline.py --pattern {PATTERNS} --out docs/overlap_timeline.png": "tests/tools/test_timeline.py",
     "torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace trace.json.gz": True,
-    'python scripts/draw_trace.py trace.json.gz --span "step 3"': True,  # of the one before
     'python -c "from pynccl.bindings import abi; print(len(abi.FUNCTIONS), len(abi.DEVICE_FUNCTIONS))"': True,
     "python scripts/bench/overhead.py --wrappers": {"--wrappers": "--wrappers --rounds 1"},
     "scripts/examples/multi_node.sh torchrun node0 2 8 scripts/examples/hello.py": MACHINES,

@@ -223,18 +223,18 @@ def test_the_adjoint_goes_up_where_the_forward_goes_down(opened: Page) -> None:
 @slow
 def test_buttons(opened: Page) -> None:
     opened.click("#operations [data-value='all_reduce']")
-    opened.click("#op [data-value='max']")
+    opened.click("#op [data-value='avg']")
     opened.click("#ranks [data-value='3']")
     opened.click("#grad [data-value='replicated']")
     scene = opened.run(SCENE)
     assert scene["title"] == "all_reduce" and max(cell["rank"] for cell in scene["cells"]) == 2
-    assert opened.run("location.hash") == "#all_reduce:max:replicated:3:adjoint:0"
+    assert opened.run("location.hash") == "#all_reduce:avg:replicated:3:adjoint:0"
     opened.click("#direction [data-value='forward']")
     opened.click("#play")  # pauses what began to play
     assert opened.run("document.getElementById('play').getAttribute('aria-label')") == "play"
     opened.click("#slider")
     opened.press("End")
-    assert values_of(opened.run(SCENE), 1, 3) == [[9.0, 9.0, 7.0]] * 3
+    assert values_of(opened.run(SCENE), 1, 3) == [[11.0, 12.0, 13.0]] * 3
     opened.click("#back")
     assert opened.run(SCENE)["now"] == 2
     opened.click("#slider")

@@ -25,7 +25,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import timeline  # noqa: E402
 
-TINY = ["--tokens", "24", "--width", "8", "--hidden", "12", "--rounds", "2", "--chunks", "3"]
+TINY = ["--tokens", "64", "--rounds", "1"]
 
 
 def interval(lane: str, begin: float, end: float, what: str = "linear_rows", number: int = 0) -> Interval:
@@ -128,22 +128,22 @@ def test_the_efficiency_is_that_of_the_medians() -> None:
         pieces = (interval("comm", 0, comm, "all_gather"), interval("main", comm, comm + compute))
         return Operation("", "", "slices", 4, 0.0, wall, pieces)
 
-    both = timeline.Both("", "", "", [taking(10, 4, 6), taking(12, 5, 7), taking(11, 4, 7)], [taking(7, 4, 6)])
+    both = timeline.Both("", [taking(10, 4, 6), taking(12, 5, 7), taking(11, 4, 7)], [taking(7, 4, 6)])
     assert both.times() == pytest.approx((11, 7, 4 / 4))
     assert both.drawn()[0].wall == 11
 
 
 def test_communication_counts_as_exposed_where_nothing_is_computed() -> None:
     computed = [interval("main", 0, 2), interval("second", 1, 3), interval("main", 5, 6)]
-    assert timeline.uncovered(interval("comm", 1, 7), computed) == [(3, 5), (6, 7)]
+    assert timeline.uncovered(interval("comm", 1, 7), computed) == [(3, 2), (6, 1)]
     assert timeline.uncovered(interval("comm", 1, 2), computed) == []
-    assert timeline.uncovered(interval("comm", 3, 5), computed) == [(3, 5)]
+    assert timeline.uncovered(interval("comm", 3, 5), computed) == [(3, 2)]
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--chunks", "0"], "argument --chunks: '0': expected a whole number, 1 or more"),
+        (["--rounds", "0"], "argument --rounds: '0': expected a whole number, 1 or more"),
         (["--tokens", "5"], "--tokens is 5, expected a multiple of 2 ranks"),
         (["--out", "timeline.txt"], "--out is timeline.txt, expected a file that ends in .png"),
     ],

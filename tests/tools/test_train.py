@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import re
@@ -19,16 +20,8 @@ from ranks import TORCHRUN
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from train import read_options  # noqa: E402
-from train_model import (  # noqa: E402
-    Comparison,
-    ModelConfig,
-    Transformer,
-    Windows,
-    load_checkpoint,
-    read_text,
-    split_text,
-)
+from train import Losses, read_options  # noqa: E402
+from train_model import ModelConfig, Transformer, Windows, read_text  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +42,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(tmp_path_factory.mktemp("train"), "--check", "--steps", "30", "--lr", "3e-3", "--seed", "7")
+    return Run(tmp_path_factory.mktemp("train"), "--check", "--steps", "30", "--lr", "3e-3")
 
 
 def test_it_learns_and_agrees_with_the_unsharded_model(run: Run) -> None:
@@ -78,11 +71,9 @@ def test_no_bar_is_drawn_into_a_pipe(run: Run) -> None:
 def test_the_checkpoint_loads_unsharded_and_gives_the_same_loss(run: Run) -> None:
     path = run.out / "checkpoint.pt"
     saved = torch.load(path, weights_only=True)
-    model = load_checkpoint(str(path))
-    assert model.config == ModelConfig(2, 32, 4, 32)
-    assert all(type(layer).__module__.startswith(("torch.nn", "train_model")) for layer in model.modules())
-
-    held_out = Windows(split_text(read_text(None, 32))[1], 32, 4, seed=7, device="cpu")
+    model = Transformer(ModelConfig(**saved["config"]))
+    model.load_state_dict(saved["model"])
+    held_out = Windows(read_text(32)[1], 32, 4, "cpu")
     with torch.no_grad():
         losses = [model(*held_out.next()).item() for _ in range(8)]
     assert sum(losses) / 8 == pytest.approx(saved["validation_loss"], rel=1e-5)
@@ -90,7 +81,7 @@ def test_the_checkpoint_loads_unsharded_and_gives_the_same_loss(run: Run) -> Non
 
 
 def test_the_trained_weights_are_in_the_checkpoint_not_the_first_ones(run: Run) -> None:
-    torch.manual_seed(7)
+    torch.manual_seed(0)
     first = Transformer(ModelConfig(2, 32, 4, 32)).state_dict()
     saved = torch.load(run.out / "checkpoint.pt", weights_only=True)["model"]
     assert {name: tensor.shape for name, tensor in saved.items()} == {n: t.shape for n, t in first.items()}
@@ -115,19 +106,15 @@ def test_a_bad_option_ends_the_launch_before_any_rank_waits(tmp_path: Path) -> N
     ("options", "message"),
     [
         ("--steps 0", "argument --steps: '0': expected a whole number, 1 or more"),
-        ("--heads 6", "argument --width: 32 is not divisible by --heads 6"),
+        ("--heads 6", "argument --width: 32 is not a multiple of 12, twice --heads 6"),
         ("--heads 2", "argument --heads: 2 is not divisible by 4 ranks"),
         ("--seq 30", "argument --seq: 30 is not divisible by 4 ranks"),
-        ("--kv-heads 2", "argument --kv-heads: 2 needs --model llama"),
         ("--seq 8000000", "--seq 8000000 needs at least 80000010"),
-        ("--data nowhere.txt", "--data nowhere.txt: No such file or directory"),
-        ("--data .", "--data .: Is a directory"),
         ("--device tpu", "--device is 'tpu', expected cpu, cuda, or cuda:0"),
-        ("--lr 0", "--lr is 0.0, expected a number above 0"),
-        ("--lr nan", "argument --lr: 'nan': expected a number, 0 or more"),
-        ("--seed -1", "argument --seed: '-1': expected a whole number, 0 or more"),
+        ("--lr 0", "argument --lr: '0': expected a number, 1e-09 or more"),
+        ("--lr nan", "argument --lr: 'nan': expected a number"),
         ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
-        ("--out /dev/null", "--out /dev/null: File exists; pass a folder that can be written"),
+        ("--out /dev/null", "/dev/null: File exists; pass a folder that can be written"),
     ],
 )
 def test_options_that_cannot_work_are_said_in_a_line(
@@ -145,14 +132,14 @@ def test_options_that_cannot_work_are_said_in_a_line(
 
 
 def test_a_difference_or_a_loss_that_is_no_number_fails_the_check() -> None:
-    losses = Comparison(steps=3, dtype="float32")
+    losses = Losses(argparse.Namespace(steps=3, dtype="float32"))
     losses.sharded, losses.unsharded = [5.0, 4.0, 3.0], [5.0, 4.0, 3.0]
-    assert losses.agrees()
+    assert losses.agree()
     losses.sharded[1] = 4.001
-    assert not losses.agrees()
+    assert not losses.agree()
     assert "FAILED" in losses.verdict() and "2.5e-04" in losses.verdict()
     losses.sharded[1] = math.nan
-    assert not losses.agrees()
+    assert not losses.agree()
 
 
 @pytest.fixture

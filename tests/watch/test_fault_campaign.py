@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from faults import run as fault_run
-from faults.campaign import Campaign, table
+from faults.campaign import campaign, table
 from faults.judge import GOOD, Verdict, blamed, judge, last_error, lines_named
 from faults.programs import FAULTS, Fault, Program, fault_of, make
 
@@ -24,8 +24,7 @@ RECORDED = (ROOT / "pynccl" / "watch" / "recorder.py").exists()
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Verdict]:
-    campaign = Campaign(tmp_path_factory.mktemp("campaign"))
-    return {one.seed: one for one in campaign.of(SEEDS, 2, lambda verdict: None)}
+    return {one.seed: one for one in campaign(SEEDS, tmp_path_factory.mktemp("campaign"))}
 
 
 @pytest.mark.parametrize("seed", SEEDS, ids=fault_of)
@@ -78,7 +77,7 @@ def test_what_goes_wrong_is_seen(
         pytest.skip("cannot have a /dev/shm apart here")
     program = Program(0, 2, "file", Fault("none"), f"import os\nif os.environ['RANK'] == '1': {WRONG[outcome]}\n")
     program.text += "else: print('done')\n"
-    verdict = judge(program, fault_run.run(program, tmp_path, server, None, "on"))
+    verdict = judge(program, fault_run.run(program, tmp_path, server, None))
     assert verdict.outcome == outcome.strip(), verdict
 
 

@@ -24,7 +24,7 @@ examples:
   python -m pynccl explain                                  # what there is
   python -m pynccl explain reduce_scatter
   python -m pynccl explain all_gather --grad replicated     # all ranks go on alike with the output
-  python -m pynccl explain all_reduce --op max --ranks 3
+  python -m pynccl explain all_reduce --op avg --ranks 3
   python -m pynccl explain gather --root 2
   python -m pynccl explain all_gather --elements 2,0,3
   python -m pynccl explain reduce_scatter --html page.html  # every operation, to be moved by hand in a browser
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="OPERATION", choices=OPERATIONS, help="such as reduce_scatter; left away: a list")
     add("--ranks", type=command.whole(2, MOST_RANKS), metavar="N", help=f"2 to {MOST_RANKS} (4)")
-    add("--op", help="operator of what reduces: sum, avg; of all_reduce also max, min, prod, premul")
+    add("--op", help="operator of what reduces: sum or avg (sum)")
     add("--grad", choices=CONVENTIONS, help="who goes on with the output: each rank in its own way, or all alike (sum)")
     add("--root", type=command.whole(0), metavar="RANK", help="of those with a root; of send_recv the sender (0)")
     add(

@@ -6,12 +6,11 @@ not what the library wrote, there is an error and no picture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from math import isclose, prod
-from operator import add, mul
+from math import isclose
 from typing import Any, NamedTuple
 
 from ...bindings.library import load
@@ -40,7 +39,6 @@ class Area:
     text        what happened, in a few words; "" for the first area
     op          of a collective that reduces
     collective  False: messages, or what each rank does alone
-    factors     of what each rank does alone: by what each element was multiplied
     """
 
     label: str
@@ -50,7 +48,6 @@ class Area:
     op: str = ""
     collective: bool = False
     landings: tuple[Landing, ...] = ()
-    factors: Values = ()
 
     @property
     def is_local(self) -> bool:
@@ -100,43 +97,30 @@ def run(
     """
     row, alike = OPERATIONS[name], grad == REPLICATED
     before, after = WAYS[name].before(setup), WAYS[name].after(setup)
-    x = Area("x", _values(inputs if inputs is not None else example_input(name, op, before)), before)
+    x = Area("x", _values(inputs if inputs is not None else example_input(name, before)), before)
     y = _moved(comms, row.method(name), op, setup, forward(name, setup), x, "y", after)
     g = Area("g", _values(cotangents if cotangents is not None else example_cotangent(op, grad, after)), after)
     back = [g]
     if op == "avg":
-        back.append(_scaled(op, g, x, y, "x.grad" if alike else "g / N"))
-    if not alike or op not in _SCALES:
+        back.append(_over_n(g, "x.grad" if alike else "g / N"))
+    if op != "avg" or not alike:
         method = "" if alike else row.adjoint
         combined = "sum" if method.endswith(("reduce", "reduce_scatter")) else ""
-        label = "G" if op in _EXTREMES else "x.grad"
         travels = backward(name, setup, alike, row.one_input)
-        back.append(_moved(comms, method, combined, setup, travels, back[-1], label, before))
-    if op in _EXTREMES:
-        back.append(_scaled(op, back[-1], x, y, "x.grad"))
+        back.append(_moved(comms, method, combined, setup, travels, back[-1], "x.grad", before))
     return Run(name, op, grad, setup, [x, y], back)
 
 
 # ------------------------------------------------------------------------------------------------- the example
 
 
-def example_input(name: str, op: str, cuts: Cuts) -> list[list[float]]:
-    """Rank r's elements are 10 r + 1, 10 r + 2, ..: each says where it comes from. Others where that would hide the
-    point: equal on all ranks where the input is one value, ties for max and min, zeros for a product, empty halos."""
-    if op in ("max", "min"):
-        sign = 1 if op == "max" else -1
-        return [[float(5 + sign * _height(rank, i)) for i in range(sum(own))] for rank, own in enumerate(cuts)]
-    if op == "prod":
-        return [[float(0 if rank < i % 3 else 1 + rank % 2) for i in range(sum(own))] for rank, own in enumerate(cuts)]
+def example_input(name: str, cuts: Cuts) -> list[list[float]]:
+    """Rank r's elements are 10 r + 1, 10 r + 2, ..: each says where it comes from. Equal on all ranks where the input
+    is one value; empty halos."""
     values = _numbered(cuts, OPERATIONS[name].one_input)
     if name == "halo_exchange":
         return [[0.0] * HALO + own[: len(own) - 2 * HALO] + [0.0] * HALO for own in values]
     return values
-
-
-def _height(rank: int, i: int) -> int:
-    """One rank is ahead, two ranks, all ranks, and again from the start."""
-    return (int(rank == 1) * 3 + rank % 3, 4 if rank < 2 else 1, 2)[i % 3]
 
 
 def example_cotangent(op: str, grad: str, cuts: Cuts) -> list[list[float]]:
@@ -151,8 +135,6 @@ def _numbered(cuts: Cuts, alike: bool) -> list[list[float]]:
 
 
 # ------------------------------------------------------------------------------------------------- what comes out
-
-_COMBINED: dict[str, Callable[[float, float], float]] = {"max": max, "min": min, "prod": mul}
 
 
 def _moved(
@@ -228,7 +210,7 @@ def _landings(
     found = []
     for at, move in enumerate(ordered):
         place, value = move[2:], before[move.source][move.at]
-        held[place] = _COMBINED.get(op, add)(held[place], value) if place in held else value
+        held[place] = held.get(place, 0.0) + value
         if last[place] == at and op == "avg":
             held[place] /= ranks
         found.append(Landing(move, distances.index((move.target - move.source) % ranks), held[place]))
@@ -244,30 +226,9 @@ def _values(rows: Sequence[Sequence[float]]) -> Values:
     return tuple(tuple(map(float, own)) for own in rows)
 
 
-# ------------------------------------------------------------------------------------------------- what ranks do alone
-
-_SCALES = {
-    "avg": "divided by N",
-    "max": "times 1 / ties where x is the largest, else 0",
-    "min": "times 1 / ties where x is the smallest, else 0",
-    "prod": "times the product of the others' x",
-}
-_EXTREMES = ("max", "min", "prod")  # what is scaled after the cotangents are added
-
-
-def _scaled(op: str, held: Area, x: Area, y: Area, label: str) -> Area:
-    """What a rank holds, times the derivative of y by its x."""
-    places = [[(rank, i) for i in range(len(own))] for rank, own in enumerate(held.values)]
-    factors = _values([[_factor(op, x.values, y.values, *place) for place in own] for own in places])
-    after = tuple(tuple(map(mul, own, by)) for own, by in zip(held.values, factors, strict=True))
-    landings = tuple(Landing(Move(*place, *place), 0, after[place[0]][place[1]]) for own in places for place in own)
-    return Area(label, after, held.cuts, f"on each rank: {_SCALES[op]}", op, False, landings, factors)
-
-
-def _factor(op: str, xs: Values, ys: Values, rank: int, i: int) -> float:
-    if op == "avg":
-        return 1 / len(xs)
-    if op == "prod":
-        return prod(own[i] for other, own in enumerate(xs) if other != rank)
-    attains = [own[i] == ys[rank][i] for own in xs]
-    return attains[rank] / sum(attains)
+def _over_n(held: Area, label: str) -> Area:
+    """What each rank does alone with the cotangent of a mean."""
+    after = tuple(tuple(value / len(held.values) for value in own) for own in held.values)
+    places = [(rank, i) for rank, own in enumerate(after) for i in range(len(own))]
+    landings = tuple(Landing(Move(*place, *place), 0, after[place[0]][place[1]]) for place in places)
+    return Area(label, after, held.cuts, "on each rank: divided by N", "avg", False, landings)

@@ -56,15 +56,18 @@ OPERATIONS: dict[str, Operation] = {
     "all_reduce": Operation(
         does="All ranks' tensors are {combined} element by element, and every rank gets the whole result.",
         shapes="x [s] -> y [s] on every rank",
-        formula="y_r = {reduced}",
+        formula="y_r = {mean}sum over q of x_q",
         pynccl="comm.all_reduce(x, y, {op})",
         autograd="ad.all_reduce(x, comm, {op}, grad={grad})",
         torch="dist.all_reduce(x, op=dist.ReduceOp.{torch_op})",
-        note="torch.distributed writes over x; comm.all_reduce does so only if y is x, and ad.all_reduce never.",
+        note=(
+            "torch.distributed writes over x; comm.all_reduce does so only if y is x, and ad.all_reduce never. The "
+            "gradient of a maximum goes to the ranks that have it, and they share it if they tie."
+        ),
         gradient="gradient of x_r = {mean}sum over q of g_q",
         back=_PARTS + "The adjoint of an all_reduce is an all_reduce.",
         adjoint="all_reduce",
-        ops=("sum", "avg", "max", "min", "prod"),
+        ops=("sum", "avg"),
         grads=CONVENTIONS,
         elements=3,
     ),
@@ -124,7 +127,7 @@ OPERATIONS: dict[str, Operation] = {
     "reduce": Operation(
         does="All ranks' tensors are {combined} element by element; root alone gets the result.",
         shapes="x [s] -> y [s] on root",
-        formula="y_root = {reduced};  others: zeros",
+        formula="y_root = {mean}sum over q of x_q;  others: zeros",
         pynccl="comm.reduce(x, y, {op}, root={root})",
         autograd="ad.reduce(x, comm, {root}{other_op})",
         torch="dist.reduce(x, dst={root}, op=dist.ReduceOp.{torch_op})",
@@ -255,24 +258,6 @@ OPERATIONS: dict[str, Operation] = {
     ),
 }
 
-# What all_reduce says of an operator: how it combines, its result, and the adjoint.
-_COMBINED = {"avg": "averaged", "max": "compared", "min": "compared", "prod": "multiplied"}
-_REDUCED = {
-    "sum": "sum over q of x_q",
-    "avg": "1/N * sum over q of x_q",
-    "max": "largest of x_0, .., x_N-1",
-    "min": "smallest of x_0, .., x_N-1",
-    "prod": "product over q of x_q",
-}
-_TIES = (
-    "gradient of x_r = G where x_r is the {0}, over the number of ranks that tie; 0 elsewhere",
-    "Only the ranks that have the {0} element get its cotangent, and share it if they tie.",
-)
-_SCALED = {
-    "max": tuple(text.format("largest") for text in _TIES),
-    "min": tuple(text.format("smallest") for text in _TIES),
-    "prod": ("gradient of x_r = G * product of the other ranks' x", "With two zeros nobody gets a gradient."),
-}
 # Where all ranks go on alike with y.
 _ALIKE = {
     "all_reduce": "gradient of x_r = g{over_n}",
@@ -297,25 +282,17 @@ def words_of(name: str, op: str, grad: str, setup: Setup) -> Operation:
             counts, splits = "counts={counts}", "splits={counts}"
         pynccl = row.pynccl.replace(name, f"{name}_v").replace(")", f", {counts})")
         row = row._replace(pynccl=pynccl, autograd=row.autograd.replace(")", f", {splits})"))
-    if op in _SCALED:
-        formula, back = _SCALED[op]
-        alike = grad == REPLICATED
-        row = row._replace(
-            gradient=f"{formula};  G = {'g' if alike else 'sum over q of g_q'}",
-            back=(_WHOLE if alike else _PARTS) + back,
-        )
-    elif grad == REPLICATED:
+    if grad == REPLICATED:
         row = row._replace(gradient=_ALIKE[name], back=_WHOLE)
     blank = {
         "op": repr(op),
         "other_op": "" if op in ("", row.ops[0]) else f", op={op!r}",
-        "torch_op": {"prod": "PRODUCT"}.get(op, op.upper()),
+        "torch_op": op.upper(),
         "grad": repr(grad),
         "root": setup.root,
         "target": setup.target,
         "counts": list(setup.counts),
-        "combined": _COMBINED.get(op, "added"),
-        "reduced": _REDUCED.get(op, ""),
+        "combined": "averaged" if op == "avg" else "added",
         "mean": "1/N * " if op == "avg" else "",
         "over_n": " / N" if op == "avg" else "",
     }

@@ -96,7 +96,7 @@ def _legend(run: Run, style: Style) -> list[str]:
     """How the numbers say where they come from, where they do."""
     first = [own[:1] for own in run.forward[0].values]
     sent = next((rank for rank in (1, 0) if first[rank]), 0)
-    if run.op in ("max", "min", "prod") or run.name == "halo_exchange" or len(set(first)) == 1:
+    if run.name == "halo_exchange" or len(set(first)) == 1:
         return []
     return style.wrapped(f"The numbers say where they are from: {number(first[sent][0])} is the first of rank {sent}.")
 
@@ -104,7 +104,6 @@ def _legend(run: Run, style: Style) -> list[str]:
 def _spacing(run: Run, width: int) -> tuple[int, int]:
     """Characters inside a box, and between two boxes."""
     values = [area.values for one in (run.forward, run.adjoint) for area in one]
-    values += [area.factors for area in run.adjoint]
     widest = max(len(number(value)) for ranks in values for own in ranks for value in own)
     ranks, roomy = run.setup.ranks, max(widest + 2, 4)
     room = width - _LABEL - widest - len("  sum  -> rank 0")
@@ -127,8 +126,6 @@ def _pass(areas: list[Area], cell: int, gap: int, style: Style) -> list[str]:
             for move, _, _ in area.landings:
                 landed.setdefault(move[2:], set()).update(origins.get(move[:2], ()))
             origins = landed
-        if len({factor for own in area.factors for factor in own}) > 1:
-            lines += _area(Area("times", area.factors, area.cuts), cell, gap, style, {})
         lines += [*([""] if area.text else []), *_area(area, cell, gap, style, origins, leaving)]
     return lines
 
