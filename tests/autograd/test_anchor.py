@@ -106,7 +106,8 @@ def anchor_by_itself() -> None:
 def test_anchor_leaves_the_loss_and_adds_zero_also_to_infinite_outputs() -> None:
     anchor_by_itself()
     loss = torch.tensor(1.0)
-    assert ad.anchor(loss) is loss and ad.anchor(loss, torch.ones(2)) is loss
+    assert ad.anchor(loss) is loss and ad.anchor(loss, torch.arange(2)) is loss
+    assert float(ad.anchor(loss, torch.ones(2))) == 1.0
     g = torch.func.grad(lambda x: ad.anchor((x**2).sum(), x * 5))(torch.tensor([1.0, 2.0]))
     assert g.tolist() == [2.0, 4.0]
     t = torch.func.jvp(lambda x: ad.anchor((x**2).sum(), x * 5), (torch.ones(2),), (torch.ones(2),))[1]
