@@ -32,7 +32,7 @@ from .checks import compare_backward, number_call
 from .collective import Call, Collective, refuse_group, require_grad, run, sees_operators
 from .recompute import AskForToken, save_token
 from .streams import made_on, share, side_stream
-from .torch_internals import dispatch_modes, has_storage, in_forward_mode, is_zero_tensor, transforms_active
+from .torch_internals import dispatch_modes, has_storage, in_forward_mode, transforms_active
 from .wire import Prepared
 
 P = ParamSpec("P")
@@ -98,7 +98,7 @@ def _start(comm: Communicator, call: Call) -> Work:
     function, x, params = call
     if dispatch_modes() or sees_operators(x) or transforms_active() or in_forward_mode() or not has_storage(x):
         return Work(None, run(comm, function, x, *params))
-    if comm.size == 1 or is_zero_tensor(x):
+    if comm.size == 1:
         return Work(None, run(comm, function, x, *params), made_on(x))
     pending = _Pending(comm, function, x.shape, params)
     work = Work(pending, Started.apply(require_grad(x), pending))
