@@ -49,7 +49,8 @@ _NUMBERS = (bool, int, float, complex)
 def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
     """That x is a tensor that can travel over comm, and comm a communicator that is alive."""
     if type(x) not in _PLAIN:
-        _check_not_swapped(operation, x, comm)
+        if isinstance(x, Communicator):
+            check_comm(operation, comm, x=x)
         check_tensor_type(operation, x)
     if type(comm) is not Communicator:
         check_comm(operation, comm)
@@ -69,11 +70,6 @@ def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
             f"{operation}: x is on {x.device}, the communicator on {comm.device}; pass x.to({comm.device!r}), or use a "
             "communicator of x's device"
         )
-
-
-def _check_not_swapped(operation: str, x: object, comm: object) -> None:
-    if isinstance(x, Communicator):
-        check_comm(operation, comm, x=x)
 
 
 def lost_its_memory(x: Tensor) -> bool:

@@ -211,7 +211,7 @@ def _region_of(pack: Any) -> tuple[Any, Any] | None:
 StopRecomputation: type[Exception] = _find(
     "torch.utils.checkpoint._StopRecomputationError", type("StopRecomputation", (Exception,), {})
 )
-# The Function of the reentrant checkpoint. Without: PYNCCL_CHECK=1 does not see those.
+# The Function of the reentrant checkpoint. Without: those are not seen.
 _CheckpointFunction = _find("torch.utils.checkpoint.CheckpointFunction", torch.autograd.Function)
 
 

@@ -86,6 +86,10 @@ class Work:
         with pending.lock:
             token = save_token()  # also where the result is there: a region that is computed anew asks for it once more
             if self._result is None:
+                if transforms_active():
+                    raise NotImplementedError(
+                        "wait: a collective that was started outside of a transform of torch.func; wait outside, too"
+                    )
                 pending.tokens.append(token)
                 with torch.inference_mode(pending.inference), torch.set_grad_enabled(pending.recording):
                     self._result = Waited.apply(self._token, pending)
