@@ -49,9 +49,7 @@ _NUMBERS = (bool, int, float, complex)
 def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
     """That x is a tensor that can travel over comm, and comm a communicator that is alive."""
     if type(x) not in _PLAIN:
-        if isinstance(x, Communicator):
-            check_comm(operation, comm, x=x)
-        check_tensor_type(operation, x)
+        check_tensor_type(operation, x, comm)
     if type(comm) is not Communicator:
         check_comm(operation, comm)
     if torch.compiler.is_compiling():
@@ -92,9 +90,11 @@ def check_memory(operation: str, x: Tensor) -> None:
         )
 
 
-def check_tensor_type(operation: str, x: object) -> None:
+def check_tensor_type(operation: str, x: object, comm: object) -> None:
     """That x is a tensor that owns memory, or a fake one."""
     kind: Any = type(x)
+    if isinstance(x, Communicator):
+        check_comm(operation, comm, x=x)
     if not isinstance(x, Tensor):
         instead = _INSTEAD.get(kind.__name__) or ("torch.tensor(x)" if isinstance(x, _NUMBERS) else "a tensor")
         raise TypeError(f"{operation}: x is a {type_name(kind)}, expected a torch.Tensor; pass {instead}")
