@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -11,8 +11,7 @@ import torch
 
 from pynccl import Communicator
 from pynccl.bindings.values import shown
-from pynccl.comm.consistency import compare_rows, exchange
-from pynccl.watch.frames import call_site
+from pynccl.comm.consistency import compare_texts
 
 from .torch_internals import is_tracing, unwrapped
 
@@ -55,62 +54,41 @@ def difference(comm: Communicator, values: Mapping[str, Any]) -> Difference | No
 def broadcast_object(comm: Communicator | None, value: Any, root: int = 0) -> Any:
     """What `root` passes, on every rank; None: this rank is alone.
 
-    It travels as JSON, so that nobody has to trust it: numbers, strings, None, lists, tuples, dicts, data types and
-    tensors, which arrive on the CPU. TypeError, on every rank, for anything else."""
+    It travels as torch.load(weights_only=True) reads it, so that nobody has to trust it: numbers, strings, None, lists,
+    tuples, dicts, data types and tensors, which arrive on the CPU. TypeError, on every rank, for anything else."""
     if comm is None or comm.size == 1:
         return value
     data, failed = b"", False
     if comm.rank == root:
         try:
-            data = json.dumps(_packed(value)).encode()
-        except (TypeError, RecursionError) as error:
-            data, failed = json.dumps(str(error)).encode(), True
+            data = _packed(value)
+            _unpacked(data)
+        except Exception:  # of what pickle knows, and its readers do not
+            failed = True
+            data = _packed(
+                f"{shown(value)} cannot be told to other ranks; expected numbers, strings, lists, tuples, dicts or "
+                f"tensors (on rank {root})"
+            )
     size, wrong = gathered(comm, [len(data), failed])[root]
     sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
     wire = sent.to(comm.device)
     comm.broadcast(wire, wire, root)
     if comm.rank == root and not wrong:
         return value
-    found = json.loads(bytes(wire.tolist()))
+    found = _unpacked(bytes(wire.tolist()))
     if wrong:
-        raise TypeError(f"{found} (on rank {root})")
-    return _unpacked(found)
-
-
-def _packed(value: Any) -> Any:
-    """As what JSON has. A list says first what it was."""
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case list():
-            return ["list", *map(_packed, value)]
-        case tuple():
-            return ["tuple", *map(_packed, value)]
-        case dict():
-            return ["dict", *([_packed(key), _packed(one)] for key, one in value.items())]
-        case torch.dtype():
-            return ["dtype", str(value).removeprefix("torch.")]
-        case torch.Tensor():
-            return ["tensor", _packed(value.dtype), list(value.shape), value.detach().reshape(-1).tolist()]
-    raise TypeError(
-        f"{shown(value)} cannot be told to other ranks; expected numbers, strings, lists, tuples, dicts or tensors"
-    )
-
-
-def _unpacked(found: Any) -> Any:
-    """What `_packed` was given."""
-    match found:
-        case ["list", *items]:
-            return [_unpacked(one) for one in items]
-        case ["tuple", *items]:
-            return tuple(_unpacked(one) for one in items)
-        case ["dict", *items]:
-            return {_unpacked(key): _unpacked(one) for key, one in items}
-        case ["dtype", str(name)]:
-            return getattr(torch, name)
-        case ["tensor", dtype, shape, values]:
-            return torch.tensor(values, dtype=_unpacked(dtype)).reshape(shape)
+        raise TypeError(found)
     return found
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def raise_alike(comm: Communicator | None, problem: Exception | None) -> None:
@@ -147,20 +125,9 @@ def checked_alike(comm: Communicator, options: Callable[[], str], check: Callabl
     equal, differ. For calls of sends and receives, which pynccl itself does not compare; every rank must come here."""
     if comm.size == 1 or not comm.checking or is_tracing():
         return check()
-    found, problem = caught(check)
-    if problem is not None and not isinstance(problem, (ValueError, TypeError)):
-        raise problem
-    own = _short(options())
-    rows = [row.split("\0") for row in exchange({comm: f"{own}\0{_short(str(problem or ''))}\0{call_site()}"})[comm]]
-    if problem is not None:
-        raise problem
-    for rank, (_, wrong, *_) in enumerate(rows):
-        if wrong:
-            raise ValueError(f"{wrong} (on rank {rank})")
-    compare_rows([f"{call}\0{''.join(line)}" for call, _, *line in rows], comm.rank, "every rank must pass the same")
-    return cast(T, found)
-
-
-def _short(text: str) -> str:
-    """So that all of a row fits into a record of the check; what differs still does."""
-    return text if len(text) <= 350 else f"{text[:320]}... ({zlib.crc32(text.encode()):08x})"
+    found = alike(comm, check)
+    text = options()
+    if len(text) > 350:  # so that it fits into a record of the check; what differs still does
+        text = f"{text[:320]}... ({zlib.crc32(text.encode()):08x})"
+    compare_texts({comm: text})
+    return found

@@ -9,7 +9,6 @@ collective alone needs stand in its file.
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -50,8 +49,7 @@ _NUMBERS = (bool, int, float, complex)
 def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
     """That x is a tensor that can travel over comm, and comm a communicator that is alive."""
     if type(x) not in _PLAIN:
-        _check_not_swapped(operation, x, comm)
-        check_tensor_type(operation, x)
+        check_tensor_type(operation, x, comm)
     if type(comm) is not Communicator:
         check_comm(operation, comm)
     if torch.compiler.is_compiling():
@@ -72,11 +70,6 @@ def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
         )
 
 
-def _check_not_swapped(operation: str, x: object, comm: object) -> None:
-    if isinstance(x, Communicator):
-        check_comm(operation, comm, x=x)
-
-
 def lost_its_memory(x: Tensor) -> bool:
     """Whether x has elements, but memory no more: torch reads there all the same, which ends the process."""
     try:
@@ -88,9 +81,20 @@ def lost_its_memory(x: Tensor) -> bool:
         return False
 
 
-def check_tensor_type(operation: str, x: object) -> None:
+def check_memory(operation: str, x: Tensor) -> None:
+    """That an x without memory of its own stands for zeros, as tangents and cotangents may."""
+    if not is_zero_tensor(x):
+        raise NotImplementedError(
+            f"{operation}: the tensor has no memory of its own, as within torch.autograd.grad(is_grads_batched=True) "
+            "and torch.autograd.functional with vectorize=True; use torch.func.vmap, jacrev or hessian"
+        )
+
+
+def check_tensor_type(operation: str, x: object, comm: object) -> None:
     """That x is a tensor that owns memory, or a fake one."""
     kind: Any = type(x)
+    if isinstance(x, Communicator):
+        check_comm(operation, comm, x=x)
     if not isinstance(x, Tensor):
         instead = _INSTEAD.get(kind.__name__) or ("torch.tensor(x)" if isinstance(x, _NUMBERS) else "a tensor")
         raise TypeError(f"{operation}: x is a {type_name(kind)}, expected a torch.Tensor; pass {instead}")
@@ -103,8 +107,8 @@ def check_tensor_type(operation: str, x: object) -> None:
 
 
 def check_comm(operation: str, comm: object, **others: object) -> None:
-    """That comm is a communicator. Where another argument is one, an error says that they are swapped: one of `others`,
-    which stand before it, or one that stands behind it in the call."""
+    """That comm is a communicator. Where one of `others`, which stand before it, is one, an error says that they are
+    swapped."""
     if not isinstance(comm, Communicator):
         for name, value in others.items():
             if isinstance(value, Communicator):
@@ -112,29 +116,11 @@ def check_comm(operation: str, comm: object, **others: object) -> None:
                     f"{operation}: {name} and comm are swapped: {name} is {shown(value)}, comm is {shown(comm)}; pass "
                     f"{name} before comm"
                 )
-        if other := _communicator_behind(comm):
-            raise TypeError(
-                f"{operation}: comm and {other} are swapped: comm is {shown(comm)}, {other} is a Communicator; pass "
-                f"comm before {other}"
-            )
         known = next((_INSTEAD[base.__name__] for base in type(comm).__mro__ if base.__name__ in _INSTEAD), None)
         raise TypeError(
             f"{operation}: comm is {shown(comm)}, expected a pynccl.Communicator; pass "
             + (known or "one, of pynccl.init()")
         )
-
-
-def _communicator_behind(comm: object) -> str | None:
-    """The argument behind `comm` in the user's call that is a communicator, by the frames of this package."""
-    frame, found = inspect.currentframe(), None
-    while frame is not None and str(frame.f_globals.get("__package__")).partition(".")[0] == __package__:
-        values = frame.f_locals
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        if "comm" in names and values.get("comm") is comm:
-            behind = names[names.index("comm") + 1 :]
-            found = next((name for name in behind if isinstance(values.get(name), Communicator)), found)
-        frame = frame.f_back
-    return found
 
 
 def check_reduction(operation: str, x: Tensor, op: object, reduce_dtype: Any) -> torch.dtype | None:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, ParamSpec
 
@@ -30,11 +29,11 @@ from pynccl.comm.groups import recorder
 from pynccl.watch.frames import call_site
 from pynccl.watch.notes import noting
 
-from . import levels
-from .arguments import check_comm
+from .arguments import check_comm, check_memory
 from .checks import compare_backward, number_call
 from .recompute import save_token
 from .torch_internals import (
+    check_compiled,
     dispatch_modes,
     has_no_values,
     has_storage,
@@ -121,12 +120,9 @@ class Collective(Function):
     def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:
         # beneath transforms: see sees_operators
         if dispatch_modes() or x.is_meta or (type(x) is not Tensor and has_no_values(x)):
-            with handles_tangents():
-                return cls.operator(x, key_of(comm), *params)
+            return cls.operator(x, key_of(comm), *params)
         if not has_storage(x):
-            return levels.in_memory(
-                x, lambda t, batched: cls.forward(t, comm, *(cls.batched(*params) if batched else params))
-            )
+            check_memory(cls.name, x)
         launch, result = cls.prepare(x, comm, *params)
         if cls.communicates:
             refuse_group(cls.name)
@@ -148,12 +144,14 @@ class Collective(Function):
     @classmethod
     def pull_back(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """`backward`; g is zeros where there is none, since the peers wait for this rank all the same."""
-        if ctx.ask_for_token is not None:  # before anything is communicated: a checkpoint may compute its region anew
+        # Before anything is communicated: a checkpoint may compute its region anew for either.
+        if ctx.ask_for_token is not None:
             ctx.ask_for_token()
+        saved = ctx.saved_tensors
         if ctx.call is not None:
             compare_backward(ctx.comm, ctx.call, g if cls.is_replicated(ctx.params) else None)
         with cls.in_backward(ctx):
-            dx = cls.cotangent(run, ctx.comm, g, ctx.shape, (), ctx.params)
+            dx = cls.cotangent(run, ctx.comm, g, ctx.shape, saved, ctx.params)
         return dx, None, *(None,) * len(ctx.params)
 
     @classmethod
@@ -225,13 +223,8 @@ def run(comm: Communicator, function: type[Collective], x: Tensor, *params: Any)
     if comm.size == 1:
         return function.alone(x, *params)
     if torch.compiler.is_compiling():
-        levels.check_compiled()
+        check_compiled()
         return function.operator(x, key_of(comm), *params)
-    if in_forward_mode() or transforms_active():
-        if levels.is_functionalized():
-            return function.operator(x, key_of(comm), *params)
-        if levels.active():
-            x = levels.lift(x)
     if not x.requires_grad and _grad_enabled():
         x = require_grad(x)
     # What is seldom so is asked without a call: every collective comes this way, forwards and backwards.
@@ -280,27 +273,6 @@ def operation(plan: Callable[P, Any]) -> Callable[P, Tensor]:
 def mean(g: Tensor, op: str, comm: Communicator) -> Tensor:
     """g / N for the operator "avg", else g."""
     return g / comm.size if op == "avg" else g
-
-
-class _Tangents(threading.local):
-    handled = False
-
-
-_tangents = _Tangents()
-
-
-@contextlib.contextmanager
-def handles_tangents() -> Iterator[None]:
-    """Operators called in the block belong to a Function that has a forward mode: they need not refuse tangents."""
-    before, _tangents.handled = _tangents.handled, True
-    try:
-        yield
-    finally:
-        _tangents.handled = before
-
-
-def tangents_are_handled() -> bool:
-    return _tangents.handled
 
 
 # Operators take no communicators, but strings; neither table keeps a communicator alive.

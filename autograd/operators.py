@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from .collective import Collective, communicator, key_of, refuse_group, tangents_are_handled
+from .collective import Collective, communicator, key_of, refuse_group
 from .ops.all_gather import AllGather, ReduceScatter, Split
 from .ops.all_reduce import AllReduce, Copy
 from .ops.all_to_all import AllToAll
@@ -25,7 +25,7 @@ from .ops.halo import HaloExchange, HaloReduce
 from .ops.permute import Permute
 from .ops.rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
 from .recompute import save_token
-from .torch_internals import detect_fake_mode, in_forward_mode
+from .torch_internals import detect_fake_mode, forward_mode_is_on, in_forward_mode
 
 FUNCTIONS: tuple[type[Collective], ...] = (
     AllReduce,
@@ -53,8 +53,9 @@ def run_operator(comm: Communicator, function: type[Collective], x: Tensor, *par
 
 
 def _refuse_tangents(function: type[Collective]) -> None:
-    """Raise within any forward-mode derivative: whether x has a tangent can no longer be seen down here."""
-    if in_forward_mode() and not tangents_are_handled():
+    """Raise within forward mode: whether x has a tangent can no longer be seen down here. It is off where a Function
+    that has a rule of its own for tangents calls the operator."""
+    if in_forward_mode() and forward_mode_is_on():
         raise NotImplementedError(
             f"torch.ops.pynccl.{function.name} has no forward mode, and so under torch.compile neither has "
             "pynccl_autograd; call its functions outside torch.compile, where they have"

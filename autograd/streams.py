@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,39 +24,6 @@ from pynccl.comm.observing import waiting
 from pynccl.interop.streams import Handle, stream_handle
 
 HIGH = -1  # the priority of communication
-
-
-class SideStream(Protocol):
-    """Where collectives run beside the caller's work."""
-
-    def handle(self, keeper: Keeper) -> Any:
-        """For `stream=`; the keeper is given what is enqueued there, and keeps it until `wait` or `wait_on`."""
-
-    def wait_for_caller(self) -> Any:
-        """Work launched here from now on starts after what the caller has launched so far. Returns his stream."""
-
-    def record(self) -> Any:
-        """The end of what was launched here so far: an event for `wait`."""
-
-    def wait(self, event: Any) -> Any:
-        """What the caller launches from now on starts after the event. Raises what went wrong before it. Returns the
-        caller's stream."""
-
-    def wait_on(self, home: Any, event: Any) -> None:
-        """The same for the stream `home`, whoever the caller is."""
-
-    def release(self, home: Any, here: Any, result: Tensor | None) -> None:
-        """The buffers of the stream `home` are free after what was launched on `here` so far, and the result, which may
-        be one of them, is used on `here`."""
-
-    def share(self, made: Tensor, on: Any) -> None:
-        """The caller may use what was made on the stream `on`, and drop it."""
-
-
-class Keeper(Protocol):
-    """Who keeps the buffers of a collective under way."""
-
-    def hold(self, keep: Any) -> None: ...
 
 
 class Kept(list[Any]):
@@ -72,34 +39,43 @@ def wait_for(streams: Iterable[Any]) -> None:
             here.wait_stream(stream)
 
 
-class _HostSide:
-    def __init__(self, comm: Communicator, stream: Any = None) -> None:
-        self.stream = stream or pynccl.create_stream(library=comm.library)  # which keeps the buffers itself
+class SideStream:
+    """Where collectives run beside the caller's work: of the host library, whose caller works at once and so blocks."""
 
-    def handle(self, keeper: Keeper) -> Any:
+    def __init__(self, comm: Communicator, stream: Any = None) -> None:
+        self.stream = stream or pynccl.create_stream(library=comm.library)
+
+    def handle(self, keeper: Any) -> Any:
+        """For `stream=`; keeper.hold is given what is enqueued there, and keeps it until `wait` or `wait_on`. The host
+        library's streams keep it themselves."""
         return self.stream
 
-    def wait_for_caller(self) -> None:
-        """The caller's work is done when it returns."""
+    def wait_for_caller(self) -> Any:
+        """Work launched here from now on starts after what the caller has launched so far. Returns his stream."""
 
     def record(self) -> Any:
+        """The end of what was launched here so far: an event for `wait`."""
         return self.stream.record()
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Any) -> Any:
+        """What the caller launches from now on starts after the event. Raises what went wrong before it. Returns the
+        caller's stream."""
         with waiting():
             event.synchronize()
 
-    def wait_on(self, home: None, event: Any) -> None:
+    def wait_on(self, home: Any, event: Any) -> None:
+        """The same for the stream `home`, whoever the caller is."""
         event.synchronize()
 
-    def release(self, home: None, here: None, result: Tensor | None) -> None:
-        """Whoever has waited has waited for all."""
+    def release(self, home: Any, here: Any, result: Tensor | None) -> None:
+        """The buffers of the stream `home` are free after what was launched on `here` so far, and the result, which may
+        be one of them, is used on `here`."""
 
-    def share(self, made: Tensor, on: None) -> None:
-        """The same."""
+    def share(self, made: Tensor, on: Any) -> None:
+        """The caller may use what was made on the stream `on`, and drop it."""
 
 
-class _CudaSide:
+class _CudaSide(SideStream):
     """Buffers belong, with torch's allocator, to the stream that was current when they were made: at start(). The
     allocator need not be told of the side stream, since they are kept until that one has waited for it."""
 
@@ -112,7 +88,7 @@ class _CudaSide:
         self._number = int(self.owner.handle if stream is None else stream_handle(stream))
         self.stream: Any = torch.cuda.ExternalStream(self._number, device=self.device)
 
-    def handle(self, keeper: Keeper) -> Any:
+    def handle(self, keeper: Any) -> Any:
         handle = Handle(self._number)
         handle.owner = keeper
         return handle
@@ -174,7 +150,7 @@ def side_stream(comm: Communicator, priority: int = HIGH) -> SideStream:
     sides = _sides.setdefault(comm, {})
     side = sides.get(priority)
     if side is None:
-        side = sides[priority] = _HostSide(comm) if comm.library.is_host else _CudaSide(comm, priority=priority)
+        side = sides[priority] = SideStream(comm) if comm.library.is_host else _CudaSide(comm, priority=priority)
     return side
 
 
@@ -196,7 +172,7 @@ def set_side_stream(comm: Communicator, stream: Any) -> None:
             raise TypeError(
                 f"set_side_stream: stream is {shown(stream)}, expected one that pynccl.create_stream() made"
             )
-        side: SideStream = _HostSide(comm, stream)
+        side = SideStream(comm, stream)
     else:
         side = _CudaSide(comm, stream)
     _sides.setdefault(comm, {}).update({HIGH: side, 0: side})

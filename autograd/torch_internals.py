@@ -125,12 +125,10 @@ def is_tracing() -> bool:
 forward_mode: Callable[[bool], contextlib.AbstractContextManager[Any]] = _find(
     "torch.autograd.forward_ad._set_fwd_grad_enabled"
 )
-_forward_mode_is_on = _find("torch._C._is_fwd_grad_enabled", lambda: True)
-# The two numbers that the next two functions read. Without the first no level is seen, without the second those of
-# torch.func.jvp count as the user's.
+# Whether it is on. Without: taken for granted.
+forward_mode_is_on: Callable[[], bool] = _find("torch._C._is_fwd_grad_enabled", lambda: True)
+# The number that this function reads. Without, no level is seen.
 _find("torch.autograd.forward_ad._current_level")
-_find("torch._functorch.eager_transforms.JVP_NESTING")
-_eager = _find("torch._functorch.eager_transforms", object())
 
 
 def in_forward_mode() -> bool:
@@ -138,70 +136,25 @@ def in_forward_mode() -> bool:
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
-def in_dual_level() -> bool:
-    """Whether a dual_level is active that is the user's: torch.func.jvp enters one too, beside its own level."""
-    return in_forward_mode() and not getattr(_eager, "JVP_NESTING", 0) and _forward_mode_is_on()
-
-
 # torch.func: its transforms are a stack of interpreters, one for each level.
 
 # Whether any is active; asked at every call. Nothing replaces it.
 transforms_active: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active")
-# The kinds of levels: Grad, Jvp, Vmap, Functionalize.
-TransformType = _find("torch._C._functorch.TransformType")
-# All interpreters, and the innermost; each has key(), level() and lower(), and of vmap batch_size().
-levels: Callable[[], list[Any]] = _find("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
-innermost: Callable[[], Any] = _find("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter")
-# A context outside of all levels. Replaced by staying within.
-_outside = _find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", contextlib.nullcontext)
+# The kinds of levels, and all interpreters, each of which has its kind by key().
+_TransformType = _find("torch._C._functorch.TransformType")
+_levels = _find("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
 # A context in which torch.func does not wrap the tensors that are made; NCCL needs their memory. Replaced by none.
 unwrapped: Callable[[], Any] = _find("torch._C._DisableFuncTorch", contextlib.nullcontext)
-# A tensor of one level (of grad or jvp; of vmap) from one beneath it, and back.
-wrap_for_grad: Callable[[Tensor, int], Tensor] = _find("torch._C._functorch._wrap_for_grad")
-unwrap_for_grad: Callable[[Tensor, int], Tensor] = _find("torch._C._functorch._unwrap_for_grad")
-wrap_for_vmap: Callable[[Tensor, int, int], Tensor] = _find("torch._C._functorch._add_batch_dim")
-# The functions within which torch.func.grad, vjp, jacrev and hessian call the user's, and their local variable with the
-# arguments that they differentiate by. Nothing else knows those; without them a rank whose input does not depend on
-# the arguments has no backward pass.
-_DIFFERENTIATED = {
-    getattr(inspect.unwrap(_find(f"torch._functorch.eager_transforms.{name}", print)), "__code__", None): variable
-    for name, variable in (("grad_and_value_impl", "diff_args"), ("_vjp_with_argnums", "diff_primals"))
-}
 
 
-def outside_levels() -> contextlib.AbstractContextManager[Any]:
-    """A context outside of all of torch.func's levels."""
-    context: contextlib.AbstractContextManager[Any] = _outside() if transforms_active() else contextlib.nullcontext()
-    return context
-
-
-def differentiated_by(numbers: set[int]) -> list[Tensor]:
-    """For each of these levels of torch.func.grad, an argument by which it differentiates."""
-    found: list[Tensor] = []
-    numbers = set(numbers)
-    for frame in outwards(sys._getframe(1)) if numbers else ():
-        name = _DIFFERENTIATED.get(frame.f_code)
-        if name is not None and frame.f_locals.get("level") in numbers:
-            numbers.discard(frame.f_locals["level"])
-            leaves = _tree_leaves(frame.f_locals.get(name))
-            found += [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad][:1]
-        if not numbers:
-            break
-    return found
-
-
-# The old vmap, by which torch.autograd.grad(is_grads_batched=True) calls backward passes; torch.func does not know it.
-_nest, _unnest = _find("torch._C._vmapmode_increment_nesting"), _find("torch._C._vmapmode_decrement_nesting")
-# A tensor of its level (x, dim, level) from one that has the batch dimension, and back: (x, level, size, dim).
-old_vmap_batched: Callable[[Tensor, int, int], Tensor] = _find("torch._add_batch_dim")
-old_vmap_unbatched: Callable[[Tensor, int, int, int], Tensor] = _find("torch._remove_batch_dim")
-
-
-def old_vmap_level() -> int:
-    """The innermost level of the old vmap, 0 for none."""
-    level: int = _nest() - 1
-    _unnest()
-    return level
+@torch.compiler.assume_constant_result
+def check_compiled() -> None:
+    """Raise where torch.compile traces torch.func.grad: operators know torch's own autograd only."""
+    if any(level.key() == _TransformType.Grad for level in _levels()):
+        raise NotImplementedError(
+            "pynccl_autograd within torch.func.grad, vjp or jacrev within torch.compile; call torch.func outside of "
+            "torch.compile, or torch.autograd.grad on the compiled function's result"
+        )
 
 
 # Hooks of saved tensors, by which torch.utils.checkpoint works: a stack, each of (pack, unpack).
@@ -258,7 +211,7 @@ def _region_of(pack: Any) -> tuple[Any, Any] | None:
 StopRecomputation: type[Exception] = _find(
     "torch.utils.checkpoint._StopRecomputationError", type("StopRecomputation", (Exception,), {})
 )
-# The Function of the reentrant checkpoint. Without: PYNCCL_CHECK=1 does not see those.
+# The Function of the reentrant checkpoint. Without: those are not seen.
 _CheckpointFunction = _find("torch.utils.checkpoint.CheckpointFunction", torch.autograd.Function)
 
 

@@ -28,12 +28,11 @@ from pynccl.bindings.values import attribute, shown
 from pynccl.watch.frames import call_site
 from pynccl.watch.notes import noting
 
-from . import levels
 from .checks import compare_backward, number_call
 from .collective import Call, Collective, refuse_group, require_grad, run, sees_operators
 from .recompute import AskForToken, save_token
 from .streams import made_on, share, side_stream
-from .torch_internals import dispatch_modes, has_storage, is_zero_tensor, outside_levels
+from .torch_internals import dispatch_modes, has_storage, in_forward_mode, transforms_active
 from .wire import Prepared
 
 P = ParamSpec("P")
@@ -87,12 +86,12 @@ class Work:
         with pending.lock:
             token = save_token()  # also where the result is there: a region that is computed anew asks for it once more
             if self._result is None:
+                if transforms_active():
+                    raise NotImplementedError(
+                        "wait: a collective that was started outside of a transform of torch.func; wait outside, too"
+                    )
                 pending.tokens.append(token)
-                with (
-                    outside_levels(),
-                    torch.inference_mode(pending.inference),
-                    torch.set_grad_enabled(pending.recording),
-                ):
+                with torch.inference_mode(pending.inference), torch.set_grad_enabled(pending.recording):
                     self._result = Waited.apply(self._token, pending)
             else:
                 pending.share(self._result)
@@ -101,9 +100,9 @@ class Work:
 
 def _start(comm: Communicator, call: Call) -> Work:
     function, x, params = call
-    if dispatch_modes() or sees_operators(x) or levels.active() or not has_storage(x):
+    if dispatch_modes() or sees_operators(x) or transforms_active() or in_forward_mode() or not has_storage(x):
         return Work(None, run(comm, function, x, *params))
-    if comm.size == 1 or is_zero_tensor(x):
+    if comm.size == 1:
         return Work(None, run(comm, function, x, *params), made_on(x))
     pending = _Pending(comm, function, x.shape, params)
     work = Work(pending, Started.apply(require_grad(x), pending))

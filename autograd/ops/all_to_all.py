@@ -7,16 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import pynccl
 from pynccl import Communicator
 
-from ..agreement import checked_alike
+from ..agreement import alike, checked_alike, gathered
 from ..arguments import check_call, check_dim, check_divisible, check_own, check_splits, check_total
 from ..collective import Call, Collective, operation
-from ..torch_internals import is_tracing, unwrapped
+from ..torch_internals import is_tracing
 from ..wire import Prepared, Splits, counts, leads, recv_buffer, resized, to_wire, units
-
-_MARK = 0x73706C697473  # "splits"
 
 
 @operation
@@ -125,60 +122,23 @@ def learnt_splits(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(send_splits, recv_splits) of an all-to-all along one dimension, of which every rank gives the same one.
 
-    ValueError on every rank if the arguments of one are wrong."""
+    An error on every rank if the arguments of one are wrong. The CPU waits for the other ranks."""
     if is_tracing():
         raise ValueError(
             f"all_to_all: send_splits is {send_splits}, recv_splits is {recv_splits}; along one dimension ({dim}) both "
             "are needed where nothing can be asked of the other ranks: under torch.compile, and with fake tensors"
         )
-    given, problem = _checked(x, comm, dim, send_splits, recv_splits)
-    told = _told(comm, given, problem)
+
+    def checked() -> tuple[int, ...]:
+        if send_splits is None:
+            return check_splits("all_to_all", recv_splits, comm, "recv_splits") or ()
+        given = check_splits("all_to_all", send_splits, comm, "send_splits") or ()
+        check_total("all_to_all", x, dim, given, "send_splits")
+        return given
+
+    given = alike(comm, checked)
+    told = tuple(row[comm.rank] for row in gathered(comm, given))
     if send_splits is not None:
         return given, told
-    problem = None
-    try:
-        check_total("all_to_all", x, dim, told, "what the other ranks expect of it,")
-    except ValueError as error:
-        problem = error
-    _told(comm, told, problem)  # that no rank has found one
+    alike(comm, lambda: check_total("all_to_all", x, dim, told, "what the other ranks expect of it,"))
     return told, given
-
-
-def _checked(
-    x: Tensor, comm: Communicator, dim: int, send_splits: Splits, recv_splits: Splits
-) -> tuple[tuple[int, ...], Exception | None]:
-    """The list that is given, and what is wrong with it."""
-    name = "recv_splits" if send_splits is None else "send_splits"
-    try:
-        given = check_splits("all_to_all", recv_splits if send_splits is None else send_splits, comm, name) or ()
-        if send_splits is not None:
-            check_total("all_to_all", x, dim, given, name)
-    except (ValueError, TypeError) as error:
-        return (-1,) * comm.size, error
-    return given, None
-
-
-def _told(comm: Communicator, counts: tuple[int, ...], problem: Exception | None) -> tuple[int, ...]:
-    """What rank q has as its count for this rank, for every q; the CPU waits for it. A rank with a problem says so.
-
-    By sends and receives, of a size that no other message is likely to have and with a mark: a rank that was given both
-    lists is sending its tensor now, and the two should fail instead of waiting for each other."""
-    with unwrapped():
-        own = torch.tensor([[_MARK, -1 if problem else count, _MARK] for count in counts], device=comm.device)
-        told = torch.empty_like(own)
-        with pynccl.group():
-            for peer in range(comm.size):
-                comm.send(own[peer], peer)
-                comm.recv(told[peer], peer)
-        rows = told.tolist()
-    if problem is not None:
-        raise problem
-    strange = [rank for rank, (first, _, last) in enumerate(rows) if (first, last) != (_MARK, _MARK)]
-    wrong = [rank for rank, (_, count, _) in enumerate(rows) if count < 0]
-    if strange or wrong:
-        raise ValueError(
-            f"all_to_all: the arguments of ranks {wrong} are wrong, as the errors that they raise say"
-            if not strange
-            else f"all_to_all: ranks {strange} pass other lists of splits than this rank; all must pass the same ones"
-        )
-    return tuple(count for _, count, _ in rows)

@@ -7,7 +7,6 @@ tensor's output and derivative are those of the call with it alone; see ops/__in
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, overload
 
@@ -21,7 +20,7 @@ from pynccl.watch.frames import call_site
 from pynccl.watch.notes import noting
 
 from ..checks import ForwardCall, compare_backward, number_call
-from ..collective import Call, Collective, refuse_group, require_grad, run, sees_operators
+from ..collective import Call, Collective, operation, refuse_group, require_grad, run, sees_operators
 from ..torch_internals import in_forward_mode, transforms_active
 
 Tensors = list[Tensor] | tuple[Tensor, ...]  # all of which are launched as one group
@@ -40,7 +39,7 @@ def operation_of_lists(plan: Callable[..., Any]) -> Callable[..., Any]:
     """`operation`, for one tensor or for each of several. Its overloads are written out, for tools that read signatures
     without running anything."""
 
-    @functools.wraps(plan)
+    @functools.wraps(operation(plan))
     def run_now(x: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, (list, tuple)):
             comm, (function, x, params) = plan(x, *args, **kwargs)
@@ -53,9 +52,6 @@ def operation_of_lists(plan: Callable[..., Any]) -> Callable[..., Any]:
                 raise type(error)(f"{error} (x is tensor {at} of {len(x)} in the list)") from None
         return run_together(plans[0][0], [call for _, call in plans]) if plans else []
 
-    run_now.plan = plan  # type: ignore[attr-defined]
-    run_now.__annotations__ = {**plan.__annotations__, "return": "Tensor"}
-    run_now.__signature__ = inspect.signature(plan).replace(return_annotation="Tensor")  # type: ignore[attr-defined]
     return run_now
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pynccl import Communicator
 
 from ..arguments import AnyOp
-from ..checks import compare_backward
 from ..collective import Call, Collective, Run, run
-from ..levels import beneath
+from ..torch_internals import forward_mode
 from ..wire import Dtype, Prepared
 from .all_gather import AllGather
 from .all_reduce import NONLINEAR, AllReduce, Copy
@@ -66,23 +66,12 @@ class Elementwise(Collective):
         ctx.save_for_forward(inputs[0], output)
 
     @classmethod
-    def pull_back(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # before anything is communicated: a checkpoint may compute its region anew here
-        if ctx.call is not None:
-            compare_backward(ctx.comm, ctx.call, g if cls.is_replicated(ctx.params) else None)
-        with cls.in_backward(ctx):
-            dx = cls.cotangent(run, ctx.comm, g, ctx.shape, saved, ctx.params)
-        return dx, None, *(None,) * len(ctx.params)
-
-    @classmethod
     def jvp(cls, ctx: Any, tangent: Tensor, *others: None) -> Tensor:
         *_, grad, reduce_dtype = ctx.params
-
-        def change(tangent: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        with forward_mode(True):  # off within a jvp, where levels around this one have tangents of their own
+            x, y = (forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors)
             own = tangent * cls.factor(run, ctx.comm, x, y, *ctx.params)
             return run(ctx.comm, AllReduce, own, "sum", grad, reduce_dtype)
-
-        return beneath(change, tangent, *ctx.saved_tensors)
 
 
 class Extremum(Elementwise):

@@ -186,10 +186,9 @@ def transformed(comm: Communicator, overlap: Any) -> list[Tensor]:
     by_func = torch.func.grad(loss)(state, x)
     tangent = torch.func.jvp(lambda rows: loss(state, rows), (x,), (torch.ones_like(x),))[1]
     batched = torch.func.vmap(block)(torch.stack([x, 2 * x]))
-    y = block(x.clone().requires_grad_())
-    leaf = x.clone().requires_grad_()
-    rows = torch.autograd.grad(block(leaf), leaf, torch.stack([torch.ones_like(y), y.detach()]), is_grads_batched=True)
-    return [*by_func.values(), tangent, batched, *rows]
+    y, pull_back = torch.func.vjp(block, x)
+    (rows,) = torch.func.vmap(pull_back)(torch.stack([torch.ones_like(y), y.detach()]))
+    return [*by_func.values(), tangent, batched, rows]
 
 
 @pytest.mark.parametrize("n", [2, 3])

