@@ -108,7 +108,7 @@ def speak(listener: socket.socket, words: bytes, hears_first: bool) -> None:
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", True, "NcclSystemError", "is no torch.distributed store, so the ranks"),
         (b"SSH-2.0-OpenSSH_9.9\r\n", False, "NcclSystemError", "is no torch.distributed store, so the ranks"),
-        (b"", False, "NcclTimeout", "something listens there, but closes the connection: is it a store?"),
+        (b"", False, "NcclTimeout", "something listens there, but does not answer as a store, or closes"),
     ],
     ids=["web server", "ssh", "closes"],
 )
