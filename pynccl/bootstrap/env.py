@@ -16,13 +16,10 @@ from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
 from .join import init_at
 from .master_store import Place, open_store
-from .rendezvous import Rendezvous, Wording
+from .rendezvous import Rendezvous
 
-_IN_A_LAUNCH = Wording(
-    again="every process needs a RANK of its own, and calls from_env as often as the others",
-    size="WORLD_SIZE",
-    server="the process that serves it (rank 0, or torchrun's agent)",
-)
+_SERVER = "the process that serves it (rank 0, or torchrun's agent)"
+_AGAIN = "every process needs a RANK of its own, and calls from_env as often as the others"
 
 
 @bootstrap
@@ -50,7 +47,7 @@ def from_env(
     """
     clock = Clock(timeout)
     place = read_environment()
-    rendezvous = Rendezvous(_store_of_next(place, clock), place.rank, place.nranks, clock, _IN_A_LAUNCH)
+    rendezvous = Rendezvous(_store_of_next(place, clock), place.rank, place.nranks, clock, _SERVER, _AGAIN)
     try:
         return init_at(rendezvous, library, device, place.local_rank, config, place.serves)
     except Exception:

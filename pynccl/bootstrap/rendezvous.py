@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
 from ..bindings.workers import Clock, Wait
@@ -28,16 +28,12 @@ _REPORT_SECONDS = 0.2  # a rank that fails tells the others, but does not wait l
 _LINGER_SECONDS = 3.0
 
 
-class Wording(NamedTuple):
-    """How the ranks found the store, in the words of the errors that depend on it."""
-
-    again: str  # what a rank that came twice may mean, and what to do
-    size: str  # what says how many ranks there are
-    server: str  # what carries the store
-
-
 class Rendezvous:
-    """One rank's part in the rendezvous; `met` is called once all are there."""
+    """One rank's part in the rendezvous.
+
+    server  what carries the store, for errors
+    again   why a rank may have come twice, and what to do
+    met     called once all are there"""
 
     def __init__(
         self,
@@ -45,11 +41,12 @@ class Rendezvous:
         rank: int,
         nranks: int,
         clock: Clock,
-        wording: Wording,
+        server: str,
+        again: str,
         met: Callable[[], None] = lambda: None,
     ) -> None:
         self.store, self.rank, self.nranks, self.clock = store, rank, nranks, clock
-        self.wording, self.met = wording, met
+        self.server, self.again, self.met = server, again, met
         self._step = "coming in"  # what it waits for, should the store not answer
 
     def join(self, identity: bytes) -> bytes:
@@ -129,13 +126,13 @@ class Rendezvous:
             self._end(
                 "usage",
                 f"rank 0 ({who}) says there are {size} ranks, rank {self.rank} ({_whoami()}) says {self.nranks}: "
-                f"{self.wording.size} has to be the same on all ranks",
+                "WORLD_SIZE, or nranks, has to be the same on all ranks",
             )
 
     def _refuse_double(self) -> None:
         key = f"rank/{self.rank}"
         other = read(self.store, key).partition(" ")[2] if self.store.check([key]) else "another process"
-        text = f"two processes say that they are rank {self.rank}: {other}, and {_whoami()}; {self.wording.again}"
+        text = f"two processes say that they are rank {self.rank}: {other}, and {_whoami()}; {self.again}"
         if not self.store.check(["over"]):  # else they have met without this one, which is not to disturb them
             self._end("usage", text)
         raise NcclInvalidUsage(text)
@@ -163,13 +160,13 @@ class Rendezvous:
     def _silent(self) -> NcclTimeout:
         return NcclTimeout(
             f"{self._waited()}: the store at which the ranks meet does not answer, while {self._step}\n"
-            f"  {self.wording.server} is stopped, or out of reach"
+            f"  {self.server} is stopped, or out of reach"
         )
 
     def _lost(self, error: Exception) -> NcclRemoteError:
         return NcclRemoteError(
             f"rank {self.rank} of {self.nranks} lost the store at which the ranks meet, while {self._step}: "
-            f"{self.wording.server} has ended; look for its first error ({first_line(error)})"
+            f"{self.server} has ended; look for its first error ({first_line(error)})"
         )
 
     def _waited(self) -> str:

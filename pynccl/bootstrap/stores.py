@@ -18,21 +18,14 @@ from ..comm.communicator import Communicator, bootstrap
 from ..comm.init import check_rank_of
 from .env import agent_serves
 from .join import init_at
-from .rendezvous import Rendezvous, Wording
+from .rendezvous import Rendezvous
 
 _LOCK_POLL_SECONDS = 0.01
 _LONGEST_NAME = 1 << 16  # of a key in torch's FileStore, which begins with the length of one
 
-_AT_A_STORE = Wording(
-    again="every process needs a rank of its own, and every call a store of its own, or PrefixStore(name, store)",
-    size="nranks",
-    server="the process that serves it",
-)
-_IN_A_GROUP = Wording(
-    again="every rank of the process group calls from_process_group as often as the others",
-    size="the process group",
-    server="the process that serves it",
-)
+_SERVER = "the process that serves it"
+_AGAIN = "every process needs a rank of its own, and every call a store of its own, or PrefixStore(name, store)"
+_AGAIN_IN_A_GROUP = "every rank of a process group calls from_process_group as often as the others"
 
 
 @bootstrap
@@ -57,7 +50,7 @@ def from_store(
     clock = Clock(timeout)
     check_rank_of(rank, nranks)
     methods(store, ("add", "get", "set", "check"), "store", "a torch.distributed store, such as TCPStore")
-    return init_at(Rendezvous(store, rank, nranks, clock, _AT_A_STORE), library, device, local_rank, config)
+    return init_at(Rendezvous(store, rank, nranks, clock, _SERVER, _AGAIN), library, device, local_rank, config)
 
 
 # ---------------------------------------------------------------------------------------------- a process group
@@ -91,7 +84,8 @@ def from_process_group(
     shared = group.get_group_store()
     if shared is None:
         raise ValueError(f"from_process_group: {shown(group)} has no store; of MPI's ranks there is from_mpi")
-    rendezvous = Rendezvous(dist.PrefixStore("pynccl", shared), rank, nranks, clock, _IN_A_GROUP)
+    store = dist.PrefixStore("pynccl", shared)
+    rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _AGAIN_IN_A_GROUP)
     rendezvous.next_part(dist.PrefixStore)
     local = os.environ.get("LOCAL_RANK")
     serves = dist.get_rank() == 0 and not agent_serves()
@@ -146,17 +140,14 @@ def from_file(
     instance(path, (str, bytes, os.PathLike), "from_file: path", "the path of a file, a string")
     path = os.fsdecode(path)
     store = _file_store(path, clock)
-    wording = Wording(
-        again=f"every process needs a rank of its own; or {path} is left over from an earlier run: remove it",
-        size="nranks",
-        server=f"the file system of {path}",
-    )
+    server = f"the file system of {path}"
+    again = f"every process needs a rank of its own; or {path} is left over from an earlier run: remove it"
 
     def met() -> None:
         if store.add("left", 1) == nranks:
             os.unlink(path)
 
-    rendezvous = Rendezvous(store, rank, nranks, clock, wording, met)
+    rendezvous = Rendezvous(store, rank, nranks, clock, server, again, met)
     return init_at(rendezvous, library, device, local_rank, config, watch=False)
 
 

@@ -162,7 +162,7 @@ def test_ranks_with_different_world_sizes_all_hear_of_it(bare: RankPool) -> None
     for end in ends:
         assert end.error == "NcclInvalidUsage"
         assert ") says there are 2 ranks, rank 1 (process " in end.message
-        assert ") says 3: WORLD_SIZE has to be the same on all ranks" in end.message
+        assert ") says 3: WORLD_SIZE, or nranks, has to be the same on all ranks" in end.message
         assert end.seconds < AT_ONCE
 
 
