@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -18,7 +19,7 @@ from ..comm.communicator import Communicator, bootstrap
 from ..comm.init import check_rank_of
 from .env import agent_serves
 from .join import init_at
-from .rendezvous import Rendezvous
+from .rendezvous import Rendezvous, first_line
 
 _LOCK_POLL_SECONDS = 0.01
 _LONGEST_NAME = 1 << 16  # of a key in torch's FileStore, which begins with the length of one
@@ -145,7 +146,8 @@ def from_file(
 
     def met() -> None:
         if store.add("left", 1) == nranks:
-            os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
     rendezvous = Rendezvous(store, rank, nranks, clock, server, again, met)
     return init_at(rendezvous, library, device, local_rank, config, watch=False)
@@ -159,10 +161,7 @@ def _file_store(path: str, clock: Clock) -> Any:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
-        raise NcclSystemError(
-            f"the ranks cannot meet in the file {path}: {error.strerror}\n"
-            "  pass a path in a folder that exists, that all ranks share, and that they may write to"
-        ) from error
+        raise _unusable(path, error.strerror or str(error)) from error
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise NcclInvalidUsage(f"{path} is no file: pass the path of a file that does not exist yet")
@@ -174,7 +173,17 @@ def _file_store(path: str, clock: Clock) -> Any:
             )
     finally:
         os.close(file)
-    return FileStore(path)
+    try:
+        return FileStore(path)
+    except RuntimeError as error:  # no space is left
+        raise _unusable(path, first_line(error)) from error
+
+
+def _unusable(path: str, why: str) -> NcclSystemError:
+    return NcclSystemError(
+        f"the ranks cannot meet in the file {path}: {why}\n"
+        "  pass a path in a folder that exists, that all ranks share, and that they may write to"
+    )
 
 
 def _wait_for_lock(file: int, path: str, clock: Clock) -> None:
@@ -188,3 +197,5 @@ def _wait_for_lock(file: int, path: str, clock: Clock) -> None:
                     "holds it is stopped, or its machine is gone"
                 ) from None
             time.sleep(_LOCK_POLL_SECONDS)
+        except OSError as error:  # a file system without locks
+            raise _unusable(path, error.strerror or str(error)) from error
