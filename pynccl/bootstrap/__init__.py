@@ -5,7 +5,7 @@ to the others before they would wait for it, and a rank that never comes is name
 """
 
 from .env import from_env
-from .exchange import from_mpi, from_process_group
-from .stores import from_file, from_store
+from .mpi import from_mpi
+from .stores import from_file, from_process_group, from_store
 
 __all__ = ["from_env", "from_file", "from_mpi", "from_process_group", "from_store"]

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
+import sys
+from collections import Counter
 from typing import Any
 
+from ..bindings.errors import NcclInvalidUsage
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..bindings.workers import Clock
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
 from .join import init_at
-from .master_store import Place, open_store, read_environment
-from .rendezvous import Rendezvous, Wording
+from .master_store import Place, open_store
+from .rendezvous import Rendezvous
 
-_IN_A_LAUNCH = Wording(
-    again="every process needs a RANK of its own, and calls from_env as often as the others",
-    size="WORLD_SIZE",
-    server="the process that serves it (rank 0, or torchrun's agent)",
-)
+_SERVER = "the process that serves it (rank 0, or torchrun's agent)"
+_AGAIN = "every process needs a RANK of its own, and calls from_env as often as the others"
 
 
 @bootstrap
@@ -48,8 +47,7 @@ def from_env(
     """
     clock = Clock(timeout)
     place = read_environment()
-    store = _store_of_next(place, clock)
-    rendezvous = Rendezvous(store, place.rank, place.nranks, clock, _IN_A_LAUNCH)
+    rendezvous = Rendezvous(_store_of_next(place, clock), place.rank, place.nranks, clock, _SERVER, _AGAIN)
     try:
         return init_at(rendezvous, library, device, place.local_rank, config, place.serves)
     except Exception:
@@ -58,26 +56,79 @@ def from_env(
         raise
 
 
-class _Launch:
-    """What the ranks of one launch share: the store, and the number of calls so far, failed ones too."""
-
-    def __init__(self) -> None:
-        self.store: Any = None
-        self.calls = itertools.count()
-
-
-# Kept until the process ends: rank 0's store may be the server of all the others, which may be a call behind.
-_launches: dict[tuple[str | None, ...], _Launch] = {}
+# By launch. The stores are kept until the process ends: rank 0's may be the server of all the others, which may be a
+# call behind. Failed calls are counted, too.
+_stores: dict[tuple[str | None, ...], Any] = {}
+_calls: Counter[tuple[str | None, ...]] = Counter()
 
 
 def _store_of_next(place: Place, clock: Clock) -> Any:
     """A part of the launch's store that no other call uses."""
     from torch.distributed import PrefixStore
 
-    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    launch = _launches.setdefault(tuple(os.environ.get(name) for name in names), _Launch())
-    number = next(launch.calls)  # counted first: the others count a call in which this rank did not reach the store
-    if launch.store is None:
-        prefix = f"pynccl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # the agent's store outlives a restart
-        launch.store = PrefixStore(prefix, open_store(place, clock))
-    return PrefixStore(str(number), launch.store)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives a restart
+    launch = (*map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")), restart)
+    number = _calls[launch]
+    _calls[launch] += 1  # also where the store is not reached: the others count this call
+    if launch not in _stores:
+        _stores[launch] = PrefixStore(f"pynccl/{restart}", open_store(place, clock))
+    return PrefixStore(str(number), _stores[launch])
+
+
+# ---------------------------------------------------------------------------------------------- the environment
+
+
+def read_environment() -> Place:
+    """This process's place, or NcclInvalidUsage with the line that would have worked."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    line = "torchrun --standalone --nproc-per-node=2 " + _program()
+    if missing:
+        raise NcclInvalidUsage(
+            f"{', '.join(missing)} not set: this process was not started by torchrun. Start it with\n  {line}\n"
+            "or pass rank, size and id yourself to Communicator.init. For all devices in this one process, as in a "
+            "notebook, there is\n  comms = pynccl.init_all()"
+        )
+    rank, nranks = _integer("RANK"), _integer("WORLD_SIZE")
+    if not 0 <= rank < nranks:
+        raise NcclInvalidUsage(
+            f"RANK={os.environ['RANK']!r}, WORLD_SIZE={os.environ['WORLD_SIZE']!r}: expected integers with 0 <= RANK < "
+            f"WORLD_SIZE. torchrun sets both:\n  {line}"
+        )
+    local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
+    if local_rank < 0:
+        raise _wrong("LOCAL_RANK", f"this rank's number on its machine, 0 or more. torchrun sets it:\n  {line}")
+    host, port = os.environ["MASTER_ADDR"].strip(), _integer("MASTER_PORT")
+    if not host:
+        where = "the name or address of rank 0's machine, the same on all ranks; 127.0.0.1 if all are on one machine"
+        raise _wrong("MASTER_ADDR", where)
+    lowest = 0 if nranks == 1 else 1  # alone, a rank may take any port
+    if not lowest <= port <= 65535:
+        free = "of a port that is free on rank 0's machine, the same on all ranks"
+        raise _wrong("MASTER_PORT", f"a number in {lowest}..65535, {free}")
+    return Place(rank, nranks, local_rank, host, port, agent_serves())
+
+
+def agent_serves() -> bool:
+    """Whether torchrun's agent serves the store, which then outlives this process."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _wrong(name: str, expected: str) -> NcclInvalidUsage:
+    return NcclInvalidUsage(f"{name}={os.environ[name]!r}: expected {expected}")
+
+
+def _program() -> str:
+    """The program that runs here and its arguments, as they would follow torchrun."""
+    interactive = hasattr(sys, "ps1") or sys.argv[0] in ("", "-", "-c")
+    if interactive or os.path.basename(sys.argv[0]) in ("ipykernel_launcher.py", "ipython"):
+        return "train.py"
+    return " ".join(sys.argv)
+
+
+def _integer(name: str) -> int:
+    """-1 if it is none, which no variable may be."""
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        return -1

@@ -13,8 +13,6 @@ from ..comm.communicator import Communicator
 from ..comm.init import choose_device, get_unique_id
 from ..interop.devices import names_no_ordinal
 from ..watch.recorder import recorder
-from ..watch.track import uid_of
-from .file_store import FileStore, QuietFileStore
 from .rendezvous import Rendezvous
 
 _LEAST_SECONDS = 1.0  # for NCCL's init, where the rendezvous took the whole timeout
@@ -49,8 +47,12 @@ def init_at(
     local_rank: int | None,
     config: CommConfig | None,
     serves: bool = False,
+    watch: bool = True,
 ) -> Communicator:
-    """What the rendezvous leads to. serves: its store goes with this process."""
+    """The communicator of the ranks that meet there.
+
+    serves  the store goes with this process
+    watch   ranks that are stuck ask each other at the store where they are"""
     try:
         part = prepare(library, device, local_rank, rendezvous.rank, config)
     except BaseException as error:
@@ -62,20 +64,12 @@ def init_at(
         rendezvous.report(error)
         raise
     comm = init(rendezvous.nranks, identity, rendezvous.rank, part, config, rendezvous.clock)
-    store = rendezvous.store
-    if isinstance(store, FileStore):  # which is gone once all have met
-        store = QuietFileStore(store.path, uid_of(identity))
-        if (own := recorder()) is not None:
-            own.beside.append(store.path)
-        if comm.rank == 0:
-            store.remove_old()
-    watch_at(comm, store, serves)
+    if watch:
+        _watch_at(comm, rendezvous.store, serves)
     return comm
 
 
-def watch_at(comm: Communicator, store: Any, serves: bool = False) -> None:
-    """The ranks ask each other at this store where they are, if one of them is stuck. serves: it goes with this
-    process."""
+def _watch_at(comm: Communicator, store: Any, serves: bool) -> None:
     if comm._track is not None and comm.size > 1:
         try:
             from ..watch.diagnosis import exchange_at  # what it imports takes long

@@ -1,9 +1,9 @@
 """All ranks meet at a store, where rank 0 hands out the id: who never came, came twice, or cannot go on is named.
 
-Keys: `rank/R` says who rank R is, `claims/R` counts them, `arrived/N` counts those that believe in N ranks, `id` is
-rank 0's, and `over` ends the rendezvous for all: that they met, or the error that all of them raise; `ends` counts who
-says so. `came` lists the ranks that came, so that who is missing is one question. How often a rank asks the store does
-not depend on how many there are, but for the turns in which it waits.
+Keys: `claims/R` counts the processes that are rank R, `rank/R` says who it is, `came` lists the ranks that came,
+`arrived/N` counts those that believe in N ranks, `id` is rank 0's. `over` ends the rendezvous for all: they met, or all
+raise this error; `ends` counts who says so, `heard` who has read an error. How often a rank asks the store does not
+depend on how many ranks there are, but for the polls while it waits.
 """
 
 from __future__ import annotations
@@ -13,31 +13,27 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
-from ..bindings.workers import Abandoned, Clock, Wait
+from ..bindings.workers import Clock, Wait
 from ..watch.store import append, lines, read
+
+T = TypeVar("T")
 
 _MET = "met"
 _ERRORS: dict[str, type[NcclError]] = {"usage": NcclInvalidUsage, "remote": NcclRemoteError}
 _LONGEST_PAUSE = 0.1
-_TELL_SECONDS = 2.0  # a rank that fails tells the others, but does not wait long for a store that is silent
-_HURRIED_SECONDS = 0.1
+_REPORT_SECONDS = 0.2  # a rank that fails tells the others, but does not wait long for a store that is silent
 _LINGER_SECONDS = 3.0
-_LINGER_POLL_SECONDS = 0.02
-
-
-class Wording(NamedTuple):
-    """How the ranks found the store, in the words of the errors that depend on it."""
-
-    again: str  # what a rank that came twice may mean, and what to do
-    size: str  # what says how many ranks there are
-    server: str  # what carries the store
 
 
 class Rendezvous:
-    """One rank's part in the rendezvous; `met` is called once all are there."""
+    """One rank's part in the rendezvous.
+
+    server  what carries the store, for errors
+    again   why a rank may have come twice, and what to do
+    met     called once all are there"""
 
     def __init__(
         self,
@@ -45,29 +41,29 @@ class Rendezvous:
         rank: int,
         nranks: int,
         clock: Clock,
-        wording: Wording,
+        server: str,
+        again: str,
         met: Callable[[], None] = lambda: None,
     ) -> None:
-        self.store = store
-        self.rank = rank
-        self.nranks = nranks
-        self.clock = clock
-        self.wording = wording
-        self.met = met
+        self.store, self.rank, self.nranks, self.clock = store, rank, nranks, clock
+        self.server, self.again, self.met = server, again, met
         self._step = "coming in"  # what it waits for, should the store not answer
 
     def join(self, identity: bytes) -> bytes:
         """Wait until all ranks are there; return the id. Raises for ranks that are missing, doubled or failed."""
-        wait = Wait(self.clock)
-        return wait.beside(lambda: self._join(identity, wait), self._silent)
+        return self._ask(lambda wait: self._join(identity, wait))
+
+    def next_part(self, prefixed: Callable[[str, Any], Any]) -> None:
+        """Go on in a part of the store that no other call uses. The store counts the calls: it may outlive a group."""
+        number = self._ask(lambda _: self.store.add(f"calls/{self.rank}", 1))
+        self.store = prefixed(str(number), self.store)
 
     def report(self, error: BaseException) -> None:
         """Tell the others that this rank cannot go on."""
         text = could_not_start(self.rank, error)
-        seconds = _HURRIED_SECONDS if isinstance(error, KeyboardInterrupt) else _TELL_SECONDS
-        wait = Wait(Clock(max(min(seconds, self.clock.left()), _HURRIED_SECONDS)))
         with contextlib.suppress(Exception):  # the error itself is more important
-            wait.beside(lambda: self._end("remote", text), lambda: NcclTimeout("the store is silent"))
+            late = NcclTimeout("the store is silent")
+            Wait(Clock(_REPORT_SECONDS)).beside(lambda: self._end("remote", text), lambda: late)
 
     def linger(self) -> None:
         """Let the others read why this failed, before the store goes with this process."""
@@ -76,28 +72,32 @@ class Rendezvous:
             if not self.store.check(["over"]):
                 return
             while self.store.add("heard", 0) < self.nranks - 1 and time.monotonic() < end:
-                time.sleep(_LINGER_POLL_SECONDS)
+                time.sleep(0.02)
 
-    # What follows runs in the thread beside.
-
-    def _join(self, identity: bytes, wait: Wait) -> bytes:
+    def _ask(self, call: Callable[[Wait], T]) -> T:
+        """`call(wait)`, in a worker thread, since the store may never answer."""
+        wait = Wait(self.clock)
         try:
-            self._come_in(identity)
-            self._wait_for_all(wait)
-            self._step = "reading rank 0's id"
-            identity = self.store.get("id")
-            self.met()
-        except (NcclError, Abandoned):
+            return wait.beside(lambda: call(wait), self._silent)
+        except NcclError:
             raise
         except RuntimeError as error:  # DistError and its relatives; FileStore raises the bare one
             raise self._lost(error) from error
-        return identity
+
+    # What follows runs in the worker thread.
+
+    def _join(self, identity: bytes, wait: Wait) -> bytes:
+        self._come_in(identity)
+        self._wait_for_all(wait)
+        self._step = "reading rank 0's id"
+        found: bytes = self.store.get("id")
+        self.met()
+        return found
 
     def _come_in(self, identity: bytes) -> None:
-        own = f"{self.nranks} {_whoami()}"
         if self.store.add(f"claims/{self.rank}", 1) > 1:
-            self._refuse_double(own)
-        self.store.set(f"rank/{self.rank}", own)
+            self._refuse_double()
+        self.store.set(f"rank/{self.rank}", f"{self.nranks} {_whoami()}")
         append(self.store, "came", str(self.rank))
         if self.rank == 0:
             self.store.set("id", identity)
@@ -105,10 +105,9 @@ class Rendezvous:
             self._end(_MET)
 
     def _wait_for_all(self, wait: Wait) -> None:
-        # Two questions a turn, whatever the number of ranks. Not store.wait(), which would not see an error, and warns.
         self._step = "waiting for the other ranks"
         pause, compared = 0.001, False
-        while not self.store.check(["over"]):
+        while not self.store.check(["over"]):  # not store.wait(), which would not see an error, and warns
             if not compared and self.store.check(["rank/0"]):
                 self._compare_sizes()
                 compared = True
@@ -116,45 +115,43 @@ class Rendezvous:
                 raise self._missing()
             wait.pause(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        self._raise_if_failed()
+        kind, _, text = read(self.store, "over").partition("\n")
+        if kind != _MET:
+            self.store.add("heard", 1)
+            raise _ERRORS.get(kind, NcclRemoteError)(text)
 
     def _compare_sizes(self) -> None:
-        size, who = _parse(read(self.store, "rank/0"))
-        if size != self.nranks:
+        size, _, who = read(self.store, "rank/0").partition(" ")
+        if size != str(self.nranks):
             self._end(
                 "usage",
                 f"rank 0 ({who}) says there are {size} ranks, rank {self.rank} ({_whoami()}) says {self.nranks}: "
-                f"{self.wording.size} has to be the same on all ranks",
+                "WORLD_SIZE, or nranks, has to be the same on all ranks",
             )
 
-    def _refuse_double(self, own: str) -> None:
+    def _refuse_double(self) -> None:
         key = f"rank/{self.rank}"
-        _, other = _parse(read(self.store, key)) if self.store.check([key]) else (0, "another process")
-        text = f"two processes say that they are rank {self.rank}: {other}, and {_parse(own)[1]}; "
+        other = read(self.store, key).partition(" ")[2] if self.store.check([key]) else "another process"
+        text = f"two processes say that they are rank {self.rank}: {other}, and {_whoami()}; {self.again}"
         if not self.store.check(["over"]):  # else they have met without this one, which is not to disturb them
-            self._end("usage", text + self.wording.again)
-        raise NcclInvalidUsage(text + self.wording.again)
+            self._end("usage", text)
+        raise NcclInvalidUsage(text)
 
     def _end(self, kind: str, text: str = "") -> None:
         first = self.store.add("ends", 1) == 1
         if first or kind != _MET:  # a rank may have come, and failed, before the last one came
             self.store.set("over", f"{kind}\n{text}")
 
-    def _raise_if_failed(self) -> None:
-        kind, _, text = read(self.store, "over").partition("\n")
-        if kind != _MET:
-            self.store.add("heard", 1)
-            raise _ERRORS.get(kind, NcclRemoteError)(text)
-
     def _missing(self) -> NcclTimeout:
-        waited = f"rank {self.rank} of {self.nranks} waited {self.clock.seconds()}"
         self._step = "asking which ranks are missing"
         came = set(lines(self.store, "came"))
         missing = [rank for rank in range(self.nranks) if str(rank) not in came]
         if not missing:
-            return NcclTimeout(f"{waited}: all ranks came, but one ended on the way in; look for its first error")
+            return NcclTimeout(
+                f"{self._waited()}: all ranks came, but one ended on the way in; look for its first error"
+            )
         return NcclTimeout(
-            f"{waited}: ranks {missing} never came\n"
+            f"{self._waited()}: ranks {missing} never came\n"
             "  look for their first error; a longer timeout= helps if they are only slow"
         )
 
@@ -162,15 +159,18 @@ class Rendezvous:
 
     def _silent(self) -> NcclTimeout:
         return NcclTimeout(
-            f"rank {self.rank} of {self.nranks} waited {self.clock.seconds()}: the store at which the ranks meet does "
-            f"not answer, while {self._step}\n  {self.wording.server} is stopped, or out of reach"
+            f"{self._waited()}: the store at which the ranks meet does not answer, while {self._step}\n"
+            f"  {self.server} is stopped, or out of reach"
         )
 
     def _lost(self, error: Exception) -> NcclRemoteError:
         return NcclRemoteError(
             f"rank {self.rank} of {self.nranks} lost the store at which the ranks meet, while {self._step}: "
-            f"{self.wording.server} has ended; look for its first error ({first_line(error)})"
+            f"{self.server} has ended; look for its first error ({first_line(error)})"
         )
+
+    def _waited(self) -> str:
+        return f"rank {self.rank} of {self.nranks} waited {self.clock.seconds()}"
 
 
 def could_not_start(rank: int, error: BaseException) -> str:
@@ -185,9 +185,3 @@ def first_line(error: BaseException) -> str:
 
 def _whoami() -> str:
     return f"process {os.getpid()} on {os.uname().nodename}, {os.path.basename(sys.argv[0] or 'python')}"
-
-
-def _parse(record: str) -> tuple[int, str]:
-    """(number of ranks, who) of what `_come_in` wrote."""
-    size, _, who = record.partition(" ")
-    return int(size), who

@@ -1,26 +1,32 @@
-"""Ranks that share a torch.distributed store, or a file system."""
+"""Ranks that share a torch.distributed store, a process group, which has one, or a file system."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import stat
+import time
 from typing import Any
 
+from ..bindings.errors import NcclInvalidUsage, NcclSystemError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
-from ..bindings.values import instance, methods
+from ..bindings.values import attribute, instance, methods, shown
 from ..bindings.workers import Clock
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
 from ..comm.init import check_rank_of
-from .file_store import FileStore
+from .env import agent_serves
 from .join import init_at
-from .rendezvous import Rendezvous, Wording
+from .rendezvous import Rendezvous, first_line
 
-_AT_A_STORE = Wording(
-    again="every process needs a rank of its own, and every call a store of its own, or PrefixStore(name, store)",
-    size="nranks",
-    server="the process that serves it",
-)
+_LOCK_POLL_SECONDS = 0.01
+_LONGEST_NAME = 1 << 16  # of a key in torch's FileStore, which begins with the length of one
+
+_SERVER = "the process that serves it"
+_AGAIN = "every process needs a rank of its own, and every call a store of its own, or PrefixStore(name, store)"
+_AGAIN_IN_A_GROUP = "every rank of a process group calls from_process_group as often as the others"
 
 
 @bootstrap
@@ -45,7 +51,69 @@ def from_store(
     clock = Clock(timeout)
     check_rank_of(rank, nranks)
     methods(store, ("add", "get", "set", "check"), "store", "a torch.distributed store, such as TCPStore")
-    return init_at(Rendezvous(store, rank, nranks, clock, _AT_A_STORE), library, device, local_rank, config)
+    return init_at(Rendezvous(store, rank, nranks, clock, _SERVER, _AGAIN), library, device, local_rank, config)
+
+
+# ---------------------------------------------------------------------------------------------- a process group
+
+
+@bootstrap
+def from_process_group(
+    group: Any = None,
+    *,
+    device: Any = None,
+    config: CommConfig | None = None,
+    timeout: float | None = DEFAULT_TIMEOUT,
+    library: Library | None = None,
+) -> Communicator:
+    """The communicator of the ranks of a torch.distributed process group, or of a one-dimensional DeviceMesh.
+
+    group    None: the default group
+    device   None or "cuda": LOCAL_RANK's GPU if set, else the current one
+    timeout  seconds for the rendezvous at the group's store and NCCL's init together, whatever the group's own timeout
+
+    All ranks of the group must call it equally often. Raises as `from_env` does; ValueError for a group without a
+    store, such as one of MPI.
+    """
+    import torch.distributed as dist
+
+    clock = Clock(timeout)
+    group = _group_of(group)
+    rank, nranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("this process is not in the process group: only its ranks may call from_process_group")
+    shared = group.get_group_store()
+    if shared is None:
+        raise ValueError(f"from_process_group: {shown(group)} has no store; of MPI's ranks there is from_mpi")
+    store = dist.PrefixStore("pynccl", shared)
+    rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _AGAIN_IN_A_GROUP)
+    rendezvous.next_part(dist.PrefixStore)
+    local = os.environ.get("LOCAL_RANK")
+    serves = dist.get_rank() == 0 and not agent_serves()
+    return init_at(rendezvous, library, device, int(local) if local else None, config, serves)
+
+
+def _group_of(group: Any) -> Any:
+    """A process group that torch.distributed knows; None stands for the default one."""
+    import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroup) and callable(find := attribute(group, "get_group")):
+        group = find()
+    none_here = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() returns to ranks that it leaves out
+    if group is not None and group is not none_here and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"from_process_group: group is {shown(group)}, expected a torch.distributed process group, a DeviceMesh of "
+            "one dimension, or None for the default group"
+        )
+    if not dist.is_initialized():
+        raise ValueError(
+            "from_process_group: torch.distributed has no process group; call torch.distributed.init_process_group "
+            "first, or use pynccl.init(), which needs none"
+        )
+    return dist.group.WORLD if group is None else group
+
+
+# ------------------------------------------------------------------------------------------------------- a file
 
 
 @bootstrap
@@ -66,17 +134,68 @@ def from_file(
           run that failed leaves it, and the next one says that it has to be removed.
 
     The rest as in `from_store`. Raises NcclSystemError if the file cannot be written, NcclInvalidUsage if it holds
-    something else.
+    something else. Ranks on other machines are not asked where they are when one is stuck: the file is gone then.
     """
     clock = Clock(timeout)
     check_rank_of(rank, nranks)
-
     instance(path, (str, bytes, os.PathLike), "from_file: path", "the path of a file, a string")
-    store = FileStore(path, clock)
-    wording = Wording(
-        again=f"every process needs a rank of its own; or {store.path} is left over from an earlier run: remove it",
-        size="nranks",
-        server=f"the file system of {store.path}",
+    path = os.fsdecode(path)
+    store = _file_store(path, clock)
+    server = f"the file system of {path}"
+    again = f"every process needs a rank of its own; or {path} is left over from an earlier run: remove it"
+
+    def met() -> None:
+        if store.add("left", 1) == nranks:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    rendezvous = Rendezvous(store, rank, nranks, clock, server, again, met)
+    return init_at(rendezvous, library, device, local_rank, config, watch=False)
+
+
+def _file_store(path: str, clock: Clock) -> Any:
+    """torch's FileStore, whose constructor keeps the GIL while it waits for a folder, for a lock, or for the rest of a
+    file that is no store: so the file is made, locked and looked at here first. Only its user may read it."""
+    from torch.distributed import FileStore
+
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise NcclInvalidUsage(f"{path} is no file: pass the path of a file that does not exist yet")
+        _wait_for_lock(file, path, clock)
+        if int.from_bytes(os.read(file, 4), "little") > _LONGEST_NAME:
+            raise NcclInvalidUsage(
+                f"{path} is no meeting of ranks, but a file with something else in it: pass the path of a file that "
+                "does not exist yet"
+            )
+    finally:
+        os.close(file)
+    try:
+        return FileStore(path)
+    except RuntimeError as error:  # no space is left
+        raise _unusable(path, first_line(error)) from error
+
+
+def _unusable(path: str, why: str) -> NcclSystemError:
+    return NcclSystemError(
+        f"the ranks cannot meet in the file {path}: {why}\n"
+        "  pass a path in a folder that exists, that all ranks share, and that they may write to"
     )
-    rendezvous = Rendezvous(store, rank, nranks, clock, wording, met=lambda: store.leave(nranks))
-    return init_at(rendezvous, library, device, local_rank, config)
+
+
+def _wait_for_lock(file: int, path: str, clock: Clock) -> None:
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if clock.left() <= 0:
+                raise NcclTimeout(
+                    f"the lock of {path}, where the ranks meet, was not free within {clock.seconds()}: a process that "
+                    "holds it is stopped, or its machine is gone"
+                ) from None
+            time.sleep(_LOCK_POLL_SECONDS)
+        except OSError as error:  # a file system without locks
+            raise _unusable(path, error.strerror or str(error)) from error

@@ -4,21 +4,20 @@
     # instead of sglang.srt.distributed.device_communicators.pynccl
 
 What differs from vLLM's: all_reduce is in place and takes op second, sizes= instead of all_gatherv and
-reduce_scatterv, and a new communicator is disabled until `with comm.change_state(enable=True):`. As in SGLang 0.5.23;
-`stream=`, which that one no longer has, is taken as in earlier releases.
+reduce_scatterv, and a new communicator is disabled until `with comm.change_state(enable=True):`. As in SGLang 0.5.23.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..bindings.abi import RedOp, UniqueId
 from ..bindings.structs import CommConfig, struct_of
 from . import vllm, wrapper
 from .stateless import StatelessProcessGroup as StatelessProcessGroup
-from .tensors import contiguous
 from .wrapper import (
     buffer_type as buffer_type,
     cudaStream_t as cudaStream_t,
@@ -72,50 +71,41 @@ class PyNcclCommunicator(vllm.PyNcclCommunicator):
         super().__init__(group, device, library_path)
         self.disabled = True
 
-    def all_reduce(self, tensor: Any, op: Any = RedOp.SUM, stream: Any = None) -> None:  # type: ignore[override]
+    def all_reduce(self, tensor: Any, op: Any = RedOp.SUM) -> None:  # type: ignore[override]
         """tensor on every rank: the reduction of all ranks'."""
-        super().all_reduce(tensor, tensor, op, stream)
+        super().all_reduce(tensor, tensor, op)
 
-    def outplace_all_reduce(
-        self, in_tensor: Any, out_tensor: Any = None, op: Any = RedOp.SUM, stream: Any = None
-    ) -> Any:
+    def outplace_all_reduce(self, in_tensor: Any, out_tensor: Any = None, op: Any = RedOp.SUM) -> Any:
         """out_tensor on every rank: the reduction of all ranks' in_tensor."""
-        return super().all_reduce(in_tensor, out_tensor, op, stream)
+        return super().all_reduce(in_tensor, out_tensor, op)
 
-    def all_gather(  # type: ignore[override]
-        self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int] | None = None, stream: Any = None
-    ) -> None:
+    def all_gather(self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int] | None = None) -> None:
         """output_tensor on every rank: all ranks' input_tensor; with sizes, so many rows of each."""
         if sizes is None:
-            super().all_gather(output_tensor, input_tensor, stream)
+            super().all_gather(output_tensor, input_tensor)
         else:
-            super().all_gatherv(output_tensor, input_tensor, sizes, stream)
+            super().all_gatherv(output_tensor, input_tensor, sizes)
 
-    def reduce_scatter(  # type: ignore[override]
-        self,
-        output_tensor: Any,
-        input_tensor: Any,
-        op: Any = RedOp.SUM,
-        sizes: Sequence[int] | None = None,
-        stream: Any = None,
+    def reduce_scatter(
+        self, output_tensor: Any, input_tensor: Any, op: Any = RedOp.SUM, sizes: Sequence[int] | None = None
     ) -> None:
         """output_tensor on rank r: its block of the reduction of all ranks' input_tensor; with sizes, so many rows."""
         if sizes is None:
-            super().reduce_scatter(output_tensor, input_tensor, op, stream)
+            super().reduce_scatter(output_tensor, input_tensor, op)
         else:
-            super().reduce_scatterv(output_tensor, input_tensor, sizes, op, stream)
+            super().reduce_scatterv(output_tensor, input_tensor, sizes, op)
 
-    def cp_all_gather_into_tensor(
-        self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int] | None = None, stream: Any = None
-    ) -> None:
-        """all_gather, also while disabled. (Of older SGLang.)"""
-        with self.change_state(enable=True):
-            self.all_gather(output_tensor, input_tensor, sizes, stream)
-
-    def all_to_all_single(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
+    def all_to_all_single(self, output_tensor: Any, input_tensor: Any) -> None:
         """Part j of input_tensor goes to rank j, to part `rank` of its output_tensor; parts are equal."""
-        comm = self._live("all_to_all_single")
-        if comm is not None:
-            send = contiguous("all_to_all_single: input_tensor", input_tensor)
-            recv = contiguous("all_to_all_single: output_tensor", output_tensor)
-            comm.all_to_all(send, recv, stream=self._stream(stream))
+        if comm := self._live("all_to_all_single"):
+            comm.all_to_all(vllm.memory("input_tensor", input_tensor), vllm.memory("output_tensor", output_tensor))
+
+    @contextlib.contextmanager
+    def change_state(self, enable: bool | None = None) -> Iterator[None]:
+        """Enabled or not within the block. enable: None: enabled if `available`"""
+        before = self.disabled
+        self.disabled = not (self.available if enable is None else enable)
+        try:
+            yield
+        finally:
+            self.disabled = before

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..bindings.abi import RedOp
@@ -25,12 +25,9 @@ from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator
 from ..comm.groups import group as pynccl_group
 from ..comm.init import check_rank_of
-from ..interop.streams import stream_handle
 from .stateless import StatelessProcessGroup as StatelessProcessGroup
-from .tensors import as_bytes, contiguous, dense, first
 from .wrapper import (
     NCCL_UNIQUE_ID_BYTES as NCCL_UNIQUE_ID_BYTES,
-    Function as Function,
     NCCLLibrary as NCCLLibrary,
     buffer_type as buffer_type,
     cudaStream_t as cudaStream_t,
@@ -49,17 +46,6 @@ from .wrapper import (
 INIT_SECONDS = 1800.0  # for the other ranks to come, as torch's process groups wait; vLLM waits for ever
 _ABORT_SECONDS = 5.0
 _NO_ID = bytes(NCCL_UNIQUE_ID_BYTES)
-
-
-class _OpenGroup(threading.local):
-    """The group that group_start() of any communicator opened in this thread; NCCL counts them per thread, too."""
-
-    depth = 0
-    block: contextlib.AbstractContextManager[None]
-    library: NCCLLibrary | None = None  # whose own group is open beside it
-
-
-_open_group = _OpenGroup()
 
 
 class PyNcclCommunicator:
@@ -141,8 +127,8 @@ class PyNcclCommunicator:
         self.communicator: Communicator | None = None
         self.comm = ncclComm_t()
         self.device: Any = None
-        self.stream: Any = None  # of operations without one; None: the current stream
         self._suspended = self._destroyed = False
+        self._groups: list[contextlib.AbstractContextManager[None]] = []
 
     def _load(self, library_path: str | None) -> NcclError | None:
         try:
@@ -185,9 +171,6 @@ class PyNcclCommunicator:
             )
         return None
 
-    def _stream(self, stream: Any) -> Any:
-        return self.stream if stream is None else stream
-
     # Collectives. output and input may hold more elements than are moved, as with raw pointers.
 
     def all_reduce(self, in_tensor: Any, out_tensor: Any = None, op: Any = RedOp.SUM, stream: Any = None) -> Any:
@@ -200,118 +183,92 @@ class PyNcclCommunicator:
                 f"all_reduce: out_tensor is {out_tensor!r}, expected a tensor; pass op by name: op=ReduceOp.SUM "
                 "(in old vLLM op came second and the result was in place: pynccl.compat.sglang has that)"
             )
-        send = dense("all_reduce: in_tensor", in_tensor)
+        send = memory("in_tensor", in_tensor, any_order=True)
         if out_tensor is None:
             import torch
 
             out_tensor = torch.empty_like(in_tensor, requires_grad=False)
-        recv = send if out_tensor is in_tensor else dense("all_reduce: out_tensor", out_tensor)
+        recv = send if out_tensor is in_tensor else memory("out_tensor", out_tensor, any_order=True)
         if in_tensor.stride() != out_tensor.stride() and not (in_tensor.is_contiguous() and out_tensor.is_contiguous()):
             raise ValueError(
                 f"all_reduce: in_tensor has strides {in_tensor.stride()}, out_tensor {out_tensor.stride()}; "
                 "they must be equal"
             )
-        comm.all_reduce(send, first(recv, send.numel()), operator_of(op), stream=self._stream(stream))
+        comm.all_reduce(send, _first(recv, send.numel()), operator_of(op), stream=stream)
         return out_tensor
 
     def all_gather(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
         """output_tensor on every rank: all ranks' input_tensor, one after the other."""
-        comm = self._live("all_gather")
-        if comm is not None:
-            send = contiguous("all_gather: input_tensor", input_tensor)
-            recv = contiguous("all_gather: output_tensor", output_tensor)
-            comm.all_gather(send, first(recv, send.numel() * self.world_size), stream=self._stream(stream))
+        if comm := self._live("all_gather"):
+            send, recv = memory("input_tensor", input_tensor), memory("output_tensor", output_tensor)
+            comm.all_gather(send, _first(recv, send.numel() * self.world_size), stream=stream)
 
     def all_gatherv(self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int], stream: Any = None) -> None:
         """output_tensor on every rank: sizes[r] rows (of dimension 0) of each rank's input_tensor."""
-        comm = self._live("all_gatherv")
-        if comm is not None:
-            send = contiguous("all_gatherv: input_tensor", input_tensor)
-            recv = contiguous("all_gatherv: output_tensor", output_tensor)
-            counts = self._counts("all_gatherv", sizes, recv)
-            if recv.shape[0] > sum(sizes):
-                raise ValueError(f"all_gatherv: sizes {list(sizes)} do not fill {recv.shape[0]} rows of output_tensor")
-            comm.all_gather_v(first(send, counts[self.rank]), recv, counts=counts, stream=self._stream(stream))
+        if comm := self._live("all_gatherv"):
+            send, recv = memory("input_tensor", input_tensor), memory("output_tensor", output_tensor)
+            counts = self._counts(sizes, recv)
+            comm.all_gather_v(_first(send, counts[self.rank]), recv, counts=counts, stream=stream)
 
     def reduce_scatter(self, output_tensor: Any, input_tensor: Any, op: Any = RedOp.SUM, stream: Any = None) -> None:
         """output_tensor on rank r: block r of the reduction of all ranks' input_tensor."""
-        comm = self._live("reduce_scatter")
-        if comm is not None:
-            recv = contiguous("reduce_scatter: output_tensor", output_tensor)
-            send = first(contiguous("reduce_scatter: input_tensor", input_tensor), recv.numel() * self.world_size)
-            comm.reduce_scatter(send, recv, operator_of(op), stream=self._stream(stream))
+        if comm := self._live("reduce_scatter"):
+            send, recv = memory("input_tensor", input_tensor), memory("output_tensor", output_tensor)
+            comm.reduce_scatter(_first(send, recv.numel() * self.world_size), recv, operator_of(op), stream=stream)
 
     def reduce_scatterv(
         self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int], op: Any = RedOp.SUM, stream: Any = None
     ) -> None:
         """output_tensor on rank r: its sizes[r] rows (of dimension 0) of the reduction of all ranks' input_tensor."""
-        comm = self._live("reduce_scatterv")
-        if comm is not None:
-            recv = contiguous("reduce_scatterv: output_tensor", output_tensor)
-            send = contiguous("reduce_scatterv: input_tensor", input_tensor)
-            counts = self._counts("reduce_scatterv", sizes, send)
-            own, whole = first(recv, counts[self.rank]), first(send, sum(counts))
-            comm.reduce_scatter_v(whole, own, operator_of(op), counts=counts, stream=self._stream(stream))
+        if comm := self._live("reduce_scatterv"):
+            send, recv = memory("input_tensor", input_tensor), memory("output_tensor", output_tensor)
+            counts = self._counts(sizes, send)
+            own, whole = _first(recv, counts[self.rank]), _first(send, sum(counts))
+            comm.reduce_scatter_v(whole, own, operator_of(op), counts=counts, stream=stream)
 
     def reduce(self, output_tensor: Any, input_tensor: Any, root: int, op: Any = RedOp.SUM, stream: Any = None) -> None:
         """output_tensor on root: the reduction of all ranks' input_tensor. Other ranks' is not written."""
-        comm = self._live("reduce")
-        if comm is not None:
-            send, recv = dense("reduce: input_tensor", input_tensor), None
+        if comm := self._live("reduce"):
+            send, recv = memory("input_tensor", input_tensor, any_order=True), None
             if root == self.rank:
-                recv = first(dense("reduce: output_tensor", output_tensor), send.numel())
-            comm.reduce(send, recv, operator_of(op), root, stream=self._stream(stream))
+                recv = _first(memory("output_tensor", output_tensor, any_order=True), send.numel())
+            comm.reduce(send, recv, operator_of(op), root, stream=stream)
 
     def scatter(
         self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int], root: int = 0, stream: Any = None
     ) -> None:
         """output_tensor on rank r: its sizes[r] rows of root's input_tensor. Other ranks' input_tensor is not read."""
-        comm = self._live("scatter")
-        if comm is not None:
-            recv, send = contiguous("scatter: output_tensor", output_tensor), None
+        if comm := self._live("scatter"):
+            recv, send = memory("output_tensor", output_tensor), None
+            counts = self._counts(sizes, recv)
             if root == self.rank:
-                whole = contiguous("scatter: input_tensor", input_tensor)
-                counts = self._counts("scatter", sizes, whole)
-                send = first(whole, sum(counts))
-            else:
-                counts = self._counts("scatter", sizes, recv, holds_all=False)
-            own = first(recv, counts[self.rank])
-            comm.scatter_v(send, own, root, counts=counts, stream=self._stream(stream))
+                send = _first(memory("input_tensor", input_tensor), sum(counts))
+            comm.scatter_v(send, _first(recv, counts[self.rank]), root, counts=counts, stream=stream)
 
     def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
         """tensor on every rank: src's."""
-        comm = self._live("broadcast")
-        if comm is not None:
-            whole = dense("broadcast: tensor", tensor)
-            comm.broadcast(whole, whole, src, stream=self._stream(stream))
+        if comm := self._live("broadcast"):
+            whole = memory("tensor", tensor, any_order=True)
+            comm.broadcast(whole, whole, src, stream=stream)
 
-    def _counts(self, operation: str, sizes: Sequence[int], tensor: Any, holds_all: bool = True) -> list[int]:
-        """Elements per rank for sizes in rows, all of which `tensor` has, if it holds_all."""
-        counts = integers(sizes, f"{operation}: sizes", "a number of rows per rank")
-        if len(counts) != self.world_size:
-            raise ValueError(f"{operation}: sizes has {len(counts)} entries, expected one per rank, {self.world_size}")
-        if tensor.dim() == 0:
-            raise ValueError(f"{operation}: a tensor of no dimensions has no rows; pass x.reshape(1)")
-        if holds_all and tensor.shape[0] < sum(counts):
-            raise ValueError(
-                f"{operation}: sizes {list(sizes)} are {sum(counts)} rows, but the tensor has shape "
-                f"{tuple(tensor.shape)}"
-            )
-        return [count * math.prod(tensor.shape[1:]) for count in counts]
+    def _counts(self, sizes: Sequence[int], tensor: Any) -> list[int]:
+        """Elements per rank for sizes in rows of such a tensor."""
+        rows = integers(sizes, "sizes", "a number of rows per rank")
+        if len(rows) != self.world_size:
+            raise ValueError(f"sizes has {len(rows)} entries, expected one per rank, {self.world_size}")
+        return [count * math.prod(tensor.shape[1:]) for count in rows]
 
     # Point to point
 
     def send(self, tensor: Any, dst: int, stream: Any = None) -> None:
         """Send tensor to rank dst, which must recv as many elements of the same type."""
-        comm = self._live("send")
-        if comm is not None:
-            comm.send(as_bytes(dense("send: tensor", tensor)), dst, stream=self._stream(stream))
+        if comm := self._live("send"):
+            comm.send(_as_bytes(memory("tensor", tensor, any_order=True)), dst, stream=stream)
 
     def recv(self, tensor: Any, src: int, stream: Any = None) -> None:
         """Receive into tensor what rank src sends."""
-        comm = self._live("recv")
-        if comm is not None:
-            comm.recv(as_bytes(dense("recv: tensor", tensor)), src, stream=self._stream(stream))
+        if comm := self._live("recv"):
+            comm.recv(_as_bytes(memory("tensor", tensor, any_order=True)), src, stream=stream)
 
     def batch_isend_irecv(self, p2p_ops: Sequence[Any], stream: Any = None) -> None:
         """The sends and receives of a list of torch.distributed.P2POp, as one launch."""
@@ -336,25 +293,20 @@ class PyNcclCommunicator:
         """What is called until group_end() is launched together: where sends and receives must progress together.
 
         Calls of this class are one launch, those of NCCLLibrary another one before it."""
-        if not _open_group.depth:
-            _open_group.library = None if self.communicator is None else self.nccl
-            if _open_group.library is not None:
-                _open_group.library.ncclGroupStart()
-            _open_group.block = pynccl_group()
-            _open_group.block.__enter__()
-        _open_group.depth += 1
+        if self.communicator is not None:
+            self.nccl.ncclGroupStart()
+        self._groups.append(pynccl_group())
+        self._groups[-1].__enter__()
 
     def group_end(self) -> None:
         """Launch what was called since the first group_start()."""
-        if not _open_group.depth:
-            raise NcclInvalidUsage("group_end: there was no group_start() in this thread")
-        _open_group.depth -= 1
-        if not _open_group.depth:
-            try:
-                if _open_group.library is not None:
-                    _open_group.library.ncclGroupEnd()
-            finally:
-                _open_group.block.__exit__(None, None, None)
+        if not self._groups:
+            raise NcclInvalidUsage("group_end: there was no group_start()")
+        try:
+            if self.communicator is not None:
+                self.nccl.ncclGroupEnd()
+        finally:
+            self._groups.pop().__exit__(None, None, None)
 
     def register_comm_window(self, tensor: Any) -> Any:
         """A window on the memory of a tensor, on all ranks together; the tensor must be of NCCL's own memory."""
@@ -402,22 +354,6 @@ class PyNcclCommunicator:
         thread.start()
         thread.join(_ABORT_SECONDS)
 
-    @contextlib.contextmanager
-    def change_state(self, enable: bool | None = None, stream: Any = None) -> Iterator[None]:
-        """Enabled or not within the block, and its operations on `stream`. (Of older vLLM, and of SGLang.)
-
-        enable  None: enabled if `available`
-        """
-        before = self.disabled, self.stream
-        self.disabled = not (self.available if enable is None else enable)
-        self.stream = self.stream if stream is None else stream
-        if self.stream is not None:
-            stream_handle(self.stream)
-        try:
-            yield
-        finally:
-            self.disabled, self.stream = before
-
     def __repr__(self) -> str:
         state = "destroyed" if self._destroyed else "disabled" if self.disabled else str(self.device)
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}, {state}>"
@@ -425,6 +361,41 @@ class PyNcclCommunicator:
 
 def _is_switched_off() -> bool:
     return os.environ.get("VLLM_DISABLE_PYNCCL", "").lower() in ("1", "true")
+
+
+# Tensors as vLLM's programs pass them: they may be parameters, or have more elements than are moved.
+
+
+def memory(what: str, tensor: Any, any_order: bool = False) -> Any:
+    """The tensor, detached: a trainer hands its parameters over. ValueError if it is not contiguous.
+
+    any_order  its dimensions may lie in another order in memory, such as channels_last, which is the same on all ranks:
+               they are put in that order"""
+    if not hasattr(tensor, "is_contiguous"):
+        raise TypeError(f"{what} is {tensor!r}, expected a torch tensor")
+    found = tensor.detach()
+    if any_order and not found.is_contiguous():
+        found = found.permute(sorted(range(found.dim()), key=lambda dim: -found.stride(dim)))
+    if not found.is_contiguous():
+        raise ValueError(
+            f"{what} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous, and NCCL would "
+            "move other memory than its own; pass x.contiguous()"
+        )
+    return found
+
+
+def _first(tensor: Any, count: int) -> Any:
+    """The first `count` elements of a tensor that may have more."""
+    return tensor.view(-1)[:count] if tensor.numel() > count else tensor
+
+
+def _as_bytes(tensor: Any) -> Any:
+    """fp8 as bytes: what is sent is moved, whatever it means, and not every kind of fp8 has a type in NCCL."""
+    if not str(tensor.dtype).startswith("torch.float8"):
+        return tensor
+    import torch
+
+    return tensor.view(torch.uint8)
 
 
 # What a process group of torch.distributed has to give.

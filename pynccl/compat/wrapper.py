@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ..bindings import abi
 from ..bindings.library import load
@@ -98,15 +96,6 @@ def operator_of(op: Any) -> abi.RedOp:
     return op if type(op) is abi.RedOp else abi.RedOp(ncclRedOpTypeEnum.from_torch(op))
 
 
-@dataclass
-class Function:
-    """A C function: its name, and the ctypes of its result and its arguments."""
-
-    name: str
-    restype: Any
-    argtypes: list[Any]
-
-
 owners: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()  # by ncclComm_t
 
 
@@ -119,24 +108,17 @@ class NCCLLibrary:
     pynccl.NcclError, which is a RuntimeError. Nothing is checked before C sees it: use pynccl.Communicator for that.
     """
 
-    exported_functions: ClassVar[list[Function]] = [
-        Function(name, row.restype, list(row.argtypes))
-        for name, row in {**abi.FUNCTIONS, **abi.DEVICE_FUNCTIONS}.items()
-    ]
     path_variable = "VLLM_NCCL_SO_PATH"
 
     def __init__(self, so_file: str | None = None) -> None:
         self.lib = load(so_file or os.environ.get(self.path_variable) or None)
-        self._funcs: dict[str, Callable[..., Any]] = {
-            one.name: getattr(self.lib, one.name) for one in self.exported_functions if self.lib.supports(one.name)
-        }
 
     def has_symbol(self, name: str) -> bool:
         """Whether the loaded library has this function of nccl.h."""
-        return name in self._funcs
+        return name in abi.FUNCTIONS and self.lib.supports(name)
 
     def ncclGetErrorString(self, result: int) -> str:
-        return self.lib.error_string(getattr(result, "value", result))
+        return self.lib.error_string(_integer(result))
 
     def ncclGetLastError(self) -> str | None:
         return self.lib.last_error() or None
@@ -146,16 +128,19 @@ class NCCLLibrary:
         self._check(result, "an NCCL call")
 
     def _check(self, result: Any, call: str) -> None:
-        code = getattr(result, "value", result)
-        if code:
+        if code := _integer(result):
             error = self.lib.error(code, call)
             error.args = (f"NCCL error: {error}",)
             raise error
 
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self.lib, name)(*arguments):
+            self._check(code, name)
+
     def ncclGetRawVersion(self) -> int:
         """As nccl.h has it: 22703 is 2.27.3."""
         version = ctypes.c_int()
-        self._check(self.lib.ncclGetVersion(ctypes.byref(version)), "ncclGetVersion")
+        self._call("ncclGetVersion", ctypes.byref(version))
         return version.value
 
     def ncclGetVersion(self) -> str:
@@ -163,7 +148,7 @@ class NCCLLibrary:
 
     def ncclGetUniqueId(self) -> ncclUniqueId:
         identity = abi.UniqueId()
-        self._check(self.lib.ncclGetUniqueId(ctypes.byref(identity)), "ncclGetUniqueId")
+        self._call("ncclGetUniqueId", ctypes.byref(identity))
         return ncclUniqueId.from_buffer_copy(identity)
 
     def unique_id_from_bytes(self, data: bytes) -> ncclUniqueId:
@@ -181,59 +166,57 @@ class NCCLLibrary:
     def ncclAllReduce(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, comm: Any, stream: Any
     ) -> None:
-        self._check(self.lib.ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream), "ncclAllReduce")
+        self._call("ncclAllReduce", sendbuff, recvbuff, count, datatype, op, comm, stream)
 
     def ncclReduce(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, root: int, comm: Any, stream: Any
     ) -> None:
-        self._check(self.lib.ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream), "ncclReduce")
+        self._call("ncclReduce", sendbuff, recvbuff, count, datatype, op, root, comm, stream)
 
     def ncclReduceScatter(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, comm: Any, stream: Any
     ) -> None:
-        self._check(
-            self.lib.ncclReduceScatter(sendbuff, recvbuff, count, datatype, op, comm, stream), "ncclReduceScatter"
-        )
+        self._call("ncclReduceScatter", sendbuff, recvbuff, count, datatype, op, comm, stream)
 
     def ncclAllGather(self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, comm: Any, stream: Any) -> None:
-        self._check(self.lib.ncclAllGather(sendbuff, recvbuff, count, datatype, comm, stream), "ncclAllGather")
+        self._call("ncclAllGather", sendbuff, recvbuff, count, datatype, comm, stream)
 
     def ncclSend(self, sendbuff: Any, count: int, datatype: int, dest: int, comm: Any, stream: Any) -> None:
-        self._check(self.lib.ncclSend(sendbuff, count, datatype, dest, comm, stream), "ncclSend")
+        self._call("ncclSend", sendbuff, count, datatype, dest, comm, stream)
 
     def ncclRecv(self, recvbuff: Any, count: int, datatype: int, src: int, comm: Any, stream: Any) -> None:
-        self._check(self.lib.ncclRecv(recvbuff, count, datatype, src, comm, stream), "ncclRecv")
+        self._call("ncclRecv", recvbuff, count, datatype, src, comm, stream)
 
     def ncclBroadcast(
         self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, root: int, comm: Any, stream: Any
     ) -> None:
-        self._check(self.lib.ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream), "ncclBroadcast")
+        self._call("ncclBroadcast", sendbuff, recvbuff, count, datatype, root, comm, stream)
 
     def ncclCommDestroy(self, comm: Any) -> None:
         owner = owners.get(_integer(comm))
         if owner is not None:  # which would destroy it once more at the end of the process
             owner.destroy()
-            return
-        self._check(self.lib.ncclCommDestroy(comm), "ncclCommDestroy")
+        else:
+            self._call("ncclCommDestroy", comm)
 
     def ncclCommAbort(self, comm: Any) -> None:
         owner = owners.get(_integer(comm))
         if owner is not None:
             owner.abort()
-            return
-        self._check(self.lib.ncclCommAbort(comm), "ncclCommAbort")
+        else:
+            self._call("ncclCommAbort", comm)
 
     def ncclCommSuspend(self, comm: Any, flags: int) -> None:
-        self._check(self.lib.ncclCommSuspend(comm, flags), "ncclCommSuspend")
+        self._call("ncclCommSuspend", comm, flags)
 
     def ncclCommResume(self, comm: Any) -> None:
-        self._check(self.lib.ncclCommResume(comm), "ncclCommResume")
+        self._call("ncclCommResume", comm)
 
     def ncclGroupStart(self) -> None:
-        self._check(self.lib.ncclGroupStart(), "ncclGroupStart")
+        self._call("ncclGroupStart")
 
     def ncclGroupEnd(self) -> None:
-        self._check(self.lib.ncclGroupEnd(), "ncclGroupEnd")
+        self._call("ncclGroupEnd")
 
     def ncclCommWindowRegister(self, comm: Any, buff: Any, size: int, win_flags: int) -> ctypes.c_void_p:
         window = ncclWindow_t()
@@ -242,7 +225,7 @@ class NCCLLibrary:
         return window
 
     def ncclCommWindowDeregister(self, comm: Any, window: Any) -> None:
-        self._check(self.lib.ncclCommWindowDeregister(comm, window), "ncclCommWindowDeregister")
+        self._call("ncclCommWindowDeregister", comm, window)
 
     def ncclMemAlloc(self, size: int) -> int:
         """Address of `size` bytes of NCCL's own memory on the current device. (SGLang's wrapper has it.)"""
@@ -251,7 +234,7 @@ class NCCLLibrary:
         return pointer.value or 0
 
     def ncclMemFree(self, ptr: int) -> None:
-        self._check(self.lib.ncclMemFree(ptr), "ncclMemFree")
+        self._call("ncclMemFree", ptr)
 
 
 def _integer(value: Any) -> int:

@@ -74,7 +74,7 @@ def mine(comm: pynccl.Communicator, path: Path, device: Any) -> Any:
     nccl = compat.NCCLLibrary(str(path))
     assert isinstance(nccl.lib, Library)
     c = without_init(compat.PyNcclCommunicator, nccl, comm.handle, device)
-    c.communicator, c.stream = comm, None
+    c.communicator = comm
     return c
 
 

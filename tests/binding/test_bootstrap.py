@@ -20,7 +20,7 @@ import pynccl_autograd
 from pynccl import Communicator
 from pynccl.bindings.workers import Clock
 from pynccl.bootstrap import from_process_group
-from pynccl.bootstrap.file_store import FileStore
+from pynccl.bootstrap.stores import _file_store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -285,7 +285,7 @@ def test_a_process_group_hears_of_a_rank_0_without_a_library(bare: RankPool, tmp
 def test_the_file_of_a_meeting_which_holds_the_id_is_its_users_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        FileStore(str(tmp_path / "meeting"), Clock(10)).set("id", b"the secret of the ranks")
+        _file_store(str(tmp_path / "meeting"), Clock(10)).set("id", b"the secret of the ranks")
     finally:
         os.umask(before)
     assert (tmp_path / "meeting").stat().st_mode & 0o777 == 0o600

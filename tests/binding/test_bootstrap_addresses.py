@@ -108,7 +108,7 @@ def speak(listener: socket.socket, words: bytes, hears_first: bool) -> None:
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", True, "NcclSystemError", "is no torch.distributed store, so the ranks"),
         (b"SSH-2.0-OpenSSH_9.9\r\n", False, "NcclSystemError", "is no torch.distributed store, so the ranks"),
-        (b"", False, "NcclTimeout", "something listens there, but closes the connection: is it a store?"),
+        (b"", False, "NcclTimeout", "something listens there, but does not answer as a store, or closes"),
     ],
     ids=["web server", "ssh", "closes"],
 )
@@ -162,7 +162,7 @@ def test_ranks_with_different_world_sizes_all_hear_of_it(bare: RankPool) -> None
     for end in ends:
         assert end.error == "NcclInvalidUsage"
         assert ") says there are 2 ranks, rank 1 (process " in end.message
-        assert ") says 3: WORLD_SIZE has to be the same on all ranks" in end.message
+        assert ") says 3: WORLD_SIZE, or nranks, has to be the same on all ranks" in end.message
         assert end.seconds < AT_ONCE
 
 

@@ -108,16 +108,13 @@ def has_a_peer_that_never_calls(place: Place, path: str, own_timeout: float) -> 
     return End("", "", 0.0)
 
 
-@pytest.mark.parametrize(
-    ("own_timeout", "said"),
-    [(1800.0, "rank 0 of the process group's 2 waited 1 s for the others"), (0.5, "could not exchange words")],
-)
-def test_a_process_group_with_a_late_rank_is_given_up(tmp_path: Path, own_timeout: float, said: str) -> None:
+@pytest.mark.parametrize("own_timeout", [1800.0, 0.5])
+def test_a_process_group_with_a_late_rank_is_given_up(tmp_path: Path, own_timeout: float) -> None:
     pool = RankPool(communicators=False)  # its ranks are left with a group that does not answer
     end, _ = pool.run(2, has_a_peer_that_never_calls, str(tmp_path / "group"), own_timeout)
     pool.close()
     assert end.error == "NcclTimeout"
-    assert said in end.message
+    assert "rank 0 of 2 waited 1 s: ranks [1] never came" in end.message
     assert end.seconds < LATEST
 
 

@@ -10,9 +10,9 @@ from stores import Counted
 
 from pynccl import NcclRemoteError, NcclTimeout
 from pynccl.bindings.workers import Clock
-from pynccl.bootstrap.rendezvous import Rendezvous, Wording
+from pynccl.bootstrap.rendezvous import Rendezvous
 
-WORDS = Wording("again", "nranks", "the server")
+WORDS = ("the server", "again")
 
 
 def meet(nranks: int, come: int, timeout: float) -> tuple[list[int], list[str]]:
@@ -23,7 +23,7 @@ def meet(nranks: int, come: int, timeout: float) -> tuple[list[int], list[str]]:
 
     def one(rank: int) -> None:
         try:
-            said[rank] = Rendezvous(stores[rank], rank, nranks, Clock(timeout), WORDS).join(b"id").decode()
+            said[rank] = Rendezvous(stores[rank], rank, nranks, Clock(timeout), *WORDS).join(b"id").decode()
         except NcclTimeout as error:
             said[rank] = str(error)
 
@@ -54,8 +54,8 @@ def test_who_is_missing_is_one_question_whatever_the_number_of_ranks(nranks: int
 
 def test_who_comes_last_hears_of_a_rank_that_came_and_failed() -> None:
     store = dist.HashStore()
-    first = Rendezvous(store, 0, 2, Clock(20), WORDS)
+    first = Rendezvous(store, 0, 2, Clock(20), *WORDS)
     first._come_in(b"id")  # the part of join() before it waits, in which it is interrupted
     first.report(KeyboardInterrupt())
     with pytest.raises(NcclRemoteError, match="rank 0 was interrupted"):
-        Rendezvous(store, 1, 2, Clock(20), WORDS).join(b"")
+        Rendezvous(store, 1, 2, Clock(20), *WORDS).join(b"")

@@ -107,13 +107,10 @@ def test_library_alone() -> None:
     with pytest.raises(ValueError, match="128 bytes for ncclUniqueId, got 5"):
         nccl.unique_id_from_bytes(b"short")
     assert nccl.has_symbol("ncclAllReduce") and not nccl.has_symbol("ncclNoSuchThing")
-    assert nccl._funcs.get("ncclNoSuchThing") is None and nccl._funcs["ncclGetErrorString"](0)
     nccl.NCCL_CHECK(0)
     with pytest.raises(RuntimeError, match="NCCL error") as raised:
         nccl.NCCL_CHECK(4)
     assert nccl.ncclGetErrorString(4) in str(raised.value)
-    names = {function.name for function in NCCLLibrary.exported_functions}
-    assert {"ncclAllReduce", "ncclCommAbort", "ncclCommQueryProperties"} <= names
 
 
 def test_library_path_and_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

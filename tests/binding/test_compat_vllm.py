@@ -220,15 +220,11 @@ def layouts(comm: Communicator, path: str) -> None:
         c.broadcast(weight, src=0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             saved.sum().backward()
-        # A stream of the host library, by itself or for a while.
+        # A stream of the host library.
         stream = pynccl.create_stream()
         y = c.all_reduce(torch.full((2,), 1.0), stream=stream)
         stream.synchronize()
         assert y.tolist() == [n, n]
-        with c.change_state(stream=stream):
-            y = c.all_reduce(torch.full((2,), 2.0))
-        stream.synchronize()
-        assert y.tolist() == [2 * n, 2 * n] and c.stream is None
         c.destroy()
 
 
@@ -276,7 +272,8 @@ def test_bad_input_is_said_before_the_launch_and_alike_on_all_ranks(ranks: RankP
     words = [
         "TypeError: all_reduce: out_tensor is", "ValueError: Unsupported op", "recv has 3 elements, expected 4",
         "send is FLOAT32, recv is FLOAT64", "complex64", "meta", "expected a torch tensor",
-        "recv has 3 elements, expected 8", "sizes has 1 entries", "sizes [5, 5] are 10 rows", "sizes [3, 3] are 6 rows",
+        "recv has 3 elements, expected 8", "sizes has 1 entries", "all_gather_v: send has 4 elements, the counts say 5",
+        "reduce_scatter_v: send has 4 elements, the counts say 6",
         "sizes", "broadcast: root", "send: peer", "no group_start()", "is no stream",
     ]  # fmt: skip
     assert len(words) == len(first)
@@ -292,9 +289,6 @@ def ends(comm: Communicator, path: str) -> None:
         assert c.all_reduce(x) is None
         c.all_gather(x, torch.ones(1))  # of wrong sizes, and to nobody: nothing is done
         c.send(x, 99)
-        with c.change_state(enable=True):
-            assert c.all_reduce(x).tolist() == [comm.size] * 2
-        assert c.disabled
         c.disabled = False
         c.suspend()
         c.suspend()
@@ -371,8 +365,6 @@ def of_sglang(comm: Communicator, path: str) -> None:
             c.all_reduce(x)
             assert torch.equal(x, total)
         assert c.disabled
-        c.cp_all_gather_into_tensor(whole.zero_(), total[:2].contiguous())
-        assert torch.equal(whole, total[:2].repeat(n, 1))
         c.destroy()
         nccl = sglang.NCCLLibrary()
         alone = nccl.ncclCommInitRankConfig(1, nccl.ncclGetUniqueId(), 0, pynccl.CommConfig(cta_policy=2))

@@ -29,10 +29,10 @@ ORDER: dict[str, str] = {
         comm.deadline comm.observing comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
-        bootstrap.rendezvous bootstrap.file_store bootstrap.master_store bootstrap.join bootstrap.env bootstrap.exchange
+        bootstrap.rendezvous bootstrap.master_store bootstrap.join bootstrap.env bootstrap.mpi
         bootstrap.stores bootstrap
         nccl_params __init__
-        compat.tensors compat.wrapper compat.stateless compat.vllm compat.sglang
+        compat.wrapper compat.stateless compat.vllm compat.sglang
         progress tools.command
         tools.doctor.findings tools.doctor.problems tools.doctor
         tools.explain.moves tools.explain.operations tools.explain.execute tools.explain.terminal

@@ -491,17 +491,13 @@ def test_a_group_of_messages_is_passed_on_whole() -> None:
 # The lists below it
 
 
-@pytest.fixture(params=["tcp", "hash", "prefix", "file", "own file", "python"])
+@pytest.fixture(params=["tcp", "hash", "prefix", "file", "python"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    from pynccl.bindings.workers import Clock
-    from pynccl.bootstrap.file_store import FileStore
-
     makers: dict[str, Callable[[], Any]] = {
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
         "hash": dist.HashStore,
         "prefix": lambda: dist.PrefixStore("a", dist.HashStore()),
         "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
-        "own file": lambda: FileStore(str(tmp_path / "store"), Clock(5)),
         "python": Python,
     }
     yield makers[request.param]()

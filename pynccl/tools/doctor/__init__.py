@@ -7,9 +7,9 @@ import json
 import os
 import textwrap
 from dataclasses import asdict
+from typing import Any
 
-from ...bindings.abi import FUNCTIONS
-from .findings import Chosen, Driver, Findings, Torch, examine
+from .findings import Findings, examine
 from .problems import Problem, problems
 
 FAILED = "there is a problem"
@@ -63,41 +63,36 @@ def _render(found: Findings, wrong: list[Problem]) -> str:
     return "\n".join(lines) + ("" if wrong else "\n\nNo problems found.")
 
 
-def _library(library: Chosen) -> list[str]:
-    because = f"chosen because: {library.because}"
-    if library.error is not None:
-        return ["none", *library.error.splitlines(), because]
-    if library.is_host:
-        return [f"the host library, on CPU memory, with the interface of NCCL {library.version}", because]
-    lines = [f"NCCL {library.version}" + (f" for CUDA {library.cuda}" if library.cuda else ""), str(library.path)]
-    missing = sum(map(len, library.missing_functions.values()))
-    functions = [
-        f"{missing} of the {len(FUNCTIONS)} functions of nccl.h are missing, by the version that brought them:"
-    ]
-    functions += [f"{version}  {' '.join(names)}" for version, names in library.missing_functions.items()]
-    return [*lines, f"found by: {library.origin}", because, *(functions if missing else [])]
+def _library(library: dict[str, Any]) -> list[str]:
+    because = f"chosen because: {library['because']}"
+    if library["error"] is not None:
+        return ["none", *library["error"].splitlines(), because]
+    if library["is_host"]:
+        return [f"the host library, on CPU memory, with the interface of NCCL {library['version']}", because]
+    what = f"NCCL {library['version']}" + (f" for CUDA {library['cuda']}" if library["cuda"] else "")
+    return [what, library["path"], f"found by: {library['origin']}", because]
 
 
-def _torch(torch: Torch | None) -> list[str]:
+def _torch(torch: dict[str, Any] | None) -> list[str]:
     if torch is None:
         return ["not installed"]
-    copies = [f"its own is {torch.own}"] if torch.own else []
-    if torch.given and torch.given != torch.own:
-        copies.append(f"it is given {torch.given}")
-    if torch.error is not None:
-        return [f"cannot be imported: {torch.error}", *copies]
-    if torch.built_with_nccl is None:
-        return [f"{torch.version}, without NCCL"]
-    return [f"{torch.version} for CUDA {torch.cuda}, built with NCCL {torch.built_with_nccl}", *copies]
+    copies = [f"its own is {torch['own']}"] if torch["own"] else []
+    if torch["given"] and torch["given"] != torch["own"]:
+        copies.append(f"it is given {torch['given']}")
+    if torch["error"] is not None:
+        return [f"cannot be imported: {torch['error']}", *copies]
+    if torch["built_with_nccl"] is None:
+        return [f"{torch['version']}, without NCCL"]
+    return [f"{torch['version']} for CUDA {torch['cuda']}, built with NCCL {torch['built_with_nccl']}", *copies]
 
 
-def _driver(driver: Driver) -> list[str]:
-    lines = [f"{driver.version}, runs CUDA up to {driver.cuda}"] if driver.cuda else []
-    for number, gpu in enumerate(driver.gpus):
+def _driver(driver: dict[str, Any]) -> list[str]:
+    lines = [f"{driver['version']}, runs CUDA up to {driver['cuda']}"] if driver["cuda"] else []
+    for number, gpu in enumerate(driver["gpus"]):
         lines.append(f"GPU {number}  {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    usable = f"{driver.usable} usable" + (f" with CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "")
-    return [*lines, driver.problem or usable]
+    usable = f"{driver['usable']} usable" + (f" with CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "")
+    return [*lines, driver["problem"] or usable]
 
 
 def _wrapped(label: str, text: str) -> list[str]:

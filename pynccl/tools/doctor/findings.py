@@ -14,15 +14,13 @@ import mmap
 import os
 import platform
 import re
-import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...bindings import abi
 from ...bindings.library import SONAME, gpu_count, gpu_problem, holder, load, torchs_own
 
 FILE_IN_WHEEL = f"nvidia/nccl/lib/{SONAME}"
@@ -63,70 +61,30 @@ class Wheel:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What `pynccl.load()` gives here. Without a library, `error` says why."""
-
-    asked: str | None  # PYNCCL_LIBRARY
-    because: str
-    path: str | None = None
-    origin: str | None = None
-    version: str | None = None
-    cuda: str | None = None
-    is_host: bool = False
-    missing_functions: dict[str, list[str]] = field(default_factory=dict)  # of nccl.h, by the version they came with
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Torch:
-    """torch, and the libnccl that its libraries lead to (`own`) and that it gets (`given`): one loaded before."""
-
-    version: str | None
-    cuda: str | None = None
-    built_with_nccl: str | None = None
-    error: str | None = None
-    own: LibraryFile | None = None
-    given: LibraryFile | None = None
-
-
-@dataclass(frozen=True)
-class Driver:
-    """The NVIDIA driver. `gpus` are those of the machine; `usable` counts those that CUDA_VISIBLE_DEVICES leaves."""
-
-    usable: int
-    problem: str
-    version: str | None = None
-    cuda: str | None = None  # the latest CUDA that the driver runs
-    gpus: list[dict[str, Any]] = field(default_factory=list)  # name, memory_bytes
-
-
-@dataclass(frozen=True)
 class Findings:
-    """versions: of packages, None for those that are not installed; mapped: the libncclls of this process;
-    settings: NCCL_* and PYNCCL_* variables in force."""
+    """What --json prints, but for the problems."""
 
-    versions: dict[str, str | None]
-    library: Chosen
-    torch: Torch | None
+    versions: dict[str, str | None]  # of packages, None for those that are not installed
+    library: dict[str, Any]  # what `pynccl.load()` gives here, and why; "error" where it gives none
+    torch: dict[str, Any] | None  # and the libnccl that its libraries lead to ("own") and that it gets ("given")
     wheels: list[Wheel]
-    mapped: list[LibraryFile]
-    driver: Driver
-    settings: dict[str, str]
+    mapped: list[LibraryFile]  # the libncclls of this process
+    driver: dict[str, Any]  # "gpus" are those of the machine, "usable" those that CUDA_VISIBLE_DEVICES leaves
+    settings: dict[str, str]  # NCCL_* and PYNCCL_* variables
 
 
 def examine() -> Findings:
     """All findings. torch comes first, as in a training script, so that pynccl meets the copy that torch has loaded."""
-    torch = _torch()
-    chosen = _chosen_library()
+    torch, library = _torch(), _library()
     versions: dict[str, str | None] = {"python": platform.python_version(), "pynccl": __version__}
     return Findings(
         versions=versions | {name: _version(name) for name in _DISTRIBUTIONS},
-        library=chosen,
+        library=library,
         torch=torch,
         wheels=_installed_wheels(),
-        mapped=_mapped_copies(chosen.path),
+        mapped=_mapped_copies(library["path"]),
         driver=_driver_and_gpus(),
-        settings=_settings(with_files=not chosen.is_host),
+        settings={name: os.environ[name] for name in sorted(os.environ) if name.startswith(("NCCL_", "PYNCCL_"))},
     )
 
 
@@ -150,40 +108,38 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _torch() -> Torch | None:
+def _torch() -> dict[str, Any] | None:
     """Imports torch, if it is installed: what a broken one says is a finding, too."""
     if importlib.util.find_spec("torch") is None:
         return None
-    path, error, built_with = torchs_own(), None, None
+    path = torchs_own()
+    found: dict[str, Any] = dict.fromkeys(("version", "cuda", "built_with_nccl", "error"))
     try:
-        importlib.import_module("torch")
+        torch: Any = importlib.import_module("torch")
+        found["version"] = getattr(torch, "__version__", None)
+        found["cuda"] = getattr(getattr(torch, "version", None), "cuda", None)
     except Exception as broken:
-        error = f"{type(broken).__name__}: {broken}"
+        found["error"] = f"{type(broken).__name__}: {broken}"
+    if not found["error"]:
+        with contextlib.suppress(AttributeError, RuntimeError):  # a build for CPUs lacks the function
+            found["built_with_nccl"] = _dotted(torch.cuda.nccl.version())
     held = holder(os.path.basename(path)) if path else None
-    own, given = (identify(one) if one else None for one in (path, held))
-    if error:
-        return Torch(None, error=error, own=own, given=given)
-    torch: Any = sys.modules["torch"]
-    with contextlib.suppress(AttributeError, RuntimeError):  # a build for CPUs lacks the function
-        built_with = _dotted(torch.cuda.nccl.version())
-    cuda = getattr(getattr(torch, "version", None), "cuda", None)
-    return Torch(getattr(torch, "__version__", None), cuda, built_with, own=own, given=given)
+    return found | {"own": path and identify(path), "given": held and identify(held)}
 
 
-def _chosen_library() -> Chosen:
+def _library() -> dict[str, Any]:
     """The library that every call of pynccl goes to in this environment, and why it is that one."""
     asked, usable = os.environ.get("PYNCCL_LIBRARY") or None, gpu_count()
     because = f"PYNCCL_LIBRARY={asked}" if asked else gpu_problem() or f"{usable} usable GPU{'s' * (usable > 1)}"
+    found: dict[str, Any] = dict.fromkeys(("asked", "because", "path", "origin", "version", "cuda", "is_host", "error"))
+    found |= {"asked": asked, "because": because, "is_host": False}
     try:
         library = load()
     except Exception as error:  # whatever a file that is no libnccl comes up with
-        return Chosen(asked, because, error=str(error) or type(error).__name__)
-    missing: dict[str, list[str]] = {}
-    for name, row in sorted(abi.FUNCTIONS.items(), key=lambda item: item[1].since):
-        if not library.supports(name):
-            missing.setdefault(_dotted(row.since), []).append(name)
-    version, cuda = _dotted(library.version), None if library.is_host else identify(library.path).cuda
-    return Chosen(asked, because, library.path, library.origin, version, cuda, library.is_host, missing)
+        return found | {"error": str(error) or type(error).__name__}
+    cuda = None if library.is_host else identify(library.path).cuda
+    found |= {"path": library.path, "origin": library.origin, "version": _dotted(library.version)}
+    return found | {"cuda": cuda, "is_host": library.is_host}
 
 
 def _installed_wheels() -> list[Wheel]:
@@ -224,35 +180,23 @@ def _mapped_copies(loaded: str | None) -> list[LibraryFile]:
     return [identify(path) for path in paths if path == loaded or _LIBNCCL.fullmatch(os.path.basename(path))]
 
 
-def _driver_and_gpus() -> Driver:
-    """By NVML, which lists GPUs that no program can use, too; `problem` has in words what is wrong without it."""
-    usable, problem = gpu_count(), gpu_problem()
+def _driver_and_gpus() -> dict[str, Any]:
+    """By NVML, which lists GPUs that no program can use, too; "problem" has in words what is wrong without it."""
+    found: dict[str, Any] = {"usable": gpu_count(), "problem": gpu_problem(), "version": None, "cuda": None, "gpus": []}
     try:
         from cuda.bindings import nvml
 
         nvml.init_v2()
         handles = [nvml.device_get_handle_by_index_v2(index) for index in range(nvml.device_get_count_v2())]
-        memory = [int(nvml.device_get_memory_info_v2(gpu).total) for gpu in handles]
         gpus = [
-            {"name": nvml.device_get_name(gpu), "memory_bytes": size} for gpu, size in zip(handles, memory, strict=True)
+            {"name": nvml.device_get_name(gpu), "memory_bytes": int(nvml.device_get_memory_info_v2(gpu).total)}
+            for gpu in handles
         ]
-        code = nvml.system_get_cuda_driver_version_v2()  # 12040 is 12.4
-        cuda = f"{code // 1000}.{code % 1000 // 10}"
-        return Driver(usable, problem, nvml.system_get_driver_version(), cuda, gpus)
+        code = nvml.system_get_cuda_driver_version_v2()  # 12040 is 12.4, the latest CUDA that the driver runs
+        version = nvml.system_get_driver_version()
+        return found | {"version": version, "cuda": f"{code // 1000}.{code % 1000 // 10}", "gpus": gpus}
     except Exception:  # no cuda-python, none with NVML, no driver, or one that does not answer
-        return Driver(usable, problem)
-
-
-def _settings(with_files: bool) -> dict[str, str]:
-    """Of the environment, and of the files that NCCL reads: in this order, and nothing is overwritten."""
-    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "PYNCCL_"))}
-    own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
-    for path in (own, "/etc/nccl.conf") if with_files else ():
-        lines = Path(path).read_text(errors="replace").splitlines() if os.access(path, os.R_OK) else []
-        for name, equals, value in (line.partition("=") for line in lines if not line.startswith("#")):
-            if equals:
-                found.setdefault(name, f"{value}   (from {path})")
-    return found
+        return found
 
 
 def _dotted(version: Iterable[int]) -> str:

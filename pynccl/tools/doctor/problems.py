@@ -73,26 +73,20 @@ def _collision(sharing: list[Wheel]) -> Problem:
 
 
 def _of_torch(found: Findings, mend: str) -> Iterator[Problem]:
-    """A torch that is given another libnccl than its own: loaded before it, or found in LD_LIBRARY_PATH; or broken."""
-    if found.torch is None:
+    """A torch that cannot be imported, maybe since it is given an older libnccl than its own."""
+    if found.torch is None or found.torch["error"] is None:
         return
-    own, given, error = found.torch.own, found.torch.given, found.torch.error
-    if own and given and own.version and given.version and numbers(given.version) < numbers(own.version):
-        text = (
-            f"torch has its own libnccl, {own}, but is given an older one of that name, which was loaded first: {given}"
-        )
-        yield Problem("nccl-before-torch", text, _without(given.path))
-        mend = mend or "mend what is named above, then look again"
-    if error is None:
-        return
-    text = f"torch is installed but cannot be imported: {error}"
+    text = f"torch is installed but cannot be imported: {found.torch['error']}"
+    own, given = found.torch["own"], found.torch["given"]
     folders = filter(None, re.split("[:;]", os.environ.get("LD_LIBRARY_PATH", "")))
     there = (os.path.join(os.path.normpath(folder), SONAME) for folder in folders)
-    path = next(filter(os.path.exists, there), None)
-    if mend:
+    first = next(filter(os.path.exists, there), None)  # which comes before torch's RUNPATH
+    loaded = given if given and given != own else None
+    wrong = loaded or (identify(first) if first else None)
+    if wrong and "undefined symbol: nccl" in text:
+        yield Problem("torch-broken", f"{text}. Its libnccl is {wrong}", _without(wrong.path))
+    elif mend:
         yield Problem("torch-broken", text, mend)
-    elif path and "undefined symbol: nccl" in error:  # which comes before torch's RUNPATH
-        yield Problem("torch-broken", f"{text}. Its libnccl is {identify(path)}", _without(path))
     else:
         yield Problem("torch-broken", text, f"{_pip('install')} --force-reinstall torch", True)
 
@@ -108,14 +102,14 @@ def _without(path: str) -> str:
 
 def _of_library(found: Findings, mend: str) -> Iterator[Problem]:
     library = found.library
-    if library.error is None:
+    if library["error"] is None:
         return
-    asked = library.asked or ("nccl" if found.driver.usable else "host")
-    text = f"the library that is asked for ({asked}) cannot be used: {library.error.splitlines()[0].rstrip(':')}"
+    asked = library["asked"] or ("nccl" if found.driver["usable"] else "host")
+    text = f"the library that is asked for ({asked}) cannot be used: {library['error'].splitlines()[0].rstrip(':')}"
     if asked not in ("host", "nccl"):
         fix = "set PYNCCL_LIBRARY to the path of a libnccl.so.2, to nccl or to host, or unset it"
     elif asked == "nccl":
-        flavour = "cu12" if (found.driver.cuda or "").startswith("12.") else "cu13"
+        flavour = "cu12" if (found.driver["cuda"] or "").startswith("12.") else "cu13"
         fix = mend or f"{_pip('install')} nvidia-nccl-{flavour}"
     else:
         fix = "mend torch, which carries the host library" if found.torch else f"{_pip('install')} torch"
@@ -125,18 +119,19 @@ def _of_library(found: Findings, mend: str) -> Iterator[Problem]:
 def _of_driver(found: Findings) -> Iterator[Problem]:
     """Having no GPU is no problem: the host library is used. One that does not work is, or asking for it in vain."""
     driver, library = found.driver, found.library
-    if not driver.usable and driver.gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        text = f"the driver lists GPUs ({len(driver.gpus)}), but no program can use them: {driver.problem}"
+    if not driver["usable"] and driver["gpus"] and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        text = f"the driver lists GPUs ({len(driver['gpus'])}), but no program can use them: {driver['problem']}"
         fix = "see nvidia-smi and dmesg; on machines with NVSwitch also systemctl status nvidia-fabricmanager"
         yield Problem("gpu-unusable", text, fix)
-    elif not driver.usable and library.asked not in (None, "host"):
-        text = f"{library.because} asks for a library that needs a GPU, and there is none to use: {driver.problem}"
+    elif not driver["usable"] and library["asked"] not in (None, "host"):
+        text = f"{library['because']} asks for a library that needs a GPU, and there is none: {driver['problem']}"
         fix = "unset PYNCCL_LIBRARY: the host library then runs on the CPU; or install the driver: nvidia-smi must work"
         yield Problem("no-driver", text, fix)
     # Within one major version CUDA is compatible both ways; a newer major version needs a newer driver.
-    if library.cuda and driver.cuda and numbers(library.cuda)[0] > numbers(driver.cuda)[0]:
-        text = f"{library.path} was built for CUDA {library.cuda}, but the driver runs CUDA up to {driver.cuda}"
-        fix = f"update the driver, or install packages for CUDA {numbers(driver.cuda)[0]}: torch, and what it brings"
+    built, runs = library["cuda"], driver["cuda"]
+    if built and runs and int(built.split(".")[0]) > int(runs.split(".")[0]):
+        text = f"{library['path']} was built for CUDA {built}, but the driver runs CUDA up to {runs}"
+        fix = f"update the driver, or install packages for CUDA {runs.split('.')[0]}: torch, and what it brings"
         yield Problem("driver-too-old", text, fix)
 
 
@@ -147,10 +142,6 @@ def _of_process(found: Findings) -> Iterator[Problem]:
             f"{len(found.mapped)} copies of libnccl are in this process, each with its own state and memory: {copies}"
         )
         fix = "see LD_PRELOAD, LD_LIBRARY_PATH and what this process imports; keep one copy, uninstall the others"
-        if os.path.isabs(found.library.asked or ""):
+        if os.path.isabs(found.library["asked"] or ""):
             fix = "unset PYNCCL_LIBRARY, so that pynccl shares the copy that is there already"
         yield Problem("several-copies", text, fix)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))

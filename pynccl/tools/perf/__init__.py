@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from ...bindings.library import Library, load
+from ...bindings.library import Library
 from ...bootstrap import from_env
 from ...comm.communicator import Communicator
 from ...progress import Bar
@@ -17,7 +17,7 @@ from .options import EXAMPLES, FAILED, OPERATORS, TYPES, configure, problem, siz
 
 __all__ = ["EXAMPLES", "FAILED", "configure", "run"]
 
-_FP8, _FP8_SINCE = ("f8e4m3", "f8e5m2"), (2, 24, 0)  # NCCL has them from this version on
+_FP8_SINCE = (2, 24, 0)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,8 +25,6 @@ def run(options: argparse.Namespace) -> int:
     launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     ranks = os.environ.get("WORLD_SIZE", "1")
     wrong = problem(options, int(ranks) if ranks.isdecimal() and launched else 1)
-    if not wrong and options.graph and load().is_host:
-        wrong = "-G needs a GPU: the host library runs on the CPU, which has no CUDA graphs; leave it away"
     if wrong:
         command.say(f"python -m pynccl perf: error: {wrong}")
         return command.USAGE
@@ -65,9 +63,8 @@ def _cases(options: argparse.Namespace, ranks: int, library: Library) -> list[Ca
     """The rows, each once: small sizes of many ranks come to one element alike. -d all leaves out what this NCCL does
     not know; asked for by name, it is NCCL's to refuse."""
     operators = OPERATORS if options.op == "all" else [options.op]
-    types = [options.datatype]
-    if options.datatype == "all":
-        types = [name for name in TYPES if library.version >= _FP8_SINCE or name not in _FP8]
+    known = [name for name in TYPES if library.version >= _FP8_SINCE or not name.startswith("f8")]
+    types = known if options.datatype == "all" else [options.datatype]
     steps = sizes(options.minbytes, options.maxbytes, options.stepbytes, options.stepfactor)
     every = (
         case(options.collective, kind, op, options.root, ranks, nbytes)

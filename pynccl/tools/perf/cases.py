@@ -15,11 +15,9 @@ from ...bindings.abi import ELEMENTS, ITEMSIZE
 from ...comm.collectives import PARTED
 from ...comm.communicator import Communicator
 from ...comm.groups import group
-from ...comm.memory import mem_alloc
 from .options import REDUCING, ROOTED, TYPES
 
 Call = Callable[[], Any]
-WINDOW = 2
 PERIOD = 4093  # a prime: what lands in a wrong place is seen
 MOST = 1 << 20  # larger integers would prove nothing more
 NEVER_IN_PLACE = ("all_to_all", "send_recv")
@@ -64,41 +62,21 @@ def case(collective: str, type: str, op: str, root: int, ranks: int, nbytes: int
 
 
 class Buffers:
-    """What one rank sends and receives in a case, in the memory that -R asks for; to be closed.
+    """What one rank sends and receives in a case.
 
     places  (send, recv) out of place, and in place where the collective can, else None"""
 
-    def __init__(self, row: Case, comm: Communicator, registration: int = 0) -> None:
+    def __init__(self, row: Case, comm: Communicator) -> None:
         import torch
 
         self.case, self.rank = row, comm.rank
         sends = row.collective in ("reduce_scatter", "all_to_all", "scatter")
         receives = row.collective in ("all_gather", "all_to_all", "gather")
-        counts = [row.count * (row.ranks if whole else 1) for whole in (sends, receives)]
-        kind = torch_type(row.type)
-        self._memory: list[Any] = []
-        self._registered: list[Any] = []
-        if registration == WINDOW:
-            where = None if comm.library.is_host else comm.device
-            self._memory = [mem_alloc(count, kind, device=where, library=comm.library) for count in counts]
-            self.send, self.recv = map(torch.from_dlpack, self._memory)
-        else:
-            self.send, self.recv = (torch.empty(count, dtype=kind, device=comm.device) for count in counts)
+        self.send, self.recv = (
+            torch.zeros(row.count * (row.ranks if whole else 1), dtype=torch_type(row.type), device=comm.device)
+            for whole in (sends, receives)
+        )
         self.places: list[tuple[Any, Any] | None] = [(self.send, self.recv), self._in_place()]
-        self.send.zero_()  # touched before it is timed
-        self.recv.zero_()
-
-    def register(self, comm: Communicator, registration: int) -> None:
-        """With the communicator, as -R says: 1 each rank its own, 2 as windows of all ranks together."""
-        if registration == WINDOW:
-            self._registered += [comm.window(memory) for memory in self._memory]
-        elif registration:
-            self._registered += [comm.register(buffer) for buffer in (self.send, self.recv)]
-
-    def close(self) -> None:
-        """End the registrations, on all ranks together."""
-        while self._registered:
-            self._registered.pop().close()
 
     def _in_place(self) -> tuple[Any, Any] | None:
         row, own = self.case, slice(self.rank * self.case.count, (self.rank + 1) * self.case.count)

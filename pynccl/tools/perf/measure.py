@@ -1,4 +1,4 @@
-"""One case measured: warm up, time, check; torch by turns where it is compared with.
+"""One case measured: warm up, time, check; torch by turns where it is compared with. The slowest rank counts.
 
 Seconds per iteration run from a moment at which all ranks begin on the host, between events of the stream on a GPU.
 """
@@ -11,16 +11,14 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...bindings.errors import NcclError
 from ...comm.collectives import bus_factor
 from ...comm.communicator import Communicator
+from ...comm.redop import Op
 from ..command import FailedError
 from .cases import Buffers, Call, Case, call_of
-from .options import AGGREGATES
 
 PLACES = ("out-of-place", "in-place")
 _MOST_TURNS, _LEAST_A_TURN = 8, 5
@@ -53,33 +51,28 @@ class Row:
 
 
 class UnfitError(FailedError):
-    """A rank has not the memory for a size, or cannot register it."""
+    """A rank has not the memory for a size."""
 
 
 def measured(comm: Communicator, case: Case, options: argparse.Namespace, one_clock: bool) -> Row:
     """The row of the table, equal on all ranks."""
-    buffers = _made(comm, case, options.local_register)
+    buffers = _made(comm, case)
+    return Row(case, [_side(comm, buffers, index, options, one_clock) for index in (0, 1)])
+
+
+def _made(comm: Communicator, case: Case) -> Buffers:
+    """The buffers; an error on all ranks if one of them has not the memory."""
+    buffers, why = None, ""
     try:
-        return Row(case, [_side(comm, buffers, index, options, one_clock) for index in (0, 1)])
-    finally:
-        buffers.close()
-
-
-def _made(comm: Communicator, case: Case, registration: int) -> Buffers:
-    """The buffers, registered; an error on all ranks if one of them fails."""
-    made: list[Buffers] = []
-    for step, hint in (
-        (lambda: made.append(Buffers(case, comm, registration)), "pass a smaller -e"),
-        (lambda: made[0].register(comm, registration), "pass -R 0"),
-    ):
-        why = ""
-        try:
-            step()
-        except (RuntimeError, MemoryError, ValueError, NcclError) as error:
-            why = str(error).partition("\n")[0] or "out of memory"
-        if across(comm, [float(bool(why))], "max")[0]:
-            raise UnfitError(f"{case.nbytes} bytes of {case.collective}: {why or 'another rank has failed'}; {hint}")
-    return made[0]
+        buffers = Buffers(case, comm)
+    except (RuntimeError, MemoryError) as error:
+        why = str(error).partition("\n")[0] or "out of memory"
+    failed = across(comm, [float(buffers is None)], "max")[0]
+    if buffers is None or failed:
+        raise UnfitError(
+            f"{case.nbytes} bytes of {case.collective}: {why or 'another rank has failed'}; pass a smaller -e"
+        )
+    return buffers
 
 
 def _side(
@@ -88,21 +81,17 @@ def _side(
     place = buffers.places[index]
     if place is None:
         return None
-    case, average = buffers.case, AGGREGATES[options.average]
+    case = buffers.case
     call = call_of(comm, case, place, options.plan)
     theirs = _torchs(comm, case, place, index == 1) if options.compare else None
     buffers.clear()
     for one in [call, theirs] if theirs else [call]:
         for _ in range(options.warmup_iters):
             one()
-    torchs: list[float] = []
-    if options.graph:
-        times = _replayed(comm, lambda: call_of(comm, case, place, options.plan), options)
-    else:
-        times, torchs = _by_turns(comm, call, theirs, options.iters, one_clock)
-    side = Side(across(comm, times, average), across(comm, [statistics.fmean(times)], average)[0])
+    times, torchs = _by_turns(comm, call, theirs, options.iters, one_clock)
+    side = Side(across(comm, times, "max"), across(comm, [statistics.fmean(times)], "max")[0])
     if torchs:
-        side.torch = across(comm, [statistics.fmean(torchs)], average)[0]
+        side.torch = across(comm, [statistics.fmean(torchs)], "max")[0]
     if options.check:
         side.wrong = _wrong(comm, buffers, place, call, options.check)
     return side
@@ -121,13 +110,6 @@ def _by_turns(
         ours += iterations(comm, call, part, one_clock)
         torchs += iterations(comm, theirs, part, one_clock)
     return ours, torchs
-
-
-def _replayed(comm: Communicator, make: Callable[[], Call], options: argparse.Namespace) -> list[float]:
-    graph = captured(comm, make, options.iters)
-    times = iterations(comm, graph.replay, options.graph, True)
-    graph.reset()
-    return [seconds / options.iters for seconds in times]
 
 
 def _torchs(comm: Communicator, case: Case, place: tuple[Any, Any], in_place: bool) -> Call | None:
@@ -194,36 +176,12 @@ def _on_the_stream(comm: Communicator, call: Call, count: int) -> list[float]:
     return [before.elapsed_time(after) * 1e-3 for before, after in itertools.pairwise(events)]
 
 
-def captured(comm: Communicator, make: Callable[[], Call], count: int) -> Any:
-    """A CUDA graph of count calls, after one replay. The call is made on the stream that is captured: a plan launches
-    on the stream on which it was made."""
-    import torch
-
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()  # the buffers are filled
-    with torch.cuda.stream(stream):
-        call = make()
-        call()  # what NCCL makes ready at its first call is no part of a graph
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(count):
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    comm.barrier()
-    return graph
-
-
-def across(comm: Communicator, values: list[float], how: Any) -> list[float]:
-    """values of all ranks as one, element by element: an operator, or "rank0"."""
+def across(comm: Communicator, values: list[float], op: Op) -> list[float]:
+    """The values of all ranks reduced, element by element."""
     import torch
 
     row = torch.tensor(values, dtype=torch.float64, device=comm.device)
-    if how == "rank0":
-        comm.broadcast(row, row, 0)
-    else:
-        comm.all_reduce(row, row, how)
-    found: list[float] = row.tolist()
+    found: list[float] = comm.all_reduce(row, row, op).tolist()
     return found
 
 

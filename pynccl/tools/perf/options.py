@@ -21,7 +21,6 @@ COLLECTIVES = (
 )
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-AGGREGATES = ("rank0", "avg", "min", "max")  # as nccl-tests numbers them
 # The types under nccl-tests' names, in which they are printed; those of torch are understood, too.
 TYPES: dict[str, DataType] = {
     "int8": DataType.INT8,
@@ -67,10 +66,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     operators = f"{', '.join(OPERATORS)}, or all (sum)"
     add("-o", "--op", choices=(*OPERATORS, "all"), default="sum", metavar="OP", help=operators)
     add("-r", "--root", type=whole(0), default=0, metavar="RANK", help="of those with a root (0)")
-    add("-a", "--average", type=int, choices=range(4), default=3, help="across ranks: rank0, avg, min, max (3)")
-    buffers = "buffers: 0 torch's, 1 registered, 2 windows (0)"
-    add("-R", "--local_register", type=int, choices=range(3), default=0, help=buffers)
-    add("-G", "--graph", type=whole(0), default=0, metavar="N", help="all iterations as a CUDA graph, run N times")
     add("-J", "--json", type=output_file, metavar="FILE", help="write everything as JSON, too: each iteration's time")
     add("--plan", action="store_true", help="prepared calls (comm.plan) instead of plain ones")
     add("--compare", choices=["torch"], help="the same by torch.distributed, by turns")
@@ -96,8 +91,6 @@ def problem(options: argparse.Namespace, ranks: int) -> str:
         return f"-r {options.root}: expected a rank in 0..{ranks - 1}"
     if options.collective not in REDUCING and options.op != "sum":
         return f"-o: {options.collective} reduces nothing: leave it away"
-    if options.graph and options.compare:
-        return "-G and --compare: torch.distributed is not captured here: pass one of them"
     return ""
 
 

@@ -15,17 +15,9 @@ from ... import __version__
 from ...bindings.library import host_module
 from ...comm.communicator import Communicator
 from .measure import PLACES, Row, Side
-from .options import AGGREGATES
 
 NONE = "N/A"
 _ROW_BYTES = 512
-_RULES = {
-    "max": "the slowest rank counts (-a 3)",
-    "min": "the fastest rank counts (-a 2)",
-    "avg": "the average of the ranks (-a 1)",
-    "rank0": "rank 0 counts (-a 0)",
-}
-_BUFFERS = ("of torch's memory", "of torch's memory, registered (-R 1)", "of NCCL's memory, symmetric windows (-R 2)")
 
 
 @dataclass
@@ -51,9 +43,6 @@ def head(comm: Communicator, options: argparse.Namespace, backend: str) -> dict[
     import torch
 
     library = comm.library
-    calls = "prepared calls" if options.plan else "plain calls"
-    if options.graph:
-        calls = f"{options.graph} replays of a CUDA graph of all {options.iters}"
     ranks = _ranks(comm)
     return {
         "collective": options.collective,
@@ -70,9 +59,8 @@ def head(comm: Communicator, options: argparse.Namespace, backend: str) -> dict[
         "iterations": options.iters,
         "warm_up": options.warmup_iters,
         "clock": "perf_counter from a moment at which all ranks begin" if library.is_host else "CUDA events",
-        "calls": calls,
-        "rule": _RULES[AGGREGATES[options.average]],
-        "buffers": _BUFFERS[options.local_register],
+        "calls": "prepared calls" if options.plan else "plain calls",
+        "rule": "the slowest rank counts",
         "data": f"-c {options.check}: compared with a local reference" if options.check else "not checked (-c 0)",
         "checked": bool(options.check),
         "backend": backend,
@@ -112,7 +100,6 @@ def head_lines(head: dict[str, Any]) -> list[str]:
         "transport": head["transport"],
         "timing": f"{head['iterations']} iterations after {head['warm_up']}, {head['clock']}, {head['calls']}",
         "across": head["rule"],
-        "buffers": head["buffers"],
         "data": head["data"],
         "compare": head["backend"] and f"torch.distributed with {head['backend']}, by turns",
     }
