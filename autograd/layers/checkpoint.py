@@ -207,13 +207,18 @@ def load_full_state_dict(
     comm = comm_of(operation, model, comm)
     source = source_of(operation, comm, state)
     entries, extra = entries_of(model)
-    chosen = {id(entry): name for entry in entries if (name := _name_in(source, entry)) is not None}
-    found = _incompatible(source, entries, extra, chosen)
-    alike(comm, lambda: _check_load(model, source, entries, chosen, found if strict else None))
+    # Of several names the last one that is there, as torch's load_state_dict has it.
+    names = [next((name for name in reversed(entry.names) if name in source.shapes), None) for entry in entries]
+    missing = [name for entry, there in zip(entries, names, strict=True) if there is None for name in entry.names]
+    missing += [name for name in extra if name not in source.others]
+    known = {*extra, *(name for entry in entries for name in entry.names)}
+    found = IncompatibleKeys(missing, [name for name in (*source.shapes, *source.others) if name not in known])
+    alike(comm, lambda: _check_load(model, source, entries, found if strict else None))
     problem: Exception | None = None
-    for entry in progress.over(entries, "loading", "tensor", own=is_first(comm)):
-        if id(entry) in chosen:
-            _, wrong = caught(partial(_load, model, entry, source, chosen[id(entry)], device, comm))
+    pairs = list(zip(entries, names, strict=True))
+    for entry, name in progress.over(pairs, "loading", "tensor", own=is_first(comm)):
+        if name is not None:
+            _, wrong = caught(partial(_load, model, entry, source, name, device, comm))
             problem = problem or wrong
     raise_alike(comm, problem)
     for name in extra:
@@ -222,38 +227,19 @@ def load_full_state_dict(
     return found
 
 
-def _name_in(source: Source, entry: Entry) -> str | None:
-    """Under which the checkpoint has it: the last one, as torch's load_state_dict has it."""
-    for name in reversed(entry.names):
-        if name in source.shapes:
-            return name
-    return next((source.ties[name] for name in entry.names if name in source.ties), None)
-
-
-def _incompatible(
-    source: Source, entries: list[Entry], extra: dict[str, Any], chosen: dict[int, str]
-) -> IncompatibleKeys:
-    known = {name for entry in entries for name in entry.names} | set(extra)
-    missing = [name for entry in entries if id(entry) not in chosen for name in entry.names]
-    missing += [name for name in extra if name not in source.others]
-    return IncompatibleKeys(missing, [name for name in (*source.shapes, *source.others) if name not in known])
-
-
-def _check_load(
-    model: nn.Module, source: Source, entries: list[Entry], chosen: dict[int, str], strict: IncompatibleKeys | None
-) -> None:
+def _check_load(model: nn.Module, source: Source, entries: list[Entry], strict: IncompatibleKeys | None) -> None:
     """RuntimeError for other shapes and, if strict, for names that either side has not."""
     wrong = [
         f"size mismatch for {name}: found {list(source.shapes[name])}, expected {list(entry.shape)}, that of the whole"
         for entry in entries
-        for name in (*entry.names, chosen.get(id(entry), ""))
+        for name in entry.names
         if name in source.shapes and source.shapes[name] != entry.shape
     ]
     if strict is not None:
         unexpected, missing = _listed("Unexpected", strict.unexpected_keys), _listed("Missing", strict.missing_keys)
         wrong = unexpected + missing + wrong + _left_on_meta(model)
     if wrong:
-        text = "\n\t".join(dict.fromkeys(wrong))
+        text = "\n\t".join(wrong)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}")
 
 

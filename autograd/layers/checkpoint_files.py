@@ -36,7 +36,6 @@ class Source(NamedTuple):
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
-    ties: dict[str, str]  # names left out -> the name under which the tensor is there
     others: dict[str, Any]  # what is no tensor
     read: Callable[[str], Tensor]
 
@@ -82,12 +81,12 @@ def _own_source(operation: str, state: Any) -> Source:
     shapes = {name: tuple(one.shape) for name, one in tensors.items()}
     dtypes = {name: one.dtype for name, one in tensors.items()}
     others = {name: value for name, value in state.items() if name not in tensors}
-    return Source(shapes, dtypes, {}, others, tensors.__getitem__)
+    return Source(shapes, dtypes, others, tensors.__getitem__)
 
 
 def _source_of_rank_0(comm: Communicator, source: Source | None) -> Source:
     """What rank 0 has, broadcast when it is read; every rank must read the same."""
-    shapes, dtypes, ties, others = broadcast_object(comm, None if source is None else source[:-1])
+    shapes, dtypes, others = broadcast_object(comm, None if source is None else source[:-1])
 
     def read(name: str) -> Tensor:
         wire, problem = torch.empty(shapes[name], dtype=dtypes[name], device=comm.device), None
@@ -100,7 +99,7 @@ def _source_of_rank_0(comm: Communicator, source: Source | None) -> Source:
             raise problem
         return wire
 
-    return Source(shapes, dtypes, ties, others, read)
+    return Source(shapes, dtypes, others, read)
 
 
 def _source_of_files(operation: str, path: Path) -> Source:
@@ -108,25 +107,27 @@ def _source_of_files(operation: str, path: Path) -> Source:
     path = _in_folder(operation, path) if path.is_dir() else path
     if not path.exists():
         raise FileNotFoundError(f"{operation}: there is no {path}")
-    paths: dict[str, Path] = {}
+    files: dict[str, Path] = {}  # as an index has it
     if path.name.endswith(".safetensors.index.json"):
-        paths = {name: path.parent / file for name, file in _weight_map(operation, path).items()}
+        files = {name: path.parent / file for name, file in _weight_map(operation, path).items()}
     elif path.suffix != ".safetensors":
         raise ValueError(
             f"{operation}: state is {path}, expected a file .safetensors, an index .safetensors.index.json, or a "
             "folder with one of them"
         )
-    found = Source({}, {}, {}, {}, lambda name: _read(operation, paths[name], name))
-    for file in dict.fromkeys(paths.values()) if paths else [path]:
+    stored: dict[str, tuple[Path, str]] = {}  # file, and the name in it, which is another one of a tied tensor
+    found = Source({}, {}, {}, lambda name: _read(operation, *stored[name]))
+    for file in dict.fromkeys(files.values()) if files else [path]:
         with _opened(operation, file) as opened:
-            names = set(opened.keys())
-            found.ties.update({tied: name for tied, name in (opened.metadata() or {}).items() if name in names})
-            for name in names:
-                if paths.setdefault(name, file) == file:
-                    tensor = opened.get_tensor(name)
+            held, metadata = set(opened.keys()), opened.metadata() or {}
+            ties = [(tied, name) for tied, name in metadata.items() if name in held and tied not in (*held, "format")]
+            for name, of_file in (*zip(held, held, strict=True), *ties):
+                if files.get(name, file) == file:
+                    tensor = opened.get_tensor(of_file)
                     found.shapes[name], found.dtypes[name] = tuple(tensor.shape), tensor.dtype
-    for name, file in paths.items():
-        if name not in found.shapes:
+                    stored[name] = file, of_file
+    for name, file in files.items():
+        if name not in stored:
             raise ValueError(f"{operation}: the index {path} says that {name} is in {file}: it is not")
     return found
 
