@@ -270,8 +270,8 @@ def _others_save(folder: Path, stem: str) -> bool:
     machine, and of those of other machines that have written nothing for an hour."""
     found = False
     for one in [file for file in folder.iterdir() if file.name.startswith(f"{stem}.saving-")]:
-        _, pid, machine = one.name.removeprefix(f"{stem}.saving-").split("-", 2)
-        with suppress(OSError):  # it has ended just now
+        with suppress(OSError, ValueError):  # it has ended just now, or is no save's
+            _, pid, machine = one.name.removeprefix(f"{stem}.saving-").split("-", 2)
             if machine == os.uname().nodename:
                 alive = Path("/proc", pid).exists()
             else:
