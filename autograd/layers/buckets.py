@@ -140,19 +140,8 @@ def is_view(grad: Tensor, view: Tensor) -> bool:
 
 
 def _like(part: Tensor, parameter: Tensor) -> Tensor:
-    if parameter.is_contiguous() or not _is_dense(parameter):
-        return part.view(parameter.shape)
-    return part.as_strided(parameter.shape, parameter.stride())
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether its elements lie in memory without gaps, each once."""
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    """A view with the strides of torch.empty_like: those of the parameter, if it lies in memory without gaps."""
+    return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
 
 def _up_to(count: int, step: int) -> int:

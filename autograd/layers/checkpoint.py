@@ -6,7 +6,6 @@ unsharded model, so what one number of ranks saves any other loads, and so does 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -21,7 +20,7 @@ from pynccl.bindings.values import instance, shown
 
 from ..agreement import alike, caught, raise_alike
 from ..arguments import check_comm
-from .checkpoint_files import Path_, Saving, Source, in_groups, source_of
+from .checkpoint_files import Path_, Saving, Source, check_types, source_of
 from .dtensors import cut_like, full_tensor, local_part
 from .shards import Shard, shard_of
 
@@ -127,8 +126,8 @@ def save_full_state_dict(
 ) -> None:
     """The state dict of the unsharded model, in files of safetensors that rank 0 writes. Every rank must call it.
 
-    Data-parallel replicas, which have the same parts, may all call it with the same path: one of them writes, the
-    others wait for it. RuntimeError on all ranks of a job that comes while another one is saving there.
+    Of data-parallel replicas let one save, or all with comm= the communicator of all. Several that save with the same
+    path each write a whole checkpoint, and the last one stays; it can be loaded when all have returned.
 
     path             a file .safetensors; or a folder, made if need be: model.safetensors, or files of up to
                      max_shard_bytes (or one tensor) each with model.safetensors.index.json, as Hugging Face names them
@@ -136,38 +135,32 @@ def save_full_state_dict(
     comm             as of `full_state_dict`
 
     One file at a time is in rank 0's memory, on the other ranks one tensor. The checkpoint that is there is replaced
-    once the new one is on the disk: whenever the process is killed, one of the two is loaded, whole. A tied parameter
-    is written once, under its first name. What fails on rank 0 raises on every rank: OSError if the disk is full, for
-    example. TypeError for what is no tensor, and for types that the format does not have; ImportError without the
-    package safetensors.
+    once the new one is on the disk: whenever the process is killed, one of the two is loaded, whole, and the next save
+    removes what was left. A tied parameter is written once, under its first name. What fails on rank 0 raises on every
+    rank: OSError if the disk is full, for example. TypeError for what is no tensor, and for types that the format does
+    not have; ImportError without the package safetensors.
     """
     operation = "save_full_state_dict"
     comm = comm_of(operation, model, comm)
     entries, others = entries_of(model)
     alike(comm, lambda: _check_save(operation, path, entries, others, max_shard_bytes))
-    by_name = {entry.names[0]: entry for entry in entries}
-    ties = {tied: entry.names[0] for entry in entries for tied in entry.names[1:]}
-    shapes = {name: torch.empty(one.shape, dtype=one.tensor.dtype, device="meta") for name, one in by_name.items()}
-    groups = in_groups(shapes, math.inf if Path(path).suffix == ".safetensors" else max_shard_bytes)
-    saving = alike(comm, lambda: Saving(operation, Path(path), groups) if is_first(comm) else None)
+    saving = alike(comm, lambda: Saving(operation, Path(path), max_shard_bytes) if is_first(comm) else None)
     problem: Exception | None = None
     try:
-        with progress.Bar(len(entries), "saving", "tensor", own=is_first(comm)) as bar:
-            for number, group in enumerate(groups):
-                tensors: dict[str, Any] = {}
-                for name in group:
-                    if saving is not None and saving.writes and problem is None:
-                        tensors[name], problem = caught(by_name[name].whole)
-                    else:  # every rank takes part in every gather, also after it has failed
-                        by_name[name].gather()
-                    bar.step()
-                if saving is not None and saving.writes and problem is None:
-                    _, problem = caught(partial(saving.write, number, tensors, ties))
-    except BaseException:
+        for entry in progress.over(entries, "saving", "tensor", own=is_first(comm)):
+            if saving is not None and problem is None:
+                _, problem = caught(partial(_add, saving, entry))
+            else:  # every rank takes part in every gather, also after rank 0 has failed
+                entry.gather()
+        raise_alike(comm, problem)
+        alike(comm, lambda: None if saving is None else saving.finish())
+    finally:
         if saving is not None:
-            saving.abandon()
-        raise
-    alike(comm, lambda: None if saving is None else saving.finish(problem))
+            saving.close()
+
+
+def _add(saving: Saving, entry: Entry) -> None:
+    saving.add(entry.names, entry.whole())
 
 
 def _check_save(operation: str, path: Any, entries: list[Entry], others: dict[str, Any], max_shard_bytes: Any) -> None:
@@ -178,6 +171,7 @@ def _check_save(operation: str, path: Any, entries: list[Entry], others: dict[st
     if others:
         raise TypeError(f"{operation}: {next(iter(others))} is no tensor: files of safetensors hold tensors alone")
     _check_values(operation, entries)
+    check_types(operation, {entry.tensor.dtype: entry.names[0] for entry in entries})
 
 
 def _check_values(operation: str, entries: list[Entry]) -> None:
@@ -213,13 +207,18 @@ def load_full_state_dict(
     comm = comm_of(operation, model, comm)
     source = source_of(operation, comm, state)
     entries, extra = entries_of(model)
-    chosen = {id(entry): name for entry in entries if (name := _name_in(source, entry)) is not None}
-    found = _incompatible(source, entries, extra, chosen)
-    alike(comm, lambda: _check_load(model, source, entries, chosen, found if strict else None))
+    # Of several names the last one that is there, as torch's load_state_dict has it.
+    names = [next((name for name in reversed(entry.names) if name in source.shapes), None) for entry in entries]
+    missing = [name for entry, there in zip(entries, names, strict=True) if there is None for name in entry.names]
+    missing += [name for name in extra if name not in source.others]
+    known = {*extra, *(name for entry in entries for name in entry.names)}
+    found = IncompatibleKeys(missing, [name for name in (*source.shapes, *source.others) if name not in known])
+    alike(comm, lambda: _check_load(model, source, entries, found if strict else None))
     problem: Exception | None = None
-    for entry in progress.over(entries, "loading", "tensor", own=is_first(comm)):
-        if id(entry) in chosen:
-            _, wrong = caught(partial(_load, model, entry, source, chosen[id(entry)], device, comm))
+    pairs = list(zip(entries, names, strict=True))
+    for entry, name in progress.over(pairs, "loading", "tensor", own=is_first(comm)):
+        if name is not None:
+            _, wrong = caught(partial(_load, model, entry, source, name, device, comm))
             problem = problem or wrong
     raise_alike(comm, problem)
     for name in extra:
@@ -228,38 +227,19 @@ def load_full_state_dict(
     return found
 
 
-def _name_in(source: Source, entry: Entry) -> str | None:
-    """Under which the checkpoint has it: the last one, as torch's load_state_dict has it."""
-    for name in reversed(entry.names):
-        if name in source.shapes:
-            return name
-    return next((source.ties[name] for name in entry.names if name in source.ties), None)
-
-
-def _incompatible(
-    source: Source, entries: list[Entry], extra: dict[str, Any], chosen: dict[int, str]
-) -> IncompatibleKeys:
-    known = {name for entry in entries for name in entry.names} | set(extra)
-    missing = [name for entry in entries if id(entry) not in chosen for name in entry.names]
-    missing += [name for name in extra if name not in source.others]
-    return IncompatibleKeys(missing, [name for name in (*source.shapes, *source.others) if name not in known])
-
-
-def _check_load(
-    model: nn.Module, source: Source, entries: list[Entry], chosen: dict[int, str], strict: IncompatibleKeys | None
-) -> None:
+def _check_load(model: nn.Module, source: Source, entries: list[Entry], strict: IncompatibleKeys | None) -> None:
     """RuntimeError for other shapes and, if strict, for names that either side has not."""
     wrong = [
         f"size mismatch for {name}: found {list(source.shapes[name])}, expected {list(entry.shape)}, that of the whole"
         for entry in entries
-        for name in (*entry.names, chosen.get(id(entry), ""))
+        for name in entry.names
         if name in source.shapes and source.shapes[name] != entry.shape
     ]
     if strict is not None:
         unexpected, missing = _listed("Unexpected", strict.unexpected_keys), _listed("Missing", strict.missing_keys)
         wrong = unexpected + missing + wrong + _left_on_meta(model)
     if wrong:
-        text = "\n\t".join(dict.fromkeys(wrong))
+        text = "\n\t".join(wrong)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}")
 
 

@@ -6,17 +6,15 @@ which. The package safetensors reads and writes them.
 
 from __future__ import annotations
 
-import fcntl
 import json
+import math
 import os
 import re
+import secrets
 import shutil
-import threading
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +28,7 @@ from ..agreement import alike, broadcast_object, caught, gathered
 
 Path_ = str | os.PathLike[str]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_OF_SEVERAL = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
-_OURS = re.compile(r"model((-\d+)?-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_OF_SEVERAL = re.compile(r"model(-[0-9a-f]+)?-\d{5}-of-\d{5}\.safetensors")
 
 
 class Source(NamedTuple):
@@ -39,7 +36,6 @@ class Source(NamedTuple):
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
-    ties: dict[str, str]  # names left out -> the name under which the tensor is there
     others: dict[str, Any]  # what is no tensor
     read: Callable[[str], Tensor]
 
@@ -59,7 +55,7 @@ def _package(operation: str) -> Any:
 def source_of(operation: str, comm: Communicator | None, state: Any) -> Source:
     """Where the tensors come from: a dict, files, or rank 0, which has one of them. What is wrong with `state` on some
     rank raises on all."""
-    source = alike(comm, lambda: _own_source(operation, state))
+    source = alike(comm, lambda: None if state is None else _own_source(operation, state))
     without = [] if comm is None else [rank for rank, (none,) in enumerate(gathered(comm, [state is None])) if none]
     if comm is not None and comm.size > 1 and without == list(range(1, comm.size)):
         return _source_of_rank_0(comm, source)
@@ -70,10 +66,7 @@ def source_of(operation: str, comm: Communicator | None, state: Any) -> Source:
     return source
 
 
-def _own_source(operation: str, state: Any) -> Source | None:
-    """What this rank itself was passed."""
-    if state is None:
-        return None
+def _own_source(operation: str, state: Any) -> Source:
     if isinstance(state, (str, os.PathLike)):
         return _source_of_files(operation, Path(state))
     if not isinstance(state, Mapping):
@@ -88,12 +81,12 @@ def _own_source(operation: str, state: Any) -> Source | None:
     shapes = {name: tuple(one.shape) for name, one in tensors.items()}
     dtypes = {name: one.dtype for name, one in tensors.items()}
     others = {name: value for name, value in state.items() if name not in tensors}
-    return Source(shapes, dtypes, {}, others, tensors.__getitem__)
+    return Source(shapes, dtypes, others, tensors.__getitem__)
 
 
 def _source_of_rank_0(comm: Communicator, source: Source | None) -> Source:
     """What rank 0 has, broadcast when it is read; every rank must read the same."""
-    shapes, dtypes, ties, others = broadcast_object(comm, None if source is None else source[:-1])
+    shapes, dtypes, others = broadcast_object(comm, None if source is None else source[:-1])
 
     def read(name: str) -> Tensor:
         wire, problem = torch.empty(shapes[name], dtype=dtypes[name], device=comm.device), None
@@ -106,25 +99,36 @@ def _source_of_rank_0(comm: Communicator, source: Source | None) -> Source:
             raise problem
         return wire
 
-    return Source(shapes, dtypes, ties, others, read)
+    return Source(shapes, dtypes, others, read)
 
 
 def _source_of_files(operation: str, path: Path) -> Source:
     """The tensors of a file, an index or a folder."""
-    paths = _paths(operation, path)
-    found = Source({}, {}, {}, {}, lambda name: _read(operation, paths[name], name))
-    for file in dict.fromkeys(paths.values()):
+    path = _in_folder(operation, path) if path.is_dir() else path
+    if not path.exists():
+        raise FileNotFoundError(f"{operation}: there is no {path}")
+    files: dict[str, Path] = {}  # as an index has it
+    if path.name.endswith(".safetensors.index.json"):
+        files = {name: path.parent / file for name, file in _weight_map(operation, path).items()}
+    elif path.suffix != ".safetensors":
+        raise ValueError(
+            f"{operation}: state is {path}, expected a file .safetensors, an index .safetensors.index.json, or a "
+            "folder with one of them"
+        )
+    stored: dict[str, tuple[Path, str]] = {}  # file, and the name in it, which is another one of a tied tensor
+    found = Source({}, {}, {}, lambda name: _read(operation, *stored[name]))
+    for file in dict.fromkeys(files.values()) if files else [path]:
         with _opened(operation, file) as opened:
-            names = set(opened.keys())
-            found.ties.update({tied: name for tied, name in (opened.metadata() or {}).items() if name in names})
-            for name in names:
-                if paths.setdefault(name, file) == file:
-                    tensor = opened.get_tensor(name)
+            held, metadata = set(opened.keys()), opened.metadata() or {}
+            ties = [(tied, name) for tied, name in metadata.items() if name in held and tied not in (*held, "format")]
+            for name, of_file in (*zip(held, held, strict=True), *ties):
+                if files.get(name, file) == file:
+                    tensor = opened.get_tensor(of_file)
                     found.shapes[name], found.dtypes[name] = tuple(tensor.shape), tensor.dtype
-    paths.pop("", None)
-    lost = [name for name in paths if name not in found.shapes]
-    if lost:
-        raise ValueError(f"{operation}: the index {path} says that {lost[0]} is in {paths[lost[0]]}: it is not")
+                    stored[name] = file, of_file
+    for name, file in files.items():
+        if name not in stored:
+            raise ValueError(f"{operation}: the index {path} says that {name} is in {file}: it is not")
     return found
 
 
@@ -147,33 +151,14 @@ def _opened(operation: str, path: Path) -> Any:
         raise OSError(f"{operation}: {path} cannot be read: {error}") from error
 
 
-def _paths(operation: str, path: Path) -> dict[str, Path]:
-    """name -> file; {"": file} where the file itself says the names."""
-    if path.is_dir():
-        path = _in_folder(operation, path)
-    if not path.exists():
-        raise FileNotFoundError(f"{operation}: there is no {path}")
-    if path.suffix == ".safetensors":
-        return {"": path}
-    if not path.name.endswith(".safetensors.index.json"):
-        raise ValueError(
-            f"{operation}: state is {path}, expected a file .safetensors, an index .safetensors.index.json, or a "
-            "folder with one of them"
-        )
-    return {name: path.parent / file for name, file in _weight_map(operation, path).items()}
-
-
 def _in_folder(operation: str, folder: Path) -> Path:
-    for name in (SINGLE, INDEX):
-        if (folder / name).exists():
-            return folder / name
-    for pattern in ("*.safetensors.index.json", "*.safetensors"):
+    for pattern in (SINGLE, INDEX, "*.safetensors.index.json", "*.safetensors"):
         found = [file for file in sorted(folder.glob(pattern)) if not _OF_SEVERAL.fullmatch(file.name)]
-        if len(found) == 1:
-            return found[0]
-        if found:
+        if len(found) > 1:
             names = ", ".join(file.name for file in found)
             raise ValueError(f"{operation}: the folder {folder} has {names}; say which one to load")
+        if found:
+            return found[0]
     pickled = next(folder.glob("*.bin"), None)
     remedy = f"; of {pickled.name} and the like pass what torch.load returns" if pickled else ""
     raise FileNotFoundError(
@@ -183,12 +168,11 @@ def _in_folder(operation: str, folder: Path) -> Path:
 
 
 def _weight_map(operation: str, index: Path) -> dict[str, str]:
-    try:
+    """Of an index: name of a tensor -> name of the file beside it."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
         files = json.loads(index.read_text())["weight_map"]
         if all(file == os.path.basename(file) and file.endswith(".safetensors") for file in files.values()):
             return dict(files)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
     raise ValueError(
         f"{operation}: {index} is no index: it needs a weight_map from names of tensors to files .safetensors beside it"
     )
@@ -197,143 +181,115 @@ def _weight_map(operation: str, index: Path) -> dict[str, str]:
 # -------------------------------------------------------------------------------------------------------- writing
 
 
-def _named_by(index: Path) -> set[str]:
-    """The files of which an index says that they hold the checkpoint; none where it is no index."""
-    try:
-        return set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()
-
-
 class Saving:
-    """A checkpoint that is being written into the file or folder `path`: each group of tensors is a file.
+    """A checkpoint on its way into the file or folder `path`, in files of up to `max_bytes` or of one tensor each.
 
-    Files are written in a folder of their own first, `model.saving`. It goes when this ends or, if the process is
-    killed, when the next save begins, with all that the package has left in it. Several files get names that nothing in
-    the checkpoint's folder has, so the old index stays true until the new one replaces it: whenever the process ends,
-    that folder has the old checkpoint or the new one. Of several processes that save the same, one writes (`writes`),
-    see `Lock`.
+    Files are written into a folder of this save alone, `model.saving-*`, and put in place when they are on the disk.
+    Several have names that no other save gives, so the old index stays true until the new one replaces it; then go the
+    files of the old one. Whenever the process ends, the old checkpoint or the new one is there, whole. So it is where
+    several processes save at a time: the last one stays, and a later save removes what it replaced.
     """
 
-    def __init__(self, operation: str, path: Path, groups: Sequence[Mapping[str, Tensor]]) -> None:
-        if path.suffix in (".json", ".bin", ".pt", ".pth") or (path.suffix == ".safetensors" and path.is_dir()):
+    def __init__(self, operation: str, path: Path, max_bytes: float) -> None:
+        one_file = path.suffix == ".safetensors"
+        if path.suffix in (".json", ".bin", ".pt", ".pth") or (one_file and path.is_dir()):
             what = "is a folder" if path.is_dir() else "is none of these"
             raise ValueError(f"{operation}: path is {path}, which {what}; expected a file .safetensors, or a folder")
-        self.operation, self.groups = operation, groups
-        one_file = path.suffix == ".safetensors"
-        self.folder = path.parent if one_file else path
-        rows = [(name, tuple(one.shape), one.dtype) for group in groups for name, one in group.items()]
-        _check_types(operation, {dtype: name for name, _, dtype in reversed(rows)})
+        self.operation, self.max_bytes = operation, math.inf if one_file else max_bytes
+        self.folder, stem = (path.parent, path.name) if one_file else (path, "model")
+        self.single = path.name if one_file else SINGLE
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = Lock(operation, path.with_name(f"{path.name}.saver") if one_file else path / "model.saver", rows)
-        self.writes = self.lock.own
-        self.new = path.with_name(f"{path.name}.saving") if one_file else path / "model.saving"
-        try:
-            self._prepare(path, one_file)
-        except BaseException:
-            self.abandon()
-            raise
+        there = set(os.listdir(self.folder))
+        alone = not _others_save(self.folder, stem)
+        self.old = [] if one_file else _old_files(operation, self.folder, there, alone)
+        self.token = secrets.token_hex(4)
+        self.new = self.folder / f"{stem}.saving-{self.token}-{os.getpid()}-{os.uname().nodename}"
+        self.new.mkdir()
+        self.total = 0  # bytes
+        self.written: list[list[str]] = []  # names of the tensors in each file
+        self.tensors: dict[str, Tensor] = {}  # of the next file
+        self.ties: dict[str, str] = {}  # other names of these
 
-    def _prepare(self, path: Path, one_file: bool) -> None:
-        """The folder of new files, their names, and which old ones go."""
-        groups = self.groups
-        if self.writes:
-            if self.new.is_file():
-                raise FileExistsError(
-                    f"{self.operation}: {self.new} is a file, expected none or the folder of a save that was broken "
-                    "off: remove it"
-                )
-            shutil.rmtree(self.new, ignore_errors=True)
-            self.new.mkdir()
-        there = {file.name for file in self.folder.iterdir()}
-        self.files = [path.name if one_file else SINGLE]
-        if len(groups) > 1:
-            self.files = next(new for number in count() if there.isdisjoint(new := _names(number, len(groups))))
-        kept = {INDEX, *self.files} if len(groups) > 1 else {SINGLE}
-        ours = {name for name in there if _OURS.fullmatch(name)} | (there & _named_by(self.folder / INDEX))
-        self.old = [] if one_file else sorted(ours - kept)
+    def add(self, names: list[str], tensor: Tensor) -> None:
+        """The next tensor, on the CPU, under its first name. The next file is written if it would be too large."""
+        if self.tensors and sum(one.nbytes for one in self.tensors.values()) + tensor.nbytes > self.max_bytes:
+            self._write()
+        self.tensors[names[0]] = tensor.contiguous()
+        self.ties.update(dict.fromkeys(names[1:], names[0]))
+        self.total += tensor.nbytes
 
-    def write(self, number: int, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
-        """The tensors of a group, on the CPU. ties: names left out -> the name under which the tensor is there."""
-        metadata = {"format": "pt", **{tied: name for tied, name in ties.items() if name in tensors}}
-        path = self.new / self.files[number]
-        package = _package(self.operation)
+    def _write(self) -> None:
+        path, package = self.new / str(len(self.written)), _package(self.operation)
         try:
-            package.torch.save_file({name: one.contiguous() for name, one in tensors.items()}, path, metadata)
+            package.torch.save_file(self.tensors, path, {"format": "pt", **self.ties})
         except package.SafetensorError as error:  # also where it could not write
             raise OSError(f"{self.operation}: {path} cannot be written: {error}") from error
-        os.chmod(path, os.fstat(self.lock.file.fileno()).st_mode & 0o777)  # as of open(); the package gives 600
+        path.chmod(self.new.stat().st_mode & 0o666)  # as of open(); the package gives 600
         _to_disk(path)
+        self.written.append(list(self.tensors))
+        self.tensors, self.ties = {}, {}
 
-    def finish(self, problem: Exception | None) -> None:
-        """Put the files in place, or raise `problem`. A process that does not write waits for the one that does."""
-        try:
-            if problem is not None:
-                raise problem
-            if self.writes:
-                self._place()
-        except BaseException:
-            self._leave(saved=False)
-            raise
-        self._leave(saved=True)
-
-    def abandon(self) -> None:
-        """Give the lock up without a checkpoint, and wait for nobody."""
-        if not self.lock.file.closed:
-            if self.writes:
-                self._leave(saved=False)
-            else:
-                self.lock.file.close()
-
-    def _leave(self, saved: bool) -> None:
-        if self.writes:
-            shutil.rmtree(self.new, ignore_errors=True)
-            self.lock.release(saved)
-        else:
-            self.lock.wait()
-
-    def _place(self) -> None:
-        self._replace(self.files)
-        if len(self.files) > 1:
-            weight_map = {name: file for file, group in zip(self.files, self.groups, strict=True) for name in group}
-            total = sum(one.nbytes for group in self.groups for one in group.values())
-            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
-            (self.new / INDEX).write_text(text + "\n")
-            _to_disk(self.new / INDEX)
-            self._replace([INDEX])
-        # What is read first is removed first: a folder with model.safetensors is that file, else what its index says.
-        for name in sorted(self.old, key=lambda name: (name != SINGLE, name != INDEX)):
-            (self.folder / name).unlink(missing_ok=True)
-
-    def _replace(self, names: list[str]) -> None:
-        for name in names:
-            os.replace(self.new / name, self.folder / name)
+    def finish(self) -> None:
+        """Put the files in place."""
+        self._write()
+        count = len(self.written)
+        files = [f"model-{self.token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        files = files if count > 1 else [self.single]
+        for number, file in enumerate(files):
+            os.replace(self.new / str(number), self.folder / file)
         _to_disk(self.folder)
+        if count > 1:
+            weight_map = {name: file for file, names in zip(files, self.written, strict=True) for name in names}
+            index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+            (self.new / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            _to_disk(self.new / INDEX)
+            os.replace(self.new / INDEX, self.folder / INDEX)
+            _to_disk(self.folder)
+        for file in self.old:
+            if file not in (*files, INDEX if count > 1 else None):
+                (self.folder / file).unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Remove what is left of it."""
+        shutil.rmtree(self.new, ignore_errors=True)
 
 
-def _check_types(operation: str, names: Mapping[torch.dtype, str]) -> None:
-    """TypeError for a type that the format does not have."""
+def _old_files(operation: str, folder: Path, there: set[str], alone: bool) -> list[str]:
+    """What the next checkpoint replaces: of the files there, those of the checkpoint and, unless another save may be
+    putting them in place, those that no index names. What is read first comes, and so is removed, first: a folder with
+    model.safetensors is that file, else what its index says."""
+    old = {file for file in there if alone and _OF_SEVERAL.fullmatch(file)}
+    with suppress(OSError, ValueError):
+        old |= there & set(_weight_map(operation, folder / INDEX).values())
+    return [file for file in (SINGLE, INDEX) if file in there] + sorted(old - {SINGLE})
+
+
+def _others_save(folder: Path, stem: str) -> bool:
+    """Whether another save is under way. The folders of killed ones are removed: of processes that are gone from this
+    machine, and of those of other machines that have written nothing for an hour."""
+    found = False
+    for one in [file for file in folder.iterdir() if file.name.startswith(f"{stem}.saving-")]:
+        with suppress(OSError, ValueError):  # it has ended just now, or is no save's
+            _, pid, machine = one.name.removeprefix(f"{stem}.saving-").split("-", 2)
+            if machine == os.uname().nodename:
+                alive = Path("/proc", pid).exists()
+            else:
+                alive = time.time() - max(file.stat().st_mtime for file in (one, *one.iterdir())) < 3600
+            found = found or alive
+            if not alive:
+                shutil.rmtree(one, ignore_errors=True)
+    return found
+
+
+def check_types(operation: str, names: Mapping[torch.dtype, str]) -> None:
+    """TypeError for a type that the format does not have. names: type -> a tensor of that type."""
     package = _package(operation)
     for dtype, name in names.items():
         try:
             package.torch.save({name: torch.empty(0, dtype=dtype)})
         except (KeyError, package.SafetensorError):
             raise TypeError(f"{operation}: {name} is {dtype}, which files of safetensors cannot hold") from None
-
-
-def in_groups(tensors: Mapping[str, Tensor], most: float) -> list[dict[str, Tensor]]:
-    """The tensors in order, in groups of up to `most` bytes, or of one tensor."""
-    groups: list[dict[str, Tensor]] = [{}]
-    for name, one in tensors.items():
-        if groups[-1] and sum(other.nbytes for other in groups[-1].values()) + one.nbytes > most:
-            groups.append({})
-        groups[-1][name] = one
-    return groups
-
-
-def _names(number: int, files: int) -> list[str]:
-    stem = f"model-{number}" if number else "model"
-    return [f"{stem}-{file:05d}-of-{files:05d}.safetensors" for file in range(1, files + 1)]
 
 
 def _to_disk(path: Path) -> None:
@@ -343,93 +299,3 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class Lock:
-    """The right to write a checkpoint, which one process has at a time: a lock of the system, gone with the process.
-
-    Data-parallel replicas write the same checkpoint: the first one has the right (`own`), and the others wait until it
-    is done. RuntimeError if another job has it, or a part of this one that saves other tensors. Where the file system
-    has no locks, every process has the right.
-    """
-
-    def __init__(self, operation: str, path: Path, tensors: Sequence[object]) -> None:
-        self.operation, self.path = operation, path
-        self.who = {"job": _job(), "tensors": zlib.crc32(repr(tensors).encode())}
-        self.own = self._acquired()
-        if self.own:
-            self._write({"by": f"process {os.getpid()} on {os.uname().nodename}", "thread": _thread()})
-        else:
-            self._check_replica()
-
-    def _acquired(self) -> bool:
-        while True:
-            self.file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", 0)
-            try:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            except OSError:  # no locks here
-                return True
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path)):
-                    return True
-            self.file.close()  # who had the lock before has removed the file: there is another now, or none
-
-    def _check_replica(self) -> None:
-        for _ in range(100):  # who has the lock is about to write who it is
-            if found := self._read():
-                break
-            time.sleep(0.01)
-        if found.get("thread") == _thread():  # it would wait for itself
-            self.file.close()
-            raise RuntimeError(
-                f"{self.operation}: this thread is saving into {self.path.parent} already; end that save first"
-            )
-        if {name: found.get(name) for name in self.who} == self.who:
-            return
-        self.file.close()
-        what = "another job" if found.get("job") != self.who["job"] else "a rank that saves other tensors"
-        raise RuntimeError(
-            f"{self.operation}: {what} ({found.get('by', 'unknown')}) is saving into {self.path.parent}; nothing of "
-            "this checkpoint was written: save it elsewhere"
-        )
-
-    def release(self, saved: bool) -> None:
-        """Give the right up, and tell who waits whether the checkpoint is there."""
-        with self.file:
-            self._write({"saved": saved})
-            self.path.unlink(missing_ok=True)
-
-    def wait(self) -> None:
-        """Until who has the right has given it up; OSError if that one could not save."""
-        with self.file:
-            fcntl.flock(self.file, fcntl.LOCK_EX)
-            if not self._read().get("saved"):
-                raise OSError(f"{self.operation}: another replica was writing {self.path.parent}, and could not finish")
-
-    def _write(self, row: dict[str, Any]) -> None:
-        self.file.seek(0)
-        self.file.truncate(self.file.write(json.dumps({**self.who, **row}).encode()))
-
-    def _read(self) -> dict[str, Any]:
-        self.file.seek(0)
-        with suppress(ValueError):
-            return dict(json.loads(self.file.read()))
-        return {}
-
-
-def _thread() -> str:
-    return f"{os.uname().nodename}/{os.getpid()}/{threading.get_ident()}"
-
-
-def _job() -> str:
-    """The same for all ranks of a job, and for no other that runs at the time."""
-    of_launcher = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-    known = [os.environ.get(name, "") for name in (*of_launcher, "PMI_JOBID", "MASTER_ADDR", "MASTER_PORT")]
-    address = known[-2]
-    if not any(known):
-        known.append(str(os.getppid()))
-    if not any(known[1:6]) and (address in ("", "localhost", "::1") or address.startswith("127.")):
-        known.append(os.uname().nodename)  # another machine may have the same address and port
-    return "/".join(known)

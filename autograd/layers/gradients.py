@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -84,14 +84,14 @@ class FinishedInBackward:
         self.bucket_bytes = bucket_bytes
         self._parameters = found
         self._pass: int | None = None  # the backward pass whose gradients these are
-        self._arrivals: dict[int, _Arrival] = {}  # by the parameter's id
+        self._added: set[int] = set()  # ids of parameters to whose .grad it was added; torch.autograd.grad() does not
         self._waiting: dict[tuple[int, torch.dtype], list[_Arrival]] = {}
         self._launched: list[tuple[InFlight, Tensor, list[_Arrival]]] = []
         self._hooks: list[Any] = []
         for key, one in found.items():
             _in_backward[key] = one
             self._hooks.append(one.register_hook(partial(self._comes, one)))
-            self._hooks.append(one.register_post_accumulate_grad_hook(self._added))
+            self._hooks.append(one.register_post_accumulate_grad_hook(lambda one: self._added.add(id(one))))
 
     def remove(self) -> None:
         """Leave the parameters alone from now on. Twice is harmless."""
@@ -117,16 +117,12 @@ class FinishedInBackward:
         comm = partial_over(parameter)
         if comm is None:  # no longer: its shard was changed
             return
-        arrival = _Arrival(parameter, comm, grad.detach(), parameter.grad)
-        self._arrivals[id(parameter)] = arrival
-        waiting = self._waiting.setdefault((id(comm), grad.dtype), [])
-        waiting.append(arrival)
+        before = None if parameter.grad is None else parameter.grad.detach().clone()
+        key = (id(comm), grad.dtype)
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(_Arrival(parameter, comm, grad.detach(), before, made_on(grad)))
         if sum(one.part.nbytes for one in waiting) >= self.bucket_bytes:
-            self._launch((id(comm), grad.dtype))
-
-    def _added(self, parameter: Tensor) -> None:
-        if id(parameter) in self._arrivals:
-            self._arrivals[id(parameter)].added = True
+            self._launch(key)
 
     @torch.no_grad()
     def _launch(self, key: tuple[int, torch.dtype]) -> None:
@@ -142,14 +138,14 @@ class FinishedInBackward:
         """Sum what has arrived, and write the sums to .grad."""
         for key in list(self._waiting):
             self._launch(key)
-        launched = self._launched
-        self._pass, self._arrivals, self._launched = None, {}, []
+        launched, added = self._launched, self._added
+        self._pass, self._added, self._launched = None, set(), []
         for one, flat, arrivals in launched:
             one.wait()
             totals = flat.split([arrival.part.numel() for arrival in arrivals])
             for arrival, total in zip(arrivals, totals, strict=True):
                 grad = arrival.parameter.grad
-                if arrival.added and grad is not None:
+                if id(arrival.parameter) in added and grad is not None:
                     whole = total.view_as(arrival.part)
                     grad.copy_(whole if arrival.before is None else arrival.before + whole)
             one.release()
@@ -157,19 +153,17 @@ class FinishedInBackward:
     def _abandon(self, number: int) -> None:
         """The pass has raised: what it launched goes on, as on the other ranks; its sums are written nowhere."""
         if number == self._pass:
-            self._waiting = {}
-            for arrival in self._arrivals.values():
-                arrival.added = False
+            self._waiting, self._added = {}, set()
 
 
-class _Arrival:
+class _Arrival(NamedTuple):
     """A gradient of this pass."""
 
-    def __init__(self, parameter: Tensor, comm: Communicator, part: Tensor, before: Tensor | None) -> None:
-        self.parameter, self.comm, self.part = parameter, comm, part
-        self.stream = made_on(part)
-        self.before = None if before is None else before.detach().clone()  # what is there of passes before
-        self.added = False  # to parameter.grad, which torch.autograd.grad() does not
+    parameter: Tensor
+    comm: Communicator
+    part: Tensor
+    before: Tensor | None  # what .grad was, of passes before
+    stream: Any  # on which it was made
 
 
 def _check_finishes_alone(parameter: Tensor) -> None:

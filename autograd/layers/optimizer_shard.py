@@ -14,10 +14,20 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from .buckets import Bucket, Named, Placed, as_real
+from ..agreement import alike
+from .buckets import Bucket, Named, as_real
 from .gradients import clip_factor, partial_over, total_norm
 
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
+
+
+class _Part(NamedTuple):
+    """What this rank has of a parameter."""
+
+    name: str
+    parameter: nn.Parameter
+    own: nn.Parameter  # [k], which the optimizer has
+    grad: Tensor  # [k]
 
 
 class _Owned(NamedTuple):
@@ -26,7 +36,7 @@ class _Owned(NamedTuple):
     values: Tensor  # [n], of all ranks: the parameters are views of it
     own: Tensor  # [n/N], of that
     grad: Tensor  # [n/N]
-    parts: list[tuple[nn.Parameter, Tensor, nn.Parameter]]  # what the optimizer has, its gradient, what it is part of
+    parts: list[_Part]
 
 
 class OptimizerShard:
@@ -36,19 +46,25 @@ class OptimizerShard:
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator, make: MakeOptimizer) -> None:
-        self.comm = comm
-        _check_all_own(buckets, comm)
-        self._buckets = buckets
+        self.comm, self._buckets = comm, buckets
         self._owned = [_own(bucket, comm) for bucket in buckets]
-        names = [piece.name for bucket in buckets for piece, _, _ in _parts(bucket, comm.size, comm.rank)]
-        parts = [part for owned in self._owned for part, _, _ in owned.parts]
-        self.optimizer = make(list(zip(names, parts, strict=True)))
+        self._parts = [part for owned in self._owned for part in owned.parts]
+        self.optimizer = alike(comm, lambda: self._made(make))
+
+    def _made(self, make: MakeOptimizer) -> torch.optim.Optimizer:
+        if not self._parts:
+            raise ValueError(
+                f"DataParallelGradients: the model is too small to be cut over {self.comm.size} ranks: the optimizer "
+                f"of rank {self.comm.rank} would have no parameter; leave out shard_optimizer"
+            )
+        optimizer = make([(part.name, part.own) for part in self._parts])
         instance(
-            self.optimizer,
+            optimizer,
             torch.optim.Optimizer,
             "DataParallelGradients: what shard_optimizer returned",
             "an optimizer, as of lambda params: torch.optim.AdamW(params)",
         )
+        return optimizer
 
     def take(self, index: int, block: Tensor) -> None:
         """This rank's block [n/N] of the averaged gradients of a bucket, made whole: added to what is there."""
@@ -57,12 +73,12 @@ class OptimizerShard:
         if over is not None:  # here, before it is added: so it is summed once, whatever comes before the step
             block = block.to(as_real(owned.grad).dtype)
             over.all_reduce(block, block)
-        if any(part.grad is not None for part, _, _ in owned.parts):
+        if any(part.own.grad is not None for part in owned.parts):
             as_real(owned.grad).add_(block)
         else:
             as_real(owned.grad).copy_(block)
-        for part, grad, _ in owned.parts:
-            part.grad = grad
+        for part in owned.parts:
+            part.own.grad = part.grad
 
     def step(self) -> None:
         """Step the parts, and gather all ranks'."""
@@ -71,20 +87,18 @@ class OptimizerShard:
             self.comm.all_gather(as_real(owned.own), as_real(owned.values))
 
     def zero_grad(self) -> None:
-        for owned in self._owned:
-            for part, _, _ in owned.parts:
-                part.grad = None
+        for part in self._parts:
+            part.own.grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """See DataParallelGradients.clip_grad_norm_."""
-        own = {id(parameter): part for owned in self._owned for part, _, parameter in owned.parts}
+        own = {id(part.parameter): part.own.grad for part in self._parts}
         parameters = [piece.parameter for bucket in self._buckets for piece in bucket.pieces]
-        grads = [(one, own[id(one)].grad if id(one) in own else None) for one in parameters]
-        norm = total_norm(grads, norm_type, self.comm.device, self.comm)
+        norm = total_norm([(one, own.get(id(one))) for one in parameters], norm_type, self.comm.device, self.comm)
         factor = clip_factor(norm, max_norm)
         for owned in self._owned:
-            if any(part.grad is not None for part, _, _ in owned.parts):
+            if any(part.own.grad is not None for part in owned.parts):
                 owned.grad.mul_(factor)
         return norm.float()
 
@@ -111,31 +125,12 @@ def _own(bucket: Bucket, comm: Communicator) -> _Owned:
         view.copy_(piece.parameter)
         piece.parameter.data = view
     size = len(values) // comm.size
-    own = values[comm.rank * size : (comm.rank + 1) * size]
+    begin = comm.rank * size
+    own = values[begin : begin + size]
     grad = torch.zeros_like(own)
-    parts = [
-        (nn.Parameter(own[start:stop]), grad[start:stop], piece.parameter)
-        for piece, start, stop in _parts(bucket, comm.size, comm.rank)
-    ]
+    parts = []
+    for piece in bucket.pieces:
+        start, stop = max(piece.start - begin, 0), min(piece.stop - begin, size)
+        if start < stop:
+            parts.append(_Part(piece.name, piece.parameter, nn.Parameter(own[start:stop]), grad[start:stop]))
     return _Owned(values, own, grad, parts)
-
-
-def _parts(bucket: Bucket, ranks: int, rank: int) -> list[tuple[Placed, int, int]]:
-    """What a rank's block has of each parameter: elements start to stop of the block."""
-    size = len(bucket.flat) // ranks
-    begin, end = rank * size, (rank + 1) * size
-    return [
-        (piece, max(piece.start, begin) - begin, min(piece.stop, end) - begin)
-        for piece in bucket.pieces
-        if max(piece.start, begin) < min(piece.stop, end)
-    ]
-
-
-def _check_all_own(buckets: Sequence[Bucket], comm: Communicator) -> None:
-    """That each rank's optimizer has something."""
-    idle = [rank for rank in range(comm.size) if not any(_parts(bucket, comm.size, rank) for bucket in buckets)]
-    if idle:
-        raise ValueError(
-            f"DataParallelGradients: the model is too small to be cut over {comm.size} ranks: the optimizer of rank "
-            f"{idle[0]} would have no parameter; leave out shard_optimizer"
-        )

@@ -93,7 +93,34 @@ class _Between(torch.nn.Module):
         return describe(type(self).__name__, x, self.comm, self.P_x.ranks)
 
 
-class Broadcast(_Between):
+class _OfWhole(_Between):
+    """Sends whole subtensors and sums what arrives.
+
+    pairs  (position in P_x, position in P_y): from where to where
+    """
+
+    pairs: list[tuple[int, int]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        shapes, x = self._shapes(x)
+        first: dict[int, int] = {}  # position in P_y -> the first one in P_x of what arrives there
+        for source, target in self.pairs:
+            other = first.setdefault(target, source)
+            if shapes[source] != shapes[other]:
+                raise ValueError(
+                    f"{type(self).__name__}: rank {self.P_x.ranks[source]} has a tensor {shapes[source]}, rank "
+                    f"{self.P_x.ranks[other]} {shapes[other]}; those that are summed must have one shape"
+                )
+        at, to = self.P_x.position, self.P_y.position
+        sends = [Block(self.P_y.ranks[target], whole(shapes[at])) for source, target in self.pairs if source == at]
+        recvs = [Block(self.P_x.ranks[source], whole(shapes[source])) for source, target in self.pairs if target == to]
+        received, pieces = transfer(x, self.comm, sends, recvs)
+        if len(pieces) == 1:
+            return reshaped(received, pieces[0].shape)
+        return summed(pieces) if pieces else received
+
+
+class Broadcast(_OfWhole):
     """Copies subtensors to all the ranks that NumPy's broadcasting of P_x.shape to P_y.shape gives them.
 
     forward    x [..] on P_x -> y [..] on P_y     y at c = x at (c, with 0 along the axes in which P_x has 1 rank)
@@ -104,25 +131,10 @@ class Broadcast(_Between):
 
     def __init__(self, P_x: Partition, P_y: Partition) -> None:
         super().__init__(P_x, P_y)
-        self._origins = _broadcast_origins("Broadcast", P_x, P_y)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shapes, x = self._shapes(x)
-        position = self.P_x.position
-        sends = [
-            Block(target, whole(shapes[origin]))
-            for target, origin in zip(self.P_y.ranks, self._origins, strict=True)
-            if origin == position
-        ]
-        recvs = []
-        if self.P_y.position is not None:
-            origin = self._origins[self.P_y.position]
-            recvs.append(Block(self.P_x.ranks[origin], whole(shapes[origin])))
-        received, pieces = transfer(x, self.comm, sends, recvs)
-        return reshaped(received, pieces[0].shape) if pieces else received
+        self.pairs = [(small, large) for large, small in enumerate(_broadcast_origins("Broadcast", P_x, P_y))]
 
 
-class SumReduce(_Between):
+class SumReduce(_OfWhole):
     """Sums the subtensors of the ranks that Broadcast(P_y, P_x) copies to.
 
     forward    x [..] on P_x -> y [..] on P_y     y at c = sum of x over the ranks that broadcasting gives c's copy
@@ -133,26 +145,7 @@ class SumReduce(_Between):
 
     def __init__(self, P_x: Partition, P_y: Partition) -> None:
         super().__init__(P_x, P_y)
-        self._goals = _broadcast_origins("SumReduce", P_y, P_x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shapes, x = self._shapes(x)
-        sends, recvs = [], []
-        for position, goal in enumerate(self._goals):
-            first = self._goals.index(goal)
-            if shapes[position] != shapes[first]:
-                raise ValueError(
-                    f"SumReduce: rank {self.P_x.ranks[position]} has a tensor {shapes[position]}, "
-                    f"rank {self.P_x.ranks[first]} {shapes[first]}; those that are summed must have one shape"
-                )
-            if position == self.P_x.position:
-                sends.append(Block(self.P_y.ranks[goal], whole(shapes[position])))
-            if goal == self.P_y.position:
-                recvs.append(Block(self.P_x.ranks[position], whole(shapes[position])))
-        received, pieces = transfer(x, self.comm, sends, recvs)
-        if len(pieces) == 1:
-            return reshaped(received, pieces[0].shape)
-        return summed(pieces) if pieces else received
+        self.pairs = list(enumerate(_broadcast_origins("SumReduce", P_y, P_x)))
 
 
 class Repartition(_Between):

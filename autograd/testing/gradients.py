@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from ..agreement import gathered
+from ..agreement import broadcast_object, gathered
 
 _NOT_TWICE = (
     "the gradients themselves are right, and their derivatives are not: is the backward pass made of plain calls of a "
@@ -159,16 +159,18 @@ class _Check(NamedTuple):
 
     def run(self, what: str, loss: Loss, leaves: Sequence[_Leaf]) -> float:
         """Compare all leaves on all ranks; GradientError for the worst, if it is beyond tolerance."""
-        worst, message = 0.0, ""
+        worst, at = _Found(0.0, 0, 0.0, 0.0), (0, leaves[0])
         for leaf in leaves:
             for owner in (0,) if leaf.shared else range(self.comm.size):
                 found = self._worst_on(owner, loss, leaf)
-                if not found.error <= worst:  # NaN counts as worst
-                    worst = found.error
-                    message = self._describe(what, owner, leaf, found)
-        if not worst <= 1:
-            raise GradientError(message)
-        return worst
+                if not found.error <= worst.error:  # NaN counts as worst
+                    worst, at = found, (owner, leaf)
+        if not worst.error <= 1:
+            owner, leaf = at
+            text = self._describe(leaf, worst) if self.comm.rank == owner else ""  # who knows the shape
+            text = f"wrong {what}: rank {owner}, {leaf.name}, {broadcast_object(self.comm, text, owner)}"
+            raise GradientError(text if what == _FIRST else f"{text}; {_NOT_TWICE}")
+        return worst.error
 
     def _worst_on(self, owner: int, loss: Loss, leaf: _Leaf) -> _Found:
         """Move elements on `owner`; what it found, on all ranks."""
@@ -197,20 +199,14 @@ class _Check(NamedTuple):
         error, position, mine, slope = gathered(comm, worst, torch.float64)[owner]
         return _Found(error, int(position), mine, slope)
 
-    def _describe(self, what: str, owner: int, leaf: _Leaf, found: _Found) -> str:
-        index, part = found.position, ""
-        shape = f", of shape {tuple(leaf.tensor.shape)} on rank {self.comm.rank}" if self.comm.rank == owner else ""
+    def _describe(self, leaf: _Leaf, found: _Found) -> str:
+        index, part, shape = found.position, "", tuple(leaf.tensor.shape)
         if leaf.tensor.is_complex():
             index, part = found.position // 2, (" (real part)", " (imaginary part)")[found.position % 2]
-        if self.comm.rank == owner:
-            place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), leaf.tensor.shape))
-            where = f"index {place}{part}"
-        else:
-            where = f"flat index {index}{part}"
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))
         return (
-            f"wrong {what}: rank {owner}, {leaf.name}, {where}{shape}: the backward pass gives {found.gradient:.10g}, "
-            f"finite differences {found.slope:.10g} (the losses of {self.comm.size} ranks summed)"
-            + (f"; {_NOT_TWICE}" if what != _FIRST else "")
+            f"index {place}{part}, of shape {shape}: the backward pass gives {found.gradient:.10g}, finite differences "
+            f"{found.slope:.10g} (the losses of {self.comm.size} ranks summed)"
         )
 
 

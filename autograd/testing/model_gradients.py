@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pynccl import Communicator, progress
 
-from ..agreement import gathered
+from ..agreement import broadcast_object, gathered
 from ..layers.shards import shard_of
 
 # Of a gradient's error, relative to its largest element: rounding along a deep model, in other orders of summation.
@@ -99,6 +99,11 @@ class Pair(NamedTuple):
         shard = shard_of(self.part) if self.part is not None else None
         return whole if shard is None else shard.own(whole)
 
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """The one that the part has, zeros where there is none, and the right one."""
+        expected = self.own(_gradient(self.whole, self.whole.grad))
+        return torch.zeros_like(expected) if self.part is None else _gradient(self.part, self.part.grad), expected
+
     def place(self) -> tuple[float, float]:
         """Where the part is in the whole: equal on ranks that have the same part."""
         shard = shard_of(self.part) if self.part is not None else None
@@ -114,9 +119,6 @@ class _Row(NamedTuple):
     size: float
     partial: float  # 1: its shard says that backward() leaves a part of the gradient
     error: float  # the largest difference
-    flat: float  # where, in the whole parameter counted flat
-    found: float
-    expected: float
     scale: float  # the largest element of the whole gradient
     tolerance: float
     rounding: float  # of a number 1 in its type
@@ -139,10 +141,11 @@ def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> M
         if worst.error <= allowed:
             error = max(error, relative)
         else:
-            wrong.append((pair, rows, allowed, relative, _where(pair, rows.index(worst), worst)))
+            wrong.append((pair, rows, allowed, relative, rows.index(worst)))
             error = max(error, math.inf if math.isnan(relative) else relative)
     differences = []
-    for pair, rows, allowed, relative, where in wrong[:_EXPLAINED]:
+    for pair, rows, allowed, relative, rank in wrong[:_EXPLAINED]:
+        where = broadcast_object(comm, _where(pair, rank) if comm.rank == rank else "", rank)
         differences.append(Difference(pair.name, relative, where, *_explain(comm, pair, rows, allowed)))
     parameters = sum(any(row.has for row in rows) for rows in table)
     return ModelReport(parameters, error, (), math.nan, len(wrong), tuple(differences))
@@ -165,16 +168,10 @@ def _gradient(parameter: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def _row(pair: Pair, tolerance: float | None) -> _Row:
-    whole = _gradient(pair.whole, pair.whole.grad)
+    found, expected = pair.gradients()
+    whole = largest_of(_gradient(pair.whole, pair.whole.grad))
     if pair.part is None:
-        return _Row(*(0.0,) * 8, largest_of(whole), *(0.0,) * 3)
-    expected, found = pair.own(whole), _gradient(pair.part, pair.part.grad)
-    difference = (found - expected).abs().reshape(-1)
-    place = (0.0, 0.0, 0.0)
-    if difference.numel():
-        at = int(difference.nan_to_num(nan=math.inf).argmax())
-        indices = pair.own(torch.arange(whole.numel(), device=whole.device).view(whole.shape)).reshape(-1)
-        place = (float(indices[at]), float(found.reshape(-1)[at].real), float(expected.reshape(-1)[at].real))
+        return _Row(*(0.0,) * 5, whole, *(0.0,) * 3)
     types = (pair.part.dtype, pair.whole.dtype)
     allowed = max(TOLERANCES.get(one, 0.1) for one in types) if tolerance is None else float(tolerance)
     shard = shard_of(pair.part)
@@ -182,18 +179,24 @@ def _row(pair: Pair, tolerance: float | None) -> _Row:
         1.0,
         *pair.place(),
         float(shard is not None and shard.partial),
-        largest_of(difference),
-        *place,
-        largest_of(whole),
+        largest_of(found - expected),
+        whole,
         allowed,
         max(torch.finfo(one).eps for one in types),
         float(not _gradient(pair.part, pair.before).any()),
     )
 
 
-def _where(pair: Pair, rank: int, row: _Row) -> str:
-    index = [int(one) for one in torch.unravel_index(torch.tensor(int(row.flat)), pair.whole.shape)]
-    return f"rank {rank} has {row.found:.6g} at {index}, expected {row.expected:.6g}: off by {row.error:.3g}"
+def _where(pair: Pair, rank: int) -> str:
+    """The largest difference on this rank."""
+    found, expected = pair.gradients()
+    difference = (found - expected).abs().nan_to_num(nan=math.inf)
+    at = int(difference.argmax())
+    numbers = torch.arange(pair.whole.numel(), device=pair.whole.device).view(pair.whole.shape)
+    index = [int(one) for one in torch.unravel_index(pair.own(numbers).reshape(-1)[at], pair.whole.shape)]
+    here, there = (float(one.reshape(-1)[at].real) for one in (found, expected))
+    off = largest_of(found - expected)
+    return f"rank {rank} has {here:.6g} at {index}, expected {there:.6g}: off by {off:.3g}"
 
 
 # ------------------------------------------------------------------------------------------------ the explanations
@@ -201,9 +204,7 @@ def _where(pair: Pair, rank: int, row: _Row) -> str:
 
 def _explain(comm: Communicator, pair: Pair, rows: list[_Row], allowed: float) -> tuple[str | None, str]:
     """(the explanation that fits, what to do)."""
-    expected = pair.own(_gradient(pair.whole, pair.whole.grad))
-    part = pair.part
-    found = torch.zeros_like(expected) if part is None else _gradient(part, part.grad)
+    part, (found, expected) = pair.part, pair.gradients()
 
     def first_fit(guesses: list[tuple[Tensor, float]]) -> int | None:
         """The first guess, (what equals the right gradient, times the tolerance), that is right on every rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -46,7 +47,10 @@ def test_what_4_ranks_save_2_and_1_load(ranks: RankPool, tmp_path: Path, several
         load_model(plain, tmp_path / "model.safetensors")  # the package's own
         same_output(plain)
         return
-    assert files[:2] == ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"]
+    assert [re.sub("-[0-9a-f]{8}-", "-", file) for file in files] == [
+        *(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
+        "model.safetensors.index.json",
+    ]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     tensors = {
         name: value for file in files if file.endswith("s") for name, value in load_file(tmp_path / file).items()
@@ -186,7 +190,7 @@ def test_killed_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         assert found in ([[2.0]] if ended else [[1.0 if before else 0.0], [2.0]])
         assert clean and then == 3.0
     steps = {(before, after): step + 1 for before, after, step, *_ in rows}
-    assert len(steps) == 5 and min(steps.values()) >= 7  # it was killed that often
+    assert len(steps) == 5 and min(steps.values()) >= 6  # it was killed that often
     both = {(before, after, found[0]) for before, after, _, found, *_ in rows}
     assert all(
         (before, after, 1.0 if before else 0.0) in both and (before, after, 2.0) in both for before, after in steps

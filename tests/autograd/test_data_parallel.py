@@ -716,11 +716,14 @@ def wrong(comm: Communicator) -> None:
     refuses(TypeError, r"reduce_dtype is torch\.int32", model, comm, reduce_dtype=torch.int32)
     refuses(TypeError, "shard_optimizer is 'adam'", model, comm, shard_optimizer="adam")
     refuses(TypeError, "what shard_optimizer returned is None", model, comm, shard_optimizer=lambda named: None)
+    sgd, kind = partial(torch.optim.SGD, lr=0.1), RuntimeError if comm.rank else TypeError
+    refuses(kind, "returned is None", model, comm, shard_optimizer=lambda named: sgd(named) if comm.rank else None)
     refuses(ValueError, "no parameter that requires a gradient", nn.Linear(2, 2).requires_grad_(False), comm)
     refuses(ValueError, "weight is on meta", nn.Linear(2, 2, device="meta"), comm)
     refuses(TypeError, "sparse gradients", nn.Embedding(4, 2, sparse=True), comm)
     small = nn.Linear(1, 1, bias=False)
-    refuses(ValueError, "too small to be cut over 2 ranks", small, comm, shard_optimizer=torch.optim.SGD)
+    kind = ValueError if comm.rank else RuntimeError
+    refuses(kind, "too small to be cut over 2 ranks", small, comm, shard_optimizer=torch.optim.SGD)
     refuses(ValueError, "rank 1 and rank 0 differ in names, shapes", nn.Linear(2, 2 + comm.rank), comm)
     frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2 + comm.rank).requires_grad_(False))
     refuses(ValueError, "rank 1 and rank 0 differ in names, shapes", frozen, comm)

@@ -158,8 +158,7 @@ def wrong_gradient(comm: Communicator, kind: str) -> str:
 
 def test_an_error_names_rank_index_and_both_values(ranks: RankPool) -> None:
     texts = ranks.run(3, wrong_gradient, "element")
-    assert all(text.startswith("GradientError: wrong gradient: rank 1, the input") for text in texts)
-    assert "rank 1, the input, index (1, 2)" in texts[1] and "flat index 5" in texts[0]
+    assert all(text.startswith("GradientError: wrong gradient: rank 1, the input, index (1, 2)") for text in texts)
     for text in texts:
         assert (
             "the backward pass gives" in text
