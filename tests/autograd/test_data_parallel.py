@@ -716,7 +716,8 @@ def wrong(comm: Communicator) -> None:
     refuses(TypeError, r"reduce_dtype is torch\.int32", model, comm, reduce_dtype=torch.int32)
     refuses(TypeError, "shard_optimizer is 'adam'", model, comm, shard_optimizer="adam")
     refuses(TypeError, "what shard_optimizer returned is None", model, comm, shard_optimizer=lambda named: None)
-    sgd, kind = partial(torch.optim.SGD, lr=0.1), RuntimeError if comm.rank else TypeError
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    kind: type[Exception] = RuntimeError if comm.rank else TypeError
     refuses(kind, "returned is None", model, comm, shard_optimizer=lambda named: sgd(named) if comm.rank else None)
     refuses(ValueError, "no parameter that requires a gradient", nn.Linear(2, 2).requires_grad_(False), comm)
     refuses(ValueError, "weight is on meta", nn.Linear(2, 2, device="meta"), comm)
