@@ -78,10 +78,10 @@ def watch_at(comm: Communicator, store: Any, serves: bool = False) -> None:
     process."""
     if comm._track is not None and comm.size > 1:
         try:
-            from ..watch.diagnosis import exchange_at  # what it imports takes long
+            from ..watch.diagnosis import meet  # what it imports takes long
         except OSError:  # no descriptor is left: ranks on other machines are not asked
             return
-        comm._watch_at(exchange_at(store, serves))
+        meet(comm._track, store, serves)
 
 
 def init(

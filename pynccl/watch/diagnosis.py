@@ -14,7 +14,6 @@ from typing import Any
 
 from . import folder, reader
 from .across import Exchange, identity
-from .recorder import started
 from .records import DEAD, FAILED, RUNNING, CommRecord, ProcessRecord
 from .track import Track
 
@@ -24,20 +23,17 @@ _MOST_ASKED = 256  # ranks: of more, not all that fail at once can read the reco
 _PAUSE = 0.02
 
 
-def exchange_at(store: Any, serves: bool = False) -> Exchange:
-    """This process's part in what the ranks that share the store tell each other: one, also where several of its
-    threads are ranks there.
+def meet(track: Track, store: Any, serves: bool) -> None:
+    """The ranks of this communicator, which have met at this store, ask each other there where they are. A process has
+    one exchange at a store, also where several of its threads are ranks.
 
     serves  the store goes with this process"""
-    own = started()
-    with own.sharing if own else contextlib.nullcontext():
-        found: Exchange | None = next((one for one in own.exchanges if one.store is store), None) if own else None
-        if found is None:
-            found = Exchange(store)
-            if own:
-                own.exchanges.add(found)
-    found.serves = found.serves or serves
-    return found
+    own = track.recorder
+    with own.sharing:
+        known = (*(other.exchange for other in own.tracks), own.exchange)
+        found = next((one for one in known if one is not None and one.store is store), None)
+        track.exchange = own.exchange = found or Exchange(store, track.uid, track.size)
+    track.exchange.serves = track.exchange.serves or serves
 
 
 def records(uid: str, since: float = 0.0) -> list[ProcessRecord]:
@@ -57,24 +53,20 @@ def all_here(track: Track) -> bool:
     return reader.ranks(folder.base(), track.uid, track.since) >= set(range(track.size))
 
 
-def linger(track: Track, seconds: float) -> None:
-    """The store goes with this process, which ends: let the others read there why, if some are on other machines."""
-    if not all_here(track):
-        track.exchange.linger(track.uid, set(range(track.size)) - {track.rank}, seconds)
-
-
-def report(track: Track, answered: list[ProcessRecord] | None = None, why_alone: str = "") -> str:
+def report(track: Track, answered: list[ProcessRecord] | None = None) -> str:
     """Who is missing, and where: of a call that does not return.
 
-    answered   what the ranks on all machines have answered; None: this machine's records are all that there is
-    why_alone  why others were not asked, where they should have been"""
-    here, _, found = _judged(track, [] if answered is None else [*track.exchange.ends(), *answered])
+    answered  by the ranks on all machines; None: this machine's records are all that there is"""
+    exchange = track.exchange
+    here, _, found = _judged(track, [] if answered is None else [*exchange.ends(), *answered])
     from .verdict import about  # which takes long to import, and is seldom needed
 
     text = about(found, track.uid, track.rank)
     for one in _running(here, found, track):
         folder.tell(one.path, text)
-    return f"{text}\nthe ranks on other machines could not be asked: {why_alone}" if why_alone else text
+    if answered is not None and exchange.out_of_reach:
+        return f"{text}\nthe ranks on other machines could not be asked: {exchange.out_of_reach}"
+    return text
 
 
 def explain(track: Track, patient: bool) -> str:
@@ -86,7 +78,7 @@ def explain(track: Track, patient: bool) -> str:
     if elsewhere and track.recorder.path:  # the ranks there want to know, too
         with contextlib.suppress(Exception):
             elsewhere.tell_end(reader.read_file(track.recorder.path))
-            question, _ = elsewhere.question() if elsewhere.size <= _MOST_ASKED else (0, 0)
+            question, _ = elsewhere.ask() if elsewhere.size <= _MOST_ASKED else (0, False)
     end = began + (_LONGEST_ACROSS if question else _LONGEST if patient else 0.0)
     while True:
         began, certain = time.monotonic(), False
@@ -108,7 +100,7 @@ def _why(track: Track, elsewhere: Exchange | None, question: int) -> tuple[str, 
         for one in records(track.uid, track.since):
             if one.state == DEAD:  # it may have been killed, and so cannot tell it
                 elsewhere.tell_end(one)
-        told = [*elsewhere.ends(), *(elsewhere.heard(question) if question else [])]
+        told = [*elsewhere.ends(), *(elsewhere.answers(question) if question else [])]
     _, known, found = _judged(track, told)
     text = verdict.about(found, track.uid, track.rank)
     others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]

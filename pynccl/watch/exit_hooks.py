@@ -74,8 +74,7 @@ def _record_end() -> None:
     if own is None or not own.mine or own.ended:
         return
     own.end(*_how())
-    tracks = own.tracks + ([own.last_asked] if own.last_asked is not None else [])
-    exchanges = dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)
+    exchanges = {exchange for one in (own, *own.tracks) if (exchange := one.exchange) is not None}
     telling = own.ended != layout.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if exchanges and telling and own.path:
         from . import reader
@@ -92,13 +91,10 @@ def _record_end() -> None:
 def _linger(own: recorder.Recorder) -> None:
     """The communicators of a process that has failed are closed, which the others notice; where the store goes with
     this process, it stays until they have read there what has happened."""
-    track = own.last_asked
-    if track is not None and track.exchange.serves:
-        from . import diagnosis
-
+    if own.exchange is not None and own.exchange.serves:
         with contextlib.suppress(Exception):
-            diagnosis.linger(track, _LINGER_SECONDS)
-            track.exchange.close()
+            own.exchange.linger(_LINGER_SECONDS)
+            own.exchange.close()
 
 
 def _how() -> tuple[int, str, str]:

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from typing import Any
 
 from . import folder, layout
@@ -61,9 +60,8 @@ class Recorder:
     def __init__(self) -> None:
         self.settings, self.pid = settings(), os.getpid()
         self.tracks: list[Any] = []  # of the communicators that are alive
-        self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()  # with which ranks on other machines are asked
-        self.last_asked: Any = None  # the last track that ranks elsewhere ask, kept: there the end is told, too
-        self.sharing = threading.Lock()  # of what all threads share: the exchanges, the watchdog
+        self.exchange: Any = None  # the newest one with ranks on other machines: there the end is told, too
+        self.sharing = threading.Lock()  # of what all threads share: the exchange, the watchdog
         self.ended = 0  # how, once this process is about to end
         self.beside: list[str] = []  # other files that go when the job has ended well
         self._ended: list[Any] = []  # tracks of communicators that have ended, oldest first
