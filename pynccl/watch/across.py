@@ -140,12 +140,8 @@ class Exchange:
             return self._ends if told == len(self._ends) else lines(store, "watch/ends")
 
         self._ends = self._reach.do(read_new, [])
-        newest: dict[tuple[str, str, int], ProcessRecord] = {}
-        for one in _records(self._ends):
-            before = newest.get(identity(one))
-            if before is None or one.state == DEAD or before.state != DEAD:
-                newest[identity(one)] = one
-        return list(newest.values())
+        told = sorted(_records(self._ends), key=lambda one: one.state == DEAD)  # of each process the last word
+        return list({identity(one): one for one in told}.values())
 
     def linger(self, seconds: float) -> None:
         """Before the store goes with this process, which has told its end: let the others read there what was told,
@@ -158,7 +154,7 @@ class Exchange:
 
     def _ranks(self, records: list[ProcessRecord]) -> set[int]:
         """Which ranks of the first communicator these are."""
-        return {comm.rank for one in records for comm in one.comms if self.uid in (comm.uid, *comm.aliases)}
+        return {comm.rank for one in records for comm in one.of(self.uid)}
 
     def close(self) -> None:
         """Ask and tell no more. To be called before the interpreter ends."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import folder, reader
 from .across import Exchange, identity
-from .records import DEAD, FAILED, RUNNING, CommRecord, ProcessRecord
+from .records import DEAD, FAILED, RUNNING, ProcessRecord
 from .track import Track
 
 _LONGEST = 1.0  # seconds that an error waits for the other ranks to say what has happened to them
@@ -36,9 +36,9 @@ def meet(track: Track, store: Any, serves: bool) -> None:
     track.exchange.serves = track.exchange.serves or serves
 
 
-def records(uid: str, since: float = 0.0) -> list[ProcessRecord]:
-    """Of all processes on this machine that are in the communicator, made then, or have been."""
-    found, _ = reader.read_folder(folder.base(), uid=uid, since=since)
+def records(uid: str) -> list[ProcessRecord]:
+    """Of all processes on this machine that are in the communicator, or have been."""
+    found, _ = reader.read_folder(folder.base(), uid=uid)
     return found
 
 
@@ -50,7 +50,7 @@ def own_answer(uid: str, path: str) -> list[ProcessRecord]:
 
 def all_here(track: Track) -> bool:
     """Whether all ranks of the communicator have their files on this machine, so that nobody need be asked."""
-    return reader.ranks(folder.base(), track.uid, track.since) >= set(range(track.size))
+    return reader.ranks(folder.base(), track.uid) >= set(range(track.size))
 
 
 def report(track: Track, answered: list[ProcessRecord] | None = None) -> str:
@@ -97,16 +97,16 @@ def _why(track: Track, elsewhere: Exchange | None, question: int) -> tuple[str, 
 
     told = []
     if elsewhere:
-        for one in records(track.uid, track.since):
+        for one in records(track.uid):
             if one.state == DEAD:  # it may have been killed, and so cannot tell it
                 elsewhere.tell_end(one)
         told = [*elsewhere.ends(), *(elsewhere.answers(question) if question else [])]
     _, known, found = _judged(track, told)
     text = verdict.about(found, track.uid, track.rank)
-    others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]
+    others = [one for one in known if any(comm.rank != track.rank for comm in one.of(track.uid))]
     if not others and not elsewhere:
         return text, True
-    heard = {comm.rank for one in known for comm in _of(one, track.uid)}
+    heard = {comm.rank for one in known for comm in one.of(track.uid)}
     blamed = {rank for uid, rank in found.culprits if uid == track.uid}
     both_sides = found.kind in ("mismatch", "crossed")
     certain = both_sides or (any(_tells(one, track) for one in others) and found.kind != "failed")
@@ -118,7 +118,7 @@ def _judged(track: Track, elsewhere: Sequence[ProcessRecord]) -> tuple[list[Proc
     from .verdict import judge
 
     for asked in (False, True):
-        here = records(track.uid, track.since)
+        here = records(track.uid)
         everywhere: dict[tuple[str, str, int], ProcessRecord] = {}
         for one in (*here, *elsewhere):
             everywhere.setdefault(identity(one), one)
@@ -133,18 +133,13 @@ def _running(known: list[ProcessRecord], found: Any, track: Track) -> list[Proce
     return [
         one
         for one in known
-        if one.state == RUNNING and any((comm.uid, comm.rank) in found.culprits for comm in _of(one, track.uid))
+        if one.state == RUNNING and any((comm.uid, comm.rank) in found.culprits for comm in one.of(track.uid))
     ]
-
-
-def _of(process: ProcessRecord, uid: str) -> list[CommRecord]:
-    return [comm for comm in process.comms if uid in (comm.uid, *comm.aliases)]
 
 
 def _tells(process: ProcessRecord, track: Track) -> bool:
     """Whether this process, one of another rank, has ended, or has failed."""
-    for comm in _of(process, track.uid):
-        if comm.rank != track.rank:
-            failed = any(call.state == FAILED for call in comm.calls[-3:])
-            return bool(process.end) or process.state == DEAD or bool(comm.ended) or failed
-    return False
+    others = [comm for comm in process.of(track.uid) if comm.rank != track.rank]
+    if others and (process.end or process.state == DEAD):
+        return True
+    return any(comm.ended or any(call.state == FAILED for call in comm.calls[-3:]) for comm in others)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import folder, layout, recorder
-from .frames import is_between
+from .frames import between
 from .records import RUNNING, STOPPED, ProcessRecord
 
 _CLEAN = "exit"  # ProcessRecord.end of one that has ended well
@@ -119,7 +119,7 @@ def _cause(error: BaseException | None) -> BaseException | None:
 def _line_of(error: BaseException) -> str:
     """The user's innermost line that the exception came through."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return next((f"{file}:{line}" for file, line in reversed(lines) if not is_between(file)), "")
+    return next((f"{file}:{line}" for file, line in reversed(lines) if not between[file]), "")
 
 
 def _remove() -> None:
@@ -137,7 +137,7 @@ def _remove() -> None:
 
         me = reader.read_file(own.path, calls=False)
         known, _ = reader.read_folder(os.path.dirname(own.path), calls=False)
-        others = [one for one in known if one.job == me.job or reader.uids(one) & reader.uids(me)]
+        others = [one for one in known if one.job == me.job or one.uids() & me.uids()]
     if any(one.state in (RUNNING, STOPPED) for one in others):
         return
     for path in (own.path, *(one.path for one in others if one.end == _CLEAN), *own.beside):

@@ -22,12 +22,22 @@ _PACKAGES = ("torch", "pynccl_autograd")  # whose files lie between a user's lin
 _MODULES = tuple(_LIBRARY + name for name in ("contextlib.py", "functools.py", "threading.py", "concurrent" + os.sep))
 _TYPED_IN = ("<stdin>", "<string>", "<console>", "<ipython", "<doctest")  # of users; other names in <> are generated
 _MOST_FILES = 10_000
-_COMM = os.path.join(_FOLDER, "comm") + os.sep
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
-# Whether code of a file lies between: asked for each frame of each call.
-_known: dict[str, bool] = {}
+
+class _Between(dict[str, bool]):
+    """Whether code of a file lies between the user's line and a call of this package: asked for each frame of each
+    call."""
+
+    def __missing__(self, file: str) -> bool:
+        if len(self) >= _MOST_FILES:  # of a program that makes code for ever
+            self.clear()
+        self[file] = found = _lies_between(file)
+        return found
+
+
+between = _Between()
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -58,23 +68,10 @@ def user_site(depth: int = 2) -> str:
         return ""
     while frame is not None:
         file = frame.f_code.co_filename
-        between = _known.get(file)
-        if between is None:
-            between = is_between(file)
-        if not between:
+        if not between[file]:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def is_between(file: str) -> bool:
-    """Whether code of this file lies between the user's line and a call of this package."""
-    if file in _known:
-        return _known[file]
-    if len(_known) >= _MOST_FILES:  # of a program that makes code for ever
-        _known.clear()
-    _known[file] = found = _lies_between(file)
-    return found
 
 
 def _lies_between(file: str) -> bool:
@@ -138,22 +135,20 @@ def of_main(threads: Stacks) -> list[Line]:
 
 
 def of_call(threads: Stacks, thread: int) -> list[Line]:
-    """The stack of the thread that is in a call of a communicator: `thread`, which made the newest one, else any that
-    is in one, else the main thread. A call with a deadline runs beside its caller, whose lines are the user's."""
-    others = [frames for one, frames in threads.items() if one != threading.get_ident()]
-    in_calls = [frames for frames in others if any(one.file.startswith(_COMM) for one in frames)]
-    candidates = [threads.get(thread, []), *in_calls]
-    return next((frames for frames in candidates if users_line(frames)), of_main(threads))
+    """The stack of the thread that made a call; of the main thread where none of its lines is the user's: torch's own
+    threads run the backward pass."""
+    frames = threads.get(thread, [])
+    return frames if users_line(frames) else of_main(threads)
 
 
 def users_line(frames: Sequence[Line]) -> str:
     """ "file:line function" of the user's innermost line; "" where there is none."""
-    return next((str(one) for one in frames if not is_between(one.file)), "")
+    return next((str(one) for one in frames if not between[one.file]), "")
 
 
 def users_stack(frames: Sequence[Line], most: int = 2000) -> str:
     """One line per frame, outermost first, without what lies below the call of this package that the user has made; of
     at most so many characters: the innermost ones."""
-    inner = next((number for number, one in enumerate(frames) if not is_between(one.file)), len(frames))
+    inner = next((number for number, one in enumerate(frames) if not between[one.file]), len(frames))
     text = "\n".join(str(one) for one in reversed(frames[max(inner - 1, 0) :]))
     return text if len(text) <= most else "...\n" + text[-most:].partition("\n")[2]

@@ -135,6 +135,14 @@ class ProcessRecord:
     end_at: float = 0.0
     comms: list[CommRecord] = field(default_factory=list)
 
+    def of(self, uid: str) -> list[CommRecord]:
+        """Its communicators of this name: several, where threads of one process are ranks."""
+        return [comm for comm in self.comms if uid in (comm.uid, *comm.aliases)]
+
+    def uids(self) -> set[str]:
+        """The names of its communicators."""
+        return {uid for comm in self.comms for uid in (comm.uid, *comm.aliases)}
+
 
 _NESTED: dict[str, type] = {"comms": CommRecord, "calls": CallRecord}
 _TYPES: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}  # else a list

@@ -11,7 +11,6 @@ import itertools
 import mmap
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -47,7 +46,6 @@ class Track:
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int) -> None:
         memory, self.kept = recorder.new_region()  # whether it is in the file
         self.recorder = recorder
-        self.since = time.time()
         self.uid, self.name, self.rank, self.size = known.uid, known.name, rank, size
         self.children: dict[str, int] = {}  # how many were made of it, by what made them: for their names
         self.head, self.thread = 0, 0
@@ -218,8 +216,6 @@ class Track:
 
     def end(self, how: str, site: str = "") -> None:
         """The communicator has ended."""
-        if not self.recorder.mine:
-            return
         self.write("ended", how)
         self.write("ended_site", site)
         self.comm_head.ended_at = now()

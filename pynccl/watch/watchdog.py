@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from ..bindings.workers import Helper, Silent
 from . import frames, progress, recorder
 from .records import ProcessRecord
-from .settings import RAISE
 from .track import Track
 
 if TYPE_CHECKING:  # with one machine it is not needed
@@ -203,7 +202,7 @@ class Watchdog:
             return  # it has gone on meanwhile
         text = f"{text}\n{stuck.note}" if stuck.note else text
         waited = f"waited {time.monotonic() - stuck.since:.1f} s"
-        aborts = self.settings.action == RAISE and comm is not None
+        aborts = self.settings.raises and comm is not None
         who = f"rank {track.rank} of {track.size} (comm {track.name!r})"
         lines = [
             f"pynccl watchdog: {who} has {waited}",
