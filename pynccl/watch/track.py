@@ -216,6 +216,8 @@ class Track:
 
     def end(self, how: str, site: str = "") -> None:
         """The communicator has ended."""
+        if not self.recorder.mine:  # in a forked child, whose parent's locks another thread may have held
+            return
         self.write("ended", how)
         self.write("ended_site", site)
         self.comm_head.ended_at = now()
