@@ -157,13 +157,11 @@ class Watchdog:
         streams = track.streams(watched.completed)
         if track.library.is_host:
             streams.discard(0)  # the caller's, who has returned
-        return self._ask_streams(
-            track, lambda: progress.mark(track.library, track.ordinal, watched.entry, streams), bool(streams)
-        )
+        return self._ask_streams(track, partial(progress.mark, track.library, track.ordinal, watched.entry, streams))
 
-    def _ask_streams(self, track: Track, call: Callable[[], T], asks: bool = True) -> T:
+    def _ask_streams(self, track: Track, call: Callable[[], T]) -> T:
         """What `call()` returns, which asks CUDA; Silent if that does not answer."""
-        return call() if track.library.is_host or not asks else self._cuda.ask(call, ANSWER_SECONDS)
+        return call() if track.library.is_host else self._cuda.ask(call, ANSWER_SECONDS)
 
     def _verdict(self, stuck: Stuck, known: dict[Exchange, str]) -> str:
         """Who is missing: from the files of this machine, or from the records of all machines."""
@@ -198,7 +196,7 @@ class Watchdog:
     def _report(self, stuck: Stuck, text: str) -> None:
         """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise abort the communicator, too."""
         track, comm = stuck.track, stuck.track.comm()
-        if track.head != stuck.entry or (stuck.inside and track.has_returned(stuck.entry)):
+        if stuck.inside and (track.head != stuck.entry or track.has_returned(stuck.entry)):
             return  # it has gone on meanwhile
         text = f"{text}\n{stuck.note}" if stuck.note else text
         waited = f"waited {time.monotonic() - stuck.since:.1f} s"
