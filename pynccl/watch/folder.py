@@ -12,6 +12,7 @@ import time
 
 from . import layout
 from .layout import SUFFIX, Header
+from .records import DEAD, RUNNING, STOPPED, UNKNOWN
 from .settings import settings
 
 _KEPT_BYTES = 64 << 20  # of processes that went wrong, the newest
@@ -88,14 +89,21 @@ def machine() -> str:
     return "/".join(parts) or os.uname().nodename
 
 
+def state_of(pid: int, start: int) -> str:
+    """What the process with this number, started at that tick, is doing on this machine."""
+    try:
+        words = words_of(pid)
+    except OSError:  # no descriptor is left here, which says nothing of that process
+        return UNKNOWN
+    if len(words) < 20 or int(words[19]) != start or words[0] in (b"Z", b"X"):
+        return DEAD
+    return STOPPED if words[0] in (b"T", b"t") else RUNNING
+
+
 def alive(path: str) -> bool:
     """Whether the process of this file is still there, as far as this machine knows."""
     found = re.search(rf"-(\d+)-(\d+){re.escape(SUFFIX)}$", path)
-    try:
-        words = words_of(found[1]) if found else []
-    except OSError:  # it cannot be told
-        return True
-    return found is None or (len(words) > 19 and int(words[19]) == int(found[2]))
+    return found is None or state_of(int(found[1]), int(found[2])) != DEAD
 
 
 # Files

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
@@ -87,18 +86,7 @@ def _lies_between(file: str) -> bool:
 # The stacks of all threads
 
 
-class Line(NamedTuple):
-    """A frame: "file:line function"."""
-
-    file: str
-    number: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number} {self.function}"
-
-
-Stacks = Mapping[int, list[Line]]  # of each thread the frames, innermost first
+Stacks = Mapping[int, list[str]]  # of each thread the frames, innermost first: "file:line function"
 
 
 def take() -> Stacks:
@@ -114,13 +102,13 @@ def take() -> Stacks:
 
 def parsed(text: str) -> Stacks:
     """What faulthandler has written."""
-    threads: dict[int, list[Line]] = {}
-    frames: list[Line] = []
+    threads: dict[int, list[str]] = {}
+    frames: list[str] = []
     for line in text.splitlines():
         if found := _THREAD.match(line):
             frames = threads[int(found[1], 16)] = []
         elif found := _FRAME.fullmatch(line):
-            frames.append(Line(_unescaped(found[1]), found[2], _unescaped(found[3])))
+            frames.append(f"{_unescaped(found[1])}:{found[2]} {_unescaped(found[3])}")
     return threads
 
 
@@ -129,26 +117,30 @@ def _unescaped(text: str) -> str:
     return text.encode("ascii", "replace").decode("unicode_escape", "replace")
 
 
-def of_main(threads: Stacks) -> list[Line]:
+def of_main(threads: Stacks) -> list[str]:
     """The stack of the main thread."""
     return threads.get(threading.main_thread().ident or 0, [])
 
 
-def of_call(threads: Stacks, thread: int) -> list[Line]:
+def of_call(threads: Stacks, thread: int) -> list[str]:
     """The stack of the thread that made a call; of the main thread where none of its lines is the user's: torch's own
     threads run the backward pass."""
     frames = threads.get(thread, [])
     return frames if users_line(frames) else of_main(threads)
 
 
-def users_line(frames: Sequence[Line]) -> str:
-    """ "file:line function" of the user's innermost line; "" where there is none."""
-    return next((str(one) for one in frames if not between[one.file]), "")
+def users_line(frames: Sequence[str]) -> str:
+    """The user's innermost line; "" where there is none."""
+    return next((one for one in frames if not between[_file_of(one)]), "")
 
 
-def users_stack(frames: Sequence[Line], most: int = 2000) -> str:
+def users_stack(frames: Sequence[str], most: int = 2000) -> str:
     """One line per frame, outermost first, without what lies below the call of this package that the user has made; of
     at most so many characters: the innermost ones."""
-    inner = next((number for number, one in enumerate(frames) if not between[one.file]), len(frames))
-    text = "\n".join(str(one) for one in reversed(frames[max(inner - 1, 0) :]))
+    inner = next((number for number, one in enumerate(frames) if not between[_file_of(one)]), len(frames))
+    text = "\n".join(reversed(frames[max(inner - 1, 0) :]))
     return text if len(text) <= most else "...\n" + text[-most:].partition("\n")[2]
+
+
+def _file_of(frame: str) -> str:
+    return frame.rpartition(":")[0]

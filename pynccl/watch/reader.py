@@ -23,7 +23,6 @@ from .records import (
     INSIDE,
     ISSUED,
     RUNNING,
-    STOPPED,
     UNKNOWN,
     CallRecord,
     CommRecord,
@@ -115,17 +114,6 @@ def _has_answered(path: str, begun: float) -> bool:
     return True  # it has gone meanwhile
 
 
-def state_of(pid: int, start: int) -> str:
-    """What the process with this number, started at that tick, is doing on this machine."""
-    try:
-        words = folder.words_of(pid)
-    except OSError:  # no descriptor is left here, which says nothing of that process
-        return UNKNOWN
-    if len(words) < 20 or int(words[19]) != start or words[0] in (b"Z", b"X"):
-        return DEAD
-    return STOPPED if words[0] in (b"T", b"t") else RUNNING
-
-
 class _File:
     """An open file. It is read, never mapped: a file that shrinks would kill the reader."""
 
@@ -174,7 +162,7 @@ class _File:
             where_at=self._seconds(head.where_at),
             stack=get(head.stack, lines=True),
             # What has said that it ends counts as gone, though it may still be closing what it has open.
-            state=DEAD if head.ended else state_of(head.pid, head.start) if here else UNKNOWN,
+            state=DEAD if head.ended else folder.state_of(head.pid, head.start) if here else UNKNOWN,
             end=get(head.end),
             end_site=get(head.end_site),
             end_at=self._seconds(head.ended),

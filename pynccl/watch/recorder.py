@@ -54,7 +54,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.settings, self.pid = settings(), os.getpid()
+        self.settings = settings()
         self.tracks: list[Any] = []  # of the communicators that are alive
         self.exchange: Any = None  # the newest one with ranks on other machines: there the end is told, too
         self.sharing = threading.Lock()  # of what all threads share: the exchange, the watchdog
@@ -97,7 +97,7 @@ class Recorder:
 
     def _write_head(self) -> None:
         head = self.head
-        head.pid, head.start, head.rank = self.pid, folder.started(), _rank()
+        head.pid, head.start, head.rank = os.getpid(), folder.started(), _rank()
         head.wall, head.clock, head.born = time.time(), now(), folder.born()
         head.looked = now()
         layout.put(head, "host", os.uname().nodename)

@@ -55,10 +55,6 @@ class CallRecord:
     state: str = COMPLETED
     error: str = ""  # what it raised, first line
 
-    @property
-    def collective(self) -> bool:
-        return self.number > 0
-
 
 @dataclass
 class CommRecord:
@@ -94,10 +90,6 @@ class CommRecord:
     def last(self) -> CallRecord | None:
         """The newest call."""
         return self.calls[-1] if self.calls else None
-
-    def numbered(self, number: int) -> CallRecord | None:
-        """The collective call with this number, if it is still recorded."""
-        return next((call for call in reversed(self.calls) if call.number == number), None)
 
 
 @dataclass
