@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Stuck(NamedTuple):
-    """A call that has been under way for too long, since then by time.monotonic().
+    """A call that has been under way since then, by time.monotonic().
 
     inside  its C function has not returned; else its stream has not passed it
     note    what this rank alone knows about it"""
@@ -100,8 +100,9 @@ class Watchdog:
         for track, watched in self._watched.items():
             with contextlib.suppress(Exception):
                 stuck = self._look_at(track, watched)
-                late = stuck is not None and time.monotonic() - stuck.since > self.settings.timeout
-                if stuck is not None and late and self.settings.timeout and watched.reported < stuck.entry:
+                if stuck is None or not self.settings.timeout or watched.reported >= stuck.entry:
+                    continue
+                if time.monotonic() - stuck.since > self.settings.timeout:
                     watched.reported = stuck.entry
                     found.append(stuck)
         return found
