@@ -55,6 +55,10 @@ class CallRecord:
     state: str = COMPLETED
     error: str = ""  # what it raised, first line
 
+    @property
+    def collective(self) -> bool:
+        return self.number > 0
+
 
 @dataclass
 class CommRecord:
