@@ -72,10 +72,10 @@ def init_at(
 def _watch_at(comm: Communicator, store: Any, serves: bool) -> None:
     if comm._track is not None and comm.size > 1:
         try:
-            from ..watch.diagnosis import exchange_at  # what it imports takes long
+            from ..watch.diagnosis import meet  # what it imports takes long
         except OSError:  # no descriptor is left: ranks on other machines are not asked
             return
-        comm._watch_at(exchange_at(store, serves))
+        meet(comm._track, store, serves)
 
 
 def init(

@@ -165,12 +165,6 @@ class Comm(Shared):
         made = [f"{one.number}/{one.color}" for one in self.origin.line()]
         return f"{'.'.join(reversed(made))} of {self.size}"
 
-    def _watch_at(self, exchange: Any) -> None:
-        """Its ranks are on several machines, maybe, and can be asked so where they are."""
-        if self._track is not None:
-            self._track.join(exchange)
-            self._track.recorder.last_asked = self._track
-
     def check_alive(self) -> None:
         if self._handle is None:
             if self._late:

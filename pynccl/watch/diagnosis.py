@@ -14,8 +14,7 @@ from typing import Any
 
 from . import folder, reader
 from .across import Exchange, identity
-from .recorder import started
-from .records import DEAD, FAILED, RUNNING, CommRecord, ProcessRecord
+from .records import DEAD, FAILED, RUNNING, ProcessRecord
 from .track import Track
 
 _LONGEST = 1.0  # seconds that an error waits for the other ranks to say what has happened to them
@@ -24,25 +23,22 @@ _MOST_ASKED = 256  # ranks: of more, not all that fail at once can read the reco
 _PAUSE = 0.02
 
 
-def exchange_at(store: Any, serves: bool = False) -> Exchange:
-    """This process's part in what the ranks that share the store tell each other: one, also where several of its
-    threads are ranks there.
+def meet(track: Track, store: Any, serves: bool) -> None:
+    """The ranks of this communicator, which have met at this store, ask each other there where they are. A process has
+    one exchange at a store, also where several of its threads are ranks.
 
     serves  the store goes with this process"""
-    own = started()
-    with own.sharing if own else contextlib.nullcontext():
-        found: Exchange | None = next((one for one in own.exchanges if one.store is store), None) if own else None
-        if found is None:
-            found = Exchange(store)
-            if own:
-                own.exchanges.add(found)
-    found.serves = found.serves or serves
-    return found
+    own = track.recorder
+    with own.sharing:
+        known = (*(other.exchange for other in own.tracks), own.exchange)
+        found = next((one for one in known if one is not None and one.store is store), None)
+        track.exchange = own.exchange = found or Exchange(store, track.uid, track.size)
+    track.exchange.serves = track.exchange.serves or serves
 
 
-def records(uid: str, since: float = 0.0) -> list[ProcessRecord]:
-    """Of all processes on this machine that are in the communicator, made then, or have been."""
-    found, _ = reader.read_folder(folder.base(), uid=uid, since=since)
+def records(uid: str) -> list[ProcessRecord]:
+    """Of all processes on this machine that are in the communicator, or have been."""
+    found, _ = reader.read_folder(folder.base(), uid=uid)
     return found
 
 
@@ -54,27 +50,23 @@ def own_answer(uid: str, path: str) -> list[ProcessRecord]:
 
 def all_here(track: Track) -> bool:
     """Whether all ranks of the communicator have their files on this machine, so that nobody need be asked."""
-    return reader.ranks(folder.base(), track.uid, track.since) >= set(range(track.size))
+    return reader.ranks(folder.base(), track.uid) >= set(range(track.size))
 
 
-def linger(track: Track, seconds: float) -> None:
-    """The store goes with this process, which ends: let the others read there why, if some are on other machines."""
-    if not all_here(track):
-        track.exchange.linger(track.uid, set(range(track.size)) - {track.rank}, seconds)
-
-
-def report(track: Track, answered: list[ProcessRecord] | None = None, why_alone: str = "") -> str:
+def report(track: Track, answered: list[ProcessRecord] | None = None) -> str:
     """Who is missing, and where: of a call that does not return.
 
-    answered   what the ranks on all machines have answered; None: this machine's records are all that there is
-    why_alone  why others were not asked, where they should have been"""
-    here, _, found = _judged(track, [] if answered is None else [*track.exchange.ends(), *answered])
+    answered  by the ranks on all machines; None: this machine's records are all that there is"""
+    exchange = track.exchange
+    here, _, found = _judged(track, [] if answered is None else [*exchange.ends(), *answered])
     from .verdict import about  # which takes long to import, and is seldom needed
 
     text = about(found, track.uid, track.rank)
     for one in _running(here, found, track):
         folder.tell(one.path, text)
-    return f"{text}\nthe ranks on other machines could not be asked: {why_alone}" if why_alone else text
+    if answered is not None and exchange.out_of_reach:
+        return f"{text}\nthe ranks on other machines could not be asked: {exchange.out_of_reach}"
+    return text
 
 
 def explain(track: Track, patient: bool) -> str:
@@ -86,7 +78,7 @@ def explain(track: Track, patient: bool) -> str:
     if elsewhere and track.recorder.path:  # the ranks there want to know, too
         with contextlib.suppress(Exception):
             elsewhere.tell_end(reader.read_file(track.recorder.path))
-            question, _ = elsewhere.question() if elsewhere.size <= _MOST_ASKED else (0, 0)
+            question, _ = elsewhere.ask() if elsewhere.size <= _MOST_ASKED else (0, False)
     end = began + (_LONGEST_ACROSS if question else _LONGEST if patient else 0.0)
     while True:
         began, certain = time.monotonic(), False
@@ -105,16 +97,16 @@ def _why(track: Track, elsewhere: Exchange | None, question: int) -> tuple[str, 
 
     told = []
     if elsewhere:
-        for one in records(track.uid, track.since):
+        for one in records(track.uid):
             if one.state == DEAD:  # it may have been killed, and so cannot tell it
                 elsewhere.tell_end(one)
-        told = [*elsewhere.ends(), *(elsewhere.heard(question) if question else [])]
+        told = [*elsewhere.ends(), *(elsewhere.answers(question) if question else [])]
     _, known, found = _judged(track, told)
     text = verdict.about(found, track.uid, track.rank)
-    others = [one for one in known if any(comm.rank != track.rank for comm in _of(one, track.uid))]
+    others = [one for one in known if any(comm.rank != track.rank for comm in one.of(track.uid))]
     if not others and not elsewhere:
         return text, True
-    heard = {comm.rank for one in known for comm in _of(one, track.uid)}
+    heard = {comm.rank for one in known for comm in one.of(track.uid)}
     blamed = {rank for uid, rank in found.culprits if uid == track.uid}
     both_sides = found.kind in ("mismatch", "crossed")
     certain = both_sides or (any(_tells(one, track) for one in others) and found.kind != "failed")
@@ -126,7 +118,7 @@ def _judged(track: Track, elsewhere: Sequence[ProcessRecord]) -> tuple[list[Proc
     from .verdict import judge
 
     for asked in (False, True):
-        here = records(track.uid, track.since)
+        here = records(track.uid)
         everywhere: dict[tuple[str, str, int], ProcessRecord] = {}
         for one in (*here, *elsewhere):
             everywhere.setdefault(identity(one), one)
@@ -141,18 +133,13 @@ def _running(known: list[ProcessRecord], found: Any, track: Track) -> list[Proce
     return [
         one
         for one in known
-        if one.state == RUNNING and any((comm.uid, comm.rank) in found.culprits for comm in _of(one, track.uid))
+        if one.state == RUNNING and any((comm.uid, comm.rank) in found.culprits for comm in one.of(track.uid))
     ]
-
-
-def _of(process: ProcessRecord, uid: str) -> list[CommRecord]:
-    return [comm for comm in process.comms if uid in (comm.uid, *comm.aliases)]
 
 
 def _tells(process: ProcessRecord, track: Track) -> bool:
     """Whether this process, one of another rank, has ended, or has failed."""
-    for comm in _of(process, track.uid):
-        if comm.rank != track.rank:
-            failed = any(call.state == FAILED for call in comm.calls[-3:])
-            return bool(process.end) or process.state == DEAD or bool(comm.ended) or failed
-    return False
+    others = [comm for comm in process.of(track.uid) if comm.rank != track.rank]
+    if others and (process.end or process.state == DEAD):
+        return True
+    return any(comm.ended or any(call.state == FAILED for call in comm.calls[-3:]) for comm in others)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import folder, layout, recorder
-from .frames import is_between
+from .frames import between
 from .records import RUNNING, STOPPED, ProcessRecord
 
 _CLEAN = "exit"  # ProcessRecord.end of one that has ended well
@@ -74,8 +74,7 @@ def _record_end() -> None:
     if own is None or not own.mine or own.ended:
         return
     own.end(*_how())
-    tracks = own.tracks + ([own.last_asked] if own.last_asked is not None else [])
-    exchanges = dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)
+    exchanges = {exchange for one in (own, *own.tracks) if (exchange := one.exchange) is not None}
     telling = own.ended != layout.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if exchanges and telling and own.path:
         from . import reader
@@ -92,13 +91,10 @@ def _record_end() -> None:
 def _linger(own: recorder.Recorder) -> None:
     """The communicators of a process that has failed are closed, which the others notice; where the store goes with
     this process, it stays until they have read there what has happened."""
-    track = own.last_asked
-    if track is not None and track.exchange.serves:
-        from . import diagnosis
-
+    if own.exchange is not None and own.exchange.serves:
         with contextlib.suppress(Exception):
-            diagnosis.linger(track, _LINGER_SECONDS)
-            track.exchange.close()
+            own.exchange.linger(_LINGER_SECONDS)
+            own.exchange.close()
 
 
 def _how() -> tuple[int, str, str]:
@@ -123,7 +119,7 @@ def _cause(error: BaseException | None) -> BaseException | None:
 def _line_of(error: BaseException) -> str:
     """The user's innermost line that the exception came through."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return next((f"{file}:{line}" for file, line in reversed(lines) if not is_between(file)), "")
+    return next((f"{file}:{line}" for file, line in reversed(lines) if not between[file]), "")
 
 
 def _remove() -> None:
@@ -141,7 +137,7 @@ def _remove() -> None:
 
         me = reader.read_file(own.path, calls=False)
         known, _ = reader.read_folder(os.path.dirname(own.path), calls=False)
-        others = [one for one in known if one.job == me.job or reader.uids(one) & reader.uids(me)]
+        others = [one for one in known if one.job == me.job or one.uids() & me.uids()]
     if any(one.state in (RUNNING, STOPPED) for one in others):
         return
     for path in (own.path, *(one.path for one in others if one.end == _CLEAN), *own.beside):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
+import mmap
 import os
 import re
 import stat
@@ -12,10 +12,15 @@ import time
 
 from . import layout
 from .layout import SUFFIX, Header
+from .records import DEAD, RUNNING, STOPPED, UNKNOWN
 from .settings import settings
 
 _KEPT_BYTES = 64 << 20  # of processes that went wrong, the newest
-_SILENT_SECONDS = 3600.0  # after which a process that is not of this machine counts as ended
+_SILENT_SECONDS = 60.0  # after which a process of another machine counts as ended: it touches its file every ten
+_LAUNCHERS = (  # variables of theirs that name a job
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 def base() -> str:
@@ -39,20 +44,9 @@ def files(folder: str) -> list[str]:
 
 def job() -> str:
     """A name that the processes of one job on this machine share, and others do not: of what started them."""
-    environ = os.environ
-    for prefix, names in (
-        ("torchrun", ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")),
-        ("slurm", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
-        ("mpi", ("PMIX_NAMESPACE",)),
-        ("mpi", ("OMPI_MCA_ess_base_jobid",)),
-        ("mpi", ("PMI_JOBID",)),
-    ):
-        if environ.get(names[0]):
-            return "-".join([prefix, *(environ[name] for name in names if environ.get(name))])
-    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        return f"{environ['MASTER_ADDR']}-{environ['MASTER_PORT']}"
+    known = [value for name in _LAUNCHERS if (value := os.environ.get(name))]
     parent = os.getppid()
-    return f"process-{parent}-{started(parent)}"
+    return "-".join(known) or f"process-{parent}-{started(parent)}"
 
 
 # Processes and machines
@@ -95,21 +89,28 @@ def machine() -> str:
     return "/".join(parts) or os.uname().nodename
 
 
+def state_of(pid: int, start: int) -> str:
+    """What the process with this number, started at that tick, is doing on this machine."""
+    try:
+        words = words_of(pid)
+    except OSError:  # no descriptor is left here, which says nothing of that process
+        return UNKNOWN
+    if len(words) < 20 or int(words[19]) != start or words[0] in (b"Z", b"X"):
+        return DEAD
+    return STOPPED if words[0] in (b"T", b"t") else RUNNING
+
+
 def alive(path: str) -> bool:
     """Whether the process of this file is still there, as far as this machine knows."""
     found = re.search(rf"-(\d+)-(\d+){re.escape(SUFFIX)}$", path)
-    try:
-        words = words_of(found[1]) if found else []
-    except OSError:  # it cannot be told
-        return True
-    return found is None or (len(words) > 19 and int(words[19]) == int(found[2]))
+    return found is None or state_of(int(found[1]), int(found[2])) != DEAD
 
 
 # Files
 
 
-def create(rank: int) -> tuple[str, int]:
-    """The path of this process's file, and a descriptor of it. OSError where it cannot be had."""
+def create(rank: int) -> tuple[str, int, memoryview]:
+    """This process's file: its path, a descriptor, and its part before the regions. OSError where it cannot be had."""
     folder = base()
     os.makedirs(folder, mode=0o700, exist_ok=True)
     if not settings().folder:  # others may have made a folder of this name before
@@ -120,30 +121,18 @@ def create(rank: int) -> tuple[str, int]:
     remove(path)  # of an earlier recorder of this process
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        reserve(file, 0, layout.REGIONS_AT)
+        return path, file, grow(file, 0, layout.REGIONS_AT)
     except OSError:
         os.close(file)
         remove(path)
         raise
-    return path, file
 
 
-def reserve(file: int, at: int, nbytes: int) -> None:
-    """Take room from the file system at once: memory that is mapped to a file which cannot have it ends the process by
-    SIGBUS when it is written to. OSError where there is none; then the file is as long as it was."""
-    try:
-        os.posix_fallocate(file, at, nbytes)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(file, at)
-        raise
-
-
-def header(path: str) -> Header | None:
-    """The header of this file; None where it is too short for one. OSError where it cannot be read."""
-    with open(path, "rb") as file:
-        data = file.read(ctypes.sizeof(Header))
-    return Header.from_buffer_copy(data) if len(data) == ctypes.sizeof(Header) else None
+def grow(file: int, at: int, nbytes: int) -> memoryview:
+    """So many bytes more of the file, mapped, or OSError. Their room is taken from the file system at once: memory that
+    is mapped to a file which cannot have it ends the process by SIGBUS when it is written to."""
+    os.posix_fallocate(file, at, nbytes)
+    return memoryview(mmap.mmap(file, nbytes, offset=at))
 
 
 def write_field(path: str, field: str, value: bytes) -> bool:
@@ -165,21 +154,13 @@ def remove_old(folder: str) -> None:
     for path in files(folder):
         with contextlib.suppress(OSError):  # it has gone meanwhile
             found = os.stat(path)
-            if _has_ended(path, found.st_mtime):
+            if found.st_mtime < time.time() - _SILENT_SECONDS and not alive(path):
                 ended.append((found.st_mtime, found.st_blocks * 512, path))
     room = _KEPT_BYTES
     for _, nbytes, path in sorted(ended, reverse=True):
         room -= nbytes
         if room < 0:
             remove(path)
-
-
-def _has_ended(path: str, seen: float) -> bool:
-    """seen  when the file was changed: the watchdog of a living process sees to that."""
-    head = header(path)
-    if head is not None and layout.get(head.machine) != machine():
-        return seen < time.time() - _SILENT_SECONDS
-    return not alive(path)
 
 
 def remove(path: str) -> None:

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
@@ -22,12 +21,22 @@ _PACKAGES = ("torch", "pynccl_autograd")  # whose files lie between a user's lin
 _MODULES = tuple(_LIBRARY + name for name in ("contextlib.py", "functools.py", "threading.py", "concurrent" + os.sep))
 _TYPED_IN = ("<stdin>", "<string>", "<console>", "<ipython", "<doctest")  # of users; other names in <> are generated
 _MOST_FILES = 10_000
-_COMM = os.path.join(_FOLDER, "comm") + os.sep
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
-# Whether code of a file lies between: asked for each frame of each call.
-_known: dict[str, bool] = {}
+
+class _Between(dict[str, bool]):
+    """Whether code of a file lies between the user's line and a call of this package: asked for each frame of each
+    call."""
+
+    def __missing__(self, file: str) -> bool:
+        if len(self) >= _MOST_FILES:  # of a program that makes code for ever
+            self.clear()
+        self[file] = found = _lies_between(file)
+        return found
+
+
+between = _Between()
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -58,23 +67,10 @@ def user_site(depth: int = 2) -> str:
         return ""
     while frame is not None:
         file = frame.f_code.co_filename
-        between = _known.get(file)
-        if between is None:
-            between = is_between(file)
-        if not between:
+        if not between[file]:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def is_between(file: str) -> bool:
-    """Whether code of this file lies between the user's line and a call of this package."""
-    if file in _known:
-        return _known[file]
-    if len(_known) >= _MOST_FILES:  # of a program that makes code for ever
-        _known.clear()
-    _known[file] = found = _lies_between(file)
-    return found
 
 
 def _lies_between(file: str) -> bool:
@@ -90,18 +86,7 @@ def _lies_between(file: str) -> bool:
 # The stacks of all threads
 
 
-class Line(NamedTuple):
-    """A frame: "file:line function"."""
-
-    file: str
-    number: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number} {self.function}"
-
-
-Stacks = Mapping[int, list[Line]]  # of each thread the frames, innermost first
+Stacks = Mapping[int, list[str]]  # of each thread the frames, innermost first: "file:line function"
 
 
 def take() -> Stacks:
@@ -117,13 +102,13 @@ def take() -> Stacks:
 
 def parsed(text: str) -> Stacks:
     """What faulthandler has written."""
-    threads: dict[int, list[Line]] = {}
-    frames: list[Line] = []
+    threads: dict[int, list[str]] = {}
+    frames: list[str] = []
     for line in text.splitlines():
         if found := _THREAD.match(line):
             frames = threads[int(found[1], 16)] = []
         elif found := _FRAME.fullmatch(line):
-            frames.append(Line(_unescaped(found[1]), found[2], _unescaped(found[3])))
+            frames.append(f"{_unescaped(found[1])}:{found[2]} {_unescaped(found[3])}")
     return threads
 
 
@@ -132,28 +117,30 @@ def _unescaped(text: str) -> str:
     return text.encode("ascii", "replace").decode("unicode_escape", "replace")
 
 
-def of_main(threads: Stacks) -> list[Line]:
+def of_main(threads: Stacks) -> list[str]:
     """The stack of the main thread."""
     return threads.get(threading.main_thread().ident or 0, [])
 
 
-def of_call(threads: Stacks, thread: int) -> list[Line]:
-    """The stack of the thread that is in a call of a communicator: `thread`, which made the newest one, else any that
-    is in one, else the main thread. A call with a deadline runs beside its caller, whose lines are the user's."""
-    others = [frames for one, frames in threads.items() if one != threading.get_ident()]
-    in_calls = [frames for frames in others if any(one.file.startswith(_COMM) for one in frames)]
-    candidates = [threads.get(thread, []), *in_calls]
-    return next((frames for frames in candidates if users_line(frames)), of_main(threads))
+def of_call(threads: Stacks, thread: int) -> list[str]:
+    """The stack of the thread that made a call; of the main thread where none of its lines is the user's: torch's own
+    threads run the backward pass."""
+    frames = threads.get(thread, [])
+    return frames if users_line(frames) else of_main(threads)
 
 
-def users_line(frames: Sequence[Line]) -> str:
-    """ "file:line function" of the user's innermost line; "" where there is none."""
-    return next((str(one) for one in frames if not is_between(one.file)), "")
+def users_line(frames: Sequence[str]) -> str:
+    """The user's innermost line; "" where there is none."""
+    return next((one for one in frames if not between[_file_of(one)]), "")
 
 
-def users_stack(frames: Sequence[Line], most: int = 2000) -> str:
+def users_stack(frames: Sequence[str], most: int = 2000) -> str:
     """One line per frame, outermost first, without what lies below the call of this package that the user has made; of
     at most so many characters: the innermost ones."""
-    inner = next((number for number, one in enumerate(frames) if not is_between(one.file)), len(frames))
-    text = "\n".join(str(one) for one in reversed(frames[max(inner - 1, 0) :]))
+    inner = next((number for number, one in enumerate(frames) if not between[_file_of(one)]), len(frames))
+    text = "\n".join(reversed(frames[max(inner - 1, 0) :]))
     return text if len(text) <= most else "...\n" + text[-most:].partition("\n")[2]
+
+
+def _file_of(frame: str) -> str:
+    return frame.rpartition(":")[0]

@@ -23,30 +23,28 @@ from .records import (
     INSIDE,
     ISSUED,
     RUNNING,
-    STOPPED,
     UNKNOWN,
     CallRecord,
     CommRecord,
     ProcessRecord as Process,
 )
 
-_SLACK_SECONDS = 120.0  # the watchdog may be late with the time of its file
 _ANSWER_SECONDS = 1.0  # in which a process says where its threads are; its watchdog looks twice a second
 _PAUSE = 0.02
+_READS = 3  # of a ring that is being written
 
 
 class BadRecord(ValueError):
     """A file that is no flight recorder's, or was cut short, or damaged; says which, and how."""
 
 
-def read_folder(path: str, *, uid: str = "", since: float = 0.0, calls: bool = True) -> tuple[list[Process], list[str]]:
+def read_folder(path: str, *, uid: str = "", calls: bool = True) -> tuple[list[Process], list[str]]:
     """The records of all files in this folder; and the problems met.
 
     uid    only those of processes that are or were in this communicator, or in another one with such a process, which
            it may wait for
-    since  when that was made: what was left before is not looked into
     calls  with the calls of each, which are nearly all of it"""
-    records, problems = _read_all(_paths(path, since), calls and not uid)
+    records, problems = _read_all(folder.files(path), calls and not uid)
     if uid:
         related = _related(records, uid)
         records = _read_all([one.path for one in related], True)[0] if calls else related
@@ -67,18 +65,9 @@ def _read_all(paths: Iterable[str], calls: bool) -> tuple[list[Process], list[st
     return records, problems
 
 
-def _paths(path: str, since: float) -> list[str]:
-    found = []
-    for one in folder.files(path):
-        with contextlib.suppress(OSError):
-            if os.stat(one).st_mtime > since - _SLACK_SECONDS or folder.alive(one):
-                found.append(one)
-    return found
-
-
 def _related(records: list[Process], uid: str) -> list[Process]:
     """Those with this communicator, or with another one of theirs."""
-    inside = [(one, uids(one)) for one in records]
+    inside = [(one, one.uids()) for one in records]
     wanted, size = {uid}, 0
     while len(wanted) > size:
         size = len(wanted)
@@ -86,15 +75,10 @@ def _related(records: list[Process], uid: str) -> list[Process]:
     return [one for one, known in inside if known & wanted]
 
 
-def uids(process: Process) -> set[str]:
-    """The names of its communicators."""
-    return {uid for comm in process.comms for uid in (comm.uid, *comm.aliases)}
-
-
-def ranks(path: str, uid: str, since: float = 0.0) -> set[int]:
+def ranks(path: str, uid: str) -> set[int]:
     """Which ranks of the communicator have their records in this folder."""
-    records, _ = read_folder(path, since=since, calls=False)
-    return {comm.rank for one in records for comm in one.comms if uid in (comm.uid, *comm.aliases)}
+    records, _ = read_folder(path, calls=False)
+    return {comm.rank for one in records for comm in one.of(uid)}
 
 
 def read_file(path: str, calls: bool = True) -> Process:
@@ -125,21 +109,9 @@ def _can_answer(one: Process) -> bool:
 
 
 def _has_answered(path: str, begun: float) -> bool:
-    with contextlib.suppress(OSError):
-        head = folder.header(path)
-        return head is None or bool(head.where_at >= begun)
+    with contextlib.suppress(OSError, BadRecord), open(path, "rb", buffering=0) as file:
+        return bool(_File(path, file.fileno()).head.where_at >= begun)
     return True  # it has gone meanwhile
-
-
-def state_of(pid: int, start: int) -> str:
-    """What the process with this number, started at that tick, is doing on this machine."""
-    try:
-        words = folder.words_of(pid)
-    except OSError:  # no descriptor is left here, which says nothing of that process
-        return UNKNOWN
-    if len(words) < 20 or int(words[19]) != start or words[0] in (b"Z", b"X"):
-        return DEAD
-    return STOPPED if words[0] in (b"T", b"t") else RUNNING
 
 
 class _File:
@@ -190,7 +162,7 @@ class _File:
             where_at=self._seconds(head.where_at),
             stack=get(head.stack, lines=True),
             # What has said that it ends counts as gone, though it may still be closing what it has open.
-            state=DEAD if head.ended else state_of(head.pid, head.start) if here else UNKNOWN,
+            state=DEAD if head.ended else folder.state_of(head.pid, head.start) if here else UNKNOWN,
             end=get(head.end),
             end_site=get(head.end_site),
             end_at=self._seconds(head.ended),
@@ -225,10 +197,13 @@ class _File:
 
     def _calls(self, head: Any, at: int) -> list[CallRecord]:
         """Those of the ring, oldest first, and how far each has come."""
-        data = self._read(at, layout.CALLS * layout.SLOT.size)
+        for _ in range(_READS):
+            data = self._read(at, layout.CALLS * layout.SLOT.size)
+            slots = sorted(slot for slot in layout.SLOT.iter_unpack(data) if slot[0] and slot[0] == slot[-1])
+            if not slots or slots[-1][0] - slots[0][0] < len(slots):
+                break  # else the ring went round meanwhile
         # After the slots: what they refer to was written before them.
         self._strings = self._read(layout.STRINGS_AT, layout.STRINGS * layout.STRING_BYTES)
-        slots = sorted(slot for slot in layout.SLOT.iter_unpack(data) if slot[0] and slot[0] == slot[-1])
         calls = [self._call(slot) for slot in slots]
         for call in calls:
             if call.state == FAILED:

@@ -8,17 +8,17 @@ folder, a descriptor - is done without, in memory that nobody else sees, with on
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import sys
 import threading
 import time
 import warnings
-import weakref
 from typing import Any
 
 from . import folder, layout
-from .settings import OFF, settings
+from .settings import settings
 
 now = time.monotonic
 _FORGOTTEN = 8  # communicators that have ended stay in the file until so many more have
@@ -31,20 +31,15 @@ class Strings(dict[str, int]):
     def __init__(self, rows: memoryview) -> None:
         super().__init__({"": 0})
         self.rows = rows
-        self._lock = threading.RLock()  # a handler of a signal may make a call, too
+        self._free = itertools.count(1)  # threads that ask at once for one text take a row each, which is harmless
 
     def __missing__(self, text: str) -> int:
-        with self._lock:
-            if text in self:  # another thread was faster
-                return self[text]
-            number = min(len(self), layout.STRINGS - 1)
-            if number < layout.STRINGS - 1:
-                self[text] = number
-            else:
-                text = "(...)"
-            nbytes = layout.STRING_BYTES
-            self.rows[number * nbytes :][:nbytes] = layout.cut(text, nbytes).ljust(nbytes, b"\0")
-            return number
+        number, nbytes = min(next(self._free), layout.STRINGS - 1), layout.STRING_BYTES
+        full = number == layout.STRINGS - 1
+        self.rows[number * nbytes :][:nbytes] = layout.cut("(...)" if full else text, nbytes).ljust(nbytes, b"\0")
+        if not full:
+            self[text] = number
+        return number
 
     def of_detail(self, text: str) -> int:
         """The row of what may be another text at every call: at most half of the table is theirs."""
@@ -59,11 +54,10 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.settings, self.pid = settings(), os.getpid()
+        self.settings = settings()
         self.tracks: list[Any] = []  # of the communicators that are alive
-        self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()  # with which ranks on other machines are asked
-        self.last_asked: Any = None  # the last track that ranks elsewhere ask, kept: there the end is told, too
-        self.sharing = threading.Lock()  # of what all threads share: the exchanges, the watchdog
+        self.exchange: Any = None  # the newest one with ranks on other machines: there the end is told, too
+        self.sharing = threading.Lock()  # of what all threads share: the exchange, the watchdog
         self.ended = 0  # how, once this process is about to end
         self.beside: list[str] = []  # other files that go when the job has ended well
         self._ended: list[Any] = []  # tracks of communicators that have ended, oldest first
@@ -80,13 +74,7 @@ class Recorder:
         where = folder.base()
         try:
             folder.remove_old(where)
-            path, file = folder.create(_rank())
-            try:
-                return path, file, memoryview(mmap.mmap(file, layout.REGIONS_AT))
-            except OSError:  # no descriptor is left: a map takes another one
-                os.close(file)
-                folder.remove(path)
-                raise
+            return folder.create(_rank())
         except Exception as error:
             self._do_without(error, where, "this process's calls")
             return "", -1, memoryview(mmap.mmap(-1, layout.REGIONS_AT))
@@ -109,7 +97,7 @@ class Recorder:
 
     def _write_head(self) -> None:
         head = self.head
-        head.pid, head.start, head.rank = self.pid, folder.started(), _rank()
+        head.pid, head.start, head.rank = os.getpid(), folder.started(), _rank()
         head.wall, head.clock, head.born = time.time(), now(), folder.born()
         head.looked = now()
         layout.put(head, "host", os.uname().nodename)
@@ -133,8 +121,7 @@ class Recorder:
             at = layout.REGIONS_AT + self.head.regions * nbytes
             try:
                 if self._file >= 0:
-                    folder.reserve(self._file, at, nbytes)
-                    memory = memoryview(mmap.mmap(self._file, nbytes, offset=at))
+                    memory = folder.grow(self._file, at, nbytes)
                     self.head.regions += 1
                     return memory, True
             except OSError as error:
@@ -202,7 +189,7 @@ _starting = threading.Lock()
 def recorder() -> Recorder | None:
     """That of this process, started if it is the first time; None with PYNCCL_WATCH=off."""
     global _recorder
-    if settings().mode == OFF:
+    if not settings().on:
         return None
     if _recorder is None:
         with _starting:

@@ -10,8 +10,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from .layout import printable
-
 # How far a call has come. INSIDE: its C function has not returned, as far as is known. ISSUED: it has; the call is on a
 # stream, and COMPLETED once the stream has passed it, which is learnt by polls only. FAILED: it has raised.
 INSIDE, ISSUED, COMPLETED, FAILED = "inside", "issued", "completed", "failed"
@@ -97,10 +95,6 @@ class CommRecord:
         """The newest call."""
         return self.calls[-1] if self.calls else None
 
-    def numbered(self, number: int) -> CallRecord | None:
-        """The collective call with this number, if it is still recorded."""
-        return next((call for call in reversed(self.calls) if call.number == number), None)
-
 
 @dataclass
 class ProcessRecord:
@@ -137,8 +131,17 @@ class ProcessRecord:
     end_at: float = 0.0
     comms: list[CommRecord] = field(default_factory=list)
 
+    def of(self, uid: str) -> list[CommRecord]:
+        """Its communicators of this name: several, where threads of one process are ranks."""
+        return [comm for comm in self.comms if uid in (comm.uid, *comm.aliases)]
+
+    def uids(self) -> set[str]:
+        """The names of its communicators."""
+        return {uid for comm in self.comms for uid in (comm.uid, *comm.aliases)}
+
 
 _NESTED: dict[str, type] = {"comms": CommRecord, "calls": CallRecord}
+_TYPES: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}  # else a list
 
 
 def to_json(record: Any) -> dict[str, Any]:
@@ -154,29 +157,25 @@ def to_json(record: Any) -> dict[str, Any]:
 
 
 def from_json(values: Any) -> ProcessRecord:
-    """The record of what `to_json` gave, its texts as they may be shown; ValueError for anything else."""
+    """The record of what `to_json` gave; ValueError for anything else."""
     try:
-        return _record(ProcessRecord, values)
-    except (AttributeError, TypeError, OverflowError) as error:
+        record: ProcessRecord = _record(ProcessRecord, values)  # what else there is, is of a newer version
+        return record
+    except (TypeError, OverflowError) as error:
         raise ValueError(f"no record of a process: {error}") from None
 
 
 def _record(kind: Any, values: Any) -> Any:
-    known = {one.name: str(one.type) for one in dataclasses.fields(kind)}
     read: dict[str, Any] = {}
-    for name, value in values.items():
+    for one in dataclasses.fields(kind):
+        name, expected = one.name, str(one.type)
+        if name not in values:
+            continue
+        value = values[name]
+        if not isinstance(value, _TYPES.get(expected, list)):
+            raise TypeError(f"{kind.__name__}.{name}: expected {expected}, got {type(value).__name__}")
         if name in _NESTED:
             read[name] = [_record(_NESTED[name], item) for item in value]
-        elif name in known:  # what else there is, is of a newer version
-            read[name] = _checked(f"{kind.__name__}.{name}", known[name], value)
+        else:
+            read[name] = float(value) if expected == "float" else tuple(value) if expected[:5] == "tuple" else value
     return kind(**read)
-
-
-def _checked(what: str, kind: str, value: Any) -> Any:
-    if kind.startswith("tuple"):
-        return tuple(_checked(what, "str", item) for item in value)
-    if kind == "float" and type(value) is int:
-        return float(value)
-    if type(value).__name__ != kind or (kind == "int" and value.bit_length() > 64):
-        raise ValueError(f"{what}: expected {kind}, got {type(value).__name__}")
-    return printable(value, lines=what.endswith(".stack")) if kind == "str" else value

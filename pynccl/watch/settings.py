@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..bindings.errors import NcclInvalidUsage
 
-OFF, ON = "off", "on"
-REPORT, RAISE = "report", "raise"
-
-_NAMES = ("PYNCCL_WATCH", "PYNCCL_WATCH_DIR", "PYNCCL_WATCH_TIMEOUT", "PYNCCL_WATCH_ACTION")
+T = TypeVar("T")
 
 
 class Settings(NamedTuple):
     """What PYNCCL_WATCH and its relatives say.
 
-    mode     PYNCCL_WATCH=off | on: record no calls, or all
+    on       PYNCCL_WATCH=off | on: record no calls, or all
     folder   PYNCCL_WATCH_DIR: where the files go; "": a private folder of the user in the temporary folder
     timeout  PYNCCL_WATCH_TIMEOUT: seconds that a call may be under way before all ranks are asked; 0: never
-    action   PYNCCL_WATCH_ACTION=report | raise: then tell, or also abort the communicator
+    raises   PYNCCL_WATCH_ACTION=report | raise: then tell, or also abort the communicator
     """
 
-    mode: str
+    on: bool
     folder: str
     timeout: float
-    action: str
+    raises: bool
 
     @property
     def poll(self) -> float:
@@ -37,24 +33,27 @@ class Settings(NamedTuple):
 
 def settings() -> Settings:
     """What the environment says now. NcclInvalidUsage, with what would have been right, where it makes no sense."""
-    return _parsed(*(os.environ.get(name, "").strip() for name in _NAMES))
+    on = _one_of("PYNCCL_WATCH", {"": True, "on": True, "1": True, "off": False, "0": False}, "on, off")
+    raises = _one_of("PYNCCL_WATCH_ACTION", {"": False, "report": False, "raise": True}, "report, raise")
+    folder = _value("PYNCCL_WATCH_DIR")
+    return Settings(on, os.path.abspath(os.path.expanduser(folder)) if folder else "", _timeout(), raises)
 
 
-@functools.cache
-def _parsed(mode: str, folder: str, timeout: str, action: str) -> Settings:
-    modes = {"": ON, "on": ON, "1": ON, "off": OFF, "0": OFF}
-    actions = {"": REPORT, "report": REPORT, "raise": RAISE}
-    if mode.lower() not in modes:
-        raise NcclInvalidUsage(f"PYNCCL_WATCH={mode!r}: expected one of on, off")
-    if action.lower() not in actions:
-        raise NcclInvalidUsage(f"PYNCCL_WATCH_ACTION={action!r}: expected one of report, raise")
-    folder = os.path.abspath(os.path.expanduser(folder)) if folder else ""
-    return Settings(modes[mode.lower()], folder, _timeout(timeout or "60"), actions[action.lower()])
+def _value(name: str) -> str:
+    return os.environ.get(name, "").strip()
 
 
-def _timeout(text: str) -> float:
+def _one_of(name: str, values: dict[str, T], expected: str) -> T:
+    text = _value(name)
+    if text.lower() not in values:
+        raise NcclInvalidUsage(f"{name}={text!r}: expected one of {expected}")
+    return values[text.lower()]
+
+
+def _timeout() -> float:
+    text = _value("PYNCCL_WATCH_TIMEOUT")
     try:
-        value = float(text)
+        value = float(text or "60")
     except ValueError:
         value = -1.0
     if not 0 <= value < math.inf:

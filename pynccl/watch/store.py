@@ -1,8 +1,7 @@
-"""The store that bootstrap used, for those who must not wait for it: lists, and operations that end by a deadline."""
+"""The store that bootstrap used: lists in it, and operations on it that end by a deadline."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from .layout import printable
 
 T = TypeVar("T")
 
-OPERATION_SECONDS = 2.0  # for what is asked of the store at once; later it counts as out of reach
+OPERATION_SECONDS = 2.0  # after which the store counts as out of reach
 
 
 def append(store: Any, key: str, text: str) -> None:
@@ -42,80 +41,57 @@ def _appends(store: Any) -> bool:
     return hasattr(store, "append") and (not hasattr(store, "has_extended_api") or bool(store.has_extended_api()))
 
 
-class OutOfReach(Exception):
-    """The store does not answer, or is gone; says which."""
-
-
 class Reach:
-    """A store whose operations end by a deadline, whatever it does.
+    """A store whose operations end by a deadline. `reason`: why the last one did not succeed; "" if it did.
 
     Through a connection of its own, where the store can be cloned: a client of a TCPStore makes one operation at a
-    time, and the user's may wait for minutes. While an operation is late no other is begun; once it has returned, all
-    goes on. An error, such as a closed connection, is for good: torch writes a trace to stderr for each attempt.
-    """
+    time, and the user's may wait for minutes. While an operation is late no other is begun. After an error, such as a
+    closed connection, none is tried again: torch writes a trace to stderr for each attempt."""
 
     def __init__(self, store: Any) -> None:
-        self.reason = ""  # why it is out of reach; "" if it is not
+        self.reason = ""
         self._original = store  # kept: it may be what serves the store
         self._own: Any = None
         self._lock = threading.Lock()
         self._helper = Helper()
-        self._lost = ""
-        self._name = f"the store at which the ranks met{_address(store)}"
-        self._pid = os.getpid()
+        self._closed = False
 
-    def do(self, calls: Callable[[Any], T]) -> T:
-        """What `calls(store)` returns; OutOfReach within about two seconds otherwise. It changes nothing but the store:
-        when it is late, it goes on in a thread."""
-        if self._pid != os.getpid():
-            self.reason = "this process was forked, and the connection to the store is its parent's"
-            raise OutOfReach(self.reason)
+    def do(self, calls: Callable[[Any], T], otherwise: T) -> T:
+        """What `calls(store)` returns; `otherwise`, within about two seconds, if the store is out of reach."""
         if not self._lock.acquire(timeout=OPERATION_SECONDS):
-            raise OutOfReach(self.reason or "another thread waits for the store")
+            return otherwise
         try:
-            result = self._do(calls)
-            self.reason = ""
-            return result
-        except OutOfReach as error:
-            self.reason = str(error)
-            raise
+            if not self._closed:
+                result = self._helper.ask(lambda: calls(self._connection()), OPERATION_SECONDS)
+                self.reason = ""
+                return result
+        except Silent:
+            self.reason = f"{self._name()} did not answer within {OPERATION_SECONDS:g} s"
+        except Exception as error:  # of torch, or of whatever the user gave as a store
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.reason, self._closed = f"{self._name()} is lost: {first}", True
         finally:
             self._lock.release()
+        return otherwise
 
     def close(self) -> None:
         """Ask no more. Returns once what is under way has ended, or is known to bindings/workers.py as left behind."""
-        self._lost = self._lost or "this process is ending"
+        self._closed, self.reason = True, self.reason or "this process is ending"
         if self._lock.acquire(timeout=OPERATION_SECONDS + GRACE_SECONDS):
             self._lock.release()
 
-    def _do(self, calls: Callable[[Any], T]) -> T:
-        if self._lost:
-            raise OutOfReach(self._lost)
-        try:
-            return self._helper.ask(lambda: calls(self._connection()), OPERATION_SECONDS)
-        except Silent:
-            raise OutOfReach(f"{self._name} did not answer within {OPERATION_SECONDS:g} s") from None
-        except Exception as error:  # of torch, or of whatever the user gave as a store
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._lost = f"{self._name} is lost: {first}"
-            raise OutOfReach(self._lost) from error
-
     def _connection(self) -> Any:
         if self._own is None:
-            self._own = _clone(self._original)
+            try:
+                self._own = self._original.clone()
+            except (AttributeError, NotImplementedError, RuntimeError):  # a store of Python may lack it
+                self._own = self._original
         return self._own
 
-
-def _address(store: Any) -> str:
-    """Of the machine that serves a TCPStore, which may be the one that is gone; "" for another store."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return f" ({store.host}:{store.port})" if hasattr(store, "host") and hasattr(store, "port") else ""
-
-
-def _clone(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError):
-        # A store of Python may lack it. A connection that is refused is an error of the next operation, too.
-        return store
+    def _name(self) -> str:
+        """With the address that serves a TCPStore, whose machine may be the one that is gone."""
+        store = self._original
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        address = f" ({store.host}:{store.port})" if hasattr(store, "host") and hasattr(store, "port") else ""
+        return f"the store at which the ranks met{address}"

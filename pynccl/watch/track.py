@@ -11,7 +11,6 @@ import itertools
 import mmap
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -47,7 +46,6 @@ class Track:
     def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int) -> None:
         memory, self.kept = recorder.new_region()  # whether it is in the file
         self.recorder = recorder
-        self.number, self.since = next(_numbers), time.time()
         self.uid, self.name, self.rank, self.size = known.uid, known.name, rank, size
         self.children: dict[str, int] = {}  # how many were made of it, by what made them: for their names
         self.head, self.thread = 0, 0
@@ -58,9 +56,7 @@ class Track:
         self._gone: dict[int, int] = {}  # the newest call when such a stream was closed
         self.explains = False  # an error of this communicator has been explained
         parent = next((track for track in recorder.tracks if track.uid == known.parent), None)
-        self.exchange: Any = None  # with which the ranks on other machines are asked
-        if parent is not None and parent.exchange is not None:
-            self.join(parent.exchange)
+        self.exchange: Any = parent and parent.exchange  # with which the ranks on other machines are asked
         self.comm: Callable[[], Any] = lambda: None  # the communicator, once it is there, and while it is
         self.library: Any = None  # of the communicator, once it is there; and its device
         self.ordinal = -1
@@ -79,11 +75,6 @@ class Track:
     def detach(self) -> None:
         """Its region is another one's from now on, or its parent's: what is still written goes nowhere."""
         self._look_into(memoryview(mmap.mmap(-1, layout.REGION_BYTES)))
-
-    def join(self, exchange: Any) -> None:
-        """The ranks of this communicator can be asked so."""
-        self.exchange = exchange
-        exchange.enrol(self.uid, self.rank, self.size)
 
     def made(self, comm: Any, device: str, site: str) -> None:
         """The communicator is there."""
@@ -225,7 +216,7 @@ class Track:
 
     def end(self, how: str, site: str = "") -> None:
         """The communicator has ended."""
-        if not self.recorder.mine:
+        if not self.recorder.mine:  # in a forked child, whose parent's locks another thread may have held
             return
         self.write("ended", how)
         self.write("ended_site", site)

@@ -13,12 +13,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..bindings.workers import Helper, Silent
 from . import frames, progress, recorder
-from .settings import RAISE
+from .records import ProcessRecord
 from .track import Track
+
+if TYPE_CHECKING:  # with one machine it is not needed
+    from .across import Exchange
 
 _JOIN_SECONDS = 0.5
 ANSWER_SECONDS = 1.0  # for CUDA, which takes microseconds
@@ -27,16 +31,15 @@ _SILENT = "the CUDA driver does not answer: the launch queue is full or the devi
 T = TypeVar("T")
 
 
-@dataclass
-class Stuck:
-    """A call that has been under way for too long.
+class Stuck(NamedTuple):
+    """A call that has been under way since then, by time.monotonic().
 
     inside  its C function has not returned; else its stream has not passed it
     note    what this rank alone knows about it"""
 
     track: Track
     entry: int
-    seconds: float
+    since: float
     inside: bool
     note: str = ""
 
@@ -50,7 +53,6 @@ class Watched:
     completed: int = 0
     mark: progress.Mark | None = None
     reported: int = 0  # the newest call that was reported as stuck
-    asked: Stuck | None = None  # of which the ranks on other machines were asked
 
 
 class Watchdog:
@@ -58,7 +60,7 @@ class Watchdog:
 
     def __init__(self, own: recorder.Recorder) -> None:
         self.recorder, self.settings = own, own.settings
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[Track, Watched] = {}
         self._cuda = Helper()
         self._stop = threading.Event()
         self.looks = 0  # so far
@@ -82,18 +84,28 @@ class Watchdog:
         self.looks += 1
         self._look_at_program()
         tracks = list(self.recorder.tracks)
-        for gone in self._watched.keys() - {track.number for track in tracks}:
-            del self._watched[gone]
-        for track in tracks:
-            watched = self._watched.setdefault(track.number, Watched())
+        self._watched = {track: self._watched.get(track) or Watched() for track in tracks}
+        verdicts: dict[Exchange, str] = {}  # one for all that are stuck at a store
+        for stuck in self._overdue():
             with contextlib.suppress(Exception):  # what goes wrong with one must not hide the others
-                stuck = self._look_at(track, watched)
-                if stuck is not None and self.settings.timeout and watched.reported < stuck.entry:
-                    watched.reported = stuck.entry
-                    self._ask(stuck, watched)
-        for exchange in list(dict.fromkeys(track.exchange for track in tracks if track.exchange is not None)):
+                self._report(stuck, self._verdict(stuck, verdicts))
+        for exchange in {track.exchange for track in tracks} - {None}:
             if exchange.due:
-                self._poll(exchange)
+                with contextlib.suppress(Exception):
+                    exchange.answer(partial(self._records, exchange))
+
+    def _overdue(self) -> list[Stuck]:
+        """Calls that have been under way for longer than the timeout, each once."""
+        found = []
+        for track, watched in self._watched.items():
+            with contextlib.suppress(Exception):
+                stuck = self._look_at(track, watched)
+                if stuck is None or not self.settings.timeout or watched.reported >= stuck.entry:
+                    continue
+                if time.monotonic() - stuck.since > self.settings.timeout:
+                    watched.reported = stuck.entry
+                    found.append(stuck)
+        return found
 
     def _look_at_program(self) -> None:
         """That it lives; where its threads are, if another process asks; and whether others wait for it."""
@@ -116,8 +128,7 @@ class Watchdog:
         if not head:
             return None
         if not track.has_returned(head):
-            seconds = time.monotonic() - watched.since
-            return Stuck(track, head, seconds, True) if seconds > self.settings.timeout else None
+            return Stuck(track, head, watched.since, True)
         return self._look_at_streams(track, watched)
 
     def _look_at_streams(self, track: Track, watched: Watched) -> Stuck | None:
@@ -132,70 +143,46 @@ class Watchdog:
             passed = self._ask_streams(track, watched.mark.passed)
         except Silent as silence:
             track.waits()
-            late = silence.seconds > self.settings.timeout
-            return Stuck(track, watched.entry, silence.seconds, False, _SILENT) if late else None
-        if passed is None:
-            watched.mark = None
-            return None
+            return Stuck(track, watched.entry, time.monotonic() - silence.seconds, False, _SILENT)
+        mark = watched.mark
+        if passed is False:
+            track.waits()
+            return Stuck(track, mark.entry, max(mark.made, watched.since), False)
+        watched.mark = None
         if passed:
-            watched.completed = watched.mark.entry
-            track.completed(watched.completed)
-            watched.mark = None
-            return None
-        track.waits()
-        seconds = time.monotonic() - max(watched.mark.made, watched.since)
-        return Stuck(track, watched.mark.entry, seconds, False) if seconds > self.settings.timeout else None
+            watched.completed = mark.entry
+            track.completed(mark.entry)
+        return None
 
     def _mark(self, track: Track, watched: Watched) -> progress.Mark | None:
         streams = track.streams(watched.completed)
         if track.library.is_host:
             streams.discard(0)  # the caller's, who has returned
-        return self._ask_streams(
-            track, lambda: progress.mark(track.library, track.ordinal, watched.entry, streams), bool(streams)
-        )
+        return self._ask_streams(track, partial(progress.mark, track.library, track.ordinal, watched.entry, streams))
 
-    def _ask_streams(self, track: Track, call: Callable[[], T], asks: bool = True) -> T:
+    def _ask_streams(self, track: Track, call: Callable[[], T]) -> T:
         """What `call()` returns, which asks CUDA; Silent if that does not answer."""
-        return call() if track.library.is_host or not asks else self._cuda.ask(call, ANSWER_SECONDS)
+        return call() if track.library.is_host else self._cuda.ask(call, ANSWER_SECONDS)
 
-    def _ask(self, stuck: Stuck, watched: Watched) -> None:
-        """Find out who is missing: from the files of this machine, or from all machines, whose answer comes later."""
+    def _verdict(self, stuck: Stuck, known: dict[Exchange, str]) -> str:
+        """Who is missing: from the files of this machine, or from the records of all machines."""
         from . import diagnosis  # what it imports takes long: not before it is needed
 
-        track = stuck.track
+        track, exchange = stuck.track, stuck.track.exchange
         self._tell_where(stuck)
-        if track.exchange is None or diagnosis.all_here(track):
-            self._report(stuck, diagnosis.report(track))
-        elif track.exchange.ask(watched.since):
-            watched.asked = stuck
-        else:
-            self._report(stuck, diagnosis.report(track, why_alone=track.exchange.out_of_reach))
+        if exchange is None or diagnosis.all_here(track):
+            return diagnosis.report(track)
+        if exchange not in known:
+            records, judge = partial(self._records, exchange), partial(diagnosis.report, track)
+            known[exchange] = exchange.verdict(stuck.since, records, judge)
+        return known[exchange]
 
-    def _poll(self, exchange: Any) -> None:
-        """Answer what ranks on other machines ask, and hear what they have answered."""
+    def _records(self, exchange: Exchange) -> list[ProcessRecord]:
+        """What this process answers, for itself and for those of its machine that cannot."""
         from . import diagnosis
 
-        if exchange.poll():
-            self._tell_where()
-            exchange.answer(diagnosis.own_answer(exchange.job, self.recorder.path))
-        answered = exchange.answers()
-        if answered is None:
-            return
-        for watched in self._watched.values():
-            stuck = watched.asked
-            if stuck is None or stuck.track.exchange is not exchange:
-                continue
-            watched.asked = None
-            if watched.entry != stuck.entry:
-                continue  # it has gone on meanwhile
-            stuck.seconds = time.monotonic() - watched.since
-            if exchange.out_of_reach:
-                self._report(stuck, diagnosis.report(stuck.track, why_alone=exchange.out_of_reach))
-                continue
-            if not isinstance(answered, str):  # one verdict for all that are stuck, here and elsewhere
-                answered = diagnosis.report(stuck.track, answered)
-                exchange.share(answered)
-            self._report(stuck, answered)
+        self._tell_where()
+        return diagnosis.own_answer(exchange.uid, self.recorder.path)
 
     def _tell_where(self, stuck: Stuck | None = None) -> str:
         """Write down where the main thread is, and the stack of the one that makes the call that is stuck, else its
@@ -209,12 +196,15 @@ class Watchdog:
 
     def _report(self, stuck: Stuck, text: str) -> None:
         """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise abort the communicator, too."""
-        text = f"{text}\n{stuck.note}" if stuck.note else text
         track, comm = stuck.track, stuck.track.comm()
-        aborts = self.settings.action == RAISE and comm is not None
+        if stuck.inside and (track.head != stuck.entry or track.has_returned(stuck.entry)):
+            return  # it has gone on meanwhile
+        text = f"{text}\n{stuck.note}" if stuck.note else text
+        waited = f"waited {time.monotonic() - stuck.since:.1f} s"
+        aborts = self.settings.raises and comm is not None
         who = f"rank {track.rank} of {track.size} (comm {track.name!r})"
         lines = [
-            f"pynccl watchdog: {who} has waited {stuck.seconds:.1f} s",
+            f"pynccl watchdog: {who} has {waited}",
             *text.splitlines(),
             "this rank's stack, innermost line last:",
             *self._tell_where(stuck).splitlines(),
@@ -222,7 +212,7 @@ class Watchdog:
         ]
         print("\n  ".join(lines), file=sys.stderr, flush=True)
         if aborts:
-            comm._abort_late(f"rank {track.rank} waited {stuck.seconds:.1f} s: {text}")
+            comm._abort_late(f"rank {track.rank} {waited}: {text}")
 
 
 _watchdog: Watchdog | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +23,14 @@ from stores import Counted
 
 from pynccl.watch import across, recorder
 from pynccl.watch.across import Exchange, trimmed
-from pynccl.watch.diagnosis import exchange_at
+from pynccl.watch.diagnosis import meet
 from pynccl.watch.records import DEAD, INSIDE, CallRecord, CommRecord, ProcessRecord, from_json, to_json
 from pynccl.watch.store import Reach, append, lines
+from pynccl.watch.track import Identity, Track
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 0.8  # seconds for an operation in these tests
-ANSWER_SECONDS = across.ANSWER_SECONDS  # before it is made shorter below
+ANSWER_SECONDS, WAITING_SECONDS = across.ANSWER_SECONDS, across.WAITING_SECONDS  # before they are made shorter below
 WITHIN = LIMIT + 0.7  # seconds that a call may take, however the store is
 ANSWERED = 1.5  # seconds after which who has not answered is judged without
 WORLD = "world"
@@ -40,10 +42,9 @@ class Process:
     def __init__(self, store: Any, rank: int, entered: int, size: int = 1) -> None:
         self.store = Counted(store)
         self.rank, self.entered = rank, entered
-        self.exchange = Exchange(self.store)
+        self.exchange = Exchange(self.store, WORLD, size)
         self.asked = 0
         self.said = ""
-        self.exchange.enrol(WORLD, rank, size)
 
     def record(self) -> ProcessRecord:
         call = CallRecord(self.entered, self.entered, "all_reduce", state=INSIDE)
@@ -51,18 +52,36 @@ class Process:
         return ProcessRecord(1000 + self.rank, f"node{self.rank}", f"machine{self.rank}", comms=[comm])
 
     def poll(self, *others: ProcessRecord) -> None:
-        if self.exchange.poll():
+        def records() -> list[ProcessRecord]:
             self.asked += 1
-            self.exchange.answer([self.record(), *others])
-        found = self.exchange.answers()
-        if isinstance(found, str):
-            self.said = found
-        elif found is not None and not self.said:
-            self.said = self.exchange.out_of_reach or verdict(found, self.exchange.ends())
-            self.exchange.share(self.said)
+            return [self.record(), *others]
 
-    def stuck(self) -> bool:
-        return self.exchange.ask()
+        self.exchange.answer(records)
+
+    def stuck(self, *others: ProcessRecord, since: float = math.inf) -> threading.Thread:
+        """Its watchdog finds a call that does not return, and says why."""
+
+        def records() -> list[ProcessRecord]:
+            self.asked += 1
+            return [self.record(), *others]
+
+        def judge(answers: list[ProcessRecord]) -> str:
+            return self.exchange.out_of_reach or verdict(answers, self.exchange.ends())
+
+        def report() -> None:
+            self.said = self.exchange.verdict(since, records, judge)
+
+        thread = threading.Thread(target=report)
+        thread.start()
+        return thread
+
+
+def report(stuck: list[Process], others: Sequence[Process] = (), since: float = math.inf) -> None:
+    """These find that they are stuck, while the watchdogs of the others look; until they have said why."""
+    threads = [one.stuck(since=since) for one in stuck]
+    while any(thread.is_alive() for thread in threads):
+        poll(list(others))
+        time.sleep(0.02)
 
 
 def verdict(answers: list[ProcessRecord], ends: list[ProcessRecord]) -> str:
@@ -90,14 +109,8 @@ def poll(processes: list[Process], times: int = 1) -> None:
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pynccl.watch.store.OPERATION_SECONDS", LIMIT)
     monkeypatch.setattr("pynccl.watch.across.ANSWER_SECONDS", ANSWERED)
-    monkeypatch.setattr("pynccl.watch.across.VERDICT_SECONDS", ANSWERED)
-
-
-def until_said(one: Process) -> None:
-    end = time.monotonic() + 20
-    while not one.said and time.monotonic() < end:
-        one.poll()
-        time.sleep(0.02)
+    monkeypatch.setattr("pynccl.watch.across.VERDICT_SECONDS", ANSWERED + 0.5)
+    monkeypatch.setattr("pynccl.watch.across.WAITING_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -120,8 +133,7 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 def test_all_that_are_stuck_hear_who_is_missing(server: dist.TCPStore) -> None:
     processes = job(server, [41, 41, 41, 40])
-    assert all(one.stuck() for one in processes[:3])
-    poll(processes, 3)
+    report(processes[:3], processes[3:])
     assert [one.said for one in processes] == ["missing 3; heard 0 1 2 3"] * 3 + [""]
     assert [one.asked for one in processes] == [1] * 4
 
@@ -130,23 +142,18 @@ def test_an_answer_counts_as_soon_as_all_have_answered_and_another_question_is_a
     server: dist.TCPStore,
 ) -> None:
     processes = job(server, [2, 1])
-    processes[0].stuck()
-    poll(processes, 2)
-    assert processes[0].said == "missing 1; heard 0 1"
-    processes[1].entered, processes[0].said = 3, ""
-    processes[0].stuck()
-    poll(processes, 2)
+    _, seconds = timed(lambda: report(processes[:1], processes[1:]))
+    assert processes[0].said == "missing 1; heard 0 1" and seconds < ANSWERED
+    processes[1].entered = 3
+    report(processes[:1], processes[1:])
     assert processes[0].said == "missing 0; heard 0 1"
     assert [one.asked for one in processes] == [2, 2]
 
 
 def test_who_waits_for_a_verdict_that_does_not_come_judges_by_itself(server: dist.TCPStore) -> None:
     processes = job(server, [5, 5, 4])
-    assert processes[0].stuck() and processes[1].stuck()
-    processes[0].exchange.poll()  # and is gone
-    for one in processes[1:]:
-        one.poll()
-    until_said(processes[1])
+    assert processes[0].exchange.ask() == (1, True)  # and is gone
+    report(processes[1:2], processes[2:])
     assert processes[1].said == "missing 2; heard 1 2"
 
 
@@ -162,9 +169,8 @@ def test_a_quiet_poll_is_one_operation_in_a_job_of_any_size() -> None:
 def test_a_store_without_append_will_do(tmp_path: Path, kind: str) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 3) if kind == "torch's file" else Python()
     processes = job(store, [3, 3, 2])
-    processes[0].stuck()
     processes[1].exchange.tell_end(ProcessRecord(7, "h", end="exit"))
-    poll(processes, 3)
+    report(processes[:1], processes[1:])
     assert processes[0].said == "missing 2; heard 0 1 2; ended 7: exit"
 
 
@@ -196,33 +202,30 @@ def test_a_rank_that_gets_stuck_after_it_has_answered_waits_for_that_verdict(ser
     """And asks no question of its own, whose answers the first one who asked would never see."""
     first, second, late = job(server, [2, 2, 1])
     began = time.monotonic()
-    assert first.stuck()
-    second.poll()
-    assert second.asked == 1 and second.exchange.ask(began)
-    poll([late, first, second])
+    thread = first.stuck()
+    while not second.asked:
+        second.poll()
+    report([second], [late], began)
+    thread.join()
     assert [one.said for one in (first, second)] == ["missing 2; heard 0 1 2"] * 2
-    assert late.asked == 1
+    assert (second.asked, late.asked) == (1, 1)
     # A call that began after the answer is another one: of that a question of its own.
-    assert second.exchange.ask(time.monotonic())
-    late.poll()
+    report([second], [first, late], time.monotonic())
     assert late.asked == 2
 
 
 def test_who_does_not_answer_is_judged_without(server: dist.TCPStore) -> None:
     processes = job(server, [5, 5, 5])
-    processes[0].stuck()
-    poll(processes[:2], 2)
-    assert processes[0].said == ""
-    until_said(processes[0])
-    assert processes[0].said == "missing ; heard 0 1"
+    _, seconds = timed(lambda: report(processes[:1], processes[1:2]))
+    assert processes[0].said == "missing ; heard 0 1" and seconds >= ANSWERED
 
 
 def test_a_process_answers_for_a_dead_one_of_its_machine(server: dist.TCPStore) -> None:
     processes = job(server, [5, 5, 4])
-    dead = processes[2].record()
-    processes[0].stuck()
-    processes[1].poll(dead)
-    until_said(processes[0])
+    thread = processes[0].stuck()
+    while not processes[1].asked:
+        processes[1].poll(processes[2].record())
+    thread.join()
     assert processes[0].said == "missing 2; heard 0 1 2"
 
 
@@ -231,31 +234,32 @@ def test_a_process_answers_for_a_dead_one_of_its_machine(server: dist.TCPStore) 
 
 def test_a_store_that_ends_is_noticed_and_the_alarm_given_up(server: dist.TCPStore) -> None:
     gate = Gate(server.port)
-    one = Process(client(gate.port), 0, 5)
+    one = Process(client(gate.port), 0, 5, size=2)
     one.poll()
-    assert one.exchange.out_of_reach == "" and one.stuck()
+    thread = one.stuck()
+    while not one.asked:
+        time.sleep(0.01)
     gate.close()
-    _, seconds = timed(lambda: until_said(one))
+    _, seconds = timed(thread.join)
     assert one.said.startswith(f"the store at which the ranks met (127.0.0.1:{gate.port}) is lost: ")
     assert one.exchange.out_of_reach == one.said
     assert seconds < WITHIN + ANSWERED
-    assert not one.stuck() and one.exchange.ends() == []
+    assert one.exchange.ask() == (0, False) and one.exchange.ends() == []
 
 
 def test_a_silent_store_holds_nobody_up(server: dist.TCPStore) -> None:
     gate = Gate(server.port)
-    one = Process(client(gate.port), 0, 5)
+    one = Process(client(gate.port), 0, 5, size=2)
     one.poll()
-    assert one.stuck()
     gate.shut()
     _, first = timed(one.poll)
-    _, more = timed(lambda: until_said(one))
+    _, more = timed(lambda: report([one]))
     _, end = timed(lambda: one.exchange.tell_end(one.record()))
     _, close = timed(one.exchange.close)
     gate.close()
     assert one.exchange._reach._helper._asked.done.wait(20)  # what torch writes to stderr is this test's
     assert one.said == f"the store at which the ranks met (127.0.0.1:{gate.port}) did not answer within 0.8 s"
-    assert first < WITHIN and more < ANSWERED and end + close < 0.5
+    assert first < WITHIN and more < WITHIN and end + close < 0.5
 
 
 def test_a_listener_that_was_never_a_store_holds_nobody_up() -> None:
@@ -297,12 +301,10 @@ def test_a_store_that_answers_again_is_in_reach_again_and_was_not_pestered() -> 
     poll(processes[:1], 5)
     assert store.waiting == 1
     assert processes[0].exchange.out_of_reach
-    assert not processes[0].stuck()
     store.go.set()
     while processes[0].exchange.out_of_reach:
         poll(processes[:1])
-    assert processes[0].stuck()
-    poll(processes, 3)
+    report(processes[:1], processes[1:])
     assert processes[0].said == "missing 1; heard 0 1"
 
 
@@ -319,16 +321,6 @@ def test_a_user_who_waits_at_the_store_is_in_nobodys_way(server: dist.TCPStore) 
     other.exchange.close()
 
 
-def test_a_forked_child_leaves_the_connection_of_its_parent_alone(server: dist.TCPStore) -> None:
-    one = Process(server, 0, 5)
-    one.poll()
-    before = one.store.total()
-    one.exchange._reach._pid += 1  # as a child sees it
-    assert not one.stuck()
-    assert "forked" in one.exchange.out_of_reach
-    assert one.store.total() == before
-
-
 EXIT = """
 import atexit, sys, threading, time
 import torch.distributed as dist
@@ -339,10 +331,10 @@ from pynccl.watch.across import Exchange
 store.OPERATION_SECONDS = 0.8
 server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 gate = Gate(server.port)
-exchange = Exchange(dist.TCPStore("127.0.0.1", gate.port, is_master=False))
-exchange.poll()
+exchange = Exchange(dist.TCPStore("127.0.0.1", gate.port, is_master=False), "world", 2)
+exchange.answer(list)
 gate.shut()
-threading.Thread(target=exchange.poll, daemon=True).start()
+threading.Thread(target=exchange.answer, args=(list,), daemon=True).start()
 
 class Last:  # goes when the interpreter is past all exit handlers, and wakes up who waits for the store
     def __init__(self, sockets, sleep=time.sleep):
@@ -414,25 +406,22 @@ def test_of_each_process_the_end_counts_that_was_told_last_and_none_from_before_
 
 
 def test_the_store_stays_until_the_others_have_ended(server: dist.TCPStore) -> None:
-    one, others = Process(server, 0, 5), [Process(server, rank, 5) for rank in (1, 2)]
-    one.exchange.linger(WORLD, set(), 5)
-    start = time.monotonic()
-    one.exchange.linger(WORLD, {1, 2}, 0.3)
-    assert 0.3 <= time.monotonic() - start < 1
+    one, *others = (Process(server, rank, 5, size=3) for rank in range(3))
+    one.exchange.tell_end(dead(one))
+    assert 0.3 <= timed(lambda: one.exchange.linger(0.3))[1] < 1
     timers = [threading.Timer(0.2, other.exchange.tell_end, [dead(other)]) for other in others]
     for timer in timers:
         timer.start()
-    start = time.monotonic()
-    one.exchange.linger(WORLD, {1, 2}, 20)
-    assert 0.1 < time.monotonic() - start < 5
+    assert 0.1 < timed(lambda: one.exchange.linger(20))[1] < 5
+    assert timed(lambda: one.exchange.linger(20))[1] < 0.5
 
 
 def test_nobody_lingers_at_a_silent_store(server: dist.TCPStore) -> None:
     gate = Gate(server.port)
-    one = Process(client(gate.port), 0, 5)
+    one = Process(client(gate.port), 0, 5, size=3)
     one.poll()
     gate.shut()
-    _, seconds = timed(lambda: one.exchange.linger(WORLD, {1, 2}, 60))
+    _, seconds = timed(lambda: one.exchange.linger(60))
     gate.close()
     assert one.exchange._reach._helper._asked.done.wait(20)
     assert seconds < WITHIN
@@ -458,9 +447,7 @@ def test_a_store_with_anything_in_it_does_no_harm(text: str) -> None:
     store.append("watch/ends", raw + b"\n")
     store.add("watch/ends/told", 1)
     store.append("watch/where/1", raw + b"\n")
-    processes[0].stuck()
-    processes[0].poll()
-    poll(processes, 3)
+    report(processes[:1], processes[1:])
     assert processes[0].said == "missing 2; heard 0 1 2"
 
 
@@ -517,63 +504,51 @@ def test_a_list_at_any_store_has_all_that_was_appended(store: Any) -> None:
 
 def test_what_fails_at_the_store_is_out_of_reach_for_good() -> None:
     reach = Reach(Python())
-    with pytest.raises(Exception, match="'nothing'"):
-        reach.do(lambda store: store.get("nothing"))
-    with pytest.raises(Exception, match="is lost"):
-        reach.do(lambda store: store.add("a", 0))
+    assert reach.do(lambda store: store.get("nothing"), "otherwise") == "otherwise"
+    assert reach.reason == "the store at which the ranks met is lost: 'nothing'"
+    assert reach.do(lambda store: store.add("a", 1), 0) == 0 and "is lost" in reach.reason
 
 
 def test_a_process_asks_once_for_all_its_threads_that_are_ranks_at_one_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYNCCL_WATCH_DIR", str(tmp_path))
-    monkeypatch.setattr(recorder, "_recorder", recorder.Recorder())
-    store, other = dist.HashStore(), dist.HashStore()
-    gate, found = threading.Barrier(8), []
+    own = recorder.Recorder()
+    store = dist.HashStore()
+    gate, tracks = threading.Barrier(8), [Track(own, Identity(WORLD, WORLD, ""), rank, 9) for rank in range(9)]
 
-    def join() -> None:
+    def join(track: Track) -> None:
         gate.wait()
-        found.append(exchange_at(store))
+        meet(track, store, track.rank == 3)
 
-    threads = [threading.Thread(target=join) for _ in range(8)]
+    threads = [threading.Thread(target=join, args=(track,)) for track in tracks[:8]]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
-    assert len(set(found)) == 1
-    assert exchange_at(other) is not found[0]
-    monkeypatch.setattr(recorder, "_recorder", recorder.Recorder())  # as in a forked child
-    assert exchange_at(store) is not found[0]
+    [exchange] = {track.exchange for track in tracks[:8]}
+    assert exchange.serves
+    meet(tracks[8], dist.HashStore(), False)
+    assert tracks[8].exchange is not exchange
+    child = Track(own, Identity("child", "child", WORLD), 0, 2)
+    assert child.exchange is exchange
 
 
-def test_the_store_is_asked_once_a_second_and_twice_while_answers_are_awaited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_quiet_process_asks_the_store_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(across, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-
-    def polls(seconds: float) -> int:
-        count, end = 0, clock[0] + seconds
-        while clock[0] < end:
-            if exchange.due:
-                exchange.poll()
-                count += 1
-            clock[0] += 0.05  # the watchdog looks
-        return count
-
-    exchange = Exchange(dist.HashStore())
-    exchange.enrol(WORLD, 0, 2)
-    assert polls(10.0) in (10, 9)
-    assert exchange.ask()
-    assert polls(2.1) >= 4
-    clock[0] += 10
-    assert exchange.answers() == []
-    assert polls(10.0) in (10, 9)
+    exchange = Exchange(dist.HashStore(), WORLD, 2)
+    count = 0
+    for _ in range(200):
+        if exchange.due:
+            exchange.answer(list)
+            count += 1
+        clock[0] += 0.05  # the watchdog looks
+    assert count in (10, 9)
 
 
 def test_who_waits_for_answers_waits_longer_than_a_quiet_process_takes_to_answer() -> None:
-    assert ANSWER_SECONDS >= 1.5 * across.QUIET_SECONDS + across.WAITING_SECONDS
+    assert ANSWER_SECONDS >= 1.5 * across.QUIET_SECONDS + WAITING_SECONDS
 
 
 def test_what_is_told_of_an_end_goes_back_to_the_call_that_explains_it() -> None:

@@ -19,7 +19,7 @@ import torch
 
 import pynccl
 from pynccl.watch import folder, layout, reader, recorder, watchdog
-from pynccl.watch.reader import BadRecord, ranks, read_file, read_folder, state_of
+from pynccl.watch.reader import BadRecord, ranks, read_file, read_folder
 from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CommRecord, ProcessRecord
 from pynccl.watch.track import Identity, Track, uid_of
 
@@ -209,11 +209,11 @@ def test_the_state_of_a_process_is_told_from_that_of_another_with_its_number() -
     start = folder.started(child.pid)
     child.send_signal(signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
-    assert state_of(child.pid, start) == STOPPED
-    assert state_of(child.pid, start + 1) == DEAD
+    assert folder.state_of(child.pid, start) == STOPPED
+    assert folder.state_of(child.pid, start + 1) == DEAD
     child.kill()
     child.wait()
-    assert state_of(child.pid, start) == DEAD
+    assert folder.state_of(child.pid, start) == DEAD
 
 
 # Files of others

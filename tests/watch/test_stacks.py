@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -78,7 +79,7 @@ def test_the_stacks_are_those_that_the_threads_see_themselves() -> None:
     leave.set()
     for ident, lines in seen.items():
         # Python's own frames below bootstrap are the same; at the top each thread has gone on into wait().
-        told = [f"{one.file}:{one.function}" for one in found[ident]]
+        told = [re.sub(r":\d+ ", ":", one) for one in found[ident]]
         assert told[-len(lines) :] == lines
     assert {thread.ident for thread in threads} | {threading.get_ident()} <= found.keys()
     for thread in threads:
@@ -102,7 +103,7 @@ def test_what_is_not_a_frame_is_left_out() -> None:
         'Current thread 0x00007f03 (most recent call first):\n  File "'
     )
     found = frames.parsed(text)
-    assert {ident: [str(one) for one in lines] for ident, lines in found.items()} == {
+    assert found == {
         0x7F01: [],
         0x7F02: ["/a, b.py:3 f", "aäΩ.py:??? g"],
         0x7F03: [],

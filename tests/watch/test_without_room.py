@@ -17,7 +17,7 @@ import pytest
 from forks import Ended, Forks
 
 from pynccl.watch import folder, layout, recorder
-from pynccl.watch.reader import read_file, state_of
+from pynccl.watch.reader import read_file
 from pynccl.watch.records import RUNNING, UNKNOWN
 from pynccl.watch.track import Identity, Track, uid_of
 
@@ -192,7 +192,7 @@ def test_without_descriptors_a_recorder_begins_in_memory(
 
 
 def test_without_descriptors_no_process_is_taken_for_dead(own: recorder.Recorder, no_descriptors: None) -> None:
-    assert state_of(os.getpid(), 7) == UNKNOWN
+    assert folder.state_of(os.getpid(), 7) == UNKNOWN
     assert folder.alive(own.path)
 
 
@@ -222,4 +222,4 @@ def test_a_text_for_another_process_needs_no_room(own: recorder.Recorder) -> Non
 
 
 def test_the_state_of_this_process_is_known() -> None:
-    assert state_of(os.getpid(), folder.started()) == RUNNING
+    assert folder.state_of(os.getpid(), folder.started()) == RUNNING
