@@ -16,8 +16,8 @@ import pytest
 
 from pynccl.bindings.errors import NcclInvalidUsage
 from pynccl.tools import command, hang
-from pynccl.tools.hang import jobs, report, table, text
-from pynccl.watch import folder
+from pynccl.tools.hang import jobs, report, table
+from pynccl.watch import folder, formatting
 from pynccl.watch.records import (
     COMPLETED,
     DEAD,
@@ -111,7 +111,7 @@ def judge(processes: list[ProcessRecord], patience: float = 0.0) -> Any:
     behind = [one for one in processes if one.state == DEAD or any(comm.entered < furthest for comm in one.comms)]
     if not behind:
         return Said("nothing is wrong: all ranks are at the same call", [])
-    names = text.ranks(one.rank for one in behind)
+    names = formatting.numbers((one.rank for one in behind), 9)
     blamed = [(comm.uid, comm.rank) for one in behind for comm in one.comms]
     return Said(f"rank {names} never entered all_reduce #{furthest} (comm 'tp', model.py:88)", blamed)
 
@@ -123,7 +123,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of(processes: list[ProcessRecord], **more: Any) -> str:
-    return report.Report(jobs.Job("train", processes), judge(processes), **more).text()
+    return report.text(jobs.Job("train", processes), judge(processes), **more)
 
 
 # ------------------------------------------------------------------------------------------------- what is printed
@@ -151,7 +151,7 @@ def test_it_fits_a_screen_for_any_number_of_ranks(size: int, hosts: int, behind:
 
 def test_ranks_that_do_the_same_share_a_row_that_says_who_they_are() -> None:
     found = table.rows(missing(1024, (77, 500, 501), 128))
-    assert [text.ranks(row.ranks) for row in found] == ["0-76, 78-499, 502-1023", "77, 500-501"]
+    assert [formatting.numbers(row.ranks, 3) for row in found] == ["0-76, 78-499, 502-1023", "77, 500-501"]
     apart = table.rows(missing(1024, (77, 500, 501), 128), (), True)
     assert [row.ranks for row in apart] == [[rank] for rank in range(1024)]
 
@@ -230,7 +230,7 @@ def test_the_table_and_the_verdict_tell_the_same_call_where_a_stream_was_synchro
     second.comms.append(dataclasses.replace(later, rank=1, completed=1, calls=[]))
     verdict = real.judge([first, second])
     assert verdict.sentence.startswith("rank 1 never entered all_reduce #41 (comm 'tp'")
-    text = report.Report(jobs.Job("train", [first, second]), verdict).text()
+    text = report.text(jobs.Job("train", [first, second]), verdict)
     assert "issued all_reduce #41 'tp'" in text and "done all_reduce #40 'tp'" in text
 
 
@@ -305,10 +305,10 @@ def test_nothing_from_a_file_reaches_the_terminal_as_a_command(field: str, tmp_p
 
 
 def test_words_for_times_and_ranks() -> None:
-    assert [text.seconds(value) for value in (-1, 0.04, 12.34, 250, 11_100, 200_000)] == [
+    assert [formatting.seconds(value) for value in (-1, 0.04, 12.34, 250, 11_100, 200_000)] == [
         "0.0 s", "0.0 s", "12.3 s", "4 min 10 s", "3 h 5 min", "2 days"]  # fmt: skip
-    assert text.ranks([3, 1, 2, 7]) == "1-3, 7"
-    assert text.ranks(range(0, 1000, 2), 30) == "0, 2, 4, 6, 8, 10, ... (500)"
+    assert formatting.numbers([3, 1, 2, 7], 3) == "1-3, 7"
+    assert formatting.numbers(range(0, 1000, 2), 3) == "0, 2, 4, ... (500)"
 
 
 # -------------------------------------------------------------------------------------------- what is looked at
@@ -477,7 +477,7 @@ def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None
     time.tzset()
     try:
         processes = missing(4)
-        text = report.Report(jobs.Job("train", processes), real.judge(processes)).text()
+        text = report.text(jobs.Job("train", processes), real.judge(processes))
     finally:
         monkeypatch.undo()
         time.tzset()
