@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .findings import SHOWN, Finding, chain, lines_of, places_of, standing, standings
-from .formatting import called, clean, ranks_text, seconds
+from .formatting import called, ranks_text, seconds
 from .gone import ending
 from .job import Member, follows, names_of
 from .records import FAILED
-from .waits import AWAY, NO_RECORD, Meeting, Step, Waits
+from .waits import NO_RECORD, Meeting, Step, Waits
 
 _STALLED_SECONDS = 10.0  # a call that all ranks are inside of may take a while
 _ASKED_SECONDS = 1.0  # the same where somebody asks, who has waited too long
 _SHOWN_CROSSED = 3
-_SHOWN_HOSTS = 4
+_NOT_TO_BE_SEEN = "the network between them, a GPU, or the work before it on its stream"
 _ANSWERS = {"send": "recv from", "recv": "send to", "wait_signal": "signal to"}
 
 
@@ -23,7 +23,7 @@ def missing(waits: Waits) -> list[Finding]:
     found: list[Finding] = []
     known: dict[tuple[int, ...], Finding] = {}
     for meeting in waits.stuck():
-        idle = [one for one in meeting.lacking(AWAY) if one.rank not in meeting.held]
+        idle = meeting.idle()
         key = tuple(id(one.process) for one in idle)
         if key in known:  # in another communicator, or in a later call
             _add_communicator(known[key], meeting)
@@ -129,23 +129,14 @@ def _stalled(waits: Waits, meeting: Meeting) -> Finding:
     members = [group.members[rank] for rank in meeting.here]
     gave_up = all(call.state == FAILED for call in meeting.here.values())
     how = f"{'gave up' if gave_up else 'not done'} after {seconds(meeting.age())}"
-    cause = f"the network between {_between(members)}, a GPU, or the work before it on its stream"
     others = [rank for rank in group.members if rank not in meeting.here] if meeting.collective else [meeting.call.peer]
     rest = "and nobody is missing" if meeting.complete() else f"which {group.names(others)} completed"
-    found = Finding("stalled", 65, f"{group.names(meeting.here)} in {meeting.describe()}, {how}, {rest}: {cause}")
+    found = Finding(
+        "stalled", 65, f"{group.names(meeting.here)} in {meeting.describe()}, {how}, {rest}: {_NOT_TO_BE_SEEN}"
+    )
     # Of the messages of a group it is rather those between two machines, or containers, that do not arrive.
     found.weight -= len({(one.process.machine, one.process.host) for one in members[:4]}) > 1
     found.details = [f"{names_of([one])}: {standing(waits, one, meeting)}" for one in members[:4]]
     found.details += chain(waits, meeting)
     found.culprits = [] if meeting.complete() else [one.key for one in members]
     return found.concern(waits, [meeting])
-
-
-def _between(members: Sequence[Member]) -> str:
-    """ "them"; of several machines "rank 0 on host a and ranks 1-3 on host b"."""
-    hosts: dict[str, list[Member]] = {}
-    for one in members:
-        hosts.setdefault(clean(one.process.host, 60), []).append(one)
-    if not 1 < len(hosts) <= _SHOWN_HOSTS:
-        return "them"
-    return " and ".join(f"{names_of(same)} on host {host}" for host, same in hosts.items())

@@ -12,7 +12,7 @@ from .waits import Meeting, Waits
 
 CONSEQUENCE = 75  # the weight from which a finding is the consequence of something else
 SHOWN = 8  # lines about single ranks in one finding
-SILENT_SECONDS = 10.0  # a watchdog writes more often than this
+_SILENT_SECONDS = 10.0  # a watchdog writes more often than this
 _SHOWN_CHAIN = 4
 _NAMED = 10_000  # culprits of one finding, for whoever reads the JSON
 
@@ -80,7 +80,7 @@ def standing(waits: Waits, member: Member, meeting: Meeting | None = None) -> st
     for other, call in waits.elsewhere(member, meeting)[:2]:
         how = "it waits itself in" if call.state == INSIDE else "not completed on its stream:"
         words.append(f"{how} {other.group.brief(call)}, for {seconds(member.waited(call))}")
-    return "; ".join(word for word in (*words, _whereabouts(process), frozen(process)) if word)
+    return "; ".join(word for word in (*words, _whereabouts(process), _silent(process)) if word)
 
 
 def _alive(waits: Waits, process: ProcessRecord) -> str:
@@ -93,10 +93,11 @@ def _alive(waits: Waits, process: ProcessRecord) -> str:
 
 def progress(member: Member) -> str:
     """ "last entered #41, last completed #40"."""
-    if member.comm is None:
+    if not member.came:
         return "has not come to the communicator's init"
-    entered = f"last entered #{member.entered:,}, " if member.completed < member.entered else ""
-    return entered + (f"last completed #{member.completed:,}" if member.completed > 0 else "completed none")
+    entered, completed = member.comm.entered, member.comm.completed
+    text = f"last entered #{entered:,}, " if completed < entered else ""
+    return text + (f"last completed #{completed:,}" if completed > 0 else "completed none")
 
 
 def _whereabouts(process: ProcessRecord) -> str:
@@ -115,9 +116,9 @@ def _whereabouts(process: ProcessRecord) -> str:
     )
 
 
-def frozen(process: ProcessRecord) -> str:
+def _silent(process: ProcessRecord) -> str:
     """Says so where a process runs and yet does not write its heartbeat."""
     age = process.now - process.heartbeat
-    if process.state in (DEAD, STOPPED, UNKNOWN) or process.heartbeat <= 0 or age <= SILENT_SECONDS:
+    if process.state in (DEAD, STOPPED, UNKNOWN) or process.heartbeat <= 0 or age <= _SILENT_SECONDS:
         return ""
     return f"its watchdog has not written for {seconds(age)}: a C call holds the GIL, or the machine is overloaded"

@@ -124,21 +124,22 @@ def _stopped(waits: Waits) -> Finding | None:
 def _left(waits: Waits, meeting: Meeting) -> Finding | None:
     """Ranks whose own end of the communicator has ended."""
     members = meeting.lacking(LEFT)
-    _, _, first, comm = min((one.comm.ended_at, one.rank, one, one.comm) for one in members if one.comm)
+    first = min(members, key=lambda one: (one.comm.ended_at, one.rank))
+    comm = first.comm
     text = (
         f"{names_of([first])}'s comm '{meeting.group.name}' was {clean(comm.ended)}{at(comm.ended_site)}"
         f"{ago(first.process, comm.ended_at)}; {meeting.waiting()} in {meeting.describe()}, which it never entered"
     )
     found = Finding("left", 35, text, [*standings(waits, members, meeting), *chain(waits, meeting)])
     found.culprits = [one.key for one in members]
-    found.lines = [line for one in members if one.comm and (line := line_of(one.comm.ended_site))] or places_of(members)
+    found.lines = [line for one in members if (line := line_of(one.comm.ended_site))] or places_of(members)
     return found.concern(waits, [meeting])
 
 
 def _failure(waits: Waits, group: Group) -> Finding | None:
     """Calls that have raised on ranks which live on."""
     living = [one for one in group.members.values() if one.process.state != DEAD]
-    rows = [(one, last) for one in living if (last := one.last()) and last.state == FAILED]
+    rows = [(one, last) for one in living if (last := one.comm.last()) and last.state == FAILED]
     if not rows:
         return None
     several = len({member.process.machine for member, _ in rows}) > 1  # whose clocks are not compared

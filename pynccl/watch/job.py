@@ -15,33 +15,30 @@ _FRESH_SECONDS = 2.0  # a line that was seen so lately counts as the present one
 _MOST_RANKS = 1 << 16  # of one communicator; a file that is damaged may say anything
 
 
-@dataclass(eq=False)
 class Member:
-    """One rank of one communicator. `comm` is None where its process is known, and has not come to the communicator.
+    """One rank of one communicator. `came`: whether its process has come to it; `comm` is empty if not.
 
     numbered  its collective calls, by number; pending: its calls that have not completed, oldest first
     """
 
-    group: Group
-    rank: int
-    process: ProcessRecord
-    comm: CommRecord | None = None
-    entered: int = 0
-    completed: int = 0
-    numbered: dict[int, CallRecord] = field(default_factory=dict)
-    pending: list[CallRecord] = field(default_factory=list)
+    def __init__(self, group: Group, process: ProcessRecord, comm: CommRecord, came: bool = True) -> None:
+        self.group, self.process, self.comm, self.came = group, process, comm, came
+        self.rank = comm.rank
+        self.numbered = {call.number: call for call in comm.calls if call.number > 0}
+        unfinished = [call for call in comm.calls if call.state in (INSIDE, ISSUED)]
+        self.pending = [self._compared(call) for call in unfinished if not 0 < call.number <= comm.completed]
+
+    def _compared(self, call: CallRecord) -> CallRecord:
+        """A "check" stands for the call that it compares, which the rank is about to enter."""
+        if call.operation != "check":
+            return call
+        name = call.detail.partition("(")[0] or "check"
+        return dataclasses.replace(call, number=self.comm.entered + 1, operation=name)
 
     @property
     def key(self) -> tuple[str, int]:
         """As `culprits` have it."""
         return self.group.uid, self.rank
-
-    @property
-    def left(self) -> bool:
-        return self.comm is not None and bool(self.comm.ended)
-
-    def last(self) -> CallRecord | None:
-        return self.comm.last() if self.comm else None
 
     def waited(self, call: CallRecord) -> float:
         """Seconds by the clock of the process's own machine, up to its end, or to when the call raised."""
@@ -205,7 +202,7 @@ def _group(uid: str, rows: list[tuple[ProcessRecord, CommRecord]], launched: dic
     size = Counter(comm.size for _, comm in chosen.values()).most_common(1)[0][0]
     name = clean(next((comm.name for _, comm in chosen.values() if comm.name), uid[:12]), 60)
     group = Group(uid, name, size)
-    group.members = {rank: _member(group, *chosen[rank]) for rank in sorted(chosen)}
+    group.members = {rank: Member(group, *chosen[rank]) for rank in sorted(chosen)}
     _add_launched(group, launched)
     group.unknown = [rank for rank in range(min(size, _MOST_RANKS)) if rank not in group.members]
     return group
@@ -215,20 +212,11 @@ def _add_launched(group: Group, launched: dict[int, ProcessRecord]) -> None:
     """Ranks that do not know the communicator yet, where its ranks are those of the launch; not of one of another."""
     present = {id(member.process) for member in group.members.values()}
     known = [member for member in group.members.values() if member.process.rank >= 0]
-    if not known or any(member.rank != member.process.rank or (member.comm and member.comm.parent) for member in known):
+    if not known or any(member.rank != member.process.rank or member.comm.parent for member in known):
         return
     jobs = {member.process.job for member in known}
     for rank, process in launched.items():
         if rank < group.size and rank not in group.members and process.job in jobs and id(process) not in present:
-            group.members[rank] = Member(group, rank, process)
-
-
-def _member(group: Group, process: ProcessRecord, comm: CommRecord) -> Member:
-    pending = [one for one in comm.calls if one.state in (INSIDE, ISSUED) and not 0 < one.number <= comm.completed]
-    numbered = {call.number: call for call in comm.calls if call.number > 0}
-    entered = max(comm.entered, max(numbered, default=0))
-    for index, call in enumerate(pending):
-        if call.operation == "check":  # stands for the call that it compares, which the rank is about to enter
-            name = call.detail.partition("(")[0] or "check"
-            pending[index] = dataclasses.replace(call, number=entered + 1, operation=name)
-    return Member(group, comm.rank, process, comm, entered, comm.completed, numbered, pending)
+            group.members[rank] = Member(
+                group, process, CommRecord(group.uid, group.name, rank, group.size), came=False
+            )

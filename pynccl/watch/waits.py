@@ -38,7 +38,6 @@ class Meeting:
     """`here`: the ranks that wait, and their calls; `lacks`: the ranks that are needed, and why they are not here.
 
     first   the meetings that have to go on first, and why
-    held    the ranks that are AWAY because they wait elsewhere
     paired  whether a send and a recv are sure to be the two ends of one message
     """
 
@@ -47,7 +46,6 @@ class Meeting:
     here: dict[int, CallRecord] = field(default_factory=dict)
     lacks: dict[int, str] = field(default_factory=dict)
     first: dict[Meeting, list[Step]] = field(default_factory=dict)
-    held: set[int] = field(default_factory=set)
     paired: bool = True
 
     @property
@@ -61,6 +59,11 @@ class Meeting:
     def lacking(self, why: str) -> list[Member]:
         """The ranks that are not here for this reason, without NO_RECORD."""
         return [self.group.members[rank] for rank, reason in self.lacks.items() if reason == why]
+
+    def idle(self) -> list[Member]:
+        """The ranks that have not come although they wait for nothing that is known: the causes."""
+        held = {id(step.member.process) for steps in self.first.values() for step in steps if step.then is None}
+        return [member for member in self.lacking(AWAY) if id(member.process) not in held]
 
     def complete(self) -> bool:
         """Whether all who have to come are here."""
@@ -141,7 +144,9 @@ class Waits:
         """The calls in which a rank waits, or waited until it gave up."""
         gave_up = _gave_up(member)
         found = [] if self._ended(member) else member.pending
-        if member.left and not self.post_mortem and not gave_up:  # what was on a stream went with the communicator
+        if (
+            member.comm.ended and not self.post_mortem and not gave_up
+        ):  # what was on a stream went with the communicator
             found = [call for call in found if call.state == INSIDE]
         return found + gave_up
 
@@ -155,7 +160,7 @@ class Waits:
         """Why a rank will not come; "" if it may."""
         if self._ended(member):
             return DEAD
-        if member.left and not follows(member.process):
+        if member.comm.ended and not follows(member.process):
             return LEFT
         return STOPPED if member.process.state == STOPPED else ""
 
@@ -173,7 +178,7 @@ class Waits:
             waiting = [call.number for call in self._calls[member] if call.number > 0]
             inside |= set(waiting)
             numbers |= {min(waiting), max(waiting)} if waiting else set()
-        numbers |= inside & {min((member.entered for member in group.members.values()), default=0) + 1}
+        numbers |= inside & {min((member.comm.entered for member in group.members.values()), default=0) + 1}
         for number in sorted(numbers)[:_LOOKED_AT]:
             meeting = Meeting(group, CallRecord(0, number, ""))
             for member in group.members.values():
@@ -186,7 +191,7 @@ class Waits:
     def _place(self, meeting: Meeting, member: Member, number: int) -> None:
         """Put the rank where it is, as seen from collective `number`."""
         call = next((one for one in self._calls[member] if one.number == number), None) or member.numbered.get(number)
-        if number <= member.completed or (call and call.state == COMPLETED):
+        if number <= member.comm.completed or (call and call.state == COMPLETED):
             return
         if call and call.state == FAILED and consequence(call.error):
             meeting.here[member.rank] = call
@@ -196,7 +201,7 @@ class Waits:
             meeting.lacks[member.rank] = why
         elif call:
             meeting.here[member.rank] = call
-        elif member.entered < number:
+        elif member.comm.entered < number:
             meeting.lacks[member.rank] = AWAY
 
     def _lack(self, meeting: Meeting, rank: int) -> None:
@@ -212,7 +217,7 @@ class Waits:
         recorded: dict[tuple[str, int, int], list[CallRecord]] = {}  # operation, who calls it, its peer
         waiting: dict[tuple[str, int, int], list[CallRecord]] = {}
         for member in group.members.values():
-            for calls, of in ((member.comm.calls if member.comm else [], recorded), (self._calls[member], waiting)):
+            for calls, of in ((member.comm.calls, recorded), (self._calls[member], waiting)):
                 for call in calls:
                     if call.operation in MESSAGES:
                         of.setdefault((call.operation, member.rank, call.peer), []).append(call)
@@ -250,8 +255,8 @@ class Waits:
         for operation, meeting in found.items():
             for rank in (*group.members, *group.unknown) if operation in _TOGETHER else ():
                 other = group.members.get(rank)
-                ended = other is not None and other.left and operation in ("finalize", "destroy")
-                called = other and other.comm and any(call.operation == operation for call in other.comm.calls)
+                ended = other is not None and other.comm.ended and operation in ("finalize", "destroy")
+                called = other is not None and any(call.operation == operation for call in other.comm.calls)
                 if not ended and not called:
                     self._lack(meeting, rank)
             yield meeting
@@ -276,17 +281,16 @@ class Waits:
         for meeting in self.meetings:
             for away in meeting.lacking(AWAY):
                 for other, member, call in self._at.get(id(away.process), []):
-                    on_stream = member.comm is not None and call.issued < member.comm.waits_at
+                    on_stream = call.issued < member.comm.waits_at
                     certain = call.state in (INSIDE, FAILED) or on_stream
                     if other is not meeting and (certain or other in stuck):
-                        meeting.held.add(away.rank)
                         meeting.first.setdefault(other, []).append(Step(member, call, None, certain))
 
 
 def _gave_up(member: Member) -> list[CallRecord]:
     """The last call of a rank, with those that were issued with it, if others have made it fail."""
-    last = member.last()
-    if member.comm is None or last is None or last.state != FAILED or not consequence(last.error):
+    last = member.comm.last()
+    if last is None or last.state != FAILED or not consequence(last.error):
         return []
     together = member.comm.calls if last.group else [last]
     return [call for call in together if call.state == FAILED and call.group == last.group]
@@ -303,7 +307,7 @@ def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:
 def _counted(group: Group, *ranks: int) -> bool:
     """Whether all calls of these ranks are still recorded."""
     comms = [group.members[rank].comm for rank in ranks if rank in group.members]
-    return len(comms) == len(ranks) and all(one is not None and one.calls and one.calls[0].entry == 1 for one in comms)
+    return len(comms) == len(ranks) and all(one.calls and one.calls[0].entry == 1 for one in comms)
 
 
 def _answered(
@@ -311,7 +315,7 @@ def _answered(
 ) -> bool:
     """Whether the other side of this send or recv has come, or may have, though not all is recorded."""
     peer = group.members.get(call.peer)
-    if peer is None or peer.comm is None:
+    if peer is None:
         return False
     if peer.comm.cut:
         return True  # who says that it has not come must have seen all that it did

@@ -284,7 +284,7 @@ def test_unreadable_files_and_other_jobs_are_named() -> None:
     others[1].processes[0].state = DEAD
     text = of(missing(2), problems=["/x/a.watch: not a record"], others=others)
     assert "1 file could not be read:\n    /x/a.watch: not a record" in text
-    assert "2 other jobs: --job ID\n    slurm-1  1 process, 1 of them running\n    slurm-2  1 process, none" in text
+    assert "2 other jobs: --job ID; --list says more\n    slurm-1\n    slurm-2" in text
 
 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\x00e\u202ef\x1bP1;2\x1b\\g\nh\r\x08i\ud800"
@@ -377,7 +377,7 @@ def test_of_several_jobs_the_living_one_is_shown_and_the_others_are_named(tmp_pa
     assert run(*places) == 1
     text = printed()[0]
     assert "train: 4 processes" in text
-    assert "1 other job: --job ID\n    old  2 processes, none of them running here" in text
+    assert "1 other job: --job ID; --list says more\n    old" in text
     assert run("--job", "old", *places) == 1
     assert "old: 2 processes" in printed()[0]
     assert run("--job", "gone", *places) == 2
@@ -448,8 +448,7 @@ def test_without_arguments_it_takes_the_newest_job_that_lives(
     assert run() == 1
     text = printed()[0]
     assert "alive: 4 processes" in text
-    ended = "2 processes, none of them running here"
-    assert f"2 other jobs: --job ID\n    newest  {ended}\n    old  {ended}" in text
+    assert "2 other jobs: --job ID; --list says more\n    newest\n    old" in text
     assert run("--job", "newest") == 1  # both have ended
     assert run("--job", "gone") == 2
     assert "newest" in printed()[1]

@@ -61,7 +61,7 @@ def _look(arguments: argparse.Namespace) -> int:
             "verdict": verdict.to_json(),
             "processes": [to_json(one) for one in job.processes],  # which `jobs.read` reads again
             "problems": problems,
-            "other_jobs": [{"job": one.name, "state": report.summary(one)} for one in others],
+            "other_jobs": [jobs.to_json(one) for one in others],
         }
         print(json.dumps(found, indent=1))
     else:
@@ -74,18 +74,7 @@ def _look(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     found, problems = jobs.read(arguments.dir)
     if arguments.json:
-        rows = [
-            {
-                "job": job.name,
-                "living": job.living,
-                "processes": len(job.processes),
-                "started": job.started,  # in seconds since the epoch
-                "last_seen": job.last_seen,
-                "program": job.command,
-            }
-            for job in found
-        ]
-        print(json.dumps({"jobs": rows, "problems": problems}, indent=1))
+        print(json.dumps({"jobs": [jobs.to_json(one) for one in found], "problems": problems}, indent=1))
     else:
         _print("\n".join([*report.listed(found), *report.unread(problems)]))
     return command.GOOD

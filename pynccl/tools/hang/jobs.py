@@ -49,6 +49,18 @@ class Job:
         return min(self.processes, key=lambda one: (one.rank < 0, one.rank, _began(one))).command
 
 
+def to_json(job: Job) -> dict[str, Any]:
+    """What --list says of a job, as values for json.dumps."""
+    return {
+        "job": job.name,
+        "living": job.living,
+        "processes": len(job.processes),
+        "started": job.started,
+        "last_seen": job.last_seen,
+        "program": job.command,
+    }
+
+
 def find(places: Sequence[str], name: str | None) -> tuple[Job, list[Job], list[str]]:
     """The job of this name (None: the newest with living processes, else the newest), the others, and one text for each
     file that could not be read. Its processes that run on this machine say where they are."""

@@ -147,8 +147,8 @@ def _what(call: CallRecord) -> str:
 
 
 def _other_jobs(others: Sequence[Job]) -> list[str]:
-    rows = [f"{clean(job.name, 80)}  {summary(job)}" for job in others]
-    return [f"{_count(rows, 'other job')}: --job ID", *_first(OTHERS, rows)] if rows else []
+    rows = [clean(job.name, 80) for job in others]
+    return [f"{_count(rows, 'other job')}: --job ID; --list says more", *_first(OTHERS, rows)] if rows else []
 
 
 def unread(problems: Sequence[str]) -> list[str]:
@@ -168,12 +168,6 @@ def listed(jobs: Iterable[Job]) -> list[str]:
         program = " ".join([*map(os.path.basename, words[:2]), *words[2:]])
         rows.append([clean(job.name, 80), state, f"{len(job.processes):,}", started, clean(program, 60)])
     return table.columns(rows)
-
-
-def summary(job: Job) -> str:
-    """ "4 processes, 2 of them running"."""
-    running = f"{job.living} of them running" if job.living else "none of them running here"
-    return f"{_count(job.processes, 'process')}, {running}"
 
 
 # Words
