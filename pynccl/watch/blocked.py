@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .findings import SHOWN, Finding, chain, lines_of, places_of, standing, standings
+from .findings import SHOWN, Finding, Weight, chain, lines_of, places_of, standing, standings
 from .formatting import called, ranks_text, seconds
 from .gone import ending
 from .job import Member, follows, names_of
@@ -43,17 +43,16 @@ def _add_communicator(found: Finding, meeting: Meeting) -> None:
 
 
 def _away(waits: Waits, meeting: Meeting, members: Sequence[Member]) -> Finding:
+    who, call = names_of(members), meeting.describe()
     if meeting.collective:
-        text = f"{names_of(members)} never entered {meeting.describe()}; {meeting.waiting(' there')}"
+        kind, text = "missing", f"{who} never entered {call}; {meeting.waiting(' there')}"
     else:
-        text = f"{names_of(members)} never called {_answer_to(meeting)}; {meeting.waiting()} in {meeting.describe()}"
-    found = Finding("missing" if meeting.collective else "unmatched", 40, text, standings(waits, members, meeting))
+        kind, text = "unmatched", f"{who} never called {_answer_to(meeting)}; {meeting.waiting()} in {call}"
+    found = Finding(kind, Weight.AWAY, text, standings(waits, members))
     for rank in meeting.here:
         if meeting.group.members[rank].process is members[0].process:
-            text = (
-                f"its process is inside as rank {rank}: calls of several ranks of one process go into a pynccl.group()"
-            )
-            found.details.append(text)
+            how = "calls of several ranks of one process go into a pynccl.group()"
+            found.details.append(f"its process is inside as rank {rank}: {how}")
     found.details += chain(waits, meeting)
     found.culprits, found.lines = [one.key for one in members], places_of(members)
     return found.concern(waits, [meeting])
@@ -70,7 +69,7 @@ def _unknown(waits: Waits, meeting: Meeting) -> Finding:
     if ended and ended[0].end.startswith("NcclInvalidUsage"):  # it knew what is wrong: calls that disagree
         text, details[0] = details[0], text
     culprits = [(meeting.group.uid, rank) for rank in ranks]
-    return Finding("missing", 55, text, details, culprits).concern(waits, [meeting])
+    return Finding("missing", Weight.UNKNOWN, text, details, culprits).concern(waits, [meeting])
 
 
 def _answer_to(meeting: Meeting) -> str:
@@ -92,7 +91,8 @@ def _crossing(waits: Waits, circle: Sequence[Meeting]) -> Finding:
     texts = [_edge(*edge) for edge in edges[:_SHOWN_CROSSED]]
     more = f", and {len(edges) - _SHOWN_CROSSED:,} more in this circle" if len(edges) > _SHOWN_CROSSED else ""
     certain = all(any(step.certain for step in steps) for _, steps, _ in edges)
-    found = Finding("crossed", 20 if certain else 45, f"ranks wait for each other: {', '.join(texts)}{more}")
+    weight = Weight.CROSSED if certain else Weight.UNCERTAIN
+    found = Finding("crossed", weight, f"ranks wait for each other: {', '.join(texts)}{more}")
     for later, steps, _ in edges[:SHOWN]:
         if steps[0].then is None:
             lacks = f"entered {later.brief()}" if later.collective else f"called {_answer_to(later)}"
@@ -131,12 +131,10 @@ def _stalled(waits: Waits, meeting: Meeting) -> Finding:
     how = f"{'gave up' if gave_up else 'not done'} after {seconds(meeting.age())}"
     others = [rank for rank in group.members if rank not in meeting.here] if meeting.collective else [meeting.call.peer]
     rest = "and nobody is missing" if meeting.complete() else f"which {group.names(others)} completed"
-    found = Finding(
-        "stalled", 65, f"{group.names(meeting.here)} in {meeting.describe()}, {how}, {rest}: {_NOT_TO_BE_SEEN}"
-    )
+    text = f"{group.names(meeting.here)} in {meeting.describe()}, {how}, {rest}: {_NOT_TO_BE_SEEN}"
     # Of the messages of a group it is rather those between two machines, or containers, that do not arrive.
-    found.weight -= len({(one.process.machine, one.process.host) for one in members[:4]}) > 1
-    found.details = [f"{names_of([one])}: {standing(waits, one, meeting)}" for one in members[:4]]
-    found.details += chain(waits, meeting)
+    several = len({(one.process.machine, one.process.host) for one in members[:4]}) > 1
+    found = Finding("stalled", Weight.STALLED_BETWEEN_MACHINES if several else Weight.STALLED, text)
+    found.details = [*standings(waits, members[:4]), *chain(waits, meeting)]
     found.culprits = [] if meeting.complete() else [one.key for one in members]
     return found.concern(waits, [meeting])

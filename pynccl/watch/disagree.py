@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..bindings.abi import ELEMENTS
-from .findings import SHOWN, Finding, lines_of
+from .findings import SHOWN, Finding, Weight, lines_of
 from .formatting import call_text, called
 from .job import Group
 from .records import CallRecord
@@ -48,7 +48,9 @@ def _mismatch(waits: Waits, group: Group) -> Finding | None:
     details = [*[*sides, *others][:SHOWN], "every rank must make the same collective calls in the same order"]
     blamed = sorted(odd)
     lines = lines_of(odd[rank] for rank in blamed)
-    found = Finding("mismatch", 10, text, details, [(group.uid, rank) for rank in blamed], lines, [group.uid])
+    found = Finding(
+        "mismatch", Weight.MISMATCH, text, details, [(group.uid, rank) for rank in blamed], lines, [group.uid]
+    )
     return found.concern(waits, meetings)
 
 
@@ -85,4 +87,4 @@ def _sizes(waits: Waits, meeting: Meeting) -> Finding | None:
         f"{group.names([target])}, which expects {recv.dtype} x {recv.count:,}{called(recv)} (comm '{group.name}')"
     )
     culprits = [(group.uid, source), (group.uid, target)]
-    return Finding("mismatch", 10, text, [], culprits, lines_of([send, recv])).concern(waits, [meeting])
+    return Finding("mismatch", Weight.MISMATCH, text, [], culprits, lines_of([send, recv])).concern(waits, [meeting])

@@ -4,25 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum, auto
 
 from .formatting import ago, call_name, clean, line_of, place, seconds
 from .job import Member, last_place, names_of, newest_call, seen_ago
-from .records import DEAD, INSIDE, STOPPED, UNKNOWN, CallRecord, ProcessRecord
+from .records import DEAD, STOPPED, UNKNOWN, CallRecord, ProcessRecord
 from .waits import Meeting, Waits
 
-CONSEQUENCE = 75  # the weight from which a finding is the consequence of something else
 SHOWN = 8  # lines about single ranks in one finding
 _SILENT_SECONDS = 10.0  # a watchdog writes more often than this
 _SHOWN_CHAIN = 4
-_NAMED = 10_000  # culprits of one finding, for whoever reads the JSON
+
+
+class Weight(IntEnum):
+    """Which of several findings is named as the cause: the first of this list. From CONSEQUENCE on a finding only
+    follows from something else."""
+
+    ENDED = 0
+    MISMATCH = auto()
+    ENDED_BY_NCCL = auto()
+    CROSSED = auto()
+    STOPPED = auto()
+    FAILED = auto()
+    LEFT = auto()
+    AWAY = auto()
+    UNCERTAIN = auto()  # crossed if two streams keep each other waiting; or calls that NCCL says to disagree
+    KILLED = auto()  # as all processes were: what they waited for comes first
+    UNKNOWN = auto()
+    STALLED_BETWEEN_MACHINES = auto()
+    STALLED = auto()
+    CONSEQUENCE = auto()
+    FAILED_SINCE = auto()
+    BEFORE_THE_END = auto()  # of waits, where the processes ended for another reason
 
 
 @dataclass
 class Finding:
-    """As Verdict has it. A lower `weight` comes first. `waiting`: how many wait because of it; `age`: for how long."""
+    """As Verdict has it. `waiting`: how many wait because of it; `age`: for how long."""
 
     kind: str
-    weight: int
+    weight: Weight
     sentence: str
     details: list[str] = field(default_factory=list)
     culprits: list[tuple[str, int]] = field(default_factory=list)
@@ -31,6 +52,10 @@ class Finding:
     waiting: int = 0
     age: float = 0.0
 
+    @property
+    def is_cause(self) -> bool:
+        return self.weight < Weight.CONSEQUENCE
+
     def concern(self, waits: Waits, meetings: Sequence[Meeting]) -> Finding:
         """How many wait because of it, and in which communicators."""
         behind = waits.behind(meetings)
@@ -38,7 +63,7 @@ class Finding:
         self.age = max((meeting.age() for meeting in meetings), default=0.0)
         self.comms = list(dict.fromkeys([*self.comms, *(meeting.group.uid for meeting in behind)]))
         self.lines = list(dict.fromkeys(line for line in self.lines if line))
-        self.culprits = list(dict.fromkeys(self.culprits))[:_NAMED]
+        self.culprits = list(dict.fromkeys(self.culprits))
         return self
 
 
@@ -65,22 +90,19 @@ def chain(waits: Waits, meeting: Meeting) -> list[str]:
     return lines[:_SHOWN_CHAIN]
 
 
-def standings(waits: Waits, members: Sequence[Member], meeting: Meeting) -> list[str]:
+def standings(waits: Waits, members: Sequence[Member]) -> list[str]:
     """A line for each rank, or for several that stand alike."""
     rows: dict[str, list[Member]] = {}
     for member in members[: 8 * SHOWN]:
-        rows.setdefault(standing(waits, member, meeting), []).append(member)
+        rows.setdefault(standing(waits, member), []).append(member)
     return [f"{names_of(same)}: {text}" for text, same in rows.items()][:SHOWN]
 
 
-def standing(waits: Waits, member: Member, meeting: Meeting | None = None) -> str:
+def standing(waits: Waits, member: Member) -> str:
     """ "process alive, last completed #40; its main thread is in data.py:41 next_batch"."""
     process = member.process
-    words = [f"{_alive(waits, process)}, {progress(member)}"]
-    for other, call in waits.elsewhere(member, meeting)[:2]:
-        how = "it waits itself in" if call.state == INSIDE else "not completed on its stream:"
-        words.append(f"{how} {other.group.brief(call)}, for {seconds(member.waited(call))}")
-    return "; ".join(word for word in (*words, _whereabouts(process), _silent(process)) if word)
+    words = (f"{_alive(waits, process)}, {progress(member)}", _whereabouts(process), _silent(process))
+    return "; ".join(word for word in words if word)
 
 
 def _alive(waits: Waits, process: ProcessRecord) -> str:

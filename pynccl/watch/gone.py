@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from .findings import CONSEQUENCE, SHOWN, Finding, chain, lines_of, places_of, progress, standings
+from .findings import SHOWN, Finding, Weight, chain, lines_of, places_of, progress, standings
 from .formatting import ago, at, call_name, called, clean, line_of
 from .job import Group, consequence, ended_about, follows, killed, names_of, normal
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
@@ -57,12 +57,13 @@ def _dead(waits: Waits) -> Finding | None:
     group = meetings[0].group if meetings else None
     every = f"all {len(ended):,} processes have ended: " if len(ended) == len(job.processes) > 1 else ""
     # Calls that disagree come before the ends that NCCL's own errors have brought about.
-    weight = CONSEQUENCE if follows(first) else 15 if first.end.startswith("Nccl") else 0
+    weight = Weight.ENDED_BY_NCCL if first.end.startswith("Nccl") else Weight.ENDED
+    weight = Weight.CONSEQUENCE if follows(first) else weight
     found = Finding("dead", weight, every + ending(waits, first, group) + _for_it(meetings))
     if member := job.member(first, group):
         found.details.append(f"{job.name(first, group)}: {progress(member)}")
     found.details += chain(waits, meetings[0]) if meetings else []
-    found.details += [f"also: {ending(waits, one)}" for one in others[:SHOWN]]
+    found.details += [f"also: {ending(waits, one)}" for one in others if not follows(one)][:SHOWN]
     found.culprits, found.comms = [job.key(first, group)], [comm.uid for comm in first.comms]
     places = [line_of(first.end_site), *lines_of(_inside(waits, first).values()), line_of(first.where)]
     found.lines = [line for line in places if line][:1]
@@ -110,7 +111,7 @@ def _stopped(waits: Waits) -> Finding | None:
         f"kill -CONT {process.pid} on host {clean(process.host, 60)}"
         for process in halted
     ]
-    found = Finding("stopped", 25, texts[0] + _for_it(meetings), texts[1:SHOWN])
+    found = Finding("stopped", Weight.STOPPED, texts[0] + _for_it(meetings), texts[1:SHOWN])
     found.details += chain(waits, meetings[0]) if meetings else []
     found.culprits = [job.key(process, group) for process in halted]
     found.comms = [comm.uid for process in halted for comm in process.comms]
@@ -130,7 +131,7 @@ def _left(waits: Waits, meeting: Meeting) -> Finding | None:
         f"{names_of([first])}'s comm '{meeting.group.name}' was {clean(comm.ended)}{at(comm.ended_site)}"
         f"{ago(first.process, comm.ended_at)}; {meeting.waiting()} in {meeting.describe()}, which it never entered"
     )
-    found = Finding("left", 35, text, [*standings(waits, members, meeting), *chain(waits, meeting)])
+    found = Finding("left", Weight.LEFT, text, [*standings(waits, members), *chain(waits, meeting)])
     found.culprits = [one.key for one in members]
     found.lines = [line for one in members if (line := line_of(one.comm.ended_site))] or places_of(members)
     return found.concern(waits, [meeting])
@@ -149,7 +150,9 @@ def _failure(waits: Waits, group: Group) -> Finding | None:
     text = f"{names_of([member])}'s {group.describe(call)}{_raised(call)}{ago(member.process, call.returned)}"
     text += f"; {meetings[0].waiting(' there')}" if meetings else ""
     # That calls disagree is the library's word, where the records do not show which.
-    weight = 33 if not consequence(call.error) else 45 if "disagree" in call.error else 80
+    weight = Weight.FAILED
+    if consequence(call.error):
+        weight = Weight.UNCERTAIN if "disagree" in call.error else Weight.FAILED_SINCE
     details = [f"{names_of([one])}: {call_name(other)}{called(other)}{_raised(other)}" for one, other in rows[1:SHOWN]]
     return Finding("failed", weight, text, details, [member.key], lines_of([call]), [group.uid]).concern(
         waits, meetings

@@ -15,7 +15,7 @@ from typing import Any
 
 from .blocked import crossings, missing, stalled
 from .disagree import disagreements
-from .findings import CONSEQUENCE, Finding
+from .findings import Finding, Weight
 from .gone import gone
 from .job import Job, follows, killed, normal
 from .records import DEAD, ProcessRecord
@@ -57,13 +57,13 @@ def judge(processes: Sequence[ProcessRecord], *, patience: float = 0.0, uid: str
     uid  the communicator of which it is asked: of several that wait for the same rank, the one to be named first"""
     if not processes:
         text = "there are no records: no process has written any here (another machine? another PYNCCL_WATCH_DIR?)"
-        return Verdict("empty", 0, text)
+        return Verdict("empty", Weight.CONSEQUENCE, text)
     waits = Waits(Job(processes), patience, uid)
     found = _found(waits)
     if waits.post_mortem:
         _weigh_after_the_end(waits, found)
     found.sort(key=lambda one: (one.weight, -one.waiting, -one.age))
-    found = found or [_going_on(waits.job)]
+    found = _without_repeats(found) or [_going_on(waits.job)]
     for one in found:
         one.sentence = one.sentence.rstrip(".") + "."
     return Verdict(**vars(found[0]), findings=found)
@@ -83,11 +83,11 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
     """What an exception of this rank of this communicator should say too; "" where there is nothing to say."""
     own = [one for one in verdict.findings if one.kind == "failed" and one.culprits == [(uid, rank)]]
     others = [one for one in verdict.findings if one.kind not in NOTHING_WRONG and one not in own]
-    if own and own[0] is verdict.findings[0] and own[0].weight < CONSEQUENCE:  # its own error is the cause
+    if own and own[0] is verdict.findings[0] and own[0].is_cause:
         return "\n".join(verdict.details[:3])
     if not others:
         return ""
-    first, concerned = others[0], [one for one in others if uid in one.comms and one.weight < CONSEQUENCE]
+    first, concerned = others[0], [one for one in others if uid in one.comms and one.is_cause]
     if concerned and first.kind != "mismatch":  # that counts in any communicator: its ranks may wait for nothing
         first = concerned[0]
         alike = [one for one in concerned if one.kind == first.kind and any(of == uid for of, _ in one.culprits)]
@@ -98,27 +98,39 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
 
 def _found(waits: Waits) -> list[Finding]:
     found = [*gone(waits), *disagreements(waits), *crossings(waits), *missing(waits)]
-    if all(one.weight >= CONSEQUENCE for one in found):  # what does not move may do so because of anything else
+    if not any(one.is_cause for one in found):  # what does not move may do so because of anything else
         found += stalled(waits)
-    if any(one.weight < CONSEQUENCE for one in found):  # then that others ended because of it is no news
-        found = [one for one in found if one.kind != "dead" or one.weight < CONSEQUENCE]
+    if any(one.is_cause for one in found):  # then that others ended because of it is no news
+        found = [one for one in found if one.kind != "dead" or one.is_cause]
     return found
+
+
+def _without_repeats(found: Sequence[Finding]) -> list[Finding]:
+    """That a rank has not come is no news where it is named already, as dead for instance."""
+    named: set[tuple[str, int]] = set()
+    kept = []
+    for one in found:
+        if one.kind not in ("missing", "unmatched") or not named.issuperset(one.culprits):
+            kept.append(one)
+        named.update(one.culprits)
+    return kept
 
 
 def _weigh_after_the_end(waits: Waits, found: list[Finding]) -> None:
     """All have ended: what held them before is the cause if they gave up, or were killed after a wait."""
-    if not any(one.kind == "dead" and one.weight < CONSEQUENCE for one in found):
+    if not any(one.kind == "dead" and one.is_cause for one in found):
         return
     silent = all(killed(one) or normal(one) or follows(one) for one in waits.job.processes)
     for one in found:
-        if one.kind not in ("dead", "mismatch"):
-            one.weight += 0 if silent and one.age >= _HUNG_BEFORE else 100
-        elif one.kind == "dead" and silent:
-            one.weight = 50
+        if one.kind == "dead":
+            one.weight = Weight.KILLED if silent else one.weight
+        elif one.kind != "mismatch" and not (silent and one.age >= _HUNG_BEFORE):
+            one.weight = Weight.BEFORE_THE_END
 
 
 def _going_on(job: Job) -> Finding:
     ended = sum(process.state == DEAD for process in job.processes)
-    if ended == len(job.processes):
-        return Finding("finished", 0, f"all {ended:,} ranks have finished")
-    return Finding("running", 0, f"no rank is stuck: {len(job.processes) - ended:,} running, {ended:,} finished")
+    running = len(job.processes) - ended
+    if not running:
+        return Finding("finished", Weight.CONSEQUENCE, f"all {ended:,} ranks have finished")
+    return Finding("running", Weight.CONSEQUENCE, f"no rank is stuck: {running:,} running, {ended:,} finished")

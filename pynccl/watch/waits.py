@@ -121,11 +121,6 @@ class Waits:
         """These, and the meetings that wait for them, directly or not, nearest first."""
         return _reached(meetings, self._above)
 
-    def elsewhere(self, member: Member, meeting: Meeting | None = None) -> list[tuple[Meeting, CallRecord]]:
-        """What the member's process waits in, other than `meeting`."""
-        at = self._at.get(id(member.process), [])
-        return [(one, call) for one, _, call in at if one is not meeting and call.state != FAILED]
-
     def circles(self) -> list[list[Meeting]]:
         """Meetings that wait for each other, each circle once, as short as it can be; each waits for the next one."""
         left, found = set(self.meetings), []
@@ -144,9 +139,7 @@ class Waits:
         """The calls in which a rank waits, or waited until it gave up."""
         gave_up = _gave_up(member)
         found = [] if self._ended(member) else member.pending
-        if (
-            member.comm.ended and not self.post_mortem and not gave_up
-        ):  # what was on a stream went with the communicator
+        if member.comm.ended and not self.post_mortem and not gave_up:  # what was on streams went with it
             found = [call for call in found if call.state == INSIDE]
         return found + gave_up
 

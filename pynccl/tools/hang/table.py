@@ -116,7 +116,7 @@ def _row(process: ProcessRecord, rank: int, comms: Sequence[CommRecord], found: 
 
 
 def _end(process: ProcessRecord) -> tuple[str, str]:
-    text = clean(process.end, 80) or "killed or crashed"
+    text = clean(process.end, 40) or "killed or crashed"
     text += f" at {place(process.end_site)}" if process.end_site else ""
     when = ago(process, process.end_at)
     return text, f",{when}" if when else ""
