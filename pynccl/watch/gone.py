@@ -122,15 +122,13 @@ def _stopped(waits: Waits) -> Finding | None:
 # Communicators that have ended, calls that have raised
 
 
-def _left(waits: Waits, meeting: Meeting) -> Finding | None:
+def _left(waits: Waits, meeting: Meeting) -> Finding:
     """Ranks whose own end of the communicator has ended."""
     members = meeting.lacking(LEFT)
     first = min(members, key=lambda one: (one.comm.ended_at, one.rank))
-    comm = first.comm
-    text = (
-        f"{names_of([first])}'s comm '{meeting.group.name}' was {clean(comm.ended)}{at(comm.ended_site)}"
-        f"{ago(first.process, comm.ended_at)}; {meeting.waiting()} in {meeting.describe()}, which it never entered"
-    )
+    how = f"{clean(first.comm.ended)}{at(first.comm.ended_site)}{ago(first.process, first.comm.ended_at)}"
+    text = f"{names_of([first])}'s comm '{meeting.group.name}' was {how}; {meeting.waiting()} in {meeting.describe()}"
+    text += ", which it never entered"
     found = Finding("left", Weight.LEFT, text, [*standings(waits, members), *chain(waits, meeting)])
     found.culprits = [one.key for one in members]
     found.lines = [line for one in members if (line := line_of(one.comm.ended_site))] or places_of(members)
@@ -154,9 +152,8 @@ def _failure(waits: Waits, group: Group) -> Finding | None:
     if consequence(call.error):
         weight = Weight.UNCERTAIN if "disagree" in call.error else Weight.FAILED_SINCE
     details = [f"{names_of([one])}: {call_name(other)}{called(other)}{_raised(other)}" for one, other in rows[1:SHOWN]]
-    return Finding("failed", weight, text, details, [member.key], lines_of([call]), [group.uid]).concern(
-        waits, meetings
-    )
+    found = Finding("failed", weight, text, details, [member.key], lines_of([call]), [group.uid])
+    return found.concern(waits, meetings)
 
 
 def _raised(call: CallRecord) -> str:
