@@ -1,4 +1,4 @@
-"""Formatting for verdicts: ranks, seconds, lines of code, calls."""
+"""Words of the verdict and of `python -m pynccl hang`: ranks, seconds, lines of code, calls."""
 
 from __future__ import annotations
 
@@ -6,24 +6,8 @@ from collections.abc import Iterable
 
 from .records import CallRecord, ProcessRecord
 
-_SHOWN_RANGES = 6  # of ranks in one sentence
+_SHOWN = 6  # ranges of ranks in one sentence
 _LONGEST = 160  # characters of one name, path or text that came from a record
-
-
-class Paths:
-    """Lines of code, shortened to their file's name where no other file has the same."""
-
-    def __init__(self, sites: Iterable[str]) -> None:
-        self._folders: dict[str, set[str]] = {}
-        for site in set(sites):
-            folder, _, name = site.partition(":")[0].rpartition("/")
-            self._folders.setdefault(name, set()).add(folder)
-
-    def short(self, site: str) -> str:
-        """ "/home/me/model.py:88" -> "model.py:88"; all of it where another file has this name."""
-        folder, _, name = site.partition(":")[0].rpartition("/")
-        alone = len(self._folders.get(name, ())) < 2
-        return clean(site[len(folder) :].lstrip("/") if alone else site)
 
 
 def clean(text: str, limit: int = _LONGEST) -> str:
@@ -32,34 +16,77 @@ def clean(text: str, limit: int = _LONGEST) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def spans(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """[3, 1, 2, 7] -> [(1, 3), (7, 7)]."""
+    found: list[tuple[int, int]] = []
+    for rank in sorted(set(ranks)):
+        follows = bool(found) and found[-1][1] == rank - 1
+        first = found.pop()[0] if follows else rank
+        found.append((first, rank))
+    return found
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """ "rank 3", "ranks 3, 5 and 7-12", "ranks 0, 2, 4, 6, 8, 10 and 900 more"."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [word for run in runs for word in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
-    if len(words) <= 1:
-        return f"rank {words[0]}" if words and len(runs[0]) == 1 else f"ranks {''.join(words) or 'none'}"
-    if len(words) > _SHOWN_RANGES + 1:
-        words = [str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in runs]
-        shown = sum(len(one) for one in runs[:_SHOWN_RANGES])
-        words = [*words[:_SHOWN_RANGES], f"{sum(map(len, runs)) - shown:,} more"]
-    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+    words: list[tuple[str, int]] = []  # each with the number of ranks that it stands for
+    for low, high in spans(ranks):
+        one = high - low < 2
+        words += [(str(rank), 1) for rank in range(low, high + 1)] if one else [(f"{low}-{high}", high - low + 1)]
+    if len(words) > _SHOWN + 1:
+        more = sum(count for _, count in words[_SHOWN:])
+        words = [*words[:_SHOWN], (f"{more:,} more", more)]
+    texts = [text for text, _ in words] or ["none"]
+    noun = "rank" if [count for _, count in words] == [1] else "ranks"
+    return f"{noun} {', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else f"{noun} {texts[0]}"
+
+
+def numbers(ranks: Iterable[int], most: int) -> str:
+    """ "0-6, 8-15"; of more than `most` ranges the first ones, and how many ranks there are: "0, 2, 4, ... (512)"."""
+    found = spans(ranks)
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in found[:most]]
+    texts += [f"... ({sum(high - low + 1 for low, high in found):,})"] if len(found) > most else []
+    return ", ".join(texts)
 
 
 def seconds(value: float) -> str:
-    """ "12.3 s"; never less than 0.0 s."""
-    return f"{value:,.1f} s" if value >= 0.05 else "0.0 s"
+    """ "0.4 s", "12.3 s", "4 min 10 s", "3 h 5 min", "2 days"."""
+    if not value >= 99.95:
+        return f"{max(value, 0.0):.1f} s"
+    whole = round(min(value, 1e10))
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400:,} day{'s' if whole >= 2 * 86400 else ''}"
+
+
+def ago(process: ProcessRecord, when: float) -> str:
+    """ " 3.1 s ago" by the clock of the process's machine, or nothing."""
+    return f" {seconds(process.now - when)} ago" if 0 < when <= process.now else ""
+
+
+def place(site: str) -> str:
+    """ "/home/me/data.py:41 next_batch" -> "data.py:41 next_batch"."""
+    path, colon, rest = site.partition(":")
+    return clean(path.rpartition("/")[2] + colon + rest)
+
+
+def line_of(site: str) -> str:
+    """ "/home/me/data.py:41 next_batch" -> "/home/me/data.py:41"."""
+    path, colon, rest = site.partition(":")
+    return f"{path}:{rest.split()[0]}" if colon and rest.split() else ""
+
+
+def at(site: str) -> str:
+    """ " at model.py:88", or nothing."""
+    return f" at {place(site)}" if site else ""
 
 
 def call_name(call: CallRecord) -> str:
     """ "all_reduce #41", "send to rank 2", "finalize"."""
     operation = clean(call.operation, 60) or "a call"
-    if operation in ("send", "recv", "wait_signal"):
-        return f"{operation} {'to' if operation == 'send' else 'from'} rank {call.peer}"
+    if call.peer >= 0 and call.number <= 0:
+        return f"{operation} {'from' if operation in ('recv', 'wait_signal') else 'to'} rank {call.peer}"
     return f"{operation} #{call.number:,}" if call.number > 0 and operation != "init" else operation
 
 
@@ -73,30 +100,14 @@ def call_text(call: CallRecord) -> str:
     return clean(f"{call.operation}({', '.join(words)})")
 
 
-def maker(call: CallRecord, paths: Paths) -> str:
+def maker(call: CallRecord) -> str:
     """Where a call was made: "model.py:88", "AllReduce.backward of the forward call at model.py:88"; "" if unknown."""
     if call.function and call.forward_site:
-        return f"{clean(call.function)} of the forward call at {paths.short(call.forward_site)}"
-    return ", ".join(word for word in (clean(call.function), paths.short(call.site)) if word)
+        return f"{clean(call.function)} of the forward call at {place(call.forward_site)}"
+    return ", ".join(word for word in (clean(call.function), place(call.site)) if word)
 
 
-def at(site: str, paths: Paths) -> str:
-    """ " at model.py:88", or nothing."""
-    return f" at {paths.short(site)}" if site else ""
-
-
-def called(call: CallRecord, paths: Paths) -> str:
+def called(call: CallRecord) -> str:
     """ " at model.py:88", " (AllReduce.backward of the forward call at model.py:88)", or nothing."""
-    made = maker(call, paths)
-    return f" ({made})" if call.function and made else at(call.site, paths)
-
-
-def ago(process: ProcessRecord, when: float) -> str:
-    """ " 3.1 s ago" by the clock of the process's machine, or nothing."""
-    return f" {seconds(process.now - when)} ago" if 0 < when <= process.now else ""
-
-
-def line_of(site: str) -> str:
-    """ "/home/me/data.py:41 next_batch" -> "/home/me/data.py:41"."""
-    path, colon, rest = site.partition(":")
-    return f"{path}:{rest.split()[0]}" if colon and rest.split() else ""
+    made = maker(call)
+    return f" ({made})" if call.function and made else at(call.site)

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from .findings import CONSEQUENCE, SHOWN, Case, Finding, chain, concern, lines_of, progress, standings, waiting
+from .findings import SHOWN, Finding, Weight, chain, lines_of, places_of, progress, standings
 from .formatting import ago, at, call_name, called, clean, line_of
-from .job import Group, Member, consequence, ended_about, follows, killed, names_of, normal
+from .job import Group, consequence, ended_about, follows, killed, names_of, normal
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
-from .waits import LEFT, Meeting
+from .waits import LEFT, Meeting, Waits
 
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: ?(.*))?$", re.DOTALL)
 
 
-def gone(case: Case) -> list[Finding]:
+def gone(waits: Waits) -> Iterator[Finding]:
     """All that is found of ranks that are gone, or whose calls have raised."""
-    ends = [one for one in (_dead(case), _stopped(case)) if one]
-    left = [found for meeting in case.stuck() if (found := _left(case, meeting))]
-    return [*ends, *left, *(found for group in case.job.groups if (found := _failure(case, group)))]
+    found = [_dead(waits), _stopped(waits)]
+    found += [_left(waits, meeting) for meeting in waits.stuck() if LEFT in meeting.lacks.values()]
+    found += [_failure(waits, group) for group in waits.job.groups]
+    return (one for one in found if one)
+
+
+def _awaited(waits: Waits, why: str) -> dict[int, list[Meeting]]:
+    """By id() of the process, the meetings that it does not come to since it has ended or is stopped."""
+    found: dict[int, list[Meeting]] = {}
+    for meeting in waits.meetings:
+        for member in meeting.lacking(why):
+            found.setdefault(id(member.process), []).append(meeting)
+    return found
+
+
+def _for_it(meetings: Sequence[Meeting]) -> str:
+    return f"; {meetings[0].waiting(' for it')} in {meetings[0].describe()}" if meetings else ""
 
 
 # Processes that have ended
 
 
-def _dead(case: Case) -> Finding | None:
+def _dead(waits: Waits) -> Finding | None:
     """Of all processes that ended, the first one; None if all of them ended as they should and nobody waits for one."""
-    ended = [process for process in case.job.processes if process.state == DEAD]
-    awaited = _awaited(case, DEAD)
+    job, awaited = waits.job, _awaited(waits, DEAD)
+    ended = [process for process in job.processes if process.state == DEAD]
     blamed = [process for process in ended if not normal(process) or id(process) in awaited]
     if not blamed:
         return None
@@ -40,128 +54,107 @@ def _dead(case: Case) -> Finding | None:
 
     first, *others = sorted(blamed, key=order)
     meetings = awaited.get(id(first), [])
-    every = f"all {len(ended):,} processes have ended: " if len(ended) == len(case.job.processes) > 1 else ""
-    # Calls that disagree come before the ends that NCCL's own errors have brought about.
-    weight = CONSEQUENCE if follows(first) else 15 if first.end.startswith("Nccl") else 0
-    found = Finding("dead", every + ending(case, first, meetings), weight)
     group = meetings[0].group if meetings else None
-    if place := case.job.place(first, group):
-        found.details.append(f"{case.job.name(first, group)}: {progress(place[1])}")
-    found.details += [line for one in meetings[:1] for line in chain(case, one)]
-    found.details += [f"also: {ending(case, one)}" for one in others[:SHOWN]]
-    found.culprits, found.comms = [case.job.key(first, group)], [comm.uid for comm in first.comms]
-    inside = [call for comm in first.comms for call in comm.calls if call.state == INSIDE]
-    lines = [line_of(first.end_site), *lines_of(inside[-1:]), line_of(first.where)]
-    found.lines = [line for line in lines if line][:1]
-    return concern(case, found, meetings)
+    every = f"all {len(ended):,} processes have ended: " if len(ended) == len(job.processes) > 1 else ""
+    # Calls that disagree come before the ends that NCCL's own errors have brought about.
+    weight = Weight.ENDED_BY_NCCL if first.end.startswith("Nccl") else Weight.ENDED
+    weight = Weight.CONSEQUENCE if follows(first) else weight
+    found = Finding("dead", weight, every + ending(waits, first, group) + _for_it(meetings))
+    if member := job.member(first, group):
+        found.details.append(f"{job.name(first, group)}: {progress(member)}")
+    found.details += chain(waits, meetings[0]) if meetings else []
+    found.details += [f"also: {ending(waits, one)}" for one in others if not follows(one)][:SHOWN]
+    found.culprits, found.comms = [job.key(first, group)], [comm.uid for comm in first.comms]
+    places = [line_of(first.end_site), *lines_of(_inside(waits, first).values()), line_of(first.where)]
+    found.lines = [line for line in places if line][:1]
+    return found.concern(waits, meetings)
 
 
-def _awaited(case: Case, why: str) -> dict[int, list[Meeting]]:
-    """By id() of the process, the meetings that it does not come to since it has ended or is stopped."""
-    found: dict[int, list[Meeting]] = {}
-    for meeting in case.waits.meetings:
-        for rank in (rank for rank, reason in meeting.gone.items() if reason == why):
-            found.setdefault(id(meeting.group.members[rank].process), []).append(meeting)
-    return found
-
-
-def ending(case: Case, process: ProcessRecord, meetings: Sequence[Meeting] = ()) -> str:
-    """ "rank 2 left by ValueError at train.py:31 3.1 s ago: no such file; 3 ranks have waited 3.0 s for it in ..."."""
-    who = case.job.name(process, meetings[0].group if meetings else None)
-    when = ago(process, process.end_at)
-    inside = next((group.brief(call) for group, call in _inside(case, process)), "")
-    place = f" inside {inside}" if inside else at(process.where, case.paths)
-    match = None if killed(process) else _EXCEPTION.match(process.end)
+def ending(waits: Waits, process: ProcessRecord, group: Group | None = None) -> str:
+    """ "rank 2 left by ValueError at train.py:31 3.1 s ago: no such file", "rank 2's process 7 ended ...: SIGTERM"."""
+    who, when = waits.job.name(process, group), ago(process, process.end_at)
+    inside = next((group.brief(call) for group, call in _inside(waits, process).items()), "")
+    where = f" inside {inside}" if inside else at(process.where)
+    match = _EXCEPTION.match(process.end)
     if normal(process):  # the code of a sys.exit(3) is not to be seen by what runs at exit
-        text = f"{who} exited by itself{when} (the end of its program, or sys.exit)"
-    elif match:
-        text = f"{who} left by {clean(match[1], 60)}{at(process.end_site, case.paths)}{when}"
-        text += f": {clean(match[2], 480)}" if match[2] else ""
-    elif killed(process) and not process.end.startswith("SIG"):
+        return f"{who} exited by itself{when} (the end of its program, or sys.exit)"
+    if killed(process) and not process.end.startswith("SIG"):
         seen = ago(process, process.heartbeat).removesuffix(" ago")  # its end is later than its last heartbeat
         when = when or (f" within the last{seen}" if seen else "")
-        text = f"{who}'s process {process.pid} was killed or crashed (no last word){when}{place}"
-    else:
-        text = f"{who}'s process {process.pid} ended{when}{place}: {clean(process.end)}"
-    return f"{text}; {waiting(meetings[0], 'for it')} in {case.describe(meetings[0])}" if meetings else text
+        return f"{who}'s process {process.pid} was killed or crashed (no last word){when}{where}"
+    if killed(process) or not match:
+        return f"{who}'s process {process.pid} ended{when}{where}: {clean(process.end)}"
+    text = f": {clean(match[2], 480)}" if match[2] else ""
+    return f"{who} left by {clean(match[1], 60)}{at(process.end_site)}{when}{text}"
 
 
-def _inside(case: Case, process: ProcessRecord) -> list[tuple[Group, CallRecord]]:
-    """The calls that it is in."""
-    places = case.job.members.get(id(process), [])
-    return [(group, call) for group, member in places for call in reversed(member.pending) if call.state == INSIDE]
+def _inside(waits: Waits, process: ProcessRecord) -> dict[Group, CallRecord]:
+    """The newest call of each communicator that it is in."""
+    members = waits.job.members.get(id(process), [])
+    return {one.group: call for one in members for call in one.pending if call.state == INSIDE}
 
 
 # Processes that are stopped
 
 
-def _stopped(case: Case) -> Finding | None:
+def _stopped(waits: Waits) -> Finding | None:
     """Processes that somebody has stopped."""
-    awaited = _awaited(case, STOPPED)
-    halted = [process for process in case.job.processes if process.state == STOPPED]
+    job, awaited = waits.job, _awaited(waits, STOPPED)
+    halted = [process for process in job.processes if process.state == STOPPED]
     halted.sort(key=lambda process: id(process) not in awaited)
     if not halted:
         return None
     meetings = list(dict.fromkeys(meeting for process in halted for meeting in awaited.get(id(process), [])))
     group = meetings[0].group if meetings else None
-    lines = [
-        f"{case.job.name(process, group)}'s process {process.pid} is stopped (SIGSTOP, or a debugger): "
+    texts = [
+        f"{job.name(process, group)}'s process {process.pid} is stopped (SIGSTOP, or a debugger): "
         f"kill -CONT {process.pid} on host {clean(process.host, 60)}"
         for process in halted
     ]
-    found = Finding("stopped", lines[0], 25, lines[1:SHOWN])
-    for meeting in meetings[:1]:
-        found.sentence += f"; {waiting(meeting, 'for it')} in {case.describe(meeting)}"
-        found.details += chain(case, meeting)
-    found.culprits = [case.job.key(process, group) for process in halted]
+    found = Finding("stopped", Weight.STOPPED, texts[0] + _for_it(meetings), texts[1:SHOWN])
+    found.details += chain(waits, meetings[0]) if meetings else []
+    found.culprits = [job.key(process, group) for process in halted]
     found.comms = [comm.uid for process in halted for comm in process.comms]
-    places = [member for process in halted for _, member in case.job.members.get(id(process), [])[:1]]
-    return concern(case, found, meetings, places)
+    found.lines = places_of(member for process in halted for member in job.members.get(id(process), [])[:1])
+    return found.concern(waits, meetings)
 
 
 # Communicators that have ended, calls that have raised
 
 
-def _left(case: Case, meeting: Meeting) -> Finding | None:
+def _left(waits: Waits, meeting: Meeting) -> Finding:
     """Ranks whose own end of the communicator has ended."""
-    members = [meeting.group.members[rank] for rank, why in meeting.gone.items() if why == LEFT]
-    ended = sorted(((one.comm.ended_at, one.rank, one.comm) for one in members if one.comm), key=lambda row: row[:2])
-    if not ended:
-        return None
-    _, rank, comm = ended[0]
-    first = meeting.group.members[rank]
-    text = (
-        f"{names_of([first])}'s comm '{meeting.group.name}' was {clean(comm.ended)}{at(comm.ended_site, case.paths)}"
-        f"{ago(first.process, comm.ended_at)}; {waiting(meeting, '')} in {case.describe(meeting)}, "
-        "which it never entered"
-    )
-    found = Finding("left", text, 35, [*standings(case, members, meeting), *chain(case, meeting)])
-    found.culprits = [(meeting.group.uid, one.rank) for one in members]
-    found.lines = [line for _, _, one in ended if (line := line_of(one.ended_site))]
-    return concern(case, found, [meeting], [] if found.lines else members)
+    members = meeting.lacking(LEFT)
+    first = min(members, key=lambda one: (one.comm.ended_at, one.rank))
+    how = f"{clean(first.comm.ended)}{at(first.comm.ended_site)}{ago(first.process, first.comm.ended_at)}"
+    text = f"{names_of([first])}'s comm '{meeting.group.name}' was {how}; {meeting.waiting()} in {meeting.describe()}"
+    text += ", which it never entered"
+    found = Finding("left", Weight.LEFT, text, [*standings(waits, members), *chain(waits, meeting)])
+    found.culprits = [one.key for one in members]
+    found.lines = [line for one in members if (line := line_of(one.comm.ended_site))] or places_of(members)
+    return found.concern(waits, [meeting])
 
 
-def _failure(case: Case, group: Group) -> Finding | None:
+def _failure(waits: Waits, group: Group) -> Finding | None:
     """Calls that have raised on ranks which live on."""
-    living = [(member, last) for member in group.members.values() if not member.dead and (last := member.last())]
-    rows = [(member, last) for member, last in living if last.state == FAILED]
+    living = [one for one in group.members.values() if one.process.state != DEAD]
+    rows = [(one, last) for one in living if (last := one.comm.last()) and last.state == FAILED]
     if not rows:
         return None
-    several = len({member.process.machine for member, _ in rows}) > 1
-
-    def order(row: tuple[Member, CallRecord]) -> tuple[bool, float]:  # clocks of two machines are not compared
-        return consequence(row[1].error), 0.0 if several else row[1].returned or row[1].issued
-
-    rows.sort(key=order)
+    several = len({member.process.machine for member, _ in rows}) > 1  # whose clocks are not compared
+    rows.sort(key=lambda row: (consequence(row[1].error), 0.0 if several else row[1].returned or row[1].issued))
     member, call = rows[0]
-    meetings = [one for one in case.waits.meetings if one.group is group and one.gone.get(member.rank) == FAILED]
-    text = f"{names_of([member])}'s {group.describe(call, case.paths)} raised {clean(call.error) or 'an exception'}"
-    text += ago(member.process, call.returned)
-    text += f"; {waiting(meetings[0])}" if meetings else ""
+    meetings = [one for one in waits.meetings if one.group is group and one.lacks.get(member.rank) == FAILED]
+    text = f"{names_of([member])}'s {group.describe(call)}{_raised(call)}{ago(member.process, call.returned)}"
+    text += f"; {meetings[0].waiting(' there')}" if meetings else ""
     # That calls disagree is the library's word, where the records do not show which.
-    weight = 33 if not consequence(call.error) else 45 if "disagree" in call.error else 80
-    found = Finding("failed", text, weight, [], [(group.uid, member.rank)], lines_of([call]), [group.uid])
-    for other, theirs in rows[1:SHOWN]:
-        what = f"{call_name(theirs)}{called(theirs, case.paths)}"
-        found.details.append(f"{names_of([other])}: {what} raised {clean(theirs.error) or 'an exception'}")
-    return concern(case, found, meetings)
+    weight = Weight.FAILED
+    if consequence(call.error):
+        weight = Weight.UNCERTAIN if "disagree" in call.error else Weight.FAILED_SINCE
+    details = [f"{names_of([one])}: {call_name(other)}{called(other)}{_raised(other)}" for one, other in rows[1:SHOWN]]
+    found = Finding("failed", weight, text, details, [member.key], lines_of([call]), [group.uid])
+    return found.concern(waits, meetings)
+
+
+def _raised(call: CallRecord) -> str:
+    return f" raised {clean(call.error) or 'an exception'}"

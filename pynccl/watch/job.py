@@ -7,48 +7,48 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .formatting import Paths, call_name, clean, maker, ranks_text
-from .records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, CommRecord, ProcessRecord
+from .formatting import call_name, clean, maker, ranks_text
+from .records import DEAD, FAILED, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
 
 _SILENT_SECONDS = 5.0  # the end of a process that nobody heard from is later than its last heartbeat, by less than this
-_FRESH_SECONDS = 2.0  # a line that was seen so lately is told as the present one
+_FRESH_SECONDS = 2.0  # a line that was seen so lately counts as the present one
 _MOST_RANKS = 1 << 16  # of one communicator; a file that is damaged may say anything
 
 
-@dataclass(eq=False)
 class Member:
-    """One rank of one communicator. `comm` is None where its process is known, and has not come to the communicator."""
+    """One rank of one communicator. `came`: whether its process has come to it; `comm` is empty if not.
 
-    rank: int
-    process: ProcessRecord
-    comm: CommRecord | None
-    entered: int = 0
-    completed: int = 0
-    numbered: dict[int, CallRecord] = field(default_factory=dict)
-    pending: list[CallRecord] = field(default_factory=list)  # calls that have not completed, oldest first
+    numbered  its collective calls, by number; pending: its calls that have not completed, oldest first
+    """
+
+    def __init__(self, group: Group, process: ProcessRecord, comm: CommRecord, came: bool = True) -> None:
+        self.group, self.process, self.comm, self.came = group, process, comm, came
+        self.rank = comm.rank
+        self.numbered = {call.number: call for call in comm.calls if call.number > 0}
+        unfinished = [call for call in comm.calls if call.state in (INSIDE, ISSUED)]
+        self.pending = [self._compared(call) for call in unfinished if not 0 < call.number <= comm.completed]
+
+    def _compared(self, call: CallRecord) -> CallRecord:
+        """A "check" stands for the call that it compares, which the rank is about to enter."""
+        if call.operation != "check":
+            return call
+        name = call.detail.partition("(")[0] or "check"
+        return dataclasses.replace(call, number=self.comm.entered + 1, operation=name)
 
     @property
-    def dead(self) -> bool:
-        return self.process.state == DEAD
-
-    @property
-    def stopped(self) -> bool:
-        return self.process.state == STOPPED
-
-    @property
-    def left(self) -> bool:
-        return self.comm is not None and bool(self.comm.ended)
-
-    def last(self) -> CallRecord | None:
-        return self.comm.last() if self.comm else None
+    def key(self) -> tuple[str, int]:
+        """As `culprits` have it."""
+        return self.group.uid, self.rank
 
     def waited(self, call: CallRecord) -> float:
         """Seconds by the clock of the process's own machine, up to its end, or to when the call raised."""
-        if call.state == FAILED:
-            return max(0.0, call.returned - call.issued) if call.issued and call.returned else 0.0
         process = self.process
-        last = (process.end_at or process.heartbeat or process.now) if self.dead else process.now
-        return max(0.0, last - call.issued) if call.issued > 0 and last > 0 else 0.0
+        end = process.now
+        if call.state == FAILED:
+            end = call.returned
+        elif process.state == DEAD:
+            end = process.end_at or process.heartbeat or process.now
+        return max(0.0, end - call.issued) if call.issued > 0 and end > 0 else 0.0
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class Group:
     uid: str
     name: str
     size: int
-    members: dict[int, Member]
+    members: dict[int, Member] = field(default_factory=dict)
     unknown: list[int] = field(default_factory=list)
 
     def names(self, ranks: Iterable[int]) -> str:
@@ -75,9 +75,9 @@ class Group:
         """ "all_reduce #41 of comm 'tp'"."""
         return f"{call_name(call)} of comm '{self.name}'"
 
-    def describe(self, call: CallRecord, paths: Paths) -> str:
+    def describe(self, call: CallRecord) -> str:
         """ "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"."""
-        made = maker(call, paths)
+        made = maker(call)
         words = [made, self.title()] if call.function and made else [self.title()]
         words += [f"{clean(call.dtype, 20)} x {call.count:,}".strip()] if call.count >= 0 else []
         words += [f"root {call.root}"] if call.root >= 0 else []
@@ -90,33 +90,32 @@ class Job:
 
     def __init__(self, processes: Sequence[ProcessRecord]) -> None:
         self.groups = _groups(processes)
-        self.members: dict[int, list[tuple[Group, Member]]] = {}  # by id() of the process
+        self.members: dict[int, list[Member]] = {}  # by id() of the process
         for group in self.groups:
             for member in group.members.values():
-                self.members.setdefault(id(member.process), []).append((group, member))
+                self.members.setdefault(id(member.process), []).append(member)
         # One without a communicator counts too; one whose every rank is another's now is of an earlier run.
         self.processes = [one for one in processes if not one.comms or id(one) in self.members]
-        self.paths = Paths(_sites(processes))
 
-    def place(self, process: ProcessRecord, group: Group | None = None) -> tuple[Group, Member] | None:
+    def member(self, process: ProcessRecord, group: Group | None = None) -> Member | None:
         """Which rank a process is: of this communicator, else of its largest one."""
         places = self.members.get(id(process), [])
-        inside = [place for place in places if place[0] is group]
-        return inside[0] if inside else max(places, key=lambda place: place[0].size, default=None)
+        inside = [one for one in places if one.group is group]
+        return inside[0] if inside else max(places, key=lambda one: one.group.size, default=None)
 
     def name(self, process: ProcessRecord, group: Group | None = None) -> str:
         """ "rank 2": by its rank in the communicator, else of the launch, else by its number."""
-        place = self.place(process, group)
-        if place and place[0] is group:
-            return names_of([place[1]])
+        member = self.member(process, group)
+        if member and member.group is group:
+            return names_of([member])
         if process.rank >= 0:
             return f"rank {process.rank}"
-        return f"rank {place[1].rank} of comm '{place[0].name}'" if place else f"process {process.pid}"
+        return f"rank {member.rank} of comm '{member.group.name}'" if member else f"process {process.pid}"
 
     def key(self, process: ProcessRecord, group: Group | None = None) -> tuple[str, int]:
         """(uid, rank) for `culprits`; the uid is "" where it has no communicator."""
-        place = self.place(process, group)
-        return (place[0].uid, place[1].rank) if place else ("", process.rank)
+        member = self.member(process, group)
+        return member.key if member else ("", process.rank)
 
 
 def names_of(members: Sequence[Member]) -> str:
@@ -127,14 +126,17 @@ def names_of(members: Sequence[Member]) -> str:
     return f"{ranks_text(ranks)} ({ranks_text(launched)} of the launch)"
 
 
+# How a process ended, and where it is
+
+
 def normal(process: ProcessRecord) -> bool:
     """Whether a process has ended as it should."""
-    return process.end in ("exit", "exit 0", "exit code 0", "exit (0)")
+    return process.end == "exit"
 
 
 def killed(process: ProcessRecord) -> bool:
     """Whether it ended without a word, or by a signal."""
-    return not process.end or process.end.startswith(("killed", "crashed", "SIG"))
+    return not process.end or process.end.startswith(("killed", "SIG"))
 
 
 def consequence(error: str) -> bool:
@@ -147,10 +149,9 @@ def follows(process: ProcessRecord) -> bool:
     """Whether a process ended because a call did not come about: it had waited there until then."""
     if process.state != DEAD or normal(process) or killed(process):
         return False
-    if process.end.startswith("Nccl"):
-        last = [call for comm in process.comms if (call := comm.last()) is not None and call.state == FAILED]
-        if last:
-            return any(consequence(call.error) for call in last)
+    last = [call for comm in process.comms if (call := comm.last()) is not None and call.state == FAILED]
+    if process.end.startswith("Nccl") and last:
+        return any(consequence(call.error) for call in last)
     return consequence(process.end)
 
 
@@ -178,12 +179,15 @@ def ended_about(process: ProcessRecord) -> float:
     return process.end_at or (process.heartbeat + _SILENT_SECONDS if process.heartbeat else process.now)
 
 
+# Which record is which rank
+
+
 def _groups(processes: Sequence[ProcessRecord]) -> list[Group]:
-    uids: dict[str, str] = {}  # one for each communicator: those that a record holds together are the same one's
-    found: dict[str, list[tuple[ProcessRecord, CommRecord]]] = {}
+    uids: dict[str, str] = {}  # one for each communicator that has grown: a record has its names together
     for comm in (comm for process in processes for comm in process.comms if comm.aliases):
         names = (comm.uid, *comm.aliases)
         uids |= dict.fromkeys(names, next((uids[name] for name in names if name in uids), comm.uid))
+    found: dict[str, list[tuple[ProcessRecord, CommRecord]]] = {}
     for process in processes:
         for comm in process.comms:
             found.setdefault(uids.get(comm.uid, comm.uid), []).append((process, comm))
@@ -197,7 +201,8 @@ def _group(uid: str, rows: list[tuple[ProcessRecord, CommRecord]], launched: dic
     chosen = {comm.rank: (process, comm) for process, comm in rows}
     size = Counter(comm.size for _, comm in chosen.values()).most_common(1)[0][0]
     name = clean(next((comm.name for _, comm in chosen.values() if comm.name), uid[:12]), 60)
-    group = Group(uid, name, size, {rank: _member(*chosen[rank]) for rank in sorted(chosen)})
+    group = Group(uid, name, size)
+    group.members = {rank: Member(group, *chosen[rank]) for rank in sorted(chosen)}
     _add_launched(group, launched)
     group.unknown = [rank for rank in range(min(size, _MOST_RANKS)) if rank not in group.members]
     return group
@@ -207,28 +212,11 @@ def _add_launched(group: Group, launched: dict[int, ProcessRecord]) -> None:
     """Ranks that do not know the communicator yet, where its ranks are those of the launch; not of one of another."""
     present = {id(member.process) for member in group.members.values()}
     known = [member for member in group.members.values() if member.process.rank >= 0]
-    if not known or any(member.rank != member.process.rank or (member.comm and member.comm.parent) for member in known):
+    if not known or any(member.rank != member.process.rank or member.comm.parent for member in known):
         return
     jobs = {member.process.job for member in known}
     for rank, process in launched.items():
         if rank < group.size and rank not in group.members and process.job in jobs and id(process) not in present:
-            group.members[rank] = Member(rank, process, None)
-
-
-def _member(process: ProcessRecord, comm: CommRecord) -> Member:
-    pending = [one for one in comm.calls if one.state in (INSIDE, ISSUED) and not 0 < one.number <= comm.completed]
-    numbered = {call.number: call for call in comm.calls if call.number > 0}
-    entered = max(comm.entered, max(numbered, default=0))
-    for index, call in enumerate(pending):
-        if call.operation == "check":  # stands for the call that it compares, which the rank is about to enter
-            name = call.detail.partition("(")[0] or "check"
-            pending[index] = dataclasses.replace(call, number=entered + 1, operation=name)
-    return Member(comm.rank, process, comm, entered, comm.completed, numbered, pending)
-
-
-def _sites(processes: Sequence[ProcessRecord]) -> Iterable[str]:
-    for process in processes:
-        yield from (process.where, process.end_site)
-        for comm in process.comms:
-            yield from (comm.ended_site, comm.made_at)
-            yield from (site for call in comm.calls for site in (call.site, call.forward_site))
+            group.members[rank] = Member(
+                group, process, CommRecord(group.uid, group.name, rank, group.size), came=False
+            )

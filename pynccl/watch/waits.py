@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
+from .formatting import seconds
 from .job import Group, Job, Member, consequence, follows, killed
 from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord
 
-LEFT = "left"  # a rank whose communicator has ended, or (FAILED) whose call has raised: it will not come
+# Why a rank is not at a meeting; or it is DEAD, STOPPED, its call FAILED.
+AWAY, LEFT, NO_RECORD = "away", "left", "no record"
+MESSAGES = ("send", "recv")
 _TOGETHER = ("finalize", "destroy", "shrink", "grow")  # not numbered, but calls of all ranks
 _LOOKED_AT = 16  # numbers of one communicator, and sends from one rank to another: the first ones explain the others
 _OLDEST, _NEWEST = 48, 16  # calls of one process that are put in order: those between them wait as they do
@@ -21,7 +25,7 @@ _OLDEST, _NEWEST = 48, 16  # calls of one process that are put in order: those b
 
 @dataclass(eq=False)
 class Step:
-    """Why one meeting waits for another: the process that is needed has called `first`, and `then` later or not yet."""
+    """Why one meeting waits for another: the rank that is needed has called `first`, and `then` later or not yet."""
 
     member: Member
     first: CallRecord
@@ -31,47 +35,70 @@ class Step:
 
 @dataclass(eq=False)
 class Meeting:
-    """`here` waits; `away` has not come; `gone` will not: DEAD, STOPPED, LEFT, FAILED; `unknown` left no record."""
+    """`here`: the ranks that wait, and their calls; `lacks`: the ranks that are needed, and why they are not here.
+
+    first   the meetings that have to go on first, and why
+    paired  whether a send and a recv are sure to be the two ends of one message
+    """
 
     group: Group
     call: CallRecord
     here: dict[int, CallRecord] = field(default_factory=dict)
-    away: list[int] = field(default_factory=list)
-    gone: dict[int, str] = field(default_factory=dict)
-    unknown: list[int] = field(default_factory=list)
+    lacks: dict[int, str] = field(default_factory=dict)
     first: dict[Meeting, list[Step]] = field(default_factory=dict)
-    held: set[int] = field(default_factory=set)  # those of `away` that wait elsewhere
-    paired: bool = True  # of a send and a recv: whether they are sure to be the two ends of one message
-
-    @property
-    def blocked(self) -> bool:
-        return bool(self.away or self.gone or self.unknown)
+    paired: bool = True
 
     @property
     def collective(self) -> bool:
-        return self.call.operation not in ("send", "recv", "wait_signal")
+        return self.call.operation not in (*MESSAGES, "wait_signal")
 
     def age(self) -> float:
         """Seconds that the first one has waited, or had when it gave up."""
         return max((self.group.members[rank].waited(call) for rank, call in self.here.items()), default=0.0)
 
+    def lacking(self, why: str) -> list[Member]:
+        """The ranks that are not here for this reason, without NO_RECORD."""
+        return [self.group.members[rank] for rank, reason in self.lacks.items() if reason == why]
+
     def idle(self) -> list[Member]:
         """The ranks that have not come although they wait for nothing that is known: the causes."""
-        return [self.group.members[rank] for rank in self.away if rank not in self.held]
+        held = {id(step.member.process) for steps in self.first.values() for step in steps if step.then is None}
+        return [member for member in self.lacking(AWAY) if id(member.process) not in held]
 
     def complete(self) -> bool:
         """Whether all who have to come are here."""
         return len(self.here) >= (self.group.size if self.collective else 2)
 
+    def brief(self) -> str:
+        """ "all_reduce #41 of comm 'tp'"."""
+        return self.group.brief(self.call)
+
+    def describe(self) -> str:
+        """ "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"."""
+        return self.group.describe(self.call)
+
+    def waiting(self, where: str = "") -> str:
+        """ "3 ranks have waited 12.3 s there", "rank 0 gave up after 60.0 s"."""
+        words = []
+        for gave_up in (False, True):
+            ranks = [rank for rank, call in self.here.items() if (call.state == FAILED) == gave_up]
+            if ranks:
+                who, have = (f"{len(ranks):,} ranks", "have") if len(ranks) > 1 else (self.group.names(ranks), "has")
+                longest = seconds(max(self.group.members[rank].waited(self.here[rank]) for rank in ranks))
+                words.append(f"{who} gave up after {longest}" if gave_up else f"{who} {have} waited {longest}{where}")
+        return " and ".join(words)
+
 
 class Waits:
-    """All meetings of a job. Post mortem: of processes that have all ended, as they were before."""
+    """All meetings of a job. A wait younger than `patience` seconds is none; communicator `uid` comes first."""
 
-    def __init__(self, job: Job, post_mortem: bool = False) -> None:
-        self.job, self.post_mortem = job, post_mortem
-        self._acts: dict[int, list[CallRecord]] = {}  # by id() of the member
+    def __init__(self, job: Job, patience: float = 0.0, uid: str = "") -> None:
+        self.job, self.patience, self.uid = job, patience, uid
+        self.post_mortem = all(one.state == DEAD for one in job.processes)  # then it is judged what was before
+        members = [member for group in job.groups for member in group.members.values()]
+        self._calls = {member: self._calls_of(member) for member in members}
         self.meetings = [meeting for group in job.groups for meeting in self._of(group)]
-        self._at: dict[int, list[tuple[Meeting, Member, CallRecord]]] = {}
+        self._at: dict[int, list[tuple[Meeting, Member, CallRecord]]] = {}  # by id() of the process
         for meeting in self.meetings:
             for rank, call in meeting.here.items():
                 member = meeting.group.members[rank]
@@ -85,14 +112,14 @@ class Waits:
             for other in one.first:
                 self._above.setdefault(other, []).append(one)
 
-    def behind(self, *meetings: Meeting) -> list[Meeting]:
+    def stuck(self) -> list[Meeting]:
+        """Meetings that lack somebody, those of communicator `uid` first, then the oldest."""
+        found = [meeting for meeting in self.meetings if meeting.lacks and meeting.age() >= self.patience]
+        return sorted(found, key=lambda one: (one.group.uid != self.uid, -one.age()))
+
+    def behind(self, meetings: Iterable[Meeting]) -> list[Meeting]:
         """These, and the meetings that wait for them, directly or not, nearest first."""
         return _reached(meetings, self._above)
-
-    def elsewhere(self, member: Member, meeting: Meeting | None = None) -> list[tuple[Meeting, CallRecord]]:
-        """What the member's process waits in, other than `meeting`."""
-        at = self._at.get(id(member.process), [])
-        return [(one, call) for one, _, call in at if one is not meeting and call.state != FAILED]
 
     def circles(self) -> list[list[Meeting]]:
         """Meetings that wait for each other, each circle once, as short as it can be; each waits for the next one."""
@@ -106,132 +133,128 @@ class Waits:
                 left -= set(_reached([start], after)) & set(_reached([start], self._above))
         return found
 
+    # Which calls are waits
+
+    def _calls_of(self, member: Member) -> list[CallRecord]:
+        """The calls in which a rank waits, or waited until it gave up."""
+        gave_up = _gave_up(member)
+        found = [] if self._ended(member) else member.pending
+        if member.comm.ended and not self.post_mortem and not gave_up:  # what was on streams went with it
+            found = [call for call in found if call.state == INSIDE]
+        return found + gave_up
+
+    def _ended(self, member: Member) -> bool:
+        """Whether its process has ended: not because of a call that others made fail, where it counts as waiting there;
+        nor, where all have ended, by what may have killed them all."""
+        process = member.process
+        return process.state == DEAD and not follows(process) and not (self.post_mortem and killed(process))
+
+    def _gone(self, member: Member) -> str:
+        """Why a rank will not come; "" if it may."""
+        if self._ended(member):
+            return DEAD
+        if member.comm.ended and not follows(member.process):
+            return LEFT
+        return STOPPED if member.process.state == STOPPED else ""
+
+    # Where ranks meet
+
     def _of(self, group: Group) -> Iterator[Meeting]:
         yield from self._collectives(group)
         yield from self._messages(group)
         yield from self._others(group)
 
-    def _acting(self, member: Member) -> list[CallRecord]:
-        """The calls in which a rank waits, or waited until it gave up."""
-        found = self._acts.get(id(member))
-        if found is None:
-            found, gave_up = [] if self._ended(member) else member.pending, _gave_up(member)
-            if member.left and not self.post_mortem and not gave_up:  # what was on a stream went with the communicator
-                found = [call for call in found if call.state == INSIDE]
-            found = self._acts[id(member)] = found + gave_up
-        return found
-
-    def _ended(self, member: Member) -> bool:
-        """Whether its process has ended: not because of a call that others made fail, where it counts as waiting there;
-        nor, where all have ended, by what may have killed them all."""
-        ended = member.dead and not follows(member.process)
-        return ended and not (self.post_mortem and killed(member.process))
-
-    def _gone(self, member: Member, call: CallRecord | None = None) -> str:
-        """Why a rank will not come; "" if it may."""
-        if self._ended(member):
-            return DEAD
-        if call and call.state == FAILED:
-            return FAILED
-        if member.left and not follows(member.process):
-            return LEFT
-        return STOPPED if member.stopped else ""
-
-    def _lacks(self, meeting: Meeting, rank: int) -> None:
-        """Put a rank that has not come where it is."""
-        member = meeting.group.members.get(rank)
-        if member is None:
-            meeting.unknown.append(rank)
-        elif why := self._gone(member):
-            meeting.gone[rank] = why
-        elif rank not in meeting.here:
-            meeting.away.append(rank)
-
     def _collectives(self, group: Group) -> Iterator[Meeting]:
-        numbers: set[int] = set()
         inside: set[int] = set()
+        numbers: set[int] = set()
         for member in group.members.values():
-            waiting = [call.number for call in self._acting(member) if call.number > 0]
+            waiting = [call.number for call in self._calls[member] if call.number > 0]
             inside |= set(waiting)
             numbers |= {min(waiting), max(waiting)} if waiting else set()
-        lowest = min((member.entered for member in group.members.values()), default=0) + 1
-        numbers |= {lowest} & inside
+        numbers |= inside & {min((member.comm.entered for member in group.members.values()), default=0) + 1}
         for number in sorted(numbers)[:_LOOKED_AT]:
-            meeting = Meeting(group, CallRecord(0, number, ""), unknown=group.unknown)
+            meeting = Meeting(group, CallRecord(0, number, ""))
             for member in group.members.values():
                 self._place(meeting, member, number)
             if meeting.here:
                 meeting.call = next(iter(meeting.here.values()))
+                meeting.lacks |= dict.fromkeys(group.unknown, NO_RECORD)
                 yield meeting
 
     def _place(self, meeting: Meeting, member: Member, number: int) -> None:
         """Put the rank where it is, as seen from collective `number`."""
-        call = next((one for one in self._acting(member) if one.number == number), None) or member.numbered.get(number)
-        if number <= member.completed or (call and call.state == COMPLETED):
+        call = next((one for one in self._calls[member] if one.number == number), None) or member.numbered.get(number)
+        if number <= member.comm.completed or (call and call.state == COMPLETED):
             return
         if call and call.state == FAILED and consequence(call.error):
             meeting.here[member.rank] = call
-        elif why := self._gone(member, call):
-            meeting.gone[member.rank] = why
+        elif call and call.state == FAILED and not self._ended(member):
+            meeting.lacks[member.rank] = FAILED
+        elif why := self._gone(member):
+            meeting.lacks[member.rank] = why
         elif call:
             meeting.here[member.rank] = call
-        elif member.entered < number:
-            meeting.away.append(member.rank)
+        elif member.comm.entered < number:
+            meeting.lacks[member.rank] = AWAY
+
+    def _lack(self, meeting: Meeting, rank: int) -> None:
+        """A rank has not come to a meeting that is no collective of a number."""
+        member = meeting.group.members.get(rank)
+        why = self._gone(member) if member else NO_RECORD
+        if why or rank not in meeting.here:
+            meeting.lacks[rank] = why or AWAY
 
     def _messages(self, group: Group) -> Iterator[Meeting]:
         """The n-th send from one rank to another meets the n-th recv, where all are still recorded; else the n-th of
         those that wait."""
-        pairs: dict[tuple[int, int], dict[str, list[CallRecord]]] = {}
-        recorded: dict[tuple[str, int, int], list[CallRecord]] = {}
+        recorded: dict[tuple[str, int, int], list[CallRecord]] = {}  # operation, who calls it, its peer
+        waiting: dict[tuple[str, int, int], list[CallRecord]] = {}
         for member in group.members.values():
-            for call in self._acting(member):
-                if call.operation in ("send", "recv"):
-                    pair = (member.rank, call.peer) if call.operation == "send" else (call.peer, member.rank)
-                    pairs.setdefault(pair, {"send": [], "recv": []})[call.operation].append(call)
-            for call in member.comm.calls if member.comm else ():
-                if call.operation in ("send", "recv"):
-                    recorded.setdefault((call.operation, member.rank, call.peer), []).append(call)
-        for (source, target), calls in pairs.items():
-            waiting = {id(call) for call in (*calls["send"], *calls["recv"])}
-            all_known = _counted(group, source, target)
-            if all_known:
-                sends, recvs = recorded.get(("send", source, target), []), recorded.get(("recv", target, source), [])
-            else:
-                sends, recvs = calls["send"], calls["recv"]
-            looked_at = 0
-            for index in range(max(len(sends), len(recvs))):
-                both = {rank: own[index] for rank, own in ((source, sends), (target, recvs)) if index < len(own)}
-                here = {rank: call for rank, call in both.items() if id(call) in waiting}
-                if not here or looked_at == _LOOKED_AT:
-                    continue
-                looked_at += 1
+            for calls, of in ((member.comm.calls, recorded), (self._calls[member], waiting)):
+                for call in calls:
+                    if call.operation in MESSAGES:
+                        of.setdefault((call.operation, member.rank, call.peer), []).append(call)
+        pairs = dict.fromkeys(
+            (rank, peer) if operation == "send" else (peer, rank) for operation, rank, peer in waiting
+        )
+        for source, target in pairs:
+            counted = _counted(group, source, target)
+            keys = ("send", source, target), ("recv", target, source)
+            rows = list(zip_longest(*((recorded if counted else waiting).get(key, ()) for key in keys)))
+            unfinished = {id(call) for key in keys for call in waiting.get(key, ())}
+            rows = [row for row in rows if id(row[0]) in unfinished or id(row[1]) in unfinished]
+            for row in rows[:_LOOKED_AT]:
+                both = {rank: call for rank, call in zip((source, target), row, strict=True) if call}
+                here = {rank: call for rank, call in both.items() if id(call) in unfinished}
                 rank, call = list(here.items())[-1]
-                paired = all_known or not any(one.group for one in here.values())
-                meeting = Meeting(group, call, here, paired=paired)
-                if len(both) == 1 and (all_known or not _answered(group, rank, call, recorded)):
-                    self._lacks(meeting, call.peer)
+                meeting = Meeting(group, call, here)
+                meeting.paired = counted or not any(one.group for one in here.values())
+                if len(both) == 1 and (counted or not _answered(group, rank, call, recorded)):
+                    self._lack(meeting, call.peer)
                 yield meeting
 
     def _others(self, group: Group) -> Iterator[Meeting]:
         found: dict[str, Meeting] = {}
         for member in group.members.values():
-            for call in self._acting(member):
-                if call.number > 0 or call.operation in ("send", "recv") or call.state == ISSUED:
+            for call in self._calls[member]:
+                if call.number > 0 or call.operation in MESSAGES or call.state == ISSUED:
                     continue
                 if call.operation == "wait_signal" and call.peer >= 0:
                     meeting = Meeting(group, call, {member.rank: call})
-                    self._lacks(meeting, call.peer)
+                    self._lack(meeting, call.peer)
                     yield meeting
                 else:
                     found.setdefault(call.operation, Meeting(group, call)).here[member.rank] = call
         for operation, meeting in found.items():
             for rank in (*group.members, *group.unknown) if operation in _TOGETHER else ():
                 other = group.members.get(rank)
-                ended = other is not None and other.left and operation in ("finalize", "destroy")
-                called = other and other.comm and any(call.operation == operation for call in other.comm.calls)
+                ended = other is not None and other.comm.ended and operation in ("finalize", "destroy")
+                called = other is not None and any(call.operation == operation for call in other.comm.calls)
                 if not ended and not called:
-                    self._lacks(meeting, rank)
+                    self._lack(meeting, rank)
             yield meeting
+
+    # What has to go on first
 
     def _order(self) -> None:
         """A call that its rank has issued after another one waits for that one."""
@@ -247,22 +270,20 @@ class Waits:
 
     def _link(self) -> None:
         """A meeting waits for those in which the ranks are that it lacks."""
-        stuck = {meeting for meeting in self.meetings if meeting.blocked or meeting.first}
+        stuck = {meeting for meeting in self.meetings if meeting.lacks or meeting.first}
         for meeting in self.meetings:
-            for rank in meeting.away:
-                process = meeting.group.members[rank].process
-                for other, member, call in self._at.get(id(process), []):
-                    on_stream = member.comm is not None and call.issued < member.comm.waits_at
+            for away in meeting.lacking(AWAY):
+                for other, member, call in self._at.get(id(away.process), []):
+                    on_stream = call.issued < member.comm.waits_at
                     certain = call.state in (INSIDE, FAILED) or on_stream
                     if other is not meeting and (certain or other in stuck):
-                        meeting.held.add(rank)
                         meeting.first.setdefault(other, []).append(Step(member, call, None, certain))
 
 
 def _gave_up(member: Member) -> list[CallRecord]:
     """The last call of a rank, with those that were issued with it, if others have made it fail."""
-    last = member.last()
-    if member.comm is None or last is None or last.state != FAILED or not consequence(last.error):
+    last = member.comm.last()
+    if last is None or last.state != FAILED or not consequence(last.error):
         return []
     together = member.comm.calls if last.group else [last]
     return [call for call in together if call.state == FAILED and call.group == last.group]
@@ -279,7 +300,7 @@ def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:
 def _counted(group: Group, *ranks: int) -> bool:
     """Whether all calls of these ranks are still recorded."""
     comms = [group.members[rank].comm for rank in ranks if rank in group.members]
-    return len(comms) == len(ranks) and all(one is not None and one.calls and one.calls[0].entry == 1 for one in comms)
+    return len(comms) == len(ranks) and all(one.calls and one.calls[0].entry == 1 for one in comms)
 
 
 def _answered(
@@ -287,7 +308,7 @@ def _answered(
 ) -> bool:
     """Whether the other side of this send or recv has come, or may have, though not all is recorded."""
     peer = group.members.get(call.peer)
-    if peer is None or peer.comm is None:
+    if peer is None:
         return False
     if peer.comm.cut:
         return True  # who says that it has not come must have seen all that it did
@@ -297,17 +318,17 @@ def _answered(
     return peer.process.machine == group.members[rank].process.machine and max(done, default=0) >= call.issued > 0
 
 
-def _reached(starts: Iterable[Meeting], after: Mapping[Meeting, Sequence[Meeting]]) -> list[Meeting]:
-    found = dict.fromkeys(starts)
-    queue = list(found)
+def _reached(starts: Iterable[Meeting], after: Mapping[Meeting, Iterable[Meeting]]) -> list[Meeting]:
+    queue = list(dict.fromkeys(starts))
+    found = set(queue)
     for node in queue:
-        fresh = [one for one in after.get(node, ()) if one not in found]
-        found |= dict.fromkeys(fresh)
-        queue += dict.fromkeys(fresh)
+        fresh = [one for one in dict.fromkeys(after.get(node, ())) if one not in found]
+        found.update(fresh)
+        queue += fresh
     return queue
 
 
-def _shortest(start: Meeting, after: Mapping[Meeting, Sequence[Meeting]]) -> list[Meeting]:
+def _shortest(start: Meeting, after: Mapping[Meeting, Iterable[Meeting]]) -> list[Meeting]:
     """A shortest circle through a meeting; [] if it is in none."""
     came: dict[Meeting, Meeting] = {}
     queue = [start]

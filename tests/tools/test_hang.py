@@ -16,8 +16,8 @@ import pytest
 
 from pynccl.bindings.errors import NcclInvalidUsage
 from pynccl.tools import command, hang
-from pynccl.tools.hang import jobs, report, table, text
-from pynccl.watch import folder
+from pynccl.tools.hang import jobs, report, table
+from pynccl.watch import folder, formatting
 from pynccl.watch.records import (
     COMPLETED,
     DEAD,
@@ -111,7 +111,7 @@ def judge(processes: list[ProcessRecord], patience: float = 0.0) -> Any:
     behind = [one for one in processes if one.state == DEAD or any(comm.entered < furthest for comm in one.comms)]
     if not behind:
         return Said("nothing is wrong: all ranks are at the same call", [])
-    names = text.ranks(one.rank for one in behind)
+    names = formatting.numbers((one.rank for one in behind), 9)
     blamed = [(comm.uid, comm.rank) for one in behind for comm in one.comms]
     return Said(f"rank {names} never entered all_reduce #{furthest} (comm 'tp', model.py:88)", blamed)
 
@@ -123,7 +123,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of(processes: list[ProcessRecord], **more: Any) -> str:
-    return report.Report(jobs.Job("train", processes), judge(processes), **more).text()
+    return report.text(jobs.Job("train", processes), judge(processes), **more)
 
 
 # ------------------------------------------------------------------------------------------------- what is printed
@@ -151,7 +151,7 @@ def test_it_fits_a_screen_for_any_number_of_ranks(size: int, hosts: int, behind:
 
 def test_ranks_that_do_the_same_share_a_row_that_says_who_they_are() -> None:
     found = table.rows(missing(1024, (77, 500, 501), 128))
-    assert [text.ranks(row.ranks) for row in found] == ["0-76, 78-499, 502-1023", "77, 500-501"]
+    assert [formatting.numbers(row.ranks, 3) for row in found] == ["0-76, 78-499, 502-1023", "77, 500-501"]
     apart = table.rows(missing(1024, (77, 500, 501), 128), (), True)
     assert [row.ranks for row in apart] == [[rank] for rank in range(1024)]
 
@@ -230,7 +230,7 @@ def test_the_table_and_the_verdict_tell_the_same_call_where_a_stream_was_synchro
     second.comms.append(dataclasses.replace(later, rank=1, completed=1, calls=[]))
     verdict = real.judge([first, second])
     assert verdict.sentence.startswith("rank 1 never entered all_reduce #41 (comm 'tp'")
-    text = report.Report(jobs.Job("train", [first, second]), verdict).text()
+    text = report.text(jobs.Job("train", [first, second]), verdict)
     assert "issued all_reduce #41 'tp'" in text and "done all_reduce #40 'tp'" in text
 
 
@@ -284,7 +284,7 @@ def test_unreadable_files_and_other_jobs_are_named() -> None:
     others[1].processes[0].state = DEAD
     text = of(missing(2), problems=["/x/a.watch: not a record"], others=others)
     assert "1 file could not be read:\n    /x/a.watch: not a record" in text
-    assert "2 other jobs: --job ID\n    slurm-1  1 process, 1 of them running\n    slurm-2  1 process, none" in text
+    assert "2 other jobs: --job ID; --list says more\n    slurm-1\n    slurm-2" in text
 
 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\x00e\u202ef\x1bP1;2\x1b\\g\nh\r\x08i\ud800"
@@ -305,10 +305,10 @@ def test_nothing_from_a_file_reaches_the_terminal_as_a_command(field: str, tmp_p
 
 
 def test_words_for_times_and_ranks() -> None:
-    assert [text.seconds(value) for value in (-1, 0.04, 12.34, 250, 11_100, 200_000)] == [
+    assert [formatting.seconds(value) for value in (-1, 0.04, 12.34, 250, 11_100, 200_000)] == [
         "0.0 s", "0.0 s", "12.3 s", "4 min 10 s", "3 h 5 min", "2 days"]  # fmt: skip
-    assert text.ranks([3, 1, 2, 7]) == "1-3, 7"
-    assert text.ranks(range(0, 1000, 2), 30) == "0, 2, 4, 6, 8, 10, ... (500)"
+    assert formatting.numbers([3, 1, 2, 7], 3) == "1-3, 7"
+    assert formatting.numbers(range(0, 1000, 2), 3) == "0, 2, 4, ... (500)"
 
 
 # -------------------------------------------------------------------------------------------- what is looked at
@@ -377,7 +377,7 @@ def test_of_several_jobs_the_living_one_is_shown_and_the_others_are_named(tmp_pa
     assert run(*places) == 1
     text = printed()[0]
     assert "train: 4 processes" in text
-    assert "1 other job: --job ID\n    old  2 processes, none of them running here" in text
+    assert "1 other job: --job ID; --list says more\n    old" in text
     assert run("--job", "old", *places) == 1
     assert "old: 2 processes" in printed()[0]
     assert run("--job", "gone", *places) == 2
@@ -448,8 +448,7 @@ def test_without_arguments_it_takes_the_newest_job_that_lives(
     assert run() == 1
     text = printed()[0]
     assert "alive: 4 processes" in text
-    ended = "2 processes, none of them running here"
-    assert f"2 other jobs: --job ID\n    newest  {ended}\n    old  {ended}" in text
+    assert "2 other jobs: --job ID; --list says more\n    newest\n    old" in text
     assert run("--job", "newest") == 1  # both have ended
     assert run("--job", "gone") == 2
     assert "newest" in printed()[1]
@@ -477,7 +476,7 @@ def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None
     time.tzset()
     try:
         processes = missing(4)
-        text = report.Report(jobs.Job("train", processes), real.judge(processes)).text()
+        text = report.text(jobs.Job("train", processes), real.judge(processes))
     finally:
         monkeypatch.undo()
         time.tzset()

@@ -153,4 +153,4 @@ def test_all_errors_and_the_report_name_both_ranks(
     job, _, _ = jobs.find([str(tmp_path / "watch" / "a")], None)
     found = judge(job.processes)
     assert found.sentence.replace(f"all {size} processes have ended: ", "").startswith(said)
-    assert "threading.py" not in report.Report(job, found).text().partition("\n\n")[0]
+    assert "threading.py" not in report.text(job, found).partition("\n\n")[0]

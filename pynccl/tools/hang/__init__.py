@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
 
 from ...watch.layout import printable
 from ...watch.records import RUNNING, to_json
 from ...watch.verdict import judge
 from .. import command
-from . import jobs, timeline
-from .report import Report, unread
+from . import jobs, report, timeline
 
 PATIENCE = 2.0  # seconds that a rank of a running job may wait for another
 FAILED = "something is wrong"
@@ -53,45 +51,33 @@ def run(arguments: argparse.Namespace) -> int:
 def _look(arguments: argparse.Namespace) -> int:
     job, others, problems = jobs.find(arguments.dir, arguments.job)
     running = any(one.state == RUNNING for one in job.processes)
-    found = Report(
-        job,
-        judge(job.processes, patience=PATIENCE if running else 0.0),
-        others,
-        problems,
-        calls=arguments.calls,
-        stacks=arguments.stacks,
-        all_apart=arguments.all,
-    )
+    verdict = judge(job.processes, patience=PATIENCE if running else 0.0)
     if arguments.timeline:
         timeline.write(arguments.timeline, job.processes)
     if arguments.json:
-        print(json.dumps(as_json(found), indent=1))
+        found = {
+            "ok": not verdict.wrong,
+            "job": job.name,
+            "verdict": verdict.to_json(),
+            "processes": [to_json(one) for one in job.processes],  # which `jobs.read` reads again
+            "problems": problems,
+            "other_jobs": [jobs.to_json(one) for one in others],
+        }
+        print(json.dumps(found, indent=1))
     else:
-        _print(found.text())
+        _print(report.text(job, verdict, others, problems, arguments.calls, arguments.stacks, arguments.all))
         if arguments.timeline:
             _print(f"\nwrote {arguments.timeline}: open it at ui.perfetto.dev")
-    return 1 if found.verdict.wrong else 0
+    return 1 if verdict.wrong else 0
 
 
 def _list(arguments: argparse.Namespace) -> int:
     found, problems = jobs.read(arguments.dir)
     if arguments.json:
-        print(json.dumps({"jobs": jobs.as_json(found), "problems": problems}, indent=1))
+        print(json.dumps({"jobs": [jobs.to_json(one) for one in found], "problems": problems}, indent=1))
     else:
-        _print("\n".join([*jobs.listed(found), *unread(problems)]))
+        _print("\n".join([*report.listed(found), *report.unread(problems)]))
     return command.GOOD
-
-
-def as_json(found: Report) -> dict[str, Any]:
-    """All that the report is made of. The processes are those of `watch.records.to_json`: it can be read again."""
-    return {
-        "ok": not found.verdict.wrong,
-        "job": found.job.name,
-        "verdict": found.verdict.to_json(),
-        "processes": [to_json(one) for one in found.job.processes],
-        "problems": found.problems,
-        "other_jobs": [{"job": job.name, "state": jobs.summary(job)} for job in found.others],
-    }
 
 
 def _print(text: str) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ... import chrome_trace as chrome
+from ...watch.formatting import call_name, clean
 from ...watch.records import INSIDE, ISSUED, CallRecord, ProcessRecord
-from .table import call_name, rank_of
-from .text import cut
+from .table import rank_of
 
 
 def write(path: str, processes: list[ProcessRecord]) -> None:
@@ -22,9 +22,9 @@ def _events(processes: list[ProcessRecord]) -> Iterator[chrome.Event]:
     moments = [call.issued for call in calls if call.issued] + [one.end_at for one in processes if one.end_at]
     zero = min(moments, default=0.0)
     for pid, process in enumerate(sorted(processes, key=lambda one: (rank_of(one), one.host, one.pid))):
-        yield from chrome.process(pid, f"rank {rank_of(process)}", f"pid {process.pid} on {cut(process.host, 60)}")
+        yield from chrome.process(pid, f"rank {rank_of(process)}", f"pid {process.pid} on {clean(process.host, 60)}")
         for tid, comm in enumerate(process.comms, 1):
-            yield from chrome.lane(pid, tid, cut(comm.name, 60) or "communicator")
+            yield from chrome.lane(pid, tid, clean(comm.name, 60) or "communicator")
             free = 0.0  # calls of a stream run one after the other
             for call in filter(lambda call: call.issued, comm.calls):
                 open_ = call.state in (INSIDE, ISSUED)
@@ -34,7 +34,7 @@ def _events(processes: list[ProcessRecord]) -> Iterator[chrome.Event]:
                 name = f"{call_name(call)} ({call.state})" if open_ else call_name(call)
                 yield chrome.piece(name, "comm", pid, tid, begin - zero, end - zero, _args(call))
         if process.end_at:
-            yield chrome.moment(f"ended: {cut(process.end, 120)}", "end", pid, 0, process.end_at - zero)
+            yield chrome.moment(f"ended: {clean(process.end, 120)}", "end", pid, 0, process.end_at - zero)
 
 
 def _args(call: CallRecord) -> dict[str, Any]:
