@@ -53,16 +53,12 @@ class Sequence:
         self.shape = tuple(x.shape) if self.is_cut else ()
         if not self.is_cut:
             return x
-        if x.dim() <= dim:
-            raise ValueError(
-                f"{path}: hidden states have shape {list(x.shape)}, and parallelize was told that dimension {dim} is "
-                "the sequence (seq_dim)"
-            )
         if not fits:
             raise ValueError(
-                f"{path}: hidden states of shape {list(x.shape)} cannot be cut along the sequence, dimension {dim}, on "
-                f"{ranks} ranks: pad it to a multiple of {ranks}, or call parallelize with sequence_parallel=False; "
-                "without gradients, under torch.no_grad(), any length will do"
+                f"{path}: hidden states of shape {list(x.shape)} cannot be cut along the sequence over {ranks} ranks; "
+                f"parallelize was told that dimension {dim} is the sequence (seq_dim): pad it to a multiple of "
+                f"{ranks}, or call parallelize with sequence_parallel=False; without gradients, under torch.no_grad(), "
+                "any length will do"
             )
         return split(x, self.comm, dim)
 

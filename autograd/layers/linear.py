@@ -172,34 +172,13 @@ class ColumnParallelLinear(_ParallelLinear):
         in_features: int,
         out_features: int,
         comm: Communicator,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        overlap: Overlap = "auto",
-        reduce_dtype: Dtype = None,
-        grad_accumulation_fusion: bool = False,
-        seq_dim: int = 0,
+        *args: Any,
         gather_input: bool = True,
         gather_output: bool = False,
-        blocks: int | Sequence[int] = 1,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            comm,
-            bias,
-            sequence_parallel,
-            device,
-            dtype,
-            overlap=overlap,
-            reduce_dtype=reduce_dtype,
-            grad_accumulation_fusion=grad_accumulation_fusion,
-            seq_dim=seq_dim,
-            blocks=blocks,
-        )
-        if grad_accumulation_fusion and not gather_input:
+        super().__init__(in_features, out_features, comm, *args, **options)
+        if self.grad_accumulation_fusion and not gather_input:
             raise ValueError("ColumnParallelLinear: grad_accumulation_fusion needs gather_input=True")
         if gather_output and len(self.blocks) > 1:
             raise ValueError("ColumnParallelLinear: gather_output needs blocks=1: the outputs would be out of order")

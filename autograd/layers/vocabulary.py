@@ -77,7 +77,13 @@ class VocabParallelEmbedding(_VocabParallel):
     ) -> None:
         super().__init__()
         self._cut(num_embeddings, embedding_dim, comm)
-        self.padding_idx = _padding(padding_idx, self.num_embeddings)
+        padding = None if padding_idx is None else as_int(padding_idx)
+        if padding_idx is not None and (padding is None or not -num_embeddings <= padding < num_embeddings):
+            raise ValueError(
+                f"VocabParallelEmbedding: padding_idx is {shown(padding_idx)}, expected the number of one of the "
+                f"{num_embeddings} rows, or None"
+            )
+        self.padding_idx = None if padding is None else int(padding % num_embeddings)
         self.sequence_parallel, self.seq_dim, self.reduce_dtype = sequence_parallel, seq_dim, reduce_dtype
         self._make_parameters(False, device, dtype)
 
@@ -303,15 +309,3 @@ def _check_ids(what: str, ids: Tensor, size: int, besides: int | None = None) ->
 
 def _kind(value: Any) -> str:
     return f"a tensor of {value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
-
-
-def _padding(value: Any, size: int) -> int | None:
-    if value is None:
-        return None
-    index = as_int(value)
-    if index is None or not -size <= index < size:
-        raise ValueError(
-            f"VocabParallelEmbedding: padding_idx is {shown(value)}, expected the number of one of the {size} rows, or "
-            "None"
-        )
-    return int(index % size)
