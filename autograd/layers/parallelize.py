@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,11 +142,8 @@ def _check_alike(planned: Planned, init: Any) -> None:
     if comm.size == 1:
         return
 
-    def text(value: Any) -> str:  # equal where the value is; of objects their type
-        plain = lambda one: str(one) if isinstance(one, torch.dtype) else type(one).__name__  # noqa: E731
-        return json.dumps(value, default=plain)
-
-    names = ("sequence_parallel", "seq_dim", "overlap", "reduce_dtype", "gather_logits")
+    text = partial(json.dumps, default=lambda one: type(one).__name__)  # equal where the value is
+    names = ("sequence_parallel", "seq_dim", "overlap", "gather_logits")
     samples = []
     for one in model.parameters():
         if one.numel() and not has_no_values(one) and one.layout == torch.strided:
@@ -155,7 +153,7 @@ def _check_alike(planned: Planned, init: Any) -> None:
         "what the plan says of the modules": text(
             [(path, site.roles, site.function is not None) for path, site in planned.sites.items()]
         ),
-        "the options": text([*(getattr(planned, name) for name in names), init is None]),
+        "the options": text([*(getattr(planned, name) for name in names), str(planned.reduce_dtype), init is None]),
         "names, shapes, types or devices of the parameters": [
             f"{name} {list(one.shape)} {one.dtype} {one.is_meta}" for name, one in model.named_parameters()
         ],

@@ -206,8 +206,7 @@ def _fitting(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
     """Paths of the modules that the pattern fits."""
     if not isinstance(pattern, str):
         raise TypeError(f"{NAME}: the plan has the key {shown(pattern)}, expected a pattern of module paths")
-    lists = {path: len(one) for path, one in modules.items() if isinstance(one, (nn.ModuleList, nn.Sequential))}
-    paths = [path for path in modules if path and _fits(path.split("."), pattern.split("."), lists, "")]
+    paths = [path for path in modules if path and _fits(_names(modules, path), pattern.split("."))]
     if not paths and not pattern.startswith("**."):
         near = [path for path in modules if path.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
         there = f"there are {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
@@ -215,21 +214,25 @@ def _fitting(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
     return paths
 
 
-def _fits(path: list[str], pattern: list[str], lists: Mapping[str, int], around: str) -> bool:
-    """around: the path of what has been compared already."""
-    if not pattern:
-        return not path
-    wanted = pattern[0]
-    if wanted == "**" and _fits(path, pattern[1:], lists, around):
-        return True
-    if not path:
-        return False
-    within = f"{around}.{path[0]}".lstrip(".")
-    if wanted == "**":
-        return _fits(path[1:], pattern, lists, within)
-    if wanted.startswith("-") and around in lists:
-        wanted = str(lists[around] + int(wanted))
-    return fnmatch.fnmatchcase(path[0], wanted) and _fits(path[1:], pattern[1:], lists, within)
+def _names(modules: Mapping[str, nn.Module], path: str) -> list[tuple[str, ...]]:
+    """Of each part of a path: its name, and in a list also how many from the end it is, "-1" the last one."""
+    found: list[tuple[str, ...]] = []
+    for one in reversed(above(path)):
+        parent, _, name = one.rpartition(".")
+        around = modules[parent]
+        if isinstance(around, (nn.ModuleList, nn.Sequential)) and name.isdigit():
+            found.append((name, str(int(name) - len(around))))
+        else:
+            found.append((name,))
+    return found
+
+
+def _fits(names: list[tuple[str, ...]], pattern: list[str]) -> bool:
+    if not names or not pattern:
+        return not names and all(part == "**" for part in pattern)
+    if pattern[0] == "**":
+        return _fits(names, pattern[1:]) or _fits(names[1:], pattern)
+    return any(fnmatch.fnmatchcase(name, pattern[0]) for name in names[0]) and _fits(names[1:], pattern[1:])
 
 
 def _roles(pattern: str, value: Any) -> tuple[_Roles, _Function | None]:

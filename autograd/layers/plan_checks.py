@@ -169,7 +169,7 @@ def check_staying(planned: Planned, stays: Iterable[Stay]) -> None:
             expected = "'partial' if it sees this rank's heads or columns, 'sequence' if all of them"
         if not fits:
             said = f"the plan says {stay.role!r} of it" if stay.role else "the plan says nothing of it"
-            layer = ", or 'column' if it is to be cut" if isinstance(stay.module, nn.Linear) else ""
+            layer = ", or 'column' or 'row' if it is to be cut" if isinstance(stay.module, nn.Linear) else ""
             refuse(stay.path or type(stay.module).__name__, f" {stay.why}, and {said}; say {expected}{layer}")
         if stay.role == "partial" and planned.comm.size > 1:
             _check_sizes(planned, stay)
