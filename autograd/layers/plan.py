@@ -154,6 +154,11 @@ def names_read(module: nn.Module) -> tuple[str, ...]:
     return code.co_names if code is not None else ()
 
 
+def reads(module: nn.Module, name: str) -> bool:
+    """Whether it uses its parameter, and does not hold it for a module within alone."""
+    return next(module.children(), None) is None or name in names_read(module)
+
+
 def refuse(path: str, text: str) -> NoReturn:
     raise ValueError(f"{NAME}: {path}{text}")
 

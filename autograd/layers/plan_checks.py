@@ -13,7 +13,7 @@ from torch import nn
 from pynccl.bindings.values import shown
 
 from ..arguments import as_int
-from .plan import NAME, Planned, Site, above, is_within, names_read, probability, refuse, widths_of
+from .plan import NAME, Planned, Site, above, is_within, names_read, probability, reads, refuse, widths_of
 from .shards import Sharded
 
 # ------------------------------------------------------------------------------------------------- what is cut
@@ -119,7 +119,11 @@ def staying(planned: Planned) -> list[Stay]:
     return found
 
 
-_BESIDE = "is beside 'column' layers"
+_BESIDE, _AFTER = "is beside 'column' layers", "may see a part of the sequence on each rank"
+_NOT_KNOWN = {  # what it sees: then any role will do, if the plan says one
+    _BESIDE: "'partial' if it sees this rank's heads or columns, 'sequence' if all of them",
+    _AFTER: "'sequence' if it does, 'replicated' if not",
+}
 
 
 def _right_place(planned: Planned, path: str, module: nn.Module) -> tuple[str, str]:
@@ -130,8 +134,15 @@ def _right_place(planned: Planned, path: str, module: nn.Module) -> tuple[str, s
     widths = [widths_of(site.module)[0] for site in _beside(planned, path) if site.is_column]
     if widths and not any(one.dim() and one.shape[-1] in widths for one in module.parameters(recurse=False)):
         return "partial", _BESIDE
-    if _sees_sequence(planned, path):
+    begins, ends = ([site.path for site in planned.of_role(f"sequence_{one}")] for one in ("begin", "end"))
+    parts = [one for one in planned.stacks() if one not in planned.sites or one in ends]
+    parts += [end for end in ends if not any(is_within(begin, end) for begin in begins)]
+    if any(is_within(path, one) for one in parts):
         return "sequence", "sees a part of the sequence on each rank"
+    at = {one: index for index, (one, _) in enumerate(planned.model.named_modules())}
+    for begin in begins:
+        if at[begin] < at[path] < min((at[end] for end in ends if at[end] > at[begin]), default=0 if ends else len(at)):
+            return "sequence", _AFTER
     return "replicated", "is not between 'sequence_begin' and 'sequence_end', nor between layers that are cut"
 
 
@@ -144,29 +155,15 @@ def _beside(planned: Planned, path: str) -> list[Site]:
     return []
 
 
-def _sees_sequence(planned: Planned, path: str) -> bool:
-    """Whether it is in a stack of layers in which the sequence is cut, or after it in the order of the model, up to
-    the module at whose end it is gathered."""
-    at = {one: index for index, (one, _) in enumerate(planned.model.named_modules())}
-    ends = [site.path for site in planned.of_role("sequence_end")]
-    for begin, stack in zip(planned.of_role("sequence_begin"), planned.stacks(), strict=True):
-        end = next((one for one in ends if at[one] >= at[begin.path]), begin.path)
-        if is_within(path, stack) or is_within(path, end) or at[begin.path] <= at[path] <= at[end]:
-            return True
-    return path in ends
-
-
 def check_staying(planned: Planned, stays: Iterable[Stay]) -> None:
     """That what the plan says of a module that stays, or leaves unsaid, gives right gradients."""
     for stay in stays:
         if stay.right is None:
             continue
-        expected = repr(stay.right)
+        expected = _NOT_KNOWN.get(stay.why, repr(stay.right))
         fits = planned.is_summed(stay.role) == planned.is_summed(stay.right)
         fits &= (stay.role == "partial") == (stay.right == "partial")
-        if stay.why == _BESIDE:  # what it sees there is not known
-            fits = stay.role is not None
-            expected = "'partial' if it sees this rank's heads or columns, 'sequence' if all of them"
+        fits |= stay.why in _NOT_KNOWN and stay.role is not None
         if not fits:
             said = f"the plan says {stay.role!r} of it" if stay.role else "the plan says nothing of it"
             layer = ", or 'column' or 'row' if it is to be cut" if isinstance(stay.module, nn.Linear) else ""
@@ -194,13 +191,14 @@ def _check_sizes(planned: Planned, stay: Stay) -> None:
     parent = planned.model.get_submodule(stay.path.rpartition(".")[0])
     if isinstance(parent, (nn.ModuleList, nn.ParameterList)):
         counts.add(len(parent))
-    for size, path in [*cut.items(), *heads.items()]:
-        if size in sizes & cut.keys() or (size in counts & heads.keys() and size != 1):
-            refuse(
-                stay.path,
-                f" is made for all {size} of {path}, which the plan cuts over {planned.comm.size} ranks; cut it, too, "
-                "or give a function in the plan that makes a layer of this rank's part",
-            )
+    too_large = {size: path for size, path in cut.items() if size in sizes}
+    too_large |= {count: path for count, path in heads.items() if count in counts and count not in (None, 1)}
+    for size, path in too_large.items():
+        refuse(
+            stay.path,
+            f" is made for all {size} of {path}, which the plan cuts over {planned.comm.size} ranks; cut it, too, "
+            "or give a function in the plan that makes a layer of this rank's part",
+        )
 
 
 # ------------------------------------------------------------------------------------------------- tied parameters
@@ -227,7 +225,7 @@ def check_tied(planned: Planned, stays: Iterable[Stay], layers: Mapping[str, Sha
             said = " and ".join(map(repr, site.roles)) if site is not None else "of which it says nothing"
             user = f"{f'{path}.{name}'.lstrip('.')} ({said})"
             if stay is not None:
-                if stay.right is not None and name in names_read(stay.module):
+                if stay.right is not None and reads(stay.module, name):
                     becomes[user] = "summed" if planned.is_summed(stay.role) else "whole"
             elif site is not None and site.function is None:
                 layer = layers[path]

@@ -17,7 +17,7 @@ from ..torch_internals import has_hooks
 from .dropout import Dropout
 from .hooks import Entering
 from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
-from .plan import LAYERS, NAME, Planned, Site, names_read, widths_of
+from .plan import LAYERS, NAME, Planned, Site, reads, widths_of
 from .shards import Sharded, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
 
@@ -166,7 +166,7 @@ def tie(model: nn.Module, group: list[tuple[str, str]]) -> None:
     kept = next((one for one in reversed(parameters) if shard_of(one) is not None), parameters[-1])
     for module, path, name in users:
         shape = getattr(module, name).shape
-        if shape != kept.shape and name in names_read(module):
+        if shape != kept.shape and reads(module, name):
             raise ValueError(
                 f"{NAME}: {path}.{name}, made by a function of the plan, has shape {list(shape)} on this rank, and is "
                 f"one parameter with what is cut to {list(kept.shape)}; expected a layer that has the same part of it"
