@@ -28,7 +28,7 @@ from ..streams import is_capturing
 from ..torch_internals import has_no_values, is_tracing, own_parameters, reentrant_checkpoints, tensors_in
 from .plan import NAME, names_read
 from .shards import Shard, Sharded, shard_of
-from .vocabulary import VocabParallelHead, vocab_parallel_cross_entropy
+from .vocabulary import VocabParallelHead, rows_of_ranks, vocab_parallel_cross_entropy
 
 # ------------------------------------------------------------------------------------------------- the sequence
 
@@ -295,14 +295,13 @@ def _causal_loss(
     """transformers' loss of a language model, of logits that are cut over the vocabulary."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    each, more = divmod(vocab_size, comm.size)
     loss = vocab_parallel_cross_entropy(
         logits,
         shift_labels,
         comm,
         ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum",
-        splits=[each + (rank < more) for rank in range(comm.size)],
+        splits=rows_of_ranks(vocab_size, comm.size),
     )
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 

@@ -147,6 +147,8 @@ class ColumnParallelLinear(_ParallelLinear):
     default              [s, .., in]       [s, .., out/N]  -                all_reduce
     sequence_parallel    [s/N, .., in]     [s, .., out/N]  all_gather(x)    reduce_scatter
 
+    Arguments: as of `RowParallelLinear`, and gather_input and gather_output, by name.
+
     wgrad needs no communication, unless overlap says that x is to be gathered anew for it. Without sequence_parallel, x
     is equal on all ranks, and so is its gradient.
 

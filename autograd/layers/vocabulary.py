@@ -26,6 +26,11 @@ from .shards import Shard, Sharded, checked_size
 _IDS = (torch.int64, torch.int32)
 
 
+def rows_of_ranks(words: int, ranks: int) -> tuple[int, ...]:
+    each, more = divmod(words, ranks)
+    return tuple(each + (rank < more) for rank in range(ranks))
+
+
 class _VocabParallel(Sharded):
     """What the two layers share: this rank's rows of a weight [num_embeddings, embedding_dim], one a word.
 
@@ -38,8 +43,7 @@ class _VocabParallel(Sharded):
         self.num_embeddings = checked_size(f"{type(self).__name__}: num_embeddings", num_embeddings)
         self.embedding_dim = checked_size(f"{type(self).__name__}: embedding_dim", embedding_dim)
         self.comm = comm
-        each, more = divmod(self.num_embeddings, comm.size)
-        self.splits = tuple(each + (rank < more) for rank in range(comm.size))
+        self.splits = rows_of_ranks(self.num_embeddings, comm.size)
         self.first = sum(self.splits[: comm.rank])
 
     def shards(self) -> dict[str, Shard]:
