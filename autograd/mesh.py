@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from pynccl import CommConfig, Communicator
 from pynccl.bindings.resource import Shared
@@ -49,7 +49,7 @@ class Mesh(Shared):
             group = mesh.get_group() if len(sizes) == 1 else dist.new_group(ranks, use_local_synchronization=True)
         comm = Communicator.from_process_group(group, timeout=timeout)
         if ranks != sorted(ranks):  # the order of groups
-            comm = _reordered(comm, ranks.index(dist.get_rank()))
+            comm = cast(Communicator, comm.split(0, ranks.index(dist.get_rank()), comm.config))
         names = mesh.mesh_dim_names or [str(dim) for dim in range(len(sizes))]
         return cls(comm, dict(zip(names, sizes, strict=True)))
 
@@ -119,8 +119,7 @@ class Mesh(Shared):
         config = self.comm.config or CommConfig()
         if self.comm.library.version >= (2, 27):  # which knows names
             config = config._replace(comm_name="x".join(names))
-        made = self.comm.split(color, key, config)
-        assert made is not None
+        made = cast(Communicator, self.comm.split(color, key, config))
         made.origin = made.origin._replace(axes=names)
         return made
 
@@ -157,27 +156,17 @@ class Mesh(Shared):
         return f"Mesh({{{axes}}}, rank {self.comm.rank} of {self.comm.size}" + (f" at {at})" if at else ", ended)")
 
 
-def _reordered(comm: Communicator, place: int) -> Communicator:
-    made = comm.split(0, place, comm.config)
-    assert made is not None
-    return made
-
-
 def _shape(shape: Any, ranks: int) -> dict[str, int]:
     instance(shape, Mapping, "Mesh: shape", 'a dict such as {"dp": 2, "tp": 4}')
-    sizes = {name: as_int(size) for name, size in shape.items()}
-    wrong = [name for name in sizes if not isinstance(name, str) or not name]
-    if wrong or not sizes:
-        what = f"has the axis {shown(wrong[0])}" if wrong else "is empty"
-        raise ValueError(f"Mesh: shape {what}, expected names, such as in {{'dp': 2, 'tp': 4}}")
-    if any(size is None or (size < 1 and size != -1) for size in sizes.values()):
-        raise ValueError(f"Mesh: shape is {dict(shape)}, expected sizes from 1, or -1 for what is left")
+    sizes = {name: as_int(size) or 0 for name, size in shape.items()}
     free = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
-    if len(free) > 1:
-        raise ValueError(f"Mesh: shape is {dict(shape)}, expected at most one size -1")
-    if free and ranks % known == 0:
+    if len(free) == 1 and known > 0:
         sizes[free[0]] = ranks // known
-    elif free or known != ranks:
-        raise ValueError(f"Mesh: shape is {dict(shape)}, whose product is not {ranks}, the number of ranks")
+    named = sizes and all(isinstance(name, str) and name for name in sizes)
+    if not named or min(sizes.values()) < 1 or math.prod(sizes.values()) != ranks:
+        raise ValueError(
+            f"Mesh: shape is {dict(shape)}, expected names and sizes from 1, whose product is {ranks}, the number of "
+            "ranks; one size may be -1: what is left"
+        )
     return {name: int(size) for name, size in sizes.items()}

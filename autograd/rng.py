@@ -65,17 +65,14 @@ def cut(comm: Communicator) -> Iterator[None]:
             "rng.cut: the generators are not known to be equal on all ranks; call ad.rng.seed(seed, comm)"
         )
     number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-    own = (number + comm.rank * _STEP) % 2**63
-    block = _Block(comm, _generators(comm))
+    block, stack = _Block(comm, _generators(comm)), _stack()
     try:
         for generator in block.generators:
-            generator.manual_seed(own)
-        _blocks.stack = [*_stack(), block]
-        try:
-            yield
-        finally:
-            _blocks.stack = _stack()[:-1]
+            generator.manual_seed((number + comm.rank * _STEP) % 2**63)
+        _blocks.stack = [*stack, block]
+        yield
     finally:
+        _blocks.stack = stack
         block.leave()
 
 
@@ -145,24 +142,16 @@ def get_state() -> dict[str, Tensor]:
 
 def set_state(state: Mapping[str, Tensor]) -> None:
     """Go on from a state of `get_state`. Call `seed` first, which tells over which ranks. Errors: see there."""
-    _check_outside("set_state")
     instance(state, Mapping, "rng.set_state: state", "what ad.rng.get_state() returned")
-    expected = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        expected["cuda"] = torch.cuda.get_rng_state()
-    for device, like in expected.items():
+    for device, like in get_state().items():
         found = state.get(device)
         if found is None and device == "cuda":  # it was saved where there was no GPU
             continue
         if not isinstance(found, Tensor) or found.dtype != torch.uint8 or found.shape != like.shape:
-            what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else shown(found)
             raise ValueError(
-                f"rng.set_state: state[{device!r}] is {what}, expected a tensor torch.uint8 {list(like.shape)}, of "
-                "ad.rng.get_state()"
+                f"rng.set_state: state[{device!r}] is {shown(found)}, expected a tensor of uint8 {list(like.shape)}"
             )
-    torch.set_rng_state(state["cpu"].cpu())
-    if "cuda" in expected and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+        (torch.cuda if device == "cuda" else torch).set_rng_state(found.cpu())
 
 
 def _stack() -> list[_Block]:

@@ -1,4 +1,4 @@
-"""What modules of a model made parallel do besides: hooks of those that stay, the loss of logits that are cut.
+"""What passes between cut and whole modules of a model made parallel: hooks of those that stay, the loss of cut logits.
 
 A hook that refers to what belongs to the model, such as its `Sequence`, is an object or a bound method of one, so that
 copy.deepcopy gives the copy hooks of its own.
@@ -26,9 +26,9 @@ from ..ops.all_gather import all_gather, split
 from ..ops.all_reduce import copy as copied
 from ..streams import is_capturing
 from ..torch_internals import has_no_values, is_tracing, own_parameters, reentrant_checkpoints, tensors_in
-from .plan import NAME, read_by
+from .plan import NAME, names_read
 from .shards import Shard, Sharded, shard_of
-from .vocabulary import VocabParallelHead, vocab_parallel_cross_entropy
+from .vocabulary import VocabParallelHead, rows_of_ranks, vocab_parallel_cross_entropy
 
 # ------------------------------------------------------------------------------------------------- the sequence
 
@@ -53,16 +53,12 @@ class Sequence:
         self.shape = tuple(x.shape) if self.is_cut else ()
         if not self.is_cut:
             return x
-        if x.dim() <= dim:
-            raise ValueError(
-                f"{path}: hidden states have shape {list(x.shape)}, and parallelize was told that dimension {dim} is "
-                "the sequence (seq_dim)"
-            )
         if not fits:
             raise ValueError(
-                f"{path}: hidden states of shape {list(x.shape)} cannot be cut along the sequence, dimension {dim}, on "
-                f"{ranks} ranks: pad it to a multiple of {ranks}, or call parallelize with sequence_parallel=False; "
-                "without gradients, under torch.no_grad(), any length will do"
+                f"{path}: hidden states of shape {list(x.shape)} cannot be cut along the sequence over {ranks} ranks; "
+                f"parallelize was told that dimension {dim} is the sequence (seq_dim): pad it to a multiple of "
+                f"{ranks}, or call parallelize with sequence_parallel=False; without gradients, under torch.no_grad(), "
+                "any length will do"
             )
         return split(x, self.comm, dim)
 
@@ -93,29 +89,26 @@ class Entering:
     def __init__(self, path: str, how: str, sequence: Sequence, name: str | None) -> None:
         self.path, self.how, self.sequence, self.name = path, how, sequence, name
         self.made: Tensor | None = None  # while the module is called; no weakref, which torch's tensors may outlive
+        self.looked_at: set[str] = set()
 
     def register(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self, with_kwargs=True)
         if self.how != "cut":
             module.register_forward_hook(self.forget, always_call=True)
 
-    def look_at(self, layer: nn.Module, path: str) -> None:
-        """See to it that the input of a layer, of the first pass with gradients, is made of what this has gathered."""
-        layer.register_forward_pre_hook(_FromShared(path, self))
-
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs) if self.name is not None else None
-        given: dict[Any, Any] = bound.arguments if bound else {**dict(enumerate(args)), **kwargs}
-        names = given if self.name is None else [self.name]
-        chosen = next((name for name in names if isinstance(given.get(name), Tensor)), None)
-        if chosen is None:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        if self.name is None:
+            chosen = next((name for name, one in given.items() if isinstance(one, Tensor)), None)
+        else:
+            names = list(inspect.signature(module.forward).parameters)
+            chosen = names.index(self.name) if self.name not in kwargs and self.name in names else self.name
+        if not isinstance(given.get(chosen), Tensor):
             named = "" if self.name is None else f" {self.name}"
             raise TypeError(f"{NAME}: {self.path} was called without a tensor{named}, which was to be {self.how}")
         given[chosen] = self._changed(given[chosen])
-        if bound:
-            return bound.args, bound.kwargs
         return tuple(given[at] for at in range(len(args))), {name: given[name] for name in kwargs}
 
     def _changed(self, x: Tensor) -> Tensor:
@@ -134,47 +127,36 @@ class Entering:
         """A forward hook: the call is over."""
         self.made = None
 
-
-class _FromShared:
-    def __init__(self, path: str, entering: Entering) -> None:
-        self.path, self.entering, self.seen = path, entering, False
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.seen or torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
+    def look_at(self, path: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        """A forward pre-hook of a layer in the module: once, with gradients, whether its input comes from what was made
+        here. Else its gradient would not be summed over the ranks."""
+        if path in self.looked_at or torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
             return
-        made = self.entering.made
-        if made is None or made.grad_fn is None:
+        if self.made is None or self.made.grad_fn is None:
             return
-        if args[0].requires_grad and not _comes_from(args[0], made):
+        seen, waiting = set(), [args[0].grad_fn]
+        while waiting and self.made.grad_fn not in seen:
+            node = waiting.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting += [above for above, _ in node.next_functions]
+        if args[0].requires_grad and self.made.grad_fn not in seen:
             raise ValueError(
-                f"{NAME}: {self.path} was called with an input that does not come from that of {self.entering.path}, "
-                "which the plan says it shares, as keys and values of cross attention do not; expected 'column' with "
-                "the option gather_input=True, and sequence_parallel=False where its input is not cut"
+                f"{NAME}: {path} was called with an input that does not come from that of {self.path}, which the plan "
+                "says it shares, as keys and values of cross attention do not; expected 'column' with the option "
+                "gather_input=True, and sequence_parallel=False where its input is not cut"
             )
-        self.seen = True
-
-
-def _comes_from(x: Tensor, made: Tensor) -> bool:
-    """Whether `made` is in the graph of x, or is x."""
-    seen, waiting = set(), [x.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is made.grad_fn:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [above for above, _ in node.next_functions]
-    return False
+        self.looked_at.add(path)
 
 
 class Outputs:
-    """A hook of a model, and of the models in it: what transformers gives of each layer, of the parts of all ranks. It
-    is known by its shape, since each family has names of its own, and none with return_dict=False.
+    """A forward hook of a model, and of the models in it: what transformers gives of each layer, of the parts of all
+    ranks. It is known by its shape, since each family has names of its own, and none with return_dict=False.
 
     heads  numbers of heads of attention on all ranks
     """
 
-    def __init__(self, sequence: Sequence, heads: set[int]) -> None:
+    def __init__(self, sequence: Sequence, heads: set[int | None]) -> None:
         self.sequence, self.heads = sequence, heads
 
     def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
@@ -275,12 +257,12 @@ class Drawing:
 def leave_logits_cut(model: nn.Module, comm: Communicator) -> None:
     """Of models of transformers whose head leaves each rank its words: their loss, and no generate()."""
     for module in model.modules():
-        cut = any(isinstance(one, VocabParallelHead) and not one.gather_output for one in module.modules())
+        heads = (one for one in module.modules() if isinstance(one, VocabParallelHead))
         is_transformers = hasattr(module, "save_pretrained")
-        if not cut or not (module is model or is_transformers):
+        if all(one.gather_output for one in heads) or not (module is model or is_transformers):
             continue
-        theirs = getattr(module, "loss_function", None) if "loss_function" in (read_by(module) or ()) else None
-        if getattr(theirs, "__name__", "") == "ForCausalLMLoss":
+        loss = getattr(module, "loss_function", None) if "loss_function" in names_read(module) else None
+        if getattr(loss, "__name__", "") == "ForCausalLMLoss":
             module.loss_function = partial(_causal_loss, comm)  # type: ignore[assignment]
         elif is_transformers:
             module.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
@@ -288,16 +270,16 @@ def leave_logits_cut(model: nn.Module, comm: Communicator) -> None:
             module.generate = partial(_refuse_cut_logits, "generate")  # type: ignore[assignment]
 
 
+def _refuse_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("labels") is not None:
+        _refuse_cut_logits(f"{type(module).__name__} with labels")
+
+
 def _refuse_cut_logits(what: str, *_: Any, **__: Any) -> Any:
     raise RuntimeError(
         f"{what}: each rank has the logits of its own words, of which it would make something else; call parallelize "
         "with gather_logits=True, or for a loss vocab_parallel_cross_entropy"
     )
-
-
-def _refuse_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("labels") is not None:
-        _refuse_cut_logits(f"{type(module).__name__} with labels")
 
 
 def _causal_loss(
@@ -313,14 +295,13 @@ def _causal_loss(
     """transformers' loss of a language model, of logits that are cut over the vocabulary."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    each, more = divmod(vocab_size, comm.size)
     loss = vocab_parallel_cross_entropy(
         logits,
         shift_labels,
         comm,
         ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum",
-        splits=[each + (rank < more) for rank in range(comm.size)],
+        splits=rows_of_ranks(vocab_size, comm.size),
     )
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 

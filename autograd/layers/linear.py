@@ -147,6 +147,8 @@ class ColumnParallelLinear(_ParallelLinear):
     default              [s, .., in]       [s, .., out/N]  -                all_reduce
     sequence_parallel    [s/N, .., in]     [s, .., out/N]  all_gather(x)    reduce_scatter
 
+    Arguments: as of `RowParallelLinear`, and gather_input and gather_output, by name.
+
     wgrad needs no communication, unless overlap says that x is to be gathered anew for it. Without sequence_parallel, x
     is equal on all ranks, and so is its gradient.
 
@@ -172,34 +174,13 @@ class ColumnParallelLinear(_ParallelLinear):
         in_features: int,
         out_features: int,
         comm: Communicator,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        overlap: Overlap = "auto",
-        reduce_dtype: Dtype = None,
-        grad_accumulation_fusion: bool = False,
-        seq_dim: int = 0,
+        *args: Any,
         gather_input: bool = True,
         gather_output: bool = False,
-        blocks: int | Sequence[int] = 1,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            comm,
-            bias,
-            sequence_parallel,
-            device,
-            dtype,
-            overlap=overlap,
-            reduce_dtype=reduce_dtype,
-            grad_accumulation_fusion=grad_accumulation_fusion,
-            seq_dim=seq_dim,
-            blocks=blocks,
-        )
-        if grad_accumulation_fusion and not gather_input:
+        super().__init__(in_features, out_features, comm, *args, **options)
+        if self.grad_accumulation_fusion and not gather_input:
             raise ValueError("ColumnParallelLinear: grad_accumulation_fusion needs gather_input=True")
         if gather_output and len(self.blocks) > 1:
             raise ValueError("ColumnParallelLinear: gather_output needs blocks=1: the outputs would be out of order")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,12 @@ from ..overlap.config import Overlap
 from ..torch_internals import has_no_values
 from ..wire import Dtype
 from .hooks import Drawing, Entering, Outputs, SameInput, Sequence, checksum, keep_parts, leave_logits_cut
-from .plan import NAME, Planned, Site, Stay, probability, read, staying
-from .plan_checks import check_cut, check_staying, check_tied, tied_parameters, warn_of_silence
-from .replace import layer_of, replace, tie
+from .plan import NAME, Planned, is_within, probability, read
+from .plan_checks import Stay, check_cut, check_staying, check_tied, staying, tied_parameters, warn_of_silence
+from .replace import divide, layer_of, replace, tie
 from .shards import Shard, Sharded
 
 _SAMPLE = 16  # elements of each parameter that are compared
-_WEIGHTS = "the weights"
 
 
 def parallelize(
@@ -94,19 +94,19 @@ def parallelize(
     warn_of_silence(planned, stays)
 
     # From here on the model is changed.
-    tied, outputs, sequence = tied_parameters(model), _outputs(planned), Sequence(comm, seq_dim)
-    for stay in filter(planned.is_partial, stays):
-        for parameter in stay.module.parameters(recurse=False):
+    tied, sequence = tied_parameters(model), Sequence(comm, seq_dim)
+    for stay in stays:
+        for parameter in stay.module.parameters(recurse=False) if planned.is_summed(stay.role) else ():
             parameter.shard = Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
     entering = _hook_modules(planned, sequence)
+    divide(planned)
     replace(planned, layers, entering, init)
     for group in tied:
         tie(model, group)
     sequence.layers = [one for one in model.modules() if getattr(one, "sequence_parallel", None) is True]
     if not sequence_parallel or planned.of_role("sequence_begin"):
         model.register_forward_pre_hook(SameInput(comm), with_kwargs=True)
-    for path, heads in outputs.items():
-        model.get_submodule(path).register_forward_hook(Outputs(sequence, heads))
+    _hook_outputs(planned, sequence)
     leave_logits_cut(model, comm)
     keep_parts(model)
     return model
@@ -135,32 +135,32 @@ def _check_arguments(planned: Planned, init: Any) -> None:
         raise TypeError(f"{NAME}: init is {shown(init)}, expected a function of a module, such as model._init_weights")
 
 
-# ------------------------------------------------------------------------------------------------- alike on all ranks
-
-
 def _check_alike(planned: Planned, init: Any) -> None:
     """ValueError, on all ranks, if they would make other models; UserWarning if they have other weights, which a
     checkpoint that is loaded afterwards may put right."""
     model, comm = planned.model, planned.comm
     if comm.size == 1:
         return
-    said = [f"{path}: {_plain(site.roles)} {site.function is not None}" for path, site in planned.sites.items()]
-    names = ("sequence_parallel", "seq_dim", "overlap", "reduce_dtype", "gather_logits")
+
+    text = partial(json.dumps, default=lambda one: type(one).__name__)  # equal where the value is
+    names = ("sequence_parallel", "seq_dim", "overlap", "gather_logits")
     samples = []
     for one in model.parameters():
         if one.numel() and not has_no_values(one) and one.layout == torch.strided:
             step = max(1, one.numel() // _SAMPLE)
             samples.append(one.detach().reshape(-1)[::step][:_SAMPLE].to(torch.float64))
     values = {
-        "what the plan says of the modules": said,
-        "the options": _plain([*(getattr(planned, name) for name in names), init is None]),
+        "what the plan says of the modules": text(
+            [(path, site.roles, site.function is not None) for path, site in planned.sites.items()]
+        ),
+        "the options": text([*(getattr(planned, name) for name in names), str(planned.reduce_dtype), init is None]),
         "names, shapes, types or devices of the parameters": [
             f"{name} {list(one.shape)} {one.dtype} {one.is_meta}" for name, one in model.named_parameters()
         ],
-        _WEIGHTS: checksum([torch.cat(samples)] if samples else []),
+        "the weights": checksum([torch.cat(samples)] if samples else []),
     }
     other = difference(comm, values)
-    if other is not None and other.what != _WEIGHTS:
+    if other is not None and other.what != "the weights":
         raise ValueError(f"{NAME}: {other}; expected the same on all ranks")
     if other is not None:
         warnings.warn(
@@ -171,21 +171,9 @@ def _check_alike(planned: Planned, init: Any) -> None:
         )
 
 
-def _plain(value: Any) -> str:
-    """As text that is equal where the value is: of objects their type."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_plain(one)}" for key, one in value.items())
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_plain, value))}]"
-    return repr(value) if isinstance(value, (str, int, float, bool, type(None), torch.dtype)) else type(value).__name__
-
-
-# ------------------------------------------------------------------------------------------------- modules that stay
-
-
 def _hook_modules(planned: Planned, sequence: Sequence) -> dict[str, Entering]:
-    """What is done for modules that stay: their input, their output, their attributes. Returns the hooks of those whose
-    input is shared, by path."""
+    """Register what is done for the input and the output of modules that stay. Returns the hooks of those whose input
+    is shared, by path."""
     entering = {}
     for path, site in planned.sites.items():
         module, roles = site.module, site.roles
@@ -199,43 +187,19 @@ def _hook_modules(planned: Planned, sequence: Sequence) -> dict[str, Entering]:
             module.register_forward_hook(sequence.end)
         if "attention_dropout" in roles and probability(getattr(module, roles["attention_dropout"]["p"])) > 0:
             Drawing(planned.comm).register(module)
-        for name in roles.get("divide", {}).get("attributes", ()):
-            _divide(module, name, planned.comm.size)
-        _set_groups(planned, site)
     return entering
 
 
-def _divide(module: Any, name: str, ranks: int) -> None:
-    """An attribute of the module, or one within an object that it shares with others: then in a copy of that."""
-    first, _, rest = name.partition(".")
-    if rest:
-        own = copy.copy(getattr(module, first))
-        setattr(module, first, own)
-        _divide(own, rest, ranks)
-    else:
-        setattr(module, name, getattr(module, name) // ranks)
-
-
-def _set_groups(planned: Planned, site: Site) -> None:
-    """Of attention with fewer heads of keys and values than ranks: how many heads of queries use one, on this rank."""
-    for one in planned.children(site.path):
-        heads = planned.cut_heads(one) if one.layer == "key_value" else None
-        if heads is not None and heads < planned.comm.size and hasattr(site.module, "num_key_value_groups"):
-            whole = planned.heads("num_attention_heads", one.path)
-            site.module.num_key_value_groups = whole // planned.comm.size  # type: ignore[assignment]
-
-
-def _outputs(planned: Planned) -> dict[str, set[int]]:
-    """Modules around one stack of layers that are cut, which may give what these made; without a stack, the models.
-    With the numbers of heads there, as the plan says, or else the configuration."""
-    stacks, found = set(planned.stacks()), {}
+def _hook_outputs(planned: Planned, sequence: Sequence) -> None:
+    """Of modules around one stack of layers that are cut, which may give what these made; without a stack, of the
+    models. Their numbers of heads are those that the plan says, or else the configuration."""
+    stacks = set(planned.stacks())
     for path, module in planned.model.named_modules():
-        prefix = f"{path}." if path else ""
-        within = [one for one in stacks if f"{one}.".startswith(prefix)]
-        if len(within) == 1 or (not stacks and (not path or hasattr(module, "config"))):
-            columns = [one for one in planned.of_role("column") if one.path.startswith(prefix)]
-            said = {planned.cut_heads(one) for one in columns} - {None}
+        around = sum(is_within(one, path) for one in stacks)
+        if around == 1 or (not stacks and (not path or hasattr(module, "config"))):
+            heads = {planned.cut_heads(one) for one in planned.of_role("column") if is_within(one.path, path)}
             configs = (getattr(one, "config", None) for one in module.modules())
             theirs = (as_int(getattr(one, "num_attention_heads", None)) for one in configs)
-            found[path] = {int(one) for one in said or {next((one for one in theirs if one), None)} if one}
-    return found
+            module.register_forward_hook(
+                Outputs(sequence, heads - {None} or {next((one for one in theirs if one), None)})
+            )

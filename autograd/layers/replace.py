@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from pynccl import Communicator
 from pynccl.bindings.values import shown
@@ -16,8 +17,7 @@ from ..torch_internals import has_hooks
 from .dropout import Dropout
 from .hooks import Entering
 from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
-from .plan import LAYERS, NAME, Planned, Site, read_by, widths_of
-from .plan_checks import User, dropouts
+from .plan import LAYERS, NAME, Planned, Site, reads, widths_of
 from .shards import Sharded, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
 
@@ -35,7 +35,7 @@ def layer_of(planned: Planned, site: Site) -> Sharded | None:
     the plan makes it, or it needs communicators that all ranks have to make together; or the module stays."""
     if site.layer is None:
         return None
-    _check_replaceable(planned.model, site, site.layer)
+    _check_replaceable(site, site.layer)
     try:
         if _shares_heads(planned, site):
             return None
@@ -48,28 +48,22 @@ def layer_of(planned: Planned, site: Site) -> Sharded | None:
         raise type(error)(f"{NAME}: {site.path}, weight {shape}: {error}") from None
 
 
-def _check_replaceable(model: nn.Module, site: Site, role: str) -> None:
-    """That the module is what the role is for, that nothing is lost with it, and that it is called, not its weight
-    used by what is around."""
-    module, kind, more = site.module, type(site.module).__name__, []
+def _check_replaceable(site: Site, role: str) -> None:
+    """That the module is what the role is for, and that nothing is lost with it: only of torch's own classes it is
+    known what they do."""
+    module, kind = site.module, type(site.module)
     if isinstance(module, Sharded):
-        raise TypeError(f"{NAME}: {site.path} is {kind} already; make a model parallel once")
-    if any(isinstance(module, one) and type(module).forward is not one.forward for one in (nn.Linear, nn.Embedding)):
-        more.append("a forward of its own")
-    if has_hooks(module):
-        more.append("hooks")
-    if parametrize.is_parametrized(module):
-        more.append("parametrizations")
-    if isinstance(model.get_submodule(site.parent), nn.MultiheadAttention):
-        more.append("a weight that nn.MultiheadAttention uses without calling it")
-    if more:
+        raise TypeError(f"{NAME}: {site.path} is {kind.__name__} already; make a model parallel once")
+    right: Any = nn.Embedding if role == "vocab_embedding" else nn.Linear
+    is_conv = kind.__name__ == "Conv1D" and "Conv1D" in LAYERS[role]
+    if not isinstance(module, right) and not is_conv:
+        raise TypeError(f"{NAME}: {site.path} is {kind.__name__}, and the plan says {role!r}: expected {LAYERS[role]}")
+    own = "hooks" if has_hooks(module) else "" if kind is right or is_conv else f"more than a torch.nn.{right.__name__}"
+    if own:
         raise TypeError(
-            f"{NAME}: {site.path} is {kind} with {' and '.join(more)}, which would be lost in the layer in its place; "
-            "say 'replicated' of it, and of what has the same parameter, or give a function that makes the layer"
+            f"{NAME}: {site.path} is {kind.__name__} with {own}, which would be lost in the layer in its place; say "
+            "'replicated' of it, and of what has the same parameter, or give a function that makes the layer"
         )
-    fits = isinstance(module, nn.Embedding if role == "vocab_embedding" else nn.Linear)
-    if not fits and not (kind == "Conv1D" and kind in LAYERS[role]):
-        raise TypeError(f"{NAME}: {site.path} is {kind}, and the plan says {role!r}: expected {LAYERS[role]}")
 
 
 def _shares_heads(planned: Planned, site: Site) -> bool:
@@ -111,11 +105,10 @@ def replace(
     init      of modules on the meta device: a function of a module, by which a piece at a time is drawn whole
     """
     model, meshes = planned.model, dict[int, Mesh]()
-    for path, place in dropouts(planned).items():
+    for path, place in planned.dropouts().items():
         if place is not None:
             old: Any = model.get_submodule(path)
-            cut = place == "partial" or (place == "sequence" and planned.sequence_parallel)
-            _put(model, path, Dropout(old.p, planned.comm, cut, old.inplace).train(old.training))
+            _put(model, path, Dropout(old.p, planned.comm, planned.is_summed(place), old.inplace).train(old.training))
     for modules in list(_pieces(model)):
         _draw(modules.values(), planned.comm, init, getattr(model, "_init_weights", None))
         for site in [planned.sites[path] for path in modules if path in planned.sites]:
@@ -128,7 +121,7 @@ def replace(
             else:
                 continue
             if site.shared and getattr(made, "gather_input", None) is False:
-                entering[site.shared].look_at(made, site.path)
+                made.register_forward_pre_hook(partial(entering[site.shared].look_at, site.path))
             _put(model, site.path, made)
 
 
@@ -166,14 +159,14 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------- parameters
 
 
-def tie(model: nn.Module, group: list[User]) -> None:
+def tie(model: nn.Module, group: list[tuple[str, str]]) -> None:
     """Make them one parameter again: the one that was drawn last, if they were drawn."""
-    users = [(user, module) for user in group if hasattr(module := model.get_submodule(user.path), user.name)]
-    parameters = [getattr(module, user.name) for user, module in users]
+    users = [(module, path, name) for path, name in group if hasattr(module := model.get_submodule(path), name)]
+    parameters = [getattr(module, name) for module, _, name in users]
     kept = next((one for one in reversed(parameters) if shard_of(one) is not None), parameters[-1])
-    for (path, name), module in users:
+    for module, path, name in users:
         shape = getattr(module, name).shape
-        if shape != kept.shape and name in (read_by(module) or {name}):
+        if shape != kept.shape and reads(module, name):
             raise ValueError(
                 f"{NAME}: {path}.{name}, made by a function of the plan, has shape {list(shape)} on this rank, and is "
                 f"one parameter with what is cut to {list(kept.shape)}; expected a layer that has the same part of it"
@@ -197,17 +190,38 @@ def _draw(modules: Iterable[nn.Module], comm: Communicator, init: Any, buffers_b
     """Give modules of the meta device memory, whole, and their initial values: all by `init`; without it, by
     `buffers_by`, those that have nothing but buffers that no checkpoint has, as rotary embeddings."""
     for module in modules:
-        made_by: Callable[[nn.Module], Any] | None = init
-        buffers = dict(module.named_buffers(recurse=False))
         parameters = dict(module.named_parameters(recurse=False))
-        if init is None and not parameters and any(one.is_meta for one in buffers.values()):
-            made_by = buffers_by if buffers.keys().isdisjoint(module.state_dict()) else None
-        if made_by is None:
+        buffers = dict(module.named_buffers(recurse=False))
+        is_meta = any(one.is_meta for one in (*parameters.values(), *buffers.values()))
+        made_by = init or buffers_by
+        if made_by is None or (
+            init is None and (not is_meta or parameters or buffers.keys() & module.state_dict().keys())
+        ):
             continue
         marks = {name: shard_of(one) for name, one in parameters.items()}
-        if any(one.is_meta for one in (*parameters.values(), *buffers.values())):
+        if is_meta:
             module.to_empty(device=comm.device, recurse=False)
         made_by(module)
         for name, one in module.named_parameters(recurse=False):
             if marks[name] is not None:
                 one.shard = marks[name]  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------- numbers of heads
+
+
+def divide(planned: Planned) -> None:
+    """Make attributes that count heads or columns what they are on this rank."""
+    ranks = planned.comm.size
+    for path, site in planned.sites.items():
+        module: Any = site.module
+        for name in site.divided:
+            owner, _, last = name.rpartition(".")
+            if owner:  # an object that it shares with others, such as "config": in a copy of that
+                setattr(module, owner, copy.copy(getattr(module, owner)))
+            counts = getattr(module, owner) if owner else module
+            setattr(counts, last, getattr(counts, last) // ranks)
+        for child in planned.children(path):
+            heads = planned.cut_heads(child) if child.layer == "key_value" else None
+            if heads is not None and heads < ranks and hasattr(module, "num_key_value_groups"):
+                module.num_key_value_groups = planned.heads("num_attention_heads", child.path) // ranks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -141,19 +141,15 @@ class Shard:
 def sizes_of_blocks(name: str, blocks: Any, size: int, ranks: int) -> tuple[int, ...]:
     """Of `blocks`, how many or of which sizes, that make up `size`; ValueError if several cannot be cut over ranks."""
     count = as_int(blocks)
-    if count == 1:
-        return (size,)
-    sizes = () if isinstance(blocks, str) or not isinstance(blocks, Sequence) else tuple(map(as_int, blocks))
-    if count is not None and count > 0 and size % count == 0:
-        sizes = (size // count,) * count
-    if not sizes or any(one is None or one < 0 for one in sizes) or sum(one or 0 for one in sizes) != size:
+    sizes: list[Any] = [size // count] * int(count) if count else []
+    if count is None and isinstance(blocks, Sequence):
+        sizes = list(map(as_int, blocks))
+    if count != 1 and (None in sizes or sum(sizes) != size or any(one < 0 or one % ranks for one in sizes)):
         raise ValueError(
             f"{name}: blocks is {shown(blocks)}, expected how many equal blocks there are in {size} outputs, or their "
-            "sizes"
+            f"sizes, each divisible by {ranks} ranks"
         )
-    if len(sizes) > 1 and any((one or 0) % ranks for one in sizes):
-        raise ValueError(f"{name}: blocks of {list(sizes)} outputs are not all divisible by {ranks} ranks")
-    return tuple(int(one or 0) for one in sizes)
+    return tuple(map(int, sizes))
 
 
 def checked_size(what: str, value: Any) -> int:
@@ -197,11 +193,11 @@ class Sharded(nn.Module):
 
     def _draw_as_linear(self, in_features: int) -> None:
         bound = 1 / math.sqrt(in_features) if in_features else 0.0
-        drawn = {}
+        drawn: dict[str, Any] = {}
         for name, shard in self.shards().items():
             own: Tensor | None = getattr(self, name)
             drawn[name] = None if own is None else own.detach().new_empty(shard.shape).uniform_(-bound, bound)
-        self._load(drawn)
+        self.load_full(**drawn)
 
     def take(self: Layer, module: nn.Module) -> Layer:
         """Make the parameters this rank's parts of those of an unsharded module, which are equal on all ranks: on its
@@ -214,22 +210,15 @@ class Sharded(nn.Module):
         self._mark()
         return self.train(module.training)
 
+    @torch.no_grad()
     def load_full(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Take this rank's part of the parameters of an unsharded layer."""
-        shards, own = self.shards(), getattr(self, "bias", None)
-        if tuple(weight.shape) != shards["weight"].shape or (bias is None) != (own is None):
-            raise ValueError(
-                f"load_full: weight has shape {tuple(weight.shape)}, expected {shards['weight'].shape}; bias is "
-                f"{'None' if bias is None else 'given'}, the layer has {'none' if own is None else 'one'}"
-            )
-        self._load({"weight": weight, "bias": bias})
-
-    @torch.no_grad()
-    def _load(self, whole: Mapping[str, Tensor | None]) -> None:
-        for name, shard in self.shards().items():
-            tensor = whole[name]
-            if tensor is not None:
-                getattr(self, name).copy_(shard.own(tensor))
+        if (bias is None) != (getattr(self, "bias", None) is None):
+            raise ValueError(f"load_full: bias is {shown(bias)}, and the layer has {'one' if bias is None else 'none'}")
+        shards = self.shards()
+        for name, whole in {"weight": weight, "bias": bias}.items():
+            if whole is not None:
+                getattr(self, name).copy_(shards[name].own(whole))
 
     @torch.no_grad()
     def full_state(self) -> dict[str, Tensor]:

@@ -26,6 +26,11 @@ from .shards import Shard, Sharded, checked_size
 _IDS = (torch.int64, torch.int32)
 
 
+def rows_of_ranks(words: int, ranks: int) -> tuple[int, ...]:
+    each, more = divmod(words, ranks)
+    return tuple(each + (rank < more) for rank in range(ranks))
+
+
 class _VocabParallel(Sharded):
     """What the two layers share: this rank's rows of a weight [num_embeddings, embedding_dim], one a word.
 
@@ -38,8 +43,7 @@ class _VocabParallel(Sharded):
         self.num_embeddings = checked_size(f"{type(self).__name__}: num_embeddings", num_embeddings)
         self.embedding_dim = checked_size(f"{type(self).__name__}: embedding_dim", embedding_dim)
         self.comm = comm
-        each, more = divmod(self.num_embeddings, comm.size)
-        self.splits = tuple(each + (rank < more) for rank in range(comm.size))
+        self.splits = rows_of_ranks(self.num_embeddings, comm.size)
         self.first = sum(self.splits[: comm.rank])
 
     def shards(self) -> dict[str, Shard]:
@@ -77,7 +81,13 @@ class VocabParallelEmbedding(_VocabParallel):
     ) -> None:
         super().__init__()
         self._cut(num_embeddings, embedding_dim, comm)
-        self.padding_idx = _padding(padding_idx, self.num_embeddings)
+        padding = None if padding_idx is None else as_int(padding_idx)
+        if padding_idx is not None and (padding is None or not -num_embeddings <= padding < num_embeddings):
+            raise ValueError(
+                f"VocabParallelEmbedding: padding_idx is {shown(padding_idx)}, expected the number of one of the "
+                f"{num_embeddings} rows, or None"
+            )
+        self.padding_idx = None if padding is None else int(padding % num_embeddings)
         self.sequence_parallel, self.seq_dim, self.reduce_dtype = sequence_parallel, seq_dim, reduce_dtype
         self._make_parameters(False, device, dtype)
 
@@ -303,15 +313,3 @@ def _check_ids(what: str, ids: Tensor, size: int, besides: int | None = None) ->
 
 def _kind(value: Any) -> str:
     return f"a tensor of {value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
-
-
-def _padding(value: Any, size: int) -> int | None:
-    if value is None:
-        return None
-    index = as_int(value)
-    if index is None or not -size <= index < size:
-        raise ValueError(
-            f"VocabParallelEmbedding: padding_idx is {shown(value)}, expected the number of one of the {size} rows, or "
-            "None"
-        )
-    return int(index % size)

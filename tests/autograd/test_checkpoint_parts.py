@@ -154,7 +154,7 @@ def wrong_blocks(comm: Communicator) -> None:
         with pytest.raises(ValueError, match=r"ColumnParallelLinear: blocks is .* in 24 outputs, or their sizes"):
             ad.ColumnParallelLinear(4, 24, comm, blocks=blocks)  # type: ignore[arg-type]
     for blocks in (8, (11, 13)):
-        with pytest.raises(ValueError, match="outputs are not all divisible by 2 ranks"):
+        with pytest.raises(ValueError, match="or their sizes, each divisible by 2 ranks"):
             ad.ColumnParallelLinear(4, 24, comm, blocks=blocks)
 
 

@@ -108,8 +108,8 @@ def test_sizes_that_do_not_fit_are_named(ranks: RankPool) -> None:
     for column, row, shape, bias in ranks.run(2, bad_layers):
         assert "out_features is 5, not divisible by 2 ranks" in column
         assert "in_features is 5, not divisible by 2 ranks" in row
-        assert "(2, 4), expected (4, 4)" in shape
-        assert "bias is None, the layer has one" in bias
+        assert "has shape [4, 4], what was passed [2, 4]" in shape
+        assert "bias is None, and the layer has one" in bias
 
 
 def autocast_as_nn_linear(comm: Communicator) -> list[tuple[str, torch.dtype]]:

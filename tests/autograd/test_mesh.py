@@ -71,16 +71,10 @@ def test_communicators_are_called_like_their_axes_and_end_with_the_mesh(ranks: R
 
 
 def nonsense(comm: Communicator) -> None:
-    for shape, words in (
-        ({"dp": 3}, r"shape is \{'dp': 3\}, whose product is not 2, the number of ranks"),
-        ({"dp": -1, "tp": -1}, "expected at most one size -1"),
-        ({"dp": -1, "tp": 3}, "whose product is not 2"),
-        ({"dp": 0}, "expected sizes from 1"),
-        ({"dp": 1.5}, "expected sizes from 1"),
-        ({3: 2}, "shape has the axis 3, expected names"),
-        ({}, "shape is empty"),
-    ):
-        with pytest.raises(ValueError, match=words):
+    for shape in ({"dp": 3}, {"dp": -1, "tp": -1}, {"dp": -1, "tp": 3}, {"dp": 0}, {"dp": 1.5}, {3: 2}, {}):
+        with pytest.raises(
+            ValueError, match=r"shape is \{.*\}, expected names and sizes from 1, whose product is 2, the"
+        ):
             ad.Mesh(comm, shape)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"shape .*\[2\].* expected a dict"):
         ad.Mesh(comm, [2])  # type: ignore[arg-type]
