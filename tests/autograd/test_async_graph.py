@@ -56,9 +56,17 @@ def in_a_checkpoint(reentrant: bool) -> Callable[[ad.Work], Tensor]:
 
 
 def within_torch_func(handle: ad.Work) -> Tensor:
-    g = torch.func.grad(lambda t: (handle.wait() * t).sum())(torch.ones(3, dtype=torch.float64))
-    assert torch.equal(g, handle.wait())
-    return handle.wait()
+    """Once it was waited for outside; before that, it raises."""
+
+    def f(t: Tensor) -> Tensor:
+        return (handle.wait() * t).sum()
+
+    one = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="wait outside"):
+        torch.func.grad(f)(one)
+    y = handle.wait()
+    assert torch.equal(torch.func.grad(f)(one), y)
+    return y
 
 
 def within_a_hook(handle: ad.Work) -> Tensor:
