@@ -723,8 +723,13 @@ def wrong(comm: Communicator) -> None:
     refuses(ValueError, "weight is on meta", nn.Linear(2, 2, device="meta"), comm)
     refuses(TypeError, "sparse gradients", nn.Embedding(4, 2, sparse=True), comm)
     small = nn.Linear(1, 1, bias=False)
-    kind = ValueError if comm.rank else RuntimeError
-    refuses(kind, "too small to be cut over 2 ranks", small, comm, shard_optimizer=torch.optim.SGD)
+    refuses(
+        ValueError if comm.rank else RuntimeError,
+        "too small to be cut over 2 ranks",
+        small,
+        comm,
+        shard_optimizer=torch.optim.SGD,
+    )
     refuses(ValueError, "rank 1 and rank 0 differ in names, shapes", nn.Linear(2, 2 + comm.rank), comm)
     frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2 + comm.rank).requires_grad_(False))
     refuses(ValueError, "rank 1 and rank 0 differ in names, shapes", frozen, comm)
