@@ -188,6 +188,13 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
             _check_roles(sites[path])
     if plan and not any(site.layer or site.function for site in sites.values()):
         refuse("", f"no module of {type(model).__name__} is cut by this plan: is it that of another model?")
+    for one in sharing:
+        if not any((site.function or site.is_column) and site.shared == one for site in sites.values()):
+            refuse(
+                one,
+                ": the plan says 'shared_input' of it, and of no module in it 'column': expected one, since the gradient "
+                "of the input is summed over the ranks",
+            )
     return sites
 
 

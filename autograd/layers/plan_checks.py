@@ -186,6 +186,7 @@ def _check_sizes(planned: Planned, stay: Stay) -> None:
     if isinstance(stay.module, nn.Linear) or type(stay.module).__name__ == "Conv1D":
         inputs, outputs = widths_of(stay.module)
         sizes, counts = {outputs} | ({inputs} - {widths_of(site.module)[0] for site in columns}), set()
+        _check_heads(planned, stay.path, columns, inputs, outputs)
     if stay.path in {site.parent for site in columns}:  # its own parameters
         counts |= sizes
     parent = planned.model.get_submodule(stay.path.rpartition(".")[0])
@@ -199,6 +200,21 @@ def _check_sizes(planned: Planned, stay: Stay) -> None:
             f" is made for all {size} of {path}, which the plan cuts over {planned.comm.size} ranks; cut it, too, "
             "or give a function in the plan that makes a layer of this rank's part",
         )
+
+
+def _check_heads(planned: Planned, path: str, columns: Iterable[Site], inputs: int, outputs: int) -> None:
+    """That a linear layer does not make all its heads on every rank, where a layer of the same input is cut by heads:
+    queries of this rank would meet keys of other heads."""
+    for site in columns:
+        own_inputs, own_outputs = widths_of(site.module)
+        width = own_outputs // (planned.cut_heads(site) or 1)
+        if own_inputs == inputs and width != own_outputs and outputs > width and outputs % width == 0:
+            refuse(
+                path,
+                f" makes {outputs // width} heads of {width} on every rank, and {site.path}, which has the same input, is "
+                f"cut by heads over {planned.comm.size} ranks: they would meet the wrong ones; say ('key_value', "
+                "{'heads': ...}) or ('column', {'heads': ...}) of it",
+            )
 
 
 # ------------------------------------------------------------------------------------------------- tied parameters

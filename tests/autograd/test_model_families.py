@@ -94,7 +94,9 @@ def test_a_model_of_another_build_is_refused_before_anything_changes(
     said("BitNet", "attn_sub_norm is within model.layers.0.self_attn", "say 'partial'")
     said("BitNet", "attn_sub_norm is made for all", plan={"**.*_sub_norm": "partial"})
     said("BitNet", "attn_sub_norm is within model.layers.0.self_attn", "say 'partial'", frozen=1.0)
-    said("Granite", "k_proj is made for all", plan={"**.[kv]_proj": "partial"})
+    whole = {"**.[kv]_proj": "partial"}
+    said("Granite", "k_proj makes", "they would meet the wrong ones", plan=whole)
+    said("Llama", "k_proj makes", "they would meet the wrong ones", plan=whole, num_key_value_heads=n)
     said("DiffLlama", "model.layers.0.self_attn is within model.layers.0.self_attn")
     for family in ("Olmo2", "Olmo3"):
         said(family, "model.layers.0.self_attn.q_norm is made for all", "give a function")

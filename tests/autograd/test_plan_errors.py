@@ -90,12 +90,8 @@ def refused(comm: Communicator) -> None:
     for name, what in (("heads", "is 3: expected an integer that 2 ranks divide"), ("head", "does not have")):
         plan = {**PLAN, "blocks.1": ("divide", {"attributes": [name]})}
         said(same, plan, ValueError, "blocks.1: the plan names its attribute", repr(name), what)
-    said(
-        same,
-        {**PLAN, "blocks.1": "shared_input", "blocks.1.up": "replicated"},
-        ValueError,
-        "blocks.1.norm is within blocks.1, whose",
-    )
+    shared = {**PLAN, "blocks.1": "shared_input", "blocks.1.up": "replicated"}
+    said(same, shared, ValueError, "blocks.1: the plan says 'shared_input' of it, and of no module in it 'column'")
     said(same, {**PLAN, "blocks.1": ("shared_input", {"inptu": "x"})}, ValueError, "option 'inptu', expected input")
     said(same, {**PLAN, "blocks.1": ("sequence", {"dim": 1})}, ValueError, "option 'dim', expected none")
     both = {**PLAN, "blocks.1.up": ["column", lambda module, comm: module]}

@@ -154,7 +154,7 @@ def _met(processes: Iterable[ProcessRecord]) -> list[list[ProcessRecord]]:
     """Those that share a communicator together, others alone."""
     parts: list[tuple[set[str], list[ProcessRecord]]] = []
     for one in processes:
-        uids, together = reader.uids(one), [one]
+        uids, together = one.uids(), [one]
         for part in [part for part in parts if part[0] & uids]:
             parts.remove(part)
             uids, together = uids | part[0], part[1] + together
