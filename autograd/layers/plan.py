@@ -192,8 +192,8 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
         if not any((site.function or site.is_column) and site.shared == one for site in sites.values()):
             refuse(
                 one,
-                ": the plan says 'shared_input' of it, and of no module in it 'column': expected one, since the gradient "
-                "of the input is summed over the ranks",
+                ": the plan says 'shared_input' of it, and of no module in it 'column': expected one, since the "
+                "gradient of the input is summed over the ranks",
             )
     return sites
 

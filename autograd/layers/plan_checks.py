@@ -211,8 +211,8 @@ def _check_heads(planned: Planned, path: str, columns: Iterable[Site], inputs: i
         if own_inputs == inputs and width != own_outputs and outputs > width and outputs % width == 0:
             refuse(
                 path,
-                f" makes {outputs // width} heads of {width} on every rank, and {site.path}, which has the same input, is "
-                f"cut by heads over {planned.comm.size} ranks: they would meet the wrong ones; say ('key_value', "
+                f" makes {outputs // width} heads of {width} on every rank, and {site.path}, which has the same input, "
+                f"is cut by heads over {planned.comm.size} ranks: they would meet the wrong ones; say ('key_value', "
                 "{'heads': ...}) or ('column', {'heads': ...}) of it",
             )
 
