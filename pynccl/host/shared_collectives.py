@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import memmove
 from functools import lru_cache
 
-from .segment import LARGE_BYTES, SMALL_BYTES
+from .segment import SLOT_BYTES
 from .shared import SharedMemory
 
 ALIGNMENT = 64
@@ -45,14 +45,13 @@ def exchange(
     apart: a slot has a block for each peer of its rank, and not one for all of them. `apart` and `most` are equal on
     all ranks."""
     me, blocks = shared.rank, len(shared.peers) if apart else 1
-    if large := aligned(most) * blocks > SMALL_BYTES:
-        shared.reserve_large()
-    stride, pieces = cut(most, (LARGE_BYTES if large else SMALL_BYTES) // blocks)
+    shared.reserve()
+    stride, pieces = cut(most, SLOT_BYTES // blocks)
     put = [(block_of(me, peer) * stride if apart else 0, *block) for peer, *block in (sends if apart else sends[:1])]
     places = {peer: block_of(peer, me) * stride if apart else 0 for peer in sources}
 
     def fill(start: int, n: int) -> None:
-        target = shared.segments[me].slot(large, shared.room())
+        target = shared.segments[me].slot(shared.room())
         for place, address, nbytes in put:
             if start < nbytes:
                 memmove(target + place, address + start, min(n, nbytes - start))
@@ -64,4 +63,4 @@ def exchange(
             fill(*pieces[at + 1])
         if sources:
             shared.wait(sources)
-            read(start, n, {peer: shared.segments[peer].slot(large, slot) + place for peer, place in places.items()})
+            read(start, n, {peer: shared.segments[peer].slot(slot) + place for peer, place in places.items()})
