@@ -61,11 +61,13 @@ class _Round(NamedTuple):
         op, comm, itemsize = self.op, self.op.comm, own.element_size()
         if not op.count:
             return
-        parts = [own[start:end] for start, end in ranges]
-        mine = parts[comm.rank]
-        sends = [(p, parts[p].data_ptr(), parts[p].nbytes) for p in comm.peers if len(parts[p])]
+        base, sizes = own.data_ptr(), [(end - start) * itemsize for start, end in ranges]
+        begin, end = ranges[comm.rank]
+        address, nbytes = base + begin * itemsize, sizes[comm.rank]
+        sends = [(p, base + ranges[p][0] * itemsize, sizes[p]) for p in comm.peers if sizes[p]]
         if comm.shared is None:
-            others = comm.scratch.take(len(comm.peers) * mine.nbytes).view(own.dtype).view(len(comm.peers), len(mine))
+            mine = own[begin:end]
+            others = comm.scratch.take(len(comm.peers) * nbytes).view(own.dtype).view(len(comm.peers), len(mine))
             recvs = [(p, row.data_ptr(), row.nbytes) for p, row in zip(comm.peers, others, strict=True) if len(row)]
             self.move(sends, recvs, op.count)
             if len(mine):
@@ -74,13 +76,12 @@ class _Round(NamedTuple):
             return
 
         def read(start: int, n: int, at: Mapping[int, int]) -> None:
-            first, count = start // itemsize, max(min(n, mine.nbytes - start), 0) // itemsize
-            addresses = {**at, comm.rank: mine.data_ptr() + start}
+            first, count = start // itemsize, max(min(n, nbytes - start), 0) // itemsize
+            addresses = {**at, comm.rank: address + start}
             tensors = [tensor_at(addresses[rank], count, own.dtype) for rank in range(comm.size)]
             combine(tensors, view(out + first * op.itemsize, count, op.dtype), op.dtype, op.op)
 
-        most = max(part.nbytes for part in parts)
-        shared_collectives.exchange(comm.shared, self.apart, most, sends, comm.peers if len(mine) else (), read)
+        shared_collectives.exchange(comm.shared, self.apart, max(sizes), sends, comm.peers if nbytes else (), read)
 
 
 def _begin(op: Operation, apart: bool = False) -> _Round:
