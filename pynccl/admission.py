@@ -87,11 +87,12 @@ class Caller:
         self._expected = b""  # of the listener, once it has been answered
 
     def step(self) -> bool:
-        """Go on with what has come; whether it is admitted now. OSError: it is not; Refused: nor will it be."""
+        """Go on with what comes within the socket's timeout; whether it is admitted now. OSError: it is not; Refused:
+        nor will it be."""
         wanted = _PROOF_BYTES if self._expected else _HELLO_BYTES
         try:
             data = self.sock.recv(wanted - len(self._received))
-        except BlockingIOError:
+        except TimeoutError:
             return False
         if not data:
             raise ConnectionResetError("connection closed")
@@ -115,7 +116,9 @@ class Caller:
         """Until it is admitted, on a connection that blocks; TimeoutError past time.monotonic() = deadline."""
         admitted = False
         while not admitted:
-            self.sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("timed out")
+            self.sock.settimeout(left)
             admitted = self.step()
 
 

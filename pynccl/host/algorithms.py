@@ -1,153 +1,179 @@
-"""The collectives and send/recv over tagged messages, and the table of all operations.
+"""The collectives and send/recv, and the table of all operations.
 
-A collective is one round of messages between everybody; a large all_reduce has two, a reduce-scatter and an all-gather.
-What reduces does so in the order of the ranks, so all ranks end up with the same bits.
+A collective is one round in which every rank sends blocks and receives some; a large all_reduce has two, a
+reduce-scatter and an all-gather. A round goes through memory where the ranks share it (see `shared_collectives`), else
+as messages. What reduces does so in the order of the ranks, so all ranks end up with the same bits.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import shared_collectives as shared
+from . import shared_collectives
 from .comm import Comm, Work
 from .connection import Form, Label
 from .failure import invalid_usage
-from .memory import STORAGE, bytes_at, bytes_of, view
+from .memory import STORAGE, bytes_at, tensor_at, view
 from .operation import Kind, Operation, Where
-from .reduction import PreMulSum, combine, wire_type
+from .reduction import combine
+from .shared_collectives import Block
 
 # Up to here all_reduce sends everything to everybody: half the rounds, for (p-1)/2 times the bytes.
 DIRECT_BYTES = 64 << 10
 
 
-def _parts(data: Tensor, parts: int) -> list[Tensor]:
-    """`data` cut into `parts` contiguous pieces whose sizes differ by at most one element."""
-    n = data.numel()
-    return [data[n * i // parts : n * (i + 1) // parts] for i in range(parts)]
+class _Round(NamedTuple):
+    """A call that has begun.
+
+    apart: a rank has another block for each of its peers, and not one for all of them"""
+
+    op: Operation
+    label: Label
+    apart: bool = False
+
+    def move(self, sends: Sequence[Block], recvs: Sequence[Block], most: int) -> None:
+        """Send and receive blocks of at most `most` bytes, a number that is equal on all ranks."""
+        shared = self.op.comm.shared
+        if not most:  # calls of no elements count, and ask nothing of others
+            return
+        if shared is None:
+            outgoing, incoming = (
+                [(peer, bytes_at(address, nbytes)) for peer, address, nbytes in way] for way in (sends, recvs)
+            )
+            if outgoing or incoming:  # not where there is one rank, which has no transport
+                self.op.comm.transport.exchange(outgoing, incoming, self.label)
+            return
+
+        def read(start: int, n: int, at: Mapping[int, int]) -> None:
+            for peer, address, nbytes in recvs:
+                ctypes.memmove(address + start, at[peer], max(min(n, nbytes - start), 0))
+
+        shared_collectives.exchange(shared, self.apart, most, sends, [peer for peer, _, _ in recvs], read)
+
+    def reduce(self, own: Tensor, ranges: Sequence[tuple[int, int]], out: int) -> None:
+        """Rank r reduces the elements from ranges[r][0] to ranges[r][1] of all ranks' `own`, to the address `out`."""
+        op, comm, itemsize = self.op, self.op.comm, own.element_size()
+        if not op.count:
+            return
+        base, sizes = own.data_ptr(), [(end - start) * itemsize for start, end in ranges]
+        begin, end = ranges[comm.rank]
+        address, nbytes = base + begin * itemsize, sizes[comm.rank]
+        sends = [(p, base + ranges[p][0] * itemsize, sizes[p]) for p in comm.peers if sizes[p]]
+        if comm.shared is None:
+            mine = own[begin:end]
+            others = comm.scratch.take(len(comm.peers) * nbytes).view(own.dtype).view(len(comm.peers), len(mine))
+            recvs = [(p, row.data_ptr(), row.nbytes) for p, row in zip(comm.peers, others, strict=True) if len(row)]
+            self.move(sends, recvs, op.count)
+            if len(mine):
+                in_order = [*others[: comm.rank], mine, *others[comm.rank :]]
+                combine(in_order, view(out, len(mine), op.dtype), op.dtype, op.op)
+            return
+
+        def read(start: int, n: int, at: Mapping[int, int]) -> None:
+            first, count = start // itemsize, max(min(n, nbytes - start), 0) // itemsize
+            addresses = {**at, comm.rank: address + start}
+            tensors = [tensor_at(addresses[rank], count, own.dtype) for rank in range(comm.size)]
+            combine(tensors, view(out + first * op.itemsize, count, op.dtype), op.dtype, op.op)
+
+        shared_collectives.exchange(comm.shared, self.apart, max(sizes), sends, comm.peers if nbytes else (), read)
 
 
-def _sent(op: Operation, blocks: int = 1) -> Tensor:
-    return view(op.send_ptr, op.count * blocks, op.dtype)
+def _begin(op: Operation, apart: bool = False) -> _Round:
+    label = op.label()
+    if op.comm.shared is not None:
+        op.comm.shared.begin(label, op.nbytes)
+    return _Round(op, label, apart)
 
 
-def _received(op: Operation, blocks: int = 1) -> Tensor:
-    return view(op.recv_ptr, op.count * blocks, op.dtype)
-
-
-def _contribution(own: Tensor, premul: PreMulSum | None) -> Tensor:
+def _contribution(op: Operation, blocks: int = 1) -> Tensor:
     """What this rank adds: its send buffer, times the scalar of a pre-multiplied sum."""
-    return own if premul is None else premul.apply(own)
-
-
-def _scratch(op: Operation, rows: int, count: int) -> list[Tensor]:
-    """`rows` buffers of `count` elements in the type in which contributions travel."""
-    wire = wire_type(op.dtype, op.premul)
-    flat = op.comm.scratch.take(rows * count * wire.itemsize).view(wire)
-    return [flat[count * i : count * (i + 1)] for i in range(rows)]
-
-
-def _in_rank_order(comm: Comm, mine: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
-    """`others` are in the order of the ranks without this one."""
-    return [*others[: comm.rank], mine, *others[comm.rank :]]
-
-
-def _exchange(
-    op: Operation, label: Label, sends: Iterable[tuple[int, Tensor]], recvs: Iterable[tuple[int, Tensor]]
-) -> None:
-    """One round of messages. Empty tensors travel in neither direction."""
-    outgoing, incoming = ([(peer, bytes_of(data)) for peer, data in way if data.numel()] for way in (sends, recvs))
-    if outgoing or incoming:
-        op.comm.transport.exchange(outgoing, incoming, label)
-
-
-def _reduce_blocks(op: Operation, label: Label, blocks: Sequence[Tensor], out: Tensor) -> None:
-    """Rank p gets blocks[p] of everybody, and reduces what it has got."""
-    comm, mine = op.comm, blocks[op.comm.rank]
-    others = _scratch(op, len(comm.peers), mine.numel())
-    _exchange(op, label, [(p, blocks[p]) for p in comm.peers], zip(comm.peers, others, strict=True))
-    combine(_in_rank_order(comm, mine, others), out, op.dtype, op.op)
+    own = view(op.send_ptr, op.count * blocks, op.dtype)
+    return own if op.premul is None else op.premul.apply(own)
 
 
 def all_reduce(op: Operation) -> None:
-    comm, out, label = op.comm, _received(op), op.label()
-    own = _contribution(_sent(op), op.premul)
-    if op.nbytes <= DIRECT_BYTES:
-        _reduce_blocks(op, label, [own] * comm.size, out)
+    """Between two ranks that share memory, a reduction of everything by both moves as much as one of a half by each."""
+    comm, own = op.comm, _contribution(op)
+    if op.nbytes <= DIRECT_BYTES or (comm.shared is not None and comm.size == 2):
+        _begin(op).reduce(own, [(0, op.count)] * comm.size, op.recv_ptr)
         return
-    shards = _parts(out, comm.size)
-    mine = shards[comm.rank]
-    _reduce_blocks(op, label, _parts(own, comm.size), mine)
-    _exchange(op, label, [(p, mine) for p in comm.peers], [(p, shards[p]) for p in comm.peers])
+    cuts = [op.count * rank // comm.size for rank in range(comm.size + 1)]
+    shards = list(itertools.pairwise(cuts))
+    blocks = [(op.recv_ptr + start * op.itemsize, (end - start) * op.itemsize) for start, end in shards]
+    mine = blocks[comm.rank]
+    round_ = _begin(op, apart=True)
+    round_.reduce(own, shards, mine[0])
+    most = max(nbytes for _, nbytes in blocks)
+    round_._replace(apart=False).move([(p, *mine) for p in comm.peers], [(p, *blocks[p]) for p in comm.peers], most)
 
 
 def reduce_scatter(op: Operation) -> None:
-    own = _contribution(_sent(op, op.comm.size), op.premul)
-    _reduce_blocks(op, op.label(), _parts(own, op.comm.size), _received(op))
+    ranges = [(rank * op.count, (rank + 1) * op.count) for rank in range(op.comm.size)]
+    _begin(op, apart=True).reduce(_contribution(op, op.comm.size), ranges, op.recv_ptr)
 
 
 def reduce(op: Operation) -> None:
-    comm, own = op.comm, _contribution(_sent(op), op.premul)
-    if comm.rank != op.peer:
-        _exchange(op, op.label(), [(op.peer, own)], [])
-        return
-    others = _scratch(op, len(comm.peers), op.count)
-    _exchange(op, op.label(), [], zip(comm.peers, others, strict=True))
-    combine(_in_rank_order(comm, own, others), _received(op), op.dtype, op.op)
+    ranges = [(0, op.count if rank == op.peer else 0) for rank in range(op.comm.size)]
+    _begin(op).reduce(_contribution(op), ranges, op.recv_ptr)
+
+
+def _one_each(op: Operation, base: int) -> list[Block]:
+    """A block for each peer, of those in the order of the ranks at an address."""
+    return [(peer, base + peer * op.nbytes, op.nbytes) for peer in op.comm.peers]
+
+
+def _copy(op: Operation, target: int, source: int) -> None:
+    """What this rank has for itself."""
+    if target != source:
+        ctypes.memmove(target, source, op.nbytes)
 
 
 def broadcast(op: Operation) -> None:
-    comm, out = op.comm, _received(op)
+    comm, n = op.comm, op.nbytes
     if comm.rank != op.peer:
-        _exchange(op, op.label(), [], [(op.peer, out)])
+        _begin(op).move([], [(op.peer, op.recv_ptr, n)], n)
         return
-    source = _sent(op)
-    _exchange(op, op.label(), [(p, source) for p in comm.peers], [])
-    _copy(source, out)
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
+    _begin(op).move([(peer, op.send_ptr, n) for peer in comm.peers], [], n)
+    _copy(op, op.recv_ptr, op.send_ptr)
 
 
 def all_gather(op: Operation) -> None:
-    comm, mine = op.comm, _sent(op)
-    rows = _parts(_received(op, comm.size), comm.size)
-    _exchange(op, op.label(), [(p, mine) for p in comm.peers], [(p, rows[p]) for p in comm.peers])
-    _copy(mine, rows[comm.rank])
+    comm, n = op.comm, op.nbytes
+    _begin(op).move([(peer, op.send_ptr, n) for peer in comm.peers], _one_each(op, op.recv_ptr), n)
+    _copy(op, op.recv_ptr + comm.rank * n, op.send_ptr)
 
 
 def all_to_all(op: Operation) -> None:
-    comm, source = op.comm, _sent(op, op.comm.size)
-    if op.send_ptr == op.recv_ptr:  # nccl.h promises nothing for it, but it is cheap to get right
-        source = source.clone()
-    blocks, rows = (_parts(whole, comm.size) for whole in (source, _received(op, comm.size)))
-    _exchange(op, op.label(), [(p, blocks[p]) for p in comm.peers], [(p, rows[p]) for p in comm.peers])
-    _copy(blocks[comm.rank], rows[comm.rank])
+    comm, n, source = op.comm, op.nbytes, op.send_ptr
+    if source == op.recv_ptr:  # nccl.h promises nothing for it, but it is cheap to get right
+        whole = view(source, op.count * comm.size, op.dtype).clone()
+        source = whole.data_ptr()
+    _begin(op, apart=True).move(_one_each(op, source), _one_each(op, op.recv_ptr), n)
+    _copy(op, op.recv_ptr + comm.rank * n, source + comm.rank * n)
 
 
 def gather(op: Operation) -> None:
-    comm, mine = op.comm, _sent(op)
+    comm, n = op.comm, op.nbytes
     if comm.rank != op.peer:
-        _exchange(op, op.label(), [(op.peer, mine)], [])
+        _begin(op).move([(op.peer, op.send_ptr, n)], [], n)
         return
-    rows = _parts(_received(op, comm.size), comm.size)
-    _exchange(op, op.label(), [], [(p, rows[p]) for p in comm.peers])
-    _copy(mine, rows[comm.rank])
+    _begin(op).move([], _one_each(op, op.recv_ptr), n)
+    _copy(op, op.recv_ptr + comm.rank * n, op.send_ptr)
 
 
 def scatter(op: Operation) -> None:
-    comm, out = op.comm, _received(op)
+    comm, n = op.comm, op.nbytes
     if comm.rank != op.peer:
-        _exchange(op, op.label(), [], [(op.peer, out)])
+        _begin(op, apart=True).move([], [(op.peer, op.recv_ptr, n)], n)
         return
-    rows = _parts(_sent(op, comm.size), comm.size)
-    _exchange(op, op.label(), [(p, rows[p]) for p in comm.peers], [])
-    _copy(rows[comm.rank], out)
+    _begin(op, apart=True).move(_one_each(op, op.send_ptr), [], n)
+    _copy(op, op.recv_ptr, op.send_ptr + comm.rank * n)
 
 
 def _to_itself(ops: Sequence[Operation], kind: Kind) -> list[Operation]:
@@ -247,21 +273,14 @@ def _once(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
     return 1, float(nbytes)
 
 
-def _either(
-    over_sockets: Callable[[Operation], None], in_memory: Callable[[Operation], None]
-) -> Callable[[Operation], None]:
-    """Through memory where the ranks share it."""
-    return lambda op: over_sockets(op) if op.comm.shared is None else in_memory(op)
-
-
-ALL_REDUCE = Kind("ncclAllReduce", _either(all_reduce, shared.all_reduce), _twice, reduces=True)
-REDUCE_SCATTER = Kind("ncclReduceScatter", _either(reduce_scatter, shared.reduce_scatter), _shards, reduces=True)
-REDUCE = Kind("ncclReduce", _either(reduce, shared.reduce), _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
-BROADCAST = Kind("ncclBroadcast", _either(broadcast, shared.broadcast), _whole, send=Where.ON_ROOT, peer_is="root")
-ALL_GATHER = Kind("ncclAllGather", _either(all_gather, shared.all_gather), _shards)
-ALL_TO_ALL = Kind("ncclAlltoAll", _either(all_to_all, shared.all_to_all), _shards)
-GATHER = Kind("ncclGather", _either(gather, shared.gather), _rooted, recv=Where.ON_ROOT, peer_is="root")
-SCATTER = Kind("ncclScatter", _either(scatter, shared.scatter), _rooted, send=Where.ON_ROOT, peer_is="root")
+ALL_REDUCE = Kind("ncclAllReduce", all_reduce, _twice, reduces=True)
+REDUCE_SCATTER = Kind("ncclReduceScatter", reduce_scatter, _shards, reduces=True)
+REDUCE = Kind("ncclReduce", reduce, _whole, recv=Where.ON_ROOT, reduces=True, peer_is="root")
+BROADCAST = Kind("ncclBroadcast", broadcast, _whole, send=Where.ON_ROOT, peer_is="root")
+ALL_GATHER = Kind("ncclAllGather", all_gather, _shards)
+ALL_TO_ALL = Kind("ncclAlltoAll", all_to_all, _shards)
+GATHER = Kind("ncclGather", gather, _rooted, recv=Where.ON_ROOT, peer_is="root")
+SCATTER = Kind("ncclScatter", scatter, _rooted, send=Where.ON_ROOT, peer_is="root")
 SEND = Kind("ncclSend", lambda op: Messages([op]).run(), _once, recv=Where.NOWHERE, peer_is="peer")
 RECV = Kind("ncclRecv", lambda op: Messages([op]).run(), _once, send=Where.NOWHERE, peer_is="peer")
 
@@ -271,9 +290,9 @@ def _free(p: int, nbytes: int, is_root: bool) -> tuple[int, float]:
 
 
 # What ranks tell each other to make something, outside of the modelled link.
-SPLIT = Kind("ncclCommSplit", _either(all_gather, shared.all_gather), _free)
-WINDOW = Kind("ncclCommWindowRegister", _either(all_gather, shared.all_gather), _free)
-GROW = Kind("ncclCommGrow", _either(all_gather, shared.all_gather), _free)
+SPLIT = Kind("ncclCommSplit", all_gather, _free)
+WINDOW = Kind("ncclCommWindowRegister", all_gather, _free)
+GROW = Kind("ncclCommGrow", all_gather, _free)
 
 
 def gather_rows(comm: Comm, ticket: int, kind: Kind, row: Tensor) -> Tensor:

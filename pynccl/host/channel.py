@@ -1,12 +1,11 @@
 """Messages from one rank to another through memory that both have mapped.
 
-A channel lies in the memory of the rank that sends, and has two rings: MESSAGE_SLOTS small slots and as many large
-ones. Every message begins in a small slot, with a header that says which call it belongs to, and what of its data has
-room there; the rest goes through the large slots.
-Words count the slots of each ring that have been filled, and, in the memory of the rank that receives, emptied: the
-second is both room for the next one and the news that a message was received.
+A channel lies in the memory of the rank that sends: a ring of MESSAGE_SLOTS slots. Every message begins in a slot of
+its own, with a header that says which call it belongs to. A word counts the slots that have been filled. A word in the
+memory of the rank that receives counts those that it has emptied: room for the next one, and the news that a message
+was received.
 
-    words of the channel to p   filled small, filled large | of p's channel to this rank: emptied small, emptied large
+    words of the channel to p   filled | of p's channel to this rank: emptied
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ from ctypes import memmove, string_at
 
 from . import futex
 from .connection import HEAD_BYTES
-from .segment import BELL, LINE_BYTES, MESSAGE_BYTES, MESSAGE_SLOTS, OwnSegment, Segment
+from .segment import BELL, MESSAGE_BYTES, MESSAGE_SLOTS, OwnSegment, Segment
 
 _WORD = (1 << 32) - 1
 _DATA_AT = HEAD_BYTES  # of a first slot
 
 
 class _Ring:
-    """The slots of one kind, seen from one end. `mine` counts what this end has filled or emptied, `theirs` what the
+    """The slots, seen from one end. `mine` counts what this end has filled or emptied, `theirs` what the
     other one has."""
 
-    def __init__(self, address: int, slot_bytes: int, mine: memoryview, theirs: memoryview) -> None:
-        self.slot_bytes = slot_bytes
-        self._slots = [address + i * slot_bytes for i in range(MESSAGE_SLOTS)]
+    def __init__(self, address: int, mine: memoryview, theirs: memoryview) -> None:
+        self._slots = [address + i * MESSAGE_BYTES for i in range(MESSAGE_SLOTS)]
         self._mine, self._theirs = mine, theirs
         self._count = 0
 
@@ -57,20 +55,12 @@ class _Ring:
         self._mine[0] = self._count
 
 
-def _rings(sender: Segment, to: int, receiver: Segment, of: int, sending: bool) -> tuple[_Ring, _Ring]:
-    """The small and the large one of the channel from rank `of` to rank `to`, as the one end or the other sees it."""
-    at, other = sender.layout.channel(to), receiver.layout.channel(of)
-    filled = sender.bytes[at : at + 8].cast("I")
-    emptied = receiver.bytes[other + 8 : other + 16].cast("I")
-    places = (
-        (sender.address + at + LINE_BYTES, sender.layout.message_small_bytes),
-        (sender.address + sender.layout.large_channel(to), MESSAGE_BYTES),
-    )
-    small, large = (
-        _Ring(address, nbytes, *((filled[i : i + 1], emptied[i : i + 1])[:: 1 if sending else -1]))
-        for i, (address, nbytes) in enumerate(places)
-    )
-    return small, large
+def _ring(sender: Segment, to: int, receiver: Segment, of: int, sending: bool) -> _Ring:
+    """The channel from rank `of` to rank `to`, as the one end or the other sees it."""
+    at, other = sender.layout.channel_words(to), receiver.layout.channel_words(of) + 4
+    filled, emptied = sender.bytes[at : at + 4].cast("I"), receiver.bytes[other : other + 4].cast("I")
+    address = sender.address + sender.layout.channel(to)
+    return _Ring(address, filled, emptied) if sending else _Ring(address, emptied, filled)
 
 
 class Bell:
@@ -91,7 +81,7 @@ class Outgoing:
 
     def __init__(self, own: OwnSegment, rank: int, segment: Segment, peer: int, bell: Bell) -> None:
         self._own, self._peer, self._segment, self._bell = own, peer, segment, bell
-        self._small, self._large = _rings(own, peer, segment, rank, True)
+        self._ring = _ring(own, peer, segment, rank, True)
         self._posted: deque[tuple[bytes, int, int]] = deque()
         self._at = 0  # bytes of the first one that are under way, or beyond
 
@@ -101,24 +91,21 @@ class Outgoing:
     @property
     def done(self) -> bool:
         """Whether all has been received."""
-        return not self._posted and self._small.equal and self._large.equal
+        return not self._posted and self._ring.equal
 
     def push(self) -> None:
         """Put what there is room for."""
-        posted = self._posted
-        while posted:
+        posted, ring = self._posted, self._ring
+        if posted:
+            self._own.reserve_channel(self._peer)
+        while posted and not ring.full:
             head, address, nbytes = posted[0]
-            ring = self._large if self._at else self._small
-            if ring.full:
-                return
             slot = ring.slot
             if self._at:
-                moved = min(ring.slot_bytes, nbytes - self._at)
+                moved = min(MESSAGE_BYTES, nbytes - self._at)
                 memmove(slot, address + self._at, moved)
             else:
-                moved = min(ring.slot_bytes - _DATA_AT, nbytes)
-                if moved < nbytes:
-                    self._own.reserve_channel(self._peer)
+                moved = min(MESSAGE_BYTES - _DATA_AT, nbytes)
                 memmove(slot, head, HEAD_BYTES)
                 memmove(slot + _DATA_AT, address, moved)
             self._at += moved
@@ -143,7 +130,7 @@ class Incoming:
     ) -> None:
         """disagree: (header, what was expected) -> the error of another header than was expected"""
         self._segment, self._bell, self._disagree = segment, bell, disagree
-        self._small, self._large = _rings(segment, rank, own, peer, False)
+        self._ring = _ring(segment, rank, own, peer, False)
         self._posted: deque[tuple[bytes, int, int]] = deque()
         self._at = 0
 
@@ -157,23 +144,20 @@ class Incoming:
 
     def pull(self) -> None:
         """Take what has come of what was posted. Raises what `disagree` makes."""
-        posted = self._posted
-        while posted:
+        posted, ring = self._posted, self._ring
+        while posted and not ring.equal:
             expected, address, nbytes = posted[0]
-            ring = self._large if self._at else self._small
-            if ring.equal:
-                return
             if not futex.ORDERED:
                 futex.barrier()
             slot = ring.slot
             if self._at:
-                moved = min(ring.slot_bytes, nbytes - self._at)
+                moved = min(MESSAGE_BYTES, nbytes - self._at)
                 memmove(address + self._at, slot, moved)
             else:
                 head = string_at(slot, HEAD_BYTES)
                 if not head.startswith(expected):
                     raise self._disagree(head, expected)
-                moved = min(ring.slot_bytes - _DATA_AT, nbytes)
+                moved = min(MESSAGE_BYTES - _DATA_AT, nbytes)
                 memmove(address, slot + _DATA_AT, moved)
             self._at += moved
             if self._at == nbytes:

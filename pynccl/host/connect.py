@@ -1,8 +1,9 @@
 """The connections between the ranks of one communicator: who listens where, who dials whom, and who may come in.
 
 Every rank listens for as long as this takes, tells the others where (an endpoint), dials the ranks below it and accepts
-those above. Who knows the listener's token, as only the ranks do, is admitted (see `admission`); whatever else connects
-is closed. A rank that dials goes on only when it was admitted, and dials again if it was lost in a crowd.
+those above, in this order: so each that dials is accepted in the end. Who knows the listener's token, as only the ranks
+do, is admitted (see `admission`); whatever else connects is closed. A rank that dials goes on only when it was
+admitted, and dials again if it was lost in a crowd.
 """
 
 from __future__ import annotations
@@ -114,9 +115,6 @@ class Connecting:
         self._endpoints = [read_endpoint(text) for text in endpoints]
         self._made: dict[Key, socket.socket] = {}
         self._awaited = {(peer, c) for peer in range(rank + 1, len(endpoints)) for c in _CHANNELS}
-        self._to_dial = [(peer, c) for peer in range(rank) for c in _CHANNELS]
-        self._dialled: dict[socket.socket, tuple[Key, Caller]] = {}
-        self._dial_at = 0.0
         self._probe_at = time.monotonic() + _PROBE_SECONDS
         self._selector = selectors.DefaultSelector()
         self._acceptor = Acceptor(listener.sock, self._selector, listener.token, self._admit)
@@ -125,14 +123,16 @@ class Connecting:
         """Peer -> connections. Raises HostFailure(ncclRemoteError) for a rank that is gone, and at the deadline."""
         deadline = time.monotonic() + timeout
         try:
-            while self._awaited or self._to_dial or self._dialled:
-                self._dial(deadline)
-                self._serve(_TICK_SECONDS if not self._to_dial else _RETRY_SECONDS)
+            for peer in range(self._rank):
+                for channel in _CHANNELS:
+                    self._made[peer, channel] = self._dial(peer, channel, deadline, timeout)
+            while self._awaited:
+                self._serve(_TICK_SECONDS)
                 self._acceptor.drop()
                 self._probe_awaited()
-                self._check_deadline(deadline, timeout)
+                self._check_deadline({peer for peer, _ in self._awaited}, deadline, timeout)
         except BaseException:
-            for sock in [*self._made.values(), *self._dialled]:
+            for sock in self._made.values():
                 sock.close()
             raise
         finally:
@@ -144,22 +144,23 @@ class Connecting:
         peers = [peer for peer in range(len(self._endpoints)) if peer != self._rank]
         return {peer: Channels(*(self._made[peer, c] for c in _CHANNELS)) for peer in peers}
 
-    def _dial(self, deadline: float) -> None:
-        if not self._to_dial or time.monotonic() < self._dial_at:
-            return
-        keys, self._to_dial = self._to_dial, []
-        for peer, channel in keys:
+    def _dial(self, peer: int, channel: int, deadline: float, timeout: float) -> socket.socket:
+        """Connect and be admitted, which a peer that still dials itself may let wait."""
+        while True:
             sock = self._connect(peer, deadline)
-            sock.setblocking(False)
-            caller = Caller(sock, bytes.fromhex(self._endpoints[peer].token), (self._rank, channel))
-            self._dialled[sock] = (peer, channel), caller
-            self._selector.register(sock, selectors.EVENT_READ)
-
-    def _dial_again(self, sock: socket.socket, key: Key) -> None:
-        """It was lost among strangers, or the peer's process is gone, which the next attempt finds out."""
-        sock.close()
-        self._to_dial.append(key)
-        self._dial_at = time.monotonic() + _RETRY_SECONDS
+            try:
+                sock.settimeout(_TICK_SECONDS)
+                caller = Caller(sock, bytes.fromhex(self._endpoints[peer].token), (self._rank, channel))
+                while not caller.step():
+                    self._check_deadline({peer}, deadline, timeout)
+                return sock
+            except OSError:  # lost among strangers, or the peer's process is gone, which the next attempt finds out
+                sock.close()
+            except BaseException:
+                sock.close()
+                raise
+            self._check_deadline({peer}, deadline, timeout)
+            time.sleep(_RETRY_SECONDS)
 
     def _hosts(self, peer: int) -> list[str]:
         target = self._endpoints[peer]
@@ -200,23 +201,7 @@ class Connecting:
     def _serve(self, timeout: float) -> None:
         """Handle what comes within so many seconds."""
         for ready, _ in self._selector.select(timeout):
-            sock: socket.socket = ready.fileobj  # type: ignore[assignment]
-            if self._acceptor.handle(sock) or sock not in self._dialled:
-                continue
-            key, caller = self._dialled[sock]
-            try:
-                admitted = caller.step()
-            except OSError:
-                self._forget(sock)
-                self._dial_again(sock, key)
-                continue
-            if admitted:
-                self._forget(sock)
-                self._made[key] = sock
-
-    def _forget(self, sock: socket.socket) -> None:
-        del self._dialled[sock]
-        self._selector.unregister(sock)
+            self._acceptor.handle(ready.fileobj)  # type: ignore[arg-type]
 
     def _admit(self, sock: socket.socket, who: Key) -> None:
         """Take the connection of a peer."""
@@ -256,10 +241,8 @@ class Connecting:
             return False
         return True
 
-    def _check_deadline(self, deadline: float, timeout: float) -> None:
+    def _check_deadline(self, missing: set[int], deadline: float, timeout: float) -> None:
         self._check()
-        dialled = [key for key, _ in self._dialled.values()]
-        missing = {peer for peer, _ in [*self._awaited, *self._to_dial, *dialled]}
         late = time.monotonic() > deadline
         if missing and (late or exiting.is_set()):
             who = ", ".join(self._names[peer] for peer in sorted(missing))

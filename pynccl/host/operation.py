@@ -60,6 +60,10 @@ class Operation:
         return self.kind.name
 
     @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
     def nbytes(self) -> int:
         return self.count * ITEMSIZE[self.dtype]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..bindings.abi import DataType, RedOp
-from .memory import STORAGE, view
+from .memory import view
 
 _NARROW = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 _FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -113,9 +113,3 @@ def _divide(total: Tensor, ranks: int, unsigned: bool) -> None:
         total.copy_(total.to(torch.int32).div_(ranks, rounding_mode="trunc"))
     else:
         total.div_(ranks, rounding_mode="trunc")
-
-
-def wire_type(dtype: int, premul: PreMulSum | None) -> torch.dtype:
-    """The type in which contributions travel."""
-    storage = STORAGE[dtype]
-    return torch.float32 if premul is not None and storage in _NARROW else storage

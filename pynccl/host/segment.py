@@ -8,11 +8,10 @@ from the start, so nobody ever has to map it anew; memory is behind a part of it
     0           words, a cache line each: posted, complete, bell
     512         token
     1024        a header of 256 bytes for each slot
-    4096        SLOTS small slots for collectives
-    then        a channel to each rank for messages: four words, MESSAGE_SLOTS small slots
-    (so far reserved from the start; what follows is reserved when an operation first needs it)
-    then        SLOTS large slots for collectives
-    then        MESSAGE_SLOTS large slots of the channel to each rank, reserved channel by channel
+    4096        the words of a channel to each rank for messages, a cache line each
+    (so far reserved from the start; what follows is reserved by the first operation that needs it)
+    then        SLOTS slots for collectives
+    then        MESSAGE_SLOTS slots of the channel to each rank, reserved channel by channel
 
 A rank alone writes its memory, but for two words: "complete" of rank 0, see `shared`, and "bell", see `channel`.
 """
@@ -33,21 +32,18 @@ from ..bindings.abi import Result
 from .failure import HostFailure
 
 SLOTS = 4
-SMALL_BYTES = 64 << 10
-LARGE_BYTES = 1 << 20
+SLOT_BYTES = 1 << 20
 MESSAGE_SLOTS = 4
-MESSAGE_BYTES = 128 << 10  # of a large slot
-MOST_RANKS = SMALL_BYTES // 64
+MESSAGE_BYTES = 128 << 10  # of a slot for messages
+MOST_RANKS = 1024
 POSTED, COMPLETE, BELL = 0, 16, 32  # indices of words of 32 bits
 HEADER_BYTES = 256
 LINE_BYTES = 64
 TOKEN_BYTES = 16
 _TOKEN_AT = 512
 _HEADERS_AT = 1024
-_SMALL_AT = 4096
-_CHANNELS_AT = _SMALL_AT + SLOTS * SMALL_BYTES
+_CHANNELS_AT = 4096
 _CHANNEL_BYTES = MESSAGE_SLOTS * MESSAGE_BYTES
-_MANY_RANKS = 64
 _NAME = "pynccl"
 _SHARED, _READ_WRITE = 0x01, 0x1 | 0x2
 
@@ -61,23 +57,21 @@ class Layout:
     """Where things are in the memory of one of so many ranks."""
 
     def __init__(self, ranks: int) -> None:
-        self.message_small_bytes = 4096 if ranks <= _MANY_RANKS else 512  # of a small slot for messages
-        self._channel_bytes = LINE_BYTES + MESSAGE_SLOTS * self.message_small_bytes
-        self.large_at = -(-(_CHANNELS_AT + ranks * self._channel_bytes) // 4096) * 4096  # a page: it is reserved apart
-        self._large_channels_at = self.large_at + SLOTS * LARGE_BYTES
-        self.total = self._large_channels_at + ranks * _CHANNEL_BYTES
+        self.slots_at = -(-(_CHANNELS_AT + ranks * LINE_BYTES) // 4096) * 4096  # a page: it is reserved apart
+        self._channels_at = self.slots_at + SLOTS * SLOT_BYTES
+        self.total = self._channels_at + ranks * _CHANNEL_BYTES
 
-    def slot(self, large: bool, slot: int) -> int:
+    def slot(self, slot: int) -> int:
         """A slot for collectives."""
-        return self.large_at + slot * LARGE_BYTES if large else _SMALL_AT + slot * SMALL_BYTES
+        return self.slots_at + slot * SLOT_BYTES
+
+    def channel_words(self, peer: int) -> int:
+        """The words of the channel to `peer`."""
+        return _CHANNELS_AT + peer * LINE_BYTES
 
     def channel(self, peer: int) -> int:
-        """The words of the channel to `peer`, and behind them its small slots."""
-        return _CHANNELS_AT + peer * self._channel_bytes
-
-    def large_channel(self, peer: int) -> int:
-        """The large slots of the channel to `peer`."""
-        return self._large_channels_at + peer * _CHANNEL_BYTES
+        """The slots of the channel to `peer`."""
+        return self._channels_at + peer * _CHANNEL_BYTES
 
 
 class _Mapping:
@@ -110,9 +104,9 @@ class Segment:
         self.token = bytes(self.bytes[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES])
         self.headers = [self.bytes[_HEADERS_AT + i * HEADER_BYTES :][:HEADER_BYTES] for i in range(SLOTS)]
 
-    def slot(self, large: bool, slot: int) -> int:
+    def slot(self, slot: int) -> int:
         """Its address."""
-        return self.address + self.layout.slot(large, slot)
+        return self.address + self.layout.slot(slot)
 
 
 class OwnSegment(Segment):
@@ -125,7 +119,7 @@ class OwnSegment(Segment):
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             _get(layout.total, lambda: os.ftruncate(self.fd, layout.total))
-            self._reserve(0, layout.large_at)
+            self._reserve(0, layout.slots_at)
             mapping = _Mapping(self.fd, layout.total)
         except OSError:
             os.close(self.fd)
@@ -133,15 +127,15 @@ class OwnSegment(Segment):
         memoryview(mapping.bytes).cast("B")[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES] = os.urandom(TOKEN_BYTES)
         super().__init__(mapping, layout)
         self._reserved: set[int] = set()  # where parts begin that were reserved later
-        self.nbytes = layout.large_at  # reserved so far
+        self.nbytes = layout.slots_at  # reserved so far
 
-    def reserve_large(self) -> None:
-        """Have memory behind the large slots. Raises HostFailure, whose text names the size that cannot be had."""
-        self._reserve_once(self.layout.large_at, SLOTS * LARGE_BYTES)
+    def reserve_slots(self) -> None:
+        """Have memory behind the slots. Raises HostFailure, whose text names the size that cannot be had."""
+        self._reserve_once(self.layout.slots_at, SLOTS * SLOT_BYTES)
 
     def reserve_channel(self, peer: int) -> None:
-        """The same for the large slots of the channel to a peer."""
-        self._reserve_once(self.layout.large_channel(peer), _CHANNEL_BYTES)
+        """The same for the slots of the channel to a peer."""
+        self._reserve_once(self.layout.channel(peer), _CHANNEL_BYTES)
 
     def close(self) -> None:
         """Close the descriptor. The mapping ends with its last user."""

@@ -119,9 +119,9 @@ class SharedMemory:
                 if self.segments[peer].headers[slot][:_COMPARED] != mine:
                     raise self._mismatch(peer, bytes(self.segments[peer].headers[slot]))
 
-    def reserve_large(self) -> None:
-        """Before the first operation whose pieces go through large slots."""
-        self._own.reserve_large()
+    def reserve(self) -> None:
+        """Have memory behind the slots."""
+        self._own.reserve_slots()
 
     # Messages
 

@@ -6,7 +6,6 @@ client that knows the store's key is listened to: see `admission`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import selectors
 import socket
@@ -22,6 +21,7 @@ MAX_REQUEST = 4096
 MAX_RANKS = 1 << 16
 MAX_MEETINGS = 4096  # the oldest go first
 
+_SEND_SECONDS = 1.0
 _LENGTH = struct.Struct("<I")
 
 
@@ -104,7 +104,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._acceptor = Acceptor(listen(local), self._selector, key, self._admit)
         self.port: int = self._acceptor.listener.getsockname()[1]
-        self._clients: dict[socket.socket, tuple[bytearray, bytearray]] = {}  # received, unsent
+        self._clients: dict[socket.socket, bytearray] = {}  # what they have sent
         threading.Thread(target=self._serve, name="pynccl-host-store", daemon=True).start()
 
     def close(self) -> None:
@@ -123,34 +123,23 @@ class Server:
             self._acceptor.drop()
 
     def _admit(self, sock: socket.socket, _: Who) -> None:
-        self._clients[sock] = bytearray(), bytearray()
+        self._clients[sock] = bytearray()
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _handle(self, sock: socket.socket) -> None:
         """Answer what has arrived; let the client go that is of no use any more."""
-        received, unsent = self._clients[sock]
         data = receive(sock)
-        received += data or b""
-        gone = data == b""
-        try:
-            _send(sock, unsent)
-            for request in take_frames(received, MAX_REQUEST):
-                if unsent:
-                    raise ValueError("it asks again, and does not read its answers")
-                unsent += frame(self.store.answer(request))
-                _send(sock, unsent)
-        except (OSError, ValueError):
-            gone = True
-        if gone:
+        if data:
+            received = self._clients[sock]
+            received += data
+            try:
+                sock.settimeout(_SEND_SECONDS)
+                for request in take_frames(received, MAX_REQUEST):
+                    sock.sendall(frame(self.store.answer(request)))
+                sock.setblocking(False)
+            except (OSError, ValueError):  # a rank reads its answer at once
+                data = b""
+        if data == b"":
             self._selector.unregister(sock)
             del self._clients[sock]
             sock.close()
-        else:
-            self._selector.modify(sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0))
-
-
-def _send(sock: socket.socket, unsent: bytearray) -> None:
-    """As much of it as the connection takes now."""
-    with contextlib.suppress(BlockingIOError):
-        while unsent:
-            del unsent[: sock.send(unsent)]

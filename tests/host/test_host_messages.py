@@ -20,7 +20,7 @@ from pynccl.bindings.abi import DataType, Result
 from pynccl.host import segment
 from pynccl.host.comm import find
 
-INLINE = segment.Layout(2).message_small_bytes - 128 - 16  # what fits beside a header
+INLINE = segment.MESSAGE_BYTES - 128  # what fits behind a header
 SIZES = (0, 1, 5, INLINE - 1, INLINE, INLINE + 1, 20_000, segment.MESSAGE_BYTES + INLINE, 700_001, 2_500_000)
 
 
@@ -88,8 +88,7 @@ def test_the_number_of_slots_wraps() -> None:
         shared = shared_of(comm)
         assert shared is not None
         for channel in (*shared._outgoing.values(), *shared._incoming.values()):
-            for ring in (channel._small, channel._large):
-                ring._mine[0] = ring._count = start
+            channel._ring._mine[0] = channel._ring._count = start
 
     def talk(rank: int) -> None:
         for turn in range(12):
@@ -98,7 +97,7 @@ def test_the_number_of_slots_wraps() -> None:
     in_threads(2, talk)
     for comm in made:
         shared = shared_of(comm)
-        assert shared is not None and shared._outgoing[1 - comm.rank]._small._count < 2**31
+        assert shared is not None and shared._outgoing[1 - comm.rank]._ring._count < 2**31
     pynccl.abort(made)
 
 

@@ -97,12 +97,12 @@ def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_larger_slots_that_cannot_be_had_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_cannot_be_had_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Communicator.init_all(2)
     x = torch.ones(1 << 20)
-    large = segment.SLOTS * segment.LARGE_BYTES
+    slots = segment.SLOTS * segment.SLOT_BYTES
     monkeypatch.setattr(os, "posix_fallocate", no_space)
-    with pytest.raises(pynccl.NcclError, match=f"{large} bytes of shared memory cannot be had: No space left"):
+    with pytest.raises(pynccl.NcclError, match=f"{slots} bytes of shared memory cannot be had: No space left"):
         pair[0].all_reduce(x, x)
     pynccl.abort(pair)
 
