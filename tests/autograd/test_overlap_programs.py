@@ -186,7 +186,8 @@ def transformed(comm: Communicator, overlap: Any) -> list[Tensor]:
     by_func = torch.func.grad(loss)(state, x)
     tangent = torch.func.jvp(lambda rows: loss(state, rows), (x,), (torch.ones_like(x),))[1]
     batched = torch.func.vmap(block)(torch.stack([x, 2 * x]))
-    y, pull_back = torch.func.vjp(block, x)[:2]
+    made: Any = torch.func.vjp(block, x)
+    y, pull_back = made
     (rows,) = torch.func.vmap(pull_back)(torch.stack([torch.ones_like(y), y.detach()]))
     return [*by_func.values(), tangent, batched, rows]
 
