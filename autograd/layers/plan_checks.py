@@ -164,6 +164,8 @@ def check_staying(planned: Planned, stays: Iterable[Stay]) -> None:
         fits = planned.is_summed(stay.role) == planned.is_summed(stay.right)
         fits &= (stay.role == "partial") == (stay.right == "partial")
         fits |= stay.why in _NOT_KNOWN and stay.role is not None
+        if stay.role == "sequence" and stay.right == "replicated" and not planned.of_role("sequence_begin"):
+            continue  # the caller cuts the sequence
         if not fits:
             said = f"the plan says {stay.role!r} of it" if stay.role else "the plan says nothing of it"
             layer = ", or 'column' or 'row' if it is to be cut" if isinstance(stay.module, nn.Linear) else ""

@@ -131,6 +131,8 @@ class MeetingPlace(NamedTuple):
                 try:
                     contradiction, missing, endpoints = store.answer([self.name, rank, size, endpoint])
                 except HostFailure as failure:
+                    if missing and time.monotonic() > deadline:
+                        raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {timeout:g} s") from failure
                     if missing:
                         failure.text = f"{what} still waits for ranks {missing}, and {failure.text}"
                     raise
