@@ -17,24 +17,23 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import ExitStack, contextmanager
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
-_bars: ExitStack | None = None  # of `shown`: closes those of loops that an exception has left
+_bars: list[Any] | None = None  # of tqdm; None outside `shown`
 
 
-@contextmanager
-def shown(really: bool = True) -> Iterator[None]:
-    """Draw bars within this context; `really=False`: none, which is the default of a process."""
+@contextlib.contextmanager
+def shown() -> Iterator[None]:
+    """Draw bars within this context."""
     global _bars
-    before = _bars
-    with ExitStack() as _bars_of_this:
-        _bars = _bars_of_this if really else None
-        try:
-            yield
-        finally:
-            _bars = before
+    before, _bars = _bars, []
+    try:
+        yield
+    finally:
+        for bar in _bars:  # of loops that an exception has left
+            bar.close()
+        _bars = before
 
 
 class Bar:
@@ -47,7 +46,9 @@ class Bar:
 
     def __init__(self, total: int | None, label: str = "", unit: str = "it", own: bool = True) -> None:
         self._tqdm: Any = None
-        if _bars is None or not own or not _on_a_terminal():
+        terminal = sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+        here = os.environ.get("RANK", "0") == "0" and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
+        if _bars is None or not (own and terminal and here):
             return
         try:
             from tqdm import tqdm
@@ -59,7 +60,7 @@ class Bar:
 
         Quiet.set_lock(threading.RLock())  # tqdm's own is one of the machine, with a process that watches it
         self._tqdm = Quiet(total=total, desc=label or None, unit=unit, file=sys.stderr, dynamic_ncols=True, leave=False)
-        _bars.callback(self.close)
+        _bars.append(self._tqdm)
 
     def step(self, count: int = 1, note: str = "") -> None:
         """Advance by `count`; `note` stands behind the bar."""
@@ -73,16 +74,12 @@ class Bar:
             with self._tqdm.external_write_mode(file) if self._tqdm is not None else contextlib.nullcontext():
                 print(text, file=file, flush=True)
 
-    def close(self) -> None:
-        if self._tqdm is not None:
-            self._tqdm.close()
-            self._tqdm = None
-
     def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        if self._tqdm is not None:
+            self._tqdm.close()
 
 
 def over(items: Iterable[T], label: str = "", unit: str = "it", own: bool = True) -> Iterator[T]:
@@ -91,9 +88,3 @@ def over(items: Iterable[T], label: str = "", unit: str = "it", own: bool = True
         for item in items:
             yield item
             bar.step()
-
-
-def _on_a_terminal() -> bool:
-    if os.environ.get("RANK", "0") != "0" or os.environ.get("TERM") == "dumb" or os.environ.get("CI"):
-        return False
-    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()

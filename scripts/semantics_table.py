@@ -127,9 +127,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "docs" / "semantics.md", help="the page (default: docs/semantics.md)"
     )
-    parser.add_argument(
-        "--results", type=command.input_file, help="the XML of an earlier run, instead of running the tests"
-    )
+    parser.add_argument("--results", type=Path, help="the XML of an earlier run, instead of running the tests")
     parser.add_argument("--check", action="store_true", help="compare with the page instead of writing it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

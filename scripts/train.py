@@ -76,7 +76,7 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
         parser.error('transformers is not installed: pip install -e ".[hf]"')
     try:
         options.learn_from, options.validate_on = read_text(options.seq)
-        options.out = command.output_folder(options.out)  # made once nothing else is wrong
+        options.out = command.output_file(f"{options.out}/checkpoint.pt").parent  # made once nothing else is wrong
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
     return options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
+import time
 from collections import Counter
 from typing import Any
 
@@ -51,9 +51,14 @@ def from_env(
     try:
         return init_at(rendezvous, library, device, place.local_rank, config, place.serves)
     except Exception:
-        if place.serves:
-            atexit.register(rendezvous.linger)
+        if place.serves and place.nranks > 1:  # the others read there why it failed
+            atexit.unregister(_linger)
+            atexit.register(_linger)
         raise
+
+
+def _linger() -> None:
+    time.sleep(3.0)
 
 
 # By launch. The stores are kept until the process ends: rank 0's may be the server of all the others, which may be a
@@ -79,10 +84,10 @@ def _store_of_next(place: Place, clock: Clock) -> Any:
 
 
 def read_environment() -> Place:
-    """This process's place, or NcclInvalidUsage with the line that would have worked."""
+    """This process's place, or NcclInvalidUsage with a line that works."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
-    line = "torchrun --standalone --nproc-per-node=2 " + _program()
+    line = "torchrun --standalone --nproc-per-node=2 train.py"
     if missing:
         raise NcclInvalidUsage(
             f"{', '.join(missing)} not set: this process was not started by torchrun. Start it with\n  {line}\n"
@@ -116,14 +121,6 @@ def agent_serves() -> bool:
 
 def _wrong(name: str, expected: str) -> NcclInvalidUsage:
     return NcclInvalidUsage(f"{name}={os.environ[name]!r}: expected {expected}")
-
-
-def _program() -> str:
-    """The program that runs here and its arguments, as they would follow torchrun."""
-    interactive = hasattr(sys, "ps1") or sys.argv[0] in ("", "-", "-c")
-    if interactive or os.path.basename(sys.argv[0]) in ("ipykernel_launcher.py", "ipython"):
-        return "train.py"
-    return " ".join(sys.argv)
 
 
 def _integer(name: str) -> int:

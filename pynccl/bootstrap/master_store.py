@@ -14,13 +14,12 @@ import socket
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from ..bindings.errors import NcclError, NcclSystemError, NcclTimeout
+from ..bindings.errors import NcclSystemError, NcclTimeout
 from ..bindings.workers import Clock, Wait
 from .rendezvous import first_line
 
 _CONNECT_SECONDS = 2.0  # for one attempt; there are more until the deadline
 _PAUSE_SECONDS = 0.1  # between two of them
-_TAKEN_SECONDS = 2.0  # for what has rank 0's port to show that it is a store
 _BACKLOG = 4096
 
 
@@ -50,7 +49,7 @@ def open_store(place: Place, clock: Clock) -> Any:
     try:
         listener = _listen(place.host, place.port)
     except OSError as error:
-        return _store_of_another(place, clock, error)
+        return _store_of_torch(place, clock, error)
     host, port = listener.getsockname()[:2]
     host = "127.0.0.1" if host in ("::", "0.0.0.0") else host
     return _tcp_store(host, port, clock.timeout, is_master=True, master_listen_fd=listener.detach())
@@ -86,26 +85,19 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
-def _store_of_another(place: Place, clock: Clock, refused: OSError) -> Any:
-    """The store at rank 0's port, which is taken: torch's own in this process, or that of another one. It may be a
-    second rank 0's: the rendezvous there says so."""
-    reason = os.strerror(refused.errno) if refused.errno else str(refused)
-    text = f"rank 0 could not serve the ranks' store at {place.address} ({reason})"
-    if refused.errno != errno.EADDRINUSE:
-        raise NcclSystemError(f"{text}: set another MASTER_PORT, or MASTER_ADDR, on all ranks") from refused
+def _store_of_torch(place: Place, clock: Clock, refused: OSError) -> Any:
+    """The store of torch.distributed in this process, if it is that which has rank 0's port."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    if refused.errno == errno.EADDRINUSE and dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # it serves at another port
             return _tcp_store(place.host, place.port, clock.timeout, is_master=True)
-    try:
-        return _Search(place, Clock(max(min(_TAKEN_SECONDS, clock.left()), 0.1))).store()
-    except NcclError as error:
-        raise NcclSystemError(
-            f"{text}: another process listens there, and it is no store that could be shared\n"
-            f"  end it, if it is left over from an earlier run (ss -ltnp 'sport = :{place.port}' names it), or set "
-            "another MASTER_PORT on all ranks"
-        ) from error
+    reason = os.strerror(refused.errno) if refused.errno else str(refused)
+    raise NcclSystemError(
+        f"rank 0 could not serve the ranks' store at {place.address} ({reason}): a second rank 0, "
+        f"or another program, may have the port (ss -ltnp 'sport = :{place.port}' names it)\n"
+        "  end it, or set another MASTER_PORT, or MASTER_ADDR, on all ranks"
+    ) from refused
 
 
 class _Search:

@@ -2,7 +2,7 @@
 
 Keys: `claims/R` counts the processes that are rank R, `rank/R` says who it is, `came` lists the ranks that came,
 `arrived/N` counts those that believe in N ranks, `id` is rank 0's. `over` ends the rendezvous for all: they met, or all
-raise this error; `ends` counts who says so, `heard` who has read an error. How often a rank asks the store does not
+raise this error; `ends` counts who says so. How often a rank asks the store does not
 depend on how many ranks there are, but for the polls while it waits.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,7 +24,6 @@ _MET = "met"
 _ERRORS: dict[str, type[NcclError]] = {"usage": NcclInvalidUsage, "remote": NcclRemoteError}
 _LONGEST_PAUSE = 0.1
 _REPORT_SECONDS = 0.2  # a rank that fails tells the others, but does not wait long for a store that is silent
-_LINGER_SECONDS = 3.0
 
 
 class Rendezvous:
@@ -47,7 +45,6 @@ class Rendezvous:
     ) -> None:
         self.store, self.rank, self.nranks, self.clock = store, rank, nranks, clock
         self.server, self.again, self.met = server, again, met
-        self._step = "coming in"  # what it waits for, should the store not answer
 
     def join(self, identity: bytes) -> bytes:
         """Wait until all ranks are there; return the id. Raises for ranks that are missing, doubled or failed."""
@@ -65,15 +62,6 @@ class Rendezvous:
             late = NcclTimeout("the store is silent")
             Wait(Clock(_REPORT_SECONDS)).beside(lambda: self._end("remote", text), lambda: late)
 
-    def linger(self) -> None:
-        """Let the others read why this failed, before the store goes with this process."""
-        end = time.monotonic() + _LINGER_SECONDS
-        with contextlib.suppress(RuntimeError):
-            if not self.store.check(["over"]):
-                return
-            while self.store.add("heard", 0) < self.nranks - 1 and time.monotonic() < end:
-                time.sleep(0.02)
-
     def _ask(self, call: Callable[[Wait], T]) -> T:
         """`call(wait)`, in a worker thread, since the store may never answer."""
         wait = Wait(self.clock)
@@ -89,7 +77,6 @@ class Rendezvous:
     def _join(self, identity: bytes, wait: Wait) -> bytes:
         self._come_in(identity)
         self._wait_for_all(wait)
-        self._step = "reading rank 0's id"
         found: bytes = self.store.get("id")
         self.met()
         return found
@@ -105,7 +92,6 @@ class Rendezvous:
             self._end(_MET)
 
     def _wait_for_all(self, wait: Wait) -> None:
-        self._step = "waiting for the other ranks"
         pause, compared = 0.001, False
         while not self.store.check(["over"]):  # not store.wait(), which would not see an error, and warns
             if not compared and self.store.check(["rank/0"]):
@@ -117,7 +103,6 @@ class Rendezvous:
             pause = min(2 * pause, _LONGEST_PAUSE)
         kind, _, text = read(self.store, "over").partition("\n")
         if kind != _MET:
-            self.store.add("heard", 1)
             raise _ERRORS.get(kind, NcclRemoteError)(text)
 
     def _compare_sizes(self) -> None:
@@ -143,7 +128,6 @@ class Rendezvous:
             self.store.set("over", f"{kind}\n{text}")
 
     def _missing(self) -> NcclTimeout:
-        self._step = "asking which ranks are missing"
         came = set(lines(self.store, "came"))
         missing = [rank for rank in range(self.nranks) if str(rank) not in came]
         if not missing:
@@ -159,13 +143,13 @@ class Rendezvous:
 
     def _silent(self) -> NcclTimeout:
         return NcclTimeout(
-            f"{self._waited()}: the store at which the ranks meet does not answer, while {self._step}\n"
+            f"{self._waited()}: the store at which the ranks meet does not answer\n"
             f"  {self.server} is stopped, or out of reach"
         )
 
     def _lost(self, error: Exception) -> NcclRemoteError:
         return NcclRemoteError(
-            f"rank {self.rank} of {self.nranks} lost the store at which the ranks meet, while {self._step}: "
+            f"rank {self.rank} of {self.nranks} lost the store at which the ranks meet: "
             f"{self.server} has ended; look for its first error ({first_line(error)})"
         )
 

@@ -9,7 +9,7 @@ import stat
 import time
 from typing import Any
 
-from ..bindings.errors import NcclInvalidUsage, NcclSystemError, NcclTimeout
+from ..bindings.errors import NcclError, NcclInvalidUsage, NcclSystemError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
 from ..bindings.values import attribute, instance, methods, shown
@@ -21,7 +21,6 @@ from .env import agent_serves
 from .join import init_at
 from .rendezvous import Rendezvous, first_line
 
-_LOCK_POLL_SECONDS = 0.01
 _LONGEST_NAME = 1 << 16  # of a key in torch's FileStore, which begins with the length of one
 
 _SERVER = "the process that serves it"
@@ -160,30 +159,19 @@ def _file_store(path: str, clock: Clock) -> Any:
 
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        raise _unusable(path, error.strerror or str(error)) from error
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise NcclInvalidUsage(f"{path} is no file: pass the path of a file that does not exist yet")
-        _wait_for_lock(file, path, clock)
-        if int.from_bytes(os.read(file, 4), "little") > _LONGEST_NAME:
-            raise NcclInvalidUsage(
-                f"{path} is no meeting of ranks, but a file with something else in it: pass the path of a file that "
-                "does not exist yet"
-            )
-    finally:
-        os.close(file)
-    try:
-        return FileStore(path)
-    except RuntimeError as error:  # no space is left
-        raise _unusable(path, first_line(error)) from error
-
-
-def _unusable(path: str, why: str) -> NcclSystemError:
-    return NcclSystemError(
-        f"the ranks cannot meet in the file {path}: {why}\n"
-        "  pass a path in a folder that exists, that all ranks share, and that they may write to"
-    )
+        with open(file, "rb") as found:
+            _wait_for_lock(file, path, clock)
+            usable = stat.S_ISREG(os.fstat(file).st_mode) and int.from_bytes(found.read(4), "little") <= _LONGEST_NAME
+        if usable:
+            return FileStore(path)
+    except (OSError, RuntimeError) as error:  # no space is left, or a file system without locks
+        if isinstance(error, NcclError):
+            raise
+        raise NcclSystemError(
+            f"the ranks cannot meet in the file {path}: {getattr(error, 'strerror', None) or first_line(error)}\n"
+            "  pass a path in a folder that exists, that all ranks share, and that they may write to"
+        ) from error
+    raise NcclInvalidUsage(f"{path} is no meeting of ranks: pass the path of a file that does not exist yet")
 
 
 def _wait_for_lock(file: int, path: str, clock: Clock) -> None:
@@ -196,6 +184,4 @@ def _wait_for_lock(file: int, path: str, clock: Clock) -> None:
                     f"the lock of {path}, where the ranks meet, was not free within {clock.seconds()}: a process that "
                     "holds it is stopped, or its machine is gone"
                 ) from None
-            time.sleep(_LOCK_POLL_SECONDS)
-        except OSError as error:  # a file system without locks
-            raise _unusable(path, error.strerror or str(error)) from error
+            time.sleep(0.01)

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -27,7 +29,7 @@ from ..bootstrap import from_env
 from ..progress import shown
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-_NO_MEMORY = ("can't allocate memory", "out of memory")  # of torch, on a CPU and on a GPU
+_SILENT_SECONDS = 3.0
 
 
 class FailedError(RuntimeError):
@@ -89,41 +91,17 @@ def number(least: float, unit: str = "a number") -> Callable[[str], float]:
     return read
 
 
-def input_file(text: str) -> Path:
-    """The type of an option: a file that can be read."""
-    with _tried(text, "a file that can be read"):
-        open(text, "rb").close()
-    return Path(text)
-
-
 def output_file(text: str) -> Path:
-    """The type of an option: a file that rank 0 can write, tried at once. Folders on its way are made."""
+    """The type of an option: a file that rank 0 can write. Folders on its way are made at once."""
     path = Path(text)
-    with _tried(text, "a file that can be written"):
+    try:
         if rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            existed = path.exists()
-            open(path, "ab").close()
-            if not existed:
-                path.unlink()
-    return path
-
-
-def output_folder(text: str) -> Path:
-    """The type of an option: a folder that can be written, made if it is not there."""
-    with _tried(text, "a folder that can be written"):
-        Path(text).mkdir(parents=True, exist_ok=True)
-        if not os.access(text, os.W_OK):
-            raise PermissionError(13, "Permission denied")
-    return Path(text)
-
-
-@contextlib.contextmanager
-def _tried(text: str, expected: str) -> Iterator[None]:
-    try:
-        yield
+            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise PermissionError(errno.EACCES, "a folder, or not yours to write")
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {reason(error)}; pass {expected}") from error
+        raise argparse.ArgumentTypeError(f"{text}: {reason(error)}; pass a file that can be written") from error
+    return path
 
 
 def reason(error: BaseException) -> str:
@@ -173,7 +151,7 @@ def ended(main: Callable[[], int | None], prog: str) -> int:
     except BrokenPipeError:
         code, text = FAILED, ""
     except (Exception, KeyboardInterrupt) as error:
-        code, text = code_of(error), "interrupted" if isinstance(error, KeyboardInterrupt) else _text_of(error)
+        code, text = code_of(error), _text_of(error)
         if not code or (sys.flags.dev_mode and code != INTERRUPTED):
             raise
         # As the interpreter notes an error that nobody catches: so the flight recorder can tell the other ranks of it.
@@ -189,31 +167,34 @@ def ended(main: Callable[[], int | None], prog: str) -> int:
     return code
 
 
-def _text_of(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"{error.filename}: {reason(error)}" if error.filename is not None else reason(error)
-    return str(error).strip() or type(error).__name__
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {reason(error)}"
+    return reason(error).strip()
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of an error: 2 where options, files, settings or missing packages are wrong, 1 where a rank, the
-    communication or memory failed, 130 for Ctrl-C; 0 for one that is not of the user's making."""
-    dist_error = getattr(sys.modules.get("torch.distributed"), "DistError", MemoryError)
+    """The exit code of an error: 2 where options, files, settings or missing packages are wrong, 1 where a rank or the
+    communication failed, 130 for Ctrl-C; 0 for one that is not of the user's making."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if isinstance(error, NcclError):
-        return USAGE if isinstance(error, (ValueError, ImportError, NcclInvalidUsage, NcclVersionError)) else FAILED
-    if isinstance(error, (FailedError, TimeoutError, ConnectionError, MemoryError, dist_error)):
+    if isinstance(error, (NcclInvalidUsage, NcclVersionError)):
+        return USAGE
+    if isinstance(error, NcclError) and not isinstance(error, (ValueError, ImportError)):
         return FAILED
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
+    if isinstance(error, (FailedError, TimeoutError, ConnectionError, MemoryError)):
         return FAILED
     return USAGE if isinstance(error, (ValueError, OSError, ImportError)) else 0
 
 
 def say(text: str) -> None:
-    """Print it on standard error; of wrong options, which all ranks have alike, one rank of a machine does."""
+    """Print it on standard error; of wrong options, which all ranks have alike, one rank of a machine does.
+
+    The others wait a while before they end: torchrun ends all ranks once one has, and rank 0 is to say it first."""
     if os.environ.get("LOCAL_RANK", "0") != "0" and ": error: " in text:
-        return
-    if sys.stderr is not None:
+        time.sleep(_SILENT_SECONDS)
+    elif sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)

@@ -50,32 +50,16 @@ def message_of(error: type[Exception], call: Callable[[], Any]) -> tuple[str, fl
 
 
 @pytest.mark.parametrize("missing", [["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"], ["WORLD_SIZE"]], ids=len)
-def test_outside_torchrun_the_line_that_would_have_worked_is_shown(
-    monkeypatch: pytest.MonkeyPatch, missing: list[str]
-) -> None:
+def test_outside_torchrun_lines_that_work_are_shown(monkeypatch: pytest.MonkeyPatch, missing: list[str]) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     for name in missing:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(sys, "argv", ["my_train.py", "--steps", "7"])
     with pytest.raises(pynccl.NcclInvalidUsage) as caught:
         pynccl.init()
     assert f"{', '.join(missing)} not set: this process was not started by torchrun" in str(caught.value)
-    assert "torchrun --standalone --nproc-per-node=2 my_train.py --steps 7" in str(caught.value)
-    assert "Communicator.init" in str(caught.value)
-
-
-@pytest.mark.parametrize("argv", [["-c"], [""], ["/usr/lib/ipykernel_launcher.py", "-f", "kernel.json"]], ids=str)
-def test_in_a_notebook_or_python_c_the_call_for_one_process_is_shown(
-    monkeypatch: pytest.MonkeyPatch, argv: list[str]
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(pynccl.NcclInvalidUsage) as caught:
-        pynccl.init()
     assert "torchrun --standalone --nproc-per-node=2 train.py\n" in str(caught.value)
-    assert "in this one process" in str(caught.value) and "pynccl.init_all()" in str(caught.value)
+    assert "Communicator.init" in str(caught.value) and "pynccl.init_all()" in str(caught.value)
 
 
 def test_the_two_packages_have_one_version_and_init_all_gives_the_communicators_of_one_process() -> None:

@@ -84,8 +84,8 @@ def test_a_port_in_use_is_named_by_rank_0(bare: RankPool, listening: bool) -> No
         [end] = bare.run(1, comes_to, 0, "127.0.0.1", port, 60.0)
     assert end.error == "NcclSystemError"
     assert f"rank 0 could not serve the ranks' store at 127.0.0.1:{port} (Address already in use)" in end.message
-    assert "another process listens there, and it is no store that could be shared" in end.message
-    assert f"(ss -ltnp 'sport = :{port}' names it), or set another MASTER_PORT on all ranks" in end.message
+    assert f"or another program, may have the port (ss -ltnp 'sport = :{port}' names it)" in end.message
+    assert "or set another MASTER_PORT, or MASTER_ADDR, on all ranks" in end.message
     assert end.seconds < AT_ONCE
 
 
@@ -166,12 +166,11 @@ def test_ranks_with_different_world_sizes_all_hear_of_it(bare: RankPool) -> None
         assert end.seconds < AT_ONCE
 
 
-@pytest.mark.parametrize("said", [[(0, 3), (1, 3), (1, 3)], [(0, 2), (0, 2)]], ids=["1 and 1", "0 and 0"])
-def test_two_processes_with_the_same_rank_all_hear_of_it(bare: RankPool, said: list[tuple[int, int]]) -> None:
-    ends = bare.run(len(said), claims, free_port(), said)
+def test_two_processes_with_the_same_rank_all_hear_of_it(bare: RankPool) -> None:
+    ends = bare.run(3, claims, free_port(), [(0, 3), (1, 3), (1, 3)])
     for end in ends:
         assert end.error == "NcclInvalidUsage"
-        assert f"two processes say that they are rank {said[-1][0]}: process " in end.message
+        assert "two processes say that they are rank 1: process " in end.message
         assert "every process needs a RANK of its own" in end.message
         assert end.seconds < AT_ONCE
 

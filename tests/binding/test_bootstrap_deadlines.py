@@ -73,17 +73,14 @@ def comes_to_a_store(place: Place, port: int, own_timeout: float, name: str = ""
 
 
 def test_a_store_that_falls_silent_anywhere_in_the_meeting_is_given_up(bare: RankPool, server: Any) -> None:
-    steps = set()
     for bytes_passed in (50, 150, 450):
         gate = Gate(server.port, bytes_passed)
         [end] = bare.run(1, comes_to_a_store, gate.port, 300.0, str(bytes_passed))
         gate.close()
         assert gate.was_shut.is_set()
         assert end.error == "NcclTimeout"
-        assert "rank 0 of 2 waited 1 s: the store at which the ranks meet does not answer, while" in end.message
+        assert "rank 0 of 2 waited 1 s: the store at which the ranks meet does not answer" in end.message
         assert end.seconds < LATEST
-        steps.add(end.message.partition("while ")[2].partition("\n")[0])
-    assert steps == {"coming in", "waiting for the other ranks"}
 
 
 @pytest.mark.parametrize("own_timeout", [0.01, 300.0])
@@ -125,7 +122,7 @@ def test_a_file_with_something_else_in_it_is_refused_at_once(tmp_path: Path) -> 
     (tmp_path / "notes").write_bytes(b"this is no meeting" * 100)
     end = end_of(lambda: pynccl.from_file(str(tmp_path / "notes"), 0, 2))
     assert end.error == "NcclInvalidUsage"
-    assert f"{tmp_path}/notes is no meeting of ranks, but a file with something else in it" in end.message
+    assert f"{tmp_path}/notes is no meeting of ranks: pass the path of a file that does not exist yet" in end.message
     assert end.seconds < AT_ONCE
 
 
@@ -135,7 +132,7 @@ def test_a_path_where_no_file_can_be_is_refused_at_once(tmp_path: Path) -> None:
         tmp_path / "none" / "meeting": "No such file or directory",
         tmp_path: "Is a directory",
         Path("/proc/meeting"): "No such file or directory",
-        tmp_path / "pipe": "is no file: pass the path of a file that does not exist yet",
+        tmp_path / "pipe": "is no meeting of ranks: pass the path of a file that does not exist yet",
     }.items():
         end = end_of(lambda path=path: pynccl.from_file(str(path), 0, 2))
         assert end.error in ("NcclSystemError", "NcclInvalidUsage")
@@ -176,7 +173,7 @@ def test_a_file_store_of_torch_whose_lock_is_never_free_is_given_up(tmp_path: Pa
         fcntl.flock(holder, fcntl.LOCK_EX)
         end = end_of(lambda: pynccl.from_store(store, 0, 2, timeout=0.5))
     assert end.error == "NcclTimeout"
-    assert "rank 0 of 2 waited 0.5 s: the store at which the ranks meet does not answer, while coming in" in end.message
+    assert "rank 0 of 2 waited 0.5 s: the store at which the ranks meet does not answer" in end.message
     assert end.seconds < 1.5
 
 
@@ -285,5 +282,5 @@ def test_a_call_that_was_left_behind_does_not_crash_the_end_of_the_process(tmp_p
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, (done.returncode == -signal.SIGABRT, done.stderr)
     assert "NcclTimeout: rank 0 of 2 waited " in done.stderr
-    assert "the store at which the ranks meet does not answer, while coming in" in done.stderr
+    assert "the store at which the ranks meet does not answer" in done.stderr
     assert "terminate" not in done.stderr

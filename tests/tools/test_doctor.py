@@ -12,7 +12,6 @@ import os
 import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +35,7 @@ const char *ncclGetLastError(void *comm) { return ""; }
 CUDA = r"""
 int cuInit(unsigned flags) { return %(code)d; }
 int cuDeviceGetCount(int *count) { *count = 2; return 0; }
-"""
-
-NVML = r"""
-#include <string.h>
-int nvmlInit_v2(void) { return 0; }
-int nvmlShutdown(void) { return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) { *gpu = (void *)(index + 1L); return 0; }
-int nvmlDeviceGetName(void *gpu, char *name, unsigned size) { strcpy(name, "NVIDIA H200"); return 0; }
-int nvmlDeviceGetMemoryInfo_v2(void *gpu, struct { unsigned version; unsigned long long total, rest[3]; } *memory) {
-  memory->total = 141ULL << 30;
-  return 0;
-}
-int nvmlSystemGetDriverVersion(char *version, unsigned size) { strcpy(version, "550.54.15"); return 0; }
-int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12040; return 0; }
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
 """
 
 
@@ -276,7 +261,7 @@ def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
     place(tmp_path / "torch" / "__init__.py", b"raise ImportError('undefined symbol: ncclCommWindowRegister')")
     found = findings(tmp_path)
     assert found["torch"]["error"] == "ImportError: undefined symbol: ncclCommWindowRegister"
-    assert problem(found, "torch-broken")["fix"] == f"{PIP} install --force-reinstall torch"
+    assert problem(found, "torch-broken")["fix"].endswith(f"; or {PIP} install --force-reinstall torch")
     assert "mend torch" in problem(found, "library-unusable")["fix"]
 
 
@@ -299,73 +284,47 @@ def test_torchs_own_copy_is_shared(tmp_path: Path) -> None:
     assert codes(found) == ["no-driver"]
 
 
-@pytest.mark.parametrize("how", ["LD_PRELOAD", "LD_LIBRARY_PATH", "an import"])
-def test_an_older_libnccl_that_torch_is_given_is_named(tmp_path: Path, how: str) -> None:
-    torch_with_cuda(tmp_path, runpath=how == "LD_LIBRARY_PATH", own=False)
-    own = install(tmp_path, "nvidia-nccl-cu13", "2.29.7", stub("2.29.7", "13.0"))
+def test_an_older_libnccl_that_torch_is_given_is_a_guess_with_advice(tmp_path: Path) -> None:
+    torch_with_cuda(tmp_path, runpath=True, own=False)
+    install(tmp_path, "nvidia-nccl-cu13", "2.29.7", stub("2.29.7", "13.0"))
     old = place(tmp_path / "old" / "nvidia" / "nccl" / "lib" / SONAME, stub("2.21.5", "12.4"))
-    environment = {"LD_PRELOAD": str(old), "LD_LIBRARY_PATH": f"/nothing:{old.parent}/"}
-    given = {how: environment[how]} if how in environment else {}
-    if how == "LD_PRELOAD" and " " in str(old):
-        pytest.skip("LD_PRELOAD cannot name a file with a space in its path")
-    code = f"import ctypes; ctypes.CDLL({str(old)!r})" if how == "an import" else ""
-    found = findings(tmp_path, code, PYNCCL_LIBRARY="nccl", **given)
+    found = findings(tmp_path, PYNCCL_LIBRARY="nccl", LD_LIBRARY_PATH=str(old.parent))
     assert "undefined symbol: ncclDevCommDestroy" in found["torch"]["error"]
     broken = problem(found, "torch-broken")
-    assert broken["text"].endswith(f". Its libnccl is NCCL 2.21.5 for CUDA 12.4 in {old}")
-    fixes = {
-        "LD_PRELOAD": f"take {old} out of LD_PRELOAD",
-        "LD_LIBRARY_PATH": f"take {old.parent}/ out of LD_LIBRARY_PATH",
-    }
-    assert fixes.get(how, "sitecustomize.py") in broken["fix"]
-    if how != "LD_LIBRARY_PATH":
-        assert (found["torch"]["own"]["path"], found["torch"]["given"]["path"]) == (str(own), str(old))
+    assert f"LD_LIBRARY_PATH={old.parent})" in broken["text"]
+    assert "take that out of these variables" in broken["fix"]
 
 
 def test_an_older_library_beside_torchs_own_is_no_problem_of_torchs(tmp_path: Path) -> None:
     torch_with_cuda(tmp_path, own=False)
-    own = install(tmp_path, "nvidia-nccl-cu13", "2.29.7", stub("2.29.7", "13.0"))
+    install(tmp_path, "nvidia-nccl-cu13", "2.29.7", stub("2.29.7", "13.0"))
     old = place(tmp_path / "old" / SONAME, stub("2.21.5", "12.4"))
     code = f"import pynccl; pynccl.load({str(old)!r})"  # before torch
     found = findings(tmp_path, code, PYNCCL_LIBRARY=str(old))
     assert found["library"]["version"] == "2.21.5"
-    assert (found["torch"]["error"], found["torch"]["given"]) == (None, found["torch"]["own"])
-    assert found["torch"]["own"]["path"] == str(own)
+    assert found["torch"]["error"] is None
     assert sorted(codes(found)) == ["no-driver", "several-copies"]
 
 
 def driver(folder: Path, code: int) -> dict[str, Any]:
     """Findings beside a stub driver of two GPUs, for CUDA 12.4, whose cuInit returns `code`."""
     place(folder / "torch" / "__init__.py", b"__version__ = 'none of it'")  # the real one takes seconds to import
-    for name, source in (("libcuda.so.1", CUDA % {"code": code}), ("libnvidia-ml.so.1", NVML)):
-        built = compile_c(source, f"{name}.{code}", ["-shared", "-fPIC", "-w"])
-        place(folder / name, built.read_bytes())
+    built = compile_c(CUDA % {"code": code}, f"libcuda.so.1.{code}", ["-shared", "-fPIC", "-w"])
+    place(folder / "libcuda.so.1", built.read_bytes())
     library = place(folder / SONAME, stub("2.28.9", "13.0"))
     start = f"import os, sys; del os.environ['CUDA_VISIBLE_DEVICES']; sys.path.insert(0, {str(folder)!r})"
     return findings(code=start, PYNCCL_LIBRARY=str(library), LD_LIBRARY_PATH=str(folder))
 
 
-needs_nvml = pytest.mark.skipif(
-    not find_spec("cuda") or not find_spec("cuda.bindings") or not find_spec("cuda.bindings.nvml"),
-    reason="this cuda-python has no NVML",
-)
-
-
-@needs_nvml
-def test_gpus_and_a_driver_that_is_too_old(tmp_path: Path) -> None:
+def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
     found = driver(tmp_path, 0)
-    gpu = {"name": "NVIDIA H200", "memory_bytes": 141 << 30}
-    expected = {"usable": 2, "problem": "", "version": "550.54.15", "cuda": "12.4", "gpus": [gpu, gpu]}
-    assert found["driver"] == expected
+    assert found["driver"] == {"usable": 2, "problem": "", "cuda": "12.4"}
     assert codes(found) == ["driver-too-old"]
     assert "was built for CUDA 13.0, but the driver runs CUDA up to 12.4" in found["problems"][0]["text"]
 
 
-@needs_nvml
 def test_gpus_that_no_program_can_use_are_a_problem(tmp_path: Path) -> None:
-    unusable = problem(driver(tmp_path, 802), "gpu-unusable")
-    assert "error 802 from cuInit" in unusable["text"]
-    assert "nvidia-fabricmanager" in unusable["fix"]
+    assert "error 802 from cuInit" in problem(driver(tmp_path, 802), "no-driver")["text"]
 
 
 def test_the_installed_wheel_is_recognised() -> None:

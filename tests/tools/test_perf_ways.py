@@ -1,9 +1,8 @@
-"""perf: memory that a rank lacks, types that a library lacks, errors."""
+"""perf: memory that a rank lacks, errors."""
 
 from __future__ import annotations
 
 import argparse
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from ranks import RankPool
 
 from pynccl import Communicator, NcclError
 from pynccl.__main__ import main
-from pynccl.tools import perf
 from pynccl.tools.perf.cases import case
 from pynccl.tools.perf.measure import UnfitError, measured
-from pynccl.tools.perf.options import TYPES, configure, problem
+from pynccl.tools.perf.options import configure, problem
 
 
 def parsed(*words: str, ranks: int = 1) -> argparse.Namespace:
@@ -43,7 +41,7 @@ def without_memory(comm: Communicator) -> str:
 
     torch.zeros = refuse if comm.rank == 1 else original
     try:
-        measured(comm, case("reduce", "float", "sum", 0, 2, 64), parsed("reduce"), True)
+        measured(comm, case("reduce", "float", "sum", 0, 2, 64), parsed("reduce"))
     except UnfitError as error:
         return str(error)
     finally:
@@ -55,15 +53,6 @@ def test_memory_that_one_rank_lacks_ends_all(ranks: RankPool) -> None:
     said = ranks.run(2, without_memory)
     assert said[0] == "64 bytes of reduce: another rank has failed; pass a smaller -e"
     assert said[1] == "64 bytes of reduce: can't allocate memory; pass a smaller -e"
-
-
-@pytest.mark.parametrize(("version", "fewer"), [((2, 18, 1), 2), ((2, 24, 0), 0), ((2, 28, 3), 0)])
-def test_all_types_are_those_that_the_library_has(version: tuple[int, int, int], fewer: int) -> None:
-    library: Any = SimpleNamespace(version=version)
-    every = perf._cases(parsed("reduce", "-d", "all", "-b", "64", "-e", "64"), 1, library)
-    assert len(every) == len(TYPES) - fewer
-    one = perf._cases(parsed("reduce", "-d", "f8e4m3", "-b", "64", "-e", "64"), 1, library)
-    assert [row.type for row in one] == ["f8e4m3"]
 
 
 def test_an_error_of_the_library_ends_in_one_line(

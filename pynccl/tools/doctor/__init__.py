@@ -41,7 +41,7 @@ def _render(found: Findings, wrong: list[Problem]) -> str:
     """One label per topic, problems at the end, each with its fix."""
     rows = {
         "library": _library(found.library),
-        "torch": _torch(found.torch),
+        "torch": [_torch(found.torch)],
         "wheels": [f"{wheel}: file {wheel.state}" for wheel in found.wheels] or ["no nvidia-nccl wheel is installed"],
         "in process": list(map(str, found.mapped)) or ["no libnccl is loaded"],
         "driver": _driver(found.driver),
@@ -73,25 +73,20 @@ def _library(library: dict[str, Any]) -> list[str]:
     return [what, library["path"], f"found by: {library['origin']}", because]
 
 
-def _torch(torch: dict[str, Any] | None) -> list[str]:
+def _torch(torch: dict[str, Any] | None) -> str:
     if torch is None:
-        return ["not installed"]
-    copies = [f"its own is {torch['own']}"] if torch["own"] else []
-    if torch["given"] and torch["given"] != torch["own"]:
-        copies.append(f"it is given {torch['given']}")
+        return "not installed"
     if torch["error"] is not None:
-        return [f"cannot be imported: {torch['error']}", *copies]
+        return f"cannot be imported: {torch['error']}"
     if torch["built_with_nccl"] is None:
-        return [f"{torch['version']}, without NCCL"]
-    return [f"{torch['version']} for CUDA {torch['cuda']}, built with NCCL {torch['built_with_nccl']}", *copies]
+        return f"{torch['version']}, without NCCL"
+    return f"{torch['version']} for CUDA {torch['cuda']}, built with NCCL {torch['built_with_nccl']}"
 
 
 def _driver(driver: dict[str, Any]) -> list[str]:
-    lines = [f"{driver['version']}, runs CUDA up to {driver['cuda']}"] if driver["cuda"] else []
-    for number, gpu in enumerate(driver["gpus"]):
-        lines.append(f"GPU {number}  {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
+    lines = [f"runs CUDA up to {driver['cuda']}"] if driver["cuda"] else []
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    usable = f"{driver['usable']} usable" + (f" with CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "")
+    usable = f"{driver['usable']} usable GPUs" + (f" with CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "")
     return [*lines, driver["problem"] or usable]
 
 

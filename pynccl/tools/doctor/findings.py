@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...bindings.library import SONAME, gpu_count, gpu_problem, holder, load, torchs_own
+from ...bindings.library import SONAME, gpu_count, gpu_problem, load
 
 FILE_IN_WHEEL = f"nvidia/nccl/lib/{SONAME}"
 _DISTRIBUTIONS = ("torch", "cuda-python", "cuda-bindings", "cuda-core", "numpy")
@@ -66,10 +67,10 @@ class Findings:
 
     versions: dict[str, str | None]  # of packages, None for those that are not installed
     library: dict[str, Any]  # what `pynccl.load()` gives here, and why; "error" where it gives none
-    torch: dict[str, Any] | None  # and the libnccl that its libraries lead to ("own") and that it gets ("given")
+    torch: dict[str, Any] | None  # None: not installed
     wheels: list[Wheel]
     mapped: list[LibraryFile]  # the libncclls of this process
-    driver: dict[str, Any]  # "gpus" are those of the machine, "usable" those that CUDA_VISIBLE_DEVICES leaves
+    driver: dict[str, Any]  # "usable" GPUs, why there is none ("problem"), and the latest CUDA that it runs
     settings: dict[str, str]  # NCCL_* and PYNCCL_* variables
 
 
@@ -83,7 +84,7 @@ def examine() -> Findings:
         torch=torch,
         wheels=_installed_wheels(),
         mapped=_mapped_copies(library["path"]),
-        driver=_driver_and_gpus(),
+        driver=_driver(),
         settings={name: os.environ[name] for name in sorted(os.environ) if name.startswith(("NCCL_", "PYNCCL_"))},
     )
 
@@ -112,7 +113,6 @@ def _torch() -> dict[str, Any] | None:
     """Imports torch, if it is installed: what a broken one says is a finding, too."""
     if importlib.util.find_spec("torch") is None:
         return None
-    path = torchs_own()
     found: dict[str, Any] = dict.fromkeys(("version", "cuda", "built_with_nccl", "error"))
     try:
         torch: Any = importlib.import_module("torch")
@@ -123,8 +123,7 @@ def _torch() -> dict[str, Any] | None:
     if not found["error"]:
         with contextlib.suppress(AttributeError, RuntimeError):  # a build for CPUs lacks the function
             found["built_with_nccl"] = _dotted(torch.cuda.nccl.version())
-    held = holder(os.path.basename(path)) if path else None
-    return found | {"own": path and identify(path), "given": held and identify(held)}
+    return found
 
 
 def _library() -> dict[str, Any]:
@@ -180,23 +179,13 @@ def _mapped_copies(loaded: str | None) -> list[LibraryFile]:
     return [identify(path) for path in paths if path == loaded or _LIBNCCL.fullmatch(os.path.basename(path))]
 
 
-def _driver_and_gpus() -> dict[str, Any]:
-    """By NVML, which lists GPUs that no program can use, too; "problem" has in words what is wrong without it."""
-    found: dict[str, Any] = {"usable": gpu_count(), "problem": gpu_problem(), "version": None, "cuda": None, "gpus": []}
-    try:
-        from cuda.bindings import nvml
-
-        nvml.init_v2()
-        handles = [nvml.device_get_handle_by_index_v2(index) for index in range(nvml.device_get_count_v2())]
-        gpus = [
-            {"name": nvml.device_get_name(gpu), "memory_bytes": int(nvml.device_get_memory_info_v2(gpu).total)}
-            for gpu in handles
-        ]
-        code = nvml.system_get_cuda_driver_version_v2()  # 12040 is 12.4, the latest CUDA that the driver runs
-        version = nvml.system_get_driver_version()
-        return found | {"version": version, "cuda": f"{code // 1000}.{code % 1000 // 10}", "gpus": gpus}
-    except Exception:  # no cuda-python, none with NVML, no driver, or one that does not answer
-        return found
+def _driver() -> dict[str, Any]:
+    """The GPUs that programs can use, why there is none, and the latest CUDA that the driver runs."""
+    code = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):  # no driver
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(code))
+    cuda = f"{code.value // 1000}.{code.value % 1000 // 10}" if code.value else None  # 12040 is 12.4
+    return {"usable": gpu_count(), "problem": gpu_problem(), "cuda": cuda}
 
 
 def _dotted(version: Iterable[int]) -> str:

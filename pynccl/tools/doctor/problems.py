@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from ...bindings.library import SONAME
-from .findings import Findings, Wheel, identify
+from .findings import Findings, Wheel
 
 
 @dataclass(frozen=True)
@@ -77,27 +76,15 @@ def _of_torch(found: Findings, mend: str) -> Iterator[Problem]:
     if found.torch is None or found.torch["error"] is None:
         return
     text = f"torch is installed but cannot be imported: {found.torch['error']}"
-    own, given = found.torch["own"], found.torch["given"]
-    folders = filter(None, re.split("[:;]", os.environ.get("LD_LIBRARY_PATH", "")))
-    there = (os.path.join(os.path.normpath(folder), SONAME) for folder in folders)
-    first = next(filter(os.path.exists, there), None)  # which comes before torch's RUNPATH
-    loaded = given if given and given != own else None
-    wrong = loaded or (identify(first) if first else None)
-    if wrong and "undefined symbol: nccl" in text:
-        yield Problem("torch-broken", f"{text}. Its libnccl is {wrong}", _without(wrong.path))
+    if "undefined symbol: nccl" in text:
+        paths = [f"{name}={os.environ.get(name, '')}" for name in ("LD_PRELOAD", "LD_LIBRARY_PATH")]
+        text += f". It is given an older libnccl than its own ({', '.join(paths)})"
+        fix = "take that out of these variables, and import torch before whatever loads it; or "
+        yield Problem("torch-broken", text, fix + (mend or f"{_pip('install')} --force-reinstall torch"))
     elif mend:
         yield Problem("torch-broken", text, mend)
     else:
         yield Problem("torch-broken", text, f"{_pip('install')} --force-reinstall torch", True)
-
-
-def _without(path: str) -> str:
-    """Against the library at `path` being the one that torch gets."""
-    for variable, place in (("LD_PRELOAD", path), ("LD_LIBRARY_PATH", os.path.dirname(path))):
-        for entry in filter(None, re.split("[:; ]", os.environ.get(variable, ""))):
-            if os.path.realpath(entry) == os.path.realpath(place):
-                return f"take {entry} out of {variable}"
-    return "import torch before whatever loads it (see PYTHONPATH, .pth files, sitecustomize.py)"
 
 
 def _of_library(found: Findings, mend: str) -> Iterator[Problem]:
@@ -117,15 +104,11 @@ def _of_library(found: Findings, mend: str) -> Iterator[Problem]:
 
 
 def _of_driver(found: Findings) -> Iterator[Problem]:
-    """Having no GPU is no problem: the host library is used. One that does not work is, or asking for it in vain."""
+    """Having no GPU is no problem: the host library is used. Asking for one in vain is."""
     driver, library = found.driver, found.library
-    if not driver["usable"] and driver["gpus"] and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        text = f"the driver lists GPUs ({len(driver['gpus'])}), but no program can use them: {driver['problem']}"
-        fix = "see nvidia-smi and dmesg; on machines with NVSwitch also systemctl status nvidia-fabricmanager"
-        yield Problem("gpu-unusable", text, fix)
-    elif not driver["usable"] and library["asked"] not in (None, "host"):
+    if not driver["usable"] and library["asked"] not in (None, "host"):
         text = f"{library['because']} asks for a library that needs a GPU, and there is none: {driver['problem']}"
-        fix = "unset PYNCCL_LIBRARY: the host library then runs on the CPU; or install the driver: nvidia-smi must work"
+        fix = "unset PYNCCL_LIBRARY: the host library then runs on the CPU; or mend the driver: nvidia-smi must work"
         yield Problem("no-driver", text, fix)
     # Within one major version CUDA is compatible both ways; a newer major version needs a newer driver.
     built, runs = library["cuda"], driver["cuda"]

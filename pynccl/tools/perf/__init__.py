@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 
-from ...bindings.library import Library
 from ...bootstrap import from_env
 from ...comm.communicator import Communicator
 from ...progress import Bar
@@ -13,11 +12,9 @@ from .. import command
 from . import report
 from .cases import Case, case
 from .measure import connect_torch, leave_torch, measured
-from .options import EXAMPLES, FAILED, OPERATORS, TYPES, configure, problem, sizes
+from .options import EXAMPLES, FAILED, configure, problem, sizes
 
 __all__ = ["EXAMPLES", "FAILED", "configure", "run"]
-
-_FP8_SINCE = (2, 24, 0)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,11 +38,11 @@ def run_on(comm: Communicator, options: argparse.Namespace) -> int:
     backend = connect_torch(comm) if options.compare else ""
     whole = report.Whole(report.head(comm, options, backend))
     _print(comm, [*report.head_lines(whole.head), *report.column_lines(bool(backend))])
-    rows = _cases(options, comm.size, comm.library)
+    rows = _cases(options, comm.size)
     with Bar(len(rows), "measuring", "size", own=comm.rank == 0) as bar:
         for row in rows:
             bar.step(0, f"{row.nbytes} B of {row.type}")
-            whole.rows.append(measured(comm, row, options, one_clock=whole.head["nodes"] == 1))
+            whole.rows.append(measured(comm, row, options))
             if comm.rank == 0:
                 bar.line(report.row_line(whole.rows[-1], bool(backend)))
             bar.step(1, f"{row.nbytes} B of {row.type}")
@@ -59,19 +56,10 @@ def run_on(comm: Communicator, options: argparse.Namespace) -> int:
     return code
 
 
-def _cases(options: argparse.Namespace, ranks: int, library: Library) -> list[Case]:
-    """The rows, each once: small sizes of many ranks come to one element alike. -d all leaves out what this NCCL does
-    not know; asked for by name, it is NCCL's to refuse."""
-    operators = OPERATORS if options.op == "all" else [options.op]
-    known = [name for name in TYPES if library.version >= _FP8_SINCE or not name.startswith("f8")]
-    types = known if options.datatype == "all" else [options.datatype]
-    steps = sizes(options.minbytes, options.maxbytes, options.stepbytes, options.stepfactor)
-    every = (
-        case(options.collective, kind, op, options.root, ranks, nbytes)
-        for kind in types
-        for op in operators
-        for nbytes in steps
-    )
+def _cases(options: argparse.Namespace, ranks: int) -> list[Case]:
+    """The rows, each once: small sizes of many ranks come to one element alike."""
+    steps = sizes(options.minbytes, options.maxbytes, options.stepfactor)
+    every = (case(options.collective, options.datatype, options.op, options.root, ranks, nbytes) for nbytes in steps)
     return list(dict.fromkeys(every))
 
 

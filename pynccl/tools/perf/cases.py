@@ -1,7 +1,7 @@
 """The collectives as perf measures them: how much of each buffer, in place or not, the call, and what has to come out.
 
-Block j of what rank r sends repeats `pattern(r, j)`: small integers, known without asking any other rank. Results are
-exact in the data type: sums stay below its limit, products are powers of two.
+Block j of what rank r sends repeats `pattern(r, j)`: small integers, known without asking any other rank. What is
+reduced is 1 or 2, so that sums and products are exact in the data type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from .options import REDUCING, ROOTED, TYPES
 
 Call = Callable[[], Any]
 PERIOD = 4093  # a prime: what lands in a wrong place is seen
-MOST = 1 << 20  # larger integers would prove nothing more
 NEVER_IN_PLACE = ("all_to_all", "send_recv")
 _ALIGNED = 16  # bytes: blocks in the middle of a buffer begin at multiples of it, where they are as large
 
@@ -93,7 +92,7 @@ class Buffers:
     def _sent(self) -> list[Any]:
         row = self.case
         blocks = self.send.numel() // row.count
-        return [pattern(self.rank, block, row.ranks, row.type, row.reduction) for block in range(blocks)]
+        return [pattern(self.rank, block, row.reduction) for block in range(blocks)]
 
     def _expected(self) -> list[Any]:
         """What each block of recv has to repeat; [] where nothing is received."""
@@ -107,7 +106,7 @@ class Buffers:
             return [reduced(self.rank, ranks, kind, op)]
         sources = {"broadcast": [root], "scatter": [root], "send_recv": [(self.rank - 1) % ranks]}
         block = self.rank if name in ("all_to_all", "scatter") else 0
-        return [pattern(source, block, ranks, kind, "") for source in sources.get(name, range(ranks))]
+        return [pattern(source, block, "") for source in sources.get(name, range(ranks))]
 
     def prepare(self, place: tuple[Any, Any]) -> None:
         """What is sent is as it should be, what is received into is 0, which is never right."""
@@ -120,7 +119,8 @@ class Buffers:
         """Elements of recv that are wrong on this rank."""
         blocks = place[1].split(self.case.count)
         pairs = zip(blocks, self._expected(), strict=False)
-        return sum(count_wrong(block, values, self.case.reduction) for block, values in pairs)
+        slack = tolerance(self.case.type, self.case.ranks, self.case.reduction)
+        return sum(count_wrong(block, values, slack) for block, values in pairs)
 
     def clear(self) -> None:
         """Zeros stay finite, however often they are added in place."""
@@ -128,39 +128,29 @@ class Buffers:
         self.recv.zero_()
 
 
-def call_of(comm: Communicator, row: Case, place: tuple[Any, Any], planned: bool) -> Call:
-    """The call, to be made again and again: a plain one as a user writes it, or a prepared one."""
+def call_of(comm: Communicator, row: Case, place: tuple[Any, Any]) -> Call:
+    """The call as a user writes it, to be made again and again."""
     send, recv = place
-    name, op, root = row.collective, row.op, row.root
+    name, root = row.collective, row.root
     if name == "send_recv":
-        return _round_a_ring(comm, send, recv, planned)
+        return lambda: _round_a_ring(comm, send, recv)
     keywords: dict[str, Any] = {}
     if row.reduction:
-        keywords["op"] = op
+        keywords["op"] = row.op
     if row.rooted:
         keywords["root"] = root
     if name == "scatter" and comm.rank != root:
         send = None
     elif name in ("gather", "reduce") and comm.rank != root:
         recv = None
-    if planned:
-        plan: Call = getattr(comm.plan, name)(send, recv, **keywords)
-        return plan
     method = getattr(comm, name)
     return lambda: method(send, recv, **keywords)
 
 
-def _round_a_ring(comm: Communicator, send: Any, recv: Any, planned: bool) -> Call:
-    target, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    if planned:
-        return comm.plan.group([comm.plan.send(send, target), comm.plan.recv(recv, source)])
-
-    def exchange() -> None:
-        with group():
-            comm.send(send, target)
-            comm.recv(recv, source)
-
-    return exchange
+def _round_a_ring(comm: Communicator, send: Any, recv: Any) -> None:
+    with group():
+        comm.send(send, (comm.rank + 1) % comm.size)
+        comm.recv(recv, (comm.rank - 1) % comm.size)
 
 
 def torch_type(name: str) -> Any:
@@ -170,44 +160,39 @@ def torch_type(name: str) -> Any:
     return getattr(torch, next(element.name for element in ELEMENTS if element.dtype == TYPES[name]))
 
 
-def _limit(name: str) -> int:
-    """The largest integer up to which all are exact in the type."""
-    import torch
-
-    kind = torch_type(name)
-    return min(int(2 / torch.finfo(kind).eps) if kind.is_floating_point else torch.iinfo(kind).max, MOST)
-
-
 @functools.lru_cache(maxsize=1024)
-def pattern(rank: int, block: int, ranks: int, name: str, op: str) -> Any:
+def pattern(rank: int, block: int, op: str) -> Any:
     """int64 [PERIOD], none of them 0: what rank sends in that block. `op` is "" where nothing is reduced."""
     import torch
 
-    limit = _limit(name)
-    place = torch.arange(PERIOD)
-    if op == "prod":  # at most so many ranks bring a two
-        most = min(ranks, limit.bit_length() - 1)
-        return 1 + ((place + rank + block) % ranks < place // ranks % (most + 1)).long()
-    if op in ("sum", "avg") and ranks > limit:
-        return ((place + rank + block) % ranks < limit).long()
-    high = limit // ranks if op in ("sum", "avg") else limit
     generator = torch.Generator().manual_seed(1_000_003 * rank + block)
-    return torch.randint(1, high + 1, (PERIOD,), generator=generator)
+    return torch.randint(1, 3 if op else 101, (PERIOD,), generator=generator)
 
 
 @functools.lru_cache(maxsize=64)
 def reduced(block: int, ranks: int, name: str, op: str) -> Any:
-    """What the reduction of all ranks' block is: int64 [PERIOD], or float64 for the avg of a floating-point type."""
+    """What the reduction of all ranks' block is: int64 [PERIOD], float64 for a floating-point type."""
     import torch
 
-    rows = torch.stack([pattern(rank, block, ranks, name, op) for rank in range(ranks)])
-    if op == "sum":
-        return rows.sum(0)
-    if op == "prod":
-        return rows.prod(0)
+    rows = torch.stack([pattern(rank, block, op) for rank in range(ranks)])
+    if torch_type(name).is_floating_point:
+        rows = rows.double()
     if op == "avg":
-        return rows.sum(0).double() / ranks if torch_type(name).is_floating_point else rows.sum(0) // ranks
-    return rows.amax(0) if op == "max" else rows.amin(0)
+        return rows.sum(0) / ranks if rows.is_floating_point() else rows.sum(0) // ranks
+    return getattr(rows, {"max": "amax", "min": "amin"}.get(op, op))(0)
+
+
+def tolerance(name: str, ranks: int, op: str) -> float:
+    """By how much of its value a result may be off: sums are exact as long as the type has all integers up to them."""
+    import torch
+
+    kind = torch_type(name)
+    if not op or not kind.is_floating_point:
+        return 0.0
+    eps = torch.finfo(kind).eps
+    if op == "avg":  # some multiply by 1/N before they add
+        return max(4, ranks) * eps
+    return ranks * eps if ranks * eps > 1 else 0.0
 
 
 def fill(target: Any, values: Any) -> None:
@@ -219,20 +204,18 @@ def fill(target: Any, values: Any) -> None:
     target[whole * PERIOD :].copy_(row[: target.numel() - whole * PERIOD])
 
 
-def count_wrong(result: Any, values: Any, op: str) -> int:
-    """How many elements of result [n] are not what values [PERIOD], repeated, says."""
+def count_wrong(result: Any, values: Any, slack: float) -> int:
+    """How many elements of result [n] are not what values [PERIOD], repeated, says. slack: as of `tolerance`."""
     import torch
 
-    rounded = op == "avg" and result.dtype.is_floating_point
-    row = values.to(result.device, torch.float64 if rounded else result.dtype)
-    slack = 4 * torch.finfo(result.dtype).eps * row.abs() if rounded else row  # some multiply by 1/N before they add
+    row = values.to(result.device, torch.float64 if slack else result.dtype)
     wrong = 0
     for part in result.split(PERIOD * 256):  # what a comparison makes stays small
         whole = part.numel() // PERIOD * PERIOD
         for piece in (part[:whole].view(-1, PERIOD), part[whole:].view(1, -1)):
             expected = row[: piece.shape[1]]
-            if rounded:  # NaN is wrong, too
-                right = (piece.to(torch.float64) - expected).abs() <= slack[: piece.shape[1]]
+            if slack:  # NaN is wrong, too
+                right = (piece.to(torch.float64) - expected).abs() <= slack * expected.abs()
             else:
                 right = piece == expected
             wrong += int((~right).sum())

@@ -1,6 +1,6 @@
 """One case measured: warm up, time, check; torch by turns where it is compared with. The slowest rank counts.
 
-Seconds per iteration run from a moment at which all ranks begin on the host, between events of the stream on a GPU.
+Seconds per iteration are those of the host's clock on the host library, between events of the stream on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from .cases import Buffers, Call, Case, call_of
 
 PLACES = ("out-of-place", "in-place")
 _MOST_TURNS, _LEAST_A_TURN = 8, 5
-_SPIN_SECONDS = 0.0002  # a sleep may end that much late
 
 
 @dataclass
@@ -54,10 +53,10 @@ class UnfitError(FailedError):
     """A rank has not the memory for a size."""
 
 
-def measured(comm: Communicator, case: Case, options: argparse.Namespace, one_clock: bool) -> Row:
+def measured(comm: Communicator, case: Case, options: argparse.Namespace) -> Row:
     """The row of the table, equal on all ranks."""
     buffers = _made(comm, case)
-    return Row(case, [_side(comm, buffers, index, options, one_clock) for index in (0, 1)])
+    return Row(case, [_side(comm, buffers, index, options) for index in (0, 1)])
 
 
 def _made(comm: Communicator, case: Case) -> Buffers:
@@ -75,20 +74,18 @@ def _made(comm: Communicator, case: Case) -> Buffers:
     return buffers
 
 
-def _side(
-    comm: Communicator, buffers: Buffers, index: int, options: argparse.Namespace, one_clock: bool
-) -> Side | None:
+def _side(comm: Communicator, buffers: Buffers, index: int, options: argparse.Namespace) -> Side | None:
     place = buffers.places[index]
     if place is None:
         return None
     case = buffers.case
-    call = call_of(comm, case, place, options.plan)
+    call = call_of(comm, case, place)
     theirs = _torchs(comm, case, place, index == 1) if options.compare else None
     buffers.clear()
     for one in [call, theirs] if theirs else [call]:
         for _ in range(options.warmup_iters):
             one()
-    times, torchs = _by_turns(comm, call, theirs, options.iters, one_clock)
+    times, torchs = _by_turns(comm, call, theirs, options.iters)
     side = Side(across(comm, times, "max"), across(comm, [statistics.fmean(times)], "max")[0])
     if torchs:
         side.torch = across(comm, [statistics.fmean(torchs)], "max")[0]
@@ -97,18 +94,16 @@ def _side(
     return side
 
 
-def _by_turns(
-    comm: Communicator, call: Call, theirs: Call | None, count: int, one_clock: bool
-) -> tuple[list[float], list[float]]:
+def _by_turns(comm: Communicator, call: Call, theirs: Call | None, count: int) -> tuple[list[float], list[float]]:
     if theirs is None:
-        return iterations(comm, call, count, one_clock), []
+        return iterations(comm, call, count), []
     turns = max(min(_MOST_TURNS, count // _LEAST_A_TURN), 1)
     ours: list[float] = []
     torchs: list[float] = []
     for turn in range(turns):
         part = count * (turn + 1) // turns - count * turn // turns
-        ours += iterations(comm, call, part, one_clock)
-        torchs += iterations(comm, theirs, part, one_clock)
+        ours += iterations(comm, call, part)
+        torchs += iterations(comm, theirs, part)
     return ours, torchs
 
 
@@ -139,28 +134,17 @@ def _wrong(comm: Communicator, buffers: Buffers, place: tuple[Any, Any], call: C
 # ---------------------------------------------------------------------------------------------------- clocks
 
 
-def iterations(comm: Communicator, call: Call, count: int, one_clock: bool) -> list[float]:
-    """Seconds of each of count calls on this rank. one_clock: all ranks read the same, being on one machine."""
+def iterations(comm: Communicator, call: Call, count: int) -> list[float]:
+    """Seconds of each of count calls on this rank, after a barrier and one call more."""
     if not comm.library.is_host:
         return _on_the_stream(comm, call, count)
-    stamps = [_begin_together(comm, one_clock)]
+    comm.barrier()
+    call()  # waits for the rank that leaves the barrier last, which takes longer than a small collective
+    stamps = [time.perf_counter()]
     for _ in range(count):
         call()
         stamps.append(time.perf_counter())
     return [after - before for before, after in itertools.pairwise(stamps)]
-
-
-def _begin_together(comm: Communicator, one_clock: bool) -> float:
-    """Wait for the moment at which all ranks begin. A barrier lets them go one after the other, which takes longer than
-    a small collective does: where they have a clock in common, they agree on a time that none has reached yet."""
-    if not one_clock:
-        comm.barrier()
-        return time.perf_counter()
-    start = float(across(comm, [time.perf_counter() + 0.001 + 0.0005 * comm.size], "max")[0])
-    time.sleep(max(start - time.perf_counter() - _SPIN_SECONDS, 0.0))
-    while time.perf_counter() < start:
-        pass
-    return start
 
 
 def _on_the_stream(comm: Communicator, call: Call, count: int) -> list[float]:

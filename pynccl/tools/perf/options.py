@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from ...bindings.abi import ELEMENTS, DataType, RedOp
+from ...bindings.abi import DataType, RedOp
 from ..command import number, output_file, whole
 
 COLLECTIVES = (
@@ -21,7 +21,7 @@ COLLECTIVES = (
 )
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-# The types under nccl-tests' names, in which they are printed; those of torch are understood, too.
+# The types under nccl-tests' names.
 TYPES: dict[str, DataType] = {
     "int8": DataType.INT8,
     "uint8": DataType.UINT8,
@@ -37,7 +37,6 @@ TYPES: dict[str, DataType] = {
     "f8e5m2": DataType.FLOAT8_E5M2,
 }
 OPERATORS = tuple(op.name.lower() for op in RedOp)
-MOST_SIZES = 10_000
 DEFAULT_END = 32 << 20
 FAILED = "wrong results, or a bandwidth below --min-busbw"
 EXAMPLES = """
@@ -47,7 +46,7 @@ broadcast, reduce and send_recv, the output of all_gather and gather, the input 
 examples:
   torchrun --nproc-per-node=2 -m pynccl perf all_reduce -b 8 -e 1M -f 4
   torchrun --nproc-per-node=2 -m pynccl perf all_gather -b 1M -e 4M -f 4 --compare torch
-  torchrun --nproc-per-node=2 -m pynccl perf reduce_scatter -b 4M -e 4M -d bfloat16 -o all --min-busbw 0.001
+  torchrun --nproc-per-node=2 -m pynccl perf reduce_scatter -b 4M -e 4M -d bfloat16 -o max --min-busbw 0.001
   python -m pynccl perf broadcast -b 1K -e 1M -f 2 --json perf.json
 """
 
@@ -57,17 +56,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("collective", choices=COLLECTIVES, help="what is measured; send_recv goes round a ring")
     add("-b", "--minbytes", type=size, metavar="SIZE", help="first size (32M)")
     add("-e", "--maxbytes", type=size, metavar="SIZE", help="last size (32M, or -b if that is more)")
-    add("-i", "--stepbytes", type=size, metavar="SIZE", help="added from one size to the next (1M)")
-    add("-f", "--stepfactor", type=whole(2), metavar="N", help="or the factor from one to the next")
+    add("-f", "--stepfactor", type=whole(2), default=2, metavar="N", help="factor from one size to the next (2)")
     add("-n", "--iters", type=whole(1), default=20, metavar="N", help="iterations that are timed (20)")
     add("-w", "--warmup_iters", type=whole(0), default=5, metavar="N", help="iterations before them (5)")
     add("-c", "--check", type=whole(0), default=1, metavar="N", help="calls checked of each size; 0: none (1)")
-    add("-d", "--datatype", type=_type, default="float", metavar="TYPE", help=f"{', '.join(TYPES)}, or all (float)")
-    operators = f"{', '.join(OPERATORS)}, or all (sum)"
-    add("-o", "--op", choices=(*OPERATORS, "all"), default="sum", metavar="OP", help=operators)
+    add("-d", "--datatype", choices=TYPES, default="float", metavar="TYPE", help=f"{', '.join(TYPES)} (float)")
+    add("-o", "--op", choices=OPERATORS, default="sum", metavar="OP", help=f"{', '.join(OPERATORS)} (sum)")
     add("-r", "--root", type=whole(0), default=0, metavar="RANK", help="of those with a root (0)")
     add("-J", "--json", type=output_file, metavar="FILE", help="write everything as JSON, too: each iteration's time")
-    add("--plan", action="store_true", help="prepared calls (comm.plan) instead of plain ones")
     add("--compare", choices=["torch"], help="the same by torch.distributed, by turns")
     busbw = "exit code 1 if the average bus bandwidth is below"
     add("--min-busbw", type=number(0, "GB/s"), metavar="GB/s", help=busbw)
@@ -75,18 +71,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def problem(options: argparse.Namespace, ranks: int) -> str:
     """What does not fit together, found on every rank alike; "" if all is well. Fills in what was left open."""
-    if options.stepbytes is not None and options.stepfactor is not None:
-        return f"-i {options.stepbytes} and -f {options.stepfactor} are two ways to step: pass one"
     if options.minbytes is None:
         options.minbytes = min(DEFAULT_END, options.maxbytes or DEFAULT_END)
     if options.maxbytes is None:
         options.maxbytes = max(DEFAULT_END, options.minbytes)
     if options.maxbytes < options.minbytes:
         return f"-e {options.maxbytes} is less than -b {options.minbytes}: pass sizes from small to large"
-    if options.stepfactor is None and options.stepbytes is None:
-        options.stepbytes = 1 << 20
-    if options.stepbytes and (options.maxbytes - options.minbytes) // options.stepbytes >= MOST_SIZES:
-        return f"these are more than {MOST_SIZES:,} sizes: pass a larger -i, or -f 2"
     if options.root >= ranks:
         return f"-r {options.root}: expected a rank in 0..{ranks - 1}"
     if options.collective not in REDUCING and options.op != "sum":
@@ -94,30 +84,17 @@ def problem(options: argparse.Namespace, ranks: int) -> str:
     return ""
 
 
-def sizes(first: int, last: int, step: int | None, factor: int | None) -> list[int]:
-    """Bytes, from `first` to `last` by addition or multiplication."""
-    found, nbytes = [], first
-    while nbytes <= last:
-        found.append(nbytes)
-        nbytes = nbytes * factor if factor else nbytes + (step or 1)
+def sizes(first: int, last: int, factor: int) -> list[int]:
+    """Bytes, from `first` to `last`."""
+    found = [first]
+    while found[-1] * factor <= last:
+        found.append(found[-1] * factor)
     return found
 
 
 def size(text: str) -> int:
-    """Bytes: 8, 4K, 1.5M, 1G; powers of 1024."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)([KMGT]?)B?\s*", text.upper())
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, such as 8, 4K, 128M or 1G")
-    unit = 1 << 10 * " KMGT".index(found[2] or " ")
-    value = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
-    if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of bytes, 1 or more")
-    return int(value)
-
-
-def _type(text: str) -> str:
-    named = {element.name: name for name, dtype in TYPES.items() for element in ELEMENTS if element.dtype == dtype}
-    found = text if text in (*TYPES, "all") else named.get(text.removeprefix("torch."))
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(TYPES)}, all")
-    return found
+    """Bytes: 8, 4K, 1G; powers of 1024."""
+    found = re.fullmatch(r"([0-9]+)([KMGT]?)B?", text.upper())
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, 1 or more, such as 8, 4K, 128M or 1G")
+    return int(found[1]) << 10 * " KMGT".index(found[2] or " ")

@@ -8,7 +8,6 @@ import os
 import platform
 import statistics
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ... import __version__
@@ -53,13 +52,12 @@ def head(comm: Communicator, options: argparse.Namespace, backend: str) -> dict[
         "pynccl": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "nodes": len({one["machine"] for one in ranks}),
+        "nodes": len({one["host"] for one in ranks}),
         "ranks": ranks,
         "transport": _transport(comm),
         "iterations": options.iters,
         "warm_up": options.warmup_iters,
-        "clock": "perf_counter from a moment at which all ranks begin" if library.is_host else "CUDA events",
-        "calls": "prepared calls" if options.plan else "plain calls",
+        "clock": "perf_counter" if library.is_host else "CUDA events",
         "rule": "the slowest rank counts",
         "data": f"-c {options.check}: compared with a local reference" if options.check else "not checked (-c 0)",
         "checked": bool(options.check),
@@ -68,15 +66,11 @@ def head(comm: Communicator, options: argparse.Namespace, backend: str) -> dict[
 
 
 def _ranks(comm: Communicator) -> list[dict[str, Any]]:
-    """Of each rank: host, machine, pid and device."""
+    """Of each rank: host, pid and device."""
     import torch
 
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # equal for ranks that read one clock
-    except OSError:
-        machine = platform.node()[:64]
     device = str(comm.device) if comm.library.is_host else f"{comm.device} {torch.cuda.get_device_name(comm.device)}"
-    text = json.dumps({"host": platform.node()[:64], "machine": machine, "pid": os.getpid(), "device": device[:128]})
+    text = json.dumps({"host": platform.node()[:64], "pid": os.getpid(), "device": device[:128]})
     mine = torch.tensor(list(text.encode()[:_ROW_BYTES].ljust(_ROW_BYTES)), dtype=torch.uint8, device=comm.device)
     rows = comm.all_gather(mine).view(comm.size, _ROW_BYTES).cpu()
     return [json.loads(bytes(row.tolist())) for row in rows]
@@ -98,7 +92,7 @@ def head_lines(head: dict[str, Any]) -> list[str]:
         "library": f"{head['library']} {head['version']} ({head['path']}; {head['origin']})",
         "pynccl": f"{head['pynccl']}, Python {head['python']}, torch {head['torch']}",
         "transport": head["transport"],
-        "timing": f"{head['iterations']} iterations after {head['warm_up']}, {head['clock']}, {head['calls']}",
+        "timing": f"{head['iterations']} iterations after {head['warm_up']}, {head['clock']}",
         "across": head["rule"],
         "data": head["data"],
         "compare": head["backend"] and f"torch.distributed with {head['backend']}, by turns",
