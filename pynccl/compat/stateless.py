@@ -10,14 +10,19 @@ can sign: whoever reaches the store's port is trusted then. torch's store itself
 
 from __future__ import annotations
 
+import functools
 import hmac
 import pickle
 import socket
+import time
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
 from ..admission import KEY_VARIABLE, job_key, sign
+from ..bindings.abi import RedOp
 from ..bindings.errors import NcclRemoteError, NcclSystemError, NcclTimeout
+from .wrapper import ncclRedOpTypeEnum
 
 _SIGNATURE_BYTES = 32
 
@@ -27,17 +32,19 @@ class StatelessProcessGroup:
 
     For a few small objects at the start. Objects are pickled. With PYNCCL_JOB_KEY in the environment of all ranks, 16
     characters or more, what others than they have written is refused; without, who reaches the store can run code here.
-    data_expiration_seconds  is taken, and not used: what this rank has set stays until the store ends
+    data_expiration_seconds  after which what this rank has set may be deleted from the store
     """
 
     def __init__(self, rank: int, world_size: int, store: Any, data_expiration_seconds: int = 3600) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"StatelessProcessGroup: rank is {rank}, expected 0..{world_size - 1}")
         self.rank, self.world_size, self.store = rank, world_size, store
+        self.data_expiration_seconds = data_expiration_seconds
         self.send_dst_counter = dict.fromkeys(range(world_size), 0)
         self.recv_src_counter = dict.fromkeys(range(world_size), 0)
         self.broadcast_send_counter = 0
         self.broadcast_recv_src_counter = dict.fromkeys(range(world_size), 0)
+        self.entries: deque[tuple[str, float]] = deque()
         self._barriers = 0
 
     @staticmethod
@@ -67,8 +74,10 @@ class StatelessProcessGroup:
         return StatelessProcessGroup(rank, world_size, store, data_expiration_seconds)
 
     def _set(self, key: str, value: Any) -> None:
+        self.expire_data()
         data = pickle.dumps(value)
         self.store.set(key, _signature(key, data) + data)
+        self.entries.append((key, time.time()))
 
     def _get(self, key: str) -> Any:
         found = self.store.get(key)
@@ -79,6 +88,11 @@ class StatelessProcessGroup:
                 f"{KEY_VARIABLE} is another one; it was not unpickled"
             )
         return pickle.loads(data)
+
+    def expire_data(self) -> None:
+        """Delete what this rank set longer ago than data_expiration_seconds."""
+        while self.entries and time.time() - self.entries[0][1] > self.data_expiration_seconds:
+            self.store.delete_key(self.entries.popleft()[0])
 
     def send_obj(self, obj: Any, dst: int) -> None:
         self._set(f"send/{self.rank}/{dst}/{self.send_dst_counter[dst]}", obj)
@@ -102,6 +116,35 @@ class StatelessProcessGroup:
     def all_gather_obj(self, obj: Any) -> list[Any]:
         """All ranks' obj, by rank."""
         return [self.broadcast_obj(obj if rank == self.rank else None, rank) for rank in range(self.world_size)]
+
+    # Small tensors, on the CPU
+
+    def broadcast(self, tensor: Any, src: int) -> Any:
+        """src's tensor, on every rank; the others' is not written."""
+        return self.broadcast_obj(tensor, src)
+
+    def send(self, tensor: Any, dst: int) -> None:
+        self.send_obj(tensor, dst)
+
+    def recv(self, tensor: Any, src: int) -> Any:
+        """Into tensor, which is returned."""
+        return tensor.copy_(self.recv_obj(src))
+
+    def all_reduce(self, tensor: Any, op: Any = RedOp.SUM) -> Any:
+        """A new tensor: the reduction of all ranks', by rank. op is SUM, PRODUCT, MAX or MIN."""
+        import torch
+
+        combine: dict[RedOp, Any] = {
+            RedOp.SUM: torch.add,
+            RedOp.PROD: torch.mul,
+            RedOp.MAX: torch.maximum,
+            RedOp.MIN: torch.minimum,
+        }
+        kind = RedOp(ncclRedOpTypeEnum.from_torch(op))
+        if kind not in combine:
+            raise ValueError(f"all_reduce: op is {op!r}, expected SUM, PRODUCT, MAX or MIN")
+        total: Any = functools.reduce(combine[kind], self.all_gather_obj(tensor))
+        return total.clone()
 
     def barrier(self, timeout: float = 30.0) -> None:
         """Wait for all ranks, `timeout` seconds at most. Rank 0, which serves the store, leaves last."""

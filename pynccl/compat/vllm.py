@@ -19,6 +19,7 @@ from typing import Any
 
 from ..bindings.abi import RedOp
 from ..bindings.errors import NcclError, NcclInvalidUsage
+from ..bindings.structs import CommConfig
 from ..bindings.values import integers
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator
@@ -65,6 +66,8 @@ class PyNcclCommunicator:
     is an all_reduce of one float, as with vLLM: another program at the other end must take part in it.
     """
 
+    library_class: type[NCCLLibrary] = NCCLLibrary
+    config: CommConfig | None = None
     group: Any
     nccl: NCCLLibrary
     unique_id: ncclUniqueId
@@ -129,7 +132,7 @@ class PyNcclCommunicator:
 
     def _load(self, library_path: str | None) -> NcclError | None:
         try:
-            self.nccl = NCCLLibrary(library_path)
+            self.nccl = self.library_class(library_path)
             self.nccl_version = self.nccl.ncclGetRawVersion()
         except NcclError as error:
             return error
@@ -140,7 +143,7 @@ class PyNcclCommunicator:
         import torch
 
         made = Communicator.init(
-            self.world_size, bytes(self.unique_id), self.rank, device, None, INIT_SECONDS, self.nccl.lib
+            self.world_size, bytes(self.unique_id), self.rank, device, self.config, INIT_SECONDS, self.nccl.lib
         )
         made.timeout = DEFAULT_TIMEOUT
         self.communicator, self.device = made, torch.device(made.device)
@@ -178,34 +181,39 @@ class PyNcclCommunicator:
         if out_tensor is not None and not hasattr(out_tensor, "data_ptr"):
             raise TypeError(
                 f"all_reduce: out_tensor is {out_tensor!r}, expected a tensor; pass op by name: op=ReduceOp.SUM "
-                "(in old vLLM op came second and the result was in place)"
+                "(in old vLLM op came second and the result was in place: pynccl.compat.sglang has that)"
             )
-        send = _memory("in_tensor", in_tensor)
+        send = memory("in_tensor", in_tensor, any_order=True)
         if out_tensor is None:
             import torch
 
             out_tensor = torch.empty_like(in_tensor, requires_grad=False)
-        recv = send if out_tensor is in_tensor else _memory("out_tensor", out_tensor)
+        recv = send if out_tensor is in_tensor else memory("out_tensor", out_tensor, any_order=True)
+        if in_tensor.stride() != out_tensor.stride() and not (in_tensor.is_contiguous() and out_tensor.is_contiguous()):
+            raise ValueError(
+                f"all_reduce: in_tensor has strides {in_tensor.stride()}, out_tensor {out_tensor.stride()}; "
+                "they must be equal"
+            )
         comm.all_reduce(send, _first(recv, send.numel()), operator_of(op), stream=stream)
         return out_tensor
 
     def all_gather(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
         """output_tensor on every rank: all ranks' input_tensor, one after the other."""
         if comm := self._live("all_gather"):
-            send, recv = _memory("input_tensor", input_tensor), _memory("output_tensor", output_tensor)
+            send, recv = memory("input_tensor", input_tensor), memory("output_tensor", output_tensor)
             comm.all_gather(send, _first(recv, send.numel() * self.world_size), stream=stream)
 
     def all_gatherv(self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int], stream: Any = None) -> None:
         """output_tensor on every rank: sizes[r] rows (of dimension 0) of each rank's input_tensor."""
         if comm := self._live("all_gatherv"):
-            send, recv = _memory("input_tensor", input_tensor), _memory("output_tensor", output_tensor)
+            send, recv = memory("input_tensor", input_tensor), memory("output_tensor", output_tensor)
             counts = self._counts(sizes, recv)
             comm.all_gather_v(_first(send, counts[self.rank]), recv, counts=counts, stream=stream)
 
     def reduce_scatter(self, output_tensor: Any, input_tensor: Any, op: Any = RedOp.SUM, stream: Any = None) -> None:
         """output_tensor on rank r: block r of the reduction of all ranks' input_tensor."""
         if comm := self._live("reduce_scatter"):
-            send, recv = _memory("input_tensor", input_tensor), _memory("output_tensor", output_tensor)
+            send, recv = memory("input_tensor", input_tensor), memory("output_tensor", output_tensor)
             comm.reduce_scatter(_first(send, recv.numel() * self.world_size), recv, operator_of(op), stream=stream)
 
     def reduce_scatterv(
@@ -213,7 +221,7 @@ class PyNcclCommunicator:
     ) -> None:
         """output_tensor on rank r: its sizes[r] rows (of dimension 0) of the reduction of all ranks' input_tensor."""
         if comm := self._live("reduce_scatterv"):
-            send, recv = _memory("input_tensor", input_tensor), _memory("output_tensor", output_tensor)
+            send, recv = memory("input_tensor", input_tensor), memory("output_tensor", output_tensor)
             counts = self._counts(sizes, send)
             own, whole = _first(recv, counts[self.rank]), _first(send, sum(counts))
             comm.reduce_scatter_v(whole, own, operator_of(op), counts=counts, stream=stream)
@@ -221,9 +229,9 @@ class PyNcclCommunicator:
     def reduce(self, output_tensor: Any, input_tensor: Any, root: int, op: Any = RedOp.SUM, stream: Any = None) -> None:
         """output_tensor on root: the reduction of all ranks' input_tensor. Other ranks' is not written."""
         if comm := self._live("reduce"):
-            send, recv = _memory("input_tensor", input_tensor), None
+            send, recv = memory("input_tensor", input_tensor, any_order=True), None
             if root == self.rank:
-                recv = _first(_memory("output_tensor", output_tensor), send.numel())
+                recv = _first(memory("output_tensor", output_tensor, any_order=True), send.numel())
             comm.reduce(send, recv, operator_of(op), root, stream=stream)
 
     def scatter(
@@ -231,16 +239,16 @@ class PyNcclCommunicator:
     ) -> None:
         """output_tensor on rank r: its sizes[r] rows of root's input_tensor. Other ranks' input_tensor is not read."""
         if comm := self._live("scatter"):
-            recv, send = _memory("output_tensor", output_tensor), None
+            recv, send = memory("output_tensor", output_tensor), None
             counts = self._counts(sizes, recv)
             if root == self.rank:
-                send = _first(_memory("input_tensor", input_tensor), sum(counts))
+                send = _first(memory("input_tensor", input_tensor), sum(counts))
             comm.scatter_v(send, _first(recv, counts[self.rank]), root, counts=counts, stream=stream)
 
     def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
         """tensor on every rank: src's."""
         if comm := self._live("broadcast"):
-            whole = _memory("tensor", tensor)
+            whole = memory("tensor", tensor, any_order=True)
             comm.broadcast(whole, whole, src, stream=stream)
 
     def _counts(self, sizes: Sequence[int], tensor: Any) -> list[int]:
@@ -255,12 +263,12 @@ class PyNcclCommunicator:
     def send(self, tensor: Any, dst: int, stream: Any = None) -> None:
         """Send tensor to rank dst, which must recv as many elements of the same type."""
         if comm := self._live("send"):
-            comm.send(_as_bytes(_memory("tensor", tensor)), dst, stream=stream)
+            comm.send(_as_bytes(memory("tensor", tensor, any_order=True)), dst, stream=stream)
 
     def recv(self, tensor: Any, src: int, stream: Any = None) -> None:
         """Receive into tensor what rank src sends."""
         if comm := self._live("recv"):
-            comm.recv(_as_bytes(_memory("tensor", tensor)), src, stream=stream)
+            comm.recv(_as_bytes(memory("tensor", tensor, any_order=True)), src, stream=stream)
 
     def batch_isend_irecv(self, p2p_ops: Sequence[Any], stream: Any = None) -> None:
         """The sends and receives of a list of torch.distributed.P2POp, as one launch."""
@@ -319,9 +327,13 @@ class PyNcclCommunicator:
     def suspend(self) -> None:
         """Give NCCL's dynamic memory back until resume(), on all ranks (NCCL >= 2.29). Twice is harmless."""
         comm = self._live("suspend")
-        if comm is not None and not self._suspended:
-            comm.suspend()
-            self._suspended = True
+        if comm is None or self._suspended:
+            return
+        if not self.nccl.has_symbol("ncclCommSuspend"):
+            warnings.warn("suspend: NCCL < 2.29 has no ncclCommSuspend; nothing was given back", stacklevel=2)
+            return
+        comm.suspend()
+        self._suspended = True
 
     def resume(self) -> None:
         """End a suspend()."""
@@ -354,16 +366,22 @@ def _is_switched_off() -> bool:
 # Tensors as vLLM's programs pass them: they may be parameters, or have more elements than are moved.
 
 
-def _memory(what: str, tensor: Any) -> Any:
-    """The tensor, detached: a trainer hands its parameters over. ValueError if it is not contiguous."""
+def memory(what: str, tensor: Any, any_order: bool = False) -> Any:
+    """The tensor, detached: a trainer hands its parameters over. ValueError if it is not contiguous.
+
+    any_order  its dimensions may lie in another order in memory, such as channels_last, which is the same on all ranks:
+               they are put in that order"""
     if not hasattr(tensor, "is_contiguous"):
         raise TypeError(f"{what} is {tensor!r}, expected a torch tensor")
-    if not tensor.is_contiguous():
+    found = tensor.detach()
+    if any_order and not found.is_contiguous():
+        found = found.permute(sorted(range(found.dim()), key=lambda dim: -found.stride(dim)))
+    if not found.is_contiguous():
         raise ValueError(
             f"{what} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous, and NCCL would "
             "move other memory than its own; pass x.contiguous()"
         )
-    return tensor.detach()
+    return found
 
 
 def _first(tensor: Any, count: int) -> Any:

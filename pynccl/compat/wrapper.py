@@ -99,17 +99,6 @@ def operator_of(op: Any) -> abi.RedOp:
 owners: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()  # by ncclComm_t
 
 
-def _passed(name: str) -> Any:
-    """The C function of that name as a method."""
-
-    def call(self: NCCLLibrary, *arguments: Any) -> None:
-        if code := getattr(self.lib, name)(*arguments):
-            self._check(code, name)
-
-    call.__name__ = name
-    return call
-
-
 class NCCLLibrary:
     """One loaded libnccl, its functions as methods.
 
@@ -119,8 +108,10 @@ class NCCLLibrary:
     pynccl.NcclError, which is a RuntimeError. Nothing is checked before C sees it: use pynccl.Communicator for that.
     """
 
+    path_variable = "VLLM_NCCL_SO_PATH"
+
     def __init__(self, so_file: str | None = None) -> None:
-        self.lib = load(so_file or os.environ.get("VLLM_NCCL_SO_PATH") or None)
+        self.lib = load(so_file or os.environ.get(self.path_variable) or None)
 
     def has_symbol(self, name: str) -> bool:
         """Whether the loaded library has this function of nccl.h."""
@@ -142,10 +133,14 @@ class NCCLLibrary:
             error.args = (f"NCCL error: {error}",)
             raise error
 
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self.lib, name)(*arguments):
+            self._check(code, name)
+
     def ncclGetRawVersion(self) -> int:
         """As nccl.h has it: 22703 is 2.27.3."""
         version = ctypes.c_int()
-        self._check(self.lib.ncclGetVersion(ctypes.byref(version)), "ncclGetVersion")
+        self._call("ncclGetVersion", ctypes.byref(version))
         return version.value
 
     def ncclGetVersion(self) -> str:
@@ -153,7 +148,7 @@ class NCCLLibrary:
 
     def ncclGetUniqueId(self) -> ncclUniqueId:
         identity = abi.UniqueId()
-        self._check(self.lib.ncclGetUniqueId(ctypes.byref(identity)), "ncclGetUniqueId")
+        self._call("ncclGetUniqueId", ctypes.byref(identity))
         return ncclUniqueId.from_buffer_copy(identity)
 
     def unique_id_from_bytes(self, data: bytes) -> ncclUniqueId:
@@ -168,39 +163,78 @@ class NCCLLibrary:
         self._check(code, f"ncclCommInitRank(rank {rank} of {world_size})")
         return comm
 
-    # These take the C function's own parameters, by place.
-    ncclAllReduce = _passed("ncclAllReduce")
-    ncclReduce = _passed("ncclReduce")
-    ncclReduceScatter = _passed("ncclReduceScatter")
-    ncclAllGather = _passed("ncclAllGather")
-    ncclSend = _passed("ncclSend")
-    ncclRecv = _passed("ncclRecv")
-    ncclBroadcast = _passed("ncclBroadcast")
-    ncclCommSuspend = _passed("ncclCommSuspend")
-    ncclCommResume = _passed("ncclCommResume")
-    ncclCommWindowDeregister = _passed("ncclCommWindowDeregister")
-    ncclGroupStart = _passed("ncclGroupStart")
-    ncclGroupEnd = _passed("ncclGroupEnd")
+    def ncclAllReduce(
+        self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, comm: Any, stream: Any
+    ) -> None:
+        self._call("ncclAllReduce", sendbuff, recvbuff, count, datatype, op, comm, stream)
+
+    def ncclReduce(
+        self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, root: int, comm: Any, stream: Any
+    ) -> None:
+        self._call("ncclReduce", sendbuff, recvbuff, count, datatype, op, root, comm, stream)
+
+    def ncclReduceScatter(
+        self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, op: int, comm: Any, stream: Any
+    ) -> None:
+        self._call("ncclReduceScatter", sendbuff, recvbuff, count, datatype, op, comm, stream)
+
+    def ncclAllGather(self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, comm: Any, stream: Any) -> None:
+        self._call("ncclAllGather", sendbuff, recvbuff, count, datatype, comm, stream)
+
+    def ncclSend(self, sendbuff: Any, count: int, datatype: int, dest: int, comm: Any, stream: Any) -> None:
+        self._call("ncclSend", sendbuff, count, datatype, dest, comm, stream)
+
+    def ncclRecv(self, recvbuff: Any, count: int, datatype: int, src: int, comm: Any, stream: Any) -> None:
+        self._call("ncclRecv", recvbuff, count, datatype, src, comm, stream)
+
+    def ncclBroadcast(
+        self, sendbuff: Any, recvbuff: Any, count: int, datatype: int, root: int, comm: Any, stream: Any
+    ) -> None:
+        self._call("ncclBroadcast", sendbuff, recvbuff, count, datatype, root, comm, stream)
 
     def ncclCommDestroy(self, comm: Any) -> None:
         owner = owners.get(_integer(comm))
         if owner is not None:  # which would destroy it once more at the end of the process
             owner.destroy()
         else:
-            self._check(self.lib.ncclCommDestroy(comm), "ncclCommDestroy")
+            self._call("ncclCommDestroy", comm)
 
     def ncclCommAbort(self, comm: Any) -> None:
         owner = owners.get(_integer(comm))
         if owner is not None:
             owner.abort()
         else:
-            self._check(self.lib.ncclCommAbort(comm), "ncclCommAbort")
+            self._call("ncclCommAbort", comm)
+
+    def ncclCommSuspend(self, comm: Any, flags: int) -> None:
+        self._call("ncclCommSuspend", comm, flags)
+
+    def ncclCommResume(self, comm: Any) -> None:
+        self._call("ncclCommResume", comm)
+
+    def ncclGroupStart(self) -> None:
+        self._call("ncclGroupStart")
+
+    def ncclGroupEnd(self) -> None:
+        self._call("ncclGroupEnd")
 
     def ncclCommWindowRegister(self, comm: Any, buff: Any, size: int, win_flags: int) -> ctypes.c_void_p:
         window = ncclWindow_t()
         code = self.lib.ncclCommWindowRegister(comm, buff, size, ctypes.byref(window), win_flags)
         self._check(code, f"ncclCommWindowRegister({size} bytes)")
         return window
+
+    def ncclCommWindowDeregister(self, comm: Any, window: Any) -> None:
+        self._call("ncclCommWindowDeregister", comm, window)
+
+    def ncclMemAlloc(self, size: int) -> int:
+        """Address of `size` bytes of NCCL's own memory on the current device. (SGLang's wrapper has it.)"""
+        pointer = ctypes.c_void_p()
+        self._check(self.lib.ncclMemAlloc(ctypes.byref(pointer), size), f"ncclMemAlloc({size} bytes)")
+        return pointer.value or 0
+
+    def ncclMemFree(self, ptr: int) -> None:
+        self._call("ncclMemFree", ptr)
 
 
 def _integer(value: Any) -> int:

@@ -29,6 +29,7 @@ from ..bootstrap import from_env
 from ..progress import shown
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+_NO_MEMORY = ("can't allocate memory", "out of memory")  # of torch, on a CPU and on a GPU
 _SILENT_SECONDS = 3.0
 
 
@@ -176,15 +177,18 @@ def _text_of(error: BaseException) -> str:
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of an error: 2 where options, files, settings or missing packages are wrong, 1 where a rank or the
-    communication failed, 130 for Ctrl-C; 0 for one that is not of the user's making."""
+    """The exit code of an error: 2 where options, files, settings or missing packages are wrong, 1 where a rank, the
+    communication or memory failed, 130 for Ctrl-C; 0 for one that is not of the user's making."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, (NcclInvalidUsage, NcclVersionError)):
         return USAGE
     if isinstance(error, NcclError) and not isinstance(error, (ValueError, ImportError)):
         return FAILED
-    if isinstance(error, (FailedError, TimeoutError, ConnectionError, MemoryError)):
+    dist_error = getattr(sys.modules.get("torch.distributed"), "DistError", MemoryError)
+    if isinstance(error, (FailedError, TimeoutError, ConnectionError, MemoryError, dist_error)):
+        return FAILED
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
         return FAILED
     return USAGE if isinstance(error, (ValueError, OSError, ImportError)) else 0
 

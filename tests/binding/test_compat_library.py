@@ -1,4 +1,4 @@
-"""The names of vLLM's wrapper: signatures, numbers, and the C functions one by one."""
+"""The names of vLLM's and SGLang's wrappers: signatures, numbers, and the C functions one by one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import ReduceOp
 
 import pynccl
-from pynccl.bindings.abi import FUNCTIONS
-from pynccl.compat import vllm
+from pynccl.compat import sglang, vllm
 from pynccl.compat.vllm import (
     NCCLLibrary,
     buffer_type,
@@ -35,14 +35,14 @@ def rows_of(library: str) -> list[tuple[str, str, str]]:
     return [(one[1], one[2], one[3]) for one in found if one is not None]
 
 
-def test_methods_take_what_theirs_take() -> None:
-    """The same parameters in the same order, with defaults where theirs have them; ours may have more of both. Those
-    that are passed on to C are as many as the C function has."""
-    rows = rows_of("vllm")
+@pytest.mark.parametrize("module", [vllm, sglang], ids=["vllm", "sglang"])
+def test_methods_take_what_theirs_take(module: Any) -> None:
+    """The same parameters in the same order, with defaults where theirs have them; ours may have more of both."""
+    rows = rows_of(module.__name__.rpartition(".")[2])
     assert len(rows) > 30
     wrong = []
     for kind, name, parameters in rows:
-        method = inspect.getattr_static(getattr(vllm, kind), name, None) or getattr(getattr(vllm, kind), name, None)
+        method = inspect.getattr_static(getattr(module, kind), name, None) or getattr(getattr(module, kind), name, None)
         found = inspect.signature(getattr(method, "__func__", method)) if method is not None else None
         ours = [
             one.name + ("=" if one.default is not one.empty else "")
@@ -50,8 +50,6 @@ def test_methods_take_what_theirs_take() -> None:
             if one.name not in ("self", "cls")
         ]
         theirs = parameters.split(", ") if parameters else []
-        if ours == ["arguments"]:
-            ours = theirs if len(FUNCTIONS[name].names) == len(theirs) else []
         rest = ours[len(theirs) :]
         same = all(mine in (other, f"{other}=") for mine, other in zip(ours, theirs, strict=False))
         if found is None or not same or len(ours) < len(theirs) or not all(one.endswith("=") for one in rest):
@@ -62,7 +60,7 @@ def test_methods_take_what_theirs_take() -> None:
 def test_importing_pynccl_brings_no_compat_and_compat_no_torch() -> None:
     code = (
         "import sys, pynccl; assert 'pynccl.compat' not in sys.modules; "
-        "import pynccl.compat.vllm; assert 'torch' not in sys.modules"
+        "import pynccl.compat.vllm, pynccl.compat.sglang; assert 'torch' not in sys.modules"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
@@ -117,10 +115,11 @@ def test_library_alone() -> None:
 
 def test_library_path_and_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert NCCLLibrary("host").lib is pynccl.load("host")
-    monkeypatch.setenv("VLLM_NCCL_SO_PATH", "/nowhere/libnccl.so.2")
-    with pytest.raises(pynccl.NcclLibraryNotFound, match=r"/nowhere/libnccl\.so\.2"):
-        NCCLLibrary()
-    assert NCCLLibrary("host").lib.is_host
+    for module, variable in ((vllm, "VLLM_NCCL_SO_PATH"), (sglang, "SGLANG_NCCL_SO_PATH")):
+        monkeypatch.setenv(variable, "/nowhere/libnccl.so.2")
+        with pytest.raises(pynccl.NcclLibraryNotFound, match=r"/nowhere/libnccl\.so\.2"):
+            module.NCCLLibrary()
+        assert module.NCCLLibrary("host").lib.is_host
 
 
 def test_raw_calls_on_one_rank() -> None:

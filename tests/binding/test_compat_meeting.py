@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
+from torch.distributed import ReduceOp
 
 import pynccl
 from pynccl import Communicator
@@ -61,11 +62,14 @@ def objects(group: StatelessProcessGroup) -> tuple[Any, ...]:
     got = group.recv_obj(left)
     everything = group.all_gather_obj(group.rank**2)
     word = group.broadcast_obj("last" if group.rank == n - 1 else None, n - 1)
-    return got, everything, word
+    tensor = group.all_reduce(torch.tensor([group.rank, 1]), ReduceOp.MAX).tolist()
+    group.send(torch.tensor([float(group.rank)]), right)
+    received = group.recv(torch.zeros(1), left).item()
+    return got, everything, word, tensor, received, group.broadcast(torch.tensor(group.rank), 1).item()
 
 
 def test_stateless_group_exchanges_objects() -> None:
-    expected = [(("from", (r - 1) % 3), [0, 1, 4], "last") for r in range(3)]
+    expected = [(("from", (r - 1) % 3), [0, 1, 4], "last", [2, 1], float((r - 1) % 3), 1) for r in range(3)]
     assert meet(3, objects) == expected
 
 

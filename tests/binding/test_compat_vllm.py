@@ -1,4 +1,4 @@
-"""Programs written for vLLM's wrapper of NCCL, on the host library; torch's gloo is the reference."""
+"""Programs written for vLLM's wrapper of NCCL, and SGLang's, on the host library; torch's gloo is the reference."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed import P2POp, ReduceOp
 
 import pynccl
 from pynccl import Communicator
+from pynccl.compat import sglang
 from pynccl.compat.vllm import PyNcclCommunicator, buffer_type, cudaStream_t, ncclDataTypeEnum
 
 CPU = torch.device("cpu")
@@ -200,6 +201,14 @@ def test_several_groups_at_once(ranks: RankPool, tmp_path: Path) -> None:
 def layouts(comm: Communicator, path: str) -> None:
     with gloo(comm, path):
         c, r, n = PyNcclCommunicator(dist.group.WORLD, CPU), comm.rank, comm.size
+        # Dense in another order of dimensions: theirs moves the memory as it lies, and so the result is right.
+        x = numbers(r, 2, 3, 4, 5).to(memory_format=torch.channels_last)
+        expected = x.clone()
+        dist.all_reduce(expected)
+        out = c.all_reduce(x)
+        assert out.stride() == x.stride() and torch.equal(out, expected)
+        with pytest.raises(ValueError, match="strides"):
+            c.all_reduce(x, torch.empty(2, 3, 4, 5))
         # With gaps theirs would sum other memory than the tensor's.
         with pytest.raises(ValueError, match="is not contiguous, and NCCL would move other memory"):
             c.all_reduce(torch.zeros(4, 4)[:, :2])
@@ -325,3 +334,44 @@ def windows(comm: Communicator, path: str) -> None:
 
 def test_windows(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, windows, str(tmp_path / "store"))
+
+
+def of_sglang(comm: Communicator, path: str) -> None:
+    with gloo(comm, path):
+        c, r, n = sglang.PyNcclCommunicator(dist.group.WORLD, CPU), comm.rank, comm.size
+        x = numbers(r, 2 * n, 3)
+        assert c.available and c.disabled
+        c.all_reduce(x)
+        assert torch.equal(x, numbers(r, 2 * n, 3))
+        total = x.clone()
+        dist.all_reduce(total)
+        with c.change_state(enable=True):
+            assert torch.equal(c.outplace_all_reduce(x), total)
+            part = torch.empty(2, 3)
+            c.reduce_scatter(part, x)
+            assert torch.equal(part, total[2 * r : 2 * r + 2])
+            sizes = [1] * (n - 1) + [n + 1]
+            part = torch.empty(sizes[r], 3)
+            c.reduce_scatter(part, x, sizes=sizes)
+            assert torch.equal(part, total[r : r + sizes[r]])
+            whole = torch.empty(2 * n, 3)
+            c.all_gather(whole, part, sizes)
+            assert torch.equal(whole, total)
+            c.all_gather(whole, total[:2].contiguous())
+            assert torch.equal(whole, total[:2].repeat(n, 1))
+            swapped = torch.empty_like(x)
+            c.all_to_all_single(swapped, x)
+            assert torch.equal(swapped, torch.cat([numbers(q, 2 * n, 3)[2 * r : 2 * r + 2] for q in range(n)]))
+            c.all_reduce(x)
+            assert torch.equal(x, total)
+        assert c.disabled
+        c.destroy()
+        nccl = sglang.NCCLLibrary()
+        alone = nccl.ncclCommInitRankConfig(1, nccl.ncclGetUniqueId(), 0, pynccl.CommConfig(cta_policy=2))
+        nccl.ncclMemFree(nccl.ncclMemAlloc(256))
+        nccl.ncclCommDestroy(alone)
+
+
+@each_size
+def test_a_program_of_sglang(ranks: RankPool, n: int, tmp_path: Path) -> None:
+    ranks.run(n, of_sglang, str(tmp_path / "store"))

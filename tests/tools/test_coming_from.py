@@ -268,8 +268,8 @@ def test_gradients_are_right_here_and_torch_s_are_as_the_page_says(ranks: RankPo
 
 
 def test_the_imports_of_the_vllm_table_are_there() -> None:
-    imports = [here for _, here, *_ in table("vLLM") if here.startswith("from ")]
-    assert len(imports) == 3
+    imports = [here for _, here, *_ in table("vLLM and SGLang") if here.startswith("from ")]
+    assert len(imports) == 4
     for line in imports:
         names: dict[str, Any] = {}
         exec(line, names)

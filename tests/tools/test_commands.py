@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from forks import Ended, Forks
 
 import pynccl
@@ -310,6 +311,7 @@ def test_what_cannot_work_is_said_in_a_line(forks: Forks, threads: concurrent.fu
 
 
 def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    dist_error = torch.distributed.DistNetworkError("the port is in use")
     for error, code in (
         (ValueError("--x is 0"), 2),
         (FileNotFoundError(2, "No such file or directory", "x.json"), 2),
@@ -321,6 +323,7 @@ def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str]) -> 
         (command.FailedError("the results differ"), 1),
         (MemoryError("too large"), 1),
         (ConnectionRefusedError("nobody listens"), 1),
+        (dist_error, 1),
         (KeyboardInterrupt(), 130),
     ):
 

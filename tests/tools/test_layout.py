@@ -32,7 +32,7 @@ ORDER: dict[str, str] = {
         bootstrap.rendezvous bootstrap.master_store bootstrap.join bootstrap.env bootstrap.mpi
         bootstrap.stores bootstrap
         nccl_params __init__
-        compat.wrapper compat.stateless compat.vllm
+        compat.wrapper compat.stateless compat.vllm compat.sglang
         progress tools.command
         tools.doctor.findings tools.doctor.problems tools.doctor
         tools.explain.moves tools.explain.operations tools.explain.execute tools.explain.terminal
