@@ -239,7 +239,7 @@ def test_the_list_has_a_row_for_each(
     assert hang.run(parser.parse_args(["--list", str(tmp_path)])) == 0
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split() == ["job", "state", "processes", "started", "program"]
-    assert "1 running" in first and "60.0 s ago" in first and first.endswith("python a?[2J.py")
+    assert "1 running" in first and "60.0 s ago" in first and first.endswith("python a [2J.py")
     assert second.startswith("job@1  seen 2 h 0 min ago") and second.endswith("python train.py --lr 3")
 
 
