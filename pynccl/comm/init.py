@@ -14,7 +14,7 @@ from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, INT_MIN, integer, listed
 from ..interop.devices import current_device, device_ordinal, on_device
 from ..watch import watchdog
-from ..watch.track import Identity, new_track, uid_of
+from ..watch.track import Identity, new_track
 from .argcheck import check_rank
 from .base import Comm, Origin, check_is_on, comm_name, explained
 from .consistency import compare_texts
@@ -100,10 +100,7 @@ def grow(
     self.check_alive()
     with self.lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
         handle = comm_grow(self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout)
-    made = type(self)(handle, self.library, self.timeout, config or self._config, self._child(config, "grow", nranks))
-    if identity is not None and made._track is not None:
-        made._track.write("alias", uid_of(bytes(identity)))  # as the new ranks call it
-    return made
+    return type(self)(handle, self.library, self.timeout, config or self._config, self._child(config, "grow", nranks))
 
 
 def _derive(

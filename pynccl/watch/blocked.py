@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .findings import SHOWN, Finding, Weight, chain, lines_of, places_of, standing, standings
+from .findings import SHOWN, Finding, Weight, lines_of, places_of, standing, standings
 from .formatting import called, ranks_text, seconds
 from .gone import ending
 from .job import Member, follows, names_of
@@ -53,7 +53,6 @@ def _away(waits: Waits, meeting: Meeting, members: Sequence[Member]) -> Finding:
         if meeting.group.members[rank].process is members[0].process:
             how = "calls of several ranks of one process go into a pynccl.group()"
             found.details.append(f"its process is inside as rank {rank}: {how}")
-    found.details += chain(waits, meeting)
     found.culprits, found.lines = [one.key for one in members], places_of(members)
     return found.concern(waits, [meeting])
 
@@ -65,7 +64,7 @@ def _unknown(waits: Waits, meeting: Meeting) -> Finding:
     text += f"; {meeting.waiting()} in {meeting.describe()}"
     ended = [process for process in waits.job.processes if follows(process)]  # who may have known more
     ended.sort(key=lambda process: not process.end.startswith("NcclInvalidUsage"))
-    details = [*(ending(waits, process) for process in ended[:1]), *chain(waits, meeting)]
+    details = [ending(waits, process) for process in ended[:1]]
     if ended and ended[0].end.startswith("NcclInvalidUsage"):  # it knew what is wrong: calls that disagree
         text, details[0] = details[0], text
     culprits = [(meeting.group.uid, rank) for rank in ranks]
@@ -135,6 +134,6 @@ def _stalled(waits: Waits, meeting: Meeting) -> Finding:
     # Of the messages of a group it is rather those between two machines, or containers, that do not arrive.
     several = len({(one.process.machine, one.process.host) for one in members[:4]}) > 1
     found = Finding("stalled", Weight.STALLED_BETWEEN_MACHINES if several else Weight.STALLED, text)
-    found.details = [*standings(waits, members[:4]), *chain(waits, meeting)]
+    found.details = standings(waits, members[:4])
     found.culprits = [] if meeting.complete() else [one.key for one in members]
     return found.concern(waits, [meeting])

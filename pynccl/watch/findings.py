@@ -12,8 +12,6 @@ from .records import DEAD, STOPPED, UNKNOWN, CallRecord, ProcessRecord
 from .waits import Meeting, Waits
 
 SHOWN = 8  # lines about single ranks in one finding
-_SILENT_SECONDS = 10.0  # a watchdog writes more often than this
-_SHOWN_CHAIN = 4
 
 
 class Weight(IntEnum):
@@ -77,19 +75,6 @@ def places_of(members: Iterable[Member]) -> list[str]:
     return [line_of(member.process.end_site or last_place(member.process)) for member in members]
 
 
-def chain(waits: Waits, meeting: Meeting) -> list[str]:
-    """A line for each rank that is away elsewhere only because it waits here."""
-    lines = []
-    for other in waits.behind([meeting])[1:]:
-        for first, steps in other.first.items():
-            if held := [step for step in steps if step.then is None]:
-                lines.append(
-                    f"{waits.job.name(held[0].member.process, other.group)} has not entered {other.brief()}, "
-                    f"where {other.waiting()}, because it is itself waiting in {first.group.brief(held[0].first)}"
-                )
-    return lines[:_SHOWN_CHAIN]
-
-
 def standings(waits: Waits, members: Sequence[Member]) -> list[str]:
     """A line for each rank, or for several that stand alike."""
     rows: dict[str, list[Member]] = {}
@@ -100,9 +85,8 @@ def standings(waits: Waits, members: Sequence[Member]) -> list[str]:
 
 def standing(waits: Waits, member: Member) -> str:
     """ "process alive, last completed #40; its main thread is in data.py:41 next_batch"."""
-    process = member.process
-    words = (f"{_alive(waits, process)}, {progress(member)}", _whereabouts(process), _silent(process))
-    return "; ".join(word for word in words if word)
+    text, where = f"{_alive(waits, member.process)}, {progress(member)}", _whereabouts(member.process)
+    return f"{text}; {where}" if where else text
 
 
 def _alive(waits: Waits, process: ProcessRecord) -> str:
@@ -136,11 +120,3 @@ def _whereabouts(process: ProcessRecord) -> str:
         if age
         else f"its main thread is in {place(site)}"
     )
-
-
-def _silent(process: ProcessRecord) -> str:
-    """Says so where a process runs and yet does not write its heartbeat."""
-    age = process.now - process.heartbeat
-    if process.state in (DEAD, STOPPED, UNKNOWN) or process.heartbeat <= 0 or age <= _SILENT_SECONDS:
-        return ""
-    return f"its watchdog has not written for {seconds(age)}: a C call holds the GIL, or the machine is overloaded"

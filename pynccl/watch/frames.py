@@ -20,7 +20,6 @@ _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = ("torch", "pynccl_autograd")  # whose files lie between a user's line and a call of this package, as ours do
 _MODULES = tuple(_LIBRARY + name for name in ("contextlib.py", "functools.py", "threading.py", "concurrent" + os.sep))
 _TYPED_IN = ("<stdin>", "<string>", "<console>", "<ipython", "<doctest")  # of users; other names in <> are generated
-_MOST_FILES = 10_000
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
@@ -30,8 +29,6 @@ class _Between(dict[str, bool]):
     call."""
 
     def __missing__(self, file: str) -> bool:
-        if len(self) >= _MOST_FILES:  # of a program that makes code for ever
-            self.clear()
         self[file] = found = _lies_between(file)
         return found
 

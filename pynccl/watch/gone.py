@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from .findings import SHOWN, Finding, Weight, chain, lines_of, places_of, progress, standings
+from .findings import SHOWN, Finding, Weight, lines_of, places_of, progress, standings
 from .formatting import ago, at, call_name, called, clean, line_of
 from .job import Group, consequence, ended_about, follows, killed, names_of, normal
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
@@ -62,7 +62,6 @@ def _dead(waits: Waits) -> Finding | None:
     found = Finding("dead", weight, every + ending(waits, first, group) + _for_it(meetings))
     if member := job.member(first, group):
         found.details.append(f"{job.name(first, group)}: {progress(member)}")
-    found.details += chain(waits, meetings[0]) if meetings else []
     found.details += [f"also: {ending(waits, one)}" for one in others if not follows(one)][:SHOWN]
     found.culprits, found.comms = [job.key(first, group)], [comm.uid for comm in first.comms]
     places = [line_of(first.end_site), *lines_of(_inside(waits, first).values()), line_of(first.where)]
@@ -112,7 +111,6 @@ def _stopped(waits: Waits) -> Finding | None:
         for process in halted
     ]
     found = Finding("stopped", Weight.STOPPED, texts[0] + _for_it(meetings), texts[1:SHOWN])
-    found.details += chain(waits, meetings[0]) if meetings else []
     found.culprits = [job.key(process, group) for process in halted]
     found.comms = [comm.uid for process in halted for comm in process.comms]
     found.lines = places_of(member for process in halted for member in job.members.get(id(process), [])[:1])
@@ -129,7 +127,7 @@ def _left(waits: Waits, meeting: Meeting) -> Finding:
     how = f"{clean(first.comm.ended)}{at(first.comm.ended_site)}{ago(first.process, first.comm.ended_at)}"
     text = f"{names_of([first])}'s comm '{meeting.group.name}' was {how}; {meeting.waiting()} in {meeting.describe()}"
     text += ", which it never entered"
-    found = Finding("left", Weight.LEFT, text, [*standings(waits, members), *chain(waits, meeting)])
+    found = Finding("left", Weight.LEFT, text, standings(waits, members))
     found.culprits = [one.key for one in members]
     found.lines = [line for one in members if (line := line_of(one.comm.ended_site))] or places_of(members)
     return found.concern(waits, [meeting])

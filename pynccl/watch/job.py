@@ -183,14 +183,10 @@ def ended_about(process: ProcessRecord) -> float:
 
 
 def _groups(processes: Sequence[ProcessRecord]) -> list[Group]:
-    uids: dict[str, str] = {}  # one for each communicator that has grown: a record has its names together
-    for comm in (comm for process in processes for comm in process.comms if comm.aliases):
-        names = (comm.uid, *comm.aliases)
-        uids |= dict.fromkeys(names, next((uids[name] for name in names if name in uids), comm.uid))
     found: dict[str, list[tuple[ProcessRecord, CommRecord]]] = {}
     for process in processes:
         for comm in process.comms:
-            found.setdefault(uids.get(comm.uid, comm.uid), []).append((process, comm))
+            found.setdefault(comm.uid, []).append((process, comm))
     launched = {one.rank: one for one in sorted(processes, key=lambda one: one.started) if one.rank >= 0}
     return [_group(uid, rows, launched) for uid, rows in found.items()]
 

@@ -17,7 +17,7 @@ from ctypes import c_char, c_double, c_int32, c_uint32, c_uint64
 from typing import Any
 
 MAGIC = b"pynccl flight recorder"
-VERSION = 4
+VERSION = 5
 SUFFIX = ".watch"
 
 PAGE = 1 << 16  # where a map may begin, on every machine
@@ -73,7 +73,6 @@ class CommHead(ctypes.Structure):
         ("waits_at", c_double),  # when its streams were last seen to wait for calls before that
         ("ended_at", c_double),
         ("uid", c_char * 64),
-        ("alias", c_char * 64),
         ("name", c_char * 128),
         ("device", c_char * 32),
         ("made_at", c_char * 160),

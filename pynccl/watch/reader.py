@@ -29,7 +29,9 @@ from .records import (
     ProcessRecord as Process,
 )
 
-_ANSWER_SECONDS = 1.0  # in which a process says where its threads are; its watchdog looks twice a second
+_ANSWER_SECONDS = (
+    2.0  # in which a process says where its threads are; its watchdog looks twice a second, if it gets the CPU
+)
 _PAUSE = 0.02
 _READS = 3  # of a ring that is being written
 
@@ -88,7 +90,7 @@ def read_file(path: str, calls: bool = True) -> Process:
 
 
 def ask(processes: Iterable[Process]) -> bool:
-    """Have those that run on this machine write down where their threads are, and wait for it; at most a second.
+    """Have those that run on this machine write down where their threads are, and wait for it; at most two seconds.
     Whether any did: then their files are to be read anew."""
     begun = time.monotonic()
     clock = bytes(ctypes.c_double(begun))
@@ -174,7 +176,6 @@ class _File:
         return clock + self._wall if clock else 0.0
 
     def _comm(self, head: Any, at: int, calls: bool) -> CommRecord:
-        alias = get(head.alias)
         comm = CommRecord(
             uid=get(head.uid),
             name=get(head.name),
@@ -184,7 +185,6 @@ class _File:
             made_at=get(head.made_at),
             made=self._seconds(head.made),
             parent=get(head.parent),
-            aliases=(alias,) if alias else (),
             waits_at=self._seconds(head.waits_at),
             calls=self._calls(head, at) if calls else [],
             ended=get(head.ended) if head.state == layout.ENDED else "",

@@ -59,7 +59,6 @@ class Recorder:
         self.exchange: Any = None  # the newest one with ranks on other machines: there the end is told, too
         self.sharing = threading.Lock()  # of what all threads share: the exchange, the watchdog
         self.ended = 0  # how, once this process is about to end
-        self.beside: list[str] = []  # other files that go when the job has ended well
         self._ended: list[Any] = []  # tracks of communicators that have ended, oldest first
         self._lock = threading.Lock()
         self._warned = False
@@ -112,9 +111,7 @@ class Recorder:
         end of the file."""
         with self._lock:
             if len(self._ended) > _FORGOTTEN:
-                track = self._ended.pop(0)
-                memory: memoryview = track.memory
-                track.detach()
+                memory: memoryview = self._ended.pop(0).memory
                 memory[:] = bytes(len(memory))
                 return memory, True
             nbytes = layout.REGION_BYTES
@@ -169,13 +166,6 @@ class Recorder:
                 if track.kept:
                     self._ended.append(track)
 
-    def detach(self) -> None:
-        """This is a forked child, the file is the parent's: what is still written goes nowhere."""
-        self.head = layout.Header()
-        self.strings.rows = memoryview(bytearray(len(self.strings.rows)))
-        for track in (*self.tracks, *self._ended):
-            track.detach()
-
     @property
     def mine(self) -> bool:
         """Whether this is still the process that made it, not a forked child."""
@@ -212,9 +202,7 @@ def _rank() -> int:
 
 def _after_fork_in_child() -> None:
     global _recorder
-    if _recorder is not None:
-        _recorder.detach()
-    _recorder = None
+    _recorder = None  # the file is the parent's, and so are its communicators: the child cannot call them
     _starting._at_fork_reinit()  # type: ignore[attr-defined]
 
 

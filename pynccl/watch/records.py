@@ -64,7 +64,7 @@ class CallRecord:
 class CommRecord:
     """One communicator as one rank has it.
 
-    uid      the same on all its ranks, on every machine; aliases: other names for it (of a communicator that has grown)
+    uid      the same on all its ranks, on every machine, but those that joined it by grow()
     name     for messages: CommConfig.comm_name, else what made it: "init", "split of init, color 0"
     entered  number of the last collective call that it has entered; completed: of the last one that has completed
     calls    the last ones, oldest first
@@ -81,7 +81,6 @@ class CommRecord:
     made_at: str = ""
     made: float = 0.0
     parent: str = ""
-    aliases: tuple[str, ...] = ()
     entered: int = 0
     completed: int = 0
     cut: bool = False
@@ -133,49 +132,30 @@ class ProcessRecord:
 
     def of(self, uid: str) -> list[CommRecord]:
         """Its communicators of this name: several, where threads of one process are ranks."""
-        return [comm for comm in self.comms if uid in (comm.uid, *comm.aliases)]
+        return [comm for comm in self.comms if comm.uid == uid]
 
     def uids(self) -> set[str]:
         """The names of its communicators."""
-        return {uid for comm in self.comms for uid in (comm.uid, *comm.aliases)}
+        return {comm.uid for comm in self.comms}
 
 
-_NESTED: dict[str, type] = {"comms": CommRecord, "calls": CallRecord}
-_TYPES: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}  # else a list
-
-
-def to_json(record: Any) -> dict[str, Any]:
+def to_json(record: ProcessRecord) -> dict[str, Any]:
     """As plain values for json.dumps; what has its default is left out."""
-    values = {}
-    for one in dataclasses.fields(record):
-        value = getattr(record, one.name)
-        if one.name in _NESTED:
-            values[one.name] = [to_json(item) for item in value]
-        elif one.default is dataclasses.MISSING or value != one.default:
-            values[one.name] = value
-    return values
+    comms = [{**_changed(comm), "calls": [_changed(call) for call in comm.calls]} for comm in record.comms]
+    return {**_changed(record), "comms": comms}
+
+
+def _changed(record: Any) -> dict[str, Any]:
+    fields = ((one, getattr(record, one.name)) for one in dataclasses.fields(record))
+    return {one.name: value for one, value in fields if value != one.default}
 
 
 def from_json(values: Any) -> ProcessRecord:
-    """The record of what `to_json` gave; ValueError for anything else."""
+    """The record of what `to_json` gave; ValueError for anything else, also of another version."""
     try:
-        record: ProcessRecord = _record(ProcessRecord, values)  # what else there is, is of a newer version
-        return record
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"no record of a process: {error}") from None
-
-
-def _record(kind: Any, values: Any) -> Any:
-    read: dict[str, Any] = {}
-    for one in dataclasses.fields(kind):
-        name, expected = one.name, str(one.type)
-        if name not in values:
-            continue
-        value = values[name]
-        if not isinstance(value, _TYPES.get(expected, list)):
-            raise TypeError(f"{kind.__name__}.{name}: expected {expected}, got {type(value).__name__}")
-        if name in _NESTED:
-            read[name] = [_record(_NESTED[name], item) for item in value]
-        else:
-            read[name] = float(value) if expected == "float" else tuple(value) if expected[:5] == "tuple" else value
-    return kind(**read)
+        comms = [
+            CommRecord(**{**comm, "calls": [CallRecord(**call) for call in comm["calls"]]}) for comm in values["comms"]
+        ]
+        return ProcessRecord(**{**values, "comms": comms})
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"no record of a process: {error!r}") from None

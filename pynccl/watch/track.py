@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import os
 import threading
 import weakref
@@ -50,7 +49,10 @@ class Track:
         self.children: dict[str, int] = {}  # how many were made of it, by what made them: for their names
         self.head, self.thread = 0, 0
         self._collective = 0  # calls so far that all ranks make
-        self._look_into(memory)
+        self.memory = memory
+        self.comm_head = layout.CommHead.from_buffer(memory)
+        self._slots = memory[layout.REGION_HEAD :][: layout.CALLS * _BYTES]
+        self._words, self._clocks = self._slots.cast("Q"), self._slots.cast("d")
         self._ring, self._strings, self._kinds = layout.CALLS, recorder.strings, _Kinds(recorder)
         self._groups = itertools.count(1)
         self._gone: dict[int, int] = {}  # the newest call when such a stream was closed
@@ -66,16 +68,6 @@ class Track:
         self.comm_head.state = layout.LIVE  # last: from now on it can be read
         recorder.tracks.append(self)
 
-    def _look_into(self, memory: memoryview) -> None:
-        self.memory = memory
-        self.comm_head = layout.CommHead.from_buffer(memory)
-        self._slots = memory[layout.REGION_HEAD :][: layout.CALLS * _BYTES]
-        self._words, self._clocks = self._slots.cast("Q"), self._slots.cast("d")
-
-    def detach(self) -> None:
-        """Its region is another one's from now on, or its parent's: what is still written goes nowhere."""
-        self._look_into(memoryview(mmap.mmap(-1, layout.REGION_BYTES)))
-
     def made(self, comm: Any, device: str, site: str) -> None:
         """The communicator is there."""
         self.comm = weakref.ref(comm)
@@ -84,7 +76,7 @@ class Track:
         self.write("made_at", site)
 
     def write(self, what: str, text: str) -> None:
-        """A text of the communicator: name, device, made_at, parent, alias, error."""
+        """A text of the communicator: name, device, made_at, parent, error."""
         layout.put(self.comm_head, what, text)
 
     # Calls

@@ -20,7 +20,7 @@ AWAY, LEFT, NO_RECORD = "away", "left", "no record"
 MESSAGES = ("send", "recv")
 _TOGETHER = ("finalize", "destroy", "shrink", "grow")  # not numbered, but calls of all ranks
 _LOOKED_AT = 16  # numbers of one communicator, and sends from one rank to another: the first ones explain the others
-_OLDEST, _NEWEST = 48, 16  # calls of one process that are put in order: those between them wait as they do
+_OLDEST = 64  # calls of one process that are put in order: later ones wait as they do
 
 
 @dataclass(eq=False)
@@ -123,14 +123,13 @@ class Waits:
 
     def circles(self) -> list[list[Meeting]]:
         """Meetings that wait for each other, each circle once, as short as it can be; each waits for the next one."""
-        left, found = set(self.meetings), []
         after = {one: list(one.first) for one in self.meetings}
-        while ends := {one for one in left if left.isdisjoint(one.first) or left.isdisjoint(self._above.get(one, []))}:
-            left -= ends  # in no circle
-        for start in (one for one in self.meetings if one in left):
-            if start in left and (path := _shortest(start, after)):
+        found: list[list[Meeting]] = []
+        seen: set[Meeting] = set()
+        for start in self.meetings:
+            if start.first and start not in seen and (path := _shortest(start, after)):
                 found.append(path)
-                left -= set(_reached([start], after)) & set(_reached([start], self._above))
+                seen |= set(_reached([start], after)) & set(_reached([start], self._above))
         return found
 
     # Which calls are waits
@@ -259,9 +258,7 @@ class Waits:
     def _order(self) -> None:
         """A call that its rank has issued after another one waits for that one."""
         for rows in self._at.values():
-            if len(rows) > _OLDEST + _NEWEST:
-                rows = sorted(rows, key=lambda row: (row[2].issued, row[2].entry))
-                rows = rows[:_OLDEST] + rows[-_NEWEST:]
+            rows = sorted(rows, key=lambda row: (row[2].issued, row[2].entry))[:_OLDEST]
             for later, member, then in rows:
                 for earlier, other, first in rows:
                     if later is not earlier and _before(first, then, other is member):

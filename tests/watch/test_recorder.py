@@ -344,11 +344,9 @@ def test_whose_records_are_on_this_machine_is_told_from_the_heads_of_the_files(o
     uid = uid_of("a")
     for rank in (0, 2):
         Track(own, Identity(uid, "a", ""), rank, 4)
-    grown = Track(own, Identity(uid_of("b"), "b", ""), 3, 4)
-    grown.write("alias", uid)
     Track(own, Identity(uid_of("c"), "c", ""), 1, 4).end("destroyed")
     base = str(Path(own.path).parent)
-    assert ranks(base, uid) == {0, 2, 3}
+    assert ranks(base, uid) == {0, 2}
     assert ranks(base, uid_of("c")) == {1}
     assert ranks(base, uid_of("d")) == set()
 

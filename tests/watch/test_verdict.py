@@ -70,10 +70,6 @@ def test_a_rank_that_waits_elsewhere_is_not_to_blame() -> None:
     assert verdict.culprits == [("u-dp", 1)]
     assert verdict.sentence.startswith("rank 1 (rank 9 of the launch) never entered all_reduce #7 (comm 'dp'")
     assert verdict.comms == ["u-dp", "u-tp"]
-    assert (
-        "rank 3 has not entered all_reduce #41 of comm 'tp', where 3 ranks have waited 12.3 s, "
-        "because it is itself waiting in all_reduce #7 of comm 'dp'"
-    ) in verdict.details
     assert about(verdict, "u-tp", 0).startswith("rank 1 (rank 9 of the launch) never entered")
 
 
@@ -341,11 +337,10 @@ def test_the_first_to_end_is_to_blame_and_errors_about_others_are_not() -> None:
 
 
 @pytest.mark.parametrize("state", [DEAD, STOPPED])
-def test_whoever_waits_for_the_dead_or_stopped_elsewhere_is_explained(state: str) -> None:
+def test_whoever_waits_for_the_dead_or_stopped_elsewhere_is_not_to_blame(state: str) -> None:
     third = process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=INSIDE)))
     verdict = judge([*three_wait(), third, process(9, dp(1, call(6)), state=state)])
     assert (verdict.kind, verdict.culprits, verdict.comms) == (state, [("u-dp", 1)], ["u-dp", "u-tp"])
-    assert "rank 3 has not entered all_reduce #41 of comm 'tp'" in "\n".join(verdict.details)
 
 
 def test_clocks_of_two_machines_are_not_compared() -> None:
@@ -383,12 +378,6 @@ def test_a_stopped_process_and_how_to_continue_it() -> None:
         verdict = judge([*three_wait(), state])
         assert verdict.sentence.startswith("rank 3's process 1003 is stopped (SIGSTOP, or a debugger): kill -CONT 1003")
         assert (verdict.kind, verdict.culprits) == ("stopped", [("u-tp", 3)])
-
-
-def test_a_process_without_a_heartbeat_is_said_to_be_frozen() -> None:
-    said = "its watchdog has not written for 31.0 s: a C call holds the GIL, or the machine is overloaded"
-    verdict = judge([*three_wait(), behind(3, 4, heartbeat=NOW - 31)])
-    assert verdict.kind == "missing" and said in verdict.details[0]
 
 
 def test_a_rank_on_another_machine_that_does_not_answer() -> None:
@@ -504,12 +493,6 @@ def test_the_newest_of_two_runs_counts() -> None:
     assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 3)])
 
 
-def test_names_of_a_communicator_that_has_grown_are_one() -> None:
-    records = [*three_wait(), behind(3, 4)]
-    records[0].comms[0].uid, records[0].comms[0].aliases = "grown", ("u-tp",)
-    assert judge(records).sentence.startswith("rank 3 never entered")
-
-
 def test_a_rank_missing_in_two_communicators_is_one_finding() -> None:
     records = [
         waiting(0, 2),
@@ -612,7 +595,6 @@ def test_a_send_that_the_other_side_has_received_keeps_its_rank_from_the_next_ca
     verdict = judge([first, process(1, comm(1, 2, [*before, send]))], uid="u-tp")
     assert verdict.sentence.startswith("rank 1 in send to rank 0")
     assert ", not done after 4.0 s, which rank 0 completed: " in verdict.sentence
-    assert "rank 1 has not entered all_reduce #3" in render(verdict)
 
 
 def test_a_message_between_two_machines_is_named_before_one_within_a_machine() -> None:

@@ -142,7 +142,7 @@ def test_all_errors_and_the_report_name_both_ranks(
     server: fault_run.Server, tmp_path: Path, case: str, size: int
 ) -> None:
     program = Program(0, size, "environment", Fault("none"), HEAD + CASES[case][0])
-    ended = fault_run.run(program, tmp_path, server, None, "on")
+    ended = fault_run.run(program, tmp_path, server, None)
     said, failed = expected(case, size), [rank for rank in ended.ranks if rank.status]
     assert failed and not ended.hung
     for rank in failed:

@@ -75,11 +75,7 @@ def _table(processes: list[ProcessRecord], verdict: Verdict, all_apart: bool) ->
 def _stacks(processes: list[ProcessRecord], verdict: Verdict, every: bool) -> Iterator[list[str]]:
     """Of the culprits and of one that waits for them; or of all. Equal ones are printed once."""
     named = set(verdict.culprits)
-    blamed = [
-        one
-        for one in processes
-        if any((uid, comm.rank) in named for comm in one.comms for uid in (comm.uid, *comm.aliases))
-    ]
+    blamed = [one for one in processes if any((comm.uid, comm.rank) in named for comm in one.comms)]
     waiting = [one for one in processes if one not in blamed and table.open_call(one.comms)]
     some = [*blamed, *[one for one in waiting if one.stack][:1]] if verdict.wrong else []
     alike: dict[tuple[str, bool], list[ProcessRecord]] = {}

@@ -69,7 +69,7 @@ def rows(processes: Sequence[ProcessRecord], concerned: Collection[str] = (), al
     single = []
     for process in processes:
         for rank, comms in _members(process).items():
-            first = [comm for comm in comms if {comm.uid, *comm.aliases} & set(concerned)]
+            first = [comm for comm in comms if comm.uid in concerned]
             found = open_call(first, everywhere) or open_call(comms, everywhere) or _last_call(first)
             single.append(_row(process, rank, comms, found or _last_call(comms)))
     single.sort(key=lambda row: (row.ranks, row.processes[0].host, row.processes[0].pid))
