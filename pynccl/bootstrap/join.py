@@ -65,11 +65,12 @@ def init_at(
         raise
     comm = init(rendezvous.nranks, identity, rendezvous.rank, part, config, rendezvous.clock)
     if watch:
-        _watch_at(comm, rendezvous.store, serves)
+        watch_at(comm, rendezvous.store, serves)
     return comm
 
 
-def _watch_at(comm: Communicator, store: Any, serves: bool) -> None:
+def watch_at(comm: Communicator, store: Any, serves: bool = False) -> None:
+    """Ranks that are stuck ask each other at this store where they are.   serves: it goes with this process"""
     if comm._track is not None and comm.size > 1:
         try:
             from ..watch.diagnosis import meet  # what it imports takes long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import stat
 import time
@@ -17,8 +18,10 @@ from ..bindings.workers import Clock
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
 from ..comm.init import check_rank_of
+from ..watch.layout import SUFFIX
+from ..watch.recorder import recorder
 from .env import agent_serves
-from .join import init_at
+from .join import init_at, watch_at
 from .rendezvous import Rendezvous, first_line
 
 _LONGEST_NAME = 1 << 16  # of a key in torch's FileStore, which begins with the length of one
@@ -133,7 +136,8 @@ def from_file(
           run that failed leaves it, and the next one says that it has to be removed.
 
     The rest as in `from_store`. Raises NcclSystemError if the file cannot be written, NcclInvalidUsage if it holds
-    something else. Ranks on other machines are not asked where they are when one is stuck: the file is gone then.
+    something else. Ranks that are stuck ask each other in a second file, `path`.UID.watch. It goes when the job has ended
+    well, else with the next run.
     """
     clock = Clock(timeout)
     check_rank_of(rank, nranks)
@@ -149,7 +153,33 @@ def from_file(
                 os.unlink(path)
 
     rendezvous = Rendezvous(store, rank, nranks, clock, server, again, met)
-    return init_at(rendezvous, library, device, local_rank, config, watch=False)
+    comm = init_at(rendezvous, library, device, local_rank, config, watch=False)
+    with contextlib.suppress(NcclError):  # a disk that is full by now
+        watch_at(comm, _WatchFile(path, comm, clock))
+    return comm
+
+
+class _WatchFile:
+    """torch's FileStore for ranks that are stuck. They poll it by add(key, 0), for which torch's writes an entry."""
+
+    def __init__(self, path: str, comm: Communicator, clock: Clock) -> None:
+        own = f"{os.path.abspath(path)}.{comm.uid[:12]}{SUFFIX}"
+        if comm.rank == 0:
+            for old in glob.glob(f"{glob.escape(os.path.abspath(path))}.*{SUFFIX}"):  # of runs that have failed
+                if old != own:
+                    with contextlib.suppress(OSError):
+                        os.unlink(old)
+        self._store = _file_store(own, clock)
+        if (found := recorder()) is not None:
+            found.beside.append(own)
+
+    def add(self, key: str, amount: int) -> int:
+        if amount:
+            return int(self._store.add(key, amount))
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def _file_store(path: str, clock: Clock) -> Any:

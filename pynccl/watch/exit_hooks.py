@@ -140,5 +140,5 @@ def _remove() -> None:
         others = [one for one in known if one.job == me.job or one.uids() & me.uids()]
     if any(one.state in (RUNNING, STOPPED) for one in others):
         return
-    for path in (own.path, *(one.path for one in others if one.end == _CLEAN)):
+    for path in (own.path, *(one.path for one in others if one.end == _CLEAN), *own.beside):
         folder.remove(path)

@@ -59,6 +59,7 @@ class Recorder:
         self.exchange: Any = None  # the newest one with ranks on other machines: there the end is told, too
         self.sharing = threading.Lock()  # of what all threads share: the exchange, the watchdog
         self.ended = 0  # how, once this process is about to end
+        self.beside: list[str] = []  # other files that go when the job has ended well
         self._ended: list[Any] = []  # tracks of communicators that have ended, oldest first
         self._lock = threading.Lock()
         self._warned = False
