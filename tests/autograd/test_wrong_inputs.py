@@ -232,7 +232,7 @@ def kinds(comm: Communicator) -> int:
 
 
 def test_what_is_no_partition_communicator_tensor_or_number_is_named(ranks: RankPool) -> None:
-    assert ranks.run(2, kinds) == [30, 30]
+    assert ranks.run(2, kinds) == [29, 29]
 
 
 def groups(comm: Communicator) -> list[str]:
