@@ -12,7 +12,7 @@ full: so on every rank in one order, whatever the order of the gradients.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -30,9 +30,7 @@ from ..torch_internals import backward_pass, tensors_in
 from ..wire import CARRIED, REAL_OF, Dtype
 from .buckets import Bucket, Named, as_real, cut_into_buckets, wire_of
 from .dtensors import is_dtensor
-from .gradients import averaged, is_finished_in_backward, partial_over
 from .in_flight import EndOfPass, InFlight
-from .optimizer_shard import MakeOptimizer, OptimizerShard
 
 
 class DataParallelGradients(Shared):
@@ -48,28 +46,17 @@ class DataParallelGradients(Shared):
     gradient_as_bucket_view  .grad are views of the buckets: no second memory for gradients. With `zero_grad()` of this
                              object instead of the optimizer's, they are not copied at all
     broadcast                parameters and buffers are taken from rank 0, now. Later, buffers are each rank's own
-    shard_optimizer          named -> optimizer, as lambda named: torch.optim.AdamW(named, lr=1e-3): see below
 
     The backward pass reduces by itself, and has done so when it returns. What ranks do not use alike is averaged with
     zeros; what no rank used keeps its gradient, None mostly. A rank whose loss uses no parameter at all must call
     `finish()` instead. Steps that only accumulate are run under `no_sync()`, which every rank must do alike.
-    Layers with sequence parallelism want `ad.finish_gradients` besides, after the backward pass; not so with
-    shard_optimizer.
+    Layers with sequence parallelism want `ad.finish_gradients` besides, after the backward pass.
 
-    shard_optimizer. Each rank steps 1/N of all elements, and has 1/N of the optimizer's state (ZeRO, stage 1): buckets
-    are reduce-scattered, `step()` steps this rank's part and gathers the parameters, which are views of flat tensors
-    from now on. The function gets [(name, part)], parts of this rank, [k] each, as torch's optimizers take them; names
-    are those of model.named_parameters(), by which it may make groups. The optimizer has to treat each element on its
-    own, as SGD, Adam and AdamW do. It is `.optimizer`, for schedules. .grad of the model is None after a backward pass:
-    clip with `clip_grad_norm_` of this object. What no rank used has a gradient of zeros. Gradients that sequence
-    parallelism leaves partial are summed at the end of the pass that averages, an all_reduce of 1/N of each bucket of
-    them: all ranks of that communicator must make this pass, and have the same place in `comm`.
-
-    Raises, on all ranks: ValueError for a model that differs from rank to rank, is elsewhere, has no parameters that
-    require gradients, or has partial ones that cannot be summed; TypeError for types that NCCL does not reduce. In a
-    backward pass: RuntimeError for a parameter that has its gradient twice (which use_reentrant=True of checkpoints
-    does), TypeError for sparse gradients. Deterministic where the communicator is. After a backward pass that raised on
-    all ranks alike, gradients that were views of buckets under way are None; the next pass has nothing of it.
+    Raises, on all ranks: ValueError for a model that differs from rank to rank, is elsewhere, or has no parameters that
+    require gradients; TypeError for types that NCCL does not reduce. In a backward pass: RuntimeError for a parameter
+    that has its gradient twice (which use_reentrant=True of checkpoints does), TypeError for sparse gradients.
+    Deterministic where the communicator is. After a backward pass that raised on all ranks alike, gradients that were
+    views of buckets under way are None; the next pass has nothing of it.
     """
 
     def __init__(
@@ -81,41 +68,26 @@ class DataParallelGradients(Shared):
         *,
         gradient_as_bucket_view: bool = False,
         broadcast: bool = True,
-        shard_optimizer: MakeOptimizer | None = None,
     ) -> None:
         check_comm("DataParallelGradients", comm, model=model)
         instance(model, nn.Module, "DataParallelGradients: model", "a torch.nn.Module")
         comm.check_alive()
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, float)) or not bucket_bytes > 0:
             raise ValueError(f"DataParallelGradients: bucket_bytes is {shown(bucket_bytes)}, expected bytes, above 0")
-        if shard_optimizer is not None and not callable(shard_optimizer):
-            raise TypeError(
-                f"DataParallelGradients: shard_optimizer is {shown(shard_optimizer)}, expected a function that makes "
-                "one, as lambda named: torch.optim.AdamW(named, lr=1e-3)"
-            )
         named = _trained(model, comm)
         self._reduced_in = {parameter.dtype: _reduce_dtype(parameter, reduce_dtype) for _, parameter in named}
-        _check_equal(model, named, comm, (broadcast, bucket_bytes, reduce_dtype, shard_optimizer is not None))
-        if shard_optimizer is not None:
-            _check_partial(named, comm)
+        _check_equal(model, named, comm, (broadcast, bucket_bytes, reduce_dtype))
         if broadcast:
             _broadcast([*model.parameters(), *model.buffers()], comm)
         self.comm, self.gradient_as_bucket_view = comm, gradient_as_bucket_view
         self._named, self._bucket_bytes = named, bucket_bytes
-        self._cut(named, shard_optimizer is not None)
-        self._ordered = comm.size == 1 or shard_optimizer is not None  # whose buckets own the parameters
-        self._shard = None if shard_optimizer is None else OptimizerShard(self._buckets, comm, shard_optimizer)
+        self._cut(named)
+        self._ordered = comm.size == 1
         self._sync = True
         self._reset()
         self._hooks = [model.register_forward_hook(self._note_outputs)]
         for name, parameter in named:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, name)))
-            averaged[id(parameter)] = parameter
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Of this rank's parts; RuntimeError without shard_optimizer."""
-        return self._sharded("optimizer").optimizer
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -141,54 +113,22 @@ class DataParallelGradients(Shared):
         for bucket in self._buckets:
             if self.gradient_as_bucket_view:
                 bucket.flat.zero_()
-            for piece, view in zip(bucket.pieces, bucket.views, strict=True):
-                piece.parameter.grad = view if self.gradient_as_bucket_view else None
-        if self._shard is not None:
-            self._shard.zero_grad()
-
-    def step(self) -> None:
-        """With shard_optimizer: step this rank's parts, gather the parameters. Every rank must call it."""
-        self._sharded("step").step()
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """With shard_optimizer: `ad.clip_grad_norm_` of the parts, before step(). Returns the norm of the unsharded
-        model's gradient, equal on all ranks, also of the communicators that cut parameters. Every rank must call it."""
-        return self._sharded("clip_grad_norm_").clip_grad_norm_(max_norm, norm_type)
-
-    def state_dict(self) -> dict[str, Any]:
-        """With shard_optimizer: {"rank", "size", "optimizer": state_dict of this rank's}, to be saved by every rank.
-
-        The model's own state_dict is whole on every rank."""
-        return self._sharded("state_dict").state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What state_dict() returned to this rank of as many, made with the same options; else ValueError."""
-        self._sharded("load_state_dict").load_state_dict(state)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view if self.gradient_as_bucket_view else None
 
     def remove(self) -> None:
         """Leave the model alone from now on; parameters and gradients stay what they are. Twice is harmless."""
         while self._hooks:
             self._hooks.pop().remove()
-        for bucket in self._buckets:
-            for piece in bucket.pieces:
-                averaged.pop(id(piece.parameter), None)
 
-    def _sharded(self, name: str) -> OptimizerShard:
-        if self._shard is None:
-            raise RuntimeError(
-                f"{name}: it has no optimizer; use that of the model, or pass shard_optimizer to DataParallelGradients"
-            )
-        return self._shard
-
-    def _cut(self, named: list[Named], sharded: bool) -> None:
-        cut = cut_into_buckets(named, self._bucket_bytes, partial_apart=sharded)
-        self._buckets = [Bucket(parameters, self.comm.size, not sharded) for parameters in cut]
-        self._index = {piece.name: index for index, bucket in enumerate(self._buckets) for piece in bucket.pieces}
+    def _cut(self, named: list[Named]) -> None:
+        self._buckets = [Bucket(one) for one in cut_into_buckets(named, self._bucket_bytes)]
+        self._index = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
 
     def _reset(self) -> None:
         self._pass: int | None = None  # the backward pass under way
         self._arrivals: dict[str, None] = {}  # whose gradient is there, in order
-        self._missing = [len(bucket.pieces) for bucket in self._buckets]
+        self._missing = [len(bucket.names) for bucket in self._buckets]
         self._launched: list[tuple[InFlight, Tensor]] = []  # of the first buckets: what their average will be in
         self._streams: dict[Any, None] = {}  # on which gradients were made
 
@@ -260,9 +200,9 @@ class DataParallelGradients(Shared):
             return
         self._ordered = True
         last = len(places)
-        full = [max(order.get(piece.name, last) for piece in bucket.pieces) for bucket in self._buckets]
+        full = [max(order.get(name, last) for name in bucket.names) for bucket in self._buckets]
         if full != sorted(full):
-            self._cut(sorted(self._named, key=lambda one: -order.get(one[0], last)), False)
+            self._cut(sorted(self._named, key=lambda one: -order.get(one[0], last)))
             self._reset()
 
     def _raised(self, number: int) -> None:
@@ -285,27 +225,18 @@ class DataParallelGradients(Shared):
         bucket, comm = self._buckets[len(self._launched)], self.comm
         wait_for(self._streams)
         bucket.fill()
-        send = recv = wire_of(bucket.flat, self._reduced_in[bucket.flat.dtype])
-        if self._shard is None:
-            launched = InFlight(comm, lambda stream: comm.all_reduce(send, send, "avg", stream=stream))
-        else:
-            recv = send.chunk(comm.size)[comm.rank]
-            launched = InFlight(comm, lambda stream: comm.reduce_scatter(send, recv, "avg", stream=stream))
-        self._launched.append((launched, recv))
+        wire = wire_of(bucket.flat, self._reduced_in[bucket.flat.dtype])
+        launched = InFlight(comm, lambda stream: comm.all_reduce(wire, wire, "avg", stream=stream))
+        self._launched.append((launched, wire))
 
     @torch.no_grad()
     def _take(self, index: int, launched: InFlight, average: Tensor) -> None:
         """The average of a bucket, when it is there."""
         bucket = self._buckets[index]
         launched.wait()
-        if self._shard is not None:
-            self._shard.take(index, average)
-            for piece in bucket.pieces:
-                piece.parameter.grad = None
-        else:
-            if self._reduced_in[bucket.flat.dtype] is not None:
-                as_real(bucket.flat).copy_(average)
-            bucket.spread(self.gradient_as_bucket_view)
+        if self._reduced_in[bucket.flat.dtype] is not None:
+            as_real(bucket.flat).copy_(average)
+        bucket.spread(self.gradient_as_bucket_view)
         launched.release()
 
 
@@ -319,11 +250,6 @@ def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
             raise TypeError(
                 f"DataParallelGradients: {name} is a DTensor, as of torch's fully_shard, which averages its gradients "
                 "itself: use one of the two"
-            )
-        if is_finished_in_backward(parameter):
-            raise ValueError(
-                f"DataParallelGradients: finish_gradients_in_backward sums the gradient of {name} in the same backward "
-                "pass; remove() that, and call finish_gradients after it"
             )
         if parameter.get_device() != comm.ordinal or parameter.is_meta or lost_its_memory(parameter):
             raise ValueError(
@@ -339,24 +265,6 @@ def _trained(model: nn.Module, comm: Communicator) -> list[Named]:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise TypeError(f"DataParallelGradients: {name or 'model'} has sparse gradients; pass sparse=False to it")
     return named
-
-
-def _check_partial(named: list[Named], comm: Communicator) -> None:
-    """That the ranks which have the parts of a gradient own the same elements of it once it is cut over `comm`."""
-    found: dict[int, tuple[Communicator, list[str]]] = {}
-    for name, parameter in named:
-        over = partial_over(parameter)
-        if over is not None:
-            _, names = found.setdefault(id(over), (over, []))
-            names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
-    for over, names in found.values():
-        other = difference(over, {"their ranks in comm": comm.rank, "such parameters": names})
-        if other is not None:
-            raise ValueError(
-                f"DataParallelGradients: sequence parallelism leaves the gradient of {names[0].split()[0]} partial "
-                f"over {over.size} ranks, of which {other}: with shard_optimizer they must have the same; pass another "
-                'axis of the Mesh, as mesh["dp"] beside mesh["tp"]'
-            )
 
 
 def _reduce_dtype(parameter: Tensor, reduce_dtype: Any) -> Dtype:
@@ -375,7 +283,7 @@ def _check_equal(model: nn.Module, named: list[Named], comm: Communicator, optio
         tensors += [*model.named_parameters(), *model.named_buffers()]
     found = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
     values = {
-        "bucket_bytes, reduce_dtype, broadcast or shard_optimizer": options,
+        "bucket_bytes, reduce_dtype or broadcast": options,
         "names, shapes or types of the model's parameters and buffers, or in which require gradients": found,
     }
     other = difference(comm, values)

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 
-from ..streams import made_on, wait_for
-from ..torch_internals import backward_pass
+from ..ops.all_reduce import all_reduce
 from .dtensors import groups_that_cut, is_dtensor, local_part
-from .in_flight import EndOfPass, InFlight
 from .shards import shard_of
 
-averaged: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by DataParallelGradients
 _in_backward: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
@@ -57,41 +54,31 @@ def _sum(comm: Communicator, grads: list[Tensor]) -> None:
         grad.copy_(total.view_as(grad))
 
 
-def finish_gradients_in_backward(
-    parameters: nn.Module | Iterable[Tensor], bucket_bytes: float = 1e6
-) -> FinishedInBackward:
-    """From now on backward() itself sums the gradients that sequence parallelism leaves partial, beside its own work.
+def finish_gradients_in_backward(parameters: nn.Module | Iterable[Tensor]) -> FinishedInBackward:
+    """From now on backward() itself sums the gradients that sequence parallelism leaves partial.
 
-    They travel in buckets, on the communicator's side stream, as soon as there are `bucket_bytes` of them. When
-    backward() returns .grad is whole, after one pass or several that add to it; `finish_gradients` then finds nothing
-    to do. `remove()` of what is returned ends it.
+    One all_reduce for each parameter, as soon as its gradient is there and before it is added to .grad: so .grad is
+    whole, after one pass or several that add to it, also for hooks of parameters, for DataParallelGradients, and for
+    optimizers that step in the backward pass. `finish_gradients` then finds nothing to do. `remove()` of what is
+    returned ends it.
 
-    Every rank must call it, with the same parameters, those that require a gradient now. Not for what takes gradients
-    before backward() returns: hooks of parameters, torch's DistributedDataParallel and fully_shard, optimizers that
-    step in the backward pass; `DataParallelGradients` refuses it. RuntimeError for parameters that it was called for
-    already, and in a backward pass with create_graph=True; TypeError there for a sparse gradient.
+    Every rank must call it, with the same parameters, those that require a gradient now. RuntimeError for parameters
+    that it was called for already, and for those that torch's fully_shard cuts; TypeError in the backward pass for a
+    sparse gradient.
     """
-    return FinishedInBackward(_listed(parameters, "finish_gradients_in_backward"), bucket_bytes)
+    return FinishedInBackward(_listed(parameters, "finish_gradients_in_backward"))
 
 
 class FinishedInBackward:
     """See `finish_gradients_in_backward`."""
 
-    def __init__(self, parameters: list[Tensor], bucket_bytes: float) -> None:
+    def __init__(self, parameters: list[Tensor]) -> None:
         found = {id(one): one for one in parameters if one.requires_grad and partial_over(one) is not None}
         for one in found.values():
             _check_finishes_alone(one)
-        self.bucket_bytes = bucket_bytes
         self._parameters = found
-        self._pass: int | None = None  # the backward pass whose gradients these are
-        self._added: set[int] = set()  # ids of parameters to whose .grad it was added; torch.autograd.grad() does not
-        self._waiting: dict[tuple[int, torch.dtype], list[_Arrival]] = {}
-        self._launched: list[tuple[InFlight, Tensor, list[_Arrival]]] = []
-        self._hooks: list[Any] = []
-        for key, one in found.items():
-            _in_backward[key] = one
-            self._hooks.append(one.register_hook(partial(self._comes, one)))
-            self._hooks.append(one.register_post_accumulate_grad_hook(lambda one: self._added.add(id(one))))
+        self._hooks = [one.register_hook(partial(_summed, one)) for one in found.values()]
+        _in_backward.update(found)
 
     def remove(self) -> None:
         """Leave the parameters alone from now on. Twice is harmless."""
@@ -102,68 +89,11 @@ class FinishedInBackward:
                 del _in_backward[key]
         self._parameters = {}
 
-    def _comes(self, parameter: Tensor, grad: Tensor) -> None:
-        """Before a gradient is added to .grad."""
-        _check_dense("finish_gradients_in_backward", parameter, grad)
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "finish_gradients_in_backward: not with create_graph=True; remove() it, and call finish_gradients"
-            )
-        number = backward_pass()
-        if number != self._pass:  # the one before has raised, or this one runs in it, as of a reentrant checkpoint
-            self._finish()
-            self._pass = number
-            EndOfPass(self._finish, partial(self._abandon, number))
-        comm = partial_over(parameter)
-        if comm is None:  # no longer: its shard was changed
-            return
-        before = None if parameter.grad is None else parameter.grad.detach().clone()
-        key = (id(comm), grad.dtype)
-        waiting = self._waiting.setdefault(key, [])
-        waiting.append(_Arrival(parameter, comm, grad.detach(), before, made_on(grad)))
-        if sum(one.part.nbytes for one in waiting) >= self.bucket_bytes:
-            self._launch(key)
 
-    @torch.no_grad()
-    def _launch(self, key: tuple[int, torch.dtype]) -> None:
-        arrivals = self._waiting.pop(key)
-        comm = arrivals[0].comm
-        wait_for({arrival.stream: None for arrival in arrivals})
-        flat = torch.cat([arrival.part.reshape(-1) for arrival in arrivals])
-        launched = InFlight(comm, lambda stream: comm.all_reduce(flat, flat, stream=stream))
-        self._launched.append((launched, flat, arrivals))
-
-    @torch.no_grad()
-    def _finish(self) -> None:
-        """Sum what has arrived, and write the sums to .grad."""
-        for key in list(self._waiting):
-            self._launch(key)
-        launched, added = self._launched, self._added
-        self._pass, self._added, self._launched = None, set(), []
-        for one, flat, arrivals in launched:
-            one.wait()
-            totals = flat.split([arrival.part.numel() for arrival in arrivals])
-            for arrival, total in zip(arrivals, totals, strict=True):
-                grad = arrival.parameter.grad
-                if id(arrival.parameter) in added and grad is not None:
-                    whole = total.view_as(arrival.part)
-                    grad.copy_(whole if arrival.before is None else arrival.before + whole)
-            one.release()
-
-    def _abandon(self, number: int) -> None:
-        """The pass has raised: what it launched goes on, as on the other ranks; its sums are written nowhere."""
-        if number == self._pass:
-            self._waiting, self._added = {}, set()
-
-
-class _Arrival(NamedTuple):
-    """A gradient of this pass."""
-
-    parameter: Tensor
-    comm: Communicator
-    part: Tensor
-    before: Tensor | None  # what .grad was, of passes before
-    stream: Any  # on which it was made
+def _summed(parameter: Tensor, grad: Tensor) -> Tensor:
+    _check_dense("finish_gradients_in_backward", parameter, grad)
+    comm = partial_over(parameter)
+    return grad if comm is None else all_reduce(grad, comm, grad="sum")
 
 
 def _check_finishes_alone(parameter: Tensor) -> None:
@@ -173,11 +103,10 @@ def _check_finishes_alone(parameter: Tensor) -> None:
             f"finish_gradients_in_backward: a parameter of {shape} has it already; call it once for a model, or "
             "remove() what the first call returned"
         )
-    if averaged.get(id(parameter)) is parameter or is_dtensor(parameter):
-        what = "fully_shard cuts" if is_dtensor(parameter) else "DataParallelGradients averages"
+    if is_dtensor(parameter):
         raise RuntimeError(
-            f"finish_gradients_in_backward: {what} the gradient of a parameter of {shape} in the same backward pass; "
-            "call finish_gradients after it"
+            f"finish_gradients_in_backward: fully_shard cuts the gradient of a parameter of {shape} in the same "
+            "backward pass; call finish_gradients after it"
         )
 
 
@@ -213,43 +142,37 @@ def clip_grad_norm_(
     found = _listed(parameters, "clip_grad_norm_")
     grads = [local_part(parameter.grad) for parameter in found if parameter.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
-    norm = total_norm([(parameter, local_part(parameter.grad)) for parameter in found], norm_type, device)
+    norm = _total_norm(found, norm_type, device)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be clipped")
-    factor = clip_factor(norm, max_norm)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(factor.to(grad.device))
     double = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
     return norm if double else norm.float()
 
 
-def total_norm(
-    grads: Iterable[tuple[Tensor, Tensor | None]], norm_type: float, device: Any, over: Communicator | None = None
-) -> Tensor:
-    """The norm, in double precision, of the gradients of parameters: (parameter, what this rank has of its gradient).
-
-    over: ranks that each have another part of every gradient. All ranks must pass the same parameters.
-    """
+def _total_norm(parameters: list[Tensor], norm_type: float, device: Any) -> Tensor:
+    """The norm, in double precision, of the gradients of parameters. All ranks must pass the same parameters."""
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf")
     largest = norm_type == math.inf
     zero = torch.zeros(1, dtype=torch.float64, device=device)
     cut: dict[tuple[int, ...], tuple[Communicator | None, tuple[Any, ...], Tensor]] = {(id(None),): (None, (), zero)}
-    for parameter, grad in grads:
+    for parameter in parameters:
         shard, groups = shard_of(parameter), groups_that_cut(parameter)
         comm = None if shard is None or shard.dim is None else shard.comm
         # Also where it has no gradient here: the others may have one, and so come to the sum.
         key = id(comm), *map(id, groups)
         *_, total = cut.get(key, (comm, groups, zero))
-        cut[key] = (comm, groups, _add_power(total, grad, norm_type))
+        cut[key] = (comm, groups, _add_power(total, local_part(parameter.grad), norm_type))
     whole = zero
     for comm, groups, total in cut.values():
         summed = total.clone()
         for group in groups:
             dist.all_reduce(summed, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
-        for one in (comm, over):
-            if one is not None:
-                one.all_reduce(summed, summed, op="max" if largest else "sum")
+        if comm is not None:
+            comm.all_reduce(summed, summed, op="max" if largest else "sum")
         whole = torch.maximum(whole, summed) if largest else whole + summed
     return whole[0] if largest else whole[0] ** (1 / norm_type)
 
@@ -261,11 +184,6 @@ def _add_power(total: Tensor, grad: Tensor | None, norm_type: float) -> Tensor:
     kind = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else None
     norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind).to(total)
     return torch.maximum(total, norm) if norm_type == math.inf else total + norm**norm_type
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """By which gradients of that norm are multiplied."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _listed(parameters: Any, name: str) -> list[Tensor]:

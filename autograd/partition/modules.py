@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pynccl.bindings.values import listed
-
 from ..arguments import check_call
 from ..collective import require_grad
 from ..ops.all_reduce import all_reduce
 from ..torch_internals import reshaped
-from .cartesian import Partition, check_partition, integers
+from .cartesian import Partition, check_partition
 from .transfer import (
     Block,
     Cuts,
@@ -156,43 +154,25 @@ class Repartition(_Between):
 
     The partitions have as many axes as the tensor has dimensions. x may be cut anywhere, as long as the blocks tile the
     tensor: those with the same coordinate along an axis have the same size along it, which may be 0. y is cut evenly,
-    the first blocks larger by one where a dimension is not divisible, unless `sizes` says otherwise. A rank that is not
-    in P_y gets a tensor of volume zero.
-
-    sizes  for each axis, the size of the block at each coordinate of P_y along it, or None: cut evenly; the same on
-           every rank. E.g. [(16, 13, 13, 13), None]
+    the first blocks larger by one where a dimension is not divisible. A rank that is not in P_y gets a tensor of volume
+    zero.
     """
 
-    def __init__(self, P_x: Partition, P_y: Partition, sizes: Sequence[Sequence[int] | None] | None = None) -> None:
+    def __init__(self, P_x: Partition, P_y: Partition) -> None:
         super().__init__(P_x, P_y)
         if len(P_x.shape) != len(P_y.shape):
             raise ValueError(f"Repartition: from {P_x.shape} to {P_y.shape}, expected the same number of axes")
-        given = [None] * len(P_y.shape) if sizes is None else listed(sizes, "Repartition: sizes", "one list per axis")
-        self.sizes = [None if axis is None else integers("Repartition", "sizes", axis) for axis in given]
-        valid = len(self.sizes) == len(P_y.shape) and all(
-            axis is None or (len(axis) == n and min(axis, default=0) >= 0)
-            for axis, n in zip(self.sizes, P_y.shape, strict=True)
-        )
-        if not valid:
-            raise ValueError(
-                f"Repartition: sizes is {sizes}, expected None, or as many sizes >= 0 as ranks, for each axis of "
-                f"P_y.shape {P_y.shape}"
-            )
 
     def forward(self, x: Tensor) -> Tensor:
         shapes, x = self._shapes(x)
         x_cuts = self._cuts_of(shapes)
-        y_cuts = self._cuts_to([cuts_of_axis[-1].stop for cuts_of_axis in x_cuts])
+        y_cuts = [cuts(axis[-1].stop, n) for axis, n in zip(x_cuts, self.P_y.shape, strict=True)]
         sends = self._common(self.P_x, x_cuts, self.P_y, y_cuts)
         recvs = self._common(self.P_y, y_cuts, self.P_x, x_cuts)
         received, pieces = transfer(x, self.comm, sends, recvs)
         if self.P_y.position is None:
             return received
         return assembled(received, recvs, pieces, shape_of(_region(self.P_y, self.P_y.position, y_cuts)))
-
-    def extra_repr(self) -> str:
-        given = any(axis is not None for axis in self.sizes)
-        return super().extra_repr() + (f", sizes={self.sizes}" if given else "")
 
     @staticmethod
     def _common(own: Partition, own_cuts: Cuts, others: Partition, other_cuts: Cuts) -> list[Block]:
@@ -226,19 +206,6 @@ class Repartition(_Between):
                     )
         return [
             slices([shapes[positions[i]][axis] for i in range(len(positions))]) for axis, positions in enumerate(first)
-        ]
-
-    def _cuts_to(self, total: Sequence[int]) -> Cuts:
-        """How y is cut."""
-        for axis, (size, sizes) in enumerate(zip(total, self.sizes, strict=True)):
-            if sizes is not None and sum(sizes) != size:
-                raise ValueError(
-                    f"Repartition: the tensor is of shape {tuple(total)}, but the sizes {sizes} along axis {axis} add "
-                    f"up to {sum(sizes)}"
-                )
-        return [
-            cuts(size, n) if sizes is None else slices(sizes)
-            for size, n, sizes in zip(total, self.P_y.shape, self.sizes, strict=True)
         ]
 
 

@@ -21,10 +21,9 @@ from pynccl.bindings.values import integer, shown
 from ..agreement import gathered
 from ..arguments import check_call, type_name
 from ..torch_internals import has_no_values
-from .gradients import gradients_of
+from .gradients import CONVENTION, gradients_of
 
 _LARGEST_SEED = 1 << 40  # torch's generators are given multiples of it
-_NEAR = 1e-3  # of a ratio of N, which single precision blurs
 # Rounding error of an inner product of random data, with room: about sqrt(count) * eps in practice.
 TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-12,
@@ -77,17 +76,9 @@ def check_adjoint(
         raise AdjointError(
             f"not adjoint: <F x, y> = {fx_y:.17g}, <x, F* y> = {x_dx:.17g} over {comm.size} ranks; relative difference "
             f"{error:.3g}, expected <= {tolerance:g} ({x.dtype}, input {tuple(x.shape)}, output {tuple(fx.shape)} on "
-            f"rank {comm.rank})" + convention_hint(x_dx, fx_y, comm.size)
+            f"rank {comm.rank}){CONVENTION}"
         )
     return error
-
-
-def convention_hint(found: float, expected: float, ranks: int) -> str:
-    """Where the one is so many times the other, what that points to; else nothing."""
-    for factor, text in ((ranks, f"{ranks}"), (1 / ranks, f"1/{ranks}")):
-        if ranks > 1 and expected and abs(found / expected - factor) < _NEAR * factor:
-            return f"; their ratio is {text}, which points to the wrong convention of gradient: docs/conventions.md"
-    return ""
 
 
 def _tolerance(x: Tensor, comm: Communicator, given: float | None) -> float:

@@ -52,11 +52,9 @@ def check_model(
     The report names the first parameter, in the order of definition, whose gradient differs, by how much, and which
     explanation fits on every rank that has it:
 
-    factor        N, a divisor of it, N**2 or N**3, or one over that: the wrong convention of gradient
-    missing sum   the gradients of the ranks that have the same part add up to the right one, or to a multiple, or have
-                  it as their mean
-    missing rank  one has no gradient
-    None          none of these; then the first parameter that has one is named, too
+    factor        N, a divisor of it, or one over that: the wrong convention of gradient
+    missing sum   the gradients of the ranks that have the same part add up to the right one, or to a multiple
+    None          neither
 
     Best in float64, with dropout off: it would differ. The models' gradients are put back; buffers may have changed.
     TypeError and ValueError where the two models cannot be compared, and RuntimeError on ranks where they can. A wrong
@@ -78,7 +76,6 @@ def check_model(
                 "the same batch and reference on all ranks, or batch_dim= if each has its part of the batch"
             )
         losses = _step(comm, model, batch, loss)
-        pairs = [pair._replace(before=_copy_of_grad(pair.part)) for pair in pairs]
         (finish or finish_gradients)(model)
         report = compare(comm, pairs, tolerance)._replace(losses=tuple(losses), reference_loss=reference_losses[0])
     finally:
@@ -217,10 +214,6 @@ def _step(comm: Communicator, model: nn.Module, batch: Any, loss: Loss | None) -
     if value.requires_grad:
         value.sum().backward()
     return [one for (one,) in gathered(comm, [float(value.detach())], torch.float64)]
-
-
-def _copy_of_grad(part: Tensor | None) -> Tensor | None:
-    return None if part is None or part.grad is None else part.grad.clone()
 
 
 def _few(names: list[str]) -> str:

@@ -27,6 +27,9 @@ Loss = Callable[[], Tensor]  # this rank's share, a real scalar, of the present 
 # Of a central difference in double precision, with steps of about 1e-6: truncation 1e-12, rounding 1e-10.
 STEP, RTOL, ATOL = 1e-6, 1e-5, 1e-7
 _FIRST = "gradient"
+CONVENTION = (
+    "; is grad= of the operations that of what the ranks do with the output, and replicated= here? docs/conventions.md"
+)
 
 
 class GradientError(AssertionError):
@@ -84,24 +87,14 @@ def check_gradients(
     check = _Check(comm, samples, step, rtol, atol, seed)
     output = fn(*xs)
 
-    def cotangent(replicated: bool) -> Tensor:
-        return _random_like(output, seed, 0 if replicated else comm.rank + 1).requires_grad_()
-
-    def first_order(replicated: bool) -> float:
-        w, counted = cotangent(replicated), 0.0 if replicated and comm.rank else 1.0
-        found = gradients_of(fn(*xs), xs, w)
-        leaves = [_Leaf(name, x, dx) for name, x, dx in zip(names, xs, found, strict=True)]
-        return check.run(_FIRST, lambda: _inner(fn(*xs), w) * counted, leaves)
-
-    try:
-        worst = first_order(replicated)
-    except GradientError as error:
-        raise GradientError(f"{error}{_of_the_other(first_order, replicated, comm)}") from None
-    w = cotangent(replicated)
+    w = _random_like(output, seed, 0 if replicated else comm.rank + 1).requires_grad_()
+    counted = 0.0 if replicated and comm.rank else 1.0
 
     def gradients(create_graph: bool = False) -> list[Tensor]:
         return gradients_of(fn(*xs), xs, w, create_graph)
 
+    leaves = [_Leaf(name, x, dx) for name, x, dx in zip(names, xs, gradients(), strict=True)]
+    worst = check.run(_FIRST, lambda: _inner(fn(*xs), w) * counted, leaves)
     if second_order:
         vs = [_random_like(x, seed, 1000 + comm.rank) for x in xs]
 
@@ -119,25 +112,6 @@ def check_gradients(
         leaves[-1] = leaves[-1]._replace(shared=replicated)
         worst = max(worst, check.run("second derivative", slope_along_v, leaves))
     return worst
-
-
-def _of_the_other(first_order: Callable[[bool], float], replicated: bool, comm: Communicator) -> str:
-    """What to say where the gradients are right in the other convention; asked of all ranks alike."""
-    if comm.size == 1:
-        return ""
-    try:
-        first_order(not replicated)
-    except GradientError:
-        return ""
-    if replicated:
-        return (
-            "; they are right of an output with which each rank goes on with work of its own, as grad='sum' has it: "
-            "use grad='replicated', or leave out replicated=True"
-        )
-    return (
-        "; they are right of an output with which every rank goes on alike, as grad='replicated' has it: use "
-        "grad='sum', or pass replicated=True, whichever your ranks do"
-    )
 
 
 def gradients_of(
@@ -169,7 +143,7 @@ class _Check(NamedTuple):
             owner, leaf = at
             text = self._describe(leaf, worst) if self.comm.rank == owner else ""  # who knows the shape
             text = f"wrong {what}: rank {owner}, {leaf.name}, {broadcast_object(self.comm, text, owner)}"
-            raise GradientError(text if what == _FIRST else f"{text}; {_NOT_TWICE}")
+            raise GradientError(text + (CONVENTION if what == _FIRST else f"; {_NOT_TWICE}"))
         return worst.error
 
     def _worst_on(self, owner: int, loss: Loss, leaf: _Leaf) -> _Found:

@@ -35,7 +35,7 @@ class Difference(NamedTuple):
     name: str  # of the parameter
     error: float  # the largest difference on any rank, relative to the largest element of the whole gradient
     where: str  # the largest difference: rank, index in the whole parameter, the two values
-    explanation: str | None  # "factor", "missing sum", "missing rank"; None: none of them
+    explanation: str | None  # "factor", "missing sum"; None: neither
     advice: str
 
     def __str__(self) -> str:
@@ -55,11 +55,8 @@ class ModelReport(NamedTuple):
     def __str__(self) -> str:
         if not self.wrong:
             return f"{self.parameters} gradients equal the reference's; the largest error is {self.error:.2g}"
-        first = self.differences[0]
-        text = f"{self.wrong} of {self.parameters} gradients differ from the reference's. The first is\n  {first}"
-        explained = next((one for one in self.differences if one.explanation), first)
-        if explained is not first:
-            text += f"\nThe first that is explained is\n  {explained}"
+        text = f"{self.wrong} of {self.parameters} gradients differ from the reference's. The first is\n  "
+        text += str(self.differences[0])
         if not self._losses_agree():
             found = ", ".join(f"{loss:.9g}" for loss in self.losses)
             text += (
@@ -92,7 +89,6 @@ class Pair(NamedTuple):
     name: str
     whole: Tensor
     part: Tensor | None
-    before: Tensor | None = None  # gradient of the part as backward() left it
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor like the whole; all of it where it has none."""
@@ -101,28 +97,18 @@ class Pair(NamedTuple):
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """The one that the part has, zeros where there is none, and the right one."""
-        expected = self.own(_gradient(self.whole, self.whole.grad))
-        return torch.zeros_like(expected) if self.part is None else _gradient(self.part, self.part.grad), expected
-
-    def place(self) -> tuple[float, float]:
-        """Where the part is in the whole: equal on ranks that have the same part."""
-        shard = shard_of(self.part) if self.part is not None else None
-        cut = shard is not None and shard.dim is not None
-        return (float(shard.first), float(shard.splits[shard.comm.rank])) if shard and cut else (0.0, -1.0)
+        expected = self.own(_gradient(self.whole))
+        return torch.zeros_like(expected) if self.part is None else _gradient(self.part), expected
 
 
 class _Row(NamedTuple):
     """What a rank says of a parameter; numbers, so that it can be gathered."""
 
     has: float  # 1: this rank has it, or a part
-    first: float
-    size: float
-    partial: float  # 1: its shard says that backward() leaves a part of the gradient
     error: float  # the largest difference
     scale: float  # the largest element of the whole gradient
     tolerance: float
     rounding: float  # of a number 1 in its type
-    missing: float  # 1: backward() left no gradient, or zeros alone
 
 
 def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> ModelReport:
@@ -141,12 +127,12 @@ def compare(comm: Communicator, pairs: list[Pair], tolerance: float | None) -> M
         if worst.error <= allowed:
             error = max(error, relative)
         else:
-            wrong.append((pair, rows, allowed, relative, rows.index(worst)))
+            wrong.append((pair, allowed, relative, rows.index(worst)))
             error = max(error, math.inf if math.isnan(relative) else relative)
     differences = []
-    for pair, rows, allowed, relative, rank in wrong[:_EXPLAINED]:
+    for pair, allowed, relative, rank in wrong[:_EXPLAINED]:
         where = broadcast_object(comm, _where(pair, rank) if comm.rank == rank else "", rank)
-        differences.append(Difference(pair.name, relative, where, *_explain(comm, pair, rows, allowed)))
+        differences.append(Difference(pair.name, relative, where, *_explain(comm, pair, allowed)))
     parameters = sum(any(row.has for row in rows) for rows in table)
     return ModelReport(parameters, error, (), math.nan, len(wrong), tuple(differences))
 
@@ -162,29 +148,19 @@ def wide(x: Tensor) -> Tensor:
     return dense.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def _gradient(parameter: Tensor, grad: Tensor | None) -> Tensor:
+def _gradient(parameter: Tensor) -> Tensor:
     """None counts as zeros."""
-    return wide(torch.zeros_like(parameter) if grad is None else grad)
+    return wide(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
 def _row(pair: Pair, tolerance: float | None) -> _Row:
     found, expected = pair.gradients()
-    whole = largest_of(_gradient(pair.whole, pair.whole.grad))
+    scale = largest_of(_gradient(pair.whole))
     if pair.part is None:
-        return _Row(*(0.0,) * 5, whole, *(0.0,) * 3)
+        return _Row(0.0, 0.0, scale, 0.0, 0.0)
     types = (pair.part.dtype, pair.whole.dtype)
     allowed = max(TOLERANCES.get(one, 0.1) for one in types) if tolerance is None else float(tolerance)
-    shard = shard_of(pair.part)
-    return _Row(
-        1.0,
-        *pair.place(),
-        float(shard is not None and shard.partial),
-        largest_of(found - expected),
-        whole,
-        allowed,
-        max(torch.finfo(one).eps for one in types),
-        float(not _gradient(pair.part, pair.before).any()),
-    )
+    return _Row(1.0, largest_of(found - expected), scale, allowed, max(torch.finfo(one).eps for one in types))
 
 
 def _where(pair: Pair, rank: int) -> str:
@@ -202,31 +178,25 @@ def _where(pair: Pair, rank: int) -> str:
 # ------------------------------------------------------------------------------------------------ the explanations
 
 
-def _explain(comm: Communicator, pair: Pair, rows: list[_Row], allowed: float) -> tuple[str | None, str]:
+def _explain(comm: Communicator, pair: Pair, allowed: float) -> tuple[str | None, str]:
     """(the explanation that fits, what to do)."""
-    part, (found, expected) = pair.part, pair.gradients()
+    found, expected = pair.gradients()
 
     def first_fit(guesses: list[tuple[Tensor, float]]) -> int | None:
         """The first guess, (what equals the right gradient, times the tolerance), that is right on every rank."""
-        own = [part is None or largest_of(one - expected) <= allowed * times for one, times in guesses]
+        own = [pair.part is None or largest_of(one - expected) <= allowed * times for one, times in guesses]
         ranks = gathered(comm, own)
         return next((at for at in range(len(guesses)) if all(row[at] for row in ranks)), None)
 
-    factors = _factors(comm.size)
+    counts = [count for count in range(1, comm.size + 1) if comm.size % count == 0]  # of ranks, also along an axis
+    factors = [*reversed(counts[1:]), *(1 / count for count in counts[1:])]
     fit = first_fit([(found / factor, max(1.0, 1 / factor)) for factor in factors])
-    if fit is not None and rows[0].scale > 0:
-        return "factor", _advice_on_factor(factors[fit], comm.size)
-    places = [row[:3] for row in rows]
-    if len(set(places)) == len(places):  # no two ranks have the same part: nothing is summed over ranks
-        return None, _NO_EXPLANATION
-    total = _sum(comm, pair, found)
-    times = [count for count in range(1, comm.size + 1) if comm.size % count == 0]
-    fit = first_fit([(total / count, 1.0) for count in times])
     if fit is not None:
-        return "missing sum", _advice_on_sum(rows, times[fit])
-    empty = [rank for rank, row in enumerate(rows) if row.has and row.missing]
-    if empty and any(row.has and not row.missing for row in rows):
-        return "missing rank", _advice_on_empty(empty)
+        return "factor", _advice_on_factor(factors[fit], comm.size)
+    total = _sum(comm, pair, found)
+    fit = first_fit([(total / count, 1.0) for count in counts])
+    if fit is not None:
+        return "missing sum", _advice_on_sum(counts[fit])
     return None, _NO_EXPLANATION
 
 
@@ -239,13 +209,6 @@ def _sum(comm: Communicator, pair: Pair, own: Tensor) -> Tensor:
     comm.all_reduce(total, total)
     whole = torch.view_as_complex(total) if whole.is_complex() else total
     return pair.own(whole).to(pair.whole.device)
-
-
-def _factors(ranks: int) -> list[float]:
-    """That a convention can be wrong by: ranks of the communicator or of an axis of it, once or in several places."""
-    counts = [count for count in range(2, ranks + 1) if ranks % count == 0]
-    above: list[float] = [*reversed(counts), *(float(ranks) ** power for power in (2, 3) if ranks > 1)]
-    return [*above, *(1 / factor for factor in above)]
 
 
 _NO_EXPLANATION = (
@@ -269,29 +232,14 @@ def _advice_on_factor(factor: float, ranks: int) -> str:
     )
 
 
-def _advice_on_sum(rows: list[_Row], times: int) -> str:
-    places = [row[:3] for row in rows if row.has]
-    ranks = max(map(places.count, places))  # that have the same part
-    text = "missing sum: the gradients of the ranks "
-    if times == ranks:
-        return text + "have the whole as their mean: nothing averages them after backward()"
+def _advice_on_sum(times: int) -> str:
     if times > 1:
-        return text + (
-            f"add up to {times} times the whole: a sum over {ranks // times} of {ranks} ranks is missing after "
-            "backward(), as over an axis of a mesh"
-        )
-    text += "add up to the whole. "
-    if any(row.partial for row in rows):
         return (
-            text + "Its shard says so (partial=True): call ad.finish_gradients(model) after backward() (finish= here)"
+            f"missing sum: the gradients of the ranks add up to {times} times the whole. After backward() a mean over "
+            "the ranks is missing, or a sum over an axis of a mesh"
         )
-    return text + (
-        "Say so, parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True), and call "
-        "ad.finish_gradients(model) after backward(); or put ad.copy(x, comm) where each rank takes x up for a part of "
-        "the work, e.g. before columns of its own"
+    return (
+        "missing sum: the gradients of the ranks add up to the whole. Say so, parameter.shard = ad.Shard(comm, None, "
+        "parameter.shape, partial=True), and call ad.finish_gradients(model) after backward() (finish= here); or put "
+        "ad.copy(x, comm) where each rank takes x up for a part of the work, e.g. before columns of its own"
     )
-
-
-def _advice_on_empty(ranks: list[int]) -> str:
-    which = f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}"
-    return f"missing rank: backward() left no gradient, or zeros, on {which}, unlike on the others"

@@ -109,30 +109,6 @@ def test_a_broken_pass_whose_sums_travel_wider(slow: RankPool) -> None:
     slow.run(2, after_a_broken_pass, {"gradient_as_bucket_view": True, "reduce_dtype": torch.float64}, "its own")
 
 
-def sharded(comm: Communicator, as_view: bool) -> None:
-    """ZeRO: steps after a broken pass are those of one process."""
-    model, alone = model_of(), model_of()
-    make: Any = lambda named: torch.optim.SGD(named, lr=0.1)  # noqa: E731
-    averaged = ad.DataParallelGradients(model, comm, 300, gradient_as_bucket_view=as_view, shard_optimizer=make)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for step in range(3):
-        break_off_whole(model, batch(comm.rank, step))
-        averaged.zero_grad()
-        model(batch(comm.rank, step)).square().mean().backward()
-        averaged.step()
-        optimizer.zero_grad()
-        for rank in range(comm.size):
-            (alone(batch(rank, step)).square().mean() / comm.size).backward()
-        optimizer.step()
-    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("as_view", [True, False])
-def test_a_sharded_optimizer_goes_on_after_a_broken_pass(slow: RankPool, as_view: bool) -> None:
-    slow.run(2, sharded, as_view)
-
-
 def finished(comm: Communicator, zeros: bool) -> None:
     """finish_gradients_in_backward of parameters whose gradients sequence parallelism leaves partial."""
     torch.manual_seed(0)
@@ -140,7 +116,7 @@ def finished(comm: Communicator, zeros: bool) -> None:
     alone = nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(4))).double()
     for one in norms.parameters():
         one.shard = ad.Shard(comm, None, tuple(one.shape), partial=True)  # type: ignore[attr-defined]
-    ad.finish_gradients_in_backward(norms, 1)
+    ad.finish_gradients_in_backward(norms)
     for step in range(3):
         break_off_whole(norms, batch(comm.rank, step).requires_grad_())
         norms.zero_grad(set_to_none=not zeros)

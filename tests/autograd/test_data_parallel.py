@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import math
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -257,30 +256,21 @@ def test_what_was_sent_goes_with_the_pass_and_the_buckets_with_the_model(ranks: 
     assert ranks.run(2, dropped) == [[0, 0]] * 2
 
 
-def complex_numbers(comm: Communicator, sharded: bool) -> None:
+def complex_numbers(comm: Communicator) -> None:
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, 5, dtype=torch.complex128)
     whole = copy.deepcopy(model)
-    make: Any = partial(torch.optim.SGD, lr=1.0) if sharded else None
-    averaged = ad.DataParallelGradients(model, comm, 100, torch.float32, shard_optimizer=make)
+    ad.DataParallelGradients(model, comm, 100, torch.float32)
     model(batch(comm.rank, 0) * (1 + 2j)).abs().square().sum().backward()
     for rank in range(comm.size):
         (whole(batch(rank, 0) * (1 + 2j)).abs().square().sum() / comm.size).backward()
-    if sharded:
-        averaged.step()
-        torch.optim.SGD(whole.parameters(), 1.0).step()
-        for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-4)
-            assert not torch.equal(mine, other)
-    else:
-        assert_gradients(model, whole, rtol=1e-5)
-        assert model.weight.grad is not None
-        assert torch.equal(model.weight.grad, model.weight.grad.to(torch.complex64).to(torch.complex128))
+    assert_gradients(model, whole, rtol=1e-5)
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, model.weight.grad.to(torch.complex64).to(torch.complex128))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_complex_gradients_are_averaged_in_a_real_type(ranks: RankPool, sharded: bool) -> None:
-    ranks.run(2, complex_numbers, sharded)
+def test_complex_gradients_are_averaged_in_a_real_type(ranks: RankPool) -> None:
+    ranks.run(2, complex_numbers)
 
 
 def views(comm: Communicator) -> None:
@@ -325,14 +315,14 @@ def test_a_bucket_is_filled_without_a_copy_from_the_cpu() -> None:
     parameters = [(str(size), nn.Parameter(torch.zeros(size, device="meta"))) for size in (3, 5, 4)]
     for _, parameter in parameters[::2]:
         parameter.grad = torch.zeros_like(parameter)
-    bucket = Bucket(parameters, ranks=2, marked=True)
+    bucket = Bucket(parameters)
     with OneDevice():
         bucket.fill()
 
 
 def test_a_bucket_marks_whose_gradients_there_are() -> None:
     parameters = [(str(size), nn.Parameter(torch.zeros(size))) for size in (3, 5, 4)]
-    bucket = Bucket(parameters, ranks=2, marked=True)
+    bucket = Bucket(parameters)
     for has in ([True, False, True], [False, False, False], [True, True, True]):
         for (_, parameter), there in zip(parameters, has, strict=True):
             parameter.grad = torch.ones_like(parameter) if there else None
@@ -544,7 +534,7 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
 
 
-def tensor_parallel(comm: Communicator, sharded: bool, norm_type: float) -> None:
+def tensor_parallel(comm: Communicator) -> None:
     with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
         whole, place = whole_model(), mesh.coordinate["dp"]
         assert isinstance(whole.up, nn.Linear) and isinstance(whole.down, nn.Linear)
@@ -553,23 +543,17 @@ def tensor_parallel(comm: Communicator, sharded: bool, norm_type: float) -> None
             ad.RowParallelLinear.from_linear(whole.down, mesh["tp"]),
         )
         model = TensorParallel(up, copy.deepcopy(whole.norm), down)
-        make: Any = adamw if sharded else None
-        averaged = ad.DataParallelGradients(model, mesh["dp"], 300, shard_optimizer=make)
-        optimizer = None if sharded else adamw(list(model.named_parameters()))
+        ad.DataParallelGradients(model, mesh["dp"], 300)
+        optimizer = adamw(list(model.named_parameters()))
         reference = adamw(list(whole.named_parameters()))
         for step in range(3):
             model(batch(place, step)).square().sum().backward()
             for rank in range(2):
                 (whole(batch(rank, step)).square().sum() / 2).backward()
-            expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, norm_type)
-            if optimizer is None:
-                norm = averaged.clip_grad_norm_(0.5, norm_type)
-                averaged.step()
-                averaged.zero_grad()
-            else:
-                norm = ad.clip_grad_norm_(model, 0.5, norm_type)
-                optimizer.step()
-                optimizer.zero_grad()
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+            norm = ad.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
             torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0.0)
             reference.step()
             reference.zero_grad()
@@ -579,9 +563,8 @@ def tensor_parallel(comm: Communicator, sharded: bool, norm_type: float) -> None
             torch.testing.assert_close(parameter, own, rtol=1e-6, atol=1e-7, msg=partial("{}: {}".format, name))
 
 
-@pytest.mark.parametrize(("sharded", "norm_type"), [(False, 2.0), (True, 2.0), (True, math.inf)])
-def test_parameters_cut_over_another_axis(ranks: RankPool, sharded: bool, norm_type: float) -> None:
-    ranks.run(4, tensor_parallel, sharded, norm_type)
+def test_parameters_cut_over_another_axis(ranks: RankPool) -> None:
+    ranks.run(4, tensor_parallel)
 
 
 def llama() -> Any:
@@ -604,101 +587,42 @@ def words(rank: int, number: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def sequence_parallel(comm: Communicator, bucket_bytes: float, reduce_dtype: Any) -> None:
+def sequence_parallel(comm: Communicator, bucket_bytes: float) -> None:
+    """Of which the other axis is finished in the same pass: it averages whole gradients."""
     with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
         whole, place = llama(), mesh.coordinate["dp"]
         model: Any = ad.parallelize(copy.deepcopy(whole), mesh["tp"], ad.plans.llama)
-        averaged = ad.DataParallelGradients(model, mesh["dp"], bucket_bytes, reduce_dtype, shard_optimizer=adamw)
-        reference = adamw(list(whole.named_parameters()))
-        close = {"rtol": 1e-7, "atol": 1e-9} if reduce_dtype is None else {"rtol": 1e-3, "atol": 1e-3}
+        ad.finish_gradients_in_backward(model)
+        averaged = ad.DataParallelGradients(model, mesh["dp"], bucket_bytes)
+        optimizer, reference = adamw(list(model.named_parameters())), adamw(list(whole.named_parameters()))
 
         def backward(number: int) -> None:
             model(**words(place, number)).loss.backward()
             for rank in range(2):
                 (whole(**words(rank, number)).loss / 2).backward()
 
-        def clips(max_norm: float) -> None:
-            expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
-            torch.testing.assert_close(averaged.clip_grad_norm_(max_norm).double(), expected, rtol=1e-6, atol=0.0)
-
-        for step in range(4):
+        for step in range(3):
             with averaged.no_sync():
                 backward(10 * step)
             backward(10 * step + 1)
-            if step == 2:  # an average is added to what was clipped
-                clips(0.7)
-                backward(10 * step + 2)
-            if step != 3:
-                clips(0.5)
-            averaged.step()
-            averaged.zero_grad()
-            reference.step()
-            reference.zero_grad()
+            backward(10 * step + 2)  # to the average is added
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+            torch.testing.assert_close(ad.clip_grad_norm_(model, 0.5).double(), expected, rtol=1e-6, atol=0.0)
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad()
         for (name, parameter), full in zip(model.named_parameters(), whole.parameters(), strict=True):
             shard = getattr(parameter, "shard", None)
             own = full if shard is None else shard.own(full)
-            torch.testing.assert_close(parameter, own, **close, msg=partial("{}: {}".format, name))
+            torch.testing.assert_close(parameter, own, rtol=1e-7, atol=1e-9, msg=partial("{}: {}".format, name))
 
 
-@pytest.mark.parametrize(
-    ("bucket_bytes", "reduce_dtype"), [(1e9, None), (2000, None), (1, None), (2000, torch.float32)]
-)
-def test_a_cut_optimizer_sums_what_sequence_parallelism_leaves_partial(
-    ranks: RankPool, bucket_bytes: float, reduce_dtype: torch.dtype | None
+@pytest.mark.parametrize("bucket_bytes", [1e9, 2000])
+def test_what_sequence_parallelism_leaves_partial_is_finished_in_the_same_pass(
+    ranks: RankPool, bucket_bytes: float
 ) -> None:
     pytest.importorskip("transformers")
-    ranks.run(4, sequence_parallel, bucket_bytes, reduce_dtype)
-
-
-def zero_one(comm: Communicator, bucket_bytes: float, as_view: bool) -> None:
-    model = model_of(comm.rank)
-    model.never.requires_grad_(False)
-    averaged = ad.DataParallelGradients(
-        model, comm, bucket_bytes, gradient_as_bucket_view=as_view, shard_optimizer=adamw
-    )
-    whole = model_of(0)
-    whole.never.requires_grad_(False)
-    reference = adamw([one for one in whole.named_parameters() if one[1].requires_grad])
-    for step in range(5):
-        with averaged.no_sync():
-            loss_of(model, comm.rank, 2 * step).backward()
-        loss_of(model, comm.rank, 2 * step + 1).backward()
-        if step == 3:  # averages are added up, too
-            loss_of(model, comm.rank, 50).backward()
-        for rank in range(comm.size):
-            for number in (2 * step, 2 * step + 1, *([50] if step == 3 else [])):
-                (loss_of(whole, rank, number) / comm.size).backward()
-        assert all(one.grad is None for one in model.parameters())
-        averaged.step()
-        averaged.zero_grad()
-        reference.step()
-        reference.zero_grad()
-        if step == 2:  # saved, and gone on with in another one
-            state, saved = averaged.state_dict(), copy.deepcopy(model.state_dict())
-            averaged.remove()
-            model = model_of(9)
-            model.never.requires_grad_(False)
-            model.load_state_dict(saved)
-            averaged = ad.DataParallelGradients(
-                model, comm, bucket_bytes, gradient_as_bucket_view=as_view, shard_optimizer=adamw
-            )
-            averaged.load_state_dict(state)
-            with pytest.raises(ValueError, match=f"expected that of rank {comm.rank} of {comm.size}"):
-                averaged.load_state_dict({**state, "rank": comm.rank + 1})
-    for (name, parameter), full in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-        torch.testing.assert_close(parameter, full[1], rtol=1e-9, atol=1e-10, msg=partial("{}: {}".format, name))
-    kept = sum(state["exp_avg"].numel() for state in averaged.optimizer.state.values())
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    total = torch.tensor([kept])
-    comm.all_reduce(total, total)
-    assert int(total) == trained and kept < trained
-
-
-@pytest.mark.parametrize(("n", "bucket_bytes", "as_view"), [(2, 1e9, False), (2, 800, True), (3, 800, False)])
-def test_an_optimizer_cut_over_the_ranks_steps_like_a_whole_one(
-    ranks: RankPool, n: int, bucket_bytes: float, as_view: bool
-) -> None:
-    ranks.run(n, zero_one, bucket_bytes, as_view)
+    ranks.run(4, sequence_parallel, bucket_bytes)
 
 
 def wrong(comm: Communicator) -> None:
@@ -714,22 +638,9 @@ def wrong(comm: Communicator) -> None:
         refuses(ValueError, "bucket_bytes is", model, comm, nbytes)
     refuses(TypeError, "reduce_dtype is 'bf16'", model, comm, reduce_dtype="bf16")
     refuses(TypeError, r"reduce_dtype is torch\.int32", model, comm, reduce_dtype=torch.int32)
-    refuses(TypeError, "shard_optimizer is 'adam'", model, comm, shard_optimizer="adam")
-    refuses(TypeError, "what shard_optimizer returned is None", model, comm, shard_optimizer=lambda named: None)
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    kind: type[Exception] = RuntimeError if comm.rank else TypeError
-    refuses(kind, "returned is None", model, comm, shard_optimizer=lambda named: sgd(named) if comm.rank else None)
     refuses(ValueError, "no parameter that requires a gradient", nn.Linear(2, 2).requires_grad_(False), comm)
     refuses(ValueError, "weight is on meta", nn.Linear(2, 2, device="meta"), comm)
     refuses(TypeError, "sparse gradients", nn.Embedding(4, 2, sparse=True), comm)
-    small = nn.Linear(1, 1, bias=False)
-    refuses(
-        ValueError if comm.rank else RuntimeError,
-        "too small to be cut over 2 ranks",
-        small,
-        comm,
-        shard_optimizer=torch.optim.SGD,
-    )
     refuses(ValueError, "rank 1 and rank 0 differ in names, shapes", nn.Linear(2, 2 + comm.rank), comm)
     frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2 + comm.rank).requires_grad_(False))
     refuses(ValueError, "rank 1 and rank 0 differ in names, shapes", frozen, comm)
@@ -739,9 +650,6 @@ def wrong(comm: Communicator) -> None:
     fused.weight.main_grad = torch.zeros(2, 2)  # type: ignore[attr-defined]
     refuses(ValueError, "weight has main_grad", fused, comm)
     averaged = ad.DataParallelGradients(model, comm)
-    for use in (averaged.step, averaged.state_dict, lambda: averaged.clip_grad_norm_(1.0), lambda: averaged.optimizer):
-        with pytest.raises(RuntimeError, match="pass shard_optimizer"):
-            use()  # type: ignore[operator]
     with pytest.raises(TypeError, match="cannot be pickled"):
         copy.copy(averaged).__reduce_ex__(2)
     shared = nn.Linear(4, 3)
@@ -753,24 +661,3 @@ def wrong(comm: Communicator) -> None:
 
 def test_what_is_wrong_is_said_on_all_ranks(ranks: RankPool) -> None:
     ranks.run(2, wrong)
-
-
-def partial_ones(comm: Communicator) -> None:
-    norm = nn.LayerNorm(64)
-    norm.weight.shard = ad.Shard(comm, None, (64,), partial=True)  # type: ignore[attr-defined]
-    match = "gradient of weight partial over 2 ranks, of which rank 1 and rank 0 differ in their ranks in comm"
-    with pytest.raises(ValueError, match=match):
-        ad.DataParallelGradients(norm, comm, shard_optimizer=torch.optim.SGD)
-    in_backward = ad.finish_gradients_in_backward(norm)
-    with pytest.raises(ValueError, match="finish_gradients_in_backward sums the gradient of weight in the same"):
-        ad.DataParallelGradients(norm, comm)
-    in_backward.remove()
-    averages = ad.DataParallelGradients(norm, comm)
-    with pytest.raises(RuntimeError, match="DataParallelGradients averages the gradient of a parameter"):
-        ad.finish_gradients_in_backward(norm)
-    averages.remove()
-    ad.finish_gradients_in_backward(norm).remove()
-
-
-def test_partial_gradients_that_it_cannot_finish_are_refused(ranks: RankPool) -> None:
-    ranks.run(2, partial_ones)

@@ -48,13 +48,19 @@ def models(comm: Communicator) -> tuple[Model, Model]:
     whole = Model().double()
     for parameter in whole.parameters():
         nn.init.normal_(parameter)
-    plan = {
-        "norms.*": "sequence",
-        "of_all": "sequence",
-        "ups.*": "column",
-        "downs.*": "row",
-    }
-    return whole, ad.parallelize(copy.deepcopy(whole), comm, plan, seq_dim=0)  # type: ignore[return-value]
+    model = copy.deepcopy(whole)
+    for at, (up, down) in enumerate(zip(whole.ups, whole.downs, strict=True)):
+        assert isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
+        model.ups[at] = ad.ColumnParallelLinear.from_linear(up, comm, sequence_parallel=True)
+        model.downs[at] = ad.RowParallelLinear.from_linear(down, comm, sequence_parallel=True)
+    return whole, marked(model, comm)
+
+
+def marked(model: Model, comm: Communicator) -> Model:
+    """Its norms see this rank's part of the sequence."""
+    for one in (*model.norms.parameters(), *model.of_all.parameters()):
+        one.shard = ad.Shard(comm, None, one.shape, partial=True)  # type: ignore[attr-defined]
+    return model
 
 
 def passes(comm: Communicator, whole: Model, model: Model, seed: int) -> None:
@@ -89,10 +95,10 @@ def counted(comm: Communicator) -> list[int]:
     return sizes
 
 
-def finishes(comm: Communicator, bucket_bytes: float, reentrant: bool | None) -> list[int]:
+def finishes(comm: Communicator, reentrant: bool | None) -> list[int]:
     whole, model = models(comm)
     model.reentrant = reentrant
-    handle = ad.finish_gradients_in_backward(model, bucket_bytes)
+    handle = ad.finish_gradients_in_backward(model)
     sizes = counted(comm)
     for seed in range(3):
         model.zero_grad()
@@ -128,18 +134,14 @@ def finishes(comm: Communicator, bucket_bytes: float, reentrant: bool | None) ->
 @pytest.mark.parametrize("size", [2, 4])
 def test_gradients_are_whole_when_backward_returns(ranks: RankPool, size: int) -> None:
     biases = [WIDTH] * LAYERS  # of the row-parallel layers, which sum them themselves
-    norms, some = 2 * WIDTH * (LAYERS + 1), 4 * WIDTH
-    for bucket_bytes, sizes in ((1, [WIDTH] * 2 * (LAYERS + 1)), (1e6, [norms]), (8 * some, [some] * 2)):
-        for found in ranks.run(size, finishes, bucket_bytes, None):
-            assert sorted(found) == sorted(biases + sizes)
-            if len(sizes) > 1:
-                assert found[-1] != found[0] or bucket_bytes == 1  # before the end of the pass
+    norms = [WIDTH] * 2 * (LAYERS + 1)
+    for found in ranks.run(size, finishes, None):
+        assert found == biases + norms
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints(ranks: RankPool, reentrant: bool) -> None:
-    for bucket_bytes in (1, 1e6):
-        ranks.run(2, finishes, bucket_bytes, reentrant)
+    ranks.run(2, finishes, reentrant)
 
 
 class Fails(torch.autograd.Function):
@@ -158,9 +160,9 @@ class Fails(torch.autograd.Function):
         return dy
 
 
-def goes_on(comm: Communicator, bucket_bytes: float) -> None:
+def goes_on(comm: Communicator) -> None:
     whole, model = models(comm)
-    ad.finish_gradients_in_backward(model, bucket_bytes)
+    ad.finish_gradients_in_backward(model)
     before, model.ups[0].forward = model.ups[0].forward, lambda x: before(Fails.apply(x))  # type: ignore[method-assign]
     for _ in range(2):
         Fails.wanted = True
@@ -181,8 +183,7 @@ def goes_on(comm: Communicator, bucket_bytes: float) -> None:
 
 
 def test_after_a_pass_that_raised_and_one_that_leaves_grad_alone(ranks: RankPool) -> None:
-    for bucket_bytes in (1, 1e6):
-        ranks.run(2, goes_on, bucket_bytes)
+    ranks.run(2, goes_on)
 
 
 def refuses(comm: Communicator) -> None:
@@ -190,12 +191,9 @@ def refuses(comm: Communicator) -> None:
     handle = ad.finish_gradients_in_backward(model)
     with pytest.raises(RuntimeError, match="has it already; call it once for a model"):
         ad.finish_gradients_in_backward(model.norms)
-    with pytest.raises(RuntimeError, match="not with create_graph=True"):
-        x = torch.ones(SEQUENCE // comm.size, BATCH, WIDTH, dtype=torch.float64)
-        model.norms[0](x).sum().backward(create_graph=True)
     with pytest.raises(TypeError, match="expected a module or its parameters"):
         ad.finish_gradients_in_backward([3])  # type: ignore[list-item]
-    twin = copy.deepcopy(model)  # has parameters of its own
+    twin = marked(copy.deepcopy(model), comm)  # has parameters of its own
     model.zero_grad()
     passes(comm, whole, twin, 0)
     ad.finish_gradients(twin)

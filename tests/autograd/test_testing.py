@@ -160,12 +160,7 @@ def test_an_error_names_rank_index_and_both_values(ranks: RankPool) -> None:
     texts = ranks.run(3, wrong_gradient, "element")
     assert all(text.startswith("GradientError: wrong gradient: rank 1, the input, index (1, 2)") for text in texts)
     for text in texts:
-        assert (
-            "the backward pass gives" in text
-            and "finite differences" in text
-            and "right of" not in text
-            and "second" not in text
-        )
+        assert "the backward pass gives" in text and "finite differences" in text and "second" not in text
 
 
 HINTS = {
@@ -177,8 +172,8 @@ HINTS = {
         "@once_differentiable",
         "second_order=False",
     ),
-    "convention": ("wrong gradient", "every rank goes on alike", "use grad='sum'"),
-    "other convention": ("wrong gradient", "work of its own", "use grad='replicated'"),
+    "convention": ("wrong gradient", "docs/conventions.md"),
+    "other convention": ("wrong gradient", "docs/conventions.md"),
 }
 
 
@@ -190,7 +185,6 @@ def test_wrong_second_derivatives_and_conventions_are_found_on_every_rank(
         assert text.startswith("GradientError") and all(words in text for words in expected), text
         others = {words for _, *others in HINTS.values() for words in others} - set(HINTS[kind])
         assert not [words for words in others if words in text and words != "@once_differentiable"], text
-        assert "ratio" not in text
 
 
 def test_single_precision_is_refused(ranks: RankPool) -> None:

@@ -57,7 +57,7 @@ ORDER: dict[str, str] = {
         layers.vocabulary layers.dropout layers.plan layers.plan_checks layers.hooks layers.replace
         layers.parallelize layers.describe
         layers.checkpoint_files layers.checkpoint layers.checkpoint_optimizer layers.checkpoint_dcp
-        layers.buckets layers.optimizer_shard layers.data_parallel layers plans nn
+        layers.buckets layers.data_parallel layers plans nn
         tracing.calls tracing.recording tracing.gather tracing.merge tracing.tracing
         tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
