@@ -136,8 +136,8 @@ def from_file(
           run that failed leaves it, and the next one says that it has to be removed.
 
     The rest as in `from_store`. Raises NcclSystemError if the file cannot be written, NcclInvalidUsage if it holds
-    something else. Ranks that are stuck ask each other in a second file, `path`.UID.watch. It goes when the job has ended
-    well, else with the next run.
+    something else. Ranks that are stuck ask each other in a second file, `path`.UID.watch, which goes when the job has
+    ended well, else with the next run.
     """
     clock = Clock(timeout)
     check_rank_of(rank, nranks)
