@@ -30,8 +30,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -45,15 +45,14 @@ from faults.run import Server, run
 from pynccl import progress
 from pynccl.tools import command
 
+JOBS = 2  # runs at a time
 
-def campaign(
-    seeds: Iterable[int], folder: Path, jobs: int = 2, only: str = "", report: Callable[[Verdict], None] | None = None
-) -> list[Verdict]:
-    """Run all seeds, on `jobs` threads, each with its process that forks ranks and its two nodes.
 
-    folder  keeps a folder of each run that went wrong
+def campaign(seeds: Iterable[int], folder: Path, only: str = "") -> list[Verdict]:
+    """Run all seeds, on two threads, each with its process that forks ranks and its two nodes.
+
+    folder  keeps a folder of each run that went wrong, for which a line is printed
     only    the fault of all runs; "": each seed has its own
-    report  gets each verdict. After an error or Ctrl-C the runs under way are the last
 
     Without rights to make two nodes all ranks are on one, and the faults that need two are left out.
     """
@@ -62,7 +61,7 @@ def campaign(
         print(f"no link-cut and no packet-loss, there are no two nodes: {without_nodes}", file=sys.stderr)
     with contextlib.ExitStack() as stack:
         idle: queue.SimpleQueue[tuple[Server, Nodes | None]] = queue.SimpleQueue()
-        for slot in range(jobs):
+        for slot in range(JOBS):
             server = stack.enter_context(contextlib.closing(Server()))
             nodes = None if without_nodes else stack.enter_context(contextlib.closing(Nodes(slot)))
             idle.put((server, nodes))
@@ -84,15 +83,17 @@ def campaign(
                 shutil.rmtree(own)
             return verdict
 
-        executor = ThreadPoolExecutor(jobs)
+        executor = ThreadPoolExecutor(JOBS)
         stack.callback(executor.shutdown, cancel_futures=True)
         verdicts = []
-        for done in as_completed([executor.submit(run_one, seed) for seed in seeds]):
+        futures = [executor.submit(run_one, seed) for seed in seeds]
+        for done in progress.over(futures, "running", "run"):
             if verdict := done.result():
                 verdicts.append(verdict)
-                if report:
-                    report(verdict)
-    return sorted(verdicts, key=lambda verdict: verdict.seed)
+                if verdict.outcome not in GOOD:
+                    again = f"--replay {verdict.seed}" + (f" --only {only}" if only else "")
+                    print(f"{verdict.outcome}: {again} ({verdict.fault})  {verdict.why}", file=sys.stderr)
+    return verdicts
 
 
 def table(verdicts: list[Verdict]) -> str:
@@ -118,29 +119,19 @@ def replay(seed: int, only: str, folder: Path) -> list[Verdict]:
     for number, line in enumerate(program.text.splitlines(), 1):
         print(f"{number:4} {line}")
     print(f"\n{program.fault}")
-    verdicts = campaign([seed], folder, 1, only)
+    verdicts = campaign([seed], folder, only)
     for path in sorted(folder.glob("*/rank*.err")):
         print(f"\n--- {path.stem}\n{path.read_text()}")
     print(*verdicts)
     return verdicts
 
 
-def many(first: int, runs: int, jobs: int, only: str, folder: Path) -> list[Verdict]:
+def many(first: int, runs: int, only: str, folder: Path) -> list[Verdict]:
     """All runs, a line for each that went wrong, and the table."""
     began = time.monotonic()
     print(f"seeds {first} to {first + runs - 1}", file=sys.stderr)
-    with progress.Bar(runs, "running", "run") as bar:
-
-        def report(verdict: Verdict) -> None:
-            if verdict.outcome not in GOOD:
-                again = f"--replay {verdict.seed}" + (f" --only {only}" if only else "")
-                bar.line(f"{verdict.outcome}: {again} ({verdict.fault})  {verdict.why}", file=sys.stderr)
-            bar.step()
-
-        verdicts = campaign(range(first, first + runs), folder, jobs, only, report)
-    nodes = sum(one.nodes > 1 for one in verdicts)
-    print(table(verdicts))
-    print(f"\nSeed {first}, {time.monotonic() - began:.0f} s, {nodes} of the runs on two nodes. {surroundings()}.")
+    verdicts = campaign(range(first, first + runs), folder, only)
+    print(f"{table(verdicts)}\n\nSeed {first}, {time.monotonic() - began:.0f} s. {surroundings()}.")
     return verdicts
 
 
@@ -149,7 +140,6 @@ def main() -> int:
     add = parser.add_argument
     add("--runs", type=command.whole(1), default=100, metavar="N", help="(default: 100)")
     add("--seed", type=command.whole(0), metavar="S", help="of the first run; the next has S + 1 (drawn afresh)")
-    add("--jobs", type=command.whole(1, 64), default=2, metavar="J", help="runs at a time (default: 2)")
     add("--only", default="", metavar="FAULT", choices=FAULTS, help=", ".join(FAULTS))
     add("--replay", type=command.whole(0), metavar="SEED", help="one run, with all that its ranks say")
     add("--markdown", action="store_true", help="the table is that of docs/reliability.md, as it is without")
@@ -159,7 +149,7 @@ def main() -> int:
         verdicts = replay(options.replay, options.only, folder)
     else:
         first = int.from_bytes(os.urandom(3), "big") if options.seed is None else options.seed
-        verdicts = many(first, options.runs, options.jobs, options.only, folder)
+        verdicts = many(first, options.runs, options.only, folder)
     if any(folder.iterdir()):
         print(f"the folders of the runs that went wrong are in {folder}", file=sys.stderr)
     else:

@@ -25,11 +25,9 @@ import argparse
 import os
 import random
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pynccl import progress
 from pynccl.tools import command
 
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
@@ -37,7 +35,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "autograd")]  # before this folder, which has a ranks.py, too
 
-EXAMPLES = 3  # of failing calls that are printed of each kind
 PRELOADED = {"autograd": "torch._dynamo", "models": "transformers"}  # once, in the process that forks the ranks
 
 
@@ -49,31 +46,22 @@ def fuzz_autograd(pool: Any, options: argparse.Namespace) -> bool:
         raise ValueError(f"--modes: {unknown[0]!r} is none, expected some of {', '.join(MODES)}")
     failed = False
     for mode in modes:
-        found = fuzz(pool, mode, seeds(options), options.ranks, timeout=options.timeout)
+        found = fuzz(pool, mode, seeds(options), options.ranks)
         for failure in found.failures:
             print(failure, end="\n\n")
-        failures = len(found.failures)
-        print(f"{mode}: {found.programs} programs, {found.comparisons} comparisons, {failures} failures", flush=True)
-        failed = failed or bool(failures)
+        counts = f"{found.programs} programs, {found.comparisons} comparisons, {len(found.failures)} failures"
+        print(f"{mode}: {counts}", flush=True)
+        failed = failed or bool(found.failures)
     return failed
 
 
 def fuzz_calls(pool: Any, options: argparse.Namespace) -> bool:
     from fuzz.call_fuzzing import fuzz  # type: ignore[import-not-found]
-    from fuzz.call_ranks import BAD, GOOD, Record  # type: ignore[import-not-found]
 
-    shown: Counter[tuple[str, str]] = Counter()
-    with progress.Bar(options.runs, "calling", "call") as bar:
-
-        def report(record: Record) -> None:
-            place = record.message.rpartition("raised at ")[2] if "raised at " in record.message else record.text[:12]
-            shown[record.outcome, place] += 1
-            if shown[record.outcome, place] <= EXAMPLES:
-                bar.line(f"{record.outcome}: {record.text}   (--seed {record.seed})\n      {record.message}")
-
-        found = fuzz(pool, seeds(options), options.ranks[0], timeout=options.timeout, tell=report, done=bar.step)
-    for outcome in (*GOOD, *BAD):
-        print(f"{outcome:10s} {found.counts[outcome]:6d}")
+    found = fuzz(pool, seeds(options), options.ranks[0])
+    for record in found.bad:
+        print(f"{record.outcome}: {record.text}   (--seed {record.seed})\n      {record.message}")
+    print(", ".join(f"{count} {outcome}" for outcome, count in found.counts.most_common()))
     return bool(found.bad)
 
 
@@ -83,14 +71,8 @@ def fuzz_models(pool: Any, options: argparse.Namespace) -> bool:
     found = fuzz(pool, seeds(options), options.ranks, None)
     for failure in found.failures:
         print(failure, end="\n\n")
-    for text, count in found.refusals.most_common():
-        print(f"refused {count} x {text}")
-    ways = found.ways
-    print(
-        f"{ways.total() + len(found.failures)} models: {ways['equal']} equal to the unsharded ones in "
-        f"{found.comparisons} comparisons, {ways['refused']} refused, {ways['failed']} failed in the first forward "
-        f"pass on all ranks, {len(found.failures)} failures"
-    )
+    ways = ", ".join(f"{count} {way}" for way, count in found.ways.most_common())
+    print(f"{ways} in {found.comparisons} comparisons with the unsharded models, {len(found.failures)} failures")
     return bool(found.failures)
 
 
@@ -125,7 +107,6 @@ def main() -> int:
     parser.add_argument("--seed", type=command.whole(0), help="of the first; the next has one more (drawn, printed)")
     parser.add_argument("--ranks", type=numbers, default=[2, 3, 4], help="numbers of ranks, by turns (2,3,4)")
     parser.add_argument("--modes", help="of autograd: plain,vmap,... (all)")
-    parser.add_argument("--timeout", type=command.number(1, "seconds"), default=60.0, help="of a hang (%(default)s s)")
     options = parser.parse_args()
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(10**6)

@@ -42,7 +42,6 @@ class Verdict:
     fault: str
     outcome: str
     why: str = ""
-    nodes: int = 1
     named_rank: bool | None = None
     named_line: bool | None = None
     seconds: float = 0.0  # from the fault to the end of the last rank that was not to blame
@@ -50,7 +49,7 @@ class Verdict:
 
 def judge(program: Program, ended: Ended) -> Verdict:
     """The worst that can be said of it."""
-    verdict = Verdict(program.seed, program.fault.name, "right result", nodes=len(program.fault.nodes) or 1)
+    verdict = Verdict(program.seed, program.fault.name, "right result")
     survivors = [rank for rank in ended.ranks if rank.number != _to_blame(program)]
     verdict.seconds = max(0.0, max(rank.at for rank in survivors) - ended.struck)
     failed = [rank for rank in survivors if rank.status != 0]

@@ -1,6 +1,6 @@
 """Random programs of the fault campaign, written as Python with one call a line, and one fault in each.
 
-The seed decides all: how many ranks, on one node or two, how they meet, the steps, the fault, its rank and its place.
+The seed decides all: how many ranks, on one node or two, the steps, the fault, its rank and its place.
 The lines of all calls are known, so that what an error names can be held against them.
 """
 
@@ -109,14 +109,12 @@ class Fault:
 class Program:
     """A program as text.
 
-    meeting  "environment" or "file"
     wrong    what the rank to blame calls in the step of the fault, where its arguments are wrong
     comms    line of a call -> its communicator
     """
 
     seed: int
     size: int
-    meeting: str
     fault: Fault
     text: str = ""
     steps: list[Step] = field(default_factory=list)
@@ -156,7 +154,7 @@ class Program:
 
 
 def fault_of(seed: int) -> str:
-    """Which fault a seed has, if none is asked for: all of them, one after the other, a control first."""
+    """Which fault a seed has, if none is asked for: all of them by turns, a control first."""
     return list(FAULTS)[seed % len(FAULTS)]
 
 
@@ -164,7 +162,7 @@ def make(seed: int, only: str = "") -> Program:
     """The program of this seed, with the fault that is asked for, or the seed's."""
     fault = Fault(only or fault_of(seed))
     rng = random.Random(f"{seed} {fault.name}")
-    program = Program(seed, rng.choice([2, 2, 3, 3, 4]), rng.choice(["environment", "file"]), fault)
+    program = Program(seed, rng.choice([2, 2, 3, 3, 4]), fault)
     if rng.random() < 0.2 or fault.kind.nodes:
         first = rng.randint(1, program.size - 1)
         fault.nodes = (tuple(range(first)), tuple(range(first, program.size)))
@@ -209,17 +207,9 @@ def place(rng: random.Random, program: Program) -> None:
             steps.insert(at, collective(rng, 100, world))
         program.wrong = wrong
         fault.rank = rng.choice([rank for rank in steps[at].ranks if rank in steps[at].comm.together])
-        fault.either = _pair(steps[at], fault.rank)
+        together = set(steps[at].ranks) & set(steps[at].comm.group(fault.rank))
+        fault.either = together if len(together) == 2 else set()
     fault.step = at
-
-
-def _pair(step: Step, rank: int) -> set[int]:
-    """The two ranks that disagree if this one calls something else, where they are only two."""
-    together = step.comm.group(rank)
-    if step.kind == "ring":  # with the one from which it receives
-        return {rank, together[together.index(rank) - 1]}
-    ranks = set(step.ranks) & set(together)
-    return ranks if len(ranks) == 2 else set()
 
 
 def _waiting(rng: random.Random, comm: Comm) -> Step:
@@ -244,8 +234,7 @@ def write(rng: random.Random, program: Program) -> None:
     program.emit(f'"""Seed {program.seed}: {program.size} ranks, {fault.name}"""\n{HEAD}')
     strike(program, "start")
     strike(program, "init")
-    join = "pynccl.init(" if program.meeting == "environment" else 'pynccl.from_file("meeting", RANK, SIZE, '
-    program.emit(f"comm = {join}timeout={program.timeout})\nranks_comm = list(range(SIZE))")
+    program.emit(f"comm = pynccl.init(timeout={program.timeout})\nranks_comm = list(range(SIZE))")
     program.emit("stream = pynccl.create_stream()")
     at = 0
     while at < len(steps):

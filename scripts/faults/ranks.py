@@ -126,8 +126,7 @@ def enter_node(network: str, node: str) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # programs import faults.values
     apart = own_shared_memory()
-    if "--preload" in sys.argv:
-        preload()
+    preload()
     print(json.dumps({"pid": os.getpid(), "apart": apart}), flush=True)
     found = serve()
     if found is not None:

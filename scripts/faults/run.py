@@ -54,11 +54,11 @@ class Ended:
 
 
 class Server:
-    """The process that forks ranks; see ranks.py. torch: whether it imports what ranks need."""
+    """The process that forks ranks; see ranks.py."""
 
-    def __init__(self, torch: bool = True) -> None:
+    def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "scripts" / "faults" / "ranks.py"), *(["--preload"] if torch else [])],
+            [sys.executable, str(ROOT / "scripts" / "faults" / "ranks.py")],
             env={**os.environ, "PYTHONPATH": PATHS, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -120,7 +120,7 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None) -> 
         out, err = _text(folder / f"rank{rank}.out"), _text(folder / f"rank{rank}.err")
         ended.ranks.append(Rank(rank, status, at, left, out, err))
     ended.processes = _left_processes(found["pids"])
-    ended.files = _left_files(program, folder, ended)
+    ended.files = _left_files(folder, all(rank.status == 0 for rank in ended.ranks))
     for path in server.shared_memory.iterdir() if server.shared_memory else ():
         ended.files.append(f"/dev/shm/{path.name}")
         path.unlink()
@@ -142,7 +142,6 @@ def _rank(program: Program, rank: int, folder: Path, nodes: Nodes | None, port: 
         "PYNCCL_HOST_TIMEOUT": str(program.timeout),
         "PYNCCL_WATCH_DIR": str(folder / "watch" / "ab"[side]),
         "PYNCCL_WATCH_TIMEOUT": str(WATCH_SECONDS),
-        "PYNCCL_CAMPAIGN_FOLDER": str(folder),
         "TMPDIR": str(folder / "tmp"),
         "OMP_NUM_THREADS": "1",
         "RANK": str(rank),
@@ -175,15 +174,7 @@ def _left_processes(pids: list[int]) -> list[str]:
     return left
 
 
-def _left_files(program: Program, folder: Path, ended: Ended) -> list[str]:
-    """Files that nobody asked for. A process that ended uncleanly leaves its watch files, and those who met halfway
-    the file where they met: both on purpose."""
-    clean = all(rank.status == 0 for rank in ended.ranks)
-    halfway = (program.fault.place in ("start", "init") or program.fault.name == "link-cut") and not clean
-    left = [path for name in ("cwd", "tmp") for path in (folder / name).rglob("*")]
-    left = [path for path in left if not (halfway and path.name == "meeting")]
-    if clean:
-        left += [path for path in (folder / "watch").rglob("*") if path.name not in ("a", "b")]
-    else:  # what the ranks of two nodes have told each other
-        left = [path for path in left if not (path.name.startswith("meeting.") and path.suffix == ".watch")]
-    return sorted(str(path.relative_to(folder)) for path in left)
+def _left_files(folder: Path, clean: bool) -> list[str]:
+    """Files that nobody asked for. clean: all ranks ended well; else they leave their watch files, on purpose."""
+    left = [path for name in ("cwd", "tmp", "watch" * clean) if name for path in (folder / name).rglob("*")]
+    return sorted(str(path.relative_to(folder)) for path in left if path.parent.name != "watch")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-FOLDER = Path(os.environ.get("PYNCCL_CAMPAIGN_FOLDER", "."))
+FOLDER = Path.cwd().parent  # of the run
 
 Array = np.ndarray[Any, Any]
 _REDUCE = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "avg": np.add}
@@ -46,30 +46,17 @@ def expected(step: int, ranks: Sequence[int], operation: str, count: int, op: st
     n, me = len(ranks), list(ranks).index(RANK)
     if operation in ("reduce", "gather") and me != root:
         return None
+    blocks = n if operation in ("reduce_scatter", "all_to_all", "scatter") else 1
+    inputs, own = [sample(step, rank, blocks * count) for rank in ranks], slice(me * count, (me + 1) * count)
     if operation in ("all_gather", "gather"):
-        return expected_v(step, ranks, "all_gather_v", [count] * n)
-    if operation in ("reduce_scatter", "all_to_all"):
-        return expected_v(step, ranks, f"{operation}_v", [count] * n, op)
-    if operation == "scatter":
-        return sample(step, ranks[root], count * n)[me * count : (me + 1) * count]
-    if operation == "broadcast":
-        return sample(step, ranks[root], count)
-    return _reduced([sample(step, rank, count) for rank in ranks], op)
-
-
-def expected_v(step: int, ranks: Sequence[int], operation: str, counts: Sequence[int], op: str = "sum") -> Array:
-    """The collectives with a count per rank; all_to_all_v sends counts[j] elements to rank j."""
-    me = list(ranks).index(RANK)
-    if operation == "all_gather_v":
-        return np.concatenate([sample(step, rank, count) for rank, count in zip(ranks, counts, strict=True)])
-    own = slice(sum(counts[:me]), sum(counts[: me + 1]))
-    inputs = [sample(step, rank, sum(counts))[own] for rank in ranks]
-    return _reduced(inputs, op) if operation == "reduce_scatter_v" else np.concatenate(inputs)
-
-
-def _reduced(inputs: Sequence[Array], op: str) -> Array:
+        return np.concatenate(inputs)
+    if operation == "all_to_all":
+        return np.concatenate([one[own] for one in inputs])
+    if operation in ("broadcast", "scatter"):
+        return inputs[root][own] if blocks > 1 else inputs[root]
     total: Array = functools.reduce(_REDUCE[op], inputs)
-    return total / len(inputs) if op == "avg" else total
+    total = total / n if op == "avg" else total
+    return total[own] if blocks > 1 else total
 
 
 def check(step: int, got: Any, want: Any, dtype: str) -> None:

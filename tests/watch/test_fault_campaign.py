@@ -15,11 +15,8 @@ from faults.campaign import campaign, table
 from faults.judge import GOOD, Verdict, blamed, judge, last_error, lines_named
 from faults.programs import FAULTS, Fault, Program, fault_of, make
 
-ROOT = Path(__file__).resolve().parents[2]
-
 # A run of each of none, kill, stop, exception, early-exit, count, left-out, ctrl-c and in-split.
 SEEDS = (21, 1, 44, 66, 26, 92, 33, 77, 38)
-RECORDED = (ROOT / "pynccl" / "watch" / "recorder.py").exists()
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +36,6 @@ def test_who_is_to_blame_is_named(verdicts: dict[int, Verdict], seed: int) -> No
     assert verdicts[seed].named_rank in (None, True), verdicts[seed]
 
 
-@pytest.mark.skipif(not RECORDED, reason="needs the flight recorder")
 @pytest.mark.parametrize("seed", SEEDS, ids=fault_of)
 def test_the_line_is_named_where_there_is_one(verdicts: dict[int, Verdict], seed: int) -> None:
     assert verdicts[seed].named_line in (None, True), verdicts[seed]
@@ -63,7 +59,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[fault_run.Server]:
-    server = fault_run.Server(torch=False)
+    server = fault_run.Server()
     yield server
     server.close()
 
@@ -75,7 +71,7 @@ def test_what_goes_wrong_is_seen(
     monkeypatch.setattr(fault_run, "DEADLINE", 1.0)
     if "file  " in outcome and server.shared_memory is None:
         pytest.skip("cannot have a /dev/shm apart here")
-    program = Program(0, 2, "file", Fault("none"), f"import os\nif os.environ['RANK'] == '1': {WRONG[outcome]}\n")
+    program = Program(0, 2, Fault("none"), f"import os\nif os.environ['RANK'] == '1': {WRONG[outcome]}\n")
     program.text += "else: print('done')\n"
     verdict = judge(program, fault_run.run(program, tmp_path, server, None))
     assert verdict.outcome == outcome.strip(), verdict

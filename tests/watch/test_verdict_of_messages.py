@@ -141,8 +141,8 @@ def expected(case: str, size: int) -> str:
 def test_all_errors_and_the_report_name_both_ranks(
     server: fault_run.Server, tmp_path: Path, case: str, size: int
 ) -> None:
-    program = Program(0, size, "environment", Fault("none"), HEAD + CASES[case][0])
-    ended = fault_run.run(program, tmp_path, server, None, "on")
+    program = Program(0, size, Fault("none"), HEAD + CASES[case][0])
+    ended = fault_run.run(program, tmp_path, server, None)
     said, failed = expected(case, size), [rank for rank in ended.ranks if rank.status]
     assert failed and not ended.hung
     for rank in failed:

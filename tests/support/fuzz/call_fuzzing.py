@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ranks import RankError, RankPool
@@ -25,13 +25,8 @@ def fuzz(
     *,
     chunk: int = 100,
     timeout: float = 60.0,
-    tell: Callable[[Record], object] = lambda record: None,
-    done: Callable[[int], object] = lambda calls: None,
 ) -> Summary:
-    """Make the calls of the seeds on n ranks. A call that hangs, or ends a rank, is told, and the others go on.
-
-    tell  gets what has failed, at once
-    done  hears how many more calls have been made"""
+    """Make the calls of the seeds on n ranks. A call that hangs, or ends a rank, is noted, and the others go on."""
     found = Summary(Counter(), [])
     left = list(seeds)
     while left:
@@ -40,17 +35,15 @@ def fuzz(
             by_rank = pool.run(n, call_ranks.run, now, timeout=timeout)
         except RankError as error:
             at, record = _culprit(error, now)
-            _count(found, [record], tell)
+            _count(found, [record])
             left = now[:at] + now[at + 1 :] + left if at else now[1:] + left
-            done(1)
             continue
         for records in zip(*by_rank, strict=True):
-            _count(found, records, tell)
-        done(len(now))
+            _count(found, records)
     return found
 
 
-def _count(found: Summary, records: Sequence[Record], tell: Callable[[Record], object]) -> None:
+def _count(found: Summary, records: Sequence[Record]) -> None:
     """One call, as all ranks saw it: the worst of them."""
     order = [*GOOD, *BAD]
     worst = max(records, key=lambda record: order.index(record.outcome))
@@ -61,7 +54,6 @@ def _count(found: Summary, records: Sequence[Record], tell: Callable[[Record], o
     found.counts[worst.outcome] += 1
     if worst.outcome in BAD:
         found.bad.append(worst)
-        tell(worst)
 
 
 def _culprit(error: RankError, seeds: Sequence[int]) -> tuple[int, Record]:
