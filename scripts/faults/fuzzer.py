@@ -72,7 +72,7 @@ def fuzz_models(pool: Any, options: argparse.Namespace) -> bool:
     for failure in found.failures:
         print(failure, end="\n\n")
     ways = ", ".join(f"{count} {way}" for way, count in found.ways.most_common())
-    print(f"{ways} in {found.comparisons} comparisons with the unsharded models, {len(found.failures)} failures")
+    print(f"{ways}; {found.comparisons} comparisons with unsharded models, {len(found.failures)} failures")
     return bool(found.failures)
 
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from faults.steps import Block, Comm, Step, collective, draw, split
+from faults.steps import Block, Comm, Step, collective, draw, split, waiting
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def place(rng: random.Random, program: Program) -> None:
         fault.delay = INSIDE_SECONDS
         if fault.place == "destroy" or (fault.name == "kill-in-call" and rng.random() < 0.5):
             fault.delay = rng.choice([0.0001, 0.0005, 0.001, 0.005, 0.02])
-        steps.insert(at, split(rng, 100, world, "late") if fault.place == "split" else _waiting(rng, world))
+        steps.insert(at, split(rng, 100, world, "late") if fault.place == "split" else waiting(rng, 100, world))
     elif fault.name in ("left-out", "order"):
         _before_another(rng, program, at)
         fault.rank = rng.choice([rank for rank in steps[at].ranks if rank in steps[at].comm.together])
@@ -210,12 +210,6 @@ def place(rng: random.Random, program: Program) -> None:
         together = set(steps[at].ranks) & set(steps[at].comm.group(fault.rank))
         fault.either = together if len(together) == 2 else set()
     fault.step = at
-
-
-def _waiting(rng: random.Random, comm: Comm) -> Step:
-    while not (step := draw(rng, 100, comm)).waits:
-        pass
-    return step
 
 
 def _before_another(rng: random.Random, program: Program, at: int) -> None:

@@ -91,7 +91,6 @@ class Step:
     write  the lines of the step, with these calls in place of its own
     calls  those that a fault may change
     ranks  that take part, of the job
-    waits  whether every rank that takes part waits for every other
     makes  the communicator that a split makes
     """
 
@@ -101,12 +100,10 @@ class Step:
     write: Callable[[Sequence[Call]], Block]
     calls: list[Call] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
-    waits: bool = False
     makes: Comm | None = None
 
     def __post_init__(self) -> None:
         self.ranks = self.ranks or self.comm.members
-        self.waits = self.waits and len(self.comm.groups) == 1
 
     def wrong(self, what: str, rng: random.Random) -> Block | None:
         """The step with one of its calls wrong; None if nothing in it can be wrong in this way."""
@@ -134,7 +131,7 @@ def collective(
     def write(calls: Sequence[Call]) -> Block:
         return write_call(number, comm, calls[0], style)
 
-    return Step(number, f"{style} {call.operation}", comm, write, [call], waits=call.operation in WAITING)
+    return Step(number, f"{style} {call.operation}", comm, write, [call])
 
 
 def write_call(number: int, comm: Comm, call: Call, style: str) -> Block:
@@ -165,7 +162,7 @@ def write_call(number: int, comm: Comm, call: Call, style: str) -> Block:
 
 
 def barrier(rng: random.Random, number: int, comm: Comm) -> Step:
-    return Step(number, "barrier", comm, lambda calls: Block(calls=[f"{comm.name}.barrier()"]), waits=True)
+    return Step(number, "barrier", comm, lambda calls: Block(calls=[f"{comm.name}.barrier()"]))
 
 
 def group(rng: random.Random, number: int, comm: Comm) -> Step:
@@ -214,7 +211,7 @@ def message(rng: random.Random, number: int, comm: Comm) -> Step:
 def backward(rng: random.Random, number: int, comm: Comm) -> Step:
     """A differentiable collective, forwards and backwards."""
     call = Call(rng.choice(list(ADJOINTS)), rng.randint(1, 20), "float64")
-    return Step(number, "backward", comm, lambda calls: write_call(number, comm, call, "backward"), waits=True)
+    return Step(number, "backward", comm, lambda calls: write_call(number, comm, call, "backward"))
 
 
 def split(rng: random.Random, number: int, comm: Comm, name: str) -> Step:
@@ -232,7 +229,7 @@ def split(rng: random.Random, number: int, comm: Comm, name: str) -> Step:
         [f"{name} = {comm.name}.split({colors}[RANK], {keys}[RANK])"],
         [f"assert {name} is not None and {name}.size == len({made.ranks})"],
     )
-    return Step(number, "split", comm, lambda calls: block, waits=True, makes=made)
+    return Step(number, "split", comm, lambda calls: block, makes=made)
 
 
 KINDS: dict[Callable[[random.Random, int, Comm], Step], int] = {
@@ -242,6 +239,13 @@ KINDS: dict[Callable[[random.Random, int, Comm], Step], int] = {
     message: 3,
     backward: 3,
 }
+
+
+def waiting(rng: random.Random, number: int, comm: Comm) -> Step:
+    """A step in which every rank waits for every other."""
+    if rng.random() < 0.3:
+        return rng.choice((barrier, backward))(rng, number, comm)
+    return collective(rng, number, comm, operations=WAITING)
 
 
 def draw(rng: random.Random, number: int, comm: Comm) -> Step:

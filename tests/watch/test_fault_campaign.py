@@ -50,7 +50,7 @@ WRONG = {
     "left-over file": "import tempfile; tempfile.mkstemp(); print('done')",
     "left-over file ": "import os; open(os.environ['PYNCCL_WATCH_DIR'] + '/x', 'w'); print('done')",
     "left-over file  ": "open('/dev/shm/x', 'w'); print('done')",
-    "left-over process": "import subprocess; subprocess.Popen(['sleep', '3']); print('done')",
+    "left-over process": "import subprocess; subprocess.Popen(['sleep', '9']); print('done')",
     "false alarm": "import sys; print('rank 1 is missing', file=sys.stderr); print('done')",
     "hang": "import time; time.sleep(60)",
     "right result": "print('done')",
@@ -68,7 +68,7 @@ def server() -> Iterator[fault_run.Server]:
 def test_what_goes_wrong_is_seen(
     server: fault_run.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
-    monkeypatch.setattr(fault_run, "DEADLINE", 1.0)
+    monkeypatch.setattr(fault_run, "DEADLINE", 6.0)
     if "file  " in outcome and server.shared_memory is None:
         pytest.skip("cannot have a /dev/shm apart here")
     program = Program(0, 2, Fault("none"), f"import os\nif os.environ['RANK'] == '1': {WRONG[outcome]}\n")
