@@ -3,7 +3,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const stage = byId("stage"), slider = byId("slider"), play = byId("play");
-  const state = { name: "", op: "", grad: "", ranks: 4, root: 0, adjoint: false, at: 0, playing: false };
+  const state = { name: "reduce_scatter", grad: "", ranks: 4, adjoint: false, at: 0, playing: false };
   let scene = null; // what is shown: cells with what they hold from which time on, and elements that fly between them
 
   function element(tag, kind, text = "", inside = []) {
@@ -16,32 +16,20 @@
 
   // ---------------------------------------------------------------- what is chosen
 
-  const rowOf = (name) => data.operations.find((row) => row.name === name);
-
   function choose(change, at) { // without `at` it begins to play
     Object.assign(state, change, { playing: false });
-    const row = rowOf(state.name);
-    if (!row.ops.includes(state.op)) state.op = row.ops[0];
-    if (!row.grads.includes(state.grad)) state.grad = row.grads[0];
-    if (!row.rooted || state.root >= state.ranks) state.root = 0;
-    const key = [state.name, state.op, state.grad, state.ranks, state.root].join("|");
-    const [forward, adjoint, words] = data.runs[key].map((part) => data.parts[part]);
-    build(state.adjoint ? adjoint : forward);
-    controls(row);
-    explain(words);
-    const direction = state.adjoint ? "adjoint" : "forward";
-    history.replaceState(null, "", "#" + [state.name, state.op, state.grad, state.ranks, direction, state.root].join(":"));
+    const grads = data.grads[state.name];
+    if (!grads.includes(state.grad)) state.grad = grads[0];
+    const variant = `${state.name}|${state.grad}`, direction = state.adjoint ? "adjoint" : "forward";
+    build(data.runs[`${variant}|${state.ranks}`][Number(state.adjoint)]);
+    buttons("operations", Object.keys(data.grads), state.name, (name) => choose({ name }));
+    buttons("direction", ["forward", "adjoint"], direction, (one) => choose({ adjoint: one === "adjoint" }));
+    buttons("ranks", data.ranks, state.ranks, (ranks) => choose({ ranks }));
+    buttons("grad", grads, state.grad, (grad) => choose({ grad, adjoint: true }));
+    explain(data.words[variant]);
+    history.replaceState(null, "", "#" + [state.name, state.grad, state.ranks, direction].join(":"));
     go(at || 0);
     if (at === undefined && !matchMedia("(prefers-reduced-motion: reduce)").matches) start();
-  }
-
-  function controls(row) {
-    buttons("operations", data.operations.map((one) => one.name), state.name, (name) => choose({ name }));
-    buttons("direction", ["forward", "adjoint"], state.adjoint ? "adjoint" : "forward", (one) => choose({ adjoint: one === "adjoint" }));
-    buttons("ranks", data.ranks, state.ranks, (ranks) => choose({ ranks }));
-    buttons("root", row.rooted ? [...Array(state.ranks).keys()] : [], state.root, (root) => choose({ root }));
-    buttons("op", row.ops, state.op, (op) => choose({ op }));
-    buttons("grad", row.grads, state.grad, (grad) => choose({ grad, adjoint: true }));
   }
 
   function buttons(id, values, chosen, pick) {
@@ -73,56 +61,46 @@
 
   // ---------------------------------------------------------------- what is shown
 
-  function build(pass) {
-    scene = { labels: pass.areas.map((area) => area[0]), cells: [], flyers: [], captions: [] };
+  function build({ labels, values, moves, text }) {
+    scene = { labels, cells: [], flyers: [], distances: [] };
     stage.style.setProperty("--ranks", state.ranks);
     const heads = [...Array(state.ranks).keys()].map((rank) => {
       const head = element("span", "head", state.ranks > 5 && stage.clientWidth < 520 ? String(rank) : `rank ${rank}`);
       head.style.color = `color-mix(in srgb, var(--rank${rank}) 75%, var(--ink))`;
       return head;
     });
-    const rows = pass.areas.flatMap((area, a) => {
-      const between = a ? [element("div", "between", `${state.adjoint ? "↑" : "↓"} ${pass.stages[a - 1].text}`)] : [];
-      return [...between, element("div", "row", "", [element("span", "label", area[0]), ...memories(area, a)])];
-    });
+    const [before, after] = values.map((ofRanks, a) => element("div", "row", "", [element("span", "label", labels[a]), ...memories(ofRanks, a)]));
+    const rows = [before, element("div", "between", `${state.adjoint ? "↑" : "↓"} ${text}`), after];
     if (state.adjoint) rows.reverse(); // y and its cotangent stand below, x and its gradient above
     stage.replaceChildren(element("div", "row", "", [element("span", "label"), ...heads]), ...rows);
-    pass.stages.forEach(addMoves);
-    slider.max = scene.captions.length;
+    addMoves(moves);
+    slider.max = scene.distances.length;
   }
 
-  function memories([, values, cuts], a) {
-    const divided = Math.max(...cuts.flat()) > 1;
+  function memories(values, a) {
     scene.cells.push(values.map((own, rank) => own.map((value, at) => {
       const box = element("div", "cell");
       Object.assign(box.dataset, { area: a, rank, at });
-      return { box, value, history: a ? [] : [{ time: 0, value, from: [rank], parts: 1 }] };
+      return { box, value, history: a ? [] : [{ time: 0, value, from: [rank] }] };
     })));
-    return scene.cells[a].map((own, rank) => {
-      let begin = 0;
-      for (const count of cuts[rank]) {
-        if (divided && count && begin) own[begin].box.classList.add("block");
-        begin += count;
-      }
-      return element("div", "memory", "", own.map((cell) => cell.box));
-    });
+    return scene.cells[a].map((own) => element("div", "memory", "", own.map((cell) => cell.box)));
   }
 
-  function addMoves({ steps, moves }, s) {
-    const begin = scene.captions.length;
-    for (const [source, at, target, to, step, value] of moves) {
-      const from = scene.cells[s][source][at], into = scene.cells[s + 1][target][to];
-      const sent = from.history.at(-1) || { from: [] }, held = into.history.at(-1) || { from: [], parts: 0 };
-      const ranks = [...new Set([...held.from, ...sent.from])].sort();
-      into.history.push({ time: begin + step + 1, value, from: ranks, parts: held.parts + 1 });
-      const box = element("div", "cell flyer", from.value);
-      Object.assign(box.dataset, { stage: s, source, at, target, to });
-      paint(box, sent.from);
+  function addMoves(moves) { // a rank's own part comes first, then that of the rank before it, and so on: for the eye
+    const distance = ([source, , target]) => (target - source + state.ranks) % state.ranks;
+    scene.distances = [...new Set(moves.map(distance))].sort();
+    for (const move of [...moves].sort((one, other) => distance(one) - distance(other))) {
+      const [source, at, target, to] = move, start = scene.distances.indexOf(distance(move));
+      const from = scene.cells[0][source][at], into = scene.cells[1][target][to];
+      const held = into.history.at(-1) || { value: 0, from: [] };
+      into.history.push({ time: start + 1, value: held.value + from.value, from: [...held.from, source].sort() });
+      const box = element("div", "cell flyer", String(from.value));
+      Object.assign(box.dataset, { source, at, target, to });
+      paint(box, [source]);
       stage.append(box);
-      scene.flyers.push({ box, from: from.box, into: into.box, start: begin + step });
+      scene.flyers.push({ box, from: from.box, into: into.box, start });
     }
-    scene.captions.push(...steps);
-    for (const cell of scene.cells[s + 1].flat()) if (!cell.history.length) cell.filled = scene.captions.length;
+    for (const cell of scene.cells[1].flat()) if (cell.history.length) cell.history.at(-1).value = cell.value;
   }
 
   function paint(box, ranks) {
@@ -133,12 +111,13 @@
   }
 
   function show() {
+    const end = scene.distances.length;
     for (const cell of scene.cells.flat(2)) {
       const last = cell.history.filter((one) => one.time <= state.at + 1e-9).at(-1);
-      const empty = !last && cell.filled <= state.at + 1e-9; // nothing comes here: it holds 0
+      const empty = !cell.history.length && state.at > end - 1e-9; // nothing comes here: it holds 0
       cell.box.textContent = last ? last.value : empty ? cell.value : "";
       cell.box.classList.toggle("full", Boolean(last));
-      cell.box.classList.toggle("sum", Boolean(last && last.parts > 1));
+      cell.box.classList.toggle("sum", Boolean(last && last.from.length > 1));
       cell.box.classList.toggle("none", empty);
       paint(cell.box, last ? last.from : []);
     }
@@ -151,9 +130,10 @@
       box.style.fontSize = getComputedStyle(from).fontSize;
     }
     slider.value = state.at;
-    const done = Math.ceil(state.at - 1e-9), end = scene.captions.length;
-    const text = done ? scene.captions[done - 1] : `${scene.labels[0]} is there`;
-    const complete = state.at >= end ? `; ${scene.labels.at(-1)} is complete` : "";
+    const done = Math.ceil(state.at - 1e-9), far = scene.distances[done - 1];
+    const moved = far ? `to the rank that is ${far} further on` : "each rank's own part";
+    const text = done ? moved : `${scene.labels[0]} is there`;
+    const complete = state.at >= end ? `; ${scene.labels[1]} is complete` : "";
     byId("caption").textContent = `step ${done} of ${end}: ${text}${complete}`;
   }
 
@@ -166,21 +146,21 @@
   }
 
   function start() {
-    if (state.at >= scene.captions.length) state.at = 0;
+    if (state.at >= scene.distances.length) state.at = 0;
     playing(true);
     let before = performance.now();
     const shown = scene;
     requestAnimationFrame(function frame(now) {
       if (!state.playing || scene !== shown) return;
-      state.at += Math.max(now - before, 0) / 1000 / Math.min(1.5, Math.max(0.5, 4.5 / scene.captions.length));
+      state.at += Math.max(now - before, 0) / 1000 / Math.min(1.5, Math.max(0.5, 4.5 / scene.distances.length));
       before = now;
-      if (state.at >= scene.captions.length) go(state.at);
+      if (state.at >= scene.distances.length) go(state.at);
       else { show(); requestAnimationFrame(frame); }
     });
   }
 
   function go(at) {
-    state.at = Math.min(Math.max(at, 0), scene.captions.length);
+    state.at = Math.min(Math.max(at, 0), scene.distances.length);
     playing(false);
     show();
   }
@@ -190,19 +170,14 @@
   byId("next").addEventListener("click", () => go(Math.floor(state.at + 1e-6) + 1));
   slider.addEventListener("input", () => go(Number(slider.value)));
 
-  function recall() { // the address: name:op:grad:ranks:direction:root, and how far it has moved
-    const [name, op, grad, ranks, direction, root, at] = location.hash.slice(1).split(":");
-    if (!rowOf(name)) return false;
+  function recall() { // the address: name:grad:ranks:direction, and how far it has moved
+    const [name, grad, ranks, direction, at] = location.hash.slice(1).split(":");
+    if (!data.grads[name]) return choose({});
     const count = data.ranks.includes(Number(ranks)) ? Number(ranks) : state.ranks;
-    const change = { name, op, grad, ranks: count, root: Number(root) || 0, adjoint: direction === "adjoint" };
-    choose(change, at === undefined ? undefined : Number(at));
-    return true;
+    choose({ name, grad, ranks: count, adjoint: direction === "adjoint" }, at === undefined ? undefined : Number(at) || 0);
   }
 
   addEventListener("hashchange", recall);
   new ResizeObserver(() => scene && show()).observe(stage);
-  if (!recall()) {
-    const [name, op, grad, ranks, root] = data.start;
-    choose({ name, op, grad, ranks, root });
-  }
+  recall();
 })();
