@@ -48,19 +48,13 @@ def models(comm: Communicator) -> tuple[Model, Model]:
     whole = Model().double()
     for parameter in whole.parameters():
         nn.init.normal_(parameter)
-    model = copy.deepcopy(whole)
-    for at, (up, down) in enumerate(zip(whole.ups, whole.downs, strict=True)):
-        assert isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
-        model.ups[at] = ad.ColumnParallelLinear.from_linear(up, comm, sequence_parallel=True)
-        model.downs[at] = ad.RowParallelLinear.from_linear(down, comm, sequence_parallel=True)
-    return whole, marked(model, comm)
-
-
-def marked(model: Model, comm: Communicator) -> Model:
-    """Its norms see this rank's part of the sequence."""
-    for one in (*model.norms.parameters(), *model.of_all.parameters()):
-        one.shard = ad.Shard(comm, None, one.shape, partial=True)  # type: ignore[attr-defined]
-    return model
+    plan = {
+        "norms.*": "sequence",
+        "of_all": "sequence",
+        "ups.*": "column",
+        "downs.*": "row",
+    }
+    return whole, ad.parallelize(copy.deepcopy(whole), comm, plan, seq_dim=0)  # type: ignore[return-value]
 
 
 def passes(comm: Communicator, whole: Model, model: Model, seed: int) -> None:
