@@ -24,6 +24,7 @@ from .env import agent_serves
 from .join import init_at, watch_at
 from .rendezvous import Rendezvous, first_line
 
+_WATCH_SECONDS = 1.5  # for the lock of the file in which ranks that are stuck ask each other
 _LONGEST_NAME = 1 << 16  # of a key in torch's FileStore, which begins with the length of one
 
 _SERVER = "the process that serves it"
@@ -154,32 +155,43 @@ def from_file(
 
     rendezvous = Rendezvous(store, rank, nranks, clock, server, again, met)
     comm = init_at(rendezvous, library, device, local_rank, config, watch=False)
-    with contextlib.suppress(NcclError):  # a disk that is full by now
-        watch_at(comm, _WatchFile(path, comm, clock))
+    watch_at(comm, _WatchFile(path, comm))
     return comm
 
 
 class _WatchFile:
-    """torch's FileStore for ranks that are stuck. They poll it by add(key, 0), for which torch's writes an entry."""
+    """torch's FileStore, made when a rank has something to say. Ranks poll it by add(key, 0), which torch's would write
+    down."""
 
-    def __init__(self, path: str, comm: Communicator, clock: Clock) -> None:
-        own = f"{os.path.abspath(path)}.{comm.uid[:12]}{SUFFIX}"
+    def __init__(self, path: str, comm: Communicator) -> None:
+        path = os.path.abspath(path)
+        self._path = f"{path}.{comm.uid[:12]}{SUFFIX}"
         if comm.rank == 0:
-            for old in glob.glob(f"{glob.escape(os.path.abspath(path))}.*{SUFFIX}"):  # of runs that have failed
-                if old != own:
+            for old in glob.glob(f"{glob.escape(path)}.*{SUFFIX}"):  # of runs that have failed
+                if old != self._path:
                     with contextlib.suppress(OSError):
                         os.unlink(old)
-        self._store = _file_store(own, clock)
-        if (found := recorder()) is not None:
-            found.beside.append(own)
+        if (own := recorder()) is not None:
+            own.beside.append(self._path)
+        self._made: Any = None
+
+    def _store(self) -> Any:
+        self._made = self._made or _file_store(self._path, Clock(_WATCH_SECONDS))
+        return self._made
+
+    def check(self, keys: list[str]) -> bool:
+        return os.path.exists(self._path) and bool(self._store().check(keys))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store().get(key))
 
     def add(self, key: str, amount: int) -> int:
         if amount:
-            return int(self._store.add(key, amount))
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+            return int(self._store().add(key, amount))
+        return int(self.get(key)) if self.check([key]) else 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store().set(key, value)
 
 
 def _file_store(path: str, clock: Clock) -> Any:

@@ -98,8 +98,10 @@ def output_file(text: str) -> Path:
     try:
         if rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise PermissionError(errno.EACCES, "a folder, or not yours to write")
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {reason(error)}; pass a file that can be written") from error
     return path

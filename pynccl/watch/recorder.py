@@ -112,7 +112,9 @@ class Recorder:
         end of the file."""
         with self._lock:
             if len(self._ended) > _FORGOTTEN:
-                memory: memoryview = self._ended.pop(0).memory
+                track = self._ended.pop(0)
+                memory: memoryview = track.memory
+                track.detach()
                 memory[:] = bytes(len(memory))
                 return memory, True
             nbytes = layout.REGION_BYTES
@@ -167,6 +169,13 @@ class Recorder:
                 if track.kept:
                     self._ended.append(track)
 
+    def detach(self) -> None:
+        """This is a forked child, the file is the parent's: what is still written goes nowhere."""
+        self.head = layout.Header()
+        self.strings.rows = memoryview(bytearray(len(self.strings.rows)))
+        for track in (*self.tracks, *self._ended):
+            track.detach()
+
     @property
     def mine(self) -> bool:
         """Whether this is still the process that made it, not a forked child."""
@@ -203,7 +212,9 @@ def _rank() -> int:
 
 def _after_fork_in_child() -> None:
     global _recorder
-    _recorder = None  # the file is the parent's, and so are its communicators: the child cannot call them
+    if _recorder is not None:
+        _recorder.detach()
+    _recorder = None
     _starting._at_fork_reinit()  # type: ignore[attr-defined]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import threading
 import weakref
@@ -49,10 +50,7 @@ class Track:
         self.children: dict[str, int] = {}  # how many were made of it, by what made them: for their names
         self.head, self.thread = 0, 0
         self._collective = 0  # calls so far that all ranks make
-        self.memory = memory
-        self.comm_head = layout.CommHead.from_buffer(memory)
-        self._slots = memory[layout.REGION_HEAD :][: layout.CALLS * _BYTES]
-        self._words, self._clocks = self._slots.cast("Q"), self._slots.cast("d")
+        self._look_into(memory)
         self._ring, self._strings, self._kinds = layout.CALLS, recorder.strings, _Kinds(recorder)
         self._groups = itertools.count(1)
         self._gone: dict[int, int] = {}  # the newest call when such a stream was closed
@@ -67,6 +65,16 @@ class Track:
         self.comm_head.rank, self.comm_head.size, self.comm_head.made = rank, size, now()
         self.comm_head.state = layout.LIVE  # last: from now on it can be read
         recorder.tracks.append(self)
+
+    def _look_into(self, memory: memoryview) -> None:
+        self.memory = memory
+        self.comm_head = layout.CommHead.from_buffer(memory)
+        self._slots = memory[layout.REGION_HEAD :][: layout.CALLS * _BYTES]
+        self._words, self._clocks = self._slots.cast("Q"), self._slots.cast("d")
+
+    def detach(self) -> None:
+        """Its region is another one's from now on, or its parent's: what is still written goes nowhere."""
+        self._look_into(memoryview(mmap.mmap(-1, layout.REGION_BYTES)))
 
     def made(self, comm: Any, device: str, site: str) -> None:
         """The communicator is there."""

@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import CodeType
@@ -108,6 +109,7 @@ def become_rank(run: dict[str, Any], rank: int) -> CodeType:
     os.environ.update(own["env"])
     os.chdir(folder / "cwd")
     random.seed()
+    tempfile.tempdir = None  # torch has asked for it before TMPDIR was this rank's
     program = folder / "program.py"
     sys.argv = [str(program)]
     faulthandler.register(signal.SIGUSR1, all_threads=True)

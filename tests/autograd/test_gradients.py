@@ -187,7 +187,7 @@ def refuses(comm: Communicator) -> None:
         ad.finish_gradients_in_backward(model.norms)
     with pytest.raises(TypeError, match="expected a module or its parameters"):
         ad.finish_gradients_in_backward([3])  # type: ignore[list-item]
-    twin = marked(copy.deepcopy(model), comm)  # has parameters of its own
+    twin = copy.deepcopy(model)  # has parameters of its own
     model.zero_grad()
     passes(comm, whole, twin, 0)
     ad.finish_gradients(twin)

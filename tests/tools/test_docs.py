@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import shlex
 import socket
@@ -147,16 +149,21 @@ def run_program(comm: Communicator, name: str, source: str, folder: str, port: i
                 dist.destroy_process_group()
 
 
+def free_port() -> int:
+    """Below those that the kernel hands out, one of which another test may get meanwhile."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+            return int(free.getsockname()[1])
+
+
 @pytest.mark.parametrize(
     ("page", "blocks"), PROGRAMS, ids=[f"{page.stem}-{blocks[0].line}" for page, blocks in PROGRAMS]
 )
 def test_python_runs_as_it_stands(ranks: RankPool, page: Path, blocks: list[Block], tmp_path: Path) -> None:
     if any(block.text.startswith(NEEDS_A_GPU) for block in blocks) and not torch.cuda.is_available():
         pytest.skip("needs a GPU, as it says")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks.run(2, run_program, str(page), pages.program(page, blocks), str(tmp_path), port)
+    ranks.run(2, run_program, str(page), pages.program(page, blocks), str(tmp_path), free_port())
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
