@@ -32,7 +32,7 @@ from ..bindings.abi import Result
 from .failure import HostFailure
 
 SLOTS = 4
-SLOT_BYTES = 256 << 10
+SLOT_BYTES = 1 << 20
 MESSAGE_SLOTS = 4
 MESSAGE_BYTES = 128 << 10  # of a slot for messages
 MOST_RANKS = 1024
