@@ -2,8 +2,8 @@
 
 Keys: `claims/R` counts the processes that are rank R, `rank/R` says who it is, `came` lists the ranks that came,
 `arrived/N` counts those that believe in N ranks, `id` is rank 0's. `over` ends the rendezvous for all: they met, or all
-raise this error; `ends` counts who says so. How often a rank asks the store does not
-depend on how many ranks there are, but for the polls while it waits.
+raise this error; `ends` counts who says so. How often a rank asks the store does not depend on the number of ranks,
+except for the polls while it waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ T = TypeVar("T")
 _MET = "met"
 _ERRORS: dict[str, type[NcclError]] = {"usage": NcclInvalidUsage, "remote": NcclRemoteError}
 _LONGEST_PAUSE = 0.1
-_REPORT_SECONDS = 0.2  # a rank that fails tells the others, but does not wait long for a store that is silent
+_REPORT_SECONDS = 2.0  # a rank that fails tells the others, but does not wait long for a store that is silent
+_HURRIED_SECONDS = 0.2  # the same after Ctrl-C, or at the deadline
 
 
 class Rendezvous:
@@ -58,9 +59,10 @@ class Rendezvous:
     def report(self, error: BaseException) -> None:
         """Tell the others that this rank cannot go on."""
         text = could_not_start(self.rank, error)
+        seconds = 0.0 if isinstance(error, KeyboardInterrupt) else min(_REPORT_SECONDS, self.clock.left())
         with contextlib.suppress(Exception):  # the error itself is more important
             late = NcclTimeout("the store is silent")
-            Wait(Clock(_REPORT_SECONDS)).beside(lambda: self._end("remote", text), lambda: late)
+            Wait(Clock(max(seconds, _HURRIED_SECONDS))).beside(lambda: self._end("remote", text), lambda: late)
 
     def _ask(self, call: Callable[[Wait], T]) -> T:
         """`call(wait)`, in a worker thread, since the store may never answer."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,9 @@ from ranks import Place, RankPool
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import pynccl
+from pynccl.bindings.workers import Clock
 from pynccl.bootstrap import from_process_group
+from pynccl.bootstrap.rendezvous import Rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 1.0
@@ -284,3 +287,22 @@ def test_a_call_that_was_left_behind_does_not_crash_the_end_of_the_process(tmp_p
     assert "NcclTimeout: rank 0 of 2 waited " in done.stderr
     assert "the store at which the ranks meet does not answer" in done.stderr
     assert "terminate" not in done.stderr
+
+
+class Slow(dict[str, str]):
+    """A store that answers late, as one on another continent or on a busy machine."""
+
+    def add(self, key: str, amount: int) -> int:
+        time.sleep(0.4)
+        self[key] = str(int(self.get(key, "0")) + amount)
+        return int(self[key])
+
+    def set(self, key: str, value: str) -> None:
+        time.sleep(0.4)
+        self[key] = value
+
+
+def test_a_rank_that_cannot_start_tells_it_to_a_slow_store() -> None:
+    store = Slow()
+    Rendezvous(store, 1, 2, Clock(30), "a server", "come once").report(ValueError("no such device"))
+    assert store["over"] == "remote\nrank 1 could not start: ValueError: no such device"
