@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,9 +50,9 @@ class _Round(NamedTuple):
                 self.op.comm.transport.exchange(outgoing, incoming, self.label)
             return
 
-        def read(start: int, n: int, at: Mapping[int, int]) -> None:
-            for peer, address, nbytes in recvs:
-                ctypes.memmove(address + start, at[peer], max(min(n, nbytes - start), 0))
+        def read(start: int, n: int, at: Sequence[int]) -> None:
+            for (_, address, nbytes), source in zip(recvs, at, strict=True):
+                ctypes.memmove(address + start, source, max(min(n, nbytes - start), 0))
 
         shared_collectives.exchange(shared, self.apart, most, sends, [peer for peer, _, _ in recvs], read)
 
@@ -67,18 +67,19 @@ class _Round(NamedTuple):
         sends = [(p, base + ranges[p][0] * itemsize, sizes[p]) for p in comm.peers if sizes[p]]
         if comm.shared is None:
             mine = own[begin:end]
-            others = comm.scratch.take(len(comm.peers) * nbytes).view(own.dtype).view(len(comm.peers), len(mine))
-            recvs = [(p, row.data_ptr(), row.nbytes) for p, row in zip(comm.peers, others, strict=True) if len(row)]
+            room = comm.scratch.take(len(comm.peers) * nbytes).view(own.dtype)
+            others = room.chunk(len(comm.peers)) if nbytes and comm.peers else ()
+            recvs = [(p, row.data_ptr(), nbytes) for p, row in zip(comm.peers, others, strict=False)]
             self.move(sends, recvs, op.count)
             if len(mine):
                 in_order = [*others[: comm.rank], mine, *others[comm.rank :]]
                 combine(in_order, view(out, len(mine), op.dtype), op.dtype, op.op)
             return
 
-        def read(start: int, n: int, at: Mapping[int, int]) -> None:
+        def read(start: int, n: int, at: Sequence[int]) -> None:
             first, count = start // itemsize, max(min(n, nbytes - start), 0) // itemsize
-            addresses = {**at, comm.rank: address + start}
-            tensors = [tensor_at(addresses[rank], count, own.dtype) for rank in range(comm.size)]
+            addresses = [*at[: comm.rank], address + start, *at[comm.rank :]]
+            tensors = [tensor_at(one, count, own.dtype) for one in addresses]
             combine(tensors, view(out + first * op.itemsize, count, op.dtype), op.dtype, op.op)
 
         shared_collectives.exchange(comm.shared, self.apart, max(sizes), sends, comm.peers if nbytes else (), read)

@@ -61,10 +61,6 @@ class Layout:
         self._channels_at = self.slots_at + SLOTS * SLOT_BYTES
         self.total = self._channels_at + ranks * _CHANNEL_BYTES
 
-    def slot(self, slot: int) -> int:
-        """A slot for collectives."""
-        return self.slots_at + slot * SLOT_BYTES
-
     def channel_words(self, peer: int) -> int:
         """The words of the channel to `peer`."""
         return _CHANNELS_AT + peer * LINE_BYTES
@@ -103,10 +99,7 @@ class Segment:
         self.words = self.bytes[:_TOKEN_AT].cast("I")
         self.token = bytes(self.bytes[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES])
         self.headers = [self.bytes[_HEADERS_AT + i * HEADER_BYTES :][:HEADER_BYTES] for i in range(SLOTS)]
-
-    def slot(self, slot: int) -> int:
-        """Its address."""
-        return self.address + self.layout.slot(slot)
+        self.slots = [self.address + layout.slots_at + i * SLOT_BYTES for i in range(SLOTS)]  # their addresses
 
 
 class OwnSegment(Segment):

@@ -69,6 +69,7 @@ class SharedMemory:
             peer: Incoming(own, rank, segments[peer], peer, bell, partial(_unexpected, rank, activity, peer))
             for peer in self.peers
         }
+        self.reserved = False  # memory behind the slots
         self._step = 0
         self._header, self._last_text = b"", bytes(TEXT_BYTES)
         self._history = 0
@@ -122,6 +123,7 @@ class SharedMemory:
     def reserve(self) -> None:
         """Have memory behind the slots."""
         self._own.reserve_slots()
+        self.reserved = True
 
     # Messages
 
@@ -149,16 +151,11 @@ class SharedMemory:
 
     def _wait(self, peers: Sequence[int], step: int) -> None:
         posted = self._posted
-
-        def behind() -> list[int]:
-            return [peer for peer in peers if (posted[peer][0] - step) & _BEHIND]
-
         for peer in peers:
             if (posted[peer][0] - step) & _BEHIND:
-                if len(peers) == 1:
-                    self.until(posted[peer], self._words[peer], behind)
-                else:
-                    self.until(self._complete, self._complete_word, behind)
+                alone = len(peers) == 1
+                word, address = (posted[peer], self._words[peer]) if alone else (self._complete, self._complete_word)
+                self.until(word, address, lambda: [p for p in peers if (posted[p][0] - step) & _BEHIND])
                 break
         if not futex.ORDERED:
             futex.barrier()

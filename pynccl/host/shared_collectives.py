@@ -6,7 +6,7 @@ one, so it copies while others still do. What is received is read in place, in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import memmove
 from functools import lru_cache
 
@@ -15,8 +15,8 @@ from .shared import SharedMemory
 
 ALIGNMENT = 64
 Block = tuple[int, int, int]  # the peer to which it is sent, or of which it comes; address; bytes
-# Takes a piece: start and bytes of it in its block, and the address where it is of each source.
-Read = Callable[[int, int, Mapping[int, int]], None]
+# Takes a piece: start and bytes of it in its block, and where it is, of each source in their order.
+Read = Callable[[int, int, Sequence[int]], None]
 
 
 def aligned(nbytes: int) -> int:
@@ -45,13 +45,14 @@ def exchange(
     apart: a slot has a block for each peer of its rank, and not one for all of them. `apart` and `most` are equal on
     all ranks."""
     me, blocks = shared.rank, len(shared.peers) if apart else 1
-    shared.reserve()
+    if not shared.reserved:
+        shared.reserve()
     stride, pieces = cut(most, SLOT_BYTES // blocks)
     put = [(block_of(me, peer) * stride if apart else 0, *block) for peer, *block in (sends if apart else sends[:1])]
-    places = {peer: block_of(peer, me) * stride if apart else 0 for peer in sources}
+    own = shared.segments[me].slots
 
     def fill(start: int, n: int) -> None:
-        target = shared.segments[me].slot(shared.room())
+        target = own[shared.room()]
         for place, address, nbytes in put:
             if start < nbytes:
                 memmove(target + place, address + start, min(n, nbytes - start))
@@ -62,5 +63,6 @@ def exchange(
         if at + 1 < len(pieces):
             fill(*pieces[at + 1])
         if sources:
+            there = [shared.segments[p].slots[slot] + (block_of(p, me) * stride if apart else 0) for p in sources]
             shared.wait(sources)
-            read(start, n, {peer: shared.segments[peer].slot(slot) + place for peer, place in places.items()})
+            read(start, n, there)
