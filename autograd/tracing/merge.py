@@ -78,9 +78,10 @@ class RankTrace(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankTrace:
-        *head, lanes, flows, summary, offset = json.loads(gzip.decompress(data))
-        found = [[Slice(**one | {"lane": Lane(*one["lane"])}) for one in same] for same in lanes]
-        return cls(*head, found, flows, summary, offset)
+        found: Any = cls(*json.loads(gzip.decompress(data)))
+        lanes = [[Slice(**one | {"lane": Lane(*one["lane"])}) for one in same] for same in found.lanes]
+        made: RankTrace = found._replace(lanes=lanes)
+        return made
 
 
 # One rank.
