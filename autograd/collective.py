@@ -16,7 +16,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, ParamSpec
 
@@ -38,7 +38,6 @@ from .torch_internals import (
     has_no_values,
     has_storage,
     in_forward_mode,
-    saved_tensors_hooks,
     transforms_active,
     unwrap_if_dead,
 )
@@ -137,19 +136,14 @@ class Collective(Function):
     def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, comm, *params = inputs
         ctx.comm, ctx.shape, ctx.params = comm, x.shape, params
-        ctx.ask_for_token = None if saved_tensors_hooks(False) is None else save_token()
-        ctx.call = number_call(comm, cls.name) if comm.checking else None
-        ctx.site = call_site() if comm.recorded and not torch.compiler.is_compiling() else ""
+        remember(ctx, comm, cls.name)
 
     @classmethod
     def pull_back(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """`backward`; g is zeros where there is none, since the peers wait for this rank all the same."""
-        # Before anything is communicated: a checkpoint may compute its region anew for either.
-        if ctx.ask_for_token is not None:
-            ctx.ask_for_token()
+        replicated = ctx.call is not None and cls.is_replicated(ctx.params)
+        enter_backward(ctx, ctx.comm, [g] if replicated else [])
         saved = ctx.saved_tensors
-        if ctx.call is not None:
-            compare_backward(ctx.comm, ctx.call, g if cls.is_replicated(ctx.params) else None)
         with cls.in_backward(ctx):
             dx = cls.cotangent(run, ctx.comm, g, ctx.shape, saved, ctx.params)
         return dx, None, *(None,) * len(ctx.params)
@@ -180,6 +174,23 @@ class Collective(Function):
     @classmethod
     def is_replicated(cls, params: Any) -> bool:
         return cls.grad_at is not None and params[cls.grad_at] == "replicated"
+
+
+def remember(ctx: Any, comm: Communicator, name: str) -> None:
+    """After the communication of a forward pass: what `enter_backward` needs, and the line for the flight recorder."""
+    ctx.ask_for_token = save_token()
+    ctx.call = number_call(comm, name) if comm.checking else None
+    ctx.site = call_site() if comm.recorded and not torch.compiler.is_compiling() else ""
+
+
+def enter_backward(ctx: Any, comm: Communicator, replicated: Sequence[Tensor]) -> None:
+    """Before a backward pass communicates, and before it asks for saved tensors: a checkpoint may compute its region
+    anew. With PYNCCL_CHECK=1 the ranks compare where they are, and the cotangents that have to be equal."""
+    if ctx.ask_for_token is not None:
+        ctx.ask_for_token()
+    if ctx.call is not None:
+        for g in replicated or (None,):
+            compare_backward(comm, ctx.call, g)
 
 
 def refuse_group(name: str) -> None:

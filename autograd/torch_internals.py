@@ -1,8 +1,8 @@
 """Every private name of torch that this package uses. They are touched in this file alone.
 
-Each has a comment that says what it is for and what replaces it in a torch that has it no more; where nothing does, it
-raises when it is used, with its name: what needs no such name works on. tests/autograd/test_torch_internals.py checks
-that all of them exist in the installed torch, and that what replaces them does the same.
+Each has a comment that says what it is for. In a torch that has it no more it raises when it is used, with its name:
+what needs no such name works on. tests/autograd/test_torch_internals.py checks that all of them exist in the installed
+torch.
 """
 
 from __future__ import annotations
@@ -40,45 +40,29 @@ class Missing:
         return self()
 
 
-def _find(name: str, instead: Any = None) -> Any:
-    """What torch calls by this name; `instead`, where there is no such thing."""
+def _find(name: str) -> Any:
+    """What torch calls by this name."""
     NAMES.append(name)
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
-        return Missing(name) if instead is None else instead
+        return Missing(name)
 
 
 # Tensors.
 
-
-def has_storage_by_asking(x: Tensor) -> bool:
-    try:
-        x.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
-
-
-# Whether a tensor has memory: zero tensors and tensors of torch's old vmap have none. Replaced by asking for it.
-has_storage: Callable[[Tensor], bool] = _find("torch._C._has_storage", has_storage_by_asking)
-# Whether a tensor stands for zeros without memory, as tangents and cotangents may. Without the name there are none.
-is_zero_tensor: Callable[[Tensor], bool] = _find("torch.Tensor._is_zerotensor", lambda x: False)
-# A tensor of a level of torch.func that has ended is what it wraps. Replaced by the tensor, of which torch complains.
-unwrap_if_dead: Callable[[Tensor], Tensor] = _find("torch._C._functorch.unwrap_if_dead", lambda x: x)
-# A view of a tensor that nobody else has, of which autograd does not know that it is one. Replaced by a copy.
-_unsafe_view = _find("torch.ops.aten._unsafe_view.default", lambda x, shape: x.view(shape).clone())
+# Whether a tensor has memory: zero tensors and tensors of torch's old vmap have none.
+has_storage: Callable[[Tensor], bool] = _find("torch._C._has_storage")
+# Whether a tensor stands for zeros without memory, as tangents and cotangents may.
+is_zero_tensor: Callable[[Tensor], bool] = _find("torch.Tensor._is_zerotensor")
+# A tensor of a level of torch.func that has ended is what it wraps.
+unwrap_if_dead: Callable[[Tensor], Tensor] = _find("torch._C._functorch.unwrap_if_dead")
+# A view of a tensor that nobody else has, of which autograd does not know that it is one.
+_unsafe_view = _find("torch.ops.aten._unsafe_view.default")
 # All tensors in nested lists, tuples and dicts.
 _tree_leaves = _find("torch.utils._pytree.tree_leaves")
-
-
-def copy_one_by_one(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for one, value in zip(to, values, strict=True):
-        one.copy_(value)
-
-
-# Copies many tensors, on a GPU in few kernels. Replaced by one after the other.
-copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], object] = _find("torch._foreach_copy_", copy_one_by_one)
+# Copies many tensors, on a GPU in few kernels.
+copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], object] = _find("torch._foreach_copy_")
 
 _VALUES = frozenset((Tensor, torch.nn.Parameter))
 
@@ -101,13 +85,13 @@ def has_no_values(x: Tensor) -> bool:
 
 # What traces: dispatch modes, such as fake tensors, make_fx, export and selective checkpointing.
 
-# How many modes are active; asked at every call. Nothing replaces it.
+# How many modes are active; asked at every call.
 dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
-# Which of the two that have tensors without values is active. Replaced by the answer that one is.
-_mode_of = _find("torch._C._get_dispatch_mode", lambda key: key)
+# Which of the two that have tensors without values is active.
+_mode_of = _find("torch._C._get_dispatch_mode")
 _ModeKey = _find("torch._C._TorchDispatchModeKey")
-# The mode of fake tensors, also where it was entered by their use. Replaced by whether any mode is active.
-detect_fake_mode: Callable[[], Any] = _find("torch._guards.detect_fake_mode", lambda: dispatch_modes() or None)
+# The mode of fake tensors, also where it was entered by their use.
+detect_fake_mode: Callable[[], Any] = _find("torch._guards.detect_fake_mode")
 
 
 def is_tracing() -> bool:
@@ -125,26 +109,26 @@ def is_tracing() -> bool:
 forward_mode: Callable[[bool], contextlib.AbstractContextManager[Any]] = _find(
     "torch.autograd.forward_ad._set_fwd_grad_enabled"
 )
-# Whether it is on. Without: taken for granted.
-forward_mode_is_on: Callable[[], bool] = _find("torch._C._is_fwd_grad_enabled", lambda: True)
-# The number that this function reads. Without, no level is seen.
+# Whether it is on.
+forward_mode_is_on: Callable[[], bool] = _find("torch._C._is_fwd_grad_enabled")
+# The number that this function reads.
 _find("torch.autograd.forward_ad._current_level")
 
 
 def in_forward_mode() -> bool:
     """Whether a level of forward mode is active, torch.func.jvp's included."""
-    return getattr(forward_ad, "_current_level", -1) >= 0
+    return forward_ad._current_level >= 0
 
 
 # torch.func: its transforms are a stack of interpreters, one for each level.
 
-# Whether any is active; asked at every call. Nothing replaces it.
+# Whether any is active; asked at every call.
 transforms_active: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active")
 # The kinds of levels, and all interpreters, each of which has its kind by key().
 _TransformType = _find("torch._C._functorch.TransformType")
 _levels = _find("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
-# A context in which torch.func does not wrap the tensors that are made; NCCL needs their memory. Replaced by none.
-unwrapped: Callable[[], Any] = _find("torch._C._DisableFuncTorch", contextlib.nullcontext)
+# A context in which torch.func does not wrap the tensors that are made; NCCL needs their memory.
+unwrapped: Callable[[], Any] = _find("torch._C._DisableFuncTorch")
 
 
 @torch.compiler.assume_constant_result
@@ -159,11 +143,8 @@ def check_compiled() -> None:
 
 # Hooks of saved tensors, by which torch.utils.checkpoint works: a stack, each of (pack, unpack).
 
-# (False) -> the innermost, or None; asked at every call. Without: no hooks are seen, and ranks that save different
-# tensors in a checkpoint may compute it anew at different collectives.
-saved_tensors_hooks: Callable[[bool], Any] = _find(
-    "torch._C._autograd._top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
-)
+# (False) -> the innermost, or None; asked at every call.
+saved_tensors_hooks: Callable[[bool], Any] = _find("torch._C._autograd._top_saved_tensors_default_hooks")
 pop_saved_tensors_hooks: Callable[[], None] = _find("torch._C._autograd._pop_saved_tensors_default_hooks")
 push_saved_tensors_hooks: Callable[[Any, Any], None] = _find("torch._C._autograd._push_saved_tensors_default_hooks")
 
@@ -207,12 +188,10 @@ def _region_of(pack: Any) -> tuple[Any, Any] | None:
     return (held["frame"], None) if hasattr(held.get("frame"), "weak_holders") else None
 
 
-# What a checkpoint raises where the part that it computes anew is complete. Without: nothing is to be caught.
-StopRecomputation: type[Exception] = _find(
-    "torch.utils.checkpoint._StopRecomputationError", type("StopRecomputation", (Exception,), {})
-)
-# The Function of the reentrant checkpoint. Without: those are not seen.
-_CheckpointFunction = _find("torch.utils.checkpoint.CheckpointFunction", torch.autograd.Function)
+# What a checkpoint raises where the part that it computes anew is complete.
+StopRecomputation: type[Exception] = _find("torch.utils.checkpoint._StopRecomputationError")
+# The Function of the reentrant checkpoint.
+_CheckpointFunction = _find("torch.utils.checkpoint.CheckpointFunction")
 
 
 def reentrant_checkpoints() -> list[bool]:
@@ -230,16 +209,15 @@ def _reentrant() -> Iterator[tuple[Any, bool]]:
 
 # Backward passes.
 
-# Has a function called at the end of the backward pass that is under way. Nothing replaces it.
+# Has a function called at the end of the backward pass that is under way.
 queue_callback: Callable[[Callable[[], None]], None] = _find(
     "torch.autograd.variable.Variable._execution_engine.queue_callback"
 )
-# The number of that pass; a reentrant checkpoint has one of its own. Without: all passes are taken for the same one.
-backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
+# The number of that pass; a reentrant checkpoint has one of its own.
+backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id")
 
-# Whether that pass comes to a node; RuntimeError for the leaf of a gradient that torch.autograd.grad returns. Without:
-# it comes to all.
-_comes_to = _find("torch._C._will_engine_execute_node", lambda node: True)
+# Whether that pass comes to a node; RuntimeError for the leaf of a gradient that torch.autograd.grad returns.
+_comes_to = _find("torch._C._will_engine_execute_node")
 
 
 def accumulates(leaf: Tensor) -> bool:
@@ -255,8 +233,8 @@ def accumulates(leaf: Tensor) -> bool:
         return False
 
 
-# Whether a torch.profiler is under way in this thread. Without: torch refuses a second one itself.
-profiler_enabled: Callable[[], bool] = _find("torch.autograd._profiler_enabled", lambda: False)
+# Whether a torch.profiler is under way in this thread.
+profiler_enabled: Callable[[], bool] = _find("torch.autograd._profiler_enabled")
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -266,17 +244,15 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 # Modules.
 
-# Whether hooks on all modules are registered. Without: taken for granted.
-_any_hook_on_all = _find("torch.nn.modules.module._has_any_global_hook", lambda: True)
+# Whether hooks on all modules are registered.
+_any_hook_on_all = _find("torch.nn.modules.module._has_any_global_hook")
 _traced: list[bool] = []  # while traces have hooks on all modules: whether others had some before
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_hooked(module: torch.nn.Module) -> bool:
-    """Whether calling a module is more than running its forward: a hook on it or on all, or a torch.compile of its own.
-
-    Where that cannot be seen, it is."""
-    if (_traced[0] if _traced else _any_hook_on_all()) or getattr(module, "_compiled_call_impl", True) is not None:
+    """Whether calling a module is more than running its forward: a hook on it or on all, or its own torch.compile."""
+    if (_traced[0] if _traced else _any_hook_on_all()) or module._compiled_call_impl is not None:
         return True
     return has_hooks(module)
 
@@ -297,6 +273,5 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """Where the module keeps its parameters: the dict itself. Without: one of those that it has now."""
-    found: Any = module.__dict__.get("_parameters")
-    return dict(module.named_parameters(recurse=False)) if found is None else found
+    """Where the module keeps its parameters: the dict itself."""
+    return module._parameters

@@ -16,11 +16,19 @@ from torch.autograd import Function
 
 import pynccl
 from pynccl import Communicator
-from pynccl.watch.frames import call_site
 from pynccl.watch.notes import noting
 
-from ..checks import ForwardCall, compare_backward, number_call
-from ..collective import Call, Collective, operation, refuse_group, require_grad, run, sees_operators
+from ..collective import (
+    Call,
+    Collective,
+    enter_backward,
+    operation,
+    refuse_group,
+    remember,
+    require_grad,
+    run,
+    sees_operators,
+)
 from ..torch_internals import in_forward_mode, transforms_active
 
 Tensors = list[Tensor] | tuple[Tensor, ...]  # all of which are launched as one group
@@ -90,14 +98,14 @@ class Coalesced(Function):
         ctx.shapes = [x.shape for x in xs]
         ctx.differentiable = [has_derivative(x) for x in xs]
         ctx.mark_non_differentiable(*(y for y in output if not has_derivative(y)))
-        ctx.call = number_call(ctx.plan.comm, ctx.plan.name) if ctx.plan.comm.checking else None
-        ctx.site = call_site() if ctx.plan.comm.recorded else ""
+        remember(ctx, ctx.plan.comm, ctx.plan.name)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         plan, differentiable = ctx.plan, ctx.differentiable
-        if ctx.call is not None:
-            _check(plan, ctx.call, [g for g, wanted in zip(cotangents, differentiable, strict=True) if wanted])
+        function, params = plan.parts[0]
+        wanted_of = [g for g, wanted in zip(cotangents, differentiable, strict=True) if wanted]
+        enter_backward(ctx, plan.comm, wanted_of if function.is_replicated(params) else [])
         calls = [
             function.adjoint(g, plan.comm, shape, *params)
             for (function, params), g, shape, wanted in zip(
@@ -139,13 +147,3 @@ def _one_by_one(comm: Communicator, calls: Sequence[Call]) -> bool:
         or any(not call.function.linear or sees_operators(call.x) for call in calls)
         or not any(call.function.communicates for call in calls)
     )
-
-
-def _check(plan: _Plan, call: ForwardCall, cotangents: Sequence[Tensor]) -> None:
-    """PYNCCL_CHECK=1: whether all ranks are in the backward pass of this call; whether "replicated" ones are."""
-    function, params = plan.parts[0]
-    if not function.is_replicated(params):
-        compare_backward(plan.comm, call, None)
-        return
-    for g in cotangents:
-        compare_backward(plan.comm, call, g)

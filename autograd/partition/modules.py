@@ -12,6 +12,7 @@ from ..arguments import check_call
 from ..collective import require_grad
 from ..ops.all_reduce import all_reduce
 from ..torch_internals import reshaped
+from ..wire import added
 from .cartesian import Partition, check_partition
 from .transfer import (
     Block,
@@ -22,7 +23,6 @@ from .transfer import (
     describe,
     shape_of,
     slices,
-    summed,
     transfer,
     whole,
     within,
@@ -115,7 +115,7 @@ class _OfWhole(_Between):
         received, pieces = transfer(x, self.comm, sends, recvs)
         if len(pieces) == 1:
             return reshaped(received, pieces[0].shape)
-        return summed(pieces) if pieces else received
+        return added(pieces) if pieces else received
 
 
 class Broadcast(_OfWhole):

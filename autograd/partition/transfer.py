@@ -18,7 +18,6 @@ from ..agreement import gathered
 from ..arguments import lost_its_memory
 from ..ops.all_to_all import all_to_all
 from ..torch_internals import is_tracing, reshaped
-from ..wire import SAME_BITS
 
 Region = tuple[slice, ...]  # with start and stop
 Cuts = list[list[slice]]  # of each dimension
@@ -90,18 +89,6 @@ def transfer(
     received = all_to_all(flat, comm, send_splits=send_splits, recv_splits=recv_splits)
     lines = received.split(recv_splits)
     return received, [lines[block.rank].view(shape_of(block.region)) for block in recvs]
-
-
-def summed(pieces: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors of one shape, in the way of wire.added: a tensor of its own."""
-    first, *others = pieces
-    if same := SAME_BITS.get(first.dtype):
-        return summed([piece.view(same) for piece in pieces]).view(first.dtype).clone()
-    wide = torch.float32 if first.is_floating_point() and first.itemsize == 1 else first.dtype
-    y = first.to(wide)
-    for piece in others:
-        y = y + piece.to(wide)
-    return y.to(first.dtype)
 
 
 def assembled(received: Tensor, recvs: Sequence[Block], pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import warnings
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,24 +25,30 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pynccl import Communicator
+from pynccl.bindings.abi import ITEMSIZE, DataType, RedOp
 from pynccl.bindings.library import host_module
 from pynccl.comm.observing import Observed, Observer, Seldom, Told
 from pynccl.interop.streams import Handle
 from pynccl.watch.frames import call_site
+from pynccl.watch.layout import ARGUMENTS, UNNUMBERED
 from pynccl.watch.notes import notes
 
 from ..streams import is_capturing
 from ..torch_internals import backward_pass, hooking_all_modules, profiler_enabled
-from .calls import Keys, arguments, described, name_of
 
 now = time.perf_counter
 STEP, COMM, EXPOSED = "step", "comm", "exposed"  # categories; EXPOSED: computation waits for communication
 HOST = -1  # stream of calls that are the CPU's work, in a process with a GPU
-_KERNELS, _LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
-_KEPT = ("cpu_op", "user_annotation", "gpu_user_annotation", "fwdbwd", "ac2g", *_LAUNCHES, *_KERNELS)
+KERNELS, LAUNCHES, FLOWS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver"), ("fwdbwd", "ac2g")
+_KEPT = ("cpu_op", "user_annotation", "gpu_user_annotation", *FLOWS, *LAUNCHES, *KERNELS)
 _NO_PASS = -1
-_TICKS = 10
 _POLL_SECONDS = 0.0005
+
+# Operations whose buffer has one block per rank: `bytes` counts all of them, as nccl-tests does.
+_BLOCKS = ("all_gather", "reduce_scatter", "all_to_all", "alltoall", "gather", "scatter")
+_OPERATORS = frozenset(map(int, RedOp))  # any other number is a PreMulSum's
+_PEER = 3  # inputs of a message: buffer, count, type, peer
+_MOST_CALLS = 8  # of a group, that are listed one by one
 
 
 class Lane(NamedTuple):
@@ -90,9 +96,9 @@ class Recording(Observer):
         self.comms: dict[str, tuple[str, int, int]] = {}  # uid -> name, rank, size
         self._slices: list[Slice] = []
         self._profiler: profile | None = None
-        self._ticks: list[tuple[float, float]] = []  # perf_counter() around the profiler's first operators
+        self._clock = 0.0  # perf_counter() less the time of day, which is the profiler's
         self._thread = _Thread()
-        self._keys = Keys()
+        self._count: Counter[tuple[Any, ...]] = Counter()  # calls of each communicator, messages of each pair
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []  # keeps the modules, and so their ids, alive
         if model is not None:
@@ -108,10 +114,7 @@ class Recording(Observer):
             try:
                 self._profiler = profile(activities=activities)
                 self._profiler.start()
-                for _ in range(_TICKS):
-                    began = now()
-                    torch.empty(0)
-                    self._ticks.append((began, now()))
+                self._clock = now() - time.time()
                 yield
             finally:
                 before.remove()
@@ -128,12 +131,15 @@ class Recording(Observer):
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        one = Slice(Lane("steps"), name, STEP, now())
-        self._slices.append(one)
+        one = self._begun(Slice(Lane("steps"), name, STEP, now()))
         try:
             yield
         finally:
             one.end = now()
+
+    def _begun(self, one: Slice) -> Slice:
+        self._slices.append(one)
+        return one
 
     # Layers
 
@@ -189,12 +195,12 @@ class Recording(Observer):
         return launched
 
     def _call(self, calls: list[Observed], stream: int, begin: Any) -> Slice:
-        comm, ones = calls[0].comm, [described(call) for call in calls]
-        keys = dict.fromkeys(key for call, one in zip(calls, ones, strict=True) for key in self._keys.of(call, one))
+        comm = calls[0].comm
+        keys = dict.fromkeys(key for call in calls for key in self._keys(call))
         function, forward_site = notes.get(threading.get_ident(), ("", ""))
         stack, in_backward = self._thread.modules, backward_pass() != _NO_PASS
         phase = ("recompute" if in_backward else "forward") if stack else "backward" if in_backward else ""
-        args = {"comm": name_of(comm), **arguments(ones, function)}
+        args = arguments(calls, function)
         args |= {"layer": stack[-1][1]} if stack else {}
         args |= {"phase": phase} if phase else {}
         args |= {"function": function} if function else {}
@@ -202,18 +208,31 @@ class Recording(Observer):
         words = (args["operation"], args.get("layer", ""), phase if phase == "backward" else "")
         current = 0 if comm.library.is_host else torch.cuda.current_stream(torch.device(comm.device)).cuda_stream
         lane = Lane("comm", int(stream), comm.uid, comm.rank, stream not in (HOST, current))
-        self.comms.setdefault(comm.uid, (name_of(comm), comm.rank, comm.size))
+        self.comms.setdefault(comm.uid, (args["comm"], comm.rank, comm.size))
         blocks = comm.library.is_host and not stream
         one = Slice(lane, " ".join(filter(None, words)), COMM, begin, None, args, tuple(keys), blocks=blocks)
-        self._slices.append(one)
-        return one
+        return self._begun(one)
+
+    def _keys(self, call: Observed) -> Iterator[str]:
+        """By which ranks find each other's calls: "UID #3 all_reduce", "UID 0>1 2"; none for one that is made alone."""
+        uid, rank, message = call.comm.uid, call.comm.rank, _message(call)
+        if message:
+            peer = int(call.inputs[_PEER])
+            source, target = (rank, peer) if message == "send" else (peer, rank)
+            yield f"{uid} {source}>{target} {self._next(uid, rank, source, target, message)}"
+        weight = getattr(call, "weight", None)
+        if call.operation not in UNNUMBERED if weight is None else weight:
+            yield f"{uid} #{self._next(uid, rank)} {call.operation}"
+
+    def _next(self, *counter: Any) -> int:
+        self._count[counter] += 1
+        return self._count[counter]
 
     def waiting(self) -> Told | None:
-        """See Observer. On a GPU it is the stream that waits: see `_kernels`."""
+        """See Observer. On a GPU it is the stream that waits: see merge.py."""
         if self.device.type == "cuda":
             return None
-        one = Slice(Lane("thread", threading.get_native_id()), "waits for communication", EXPOSED, now())
-        self._slices.append(one)
+        one = self._begun(Slice(Lane("thread", threading.get_native_id()), "waits for communication", EXPOSED, now()))
 
         def waited(error: BaseException | None) -> None:
             one.end = now()
@@ -243,8 +262,7 @@ class Recording(Observer):
                 one.name, one.end = f"{one.name} (has not ended)", max(end, one.begin)
         waits = [one for one in slices if one.blocks]
         slices += [Slice(Lane("thread", one.thread), one.name, EXPOSED, one.begin, one.end) for one in waits]
-        events = self._events(begin, end)
-        return placed(slices, events), events
+        return slices, self._events(begin * 1e6, end * 1e6)
 
     def _events(self, begin: float, end: float) -> list[dict[str, Any]]:
         if self._profiler is None:
@@ -252,95 +270,62 @@ class Recording(Observer):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"
             self._profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_bytes())["traceEvents"]
-        operators = sorted((one for one in events if one.get("cat") == "cpu_op"), key=lambda one: one["ts"])
-        ticks = list(zip(self._ticks, operators, strict=False))  # the first operators are those of the ticks
-        lower = max((before * 1e6 - one["ts"] for (before, _), one in ticks), default=0.0)
-        upper = min((after * 1e6 - one["ts"] - one["dur"] for (_, after), one in ticks), default=0.0)
-        kept = []
-        for one in events:
-            one["ts"] = one.get("ts", 0.0) + (lower + upper) / 2
-            if one.get("cat") in _KEPT and (one["pid"] != os.getpid() or begin * 1e6 <= one["ts"] <= end * 1e6):
-                kept.append(one)
-        return kept
+            exported = json.loads(path.read_bytes())
+        shift = exported.get("baseTimeNanoseconds", 0) / 1e3 + self._clock * 1e6
+        kept = [one | {"ts": one["ts"] + shift} for one in exported["traceEvents"] if one.get("cat") in _KEPT]
+        return [one for one in kept if one["pid"] != os.getpid() or begin <= one["ts"] <= end]
 
 
-def placed(slices: list[Slice], events: list[dict[str, Any]]) -> list[Slice]:
-    """The slices, where the profiler's events say that they belong."""
-    _name_backward(slices, events)
-    return slices + list(_kernels(slices, events))
+def arguments(calls: Sequence[Observed], function: str) -> dict[str, Any]:
+    """Of calls that are launched together, the arguments of their slice."""
+    comm, details = calls[0].comm, [_details(call) for call in calls]
+    name = "x".join(comm.origin.axes) or comm.name  # of the axes of a mesh
+    args = {"comm": name, "operation": _operation(calls, function), "bytes": sum(nbytes for nbytes, _ in details)}
+    if len(calls) == 1:
+        return args | details[0][1]
+    texts = [_text(call) for call in calls[:_MOST_CALLS]]
+    more = len(calls) - len(texts)
+    return args | {"calls": texts + ([f"... {more} more"] if more else [])}
 
 
-def _name_backward(slices: list[Slice], events: list[dict[str, Any]]) -> None:
-    """A call that an autograd function makes in the backward pass belongs to the layer whose forward pass made it: the
-    profiler links the node that ran last in its thread to the operator that made the node."""
-    flows = [one for one in events if one["cat"] == "fwdbwd"]
-    made = {one["id"]: one for one in flows if one["ph"] == "s"}
-    ran = sorted((one["tid"], one["ts"], one["id"]) for one in flows if one["ph"] == "f" and one["id"] in made)
-    layers = [one for one in events if one["cat"] == "user_annotation"]
-    for call in slices:
-        if call.category != COMM or call.args.get("phase") != "backward" or "function" not in call.args:
-            continue
-        number = bisect_right(ran, (call.thread, call.launched * 1e6, float("inf"))) - 1
-        if number < 0 or ran[number][0] != call.thread:
-            continue
-        at = made[ran[number][2]]
-        around = [one for one in layers if one["tid"] == at["tid"] and one["ts"] <= at["ts"] <= one["ts"] + one["dur"]]
-        if around:
-            layer = max(around, key=lambda one: float(one["ts"]))["name"].removesuffix(" recompute")
-            call.args["layer"], call.name = layer, f"{call.args['operation']} {layer} backward"
+def _message(call: Observed) -> str:
+    """ "send", "recv" or "", also of an operation that is made of such: gather_v, scatter_v."""
+    if call.operation in ("send", "recv"):
+        return call.operation if call.inputs else ""
+    if call.operation in ARGUMENTS or len(call.inputs) != _PEER + 1:
+        return ""
+    return "send" if getattr(call, "recv", None) is None else "recv"
 
 
-def _kernels(slices: list[Slice], events: list[dict[str, Any]]) -> Iterator[Slice]:
-    """On a GPU calls are moved to where their kernels ran. Yields where communication ran and nothing was computed."""
-    launches = {one["args"].get("correlation"): one for one in events if one["cat"] in _LAUNCHES}
-    if not launches:
-        return
-    calls = sorted((one for one in slices if one.category == COMM), key=lambda one: (one.thread, one.launched))
-    began = [(one.thread, one.launched) for one in calls]
-    own: list[list[tuple[float, float]]] = [[] for _ in calls]
-    computing, stream = [], 0
-    for kernel in (one for one in events if one["cat"] in _KERNELS):
-        interval = kernel["ts"] / 1e6, (kernel["ts"] + kernel["dur"]) / 1e6
-        launch = launches.get(kernel["args"].get("correlation"), {"tid": 0, "ts": 0.0})
-        thread, at = int(launch["tid"]), launch["ts"] / 1e6
-        number = bisect_right(began, (thread, at)) - 1
-        if number >= 0 and calls[number].thread == thread and at <= calls[number].end:
-            own[number].append(interval)
-        else:
-            computing.append(interval)
-            stream = int(kernel["tid"])
-    for call, ran in zip(calls, own, strict=True):
-        if ran:
-            call.begin, call.end = min(ran)[0], max(end for _, end in ran)
-        else:
-            call.lane = call.lane._replace(number=HOST, side=False)
-    for begin, end in without([interval for ran in own for interval in ran], computing):
-        yield Slice(Lane("gpu", stream), "waits for communication", EXPOSED, begin, end)
+def _details(call: Observed) -> tuple[int, dict[str, Any]]:
+    """Bytes, and {count, dtype, op, root, peer}, as far as the operation has them."""
+    at, names = ARGUMENTS.get(_message(call) or call.operation, (0, ()))
+    if not at or not call.inputs:
+        return 0, {}
+    count, dtype = int(call.inputs[at]), DataType(call.inputs[at + 1])
+    rest: dict[str, Any] = dict(zip(names, map(int, call.inputs[at + 2 :]), strict=False))
+    if "op" in rest:
+        rest["op"] = RedOp(rest["op"]).name if rest["op"] in _OPERATORS else "PRE_MUL_SUM"
+    nbytes = count * ITEMSIZE[dtype] * (call.comm.size if call.operation in _BLOCKS else 1)
+    return nbytes, {"count": count, "dtype": dtype.name, **rest}
 
 
-def covered(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The times that lie in at least one of the intervals, as intervals that do not touch."""
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
+def _text(call: Observed) -> str:
+    details = _details(call)[1]
+    return call.compared or call.operation + ("({count} {dtype})".format(**details) if details else "")
 
 
-def without(
-    intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
-) -> Iterator[tuple[float, float]]:
-    """The times that lie in one of the intervals and in none of the others."""
-    marks = [(at, change) for begin, end in covered(intervals) for at, change in ((begin, 1), (end, -1))]
-    marks += [(at, change) for begin, end in covered(others) for at, change in ((begin, 2), (end, -2))]
-    state, since = 0, 0.0
-    for at, change in sorted(marks):
-        if state == 1 and at > since:
-            yield since, at
-        state, since = state + change, at
+def _operation(calls: Sequence[Observed], function: str) -> str:
+    """ "all_reduce", "2 all_gather + broadcast"; of an autograd function that sends, "HaloExchange: 2 send + recv"."""
+    messages = [_message(call) for call in calls]
+    if len(calls) == 1 and not messages[0]:
+        return calls[0].operation
+    names = [_text(call).partition("(")[0] for call in calls]
+    if named := next((name for name in names if name.endswith("_v")), ""):
+        return named
+    counts = Counter(call.operation for call in calls)
+    title = " + ".join(f"{number} {name}" if number > 1 else name for name, number in counts.items())
+    return f"{function.partition('.')[0]}: {title}" if function and all(messages) else title
 
 
 def _stream_of(call: Observed) -> int:

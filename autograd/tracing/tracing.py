@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
+from typing import cast
 
 import torch
 from torch import nn
 
-from pynccl import Communicator, chrome_trace as chrome
+from pynccl import Communicator, NcclTimeout, chrome_trace as chrome
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import instance, shown
+from pynccl.bindings.workers import Clock, Wait
 from pynccl.comm.observing import observing
 
-from ..agreement import raise_alike
+from ..agreement import gathered, raise_alike
 from ..arguments import check_comm
 from ..torch_internals import profiler_enabled
-from .gather import Gathering, RankTrace
-from .merge import Merged
+from . import merge
+from .merge import RankTrace
 from .recording import Recording, now
 
 _RAISED_SECONDS = 1.0  # for which a rank whose block has raised waits for the others, who may be waiting for it
+_END_SECONDS = 5.0  # for which the communicator of the traces may take to end
+_ROUNDS = 20  # of measuring clocks
 _active: list[Tracing] = []
 _changing = threading.Lock()
 os.register_at_fork(after_in_child=_active.clear)
@@ -163,25 +166,18 @@ class Tracing(Shared):
         try:
             raised = "" if kind is None else f"{kind.__name__}: {error}".strip().splitlines()[0][:300]
             seconds = min(_RAISED_SECONDS, self._timeout) if raised else self._timeout
-            self._deliver(self._own_trace(end, raised, seconds), seconds)
+            rank = _rank_of_launch() if self._comm is None else self._comm.rank
+            self._deliver(RankTrace.of(rank, self._recording, self._begin, end, raised, seconds), seconds)
         except Exception as failed:  # a trace that fails must not hide what the block did, or raised
             warnings.warn(f"trace: not written: {type(failed).__name__}: {failed}", RuntimeWarning, stacklevel=2)
         finally:
             self._release()
 
-    def _own_trace(self, end: float, raised: str, seconds: float) -> RankTrace:
-        recording = self._recording
-        slices, events = recording.finish(self._begin, end, seconds)
-        rank = _rank_of_launch() if self._comm is None else self._comm.rank
-        host, device = socket.gethostname(), str(recording.device)
-        comms = recording.comms
-        return RankTrace(rank, host, os.getpid(), device, self._begin, end, raised, comms, slices, events)
-
     def _deliver(self, own: RankTrace, seconds: float) -> None:
         """Rank 0 writes the traces of all ranks; if they cannot be had, each rank writes its own."""
         comm = self._comm
         if comm is None or self._gathering is None:
-            self._write(self._asked if comm is not None else self._own_path(), Merged([own], {}))
+            self._write(self._asked if comm is not None else self._own_path(), [own])
             return
         try:
             traces = self._gathering.gather(own, seconds)
@@ -189,7 +185,7 @@ class Tracing(Shared):
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             missing = {rank: why for rank in range(comm.size) if rank != comm.rank}
             path = with_rank(self._asked, comm.rank) if comm.rank else self._asked
-            self._write(path, Merged([own], missing))
+            self._write(path, [own], missing)
             others = f"rank 0's is {self._asked}" if comm.rank else f"{with_rank(self._asked, 1).name} and the like"
             warnings.warn(
                 f"trace: {path} has rank {comm.rank} alone; the others did not come to the end of the block together, "
@@ -199,11 +195,12 @@ class Tracing(Shared):
             )
         else:
             if traces:
-                self._write(self._asked, Merged(traces, {}))
+                self._write(self._asked, traces)
 
-    def _write(self, path: Path, merged: Merged) -> None:
-        chrome.write(path, merged.events(), merged.metadata())
-        self.path, self.summary, self.missing = path, merged.summary, merged.missing
+    def _write(self, path: Path, traces: list[RankTrace], missing: Mapping[int, str] = MappingProxyType({})) -> None:
+        told = merge.metadata(traces, missing)
+        chrome.write(path, merge.events(traces), told)
+        self.path, self.summary, self.missing = path, told["summary"], dict(missing)
 
     def _own_path(self) -> Path:
         """Of a process that is traced alone."""
@@ -241,3 +238,56 @@ def _device(comm: Communicator | None) -> torch.device:
 def _rank_of_launch() -> int:
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
+
+
+class Gathering:
+    """The traces of all ranks come to rank 0, on a communicator of their own that is split from the user's: a rank that
+    waits too long aborts this one, and the user's is as it was. Made by every rank at the begin of the block."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = cast(Communicator, comm.split(0, comm.rank))
+        self._offset = clock_offset(self._comm)
+
+    def gather(self, trace: RankTrace, seconds: float) -> list[RankTrace]:
+        """The traces of all ranks on rank 0, [] on the others. Raises what kept them from coming within the time."""
+
+        def late() -> NcclTimeout:
+            return NcclTimeout(f"the other ranks did not come to the end of the block within {seconds:g} s")
+
+        found = Wait(Clock(seconds)).beside(lambda: self._gather(trace._replace(offset=self._offset)), late)
+        self._comm.timeout = _END_SECONDS
+        with contextlib.suppress(Exception):
+            self._comm.destroy()
+        return found
+
+    def _gather(self, trace: RankTrace) -> list[RankTrace]:
+        comm = self._comm
+        if comm.device.startswith("cuda"):
+            torch.cuda.set_device(comm.device)  # of this thread
+        data = trace.to_bytes()
+        counts = [row[0] for row in gathered(comm, [len(data)])]
+        send = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device)
+        received = send.new_empty(sum(counts)) if comm.rank == 0 else None
+        comm.gather_v(send, received, 0, counts=counts)
+        found = [] if received is None else [one.numpy().tobytes() for one in received.cpu().split(counts)]
+        gathered(comm, [0])  # rank 0 has all of it
+        return [RankTrace.from_bytes(one) for one in found]
+
+    def close(self) -> None:
+        if self._comm.alive:
+            self._comm.abort()
+
+
+def clock_offset(comm: Communicator) -> float:
+    """Seconds that the clock of this rank is ahead of rank 0's; 0.0 where both may be the clock of one machine.
+
+    No all_gather ends before all ranks have begun it, so each one bounds the difference from both sides."""
+    lower, upper, begun, ended = float("-inf"), float("inf"), 0, 0
+    for number in range(_ROUNDS + 1):
+        rows = gathered(comm, [round(now() * 1e9), ended])
+        ended = round(now() * 1e9)
+        if number:  # rows[0][1]: when rank 0 saw the end of the one before
+            lower = max(lower, begun - rows[0][1])
+        begun = rows[comm.rank][0]
+        upper = min(upper, ended - rows[0][0])
+    return 0.0 if lower <= 0 <= upper else (lower + upper) / 2e9

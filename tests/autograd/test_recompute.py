@@ -54,6 +54,14 @@ def other_kinds(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor
     return checkpoint(region, x)
 
 
+def several_at_once(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
+    def region(x: Tensor) -> Tensor:
+        a, b = ad.all_reduce([x * w, 2 * x], comm, grad="sum")
+        return uneven(a + b, comm)
+
+    return checkpoint(region, checkpoint(region, x))
+
+
 def nested(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
     """After the inner region only rank 0 saves something in the outer one."""
 
@@ -110,6 +118,7 @@ PROGRAMS: dict[str, Program] = {
     f.__name__: f
     for f in (
         frozen_parameter,
+        several_at_once,
         other_kinds,
         nested,
         started_inside,

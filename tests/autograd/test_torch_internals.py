@@ -1,4 +1,4 @@
-"""torch_internals.py: its names exist in this torch, what replaces them does the same, and no other file has any."""
+"""torch_internals.py: its names exist in this torch, say what is wanted of them, and no other file has any."""
 
 from __future__ import annotations
 
@@ -75,66 +75,50 @@ def lazily_zero() -> torch.Tensor:
     return torch._efficientzerotensor(3)
 
 
-def test_without_has_storage_it_is_asked_for() -> None:
-    lacking = without("torch._C._has_storage")
-    assert lacking.has_storage is lacking.has_storage_by_asking
-    seen: list[tuple[bool, bool]] = []
+def test_a_batch_of_torchs_old_vmap_has_no_storage() -> None:
+    seen: list[bool] = []
 
     def note(g: torch.Tensor) -> torch.Tensor:
-        seen.append((torch_internals.has_storage(g), lacking.has_storage(g)))
+        seen.append(torch_internals.has_storage(g))
         return g
 
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     y.register_hook(note)
     torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
-    for t in (torch.ones(2), torch.empty(0), torch.ones(2, device="meta")):
+    for t in (torch.ones(2), torch.empty(0)):
         note(t)
-    assert seen[0] == (False, False)  # of a batch of torch's old vmap
-    assert all(real == instead for real, instead in seen)
+    assert seen == [False, True, True]
 
 
-def test_without_the_names_of_tensors_they_are_taken_as_they_are() -> None:
-    lacking = without("torch.Tensor._is_zerotensor", "torch._C._functorch.unwrap_if_dead")
+def test_zeros_without_memory_are_seen() -> None:
     x = torch.ones(2)
     assert torch_internals.is_zero_tensor(lazily_zero()) and not torch_internals.is_zero_tensor(x)
-    assert not lacking.is_zero_tensor(x)
-    assert lacking.unwrap_if_dead(x) is x is torch_internals.unwrap_if_dead(x)
+    assert torch_internals.unwrap_if_dead(x) is x
 
 
-@pytest.mark.parametrize("names", [(), ("torch.ops.aten._unsafe_view.default",)])
-def test_a_reshaped_tensor_is_no_view(names: tuple[str, ...]) -> None:
+def test_a_reshaped_tensor_is_no_view() -> None:
     x = torch.arange(6.0, requires_grad=True)
-    y = without(*names).reshaped(x * 1, (2, 3))
+    y = torch_internals.reshaped(x * 1, (2, 3))
     assert not y._is_view()
     y += 1
     y.sum().backward()
     assert y.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]] and x.grad is not None
 
 
-def test_without_the_modes_of_torch_any_mode_is_taken_for_one_that_traces() -> None:
-    from torch._subclasses import FakeTensorMode
-
-    lacking = without("torch._C._get_dispatch_mode", "torch._guards.detect_fake_mode")
-    assert not lacking.is_tracing() and lacking.detect_fake_mode() is None
-    with FakeTensorMode():
-        assert lacking.is_tracing() and lacking.detect_fake_mode()
-
-
 def test_levels_of_forward_mode_are_seen() -> None:
-    def at(module: ModuleType) -> tuple[bool, bool]:
-        return module.in_forward_mode(), module.forward_mode_is_on()
+    def levels() -> tuple[bool, bool]:
+        return torch_internals.in_forward_mode(), torch_internals.forward_mode_is_on()
 
-    lacking = without("torch._C._is_fwd_grad_enabled")
     assert not torch_internals.in_forward_mode()
     with forward_ad.dual_level():
-        assert at(torch_internals) == at(lacking) == (True, True)
+        assert levels() == (True, True)
         with torch_internals.forward_mode(False):
-            assert at(torch_internals) == (True, False)
+            assert levels() == (True, False)
     inside: list[Any] = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        inside.append(at(torch_internals))
+        inside.append(levels())
         return x
 
     torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
@@ -145,7 +129,6 @@ def test_a_profiler_under_way_is_seen() -> None:
     assert not torch_internals.profiler_enabled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert torch_internals.profiler_enabled()
-        assert not without("torch.autograd._profiler_enabled").profiler_enabled()
 
 
 def test_hooks_of_a_trace_are_not_taken_for_hooks() -> None:
@@ -157,54 +140,41 @@ def test_hooks_of_a_trace_are_not_taken_for_hooks() -> None:
     assert not torch_internals.is_hooked(module)
 
 
-def test_without_forward_modes_number_none_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(forward_ad, "_current_level")
-    assert not torch_internals.in_forward_mode()
-
-
 def test_unwrapped_tensors_are_plain_within_torch_func() -> None:
-    lacking = without("torch._C._DisableFuncTorch")
     found: list[Any] = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        for module in (torch_internals, lacking):
-            with module.unwrapped():
-                found.append(torch._C._functorch.is_functorch_wrapped_tensor(torch.ones(2)))
+        with torch_internals.unwrapped():
+            found.append(torch._C._functorch.is_functorch_wrapped_tensor(torch.ones(2)))
         return x.sum()
 
     torch.func.grad(f)(torch.ones(2))
-    assert found[0] is False
+    assert found == [False]
 
 
-def test_without_hooks_of_saved_tensors_none_are_seen() -> None:
-    lacking = without("torch._C._autograd._top_saved_tensors_default_hooks")
+def test_hooks_of_saved_tensors_are_seen() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         assert torch_internals.saved_tensors_hooks(False) is not None
-        assert lacking.saved_tensors_hooks(False) is None
     assert torch_internals.saved_tensors_hooks(False) is None
 
 
-def test_reentrant_checkpoints_are_seen_and_without_their_name_not() -> None:
-    lacking = without("torch.utils.checkpoint.CheckpointFunction", "torch.utils.checkpoint._StopRecomputationError")
+def test_reentrant_checkpoints_are_seen() -> None:
     found: list[Any] = []
 
     def region(x: torch.Tensor) -> torch.Tensor:
-        found.append((torch_internals.reentrant_checkpoints(), lacking.reentrant_checkpoints()))
+        found.append(torch_internals.reentrant_checkpoints())
         return x * 2
 
     checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=True)
-    assert found == [([True], [])]
-    assert issubclass(lacking.StopRecomputation, Exception)
+    assert found == [[True]]
     assert issubclass(torch_internals.StopRecomputation, Exception)
 
 
 def test_regions_of_checkpoints_are_known_by_what_their_hooks_close_over() -> None:
-    lacking = without("torch._C._autograd._top_saved_tensors_default_hooks")
     found: list[Any] = []
 
     def inner(x: torch.Tensor) -> torch.Tensor:
         found.append(torch_internals.checkpointed_regions())
-        assert lacking.checkpointed_regions() == []
         return x.sin()
 
     def outer(x: torch.Tensor) -> torch.Tensor:
@@ -247,13 +217,12 @@ def test_regions_of_reentrant_checkpoints_are_known_by_the_context_of_their_func
         assert torch_internals.checkpointed_regions() == []
 
 
-def test_the_end_and_the_number_of_a_backward_pass_are_known_and_without_its_name_all_are_one() -> None:
-    lacking = without("torch._C._current_graph_task_id")
+def test_the_end_and_the_number_of_a_backward_pass_are_known() -> None:
     seen: list[Any] = []
 
     def note(g: torch.Tensor) -> None:
         torch_internals.queue_callback(lambda: seen.append("end"))
-        seen.append((torch_internals.backward_pass(), lacking.backward_pass()))
+        seen.append(torch_internals.backward_pass())
 
     for _ in range(2):
         x = torch.ones(2, requires_grad=True)
@@ -262,14 +231,13 @@ def test_the_end_and_the_number_of_a_backward_pass_are_known_and_without_its_nam
         seen.append("after")
     (first, end, after), second = seen[:3], seen[3]
     assert (end, after) == ("end", "after")
-    assert first[0] != second[0] and first[1] == second[1] == -1
+    assert first != second and torch_internals.backward_pass() == -1
     assert torch_internals.tensors_in({"a": [x, 1], "b": (x,)}) == [x, x]
 
 
-def test_a_module_with_a_hook_is_hooked_and_where_that_cannot_be_seen_every_one_is() -> None:
+def test_a_module_with_a_hook_is_hooked_and_where_that_cannot_be_seen_it_is_too() -> None:
     module = torch.nn.Linear(1, 1)
     assert not torch_internals.is_hooked(module)
-    assert without("torch.nn.modules.module._has_any_global_hook").is_hooked(module)
     module.register_forward_hook(lambda *_: None)
     assert torch_internals.is_hooked(module)
     bare = torch.nn.Linear(1, 1)
@@ -289,7 +257,7 @@ def test_a_module_with_a_hook_is_hooked_and_where_that_cannot_be_seen_every_one_
         ),
     ],
 )
-def test_what_nothing_replaces_raises_with_its_name_where_it_is_used(name: str, use: Callable[[Any], Any]) -> None:
+def test_a_name_that_torch_lacks_is_said_where_it_is_used(name: str, use: Callable[[Any], Any]) -> None:
     lacking = without(name)
     with pytest.raises(NotImplementedError, match=rf"torch {torch.__version__.split('+')[0]}.* has no {name}"):
         use(lacking)

@@ -23,7 +23,7 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm import groups, observing
 from pynccl_autograd import torch_internals
-from pynccl_autograd.tracing import gather, recording, tracing
+from pynccl_autograd.tracing import recording, tracing
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -215,7 +215,7 @@ def far_apart(comm: Communicator, path: str) -> None:
     """As on two machines, with clocks that differ by 100 seconds."""
     with pytest.MonkeyPatch.context() as patch:
         shift = 100.0 * comm.rank
-        for module in (gather, recording, tracing):
+        for module in (recording, tracing):
             patch.setattr(module, "now", lambda: time.perf_counter() + shift)
         steps(comm, path, 1)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pynccl_autograd.tracing.recording import COMM, EXPOSED, HOST, Lane, Slice, placed, without
+from pynccl_autograd.tracing.merge import placed, without
+from pynccl_autograd.tracing.recording import COMM, EXPOSED, HOST, Lane, Slice
 
 MAIN, BACKWARD = 11, 12  # threads
 NODE = "autograd::engine::evaluate_function: "

@@ -58,7 +58,7 @@ ORDER: dict[str, str] = {
         layers.parallelize layers.describe
         layers.checkpoint_files layers.checkpoint layers.checkpoint_optimizer layers.checkpoint_dcp
         layers.buckets layers.data_parallel layers plans nn
-        tracing.calls tracing.recording tracing.gather tracing.merge tracing.tracing
+        tracing.recording tracing.merge tracing.tracing
         tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint
         testing.model_gradients testing.check_model testing
