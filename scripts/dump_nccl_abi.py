@@ -15,7 +15,7 @@ gives them back in full:
 examples:
   python scripts/dump_nccl_abi.py --out abi.json $(python -c "import nvidia.nccl as n; print(n.__path__[0])")/../..
   python scripts/dump_nccl_abi.py                        # long: downloads all versions by pip (3 GB)
-  python scripts/dump_nccl_abi.py 2.21.5 --out abi.json  # long: downloads one; or a wheel, an unpacked wheel
+  python scripts/dump_nccl_abi.py 2.21.5 --out abi.json  # long: downloads one
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,34 +163,19 @@ def snapshot(root: Path) -> Abi:
         }
 
 
-@contextmanager
-def unpacked(source: str, cache: Path) -> Iterator[Path]:
-    """The folder of a release named as a folder, a wheel file or a version."""
-    path = Path(source)
-    if path.is_dir():
-        if not (path / "nvidia" / "nccl" / "include" / "nccl.h").exists():
-            raise ValueError(f"{source} has no nvidia/nccl/include/nccl.h: pass the folder of an unpacked wheel")
-        yield path
-        return
-    if not path.is_file():
-        path = download(source, cache)
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no wheel: pass a .whl file of nvidia-nccl, or a version such as 2.21.5")
-    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as wheel:
-        names = [name for name in wheel.namelist() if re.match(r"nvidia/nccl/(include/|lib/libnccl\.so)", name)]
-        wheel.extractall(folder, names)
-        yield Path(folder)
-
-
-def download(version: str, cache: Path) -> Path:
-    """The wheel of `version` in `cache`, fetched if it is not there."""
-    if not re.fullmatch(r"\d+(\.\d+)+", version):
-        raise ValueError(f"{version!r} is no folder, no wheel file and no version such as 2.21.5")
-    pattern = f"nvidia_nccl_cu12-{version}-*.whl"
-    if not list(cache.glob(pattern)):
-        requirement = f"nvidia-nccl-cu12=={version}"
-        run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(cache), requirement)
-    return next(cache.glob(pattern))
+def unpacked(source: str, cache: Path) -> Path:
+    """The folder of a release: named as such, or as a version, which pip unpacks in `cache` if it is not there."""
+    if re.fullmatch(r"\d+(\.\d+)+", source):
+        root = cache / source
+        if not root.exists():
+            requirement = f"nvidia-nccl-cu12=={source}"
+            run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(root), requirement)
+        return root
+    if not Path(source, "nvidia", "nccl", "include", "nccl.h").exists():
+        raise ValueError(
+            f"{source} is no version such as 2.21.5, and no unpacked wheel with nvidia/nccl/include/nccl.h"
+        )
+    return Path(source)
 
 
 def patch(old: Any, new: Any) -> Any:
@@ -237,14 +219,13 @@ def run(*words: str) -> str:
 
 def main() -> None:
     parser = command.Parser(__doc__, failed="pip found no such version")
-    parser.add_argument("sources", nargs="*", default=VERSIONS, help="versions, wheel files, unpacked wheels")
-    parser.add_argument("--cache", type=Path, default=Path("build/wheels"), help="where downloaded wheels are kept")
+    parser.add_argument("sources", nargs="*", default=VERSIONS, help="versions, folders of unpacked wheels")
+    parser.add_argument("--cache", type=Path, default=Path("build/wheels"), help="where downloaded releases are kept")
     parser.add_argument("--out", type=command.output_file, default=str(OUT), help="default: where the tests read it")
     options = parser.parse_args()
     found: dict[str, Abi] = {}
     for source in progress.over(options.sources, "reading", "release"):
-        with unpacked(source, options.cache) as root:
-            release = snapshot(root)
+        release = snapshot(unpacked(source, options.cache))
         version = ".".join(map(str, version_tuple(release["code"])))
         found[version] = release
         print(f"{version}: {len(release['symbols'])} symbols, {len(release['prototypes'])} in nccl.h", flush=True)

@@ -104,7 +104,6 @@ def train(options: argparse.Namespace, comm: pynccl.Communicator) -> int:
     synchronize(comm.device)
     windows = Windows(options.learn_from, options.seq, options.batch, comm.device)
     model, unsharded = build(options, comm)
-    step = llama_step if options.model == "llama" else train_step
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     unsharded_optimizer = torch.optim.AdamW(unsharded.parameters(), lr=options.lr)
     first, compare = comm.rank == 0, options.check and comm.rank == 0
@@ -120,18 +119,18 @@ def train(options: argparse.Namespace, comm: pynccl.Communicator) -> int:
                 tracing.enter_context(trace)
             started = time.perf_counter()
             with trace.span(f"step {number + 1}") if trace and number in traced else contextlib.nullcontext():
-                losses.sharded.append(step(model, optimizer, batch, comm))
+                losses.sharded.append(train_step(model, optimizer, batch))
             seconds.append(time.perf_counter() - started)
             if number == traced[-1]:
                 tracing.close()  # writes the trace
             if compare:
-                losses.unsharded.append(step(unsharded, unsharded_optimizer, batch, None))
+                losses.unsharded.append(train_step(unsharded, unsharded_optimizer, batch))
                 bar.line(losses.row())
             if options.check:
                 comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
             bar.step(note=f"loss {losses.sharded[-1]:.3f}, {batch.tokens.numel() / seconds[-1]:,.0f} tokens/s")
 
-    held_out = evaluate(model, options, comm) if isinstance(model, Transformer) else None
+    held_out = evaluate(model, options, comm.device)
     state = ad.full_state_dict(model, comm)  # every rank must call it; rank 0 gets it
     if not first:
         return 0
@@ -159,52 +158,33 @@ def build(options: argparse.Namespace, comm: pynccl.Communicator) -> tuple[Any, 
     return own.shard(comm, options.overlap), whole
 
 
-def train_step(
-    model: Transformer, optimizer: torch.optim.Optimizer, batch: Batch, comm: pynccl.Communicator | None
-) -> float:
-    """One step of the optimizer; returns the loss over the whole batch. comm: None for the unsharded model."""
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+    """One step of the optimizer, of the sharded or of the unsharded model; returns the loss over the whole batch."""
     optimizer.zero_grad()
-    loss = model(*batch)
+    loss = loss_of(model, batch)
     loss.backward()
-    if comm is not None:
-        loss = sum_over_ranks(model.replicated, loss, comm)
-    optimizer.step()
-    return loss.item()  # also waits for the GPU, so that the time of a step is its own
-
-
-def llama_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, comm: pynccl.Communicator | None) -> float:
-    """As train_step, of a model that ad.parallelize has cut, or of the unsharded one."""
-    optimizer.zero_grad()
-    ids = batch.tokens.t().contiguous()  # the batch first
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    ad.finish_gradients(model)  # of what is whole on every rank there is nothing to finish
+    ad.finish_gradients(
+        model
+    )  # sums those to which each rank adds the part of its positions; of one rank there are none
     ad.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float(loss.item())
+    return float(loss.item())  # also waits for the GPU, so that the time of a step is its own
+
+
+def loss_of(model: Any, batch: Batch) -> Tensor:
+    """The mean over the whole batch, the same on every rank."""
+    if isinstance(model, Transformer):
+        return model(*batch)
+    ids = batch.tokens.t().contiguous()  # transformers has the batch first, and shifts the labels itself
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
 
 
 @torch.no_grad()
-def sum_over_ranks(parameters: list[torch.nn.Parameter], loss: Tensor, comm: pynccl.Communicator) -> Tensor:
-    """Sum the gradients of replicated parameters, and the loss, over the ranks; returns the loss.
-
-    Each rank has seen its own positions of the sequence only. One all-reduce for all of them: its latency is paid once.
-    """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    flat = torch.cat([part.flatten().to(loss.dtype) for part in (*grads, loss)])
-    comm.all_reduce(flat, flat)
-    for grad, total in zip(grads, flat[:-1].split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(total.view_as(grad))
-    return flat[-1]
-
-
-@torch.no_grad()
-def evaluate(model: Transformer, options: argparse.Namespace, comm: pynccl.Communicator) -> float:
+def evaluate(model: torch.nn.Module, options: argparse.Namespace, device: str) -> float:
     """The mean loss over a few windows of text that was held out."""
-    windows = Windows(options.validate_on, options.seq, options.batch, comm.device)
-    total = sum(model(*windows.next()) for _ in range(VALIDATION_BATCHES)) / VALIDATION_BATCHES
-    comm.all_reduce(total, total)
-    return float(total.item())
+    windows = Windows(options.validate_on, options.seq, options.batch, device)
+    return sum(loss_of(model, windows.next()).item() for _ in range(VALIDATION_BATCHES)) / VALIDATION_BATCHES
 
 
 # --------------------------------------------------------------------------------------------------- what it prints
@@ -268,11 +248,11 @@ def describe(model: torch.nn.Module, comm: pynccl.Communicator, options: argpars
     return f"{ranks} on {comm.device} over the {name}; {count:,} parameters on rank 0, {options.dtype}"
 
 
-def summary(options: argparse.Namespace, losses: Losses, held_out: float | None, seconds: list[float]) -> str:
+def summary(options: argparse.Namespace, losses: Losses, held_out: float, seconds: list[float]) -> str:
     counted = seconds[1:] or seconds  # the first one warms up
     tokens_per_second = options.seq * options.batch * len(counted) / sum(counted)
-    validated = "" if held_out is None else f", {held_out:.4f} on held-out text"
-    return f"loss {losses.sharded[-1]:.4f} after {options.steps} steps{validated}; {tokens_per_second:,.0f} tokens/s"
+    found = f"loss {losses.sharded[-1]:.4f} after {options.steps} steps, {held_out:.4f} on held-out text"
+    return f"{found}; {tokens_per_second:,.0f} tokens/s"
 
 
 def trace_summary(trace: Any) -> str:
@@ -286,7 +266,7 @@ def trace_summary(trace: Any) -> str:
     )
 
 
-def save_checkpoint(path: Path, state: dict[str, Any], config: ModelConfig, held_out: float | None) -> str:
+def save_checkpoint(path: Path, state: dict[str, Any], config: ModelConfig, held_out: float) -> str:
     """Write an unsharded model and its sizes. A broken-off write leaves the old file."""
     part = path.with_name(path.name + ".part")
     torch.save({"model": state, "config": dataclasses.asdict(config), "validation_loss": held_out}, part)

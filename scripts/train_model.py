@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from pynccl import Communicator
+import pynccl_autograd as ad
+from pynccl import Communicator
 
 VOCABULARY = 256  # bytes
 SHIPPED = "pydoc_data.topics"  # about 0.7 MB of English that comes with Python: its language reference
@@ -80,16 +80,13 @@ class Block(nn.Module):
         x = x + self.attention(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
-    def shard(self, comm: Communicator, overlap: Any) -> tuple[nn.Module, ...]:
+    def shard(self, comm: Communicator, overlap: Any) -> None:
         """[seq/N, ..] is gathered by qkv and up, and their outputs are cut; out and down sum and cut the sequence."""
-        import pynccl_autograd as ad
-
         options = {"sequence_parallel": True, "overlap": overlap}
         self.attention.qkv = ad.ColumnParallelLinear.from_linear(self.attention.qkv, comm, **options)
         self.attention.out = ad.RowParallelLinear.from_linear(self.attention.out, comm, **options)
         self.up = ad.ColumnParallelLinear.from_linear(self.up, comm, **options)
         self.down = ad.RowParallelLinear.from_linear(self.down, comm, **options)
-        return self.attention.qkv, self.attention.out, self.up, self.down
 
 
 class Transformer(nn.Module):
@@ -97,7 +94,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.rank, self.ranks = 0, 1
+        self.comm: Communicator | None = None
         self.embedding = nn.Embedding(VOCABULARY, config.width)
         self.position = nn.Parameter(torch.empty(config.seq, 1, config.width))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -109,31 +106,29 @@ class Transformer(nn.Module):
     def shard(self, comm: Communicator, overlap: Any = "auto") -> Transformer:
         """Keep this rank's part of the weights, which are equal on all ranks; returns the model.
 
-        replicated  the parameters that every rank holds whole but uses for its own positions only: embedding,
-                    positions, norms, head. After backward() each rank has the part of their gradient that its positions
-                    contribute, so these must be summed over the ranks. The parallel layers have done all theirs need.
+        Embedding, positions, norms and head stay whole, but each rank uses them for its own positions only: their
+        gradients are parts, which `finish_gradients` sums. The parallel layers do all that theirs need.
         """
-        self.rank, self.ranks = comm.rank, comm.size
-        blocks: Any = self.blocks
-        parallel = [layer for block in blocks for layer in block.shard(comm, overlap)]
-        inside = {id(parameter) for layer in parallel for parameter in layer.parameters()}
-        self.replicated = [parameter for parameter in self.parameters() if id(parameter) not in inside]
+        self.comm = comm
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.shard(comm, overlap)
+        for parameter in self.parameters():
+            if not hasattr(parameter, "shard"):
+                parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
         return self
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens, targets [seq, batch], the same on all ranks -> this rank's share of the mean loss, a scalar.
-
-        The shares add up to the mean over all seq*batch positions: the convention grad="sum", in which every adjoint
-        of the parallel layers is exact as it stands.
-        """
-        own = slice(self.rank * len(tokens) // self.ranks, (self.rank + 1) * len(tokens) // self.ranks)
+        """tokens, targets [seq, batch], the same on all ranks -> their mean loss, the same on all ranks, a scalar."""
+        rank, ranks = (self.comm.rank, self.comm.size) if self.comm else (0, 1)
+        own = slice(rank * len(tokens) // ranks, (rank + 1) * len(tokens) // ranks)
         x = self.embedding(tokens[own]) + self.position[own]
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a softmax follows
-        loss = F.cross_entropy(logits.flatten(0, 1), targets[own].flatten(), reduction="sum")
-        return loss / targets.numel()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets[own].flatten(), reduction="sum") / targets.numel()
+        return ad.all_reduce(loss, self.comm, grad="replicated") if self.comm else loss
 
 
 def llama(config: ModelConfig) -> nn.Module:

@@ -11,8 +11,7 @@ backward passes. Something goes wrong at a random point: see FAULTS in programs.
 
 Seeds S, S + 1, ... go through the faults. S is drawn, and printed, unless it is given: a figure that is quoted is of
 seeds that nobody has mended against. The folders of runs that went wrong stay in a temporary folder, which is printed.
-steps.py and programs.py draw programs, ranks.py and values.py run in a rank, run.py and nodes.py make a run, judge.py
-finds its outcome.
+steps.py and programs.py draw programs, which use values.py; ranks.py and nodes.py run them, judge.py finds the outcome.
 
 examples:
   python scripts/faults/campaign.py --runs 2 --seed 11
@@ -40,7 +39,7 @@ from bench.ranks import surroundings
 from faults.judge import GOOD, OUTCOMES, Verdict, judge
 from faults.nodes import Nodes, why_not
 from faults.programs import FAULTS, make
-from faults.run import Server, run
+from faults.ranks import Server, run
 
 from pynccl import progress
 from pynccl.tools import command

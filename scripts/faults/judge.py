@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from faults.programs import BLAMELESS, Program
-from faults.run import Ended, Rank
+from faults.ranks import Ended, Rank
 
 OUTCOMES = (
     *("right result", "right error", "wrong name", "no error", "false alarm", "late", "hang", "crash", "wrong data"),

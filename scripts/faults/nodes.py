@@ -97,16 +97,21 @@ def _send(file: int, frame: bytes) -> None:
 
 def _open_tap(namespace: str) -> int:
     """The file of a new TAP device in this namespace; the calling thread is in it from now on."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    place = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if libc.setns(place, _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
-    finally:
-        os.close(place)
+    enter_network(f"/run/netns/{namespace}")
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _TAP_NO_PI))
     return file
+
+
+def enter_network(path: str) -> None:
+    """Have the calling thread join the network namespace that this path stands for."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if libc.setns(place, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network of {path}")
+    finally:
+        os.close(place)
 
 
 def command(*words: str) -> None:

@@ -114,14 +114,14 @@ def test_a_bad_option_ends_the_launch_before_any_rank_waits(tmp_path: Path) -> N
         ("--lr 0", "argument --lr: '0': expected a number, 1e-09 or more"),
         ("--lr nan", "argument --lr: 'nan': expected a number"),
         ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
-        ("--out /dev/null", "/dev/null: File exists; pass a folder that can be written"),
+        ("--out /dev/null", "/dev/null/checkpoint.pt: File exists; pass a file that can be written"),
     ],
 )
 def test_options_that_cannot_work_are_said_in_a_line(
     options: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("RANK", "0")  # which writes
     monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, "--out", str(tmp_path), *options.split()])
     with pytest.raises(SystemExit) as ended:
         read_options()

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from faults import run as fault_run
+from faults import ranks as fault_ranks
 from faults.campaign import campaign, table
 from faults.judge import GOOD, Verdict, blamed, judge, last_error, lines_named
 from faults.programs import FAULTS, Fault, Program, fault_of, make
@@ -62,22 +62,22 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[fault_run.Server]:
-    server = fault_run.Server(torch=False)
+def server() -> Iterator[fault_ranks.Server]:
+    server = fault_ranks.Server()
     yield server
     server.close()
 
 
 @pytest.mark.parametrize("outcome", WRONG)
 def test_what_goes_wrong_is_seen(
-    server: fault_run.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
+    server: fault_ranks.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
-    monkeypatch.setattr(fault_run, "DEADLINE", 1.0)
+    monkeypatch.setattr(fault_ranks, "DEADLINE", 1.0)
     if "file  " in outcome and server.shared_memory is None:
         pytest.skip("cannot have a /dev/shm apart here")
     program = Program(0, 2, "file", Fault("none"), f"import os\nif os.environ['RANK'] == '1': {WRONG[outcome]}\n")
     program.text += "else: print('done')\n"
-    verdict = judge(program, fault_run.run(program, tmp_path, server, None))
+    verdict = judge(program, fault_ranks.run(program, tmp_path, server, None))
     assert verdict.outcome == outcome.strip(), verdict
 
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from faults import run as fault_run
+from faults import ranks as fault_ranks
 from faults.judge import last_error
 from faults.programs import Fault, Program
 
@@ -122,8 +122,8 @@ comm.barrier()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[fault_run.Server]:
-    server = fault_run.Server()
+def server() -> Iterator[fault_ranks.Server]:
+    server = fault_ranks.Server()
     yield server
     server.close()
 
@@ -139,10 +139,10 @@ def expected(case: str, size: int) -> str:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_all_errors_and_the_report_name_both_ranks(
-    server: fault_run.Server, tmp_path: Path, case: str, size: int
+    server: fault_ranks.Server, tmp_path: Path, case: str, size: int
 ) -> None:
     program = Program(0, size, "environment", Fault("none"), HEAD + CASES[case][0])
-    ended = fault_run.run(program, tmp_path, server, None)
+    ended = fault_ranks.run(program, tmp_path, server, None)
     said, failed = expected(case, size), [rank for rank in ended.ranks if rank.status]
     assert failed and not ended.hung
     for rank in failed:
