@@ -1,15 +1,18 @@
 """Layers cut over the ranks of a communicator, and what their parameters are parts of."""
 
 from .checkpoint import IncompatibleKeys, full_state_dict, load_full_state_dict, save_full_state_dict
-from .checkpoint_dcp import dcp_optimizer_state_dict, dcp_state_dict
-from .checkpoint_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
+from .checkpoint_optimizer import (
+    dcp_optimizer_state_dict,
+    dcp_state_dict,
+    full_optimizer_state_dict,
+    load_full_optimizer_state_dict,
+)
 from .data_parallel import DataParallelGradients
-from .describe import describe
 from .dropout import Dropout
 from .gradients import FinishedInBackward, clip_grad_norm_, finish_gradients, finish_gradients_in_backward
 from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
-from .parallelize import parallelize
-from .shards import Shard, keep_shards
+from .replace import parallelize
+from .shards import Shard, describe, keep_shards
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
 __all__ = [

@@ -110,7 +110,7 @@ def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_on
     """
     comm = comm_of("full_state_dict", model, comm)
     entries, others = entries_of(model)
-    alike(comm, lambda: _check_values("full_state_dict", entries))
+    alike(comm, lambda: check_values("full_state_dict", entries))
     keep = not rank0_only or is_first(comm)
     wholes: dict[str, Any] = dict(others)
     for entry in progress.over(entries, "gathering", "tensor", own=is_first(comm)):
@@ -170,11 +170,11 @@ def _check_save(operation: str, path: Any, entries: list[Entry], others: dict[st
         raise ValueError(f"{operation}: max_shard_bytes is {shown(max_shard_bytes)}, expected a number above 0")
     if others:
         raise TypeError(f"{operation}: {next(iter(others))} is no tensor: files of safetensors hold tensors alone")
-    _check_values(operation, entries)
+    check_values(operation, entries)
     check_types(operation, {entry.tensor.dtype: entry.names[0] for entry in entries})
 
 
-def _check_values(operation: str, entries: list[Entry]) -> None:
+def check_values(operation: str, entries: list[Entry]) -> None:
     for entry in entries:
         if entry.tensor.is_meta:
             raise ValueError(f"{operation}: {entry.names[0]} is on the meta device: it has no values")

@@ -22,11 +22,12 @@ from pynccl import Communicator
 
 from .. import rng
 from ..agreement import difference
+from ..arguments import as_int
 from ..ops.all_gather import all_gather, split
 from ..ops.all_reduce import copy as copied
 from ..streams import is_capturing
 from ..torch_internals import has_no_values, is_tracing, own_parameters, reentrant_checkpoints, tensors_in
-from .plan import NAME, names_read
+from .plan import NAME, Planned, is_within, names_read, probability
 from .shards import Shard, Sharded, shard_of
 from .vocabulary import VocabParallelHead, rows_of_ranks, vocab_parallel_cross_entropy
 
@@ -304,6 +305,43 @@ def _causal_loss(
         splits=rows_of_ranks(vocab_size, comm.size),
     )
     return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+# ------------------------------------------------------------------------------------------------- where they go
+
+
+def hook_modules(planned: Planned, sequence: Sequence) -> dict[str, Entering]:
+    """Register what is done for the input and the output of modules that stay. Returns the hooks of those whose input
+    is shared, by path."""
+    entering = {}
+    for path, site in planned.sites.items():
+        module, roles = site.module, site.roles
+        if "sequence_begin" in roles and planned.sequence_parallel:
+            Entering(path, "cut", sequence, roles["sequence_begin"].get("input")).register(module)
+        if "shared_input" in roles:
+            how = "gathered" if planned.sequence_parallel else "copied"
+            entering[path] = Entering(path, how, sequence, roles["shared_input"].get("input"))
+            entering[path].register(module)
+        if "sequence_end" in roles and planned.sequence_parallel:
+            module.register_forward_hook(sequence.end)
+        if "attention_dropout" in roles and probability(getattr(module, roles["attention_dropout"]["p"])) > 0:
+            Drawing(planned.comm).register(module)
+    return entering
+
+
+def hook_outputs(planned: Planned, sequence: Sequence) -> None:
+    """Of modules around one stack of layers that are cut, which may give what these made; without a stack, of the
+    models. Their numbers of heads are those that the plan says, or else the configuration."""
+    stacks = set(planned.stacks())
+    for path, module in planned.model.named_modules():
+        around = sum(is_within(one, path) for one in stacks)
+        if around == 1 or (not stacks and (not path or hasattr(module, "config"))):
+            heads = {planned.cut_heads(one) for one in planned.of_role("column") if is_within(one.path, path)}
+            configs = (getattr(one, "config", None) for one in module.modules())
+            theirs = (as_int(getattr(one, "num_attention_heads", None)) for one in configs)
+            module.register_forward_hook(
+                Outputs(sequence, heads - {None} or {next((one for one in theirs if one), None)})
+            )
 
 
 # ------------------------------------------------------------------------------------------------- copies and saves

@@ -36,10 +36,10 @@ _STAYING = {  # role of a module that stays -> its option
     "divide": "attributes",
     "attention_dropout": "p",
 }
-_DECIDING = {*LAYERS, *PLACES}  # of two patterns that fit a module, the later one says which
+_FUNCTION = "a function"  # the role of a module that a function of the plan replaces; its option: "makes"
+_DECIDING = {*LAYERS, *PLACES, _FUNCTION}  # of two patterns that fit a module, the later one says which
 
 _Roles = dict[str, dict[str, Any]]  # name -> options
-_Function = Callable[..., Any]
 
 
 class Site(NamedTuple):
@@ -48,7 +48,6 @@ class Site(NamedTuple):
     path: str
     module: nn.Module
     roles: _Roles
-    function: _Function | None
     shared: str = ""  # path of the module around that gathers its input, if one does
 
     @property
@@ -59,6 +58,10 @@ class Site(NamedTuple):
     def layer(self) -> str | None:
         """The role by which a layer replaces it."""
         return next((role for role in self.roles if role in LAYERS), None)
+
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        return self.roles.get(_FUNCTION, {}).get("makes")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -171,20 +174,20 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
     if not isinstance(plan, Mapping):
         raise TypeError(f"{NAME}: plan is {shown(plan)}, expected a dict of patterns and roles, such as ad.plans.llama")
     modules = dict(model.named_modules())
-    found: dict[str, Site] = {}
+    found: dict[str, _Roles] = {}
     for pattern, value in plan.items():
-        new, made_by = _roles(pattern, value)
+        new = _roles(pattern, value)
         for path in _fitting(modules, pattern):
-            _, module, roles, function, _ = found.get(path, Site(path, modules[path], {}, None))
-            if made_by is not None or new.keys() & _DECIDING:
-                roles, function = {role: one for role, one in roles.items() if role not in _DECIDING}, None
-            found[path] = Site(path, module, {**roles, **new}, made_by or function)
-    sharing = [path for path, site in found.items() if "shared_input" in site.roles]
+            earlier = found.setdefault(path, {})
+            for role in earlier.keys() & _DECIDING if new.keys() & _DECIDING else ():
+                del earlier[role]
+            earlier.update(new)
+    sharing = [path for path, roles in found.items() if "shared_input" in roles]
     sites = {}
-    for path in modules:
+    for path, module in modules.items():
         if path in found:
             shared = next((one for one in sharing if path != one and is_within(path, one)), "")
-            sites[path] = found[path]._replace(shared=shared)
+            sites[path] = Site(path, module, found[path], shared)
             _check_roles(sites[path])
     if plan and not any(site.layer or site.function for site in sites.values()):
         refuse("", f"no module of {type(model).__name__} is cut by this plan: is it that of another model?")
@@ -201,12 +204,12 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
 def _check_roles(site: Site) -> None:
     """That what is replaced is replaced by one thing, and has no role of a module that stays."""
     others = [role for role in site.roles if role != site.layer]
-    if site.layer and (others or site.function):
-        more = f"and {others[0]}" if others else "and gives a function"
+    if site.layer and others:
+        more = "gives a function" if others[0] == _FUNCTION else others[0]
         refuse(
             site.path,
-            f": the plan says {site.layer} {more}; it can be one of them: a role of a module that stays is that of the "
-            "module around",
+            f": the plan says {site.layer} and {more}; it can be one of them: a role of a module that stays is that "
+            "of the module around",
         )
     if site.shared and site.layer in ("vocab_embedding", "vocab_head"):
         refuse(
@@ -247,13 +250,12 @@ def _fits(names: list[tuple[str, ...]], pattern: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern[0]) for name in names[0]) and _fits(names[1:], pattern[1:])
 
 
-def _roles(pattern: str, value: Any) -> tuple[_Roles, _Function | None]:
-    """What the plan says of a pattern: roles with options, and the function, if there is one."""
+def _roles(pattern: str, value: Any) -> _Roles:
+    """What the plan says of a pattern."""
     found: _Roles = {}
-    function = None
     for one in value if isinstance(value, list) else [value]:
         if callable(one):
-            function = one
+            found[_FUNCTION] = {"makes": one}
             continue
         name, options = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
         if name not in (*LAYERS, *_STAYING) or not isinstance(options, Mapping):
@@ -268,4 +270,4 @@ def _roles(pattern: str, value: Any) -> tuple[_Roles, _Function | None]:
                 f"{_STAYING[name] or 'none'}"
             )
         found[name] = dict(options)
-    return found, function
+    return found

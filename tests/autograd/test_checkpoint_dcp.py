@@ -176,7 +176,9 @@ def never_stepped(comm: Communicator, folder: str) -> None:
         dcp.load({"optimizer": ad.dcp_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
         assert not optimizer.state
         swapped = torch.optim.AdamW([others(model), {"params": [model.up.weight, model.unused]}])  # type: ignore[union-attr, list-item]
-        with pytest.raises(ValueError, match=r"group 0 of the checkpoint is of other.*: without \['down.bias'"):
+        with pytest.raises(
+            ValueError, match=r"the groups have the parameters in another way; expected .*up.weight.*, got "
+        ):
             dcp.load({"optimizer": ad.dcp_optimizer_state_dict(model, swapped)}, checkpoint_id=folder)
         optimizer.state[model.up.weight] = {"row": torch.zeros(5)}  # type: ignore[union-attr, index]
         with pytest.raises(ValueError, match=r"row of up.weight has shape \[5\], expected that of this rank's part"):

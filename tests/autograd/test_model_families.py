@@ -250,7 +250,7 @@ def careless(comm: Communicator, one: Trial) -> Any:
     import sys
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["pynccl_autograd.layers.parallelize"], "check_tied", lambda *_: None)
+        patch.setattr(sys.modules["pynccl_autograd.layers.replace"], "check_tied", lambda *_: None)
         return model_ranks.run(comm, one)
 
 

@@ -55,8 +55,7 @@ ORDER: dict[str, str] = {
         overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
         overlap layers.dtensors layers.shards layers.in_flight layers.gradients layers.linear
         layers.vocabulary layers.dropout layers.plan layers.plan_checks layers.hooks layers.replace
-        layers.parallelize layers.describe
-        layers.checkpoint_files layers.checkpoint layers.checkpoint_optimizer layers.checkpoint_dcp
+        layers.checkpoint_files layers.checkpoint layers.checkpoint_optimizer
         layers.buckets layers.data_parallel layers plans nn
         tracing.recording tracing.merge tracing.tracing
         tracing
