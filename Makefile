@@ -49,7 +49,7 @@ api: $(STAMP)
 	$(PY) scripts/api_page.py $(ARGS)
 
 collectives: $(STAMP)
-	$(PY) scripts/collectives_page.py $(ARGS)
+	PYNCCL_LIBRARY=host OMP_NUM_THREADS=1 $(PY) -m pynccl explain reduce_scatter --html docs/collectives.html
 
 lint: $(STAMP) build/mypy/pynccl_autograd
 	$(PY) -m ruff check .

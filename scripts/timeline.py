@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from bench.ranks import link_for, linked, measure, run_ranks
+from bench.ranks import link_for, linked, measure, run_ranks, undisturbed
 
 import pynccl_autograd as ad
 from pynccl import Communicator, progress
@@ -76,7 +76,7 @@ def run(rank: int, names: Sequence[str], tokens: int | None, rounds: int) -> lis
 def matmul_seconds(tokens: int) -> float:
     """Of the forward matmul, which every other of a pass is as large as."""
     x, w = torch.randn(tokens, WIDTH), torch.randn(HIDDEN // RANKS, WIDTH)
-    return statistics.median(measure(lambda: x @ w.t()) for _ in range(5))
+    return undisturbed(lambda: x @ w.t())
 
 
 def both_ways(name: str, tokens: int, rounds: int) -> Both:

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from bench.ranks import columns, link_text, linked, measure, rounds_of, run_ranks, surroundings
+from bench.ranks import columns, link_text, linked, rounds_of, run_ranks, surroundings, undisturbed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,7 +120,7 @@ def _linked(options: argparse.Namespace, bucket_mb: float) -> list[str]:
     """Of a bandwidth at which communication takes its part. What the ranks themselves do for it comes on top."""
     with linked("") as comm:
         ways = _Ways(options, comm, bucket_mb, "")
-        compute = statistics.median(measure(ways.compute) for _ in range(7))
+        compute = undisturbed(ways.compute)
         nbytes = ways.nbytes * 2 * (comm.size - 1) / comm.size
     text = link_text(nbytes / (compute * LINK_SHARE / (1 - LINK_SHARE)))
     with linked(text) as comm:

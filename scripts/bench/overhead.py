@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -32,8 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.vllm_ways import WRAPPER, vllm_ways
-from bench.ways import BARE, CHECKED, PLAN, Way, measure, nccl4py_ways
+from bench.stub import compile_stub
+from bench.ways import WRAPPER, Way, measure, nccl4py_ways, torch_ways, vllm_ways
 
 import pynccl
 from pynccl.bindings import abi
@@ -45,6 +43,7 @@ GROUP = 32  # calls in a group
 LOOP = 1000  # calls that the loop in C makes at once
 ELEMENTS = 1024
 
+BARE, CHECKED, PLAN = "bare ctypes", "comm.all_reduce(t, t)", "plan()"
 GROUP_PLAN = f"group plan of {GROUP}"
 RAW_PLAN = "plan() of raw buffers"
 ONE_TENSOR = ["comm.broadcast(t, t)", "comm.send(t, 1)", "comm.recv(t, 1)"]
@@ -54,9 +53,6 @@ TWO_TENSORS = [
 ]
 
 STUB = r"""
-#include <stddef.h>
-
-static struct { int rank, size, device; } only = {0, 2, 0};
 static long calls;
 
 long stub_calls(void) { return calls; }
@@ -70,40 +66,10 @@ int stub_loop(long n, const void *send, void *recv, size_t count, int type, int 
     if (call(send, recv, count, type, op, comm, stream)) return 1;
   return 0;
 }
-#define MOVES(name, ...) int name(__VA_ARGS__) { calls++; return 0; }
-MOVES(ncclBroadcast, const void *send, void *recv, size_t count, int type, int root, void *comm, void *stream)
-MOVES(ncclReduce, const void *send, void *recv, size_t count, int type, int op, int root, void *comm, void *stream)
-MOVES(ncclAllGather, const void *send, void *recv, size_t count, int type, void *comm, void *stream)
-MOVES(ncclReduceScatter, const void *send, void *recv, size_t count, int type, int op, void *comm, void *stream)
-MOVES(ncclAlltoAll, const void *send, void *recv, size_t count, int type, void *comm, void *stream)
-MOVES(ncclGather, const void *send, void *recv, size_t count, int type, int root, void *comm, void *stream)
-MOVES(ncclScatter, const void *send, void *recv, size_t count, int type, int root, void *comm, void *stream)
-MOVES(ncclSend, const void *send, size_t count, int type, int peer, void *comm, void *stream)
-MOVES(ncclRecv, void *recv, size_t count, int type, int peer, void *comm, void *stream)
-int ncclGetVersion(int *version) { *version = VERSION; return 0; }
-const char *ncclGetErrorString(int code) { return "no error"; }
-const char *ncclGetLastError(void *comm) { return ""; }
-int ncclCommInitRank(void **comm, int size, struct { char bytes[128]; } id, int rank) { *comm = &only; return 0; }
-int ncclCommCount(void *comm, int *out) { *out = only.size; return 0; }
-int ncclCommCuDevice(void *comm, int *out) { *out = only.device; return 0; }
-int ncclCommUserRank(void *comm, int *out) { *out = only.rank; return 0; }
+#define COUNTED(name) int name() { calls++; return 0; }  /* of any arguments, in C11 */
+COUNTED(ncclBroadcast) COUNTED(ncclReduce) COUNTED(ncclAllGather) COUNTED(ncclReduceScatter) COUNTED(ncclAlltoAll)
+COUNTED(ncclGather) COUNTED(ncclScatter) COUNTED(ncclSend) COUNTED(ncclRecv)
 """
-
-
-def compile_stub(folder: Path, source: str = STUB, *options: str) -> Path:
-    """The library, under the name by which other bindings look for one that is already loaded."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        raise FileNotFoundError("a stub library is compiled: install a C compiler (cc or gcc)")
-    target = folder / "libnccl.so.2"
-    (folder / "stub.c").write_text(source)
-    # Weak, so that those with a body win. `()` takes any arguments in C11, as it no longer does in C23.
-    plain = "".join(f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in abi.FUNCTIONS)
-    (folder / "plain.c").write_text(plain)
-    words = [compiler, "-O2", "-std=gnu11", "-w", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", *options]
-    words.append(f"-DVERSION={abi.version_code(abi.HEADER_VERSION)}")
-    subprocess.run([*words, "stub.c", "plain.c", "-o", target.name], cwd=folder, check=True)
-    return target
 
 
 def first_of_its_name(path: Path) -> ctypes.CDLL:
@@ -155,20 +121,6 @@ def own_ways(comm: pynccl.Communicator, stub: ctypes.CDLL, t: Any, u: Any, w: An
     ]
 
 
-def torch_ways(t: Any) -> list[Way]:
-    """torch.distributed with its fake backend, which launches nothing and so never reaches the stub."""
-    try:
-        import torch.distributed as dist
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError:
-        return []
-    if not dist.is_available():
-        return []
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    names = {"all_reduce": dist.all_reduce, "t": t}
-    return [Way("torch.distributed, fake backend", "all_reduce(t)", names, reaches_stub=False)]
-
-
 def check_reach(ways: list[Way], stub: ctypes.CDLL) -> None:
     """Raises unless each statement calls the C function as often as the way says. Warms up, too."""
     for way in ways:
@@ -199,7 +151,7 @@ def main() -> None:
     if options.vllm and not (options.vllm / WRAPPER).is_file():
         parser.error(f"--vllm {options.vllm}: there is no {WRAPPER} in it; unpack the wheel there")
     with tempfile.TemporaryDirectory(prefix="bench-overhead-") as folder:
-        path = compile_stub(Path(folder))
+        path = compile_stub(Path(folder), STUB)
         stub = first_of_its_name(path)
         import torch
         from bench.ranks import columns

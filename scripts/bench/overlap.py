@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from bench.ranks import columns, link_for, linked, measure, rounds_of, run_ranks, slowest, surroundings
+from bench.ranks import columns, link_for, linked, measure, rounds_of, run_ranks, slowest, surroundings, undisturbed
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
@@ -133,7 +133,7 @@ class _Measured:
             return ""
         steps = (1 + self.case.backward) * (self.options.ranks - 1)
         nbytes = steps / self.options.ranks * self.case.rows * self.options.width * torch.float32.itemsize
-        return link_for(self.case.balance * _undisturbed(self.matmuls), steps, nbytes)
+        return link_for(self.case.balance * undisturbed(self.matmuls), steps, nbytes)
 
     def _layer(self, comm: Communicator, overlap: Any) -> nn.Module:
         kind: Any = ad.ColumnParallelLinear if self.column else ad.RowParallelLinear
@@ -176,16 +176,6 @@ class _Measured:
                 comm.reduce_scatter(whole, part)
 
         return call
-
-
-def _undisturbed(call: Callable[[], Any]) -> float:
-    """Seconds of a call: the best of three, once the best of the next three is within 5% of it."""
-    found = 0.0
-    for _ in range(10):
-        before, found = found, min(measure(call) for _ in range(3))
-        if abs(found - before) <= 0.05 * found:
-            break
-    return found
 
 
 def settled(step: Step, layers: Sequence[nn.Module]) -> int:

@@ -1,7 +1,8 @@
 """Steps of a Llama of Hugging Face's library: pynccl_autograd.parallelize beside torch's parallelize_module.
 
-On the CPU, over gloo on both sides (ours: the host library), in the same processes; steps alternate. Each step is
-forward, backward, what has to be summed besides, the norm of the gradients, and SGD. The first rounds compare losses.
+On the CPU, over gloo on both sides (ours: the host library), in the same processes; steps alternate, and the slowest
+rank counts. Each step is forward, backward, what has to be summed besides, the norm of the gradients, and SGD. The
+first steps compare losses.
 
 examples:
   torchrun --standalone --nproc-per-node=2 scripts/bench/parallelize.py --width 64 --layers 1 --seq 32 --rounds 3
@@ -15,12 +16,16 @@ import copy
 import importlib.util
 import os
 import statistics
-import time
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from bench.ranks import rounds_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -55,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with pynccl.init(library=pynccl.load("host")) as comm:
-        for width in options.width:
+        for width in progress.over(options.width, "measuring", "width"):
             measure(options, width, comm)
     dist.destroy_process_group()
 
@@ -81,18 +86,13 @@ def measure(options: argparse.Namespace, width: int, comm: pynccl.Communicator) 
         "parallelize": stepper(ours, ids, lambda: ad.finish_gradients(ours), ad.clip_grad_norm_),
         "parallelize_module": stepper(theirs, ids, lambda: None, torch.nn.utils.clip_grad_norm_),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in progress.over(range(options.rounds + WARM), f"width {width}", "round"):
-        losses = []
-        for name, way in ways.items():
-            comm.barrier()
-            start = time.perf_counter()
-            losses.append(way())
-            times[name].append(time.perf_counter() - start)
-        if turn < WARM and abs(losses[0] - losses[1]) > 1e-3 * abs(losses[1]):
-            raise command.FailedError(f"the losses differ: {losses}")
+    for _ in range(WARM):
+        ours_loss, their_loss = (way() for way in ways.values())
+        if abs(ours_loss - their_loss) > 1e-3 * abs(their_loss):
+            raise command.FailedError(f"the losses differ: {ours_loss} and {their_loss}")
+    times = rounds_of(ways, options.rounds)
     if comm.rank == 0:
-        medians = {name: statistics.median(found[WARM:]) for name, found in times.items()}
+        medians = {name: statistics.median(found) for name, found in times.items()}
         row = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in medians.items())
         ratio = medians["parallelize_module"] / medians["parallelize"]
         print(f"width {width}, {comm.size} ranks, load {os.getloadavg()[0]:.1f}: {row}, ratio {ratio:.2f}", flush=True)

@@ -22,13 +22,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.overhead import compile_stub
 from bench.ranks import columns
+from bench.stub import compile_stub
 
 import pynccl
 from pynccl import progress
@@ -36,13 +37,10 @@ from pynccl.tools import command
 
 CALLS = 3  # collectives before the one that hangs
 PATIENCE_SECONDS = 60.0
+REPORT = re.compile(r"^pynccl watchdog: rank (\d+) of[^\n]*\n(.*?)^  this rank's stack", re.MULTILINE | re.DOTALL)
 
 STUB = r"""
 #include <pthread.h>
-#include <stdlib.h>
-
-typedef struct { int rank, nranks, aborted; } *comm_t;
-typedef struct { char internal[128]; } unique_id_t;
 static int held;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -54,11 +52,6 @@ static int set(int *flag, int value) {
   pthread_mutex_unlock(&lock);
   return 0;
 }
-static int make(comm_t *out, int rank, int nranks) {
-  *out = malloc(sizeof **out);
-  **out = (typeof(**out)){rank, nranks, 0};
-  return 0;
-}
 /* From now on collectives block, or those that block return. */
 void stub_hold(int value) { set(&held, value); }
 int ncclAllReduce(const void *send, void *recv, size_t count, int type, int op, comm_t comm, void *stream) {
@@ -68,13 +61,6 @@ int ncclAllReduce(const void *send, void *recv, size_t count, int type, int op, 
   return comm->aborted ? 6 : 0;
 }
 int ncclCommAbort(comm_t comm) { return set(&comm->aborted, 1); }
-int ncclGetVersion(int *version) { *version = VERSION; return 0; }
-const char *ncclGetErrorString(int code) { return code ? "aborted" : "no error"; }
-const char *ncclGetLastError(comm_t comm) { return ""; }
-int ncclCommInitRank(comm_t *comm, int nranks, unique_id_t id, int rank) { return make(comm, rank, nranks); }
-int ncclCommCount(comm_t comm, int *out) { *out = comm->nranks; return 0; }
-int ncclCommCuDevice(comm_t comm, int *out) { *out = 0; return 0; }
-int ncclCommUserRank(comm_t comm, int *out) { *out = comm->rank; return 0; }
 """
 
 
@@ -129,45 +115,46 @@ def next_batch(store: Any) -> None:
 # All processes
 
 
-class Process:
-    """One of them, and what its watchdog prints."""
+class Job:
+    """The processes of all ranks but the last one, and one for that; each writes what its watchdog says into a file."""
 
-    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
-        self.popen = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
-        self.lines: list[tuple[float, str]] = []
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
+    def __init__(self, nranks: int, port: int, library: Path, options: argparse.Namespace) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYNCCL_WATCH_TIMEOUT": f"{options.timeout:g}"}
+        for name in ("PYNCCL_CHECK", "PYNCCL_WATCH", "PYNCCL_WATCH_ACTION", "RANK", "WORLD_SIZE"):
+            environment.pop(name, None)
+        processes = min(options.processes, nranks - 1)
+        bounds = [(nranks - 1) * i // processes for i in range(processes + 1)] + [nranks]
+        self.processes: dict[Path, subprocess.Popen[str]] = {}
+        for number, (first, last) in enumerate(itertools.pairwise(bounds)):
+            part = ["--child", str(port), str(first), str(last), str(nranks), "--library", str(library)]
+            folder = library.parent / f"{nranks}-{number}"
+            said = folder.with_suffix(".txt")
+            with said.open("w") as file:
+                words, own = [sys.executable, __file__, *part], environment | {"PYNCCL_WATCH_DIR": str(folder)}
+                self.processes[said] = subprocess.Popen(words, stderr=file, text=True, env=own)
 
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
-            self.lines.append((time.monotonic(), line.rstrip("\n")))
-
-    def reports(self) -> dict[int, tuple[float, str]]:
-        """Of each rank: when it was printed, and the verdict."""
-        found: dict[int, tuple[float, str]] = {}
-        rank = None
-        for when, line in list(self.lines):
-            head = re.match(r"pynccl watchdog: rank (\d+) of", line)
-            if head:
-                rank = int(head[1])
-                found[rank] = when, ""
-            elif line.startswith("  this rank's stack"):
-                rank = None
-            elif rank is not None:
-                found[rank] = when, f"{found[rank][1]}\n{line.strip()}".strip()
+    def reports(self) -> dict[int, str]:
+        """The verdict of each rank that has printed it, and its own stack behind it."""
+        found: dict[int, str] = {}
+        for said in self.processes:
+            for rank, verdict in REPORT.findall(said.read_text()):
+                found[int(rank)] = "\n".join(line.strip() for line in verdict.splitlines())
         return found
 
-    def check(self) -> None:
-        """FailedError if it has failed."""
-        if code := self.popen.poll():
-            text = "\n".join(line for _, line in self.lines[-30:])
-            raise command.FailedError(f"a process ended with exit code {code}:\n{text}")
+    def wait_until(self, done: Callable[[], bool], seconds: float) -> None:
+        """FailedError if a process fails meanwhile."""
+        end = time.monotonic() + seconds
+        while not done() and time.monotonic() < end:
+            for said, process in self.processes.items():
+                if code := process.poll():
+                    text = "\n".join(said.read_text().splitlines()[-30:])
+                    raise command.FailedError(f"a process ended with exit code {code}:\n{text}")
+            time.sleep(0.05)
 
     def end(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
-        self._thread.join()
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
 
 
 def measure(nranks: int, library: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -176,49 +163,31 @@ def measure(nranks: int, library: Path, options: argparse.Namespace) -> dict[str
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.PrefixStore("job", server)
-    running = start_processes(nranks, server.port, library, options)
+    job, seen = Job(nranks, server.port, library, options), dict[int, float]()
 
-    def wait_until(done: Any, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not done() and time.monotonic() < end:
-            for one in running:
-                one.check()
-            time.sleep(0.05)
+    def all_reported() -> bool:
+        for rank in job.reports():
+            seen.setdefault(rank, time.monotonic())
+        return len(seen) >= nranks - 1
 
     try:
-        wait_until(lambda: store.add("ready", 0) == nranks, 2 * PATIENCE_SECONDS)
+        job.wait_until(lambda: store.add("ready", 0) == nranks, 2 * PATIENCE_SECONDS)
         store.set("hang", "")
         began = time.monotonic()
-        wait_until(lambda: sum(len(one.reports()) for one in running) >= nranks - 1, options.timeout + PATIENCE_SECONDS)
+        job.wait_until(all_reported, options.timeout + PATIENCE_SECONDS)
+        texts = job.reports().values()
         store.set("reported", "")
-        found = [one for process in running for one in process.reports().values()]
-        wait_until(lambda: all(one.popen.poll() == 0 for one in running), PATIENCE_SECONDS)
+        job.wait_until(lambda: all(one.poll() == 0 for one in job.processes.values()), PATIENCE_SECONDS)
     finally:
-        for one in running:
-            one.end()
-    seconds = [when - began - options.timeout for when, _ in found]
+        job.end()
+    seconds = [when - began - options.timeout for when in seen.values()]
     return {
         "ranks": nranks,
-        "reports": len(found),
+        "reports": len(seen),
         "first": min(seconds, default=-1.0),
         "last": max(seconds, default=-1.0),
-        "texts": sorted({text for _, text in found}),
+        "texts": sorted(set(texts)),
     }
-
-
-def start_processes(nranks: int, port: int, library: Path, options: argparse.Namespace) -> list[Process]:
-    """Of all ranks but the last one, and one process for that."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYNCCL_WATCH_TIMEOUT": f"{options.timeout:g}"}
-    for name in ("PYNCCL_CHECK", "PYNCCL_WATCH", "PYNCCL_WATCH_ACTION", "RANK", "WORLD_SIZE"):
-        environment.pop(name, None)
-    processes = min(options.processes, nranks - 1)
-    bounds = [(nranks - 1) * i // processes for i in range(processes + 1)] + [nranks]
-    running = []
-    for number, (first, last) in enumerate(itertools.pairwise(bounds)):
-        part = ["--child", str(port), str(first), str(last), str(nranks), "--library", str(library)]
-        folder = str(library.parent / f"{nranks}-{number}")
-        running.append(Process([sys.executable, __file__, *part], environment | {"PYNCCL_WATCH_DIR": folder}))
-    return running
 
 
 def table(rows: list[dict[str, Any]]) -> str:

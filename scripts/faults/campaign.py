@@ -35,7 +35,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.ranks import surroundings
+from bench.ranks import columns, surroundings
 from faults.judge import GOOD, OUTCOMES, Verdict, judge
 from faults.nodes import Nodes, why_not
 from faults.programs import FAULTS, make
@@ -96,8 +96,7 @@ def campaign(
 
 def table(verdicts: list[Verdict]) -> str:
     """A row a fault, a column an outcome, in Markdown."""
-    head = ["fault", "runs", *OUTCOMES, "rank named", "line named", "slowest s"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    lines = [["fault", "runs", *OUTCOMES, "rank named", "line named", "slowest s"]]
     for name in (*FAULTS, "all"):
         mine = [one for one in verdicts if name in (one.fault, "all")]
         if not mine:
@@ -107,8 +106,8 @@ def table(verdicts: list[Verdict]) -> str:
         for named in ([one.named_rank for one in mine], [one.named_line for one in mine]):
             known = [one for one in named if one is not None]
             cells.append(f"{sum(known)} of {len(known)}" if known else "")
-        lines.append("| " + " | ".join([*cells, f"{max(one.seconds for one in mine):.1f}"]) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{max(one.seconds for one in mine):.1f}"])
+    return columns(lines, markdown=True)
 
 
 def replay(seed: int, only: str, folder: Path) -> list[Verdict]:

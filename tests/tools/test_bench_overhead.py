@@ -71,7 +71,7 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def test_a_way_that_does_not_reach_the_c_function_is_an_error(tmp_path: Path) -> None:
-    stub = ctypes.CDLL(str(bench.compile_stub(tmp_path)))
+    stub = ctypes.CDLL(str(bench.compile_stub(tmp_path, bench.STUB)))
     with pytest.raises(RuntimeError, match=r"idle: 0 calls reached the stub, expected 1"):
         bench.check_reach([bench.Way("idle", "pass", {})], stub)
 
@@ -79,7 +79,7 @@ def test_a_way_that_does_not_reach_the_c_function_is_an_error(tmp_path: Path) ->
 def test_a_torch_for_cuda_imports_beside_the_stub(tmp_path: Path) -> None:
     """Other bindings get the stub by its name all the same; torch gets from its own what the stub lacks."""
     torch_with_cuda(tmp_path)
-    stub = bench.compile_stub(tmp_path)
+    stub = bench.compile_stub(tmp_path, bench.STUB)
     code = f"""
 import ctypes, os, sys
 from pathlib import Path

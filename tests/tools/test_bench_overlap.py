@@ -141,7 +141,7 @@ def test_options_that_mean_nothing_are_refused_in_a_line(
 
 
 def test_the_link_takes_as_long_as_the_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_overlap, "_undisturbed", lambda call: 0.02)
+    monkeypatch.setattr(bench_overlap, "undisturbed", lambda call: 0.02)
     options = argparse.Namespace(ranks=4, width=512, hidden=2048)
     link = parse(bench_overlap._Measured(Case(1024, "column", True, 1.5), options)._link())
     assert link is not None  # two collectives of 2 MiB, of which 3/4 travel in 3 steps each
