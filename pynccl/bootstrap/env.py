@@ -19,6 +19,7 @@ from .master_store import Place, open_store
 from .rendezvous import Rendezvous
 
 _SERVER = "the process that serves it (rank 0, or torchrun's agent)"
+_LINE = "torchrun --standalone --nproc-per-node=2 train.py"
 _AGAIN = "every process needs a RANK of its own, and calls from_env as often as the others"
 
 
@@ -87,10 +88,9 @@ def read_environment() -> Place:
     """This process's place, or NcclInvalidUsage with a line that works."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
-    line = "torchrun --standalone --nproc-per-node=2 train.py"
     if missing:
         raise NcclInvalidUsage(
-            f"{', '.join(missing)} not set: this process was not started by torchrun. Start it with\n  {line}\n"
+            f"{', '.join(missing)} not set: this process was not started by torchrun. Start it with\n  {_LINE}\n"
             "or pass rank, size and id yourself to Communicator.init. For all devices in this one process, as in a "
             "notebook, there is\n  comms = pynccl.init_all()"
         )
@@ -98,11 +98,9 @@ def read_environment() -> Place:
     if not 0 <= rank < nranks:
         raise NcclInvalidUsage(
             f"RANK={os.environ['RANK']!r}, WORLD_SIZE={os.environ['WORLD_SIZE']!r}: expected integers with 0 <= RANK < "
-            f"WORLD_SIZE. torchrun sets both:\n  {line}"
+            f"WORLD_SIZE. torchrun sets both:\n  {_LINE}"
         )
-    local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-    if local_rank < 0:
-        raise _wrong("LOCAL_RANK", f"this rank's number on its machine, 0 or more. torchrun sets it:\n  {line}")
+    local = read_local_rank()
     host, port = os.environ["MASTER_ADDR"].strip(), _integer("MASTER_PORT")
     if not host:
         where = "the name or address of rank 0's machine, the same on all ranks; 127.0.0.1 if all are on one machine"
@@ -111,7 +109,17 @@ def read_environment() -> Place:
     if not lowest <= port <= 65535:
         free = "of a port that is free on rank 0's machine, the same on all ranks"
         raise _wrong("MASTER_PORT", f"a number in {lowest}..65535, {free}")
-    return Place(rank, nranks, local_rank, host, port, agent_serves())
+    return Place(rank, nranks, rank if local is None else local, host, port, agent_serves())
+
+
+def read_local_rank() -> int | None:
+    """LOCAL_RANK, None if it is not set."""
+    if "LOCAL_RANK" not in os.environ:
+        return None
+    found = _integer("LOCAL_RANK")
+    if found < 0:
+        raise _wrong("LOCAL_RANK", f"this rank's number on its machine, 0 or more. torchrun sets it:\n  {_LINE}")
+    return found
 
 
 def agent_serves() -> bool:

@@ -20,7 +20,7 @@ from ..comm.communicator import Communicator, bootstrap
 from ..comm.init import check_rank_of
 from ..watch.layout import SUFFIX
 from ..watch.recorder import recorder
-from .env import agent_serves
+from .env import agent_serves, read_local_rank
 from .join import init_at, watch_at
 from .rendezvous import Rendezvous, first_line
 
@@ -91,9 +91,12 @@ def from_process_group(
     store = dist.PrefixStore("pynccl", shared)
     rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _AGAIN_IN_A_GROUP)
     rendezvous.next_part(dist.PrefixStore)
-    local = os.environ.get("LOCAL_RANK")
-    serves = dist.get_rank() == 0 and not agent_serves()
-    return init_at(rendezvous, library, device, int(local) if local else None, config, serves)
+    try:
+        local = read_local_rank()
+    except NcclInvalidUsage as error:
+        rendezvous.report(error)
+        raise
+    return init_at(rendezvous, library, device, local, config, serves=dist.get_rank() == 0 and not agent_serves())
 
 
 def _group_of(group: Any) -> Any:

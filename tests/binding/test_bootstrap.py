@@ -246,7 +246,8 @@ def test_a_process_group_becomes_a_communicator(bare: RankPool, tmp_path: Path) 
     assert bare.run(3, by_process_group, str(tmp_path / "group")) == [[6.0, 6.0], [6.0, 3.0, 6.0], [6.0, 3.0, 6.0]]
 
 
-def broken_process_group(place: Place, path: str) -> tuple[str, float]:
+def broken_process_group(place: Place, path: str, variable: str, value: str, own: Any) -> tuple[str, float]:
+    """Rank 0 alone has a variable that is wrong, for which it raises `own`."""
     import torch.distributed as dist
 
     store = dist.FileStore(path, place.size)
@@ -254,15 +255,26 @@ def broken_process_group(place: Place, path: str) -> tuple[str, float]:
     try:
         if place.rank:
             return message_of(pynccl.NcclRemoteError, from_process_group)
-        os.environ["PYNCCL_LIBRARY"] = "/nowhere/libnccl.so.2"
-        return message_of(pynccl.NcclLibraryNotFound, from_process_group)
+        os.environ[variable] = value
+        return message_of(own, from_process_group)
     finally:
         dist.destroy_process_group()
 
 
-def test_a_process_group_hears_of_a_rank_0_without_a_library(bare: RankPool, tmp_path: Path) -> None:
-    for message, seconds in bare.run(2, broken_process_group, str(tmp_path / "group"), timeout=20):
-        assert "/nowhere/libnccl.so.2" in message
+@pytest.mark.parametrize(
+    ("variable", "value", "own"),
+    [
+        ("PYNCCL_LIBRARY", "/nowhere/libnccl.so.2", pynccl.NcclLibraryNotFound),
+        ("LOCAL_RANK", "first", pynccl.NcclInvalidUsage),
+    ],
+)
+def test_a_process_group_hears_of_a_rank_0_with_a_wrong_variable(
+    bare: RankPool, tmp_path: Path, variable: str, value: str, own: Any
+) -> None:
+    given = str(tmp_path / "group"), variable, value, own
+    for message, seconds in bare.run(2, broken_process_group, *given, timeout=20):
+        assert variable in message or variable == "PYNCCL_LIBRARY"
+        assert value in message
         assert seconds < AT_ONCE
 
 
