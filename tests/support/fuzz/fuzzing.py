@@ -48,7 +48,6 @@ MODES: dict[str, Mode] = {
     "frozen": Mode(),
     "frozen start": Mode("start"),
     "forward": Mode(exact=True),
-    "forward some": Mode(exact=True),
     "no_grad": Mode(excluded=frozenset()),
     "no_grad start": Mode("start", excluded=frozenset()),
     "vmap": Mode(excluded=frozenset({"partition", "inplace"}), exact=True),
@@ -82,7 +81,7 @@ class Trial(NamedTuple):
             for i, leaf in enumerate(self.program.leaves)
         )
         used = [[w is not None for w in by_rank] for by_rank in self.job.weights]
-        frozen = f"# without gradient or tangent, by leaf and rank: {self.job.frozen}\n" if self.job.frozen else ""
+        frozen = f"# without gradient, by leaf and rank: {self.job.frozen}\n" if self.job.frozen else ""
         head = f"# {self.program.dtype}, backward by {self.job.style!r}, outputs used by rank: {used}\n"
         return head + leaves + frozen + self.job.source
 
@@ -98,11 +97,9 @@ def trial(mode: str, seed: int, n: int) -> Trial:
     batch = 3 if base == "vmap" else 0
     leaves = [_batched(leaf, batch, torch_rng) for leaf in program.leaves]
     frozen = None
-    if base == "frozen" or mode == "forward some":
+    if base == "frozen":
         frozen = [[rng.random() < 0.5 for _ in range(n)] for _ in program.leaves]
-        if base == "forward":
-            frozen = [[row[0]] * n if leaf.one else row for row, leaf in zip(frozen, program.leaves, strict=True)]
-    job = Job(seed, source(program, how.style), base if mode != "forward some" else mode, leaves, [], [], frozen=frozen)
+    job = Job(seed, source(program, how.style), base, leaves, [], [], frozen=frozen)
     job = job._replace(style=rng.choice(["loss", "loss", "sum", "direct"]) if base != "double" else "loss")
     return _expect(program, job, rng, torch_rng)
 
@@ -143,7 +140,7 @@ def _expect(program: Program, job: Job, rng: random.Random, torch_rng: torch.Gen
     values = simulate(program, leaves)
     outputs = [values[i] for i in program.outputs]
     seconds = [_draws(leaf, torch_rng) for leaf in leaves]
-    if job.mode in ("forward", "forward some"):
+    if job.mode == "forward":
         job = job._replace(seconds=seconds)
         return Trial(program, _rounded(job, program.dtype), _expect_tangents(program, job, leaves, outputs))
     weights: list[list[Tensor | None]] = []
@@ -219,11 +216,7 @@ def _expect_gradients(job: Job, leaves: list[Value], outputs: list[Value]) -> li
 def _expect_tangents(program: Program, job: Job, leaves: list[Value], outputs: list[Value]) -> list[Found]:
     """Forward mode of the simulation."""
     flat = [y.detach() for leaf in leaves for y in _distinct(leaf)]
-    tangents = []
-    for i, leaf in enumerate(leaves):
-        for r, y in enumerate(_distinct(leaf)):
-            without = job.frozen is not None and job.frozen[i][r]
-            tangents.append(torch.zeros_like(y.detach()) if without else job.seconds[i][r])
+    tangents = [job.seconds[i][r] for i, leaf in enumerate(leaves) for r in range(len(_distinct(leaf)))]
 
     def function(*ys: Tensor) -> tuple[Tensor, ...]:
         rest = iter(ys)

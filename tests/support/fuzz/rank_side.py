@@ -93,7 +93,7 @@ def run_one(comm: Communicator, job: Job) -> Found:
         torch._dynamo.reset()
         program = torch.compile(program, fullgraph=True, backend="aot_eager")
     leaves = [by_rank[comm.rank].clone() for by_rank in job.leaves]
-    if job.mode in ("forward", "forward some"):
+    if job.mode == "forward":
         return _forward_mode(comm, job, program, leaves)
     if job.mode == "no_grad":
         with torch.no_grad():
@@ -158,10 +158,7 @@ def _twice(
 
 def _forward_mode(comm: Communicator, job: Job, program: Any, leaves: list[Tensor]) -> Found:
     with forward_ad.dual_level():
-        duals = []
-        for i, leaf in enumerate(leaves):
-            without = job.frozen is not None and job.frozen[i][comm.rank]
-            duals.append(leaf if without else forward_ad.make_dual(leaf, job.seconds[i][comm.rank]))
+        duals = [forward_ad.make_dual(leaf, job.seconds[i][comm.rank]) for i, leaf in enumerate(leaves)]
         outputs, _ = program(comm, duals)
         pairs = [forward_ad.unpack_dual(y) for y in outputs]
         return Found(
