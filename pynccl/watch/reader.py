@@ -27,6 +27,7 @@ from .records import (
     CallRecord,
     CommRecord,
     ProcessRecord as Process,
+    together,
 )
 
 _ANSWER_SECONDS = (
@@ -48,7 +49,8 @@ def read_folder(path: str, *, uid: str = "", calls: bool = True) -> tuple[list[P
     calls  with the calls of each, which are nearly all of it"""
     records, problems = _read_all(folder.files(path), calls and not uid)
     if uid:
-        related = _related(records, uid)
+        related = [one for part in together(records) if any(one.of(uid) for one in part) for one in part]
+        related.sort(key=lambda one: one.path)
         records = _read_all([one.path for one in related], True)[0] if calls else related
     return records, problems
 
@@ -65,16 +67,6 @@ def _read_all(paths: Iterable[str], calls: bool) -> tuple[list[Process], list[st
         except OSError as error:
             problems.append(f"{one}: {error.strerror or error}")
     return records, problems
-
-
-def _related(records: list[Process], uid: str) -> list[Process]:
-    """Those with this communicator, or with another one of theirs."""
-    inside = [(one, one.uids()) for one in records]
-    wanted, size = {uid}, 0
-    while len(wanted) > size:
-        size = len(wanted)
-        wanted = wanted.union(*(known for _, known in inside if known & wanted))
-    return [one for one, known in inside if known & wanted]
 
 
 def ranks(path: str, uid: str) -> set[int]:
