@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from ..bindings.abi import ELEMENTS
-from .findings import SHOWN, Finding, Weight, lines_of
 from .formatting import call_text, called
-from .job import Group
+from .job import SHOWN, Group
 from .records import CallRecord
-from .waits import Meeting, Waits
+from .waits import Finding, Meeting, Waits, Weight
 
 _UNCOMPARED = ("init", "split", "group plan", "barrier", "grow", "shrink")  # by their name alone
 _ITEMSIZE = {element.dtype.name: element.itemsize for element in ELEMENTS}
@@ -46,12 +45,16 @@ def _mismatch(waits: Waits, group: Group) -> Finding | None:
     meetings = [one for one in waits.meetings if one.group is group and one.call.number == number]
     text += f"; {meetings[0].waiting(' there')}" if meetings else ""
     details = [*[*sides, *others][:SHOWN], "every rank must make the same collective calls in the same order"]
-    blamed = sorted(odd)
-    lines = lines_of(odd[rank] for rank in blamed)
-    found = Finding(
-        "mismatch", Weight.MISMATCH, text, details, [(group.uid, rank) for rank in blamed], lines, [group.uid]
+    return waits.finding(
+        "mismatch",
+        Weight.MISMATCH,
+        text,
+        meetings=meetings,
+        details=details,
+        culprits=[(group.uid, rank) for rank in sorted(odd)],
+        comms=[group.uid],
+        sites=[odd[rank].site for rank in sorted(odd)],
     )
-    return found.concern(waits, meetings)
 
 
 def _sides(group: Group, calls: dict[int, CallRecord]) -> list[str]:
@@ -87,4 +90,5 @@ def _sizes(waits: Waits, meeting: Meeting) -> Finding | None:
         f"{group.names([target])}, which expects {recv.dtype} x {recv.count:,}{called(recv)} (comm '{group.name}')"
     )
     culprits = [(group.uid, source), (group.uid, target)]
-    return Finding("mismatch", Weight.MISMATCH, text, [], culprits, lines_of([send, recv])).concern(waits, [meeting])
+    sites = [send.site, recv.site]
+    return waits.finding("mismatch", Weight.MISMATCH, text, meetings=[meeting], culprits=culprits, sites=sites)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from .findings import SHOWN, Finding, Weight, lines_of, places_of, progress, standings
-from .formatting import ago, at, call_name, called, clean, line_of
-from .job import Group, consequence, ended_about, follows, killed, names_of, normal
+from .formatting import ago, at, call_name, called, clean
+from .job import SHOWN, Group, names_of
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
-from .waits import LEFT, Meeting, Waits
+from .waits import LEFT, Finding, Meeting, Waits, Weight
 
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: ?(.*))?$", re.DOTALL)
 
@@ -42,7 +41,7 @@ def _dead(waits: Waits) -> Finding | None:
     """Of all processes that ended, the first one; None if all of them ended as they should and nobody waits for one."""
     job, awaited = waits.job, _awaited(waits, DEAD)
     ended = [process for process in job.processes if process.state == DEAD]
-    blamed = [process for process in ended if not normal(process) or id(process) in awaited]
+    blamed = [process for process in ended if not process.ended_well or id(process) in awaited]
     if not blamed:
         return None
     several = len({process.machine for process in blamed}) > 1
@@ -50,7 +49,7 @@ def _dead(waits: Waits) -> Finding | None:
     def order(process: ProcessRecord) -> tuple[bool, bool, int, float]:
         # Clocks of two machines are not compared: there, the rank that made the fewest calls is taken for the first.
         made = sum(comm.entered for comm in process.comms) if several else 0
-        return follows(process), normal(process), made, ended_about(process)
+        return process.gave_up, process.ended_well, made, process.ended_about
 
     first, *others = sorted(blamed, key=order)
     meetings = awaited.get(id(first), [])
@@ -58,15 +57,21 @@ def _dead(waits: Waits) -> Finding | None:
     every = f"all {len(ended):,} processes have ended: " if len(ended) == len(job.processes) > 1 else ""
     # Calls that disagree come before the ends that NCCL's own errors have brought about.
     weight = Weight.ENDED_BY_NCCL if first.end.startswith("Nccl") else Weight.ENDED
-    weight = Weight.CONSEQUENCE if follows(first) else weight
-    found = Finding("dead", weight, every + ending(waits, first, group) + _for_it(meetings))
-    if member := job.member(first, group):
-        found.details.append(f"{job.name(first, group)}: {progress(member)}")
-    found.details += [f"also: {ending(waits, one)}" for one in others if not follows(one)][:SHOWN]
-    found.culprits, found.comms = [job.key(first, group)], [comm.uid for comm in first.comms]
-    places = [line_of(first.end_site), *lines_of(_inside(waits, first).values()), line_of(first.where)]
-    found.lines = [line for line in places if line][:1]
-    return found.concern(waits, meetings)
+    weight = Weight.CONSEQUENCE if first.gave_up else weight
+    member = job.member(first, group)
+    details = [f"{job.name(first, group)}: {member.progress()}"] if member else []
+    details += [f"also: {ending(waits, one)}" for one in others if not one.gave_up][:SHOWN]
+    places = [first.end_site, *(call.site for call in _inside(waits, first).values()), first.where]
+    return waits.finding(
+        "dead",
+        weight,
+        every + ending(waits, first, group) + _for_it(meetings),
+        meetings=meetings,
+        details=details,
+        culprits=[job.key(first, group)],
+        comms=[comm.uid for comm in first.comms],
+        sites=[place for place in places if place][:1],
+    )
 
 
 def ending(waits: Waits, process: ProcessRecord, group: Group | None = None) -> str:
@@ -75,13 +80,13 @@ def ending(waits: Waits, process: ProcessRecord, group: Group | None = None) -> 
     inside = next((group.brief(call) for group, call in _inside(waits, process).items()), "")
     where = f" inside {inside}" if inside else at(process.where)
     match = _EXCEPTION.match(process.end)
-    if normal(process):  # the code of a sys.exit(3) is not to be seen by what runs at exit
+    if process.ended_well:  # the code of a sys.exit(3) is not to be seen by what runs at exit
         return f"{who} exited by itself{when} (the end of its program, or sys.exit)"
-    if killed(process) and not process.end.startswith("SIG"):
+    if process.killed and not process.end.startswith("SIG"):
         seen = ago(process, process.heartbeat).removesuffix(" ago")  # its end is later than its last heartbeat
         when = when or (f" within the last{seen}" if seen else "")
         return f"{who}'s process {process.pid} was killed or crashed (no last word){when}{where}"
-    if killed(process) or not match:
+    if process.killed or not match:
         return f"{who}'s process {process.pid} ended{when}{where}: {clean(process.end)}"
     text = f": {clean(match[2], 480)}" if match[2] else ""
     return f"{who} left by {clean(match[1], 60)}{at(process.end_site)}{when}{text}"
@@ -110,11 +115,17 @@ def _stopped(waits: Waits) -> Finding | None:
         f"kill -CONT {process.pid} on host {clean(process.host, 60)}"
         for process in halted
     ]
-    found = Finding("stopped", Weight.STOPPED, texts[0] + _for_it(meetings), texts[1:SHOWN])
-    found.culprits = [job.key(process, group) for process in halted]
-    found.comms = [comm.uid for process in halted for comm in process.comms]
-    found.lines = places_of(member for process in halted for member in job.members.get(id(process), [])[:1])
-    return found.concern(waits, meetings)
+    members = [member for process in halted for member in job.members.get(id(process), [])[:1]]
+    return waits.finding(
+        "stopped",
+        Weight.STOPPED,
+        texts[0] + _for_it(meetings),
+        meetings=meetings,
+        details=texts[1:SHOWN],
+        culprits=[job.key(process, group) for process in halted],
+        comms=[comm.uid for process in halted for comm in process.comms],
+        sites=[member.site for member in members],
+    )
 
 
 # Communicators that have ended, calls that have raised
@@ -127,10 +138,15 @@ def _left(waits: Waits, meeting: Meeting) -> Finding:
     how = f"{clean(first.comm.ended)}{at(first.comm.ended_site)}{ago(first.process, first.comm.ended_at)}"
     text = f"{names_of([first])}'s comm '{meeting.group.name}' was {how}; {meeting.waiting()} in {meeting.describe()}"
     text += ", which it never entered"
-    found = Finding("left", Weight.LEFT, text, standings(waits, members))
-    found.culprits = [one.key for one in members]
-    found.lines = [line for one in members if (line := line_of(one.comm.ended_site))] or places_of(members)
-    return found.concern(waits, [meeting])
+    return waits.finding(
+        "left",
+        Weight.LEFT,
+        text,
+        meetings=[meeting],
+        details=waits.job.standings(members),
+        culprits=[one.key for one in members],
+        sites=[one.comm.ended_site or one.site for one in members],
+    )
 
 
 def _failure(waits: Waits, group: Group) -> Finding | None:
@@ -140,18 +156,26 @@ def _failure(waits: Waits, group: Group) -> Finding | None:
     if not rows:
         return None
     several = len({member.process.machine for member, _ in rows}) > 1  # whose clocks are not compared
-    rows.sort(key=lambda row: (consequence(row[1].error), 0.0 if several else row[1].returned or row[1].issued))
+    rows.sort(key=lambda row: (row[1].gave_up, 0.0 if several else row[1].returned or row[1].issued))
     member, call = rows[0]
     meetings = [one for one in waits.meetings if one.group is group and one.lacks.get(member.rank) == FAILED]
     text = f"{names_of([member])}'s {group.describe(call)}{_raised(call)}{ago(member.process, call.returned)}"
     text += f"; {meetings[0].waiting(' there')}" if meetings else ""
     # That calls disagree is the library's word, where the records do not show which.
     weight = Weight.FAILED
-    if consequence(call.error):
+    if call.gave_up:
         weight = Weight.UNCERTAIN if "disagree" in call.error else Weight.FAILED_SINCE
     details = [f"{names_of([one])}: {call_name(other)}{called(other)}{_raised(other)}" for one, other in rows[1:SHOWN]]
-    found = Finding("failed", weight, text, details, [member.key], lines_of([call]), [group.uid])
-    return found.concern(waits, meetings)
+    return waits.finding(
+        "failed",
+        weight,
+        text,
+        meetings=meetings,
+        details=details,
+        culprits=[member.key],
+        comms=[group.uid],
+        sites=[call.site],
+    )
 
 
 def _raised(call: CallRecord) -> str:

@@ -1,4 +1,4 @@
-"""The records of all processes, put together by communicator: which process is which rank, and how it ended."""
+"""The records of all processes, put together by communicator: which process is which rank, and how each rank stands."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .formatting import call_name, clean, maker, ranks_text
-from .records import DEAD, FAILED, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
+from .formatting import ago, call_name, clean, maker, place, ranks_text, seconds
+from .records import DEAD, FAILED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
 
-_SILENT_SECONDS = 5.0  # the end of a process that nobody heard from is later than its last heartbeat, by less than this
-_FRESH_SECONDS = 2.0  # a line that was seen so lately counts as the present one
+SHOWN = 8  # lines about single ranks in one finding
 _MOST_RANKS = 1 << 16  # of one communicator; a file that is damaged may say anything
 
 
@@ -25,8 +24,8 @@ class Member:
         self.group, self.process, self.comm, self.came = group, process, comm, came
         self.rank = comm.rank
         self.numbered = {call.number: call for call in comm.calls if call.number > 0}
-        unfinished = [call for call in comm.calls if call.state in (INSIDE, ISSUED)]
-        self.pending = [self._compared(call) for call in unfinished if not 0 < call.number <= comm.completed]
+        unfinished = [call for call in comm.calls if call.open and not 0 < call.number <= comm.completed]
+        self.pending = [self._compared(call) for call in unfinished]
 
     def _compared(self, call: CallRecord) -> CallRecord:
         """A "check" stands for the call that it compares, which the rank is about to enter."""
@@ -39,6 +38,19 @@ class Member:
     def key(self) -> tuple[str, int]:
         """As `culprits` have it."""
         return self.group.uid, self.rank
+
+    @property
+    def site(self) -> str:
+        """The line of code at which it is, or has ended."""
+        return self.process.end_site or self.process.last_place()
+
+    def progress(self) -> str:
+        """ "last entered #41, last completed #40"."""
+        if not self.came:
+            return "has not come to the communicator's init"
+        entered, completed = self.comm.entered, self.comm.completed
+        text = f"last entered #{entered:,}, " if completed < entered else ""
+        return text + (f"last completed #{completed:,}" if completed > 0 else "completed none")
 
     def waited(self, call: CallRecord) -> float:
         """Seconds by the clock of the process's own machine, up to its end, or to when the call raised."""
@@ -96,6 +108,7 @@ class Job:
                 self.members.setdefault(id(member.process), []).append(member)
         # One without a communicator counts too; one whose every rank is another's now is of an earlier run.
         self.processes = [one for one in processes if not one.comms or id(one) in self.members]
+        self._several_hosts = len({one.host for one in self.processes}) > 1
 
     def member(self, process: ProcessRecord, group: Group | None = None) -> Member | None:
         """Which rank a process is: of this communicator, else of its largest one."""
@@ -117,6 +130,22 @@ class Job:
         member = self.member(process, group)
         return member.key if member else ("", process.rank)
 
+    def standings(self, members: Sequence[Member]) -> list[str]:
+        """A line for each rank, or for several that stand alike."""
+        rows: dict[str, list[Member]] = {}
+        for member in members[: 8 * SHOWN]:
+            rows.setdefault(self.standing(member), []).append(member)
+        return [f"{names_of(same)}: {text}" for text, same in rows.items()][:SHOWN]
+
+    def standing(self, member: Member) -> str:
+        """ "process alive, last completed #40; its main thread is in data.py:41 next_batch"."""
+        process = member.process
+        host = f" on host {clean(process.host, 60)}" if self._several_hosts else ""
+        number = f" {process.pid}" if host or process.state in (STOPPED, UNKNOWN) else ""
+        is_ = {STOPPED: "stopped", DEAD: "ended", UNKNOWN: "cannot be asked"}.get(process.state, "alive")
+        where = _whereabouts(process)
+        return f"process{number}{host} {is_}, {member.progress()}" + (f"; {where}" if where else "")
+
 
 def names_of(members: Sequence[Member]) -> str:
     """ "ranks 0 and 2"; where the launch numbers them otherwise "rank 1 (rank 9 of the launch)"."""
@@ -126,57 +155,18 @@ def names_of(members: Sequence[Member]) -> str:
     return f"{ranks_text(ranks)} ({ranks_text(launched)} of the launch)"
 
 
-# How a process ended, and where it is
-
-
-def normal(process: ProcessRecord) -> bool:
-    """Whether a process has ended as it should."""
-    return process.end == "exit"
-
-
-def killed(process: ProcessRecord) -> bool:
-    """Whether it ended without a word, or by a signal."""
-    return not process.end or process.end.startswith(("killed", "SIG"))
-
-
-def consequence(error: str) -> bool:
-    """Whether an error says that others did not come, have gone, or call something else: then it is no cause, and the
-    call that raised it was a wait."""
-    return any(word in error for word in ("Timeout", "timed out", "RemoteError", "Aborted", "lost rank", "disagree"))
-
-
-def follows(process: ProcessRecord) -> bool:
-    """Whether a process ended because a call did not come about: it had waited there until then."""
-    if process.state != DEAD or normal(process) or killed(process):
-        return False
-    last = [call for comm in process.comms if (call := comm.last()) is not None and call.state == FAILED]
-    if process.end.startswith("Nccl") and last:
-        return any(consequence(call.error) for call in last)
-    return consequence(process.end)
-
-
-def newest_call(process: ProcessRecord) -> CallRecord | None:
-    """The one that it issued last, on any communicator."""
-    last = [call for comm in process.comms if (call := comm.last()) is not None]
-    return max(last, key=lambda call: call.issued, default=None)
-
-
-def last_place(process: ProcessRecord) -> str:
-    """The newest line that is known of it: of its main thread, or of its newest call, where that came later."""
-    newest = newest_call(process)
-    old = not process.where or 0 < process.where_at < (newest.issued if newest else 0.0)
-    return newest.site if newest and newest.site and old else process.where
-
-
-def seen_ago(process: ProcessRecord) -> float:
-    """How many seconds ago the line of its main thread was seen; 0.0 if that was just now."""
-    age = process.now - process.where_at if process.where_at > 0 else 0.0
-    return age if age > _FRESH_SECONDS else 0.0
-
-
-def ended_about(process: ProcessRecord) -> float:
-    """When a process ended, to put ends of one machine in order."""
-    return process.end_at or (process.heartbeat + _SILENT_SECONDS if process.heartbeat else process.now)
+def _whereabouts(process: ProcessRecord) -> str:
+    """Where its main thread is, or was, and how long ago that was seen; or its newest call, where that came later."""
+    newest, site, age = process.newest_call(), process.last_place(), process.seen_ago
+    if not site:
+        return ""
+    if newest is not None and site != process.where:
+        return f"its last call was {call_name(newest)} at {place(site)}{ago(process, newest.issued)}"
+    if process.state == DEAD:
+        return f"its main thread was last in {place(site)}"
+    if age:
+        return f"its main thread was in {place(site)}, seen {seconds(age)} ago"
+    return f"its main thread is in {place(site)}"
 
 
 # Which record is which rank

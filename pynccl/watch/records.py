@@ -14,6 +14,9 @@ from typing import Any
 # stream, and COMPLETED once the stream has passed it, which is learnt by polls only. FAILED: it has raised.
 INSIDE, ISSUED, COMPLETED, FAILED = "inside", "issued", "completed", "failed"
 
+_FRESH_SECONDS = 2.0  # a line that was seen so lately counts as the present one
+_SILENT_SECONDS = 5.0  # the end of a process that nobody heard from is later than its last heartbeat, by less than this
+
 # What a process is. UNKNOWN: on another machine, or in another container.
 RUNNING, STOPPED, DEAD, UNKNOWN = "running", "stopped", "dead", "unknown"
 
@@ -58,6 +61,16 @@ class CallRecord:
     @property
     def collective(self) -> bool:
         return self.number > 0
+
+    @property
+    def open(self) -> bool:
+        """Whether it has not completed, as far as is known."""
+        return self.state in (INSIDE, ISSUED)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it has raised because of others: then it is no cause, and was a wait."""
+        return self.state == FAILED and _blames_others(self.error)
 
 
 @dataclass
@@ -137,6 +150,54 @@ class ProcessRecord:
     def uids(self) -> set[str]:
         """The names of its communicators."""
         return {comm.uid for comm in self.comms}
+
+    def newest_call(self) -> CallRecord | None:
+        """The one that it issued last, on any communicator."""
+        last = [call for comm in self.comms if (call := comm.last()) is not None]
+        return max(last, key=lambda call: call.issued, default=None)
+
+    def last_place(self) -> str:
+        """The newest line that is known of it: of its main thread, or of its newest call, where that came later."""
+        newest = self.newest_call()
+        old = not self.where or 0 < self.where_at < (newest.issued if newest else 0.0)
+        return newest.site if newest and newest.site and old else self.where
+
+    @property
+    def seen_ago(self) -> float:
+        """How many seconds ago the line of its main thread was seen; 0.0 if that was just now."""
+        age = self.now - self.where_at if self.where_at > 0 else 0.0
+        return age if age > _FRESH_SECONDS else 0.0
+
+    # How it ended
+
+    @property
+    def ended_well(self) -> bool:
+        return self.end == "exit"
+
+    @property
+    def killed(self) -> bool:
+        """Whether, being DEAD, it ended without a word, or by a signal."""
+        return not self.end or self.end.startswith(("killed", "SIG"))
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it ended because a call did not come about: it had waited there until then."""
+        if self.state != DEAD or self.ended_well or self.killed:
+            return False
+        failed = [call for comm in self.comms if (call := comm.last()) is not None and call.state == FAILED]
+        if self.end.startswith("Nccl") and failed:
+            return any(call.gave_up for call in failed)
+        return _blames_others(self.end)
+
+    @property
+    def ended_about(self) -> float:
+        """When it ended, to put ends of one machine in order."""
+        return self.end_at or (self.heartbeat + _SILENT_SECONDS if self.heartbeat else self.now)
+
+
+def _blames_others(error: str) -> bool:
+    """Whether an error says that others did not come, have gone, or call something else."""
+    return any(word in error for word in ("Timeout", "timed out", "RemoteError", "Aborted", "lost rank", "disagree"))
 
 
 def to_json(record: ProcessRecord) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum, auto
 from itertools import zip_longest
+from typing import Any
 
-from .formatting import seconds
-from .job import Group, Job, Member, consequence, follows, killed
+from .formatting import line_of, seconds
+from .job import Group, Job, Member
 from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord
 
 # Why a rank is not at a meeting; or it is DEAD, STOPPED, its call FAILED.
@@ -21,6 +23,47 @@ MESSAGES = ("send", "recv")
 _TOGETHER = ("finalize", "destroy", "shrink", "grow")  # not numbered, but calls of all ranks
 _LOOKED_AT = 16  # numbers of one communicator, and sends from one rank to another: the first ones explain the others
 _OLDEST = 64  # calls of one process that are put in order: later ones wait as they do
+
+
+class Weight(IntEnum):
+    """Which of several findings is named as the cause: the first of this list. From CONSEQUENCE on a finding only
+    follows from something else."""
+
+    ENDED = 0
+    MISMATCH = auto()
+    ENDED_BY_NCCL = auto()
+    CROSSED = auto()
+    STOPPED = auto()
+    FAILED = auto()
+    LEFT = auto()
+    AWAY = auto()
+    UNCERTAIN = auto()  # crossed if two streams keep each other waiting; or calls that NCCL says to disagree
+    KILLED = auto()  # as all processes were: what they waited for comes first
+    UNKNOWN = auto()
+    STALLED_BETWEEN_MACHINES = auto()
+    STALLED = auto()
+    CONSEQUENCE = auto()
+    FAILED_SINCE = auto()
+    BEFORE_THE_END = auto()  # of waits, where the processes ended for another reason
+
+
+@dataclass
+class Finding:
+    """As Verdict has it. `waiting`: how many wait because of it; `age`: for how long."""
+
+    kind: str
+    weight: Weight
+    sentence: str
+    details: list[str] = field(default_factory=list)
+    culprits: list[tuple[str, int]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    comms: list[str] = field(default_factory=list)
+    waiting: int = 0
+    age: float = 0.0
+
+    @property
+    def is_cause(self) -> bool:
+        return self.weight < Weight.CONSEQUENCE
 
 
 @dataclass(eq=False)
@@ -117,9 +160,27 @@ class Waits:
         found = [meeting for meeting in self.meetings if meeting.lacks and meeting.age() >= self.patience]
         return sorted(found, key=lambda one: (one.group.uid != self.uid, -one.age()))
 
-    def behind(self, meetings: Iterable[Meeting]) -> list[Meeting]:
-        """These, and the meetings that wait for them, directly or not, nearest first."""
-        return _reached(meetings, self._above)
+    def finding(
+        self,
+        kind: str,
+        weight: Weight,
+        text: str,
+        *,
+        meetings: Sequence[Meeting],
+        sites: Iterable[str] = (),
+        **rest: Any,
+    ) -> Finding:
+        """A finding because of which these meetings do not come about, and all those that wait for them.
+
+        sites  file:line of the calls, or of where the ranks are; rest: details, culprits, comms"""
+        found = Finding(kind, weight, text, **rest)
+        behind = _reached(meetings, self._above)
+        found.waiting = len({id(one.group.members[rank].process) for one in behind for rank in one.here})
+        found.age = max((meeting.age() for meeting in meetings), default=0.0)
+        found.comms = list(dict.fromkeys([*found.comms, *(meeting.group.uid for meeting in behind)]))
+        found.lines = list(dict.fromkeys(line for site in sites if (line := line_of(site))))
+        found.culprits = list(dict.fromkeys(found.culprits))
+        return found
 
     def circles(self) -> list[list[Meeting]]:
         """Meetings that wait for each other, each circle once, as short as it can be; each waits for the next one."""
@@ -146,13 +207,13 @@ class Waits:
         """Whether its process has ended: not because of a call that others made fail, where it counts as waiting there;
         nor, where all have ended, by what may have killed them all."""
         process = member.process
-        return process.state == DEAD and not follows(process) and not (self.post_mortem and killed(process))
+        return process.state == DEAD and not process.gave_up and not (self.post_mortem and process.killed)
 
     def _gone(self, member: Member) -> str:
         """Why a rank will not come; "" if it may."""
         if self._ended(member):
             return DEAD
-        if member.comm.ended and not follows(member.process):
+        if member.comm.ended and not member.process.gave_up:
             return LEFT
         return STOPPED if member.process.state == STOPPED else ""
 
@@ -185,7 +246,7 @@ class Waits:
         call = next((one for one in self._calls[member] if one.number == number), None) or member.numbered.get(number)
         if number <= member.comm.completed or (call and call.state == COMPLETED):
             return
-        if call and call.state == FAILED and consequence(call.error):
+        if call and call.gave_up:
             meeting.here[member.rank] = call
         elif call and call.state == FAILED and not self._ended(member):
             meeting.lacks[member.rank] = FAILED
@@ -280,7 +341,7 @@ class Waits:
 def _gave_up(member: Member) -> list[CallRecord]:
     """The last call of a rank, with those that were issued with it, if others have made it fail."""
     last = member.comm.last()
-    if last is None or last.state != FAILED or not consequence(last.error):
+    if last is None or not last.gave_up:
         return []
     together = member.comm.calls if last.group else [last]
     return [call for call in together if call.state == FAILED and call.group == last.group]

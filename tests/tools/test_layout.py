@@ -23,8 +23,8 @@ ORDER: dict[str, str] = {
         bindings.structs bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
         watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder
-        watch.track watch.reader watch.formatting watch.job watch.waits watch.findings watch.disagree
-        watch.gone watch.blocked watch.verdict watch.store watch.across watch.diagnosis watch.exit_hooks
+        watch.track watch.reader watch.formatting watch.job watch.waits watch.disagree
+        watch.gone watch.verdict watch.store watch.across watch.diagnosis watch.exit_hooks
         watch.progress watch.watchdog
         comm.deadline comm.observing comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...watch.formatting import ago, call_name, clean, numbers, place, seconds
-from ...watch.job import seen_ago
 from ...watch.records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, CommRecord, ProcessRecord
 
 APART = 8  # up to so many ranks each has a row of its own
@@ -125,7 +124,7 @@ def _end(process: ProcessRecord) -> tuple[str, str]:
 def _where(process: ProcessRecord, call: CallRecord | None) -> tuple[str, str]:
     """Where the main thread is or has been; where nothing newer is known, by its call."""
     if process.where:
-        age = seen_ago(process)
+        age = process.seen_ago
         return place(process.where), f", seen {seconds(age)} ago" if age else ""
     if process.state == STOPPED:
         return "stopped by a signal or a debugger", ""
