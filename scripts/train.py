@@ -163,9 +163,7 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: 
     optimizer.zero_grad()
     loss = loss_of(model, batch)
     loss.backward()
-    ad.finish_gradients(
-        model
-    )  # sums those to which each rank adds the part of its positions; of one rank there are none
+    ad.finish_gradients(model)  # sums those to which each rank adds the part of its positions
     ad.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return float(loss.item())  # also waits for the GPU, so that the time of a step is its own
