@@ -113,8 +113,8 @@ def read_environment() -> Place:
 
 
 def read_local_rank() -> int | None:
-    """LOCAL_RANK, None if it is not set."""
-    if "LOCAL_RANK" not in os.environ:
+    """LOCAL_RANK, None if it is empty or not set."""
+    if not os.environ.get("LOCAL_RANK"):
         return None
     found = _integer("LOCAL_RANK")
     if found < 0:
