@@ -18,19 +18,15 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import attribute, shown
 from pynccl.comm.observing import observers
-from pynccl.watch.frames import call_site
 from pynccl.watch.notes import noting
 
 from ..arguments import check_reduce_dtype
-from ..checks import compare_backward, number_call
-from ..collective import require_grad
-from ..recompute import save_token
+from ..collective import enter_backward, remember as remember_call, require_grad
 from ..torch_internals import (
     accumulates,
     dispatch_modes,
     has_storage,
     in_forward_mode,
-    saved_tensors_hooks,
     transforms_active,
 )
 from ..wire import Dtype
@@ -179,11 +175,9 @@ def opened(call: MatmulCall, decision: Decision, config: OverlapConfig, like: Te
 
 
 def remember(ctx: Any, call: MatmulCall) -> None:
-    """After the communication of a forward pass: what the backward pass asks for; see `Collective`."""
+    """After the communication of a forward pass: what `backward_of` asks for."""
     ctx.of = call
-    ctx.ask_for_token = None if saved_tensors_hooks(False) is None else save_token()
-    ctx.call = number_call(call.comm, call.name) if call.comm.checking else None
-    ctx.site = call_site() if call.comm.recorded else ""
+    remember_call(ctx, call.comm, call.name)
 
 
 def backward_of(
@@ -200,10 +194,7 @@ def backward_of(
     replicated  what has to be equal on all ranks"""
     call: MatmulCall = ctx.of
     with noting(f"{type(ctx).__name__.removesuffix('Backward')}.backward", ctx.site):
-        if ctx.ask_for_token is not None:
-            ctx.ask_for_token()
-        if ctx.call is not None:
-            compare_backward(call.comm, ctx.call, replicated)
+        enter_backward(ctx, call.comm, [] if replicated is None else [replicated])
         if on_lanes is None or call.backward is None or torch.is_grad_enabled() or not is_plain(*tensors):
             return composed()
         turn = turn_of(call.comm, call.owner, call.backward)
