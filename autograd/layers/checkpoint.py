@@ -177,7 +177,10 @@ def _check_save(operation: str, path: Any, entries: list[Entry], others: dict[st
 def check_values(operation: str, entries: list[Entry]) -> None:
     for entry in entries:
         if entry.tensor.is_meta:
-            raise ValueError(f"{operation}: {entry.names[0]} is on the meta device: it has no values")
+            raise ValueError(
+                f"{operation}: {entry.names[0]} is on the meta device: it has no values; load a checkpoint first, or "
+                "use to_empty() and an init"
+            )
 
 
 # --------------------------------------------------------------------------------------------------------- loading
