@@ -65,10 +65,13 @@ class _Round(NamedTuple):
         begin, end = ranges[comm.rank]
         address, nbytes = base + begin * itemsize, sizes[comm.rank]
         sends = [(p, base + ranges[p][0] * itemsize, sizes[p]) for p in comm.peers if sizes[p]]
+        if not comm.peers:
+            combine([own], view(out, op.count, op.dtype), op.dtype, op.op)
+            return
         if comm.shared is None:
             mine = own[begin:end]
             room = comm.scratch.take(len(comm.peers) * nbytes).view(own.dtype)
-            others = room.chunk(len(comm.peers)) if nbytes and comm.peers else ()
+            others = room.chunk(len(comm.peers)) if nbytes else ()
             recvs = [(p, row.data_ptr(), nbytes) for p, row in zip(comm.peers, others, strict=False)]
             self.move(sends, recvs, op.count)
             if len(mine):
