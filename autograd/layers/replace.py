@@ -146,7 +146,10 @@ def _check_alike(planned: Planned, init: Any) -> None:
     if comm.size == 1:
         return
 
-    text = partial(json.dumps, default=lambda one: type(one).__name__)  # equal where the value is
+    def said(one: Any) -> str:  # of what JSON has no word for: a function is one, whatever made it
+        return "a function" if callable(one) else type(one).__name__
+
+    text = partial(json.dumps, default=said)  # equal where the value is
     names = ("sequence_parallel", "seq_dim", "overlap", "gather_logits")
     samples = []
     for one in model.parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 from collections import Counter
 from typing import Any
@@ -19,7 +20,6 @@ from .master_store import Place, open_store
 from .rendezvous import Rendezvous
 
 _SERVER = "the process that serves it (rank 0, or torchrun's agent)"
-_LINE = "torchrun --standalone --nproc-per-node=2 train.py"
 _AGAIN = "every process needs a RANK of its own, and calls from_env as often as the others"
 
 
@@ -85,12 +85,12 @@ def _store_of_next(place: Place, clock: Clock) -> Any:
 
 
 def read_environment() -> Place:
-    """This process's place, or NcclInvalidUsage with a line that works."""
+    """This process's place, or NcclInvalidUsage with the line that would have worked."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise NcclInvalidUsage(
-            f"{', '.join(missing)} not set: this process was not started by torchrun. Start it with\n  {_LINE}\n"
+            f"{', '.join(missing)} not set: this process was not started by torchrun. Start it with\n  {_line()}\n"
             "or pass rank, size and id yourself to Communicator.init. For all devices in this one process, as in a "
             "notebook, there is\n  comms = pynccl.init_all()"
         )
@@ -98,7 +98,7 @@ def read_environment() -> Place:
     if not 0 <= rank < nranks:
         raise NcclInvalidUsage(
             f"RANK={os.environ['RANK']!r}, WORLD_SIZE={os.environ['WORLD_SIZE']!r}: expected integers with 0 <= RANK < "
-            f"WORLD_SIZE. torchrun sets both:\n  {_LINE}"
+            f"WORLD_SIZE. torchrun sets both:\n  {_line()}"
         )
     local = read_local_rank()
     host, port = os.environ["MASTER_ADDR"].strip(), _integer("MASTER_PORT")
@@ -118,7 +118,7 @@ def read_local_rank() -> int | None:
         return None
     found = _integer("LOCAL_RANK")
     if found < 0:
-        raise _wrong("LOCAL_RANK", f"this rank's number on its machine, 0 or more. torchrun sets it:\n  {_LINE}")
+        raise _wrong("LOCAL_RANK", f"this rank's number on its machine, 0 or more. torchrun sets it:\n  {_line()}")
     return found
 
 
@@ -129,6 +129,13 @@ def agent_serves() -> bool:
 
 def _wrong(name: str, expected: str) -> NcclInvalidUsage:
     return NcclInvalidUsage(f"{name}={os.environ[name]!r}: expected {expected}")
+
+
+def _line() -> str:
+    """How torchrun starts the program that runs here."""
+    interactive = hasattr(sys, "ps1") or sys.argv[0] in ("", "-", "-c")
+    notebook = os.path.basename(sys.argv[0]) in ("ipykernel_launcher.py", "ipython")
+    return "torchrun --standalone --nproc-per-node=2 " + ("train.py" if interactive or notebook else " ".join(sys.argv))
 
 
 def _integer(name: str) -> int:
