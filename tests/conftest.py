@@ -14,6 +14,9 @@ from pathlib import Path
 # choose their library through the environment of their own ranks. Two cores are few: no thread team per process.
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts background jobs with SIGINT ignored, which all of their children inherit; some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # What killed ranks leave of their flight recorders goes when the run ends; a worker of pytest-xdist has its own folder.
 if "PYNCCL_WATCH_DIR" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["PYNCCL_WATCH_DIR"] = tempfile.mkdtemp(prefix="pynccl-tests-watch-")
@@ -40,16 +43,6 @@ def doomed() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT interrupts this process and those that it starts, also where the suite runs in the background.
-
-    A shell starts background jobs with SIGINT ignored, which all of their children inherit."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

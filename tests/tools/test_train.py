@@ -143,7 +143,7 @@ def test_a_difference_or_a_loss_that_is_no_number_fails_the_check() -> None:
 
 
 @pytest.fixture
-def endless(tmp_path: Path, ctrl_c: None) -> Iterator[list[subprocess.Popen[str]]]:
+def endless(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks, started without torchrun, that would train for hours and have made their first step."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
