@@ -1,7 +1,8 @@
 # Every target sets up its own virtual environment on first use; later runs reuse it.
 #   make demo [N=4]   train a small transformer with N tensor-parallel ranks beside the unsharded model
 #   make test         the tests to run before every commit            make lint / make format / make clean
-#   make test-all     these, the slow ones, a minute or two of each fuzzer and of the fault campaign, seeds drawn and printed
+#   make test-all     these, the slow ones, and a minute or two of each fuzzer and of the fault campaign, seeds drawn and
+#                     printed or SEED=1; the page of collectives is tested in Chromium (apt install chromium)
 #   make api          build/api.md: every public name, from the docstrings
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
 #   make collectives  docs/collectives.html: the page on which elements move, of python -m pynccl explain
@@ -14,6 +15,7 @@ N ?= 2
 DEMO_STEPS ?=
 WORKERS ?= 4
 ARGS ?=
+SEED ?=
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
@@ -23,7 +25,7 @@ LOG := $(VENV).log
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,9s/^# *//p' Makefile
+	@sed -n '2,10s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -37,10 +39,10 @@ test: $(STAMP)
 
 test-all: test
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow
-	$(PY) scripts/faults/fuzzer.py autograd --runs 20
-	$(PY) scripts/faults/fuzzer.py overlap --runs 100
-	$(PY) scripts/faults/fuzzer.py models --runs 60
-	$(PY) scripts/faults/campaign.py --runs 100
+	$(PY) scripts/faults/fuzzer.py autograd --runs 20 $(if $(SEED),--seed $(SEED))
+	$(PY) scripts/faults/fuzzer.py overlap --runs 100 $(if $(SEED),--seed $(SEED))
+	$(PY) scripts/faults/fuzzer.py models --runs 60 $(if $(SEED),--seed $(SEED))
+	$(PY) scripts/faults/campaign.py --runs 100 $(if $(SEED),--seed $(SEED))
 
 semantics: $(STAMP)
 	$(PY) scripts/semantics_table.py $(ARGS)
