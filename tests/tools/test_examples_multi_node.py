@@ -91,11 +91,6 @@ def environment(programs: Path, **more: str) -> dict[str, str]:
     return {**os.environ, **own, **more}
 
 
-def check(printed: str) -> None:
-    said = [f"hello: rank {rank} of 2 on cpu of {host}: the sum is 3" for rank, host in enumerate(HOSTS)]
-    assert sorted(line for line in printed.splitlines() if line.startswith("hello")) == said, printed
-
-
 def test_torchrun_with_the_same_line_on_every_machine(programs: Path) -> None:
     line = ["bash", SCRIPT, "torchrun", "node-a", "2", "1", HELLO]
     started = [
@@ -142,26 +137,14 @@ def test_the_launchers_variables_are_handed_on(programs: Path, launcher: str, te
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    check(done.stdout)
+    said = [f"hello: rank {rank} of 2 on cpu of {host}: the sum is 3" for rank, host in enumerate(HOSTS)]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("hello")) == said
 
 
-def test_the_line_of_the_page_for_one_machine() -> None:
-    (line,) = re.findall(rf"^    {SCRIPT} (.+)$", (ROOT / "docs" / "examples.md").read_text(), re.MULTILINE)
-    own = {"PYTHON": sys.executable, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1", "PORT": "29535"}
-    command = ["bash", SCRIPT, *line.split()]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"hello: rank (\d) of 2 on cpu of \S+: the sum is 3\n", done.stdout)
-    assert sorted(found) == ["0", "1"]
-
-
-@pytest.mark.parametrize("arguments", [[], ["ssh"], ["torchrun", "node-a", "2"], ["srun"], ["mpirun", "a:1"]])
-def test_wrong_usage_shows_the_lines(arguments: list[str]) -> None:
-    done = subprocess.run(
-        ["bash", SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    for launcher in ("torchrun HEAD", "srun SCRIPT", "mpirun HOST"):
-        assert f"multi_node.sh {launcher}" in done.stderr
+def test_wrong_usage_shows_the_lines() -> None:
+    for arguments in ([], ["ssh"], ["torchrun", "node-a", "2"], ["srun"], ["mpirun", "a:1"]):
+        command = ["bash", SCRIPT, *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        for launcher in ("torchrun HEAD", "srun SCRIPT", "mpirun HOST"):
+            assert f"multi_node.sh {launcher}" in done.stderr, arguments
