@@ -65,21 +65,18 @@ def sides(comm: Communicator, path: str, rows: list[list[str]]) -> list[str]:
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 would have all_gather_single and its like
     with gloo(comm, path):
         for there, here, *_ in rows:
-            left, right = names_of(comm), names_of(comm)
+            left, right, before = names_of(comm), names_of(comm), names_of(comm)
             first, second = carried_out(there, left), carried_out(here, right)
-            for name in ("x", "y", "part", "whole"):
-                rooted = there.startswith("dist.reduce(") and comm.rank != 0  # theirs is undefined elsewhere
-                if not torch.equal(left[name], right[name]) and not rooted:
-                    said.append(f"{there}: {name} is {left[name].tolist()}, here {right[name].tolist()}")
-            number = there.startswith("dist.get_")
-            if number and first != second:
-                said.append(f"{there}: {first}, here {second}")
-            unchanged = names_of(comm)
-            moved = any(not torch.equal(right[name], unchanged[name]) for name in ("x", "y", "part", "whole"))
-            if not moved and not number and "barrier" not in there:
-                gives = {"dist.broadcast": 1, "dist.gather": 0, "dist.reduce": 1, "dist.send": 0}
-                silent = gives.get(there.partition("(")[0]) == comm.rank  # this rank receives nothing
-                said += [] if silent else [f"{here}: nothing moved"]
+            if there.startswith("dist.get_"):
+                said += [] if first == second else [f"{there}: {first}, here {second}"]
+                continue
+            tensors = ("x", "y", "part", "whole")
+            if not (there.startswith("dist.reduce(") and comm.rank != 0):  # theirs is undefined elsewhere
+                said += [f"{there}: {name}" for name in tensors if not torch.equal(left[name], right[name])]
+            gives = {"dist.broadcast": 1, "dist.gather": 0, "dist.reduce": 1, "dist.send": 0, "dist.barrier": comm.rank}
+            silent = gives.get(there.partition("(")[0]) == comm.rank  # this rank receives nothing
+            if not silent and all(torch.equal(right[name], before[name]) for name in tensors):
+                said.append(f"{here}: nothing moved")
     return said
 
 

@@ -41,11 +41,6 @@ if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi
 [ "$1 $2 $3 $4 $5 $6" = "--host node-a:1,node-b:1 -x MASTER_ADDR -x MASTER_PORT" ] || exit 9
 shift 6
 """ + START.format(variables="OMPI_COMM_WORLD_RANK=$node OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0")
-MPICH = r"""#!/usr/bin/env bash
-if [ "$1" = --version ]; then echo "HYDRA build details:"; exit; fi
-[ "$1 $2 $3 $4" = "--host node-a:1,node-b:1 -genvlist MASTER_ADDR,MASTER_PORT" ] || exit 9
-shift 4
-""" + START.format(variables="PMI_RANK=$node PMI_SIZE=2 MPI_LOCALRANKID=0")
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +115,8 @@ def test_torchrun_with_the_same_line_on_every_machine(programs: Path) -> None:
     [
         ("srun", SRUN, []),
         ("mpirun", OPEN_MPI, ["node-a:1,node-b:1"]),
-        ("mpirun", MPICH, ["node-a:1,node-b:1"]),
     ],
-    ids=["slurm", "open-mpi", "mpich"],
+    ids=["slurm", "open-mpi"],
 )
 def test_the_launchers_variables_are_handed_on(programs: Path, launcher: str, text: str, arguments: list[str]) -> None:
     program(programs / launcher, text)

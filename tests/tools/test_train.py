@@ -43,18 +43,18 @@ def trained(comm: Communicator, words: list[str]) -> tuple[int, str, str]:
 def test_it_learns_agrees_with_the_unsharded_model_and_saves(ranks: RankPool, model: str, tmp_path: Path) -> None:
     if model == "llama":
         pytest.importorskip("transformers")
-    words = ["--check", "--steps", "30", "--lr", "3e-3", "--out", str(tmp_path)]
+    words = ["--check", "--steps", "12", "--lr", "1e-2", "--out", str(tmp_path)]
     words += ["--model", "llama"] if model == "llama" else []
-    (code, said, err), (_, silent, _) = ranks.run(2, trained, words)
+    (code, said, err), (_, silent, _) = ranks.run(2, trained, words, timeout=SECONDS)
     assert (code, silent) == (0, ""), err
     rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +(\S+)$", said, re.MULTILINE)
-    assert [int(step) for step, *_ in rows] == [1, *range(3, 31, 3)]
+    assert [int(step) for step, *_ in rows] == list(range(1, 13))
     for _, sharded, unsharded, difference in rows:
         assert float(sharded) == pytest.approx(float(unsharded), rel=1e-4) and float(difference) < 1e-4
     assert float(rows[-1][1]) < float(rows[0][1]) - 1
     assert "the sharded and the unsharded model agree" in said
-    assert re.search(r"loss [\d.]+ after 30 steps.*; [1-9][\d,]* tokens/s$", said, re.MULTILINE)
-    assert "/30 [" not in said + err  # no bar, as in a pipe
+    assert re.search(r"loss [\d.]+ after 12 steps.*; [1-9][\d,]* tokens/s$", said, re.MULTILINE)
+    assert "/12 [" not in said + err  # no bar, as in a pipe
     if model == "llama":
         return
     assert float(rows[0][1]) == pytest.approx(math.log(256), abs=0.2)  # it starts by knowing nothing about bytes
