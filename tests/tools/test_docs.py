@@ -93,7 +93,7 @@ def two_free_ports() -> int:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if programs(page)], ids=lambda page: page.stem)
 def test_python_runs_as_it_stands(ranks: RankPool, page: Path, tmp_path: Path) -> None:
-    said, _ = ranks.run(2, run_page, str(page), str(tmp_path), two_free_ports())
+    said, _ = ranks.run(2, run_page, str(page), str(tmp_path), two_free_ports(), timeout=SECONDS)
     for printed, pattern in zip(said, PRINTS.get(page.name, [""] * len(said)), strict=True):
         assert re.search(pattern, printed.strip()), printed
 

@@ -169,7 +169,7 @@ def every_collective(comm: Communicator) -> list[Any]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_every_collective_is_right_in_both_places_and_beside_torch(ranks: RankPool, n: int) -> None:
-    assert ranks.run(n, every_collective) == [[]] * n
+    assert ranks.run(n, every_collective, timeout=110) == [[]] * n
 
 
 def with_a_fault(comm: Communicator, collective: str, guilty: int) -> tuple[int, str]:
