@@ -11,7 +11,6 @@ byte: no port, no library.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -125,16 +124,15 @@ class Browser:
         self._log.seek(0)
         return f"; it said:\n{self._log.read()[-2000:]}"
 
-    def open(self, address: str, width: int = 1100, height: int = 1000, **preferences: str) -> Page:
-        """A new tab. preferences: media features such as prefers_color_scheme="dark"."""
+    def open(self, address: str, width: int = 1100, height: int = 1000) -> Page:
+        """A new tab."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session, target)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.ask(f"{domain}.enable")
-        page.resize(width, height)
-        features = [{"name": name.replace("_", "-"), "value": value} for name, value in preferences.items()]
-        page.ask("Emulation.setEmulatedMedia", features=features)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        page.ask("Emulation.setDeviceMetricsOverride", **size)
         page.go(address)
         return page
 
@@ -147,11 +145,6 @@ class Page:
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.ask(method, self._session, **parameters)
-
-    def resize(self, width: int, height: int) -> None:
-        self.ask(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
 
     def go(self, address: str) -> None:
         """Load it, to the end."""
@@ -176,11 +169,7 @@ class Page:
         while not condition():
             if time.monotonic() > end:
                 raise BrowserError(f"what was waited for has not come within {SECONDS:g} s")
-            self.frame()
-
-    def frame(self) -> None:
-        """Wait until the next picture is drawn."""
-        self.run("new Promise((done) => setTimeout(done, 16))")
+            self.run("new Promise((done) => setTimeout(done, 16))")  # for a picture to be drawn
 
     def press(self, key: str) -> None:
         text = key if len(key) == 1 else ""
@@ -214,9 +203,6 @@ class Page:
             raise BrowserError(f"nothing on the page is {selector}")
         x, y, width, height = found
         return x, y, width, height
-
-    def picture(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"]))
 
     def errors(self) -> list[str]:
         """What the console was told, and exceptions that nobody caught, of all tabs so far."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -30,6 +31,14 @@ class Ended(NamedTuple):
     code: int
     out: str
     err: str
+
+
+def _free_port() -> int:
+    """Below those that the kernel hands out, one of which another process may get before rank 0 listens."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", random.randrange(10_000, 20_000)))
+            return int(probe.getsockname()[1])
 
 
 class Forks:
@@ -53,9 +62,7 @@ class Forks:
 
         only_parse    end it with 0 when its options have been understood
         """
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(_free_port())
         numbers = []
         for rank in range(max(ranks, 1)):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -100,110 +100,104 @@ def codes(found: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_host_library_is_no_problem() -> None:
+def test_without_a_gpu_the_host_library_is_no_problem() -> None:
     done = doctor(PYNCCL_LIBRARY="host")
     version = ".".join(map(str, pynccl.load("host").version))
     assert done.returncode == 0, done.stdout + done.stderr
     first, *lines = done.stdout.splitlines()
     assert first == f"library     the host library, on CPU memory, with the interface of NCCL {version}"
-    assert lines[-1] == "No problems found."
+    assert lines[-1] == "No problems found." and max(map(len, lines)) <= 100
     assert "variables   PYNCCL_LIBRARY=host" in lines
-    assert max(map(len, lines)) <= 100
-
-
-@pytest.mark.slow
-def test_json_has_the_same_with_stable_keys() -> None:
     found = findings()
-    keys = ["versions", "library", "torch", "wheels", "mapped", "driver", "settings"]
-    assert list(found) == ["ok", *keys, "problems"]
+    assert list(found)[:4] == ["ok", "versions", "library", "torch"] and list(found)[-1] == "problems"
     library = found["library"]
     assert (library["asked"], library["path"], library["is_host"], library["error"]) == (None, "host", True, None)
     assert library["because"] == found["driver"]["problem"] != ""
-    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["torch"]["version"].startswith(found["versions"]["torch"])
 
 
-def test_wheels_that_overwrote_each_other_are_told_apart(tmp_path: Path) -> None:
-    install(tmp_path, "nvidia-nccl-cu12", "2.27.7", stub("2.27.7", "12.9"))
-    path = install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
+# ----------------------------------------------------------------------------------------------------------- wheels
+
+CU12, CU13 = ("nvidia-nccl-cu12", "2.27.7"), ("nvidia-nccl-cu13", "2.28.9")
+
+
+def both_wheels(site: Path) -> Path:
+    install(site, *CU12, stub("2.27.7", "12.9"))
+    return install(site, *CU13, stub("2.28.9", "13.0"))
+
+
+def reinstalled(name: str, version: str) -> str:
+    return f"{PIP} install --force-reinstall --no-deps {name}=={version}"
+
+
+def test_wheels_that_overwrote_each_other_are_told_apart_and_mended(tmp_path: Path) -> None:
+    path = both_wheels(tmp_path)
     found = findings(tmp_path, PYNCCL_LIBRARY="nccl")
-    assert [(wheel["name"], wheel["state"]) for wheel in found["wheels"]] == [
-        ("nvidia-nccl-cu12", "replaced"),
-        ("nvidia-nccl-cu13", "intact"),
-    ]
+    states = [(wheel["name"], wheel["state"]) for wheel in found["wheels"]]
+    assert states == [("nvidia-nccl-cu12", "replaced"), ("nvidia-nccl-cu13", "intact")]
     collision = problem(found, "wheel-collision")
     assert collision["text"] == (
         f"nvidia-nccl-cu12 2.27.7 and nvidia-nccl-cu13 2.28.9 are both installed and write the same file, {path}. "
         "The file there is that of nvidia-nccl-cu13 2.28.9 (NCCL 2.28.9 for CUDA 13.0)"
     )
-    assert collision["is_command"]
-    assert collision["fix"] == (
-        f"{PIP} uninstall -y nvidia-nccl-cu12 && {PIP} install --force-reinstall --no-deps nvidia-nccl-cu13==2.28.9"
-    )
+    fix = f"{PIP} uninstall -y nvidia-nccl-cu12 && {reinstalled(*CU13)}"
+    assert collision["is_command"] and collision["fix"] == fix
     library = found["library"]
     assert (library["version"], library["cuda"], library["origin"]) == ("2.28.9", "13.0", "wheel")
 
+    done = doctor(site=tmp_path, PYNCCL_LIBRARY="nccl", COLUMNS="80")
+    assert done.returncode == 1 and "nvidia-nccl-cu12 2.27.7: file replaced" in done.stdout
+    printed = done.stdout.partition("fix: ")[2].partition("\n\n")[0].replace("\\\n", "")  # as the shell joins lines
+    assert shlex.split(printed) == shlex.split(fix)
 
-def test_of_two_wheels_the_one_that_torch_names_is_kept(tmp_path: Path) -> None:
-    install(tmp_path, "nvidia-nccl-cu12", "2.27.7", stub("2.27.7", "12.9"))
-    install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
+
+def test_of_two_wheels_the_one_that_torch_names_is_kept_also_where_the_file_is_gone(tmp_path: Path) -> None:
+    path = both_wheels(tmp_path)
     requirement = "Requires-Dist: nvidia-nccl-cu12==2.27.7; platform_system == 'Linux'"
     metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: 2.11\n{requirement}\n"
     place(tmp_path / "torch-2.11.dist-info" / "METADATA", metadata.encode())
+    path.unlink()
     collision = problem(findings(tmp_path, PYNCCL_LIBRARY="nccl"), "wheel-collision")
-    assert collision["fix"].startswith(f"{PIP} uninstall -y nvidia-nccl-cu13 && ")
-    assert collision["fix"].endswith(" nvidia-nccl-cu12==2.27.7")
+    assert collision["fix"] == f"{PIP} uninstall -y nvidia-nccl-cu13 && {reinstalled(*CU12)}"
+    assert collision["text"].endswith("The file is gone")
 
 
-def test_a_file_that_went_with_another_wheel_is_missed(tmp_path: Path) -> None:
-    path = install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
+def test_a_file_that_is_gone_or_of_another_wheel_is_installed_anew(tmp_path: Path) -> None:
+    path = install(tmp_path, *CU13, stub("2.28.9", "13.0"))
+    path.write_bytes(stub("2.27.7", "12.9"))
+    replaced = problem(findings(tmp_path, PYNCCL_LIBRARY="nccl"), "wheel-file-replaced")
+    assert replaced["text"] == (
+        f"{path} is not the file of nvidia-nccl-cu13 2.28.9: its hash differs, "
+        "and it says that it is NCCL 2.27.7 for CUDA 12.9"
+    )
+    assert replaced["fix"] == reinstalled(*CU13)
+
     path.unlink()
     found = findings(tmp_path, PYNCCL_LIBRARY="nccl")
     assert [wheel["state"] for wheel in found["wheels"]] == ["missing"]
     missing = problem(found, "wheel-file-missing")
     assert str(path) in missing["text"] and "nvidia-nccl-cu13 2.28.9" in missing["text"]
-    assert missing["fix"] == f"{PIP} install --force-reinstall --no-deps nvidia-nccl-cu13==2.28.9"
+    assert missing["fix"] == reinstalled(*CU13)
     if found["library"]["error"]:  # unless the system has a libnccl
         assert problem(found, "library-unusable")["fix"] == "mend the wheel named above, then look again"
 
-
-def test_both_wheels_installed_and_the_file_gone(tmp_path: Path) -> None:
-    install(tmp_path, "nvidia-nccl-cu12", "2.27.7", b"either")
-    install(tmp_path, "nvidia-nccl-cu13", "2.28.9", b"other").unlink()
-    collision = problem(findings(tmp_path, PYNCCL_LIBRARY="nccl"), "wheel-collision")
-    assert collision["text"].endswith("The file is gone")
-
-
-def test_a_file_of_another_wheel_than_the_metadata_says(tmp_path: Path) -> None:
-    path = install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
-    path.write_bytes(stub("2.27.7", "12.9"))
-    found = findings(tmp_path, PYNCCL_LIBRARY="nccl", NCCL_DEBUG="WARN")
-    replaced = problem(found, "wheel-file-replaced")
-    assert replaced["text"] == (
-        f"{path} is not the file of nvidia-nccl-cu13 2.28.9: its hash differs, "
-        "and it says that it is NCCL 2.27.7 for CUDA 12.9"
-    )
-    assert replaced["fix"] == f"{PIP} install --force-reinstall --no-deps nvidia-nccl-cu13==2.28.9"
-
-
-def test_an_environment_made_by_uv_is_mended_by_uv(tmp_path: Path) -> None:
-    install(tmp_path, "nvidia-nccl-cu13", "2.28.9", b"", installer="uv").unlink()
+    install(tmp_path, *CU13, b"", installer="uv").unlink()  # which uv mends
     fix = problem(findings(tmp_path, PYNCCL_LIBRARY="nccl"), "wheel-file-missing")["fix"]
     python = shlex.quote(sys.executable)
     assert fix == f"uv pip install --python {python} --force-reinstall --no-deps nvidia-nccl-cu13==2.28.9"
 
 
-def test_a_repair_is_printed_so_that_it_can_be_copied(tmp_path: Path) -> None:
-    install(tmp_path, "nvidia-nccl-cu12", "2.27.7", stub("2.27.7", "12.9"))
-    install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
-    done = doctor(site=tmp_path, PYNCCL_LIBRARY="nccl", COLUMNS="80")
-    assert done.returncode == 1
-    printed = done.stdout.partition("fix: ")[2].partition("\n\n")[0].replace("\\\n", "")  # as the shell joins lines
-    expected = (
-        f"{PIP} uninstall -y nvidia-nccl-cu12 && {PIP} install --force-reinstall --no-deps nvidia-nccl-cu13==2.28.9"
-    )
-    assert shlex.split(printed) == shlex.split(expected)
-    assert "nvidia-nccl-cu12 2.27.7: file replaced" in done.stdout
+def test_the_installed_wheel_is_recognised() -> None:
+    path = real_path()
+    found = findings(code="import sys; sys.modules['torch'] = None", PYNCCL_LIBRARY=path)  # which takes seconds
+    library = found["library"]
+    assert library["path"] == path and library["error"] is None
+    assert float(library["cuda"]) >= 12.1
+    assert [(one["path"], one["version"]) for one in found["mapped"]] == [(os.path.realpath(path), library["version"])]
+    assert all(wheel["state"] == "intact" for wheel in found["wheels"] if wheel["file"]["path"] == path)
+
+
+# ---------------------------------------------------------------------------------------------------------- library
 
 
 def test_several_copies_in_the_process_are_counted_but_not_plugins(tmp_path: Path) -> None:
@@ -219,45 +213,36 @@ def test_several_copies_in_the_process_are_counted_but_not_plugins(tmp_path: Pat
     assert "unset PYNCCL_LIBRARY" in several["fix"]
 
 
-def test_a_library_given_by_its_path_is_identified(tmp_path: Path) -> None:
+def test_a_library_given_by_its_path_is_identified_and_needs_a_gpu(tmp_path: Path) -> None:
     path = place(tmp_path / "libmine.so", stub("2.21.5", "12.4"))
     found = findings(tmp_path, PYNCCL_LIBRARY=str(path))
     library = found["library"]
     assert (library["path"], library["version"], library["cuda"]) == (str(path), "2.21.5", "12.4")
     assert [copy["path"] for copy in found["mapped"]] == [str(path)]
-
-
-def test_a_gpu_library_without_a_gpu_is_a_problem(tmp_path: Path) -> None:
-    install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
-    found = findings(tmp_path, PYNCCL_LIBRARY="nccl")
     assert codes(found) == ["no-driver"]
     assert found["driver"]["problem"] in problem(found, "no-driver")["text"]
     assert "PYNCCL_LIBRARY" in problem(found, "no-driver")["fix"]
 
 
-@pytest.mark.parametrize("name", ["nothing/libnccl.so.2", "text.so", "libc.so.6"])
-def test_what_is_no_libnccl_is_refused_with_advice(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["nothing/libnccl.so.2", "text.so", "libc.so.6", "old.so"])
+def test_what_is_no_libnccl_or_too_old_is_refused_with_advice(tmp_path: Path, name: str) -> None:
     place(tmp_path / "text.so", b"not a library")
+    place(tmp_path / "old.so", stub("2.17.1", "12.0"))
     path = name if name == "libc.so.6" else str(tmp_path / name)
     found = findings(tmp_path, PYNCCL_LIBRARY=path)
     assert found["library"]["path"] is None
     unusable = problem(found, "library-unusable")
-    assert path in unusable["text"]
+    assert path in unusable["text"] and ("needs NCCL >= 2.18" in unusable["text"]) is (name == "old.so")
     assert unusable["fix"] == "set PYNCCL_LIBRARY to the path of a libnccl.so.2, to nccl or to host, or unset it"
 
 
-def test_a_library_that_is_too_old_is_refused(tmp_path: Path) -> None:
-    path = place(tmp_path / SONAME, stub("2.17.1", "12.0"))
-    assert "needs NCCL >= 2.18" in problem(findings(tmp_path, PYNCCL_LIBRARY=str(path)), "library-unusable")["text"]
+# ------------------------------------------------------------------------------------------------------------ torch
 
 
-def test_without_torch_the_host_library_asks_for_it(tmp_path: Path) -> None:
+def test_without_torch_or_with_a_broken_one_the_host_library_asks_for_it(tmp_path: Path) -> None:
     found = findings(tmp_path)
     assert found["torch"] is None and found["versions"]["torch"] is None
     assert problem(found, "library-unusable")["fix"] == f"{PIP} install torch"
-
-
-def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
     place(tmp_path / "torch" / "__init__.py", b"raise ImportError('undefined symbol: ncclCommWindowRegister')")
     found = findings(tmp_path)
     assert found["torch"]["error"] == "ImportError: undefined symbol: ncclCommWindowRegister"
@@ -306,6 +291,9 @@ def test_an_older_library_beside_torchs_own_is_no_problem_of_torchs(tmp_path: Pa
     assert sorted(codes(found)) == ["no-driver", "several-copies"]
 
 
+# ----------------------------------------------------------------------------------------------------------- driver
+
+
 def driver(folder: Path, code: int) -> dict[str, Any]:
     """Findings beside a stub driver of two GPUs, for CUDA 12.4, whose cuInit returns `code`."""
     place(folder / "torch" / "__init__.py", b"__version__ = 'none of it'")  # the real one takes seconds to import
@@ -316,47 +304,10 @@ def driver(folder: Path, code: int) -> dict[str, Any]:
     return findings(code=start, PYNCCL_LIBRARY=str(library), LD_LIBRARY_PATH=str(folder))
 
 
-def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
+def test_a_driver_that_is_too_old_or_does_not_work(tmp_path: Path) -> None:
     found = driver(tmp_path, 0)
     assert found["driver"] == {"usable": 2, "problem": "", "cuda": "12.4"}
     assert codes(found) == ["driver-too-old"]
     assert "was built for CUDA 13.0, but the driver runs CUDA up to 12.4" in found["problems"][0]["text"]
 
-
-def test_gpus_that_no_program_can_use_are_a_problem(tmp_path: Path) -> None:
     assert "error 802 from cuInit" in problem(driver(tmp_path, 802), "no-driver")["text"]
-
-
-def test_the_installed_wheel_is_recognised() -> None:
-    path = real_path()
-    found = findings(PYNCCL_LIBRARY=path)
-    library = found["library"]
-    assert library["path"] == path and library["error"] is None
-    assert library["cuda"] in {"12.1", "12.2", "12.3", "12.4"} or float(library["cuda"]) >= 12.5
-    assert [(copy["path"], copy["version"]) for copy in found["mapped"]] == [
-        (os.path.realpath(path), library["version"])
-    ]
-    assert all(wheel["state"] == "intact" for wheel in found["wheels"] if wheel["file"]["path"] == path)
-
-
-def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pynccl", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_without_a_command_the_commands_are_listed() -> None:
-    done = command_line()
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("usage: python -m pynccl <command>") and "\n  doctor " in done.stderr
-    assert command_line("--help").stdout == done.stderr
-    unknown = command_line("docter")
-    assert unknown.returncode == 2 and "unknown command 'docter'" in unknown.stderr
-
-
-def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "pynccl", "--help"]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (1, b"")

@@ -15,6 +15,7 @@ import explained
 import pytest
 from browser import Browser, Page, find_browser
 
+from pynccl.__main__ import main
 from pynccl.tools.explain.execute import ranks_of_this_process, run
 from pynccl.tools.explain.operations import variants
 from pynccl.tools.explain.page import page
@@ -37,20 +38,6 @@ SCENE = """(() => {
   const slider = document.getElementById("slider");
   return { cells, flyers, now: +slider.value, steps: +slider.max, title: document.getElementById("title").textContent,
     caption: document.getElementById("caption").textContent };
-})()"""
-
-
-# What sticks out: of the window, of the stage, of its own box.
-TOO_WIDE = """(() => {
-  const stage = document.getElementById("stage").getBoundingClientRect(), found = [];
-  if (document.documentElement.scrollWidth > innerWidth) found.push("the page");
-  for (const one of document.querySelectorAll(".cell")) {
-    const place = one.getBoundingClientRect();
-    if (one.style.display === "none") continue;
-    if (place.left < stage.left || place.right > stage.right + 0.5 || one.scrollWidth > one.clientWidth + 1)
-      found.push(one.textContent);
-  }
-  return found;
 })()"""
 
 
@@ -112,20 +99,18 @@ def cell_of(scene: dict[str, Any], area: int, rank: int, at: int) -> dict[str, A
     return next(one for one in scene["cells"] if (one["area"], one["rank"], one["at"]) == (area, rank, at))
 
 
-def test_the_page_is_the_same_each_time_and_current() -> None:
-    assert page() == FILE.read_text(encoding="utf-8"), "run `make collectives`"
-
-
-def test_the_page_needs_nothing_from_outside() -> None:
+def test_the_page_is_current_and_needs_nothing_from_outside(tmp_path: Path) -> None:
     text = FILE.read_text(encoding="utf-8")
+    assert page() == text, "run `make collectives`"
+    assert main(["explain", "gather", "--ranks", "3", "--html", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_bytes() == FILE.read_bytes()
     assert "default-src 'none'" in text
     assert not [word for word in ("http://", "https://", "@import", "url(") if word in text]
     assert not re.search(r"<[^>]*\ssrc=", text)
 
 
 @slow
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("direction", ["forward", "adjoint"])
+@pytest.mark.parametrize(("ranks", "direction"), [(8, "forward"), (3, "adjoint")])
 def test_elements_move_from_where_they_are_to_where_numpy_has_them(opened: Page, ranks: int, direction: str) -> None:
     """Every operation and convention: at the beginning, in the middle of each step, at the end."""
     with ranks_of_this_process(ranks) as comms:
@@ -186,18 +171,7 @@ def test_dragging_the_slider_moves_the_elements_there_and_back(opened: Page) -> 
 
 
 @slow
-def test_the_adjoint_goes_up_where_the_forward_goes_down(opened: Page) -> None:
-    down = show(opened, "reduce_scatter", "", 4, "forward")
-    up = show(opened, "reduce_scatter", "", 4, "adjoint")
-    for rank in range(4):
-        assert cell_of(down, 1, rank, 0)["place"] == cell_of(up, 0, rank, 0)["place"]  # y and its cotangent
-        for i in range(4):
-            assert cell_of(down, 0, rank, i)["place"] == cell_of(up, 1, rank, i)["place"]  # x and its gradient
-    assert cell_of(up, 1, 0, 0)["place"][1] < cell_of(up, 0, 0, 0)["place"][1]
-
-
-@slow
-def test_buttons(opened: Page) -> None:
+def test_buttons_keys_and_playing_to_the_end(opened: Page) -> None:
     opened.click("#operations [data-value='all_reduce']")
     opened.click("#ranks [data-value='3']")
     opened.click("#grad [data-value='replicated']")
@@ -217,107 +191,6 @@ def test_buttons(opened: Page) -> None:
     assert opened.run(SCENE)["now"] == 0
     opened.click("#next")
     assert opened.run(SCENE)["now"] == 1
-
-
-@slow
-def test_playing_goes_on_by_itself_and_stops_at_the_end(opened: Page) -> None:
-    show(opened, "permute", "", 2, "forward")
     opened.click("#play")
-    opened.until(lambda: opened.run(SCENE)["now"] > 0)
+    opened.until(lambda: opened.run("slider.value === slider.max"))
     opened.until(lambda: opened.run("document.getElementById('play').getAttribute('aria-label')") == "play")
-    assert opened.run("slider.value === slider.max")
-    show(opened, "all_gather", "sum", 8, "forward")
-    opened.click("#play")
-    opened.until(lambda: opened.run(SCENE)["now"] > 0.3)
-    opened.click("#play")
-    now = opened.run(SCENE)["now"]
-    opened.frame()
-    opened.frame()
-    assert opened.run(SCENE)["now"] == now < 8
-
-
-@slow
-def test_who_wants_little_motion_gets_nothing_by_itself(browser: Browser) -> None:
-    tab = browser.open(FILE.as_uri(), prefers_reduced_motion="reduce")
-    tab.click("#operations [data-value='gather']")
-    for _ in range(5):
-        tab.frame()
-    assert tab.run(SCENE)["now"] == 0
-    tab.close()
-
-
-@slow
-@pytest.mark.parametrize("width", [320, 760])
-def test_nothing_is_wider_than_the_window(browser: Browser, width: int) -> None:
-    tab = browser.open(FILE.as_uri() + "#split::8:forward:0", width, 800)
-    for name, grad in variants():
-        for direction in ("forward", "adjoint"):
-            show(tab, name, grad, 8, direction, 1)
-            assert tab.run(TOO_WIDE) == [], (name, grad, direction)
-    assert tab.errors() == []
-    tab.close()
-
-
-@slow
-def test_a_window_that_changes_its_width_is_laid_out_anew(opened: Page) -> None:
-    show(opened, "reduce_scatter", "", 8, "forward", 1.5)
-    for width in (330, 1200):
-        opened.resize(width, 800)
-        opened.until(lambda width=width: opened.run("innerWidth") == width)  # type: ignore[misc]
-        opened.until(lambda: opened.run(TOO_WIDE) == [])
-        opened.frame()  # in which what flies follows
-        scene = opened.run(SCENE)
-        assert scene["now"] == 1.5 and len(scene["flyers"]) == 8
-        for flyer in scene["flyers"]:
-            check_between(scene, flyer)
-
-
-@slow
-def test_light_and_dark_can_be_read(browser: Browser) -> None:
-    """The contrast of numbers with the ground of each rank's elements, as WCAG 2.2 counts it: at least 4.5."""
-    for scheme in ("light", "dark"):
-        tab = browser.open(FILE.as_uri() + "#all_gather:sum:8:forward:8", prefers_color_scheme=scheme)
-        found = tab.run(
-            "[...document.querySelectorAll('.cell[data-area=\"0\"]:not(.flyer)')].map((one) => getComputedStyle(one))"
-            ".map((style) => [style.color, style.backgroundImage])"
-        )
-        assert len(found) == 8
-        for ink, ground in found:
-            assert contrast(colours(ink)[0], colours(ground)[0]) >= 4.5, (scheme, ink, ground)
-        body = tab.run("getComputedStyle(document.body).backgroundColor")
-        assert (brightness(colours(body)[0]) > 0.5) == (scheme == "light")
-        tab.close()
-
-
-def colours(text: str) -> list[list[float]]:
-    """Parts from 0 to 255; browsers write a mixed colour in parts from 0 to 1."""
-    plain = [[float(one) for one in found.split(",")] for found in re.findall(r"rgb\(([^)]*)\)", text)]
-    mixed = [[255 * float(one) for one in found.split()] for found in re.findall(r"color\(srgb ([^)]*)\)", text)]
-    return plain + mixed
-
-
-def brightness(colour: list[float]) -> float:
-    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in (part / 255 for part in colour)]
-    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast(one: list[float], other: list[float]) -> float:
-    low, high = sorted((brightness(one), brightness(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@slow
-def test_an_address_that_means_nothing_shows_reduce_scatter(browser: Browser) -> None:
-    for mark in ("#nonsense", "#all_reduce:foo:99:sideways:x", "#"):
-        tab = browser.open(FILE.as_uri() + mark)
-        assert tab.run(SCENE)["title"] == ("all_reduce" if "all_reduce" in mark else "reduce_scatter")
-        assert tab.errors() == []
-        tab.close()
-
-
-def test_html_of_the_command_is_that_page(tmp_path: Path) -> None:
-    from pynccl.__main__ import main
-
-    file = tmp_path / "page.html"
-    assert main(["explain", "gather", "--ranks", "3", "--html", str(file)]) == 0
-    assert file.read_bytes() == FILE.read_bytes()

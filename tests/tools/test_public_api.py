@@ -88,8 +88,9 @@ def test_the_public_names_and_their_signatures_are_those_of_the_table() -> None:
     assert table().splitlines() == TABLE.read_text().splitlines()
 
 
-def test_no_module_has_the_name_of_a_public_function() -> None:
+def test_dir_shows_the_public_names_and_no_module_has_the_name_of_a_function() -> None:
     for package in (pynccl, pynccl_autograd):
+        assert dir(package) == sorted([*package.__all__, "__version__"])
         small = [name for name in package.__all__ if name.islower()]
         modules = {name for name in small if isinstance(getattr(package, name), types.ModuleType)}
         assert modules <= {"nn", "operators", "overlap", "partition", "plans", "rng", "testing"}
