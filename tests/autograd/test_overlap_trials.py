@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from ranks import RankPool
 from torch import nn
 from tried import (
-    BACKWARD,
     FORWARD,
     FUNCTIONS,
     IN,
@@ -34,7 +32,6 @@ import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observing import Observer, observing
-from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import routes
 from pynccl_autograd.overlap.trials import TOO_FEW, Decision
 
@@ -200,89 +197,10 @@ def test_a_report_on_one_rank_lets_ranks_forget_nothing(ranks: RankPool) -> None
     assert first == second == [("on trial, call 2 of 20", False), ("on trial, call 0 of 24", False)]
 
 
-def named(comm: Communicator) -> list[str]:
-    """A layer is described between its first forward and backward passes; an owner need be no layer."""
-    layer = ad.ColumnParallelLinear(IN, OUT, comm, sequence_parallel=True, dtype=torch.float64)
-    with tried_small(), ad.overlap.report() as report:
-        y = layer(torch.randn(ROWS // comm.size, IN, dtype=torch.float64))
-        text = ad.describe(layer)
-        y.sum().backward()
-        calling(comm, "matmul_reduce_scatter", nn.Identity())()
-    with pytest.raises(TypeError, match=r"owner is 'fc1', expected the module"), tried_small():
-        calling(comm, "matmul_reduce_scatter", "fc1")()
-    for function in (ad.overlap.decisions, ad.overlap.retry):
-        with pytest.raises(TypeError, match=r"model is 5, expected a torch.nn.Module, or a communicator"):
-            function(5)
-    return [text, str(report)]
-
-
-def test_what_is_on_trial_can_be_read_at_any_time(ranks: RankPool) -> None:
-    text, report = ranks.run(2, named)[0]
-    assert f"model, all_gather_matmul of {ROWS} rows: undecided, on trial, call 1 of 24" in text
-    assert f"model, column_backward of {ROWS} rows: undecided, on trial, call 0 of 24" in text
-    assert "Identity() #" in report
-
-
 def test_what_is_too_small_to_gain_is_off_at_once(ranks: RankPool) -> None:
     assert set(ranks.run(2, few, 256, 64)) == {("off", TOO_FEW, True)}
     way, reason, is_settled = ranks.run(2, few, 256, 512)[0]
     assert (way, reason, is_settled) == ("off", "on trial, call 1 of 20", False)
-
-
-def reported(comm: Communicator) -> list[tuple[str, str, int, bool]]:
-    """A report that goes on while a trial ends: of the calls since then."""
-    layer = ad.RowParallelLinear(OUT, IN, comm, sequence_parallel=True, dtype=torch.float64)
-    x = torch.randn(ROWS, OUT // comm.size, dtype=torch.float64)
-    with timed_by(lambda decision, number: 1.0 if decision.way == "ring" else 2.0), torch.no_grad():
-        with ad.overlap.report() as report:
-            for _ in range(MOST_CALLS):
-                layer(x)
-        (row,) = report.rows()
-    return [(row.decision.way, row.decision.reason[:5], row.calls, math.isnan(row.wall))]
-
-
-def test_a_report_tells_of_what_was_decided_in_it(ranks: RankPool) -> None:
-    assert ranks.run(2, reported) == [[("ring", "tried", 4, False)]] * 2
-
-
-def handed_off(comm: Communicator) -> list[str]:
-    """Slices that are handed out are of a fixed number, and deterministic where that is asked for."""
-    x, w = torch.randn(ROWS, IN // comm.size), torch.randn(OUT, IN // comm.size)
-    found = []
-    for config in ("auto", *(OverlapConfig(method, deterministic=True) for method in ("auto", "exchange"))):
-        with tried_small(), ad.overlap.report() as report:
-            ad.matmul_all_reduce(x, w, comm, overlap=config, hand_off=True).whole()
-        found += [row.decision.way for row in report.rows() if row.decision.settled]
-    return found
-
-
-def test_slices_that_are_handed_out_are_not_tried(ranks: RankPool) -> None:
-    assert ranks.run(2, handed_off) == [["slices 4", "exchange 4", "exchange 4"]] * 2
-
-
-def ways_of(comm: Communicator, config: OverlapConfig) -> dict[str, list[str]]:
-    """Of each pattern, in the order in which they were first taken; what stays is last."""
-    ways, layer = Ways(), nn.Identity()
-    with tried_small(), observing(ways):
-        for name in FUNCTIONS:
-            call = calling(comm, name, layer, overlap=config)
-            for _ in range(MOST_CALLS + 1):
-                call()
-    assert all(one.settled for one in ad.overlap.decisions(layer))
-    return {pattern: list(dict.fromkeys(ways.of(pattern))) for pattern in PATTERNS}
-
-
-def test_chunks_that_are_not_said_are_tried(ranks: RankPool) -> None:
-    slices, exchanges = ([f"{method} {chunks}" for chunks in (2, 4, 8)] for method in ("slices", "exchange"))
-    found = ranks.run(2, ways_of, OverlapConfig("slices"))[0]
-    assert found == dict.fromkeys(PATTERNS, slices)
-    found = ranks.run(2, ways_of, OverlapConfig("exchange"))[0]
-    gathers = ("all_gather_matmul", "row_backward")
-    assert found == {pattern: slices if pattern in gathers else exchanges for pattern in PATTERNS}
-    found = ranks.run(2, ways_of, OverlapConfig("slices", chunks=3))[0]
-    assert found == {pattern: ["slices 3"] for pattern in PATTERNS}
-    found = ranks.run(2, ways_of, OverlapConfig("off", dgrad=OverlapConfig("slices")))[0]
-    assert found == {pattern: slices if pattern in BACKWARD else ["off"] for pattern in PATTERNS}
 
 
 def many_shapes(comm: Communicator) -> tuple[int, int, str]:
