@@ -111,15 +111,23 @@ def check_ways(comm: Communicator, name: str, ways: tuple[OverlapConfig, ...], d
 
 
 @each_size
-@pytest.mark.parametrize("name", CASES)
-def test_every_way_equals_the_unsharded_layer(ranks: RankPool, n: int, name: str) -> None:
-    ranks.run(n, check_ways, name, WAYS, torch.float64)
+def test_every_way_equals_the_unsharded_layer(ranks: RankPool, n: int) -> None:
+    ranks.run(n, check_all, WAYS, torch.float64)
 
 
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_types_of_training(ranks: RankPool, name: str, dtype: torch.dtype) -> None:
-    ranks.run(3, check_ways, name, WAYS[1:2] + WAYS[5:6] + WAYS[9:11], dtype)
+def test_types_of_training(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(3, check_all, WAYS[1:2] + WAYS[5:6] + WAYS[9:11], dtype)
+
+
+def check_all(comm: Communicator, ways: tuple[OverlapConfig, ...], dtype: torch.dtype) -> None:
+    for name in CASES:
+        check_ways(comm, name, ways, dtype)
+
+
+def check_reduce_dtypes(comm: Communicator) -> None:
+    for name in CASES:
+        check_reduce_dtype(comm, name)
 
 
 def check_reduce_dtype(comm: Communicator, name: str) -> None:
@@ -145,9 +153,8 @@ def check_reduce_dtype(comm: Communicator, name: str) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_sums_may_travel_in_a_wider_type(ranks: RankPool, n: int, name: str) -> None:
-    ranks.run(n, check_reduce_dtype, name)
+def test_sums_may_travel_in_a_wider_type(ranks: RankPool, n: int) -> None:
+    ranks.run(n, check_reduce_dtypes)
 
 
 def bits_of_gathering(comm: Communicator, dtype: torch.dtype) -> None:
@@ -169,8 +176,7 @@ def bits_of_gathering(comm: Communicator, dtype: torch.dtype) -> None:
             assert torch.equal(y, expected), (way, float((y - expected).abs().max()))
 
 
-@each_size
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
 def test_cut_and_uncut_gathers_give_the_same_bits(ranks: RankPool, n: int, dtype: torch.dtype) -> None:
     ranks.run(n, bits_of_gathering, dtype)
 
@@ -190,9 +196,9 @@ def bits_of_exchange(comm: Communicator, name: str, dtype: torch.dtype) -> None:
     assert torch.equal(results[0], part(total.to(dtype), CASES[name].y_dim, comm))
 
 
-@each_size
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize(
+    ("n", "name", "dtype"), [(3, "matmul_reduce_scatter", torch.bfloat16), (4, "matmul_all_reduce", torch.float32)]
+)
 def test_sums_by_exchange_have_the_same_bits_however_they_are_cut(
     ranks: RankPool, n: int, name: str, dtype: torch.dtype
 ) -> None:
@@ -217,9 +223,8 @@ def gathered_too(comm: Communicator) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@each_size
-def test_what_was_gathered_can_be_had_and_derived(ranks: RankPool, n: int) -> None:
-    ranks.run(n, gathered_too)
+def test_what_was_gathered_can_be_had_and_derived(ranks: RankPool) -> None:
+    ranks.run(3, gathered_too)
 
 
 def slice_by_slice(comm: Communicator, method: str) -> list[tuple[int, int]]:
@@ -243,8 +248,7 @@ def slice_by_slice(comm: Communicator, method: str) -> list[tuple[int, int]]:
     return [(rows.start, rows.stop) for rows in slices.rows]
 
 
-@each_size
-@pytest.mark.parametrize("method", ["slices", "exchange", "ring"])
+@pytest.mark.parametrize(("n", "method"), [(2, "slices"), (3, "exchange"), (4, "ring")])
 def test_an_all_reduce_is_handed_out_slice_by_slice(ranks: RankPool, n: int, method: str) -> None:
     rows = [(0, 20)] if method == "ring" else [(0, 6), (6, 13), (13, 20)]
     assert ranks.run(n, slice_by_slice, method) == [rows] * n
@@ -274,7 +278,10 @@ def accumulated(comm: Communicator, name: str, overlap: Any) -> None:
         case.function(mine, own, comm, overlap=overlap, grad_accumulation_fusion=True)
 
 
-@pytest.mark.parametrize("overlap", ["off", OverlapConfig("slices", chunks=3), OverlapConfig("ring")])
-@pytest.mark.parametrize("name", CASES)
-def test_weight_gradients_are_added_where_the_optimizer_wants_them(ranks: RankPool, name: str, overlap: Any) -> None:
-    ranks.run(2, accumulated, name, overlap)
+def all_accumulated(comm: Communicator) -> None:
+    for name, overlap in itertools.product(CASES, ("off", OverlapConfig("slices", chunks=3), OverlapConfig("ring"))):
+        accumulated(comm, name, overlap)
+
+
+def test_weight_gradients_are_added_where_the_optimizer_wants_them(ranks: RankPool) -> None:
+    ranks.run(2, all_accumulated)

@@ -7,10 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from ranks import RankPool
+from torch import nn
+from tried import BACKWARD, FUNCTIONS, IN, OUT, PATTERNS, ROWS, Ways, calling, tried_small
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl.comm.observing import observing
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.config import as_config
 
@@ -94,3 +98,43 @@ def layers(comm: Communicator) -> list[str]:
 def test_layers_take_and_show_it(ranks: RankPool) -> None:
     (column, row, method), _ = ranks.run(2, layers)
     assert column.endswith("overlap=slices") and row.endswith("overlap=off") and method == "ring"
+
+
+def handed_off(comm: Communicator) -> list[str]:
+    """Slices that are handed out are of a fixed number, and deterministic where that is asked for."""
+    x, w = torch.randn(ROWS, IN // comm.size), torch.randn(OUT, IN // comm.size)
+    found = []
+    for config in ("auto", *(OverlapConfig(method, deterministic=True) for method in ("auto", "exchange"))):
+        with tried_small(), ad.overlap.report() as report:
+            ad.matmul_all_reduce(x, w, comm, overlap=config, hand_off=True).whole()
+        found += [row.decision.way for row in report.rows() if row.decision.settled]
+    return found
+
+
+def test_slices_that_are_handed_out_are_not_tried(ranks: RankPool) -> None:
+    assert ranks.run(2, handed_off) == [["slices 4", "exchange 4", "exchange 4"]] * 2
+
+
+def ways_of(comm: Communicator, config: OverlapConfig) -> dict[str, list[str]]:
+    """Of each pattern, in the order in which they were first taken; what stays is last."""
+    ways, layer = Ways(), nn.Identity()
+    with tried_small(), observing(ways):
+        for name in FUNCTIONS:
+            call = calling(comm, name, layer, overlap=config)
+            for _ in range(25):
+                call()
+    assert all(one.settled for one in ad.overlap.decisions(layer))
+    return {pattern: list(dict.fromkeys(ways.of(pattern))) for pattern in PATTERNS}
+
+
+def test_chunks_that_are_not_said_are_tried(ranks: RankPool) -> None:
+    slices, exchanges = ([f"{method} {chunks}" for chunks in (2, 4, 8)] for method in ("slices", "exchange"))
+    found = ranks.run(2, ways_of, OverlapConfig("slices"))[0]
+    assert found == dict.fromkeys(PATTERNS, slices)
+    found = ranks.run(2, ways_of, OverlapConfig("exchange"))[0]
+    gathers = ("all_gather_matmul", "row_backward")
+    assert found == {pattern: slices if pattern in gathers else exchanges for pattern in PATTERNS}
+    found = ranks.run(2, ways_of, OverlapConfig("slices", chunks=3))[0]
+    assert found == {pattern: ["slices 3"] for pattern in PATTERNS}
+    found = ranks.run(2, ways_of, OverlapConfig("off", dgrad=OverlapConfig("slices")))[0]
+    assert found == {pattern: slices if pattern in BACKWARD else ["off"] for pattern in PATTERNS}

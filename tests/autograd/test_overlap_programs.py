@@ -1,8 +1,9 @@
-"""What programs do with overlapped layers: derivatives of any order, checkpoints, autocast, tracing, frozen weights,
-errors; each gives what overlap="off" gives."""
+"""What programs do with overlapped layers: derivatives of any order, tracing, frozen weights, errors; each gives what
+overlap="off" gives."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fuzz.overlap_programs import all_are_tried
-from ranks import RankPool, each_size
+from ranks import RankPool
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import pynccl
 import pynccl_autograd as ad
@@ -47,14 +47,14 @@ def own_rows(comm: Communicator, dtype: torch.dtype = torch.float64, sequence_pa
     return torch.randn(ROWS // comm.size if sequence_parallel else ROWS, 2, WIDTH, dtype=dtype)
 
 
-def alike(comm: Communicator, program: Callable[..., list[Tensor]], *args: Any, **tolerance: float) -> None:
+def alike(comm: Communicator, program: Callable[..., list[Tensor]], *args: Any) -> None:
     """The program's results with each way of overlap are those without."""
     expected = program(comm, "off", *args)
     for way in WAYS:
         found = program(comm, way, *args)
         assert len(found) == len(expected)
         for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, **(tolerance or EXACT), msg=lambda text, way=way: f"{way}: {text}")  # type: ignore[misc]
+            torch.testing.assert_close(a, b, **EXACT, msg=lambda text, way=way: f"{way}: {text}")  # type: ignore[misc]
 
 
 def gradients(block: nn.Module, x: Tensor) -> list[Tensor]:
@@ -68,28 +68,6 @@ def twice_derived(comm: Communicator, overlap: Any, sequence_parallel: bool) -> 
     first = torch.autograd.grad((block(x) ** 3).sum(), inputs, create_graph=True)
     second = torch.autograd.grad(sum((g**2).sum() for g in first), inputs)  # type: ignore[arg-type]
     return [*first, *second]
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("n", [2, 3])
-def test_gradients_can_be_derived_again(ranks: RankPool, n: int, sequence_parallel: bool) -> None:
-    ranks.run(n, alike, twice_derived, sequence_parallel)
-
-
-def checkpointed(comm: Communicator, overlap: Any, reentrant: bool, frozen: bool) -> list[Tensor]:
-    block = Block(comm, overlap)
-    if frozen and comm.rank == 1:  # saves less than the others do
-        block.up.weight.requires_grad_(False)
-        block.down.weight.requires_grad_(False)
-    x = own_rows(comm).requires_grad_()
-    y = checkpoint(block, x, use_reentrant=reentrant)
-    (y**2).sum().backward()
-    return [y, *gradients(block, x)]
-
-
-@pytest.mark.parametrize(("reentrant", "frozen"), [(True, False), (False, False), (False, True)])
-def test_checkpoints_compute_the_layers_anew(ranks: RankPool, reentrant: bool, frozen: bool) -> None:
-    ranks.run(2, alike, checkpointed, reentrant, frozen)
 
 
 def changed_in_place(comm: Communicator) -> None:
@@ -127,30 +105,6 @@ def frozen_parts(comm: Communicator, overlap: Any, which: str) -> list[Tensor]:
     return [y, *gradients(block, x)]
 
 
-@pytest.mark.parametrize("which", ["x", "w", "w all", "b", "x w b", "x w all"])
-def test_what_needs_no_gradient_may_differ_from_rank_to_rank(ranks: RankPool, which: str) -> None:
-    ranks.run(3, alike, frozen_parts, which)
-
-
-def under_autocast(comm: Communicator, overlap: Any) -> list[Tensor]:
-    block = Block(comm, overlap, dtype=torch.float32)
-    x = own_rows(comm, torch.float32).requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = block(x)
-    assert y.dtype is torch.bfloat16
-    y.float().sum().backward()
-    assert all(g.dtype is torch.float32 for g in gradients(block, x))
-    return [y.float(), *gradients(block, x)]
-
-
-def alike_under_autocast(comm: Communicator) -> None:
-    alike(comm, under_autocast, rtol=3e-2, atol=3e-2)
-
-
-def test_autocast_has_its_type(ranks: RankPool) -> None:
-    ranks.run(2, alike_under_autocast)
-
-
 def odd_tensors(comm: Communicator, overlap: Any) -> list[Tensor]:
     """Strides, more dimensions, cotangents of zeros that take no memory, parts that are not used, integers in shape."""
     block = Block(comm, overlap)
@@ -170,11 +124,6 @@ def odd_tensors(comm: Communicator, overlap: Any) -> list[Tensor]:
     return [y, quiet, torch.tensor(inference.tolist()), flat.grad, four.grad, *gradients(block, x)]  # type: ignore[list-item]
 
 
-@each_size
-def test_tensors_of_other_forms(ranks: RankPool, n: int) -> None:
-    ranks.run(n, alike, odd_tensors)
-
-
 def transformed(comm: Communicator, overlap: Any) -> list[Tensor]:
     block = Block(comm, overlap)
     x = own_rows(comm)
@@ -192,21 +141,12 @@ def transformed(comm: Communicator, overlap: Any) -> list[Tensor]:
     return [*by_func.values(), tangent, batched, rows]
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_transforms_of_torch_func(ranks: RankPool, n: int) -> None:
-    ranks.run(n, alike, transformed)
-
-
 def compiled(comm: Communicator, overlap: Any) -> list[Tensor]:
     block = Block(comm, overlap)
     x = own_rows(comm).requires_grad_()
     y = torch.compile(block, backend="aot_eager", fullgraph=True)(x)
     (y**2).sum().backward()
     return [y, *gradients(block, x)]
-
-
-def test_layers_that_overlap_can_be_compiled_whole(ranks: RankPool) -> None:
-    ranks.run(2, alike, compiled)
 
 
 def checked(comm: Communicator, overlap: Any) -> list[Tensor]:
@@ -225,8 +165,33 @@ def checked(comm: Communicator, overlap: Any) -> list[Tensor]:
     return results
 
 
-def test_layers_that_overlap_pass_the_checks(ranks: RankPool) -> None:
-    ranks.run(2, alike, checked)
+def by_keys(comm: Communicator, overlap: Any) -> list[Tensor]:
+    """By TransformerEngine's defaults and keys, whose limits of CTAs a communicator of its own keeps around a ring."""
+    results = []
+    for keys in ({}, {"fprop": {"method": "ring_exchange"}, "dgrad": {"method": "pipeline", "num_splits": 3}}):
+        block = Block(comm, "off" if overlap == "off" else keys)
+        x = own_rows(comm).requires_grad_()
+        y = block(x)
+        (y**2).sum().backward()
+        results += [y, *gradients(block, x)]
+    return results
+
+
+PROGRAMS: dict[str, tuple[Any, ...]] = {
+    "derived again": (twice_derived, True),
+    "derived again, whole": (twice_derived, False),
+    **{f"frozen {which}": (frozen_parts, which) for which in ("x", "w", "w all", "b", "x w b", "x w all")},
+    "tensors of other forms": (odd_tensors,),
+    "transforms of torch.func": (transformed,),
+    "keys of TransformerEngine": (by_keys,),
+    "compiled": (compiled,),
+    "PYNCCL_CHECK": (checked,),
+}
+
+
+@pytest.mark.parametrize(("name", "n"), zip(PROGRAMS, itertools.cycle((3, 2)), strict=False))
+def test_programs_give_what_they_give_without_overlap(ranks: RankPool, name: str, n: int) -> None:
+    ranks.run(n, alike, *PROGRAMS[name])
 
 
 def cut_differently(comm: Communicator) -> None:
@@ -318,23 +283,6 @@ def differing_cotangents(comm: Communicator) -> None:
 
 def test_cotangents_that_differ_are_found(ranks: RankPool) -> None:
     ranks.run(2, differing_cotangents)
-
-
-def by_keys(comm: Communicator, overlap: Any) -> list[Tensor]:
-    """By TransformerEngine's defaults and keys, whose limits of CTAs a communicator of its own keeps around a ring."""
-    results = []
-    for keys in ({}, {"fprop": {"method": "ring_exchange"}, "dgrad": {"method": "pipeline", "num_splits": 3}}):
-        block = Block(comm, "off" if overlap == "off" else keys)
-        x = own_rows(comm).requires_grad_()
-        y = block(x)
-        (y**2).sum().backward()
-        results += [y, *gradients(block, x)]
-    return results
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_keys_of_transformer_engine_compute_the_same(ranks: RankPool, n: int) -> None:
-    ranks.run(n, alike, by_keys)
 
 
 def on_a_stream_of_his(comm: Communicator) -> list[str]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
+import tried
 from ranks import RankPool
 from torch import nn
+from tried import IN, OUT, calling, timed_by, tried_small
 
 import pynccl_autograd as ad
 from pynccl import Communicator
@@ -54,21 +57,7 @@ def test_each_layer_has_its_passes_in_order(ranks: RankPool) -> None:
         assert row.efficiency <= 1.0
     assert all(math.isnan(row.wall) and row.calls == 3 for row in off)
     lines = text.splitlines()
-    assert lines[0].split() == [
-        "layer",
-        "pass",
-        "chosen",
-        "calls",
-        "comm",
-        "us",
-        "mm",
-        "us",
-        "wall",
-        "us",
-        "exposed",
-        "us",
-        "efficiency",
-    ]
+    assert " ".join(lines[0].split()) == "layer pass chosen calls comm us mm us wall us exposed us efficiency"
     assert lines[1].split()[:5] == ["up", "forward", "slices", "2", "3"]
     assert lines[3].split() == ["down", "forward", "off", "3", "-", "-", "-", "-", "-"]
     assert lines[7].startswith("  down, forward: ") and "too few rows, or features" in lines[7]
@@ -100,3 +89,42 @@ def test_layers_without_names_are_numbered(ranks: RankPool) -> None:
         "ColumnParallelLinear(16, 32) #1",
         "RowParallelLinear(32, 16) #2",
     ]
+
+
+def named(comm: Communicator) -> list[str]:
+    """A layer is described between its first forward and backward passes; an owner need be no layer."""
+    layer = ad.ColumnParallelLinear(IN, OUT, comm, sequence_parallel=True, dtype=torch.float64)
+    with tried_small(), ad.overlap.report() as report:
+        y = layer(torch.randn(tried.ROWS // comm.size, IN, dtype=torch.float64))
+        text = ad.describe(layer)
+        y.sum().backward()
+        calling(comm, "matmul_reduce_scatter", nn.Identity())()
+    with pytest.raises(TypeError, match=r"owner is 'fc1', expected the module"), tried_small():
+        calling(comm, "matmul_reduce_scatter", "fc1")()
+    for function in (ad.overlap.decisions, ad.overlap.retry):
+        with pytest.raises(TypeError, match=r"model is 5, expected a torch.nn.Module, or a communicator"):
+            function(5)
+    return [text, str(report)]
+
+
+def test_what_is_on_trial_can_be_read_at_any_time(ranks: RankPool) -> None:
+    text, report = ranks.run(2, named)[0]
+    assert f"model, all_gather_matmul of {tried.ROWS} rows: undecided, on trial, call 1 of 24" in text
+    assert f"model, column_backward of {tried.ROWS} rows: undecided, on trial, call 0 of 24" in text
+    assert "Identity() #" in report
+
+
+def reported(comm: Communicator) -> list[tuple[str, str, int, bool]]:
+    """A report that goes on while a trial ends: of the calls since then."""
+    layer = ad.RowParallelLinear(OUT, IN, comm, sequence_parallel=True, dtype=torch.float64)
+    x = torch.randn(tried.ROWS, OUT // comm.size, dtype=torch.float64)
+    with timed_by(lambda decision, number: 1.0 if decision.way == "ring" else 2.0), torch.no_grad():
+        with ad.overlap.report() as report:
+            for _ in range(24):
+                layer(x)
+        (row,) = report.rows()
+    return [(row.decision.way, row.decision.reason[:5], row.calls, math.isnan(row.wall))]
+
+
+def test_a_report_tells_of_what_was_decided_in_it(ranks: RankPool) -> None:
+    assert ranks.run(2, reported) == [[("ring", "tried", 4, False)]] * 2

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool, each_size
+from ranks import RankPool
 from torch import nn
 from tried import (
-    BACKWARD,
     FORWARD,
     FUNCTIONS,
     IN,
@@ -35,13 +32,11 @@ import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observing import Observer, observing
-from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import routes
 from pynccl_autograd.overlap.trials import TOO_FEW, Decision
 
-Seconds = Callable[[Decision, int], float]
 MOST_CALLS = 24
-WITHIN = 10.0  # seconds from the death of a rank to the errors of the others
+WITHIN = 30.0  # seconds from the death of a rank to the errors of the others
 
 
 # ---------------------------------------------------------------------------------------------- how many calls, of what
@@ -63,10 +58,13 @@ def turns(comm: Communicator, name: str) -> dict[str, tuple[list[str], list[int]
     return found
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_ways_take_turns_in_at_most_24_calls(ranks: RankPool, name: str) -> None:
-    first, other = ranks.run(2, turns, name)
-    assert first == other and set(first) == set(OF_FUNCTION[name])
+def all_turns(comm: Communicator) -> dict[str, tuple[list[str], list[int], str, bool]]:
+    return {pattern: found for name in FUNCTIONS for pattern, found in turns(comm, name).items()}
+
+
+def test_the_ways_take_turns_in_at_most_24_calls(ranks: RankPool) -> None:
+    first, other = ranks.run(2, all_turns)
+    assert first == other and set(first) == set(PATTERNS)
     for pattern, (took, after, kept, stays) in first.items():
         ways = PATTERNS[pattern]
         rounds = MOST_CALLS // len(ways)
@@ -98,39 +96,35 @@ def chosen(comm: Communicator, tables: list[dict[str, Any]], names: tuple[str, .
     return found
 
 
-@pytest.mark.parametrize("best", ["bulk", "slices 2", "slices 4", "slices 8", "ring"])
-def test_the_fastest_way_is_kept(ranks: RankPool, best: str) -> None:
-    table = {"off": 1.0, "bulk": 0.95, "slices 2": 0.9, "slices 4": 0.94, "slices 8": 0.92, "ring": 0.91, best: 0.8}
-    others = {"slices 2"} if best == "bulk" else {best}  # where there is no bulk
-    for found in ranks.run(2, chosen, [table, table]):
+SLOW: dict[str, Any] = {"off": 1.0, "bulk": 1.2, "slices 2": 1.1, "slices 4": 1.1, "slices 8": 1.1, "ring": 1.1}
+FAST = {"off": 1.0, "bulk": 0.95, "slices 2": 0.9, "slices 4": 0.94, "slices 8": 0.92, "ring": 0.91}
+KEPT: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "the bulk is the fastest": ([{**FAST, "bulk": 0.8}] * 2, "bulk"),
+    "slices are the fastest": ([{**FAST, "slices 8": 0.8}] * 2, "slices 8"),
+    "the ring is the fastest": ([{**FAST, "ring": 0.8}] * 2, "ring"),
+    "less than 3 percent are gained": ([{**SLOW, "slices 4": 0.98}] * 2, "off"),
+    "more than 3 percent are gained": ([{**SLOW, "slices 4": 0.96}] * 2, "slices 4"),
+    "one call was slow by chance": ([{**SLOW, "slices 4": [9.0, 0.8, 0.8, 0.8]}] * 2, "slices 4"),
+    "one call was fast by chance": ([{**SLOW, "slices 4": [1.1, 1.1, 0.3, 1.1]}] * 2, "off"),
+    "one call without overlap was slow": ([{**SLOW, "off": [1.0, 1.0, 50.0, 1.0]}] * 2, "off"),
+    "the slowest rank counts": (
+        [
+            {"off": 1.0, "bulk": 1.2, "slices 2": 0.9, "slices 4": 1.1, "slices 8": 0.5, "ring": 0.1},
+            {"off": 1.0, "bulk": 1.2, "slices 2": 0.9, "slices 4": 1.1, "slices 8": 0.95, "ring": 1.3},
+            dict.fromkeys(SLOW, 0.2),
+        ],
+        "slices 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_the_fastest_way_is_kept(ranks: RankPool, case: str) -> None:
+    tables, best = KEPT[case]
+    for found in ranks.run(len(tables), chosen, tables):
         assert set(found) == set(PATTERNS)
         for pattern, way in found.items():
-            assert way == best if best in PATTERNS[pattern] else way in others, pattern
-
-
-def test_what_gains_less_than_3_percent_is_left_off(ranks: RankPool) -> None:
-    slow = {"bulk": 1.2, "slices 2": 1.1, "slices 4": 1.1, "slices 8": 1.1, "ring": 1.1}
-    too_little, enough = ({**slow, "off": 1.0, "slices 4": took} for took in (0.98, 0.96))
-    assert set(ranks.run(2, chosen, [too_little, too_little])[0].values()) == {"off"}
-    assert set(ranks.run(2, chosen, [enough, enough])[0].values()) == {"slices 4"}
-
-
-def test_the_slowest_rank_counts(ranks: RankPool) -> None:
-    one = {"off": 1.0, "bulk": 1.2, "slices 2": 0.9, "slices 4": 1.1, "slices 8": 0.5, "ring": 0.1}
-    other = {"off": 1.0, "bulk": 1.2, "slices 2": 0.9, "slices 4": 1.1, "slices 8": 0.95, "ring": 1.3}
-    third = {"off": 0.2, "bulk": 0.2, "slices 2": 0.2, "slices 4": 0.2, "slices 8": 0.2, "ring": 0.2}
-    for found in ranks.run(3, chosen, [one, other, third]):
-        assert set(found) == set(PATTERNS) and set(found.values()) == {"slices 2"}
-
-
-def test_one_call_that_was_slow_or_fast_by_chance_decides_nothing(ranks: RankPool) -> None:
-    base = {"off": 1.0, "bulk": 1.2, "slices 2": 1.1, "slices 8": 1.1, "ring": 1.1}
-    slow_once = {**base, "slices 4": [9.0, 0.8, 0.8, 0.8]}
-    fast_once = {**base, "slices 4": [1.1, 1.1, 0.3, 1.1]}
-    off_slow_once = {**base, "off": [1.0, 1.0, 50.0, 1.0]}
-    assert set(ranks.run(2, chosen, [slow_once, slow_once])[0].values()) == {"slices 4"}
-    assert set(ranks.run(2, chosen, [fast_once, fast_once])[0].values()) == {"off"}
-    assert set(ranks.run(2, chosen, [off_slow_once, off_slow_once])[0].values()) == {"off"}
+            assert way == (best if best in PATTERNS[pattern] else "slices 2"), pattern
 
 
 class Fails(Observer):
@@ -203,94 +197,10 @@ def test_a_report_on_one_rank_lets_ranks_forget_nothing(ranks: RankPool) -> None
     assert first == second == [("on trial, call 2 of 20", False), ("on trial, call 0 of 24", False)]
 
 
-def named(comm: Communicator) -> list[str]:
-    """A layer is described between its first forward and backward passes; an owner need be no layer."""
-    layer = ad.ColumnParallelLinear(IN, OUT, comm, sequence_parallel=True, dtype=torch.float64)
-    with tried_small(), ad.overlap.report() as report:
-        y = layer(torch.randn(ROWS // comm.size, IN, dtype=torch.float64))
-        text = ad.describe(layer)
-        y.sum().backward()
-        calling(comm, "matmul_reduce_scatter", nn.Identity())()
-    with pytest.raises(TypeError, match=r"owner is 'fc1', expected the module"), tried_small():
-        calling(comm, "matmul_reduce_scatter", "fc1")()
-    for function in (ad.overlap.decisions, ad.overlap.retry):
-        with pytest.raises(TypeError, match=r"model is 5, expected a torch.nn.Module, or a communicator"):
-            function(5)
-    return [text, str(report)]
-
-
-def test_what_is_on_trial_can_be_read_at_any_time(ranks: RankPool) -> None:
-    text, report = ranks.run(2, named)[0]
-    assert f"model, all_gather_matmul of {ROWS} rows: undecided, on trial, call 1 of 24" in text
-    assert f"model, column_backward of {ROWS} rows: undecided, on trial, call 0 of 24" in text
-    assert "Identity() #" in report
-
-
 def test_what_is_too_small_to_gain_is_off_at_once(ranks: RankPool) -> None:
     assert set(ranks.run(2, few, 256, 64)) == {("off", TOO_FEW, True)}
     way, reason, is_settled = ranks.run(2, few, 256, 512)[0]
     assert (way, reason, is_settled) == ("off", "on trial, call 1 of 20", False)
-
-
-def reported(comm: Communicator) -> list[tuple[str, str, int, bool]]:
-    """A report that goes on while a trial ends: of the calls since then."""
-    layer = ad.RowParallelLinear(OUT, IN, comm, sequence_parallel=True, dtype=torch.float64)
-    x = torch.randn(ROWS, OUT // comm.size, dtype=torch.float64)
-    with timed_by(lambda decision, number: 1.0 if decision.way == "ring" else 2.0), torch.no_grad():
-        with ad.overlap.report() as report:
-            for _ in range(MOST_CALLS):
-                layer(x)
-        (row,) = report.rows()
-    return [(row.decision.way, row.decision.reason[:5], row.calls, math.isnan(row.wall))]
-
-
-def test_a_report_tells_of_what_was_decided_in_it(ranks: RankPool) -> None:
-    assert ranks.run(2, reported) == [[("ring", "tried", 4, False)]] * 2
-
-
-def handed_off(comm: Communicator) -> list[str]:
-    """Slices that are handed out are of a fixed number, and deterministic where that is asked for."""
-    x, w = torch.randn(ROWS, IN // comm.size), torch.randn(OUT, IN // comm.size)
-    found = []
-    for config in ("auto", *(OverlapConfig(method, deterministic=True) for method in ("auto", "exchange"))):
-        with tried_small(), ad.overlap.report() as report:
-            ad.matmul_all_reduce(x, w, comm, overlap=config, hand_off=True).whole()
-        found += [row.decision.way for row in report.rows() if row.decision.settled]
-    return found
-
-
-def test_slices_that_are_handed_out_are_not_tried(ranks: RankPool) -> None:
-    assert ranks.run(2, handed_off) == [["slices 4", "exchange 4", "exchange 4"]] * 2
-
-
-def test_the_backward_pass_of_what_is_deterministic_is_so_too() -> None:
-    config = OverlapConfig(deterministic=True, dgrad=OverlapConfig(num_comm_ctas=8))
-    assert config.backward.deterministic and config.backward.num_comm_ctas == 8
-
-
-def ways_of(comm: Communicator, config: OverlapConfig) -> dict[str, list[str]]:
-    """Of each pattern, in the order in which they were first taken; what stays is last."""
-    ways, layer = Ways(), nn.Identity()
-    with tried_small(), observing(ways):
-        for name in FUNCTIONS:
-            call = calling(comm, name, layer, overlap=config)
-            for _ in range(MOST_CALLS + 1):
-                call()
-    assert all(one.settled for one in ad.overlap.decisions(layer))
-    return {pattern: list(dict.fromkeys(ways.of(pattern))) for pattern in PATTERNS}
-
-
-def test_chunks_that_are_not_said_are_tried(ranks: RankPool) -> None:
-    slices, exchanges = ([f"{method} {chunks}" for chunks in (2, 4, 8)] for method in ("slices", "exchange"))
-    found = ranks.run(2, ways_of, OverlapConfig("slices"))[0]
-    assert found == dict.fromkeys(PATTERNS, slices)
-    found = ranks.run(2, ways_of, OverlapConfig("exchange"))[0]
-    gathers = ("all_gather_matmul", "row_backward")
-    assert found == {pattern: slices if pattern in gathers else exchanges for pattern in PATTERNS}
-    found = ranks.run(2, ways_of, OverlapConfig("slices", chunks=3))[0]
-    assert found == {pattern: ["slices 3"] for pattern in PATTERNS}
-    found = ranks.run(2, ways_of, OverlapConfig("off", dgrad=OverlapConfig("slices")))[0]
-    assert found == {pattern: slices if pattern in BACKWARD else ["off"] for pattern in PATTERNS}
 
 
 def many_shapes(comm: Communicator) -> tuple[int, int, str]:
@@ -343,15 +253,13 @@ def all_calls(comm: Communicator, slow_rank: int | None, seed: int | None) -> tu
     return ways.took, kept
 
 
-@each_size
-def test_all_ranks_take_the_same_way_where_one_is_slow(ranks: RankPool, n: int) -> None:
-    (first, kept), *others = ranks.run(n, all_calls, n - 1, None)
+def test_all_ranks_take_the_same_way_where_one_is_slow(ranks: RankPool) -> None:
+    (first, kept), *others = ranks.run(3, all_calls, 2, None)
     assert len(first) > 200 and sum(kept.values()) == 9
     assert all(took == first for took, _ in others)
 
 
-@each_size
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("n", "seed"), [(2, 1), (4, 2)])
 def test_all_ranks_take_the_same_way_whatever_their_clocks_say(ranks: RankPool, n: int, seed: int) -> None:
     (first, kept), *others = ranks.run(n, all_calls, None, seed)
     assert sum(kept.values()) == 9 and len(kept) > 1  # of random times not the same way everywhere
@@ -379,7 +287,7 @@ def dying(comm: Communicator, at: int) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("at", [5, 24])  # the ring, and the call that decides
+@pytest.mark.parametrize("at", [24])  # the call that decides
 def test_a_rank_that_dies_in_a_trial_is_an_error_on_the_others(doomed: RankPool, at: int) -> None:
     *others, last = doomed.outcomes(3, dying, at)
     assert "died: exit code 3" in last.report

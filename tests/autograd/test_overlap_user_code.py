@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import RankPool, each_size
+from ranks import RankPool
+from test_overlap import CASES, part
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -25,30 +26,6 @@ OVERLAPS: dict[str, Any] = {
     **{name: OverlapConfig(name) for name in ("ring", "bulk")},
     **{name: OverlapConfig(name, chunks=3) for name in ("slices", "exchange")},
 }
-
-
-class Case(NamedTuple):
-    """A pattern, and which dimensions of x, the weight, y and the bias are cut over the ranks; None: equal on all."""
-
-    function: Any
-    x: int | None
-    w: int
-    y: int | None
-    bias: int | None
-
-
-CASES = {
-    "all_gather_matmul": Case(ad.all_gather_matmul, 0, 0, 2, 0),
-    "matmul_reduce_scatter": Case(ad.matmul_reduce_scatter, 2, 1, 0, None),
-    "matmul_all_reduce": Case(ad.matmul_all_reduce, 2, 1, None, None),
-    "copy_matmul": Case(ad.copy_matmul, None, 0, 2, 0),
-}
-each_case = pytest.mark.parametrize("name", CASES)
-each_overlap = pytest.mark.parametrize("method", OVERLAPS)
-
-
-def part(t: Tensor, dim: int | None, comm: Communicator) -> Tensor:
-    return t if dim is None else t.chunk(comm.size, dim)[comm.rank]
 
 
 def whole_tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,29 +98,35 @@ def asked_for(comm: Communicator, name: str, method: str) -> None:
     y = F.linear(*whole, bias)
     dx, dw = torch.autograd.grad(y.square().sum() / 2, whole, create_graph=True)
     second = torch.autograd.grad(dx.square().sum(), whole[1])[0]
-    mine, own = leaf(part(x, case.x, comm)), leaf(part(w, case.w, comm))
+    mine, own = leaf(part(x, case.x_dim, comm)), leaf(part(w, case.w_dim, comm))
     own.main_grad = torch.zeros_like(own)  # type: ignore[attr-defined]
-    own.expected, own.second = part(dw.detach(), case.w, comm), part(second, case.w, comm)  # type: ignore[attr-defined]
-    bias = part(bias, case.bias, comm)
+    own.expected, own.second = part(dw.detach(), case.w_dim, comm), part(second, case.w_dim, comm)  # type: ignore[attr-defined]
+    bias = part(bias, case.bias_dim, comm)
     options = {"overlap": OVERLAPS[method], "grad_accumulation_fusion": True}
     passes(mine, own, lambda x: case.function(x, own, comm, bias, **options))
 
 
-@each_case
-@each_overlap
-def test_main_grad_gets_what_the_pass_was_asked_for(ranks: RankPool, name: str, method: str) -> None:
-    ranks.run(2, asked_for, name, method)
+def asked_of_all(comm: Communicator) -> None:
+    """Each way with two of the functions."""
+    methods = list(OVERLAPS)
+    for at, name in enumerate(CASES):
+        for method in methods[(at + at // 2) % 2 :: 2]:
+            asked_for(comm, name, method)
 
 
-@pytest.mark.parametrize("n", [3, 4])
-@each_case
-def test_main_grad_on_more_ranks(ranks: RankPool, n: int, name: str) -> None:
-    ranks.run(n, asked_for, name, "slices")
+@pytest.mark.parametrize("n", [2, 3])
+def test_main_grad_gets_what_the_pass_was_asked_for(ranks: RankPool, n: int) -> None:
+    ranks.run(n, asked_of_all)
 
 
-def marked(comm: Communicator, name: str, method: str) -> None:
+def marked(comm: Communicator) -> None:
+    for name, method in itertools.product(CASES, ("off", "slices", "ring")):
+        check_mark(comm, name, method)
+
+
+def check_mark(comm: Communicator, name: str, method: str) -> None:
     case, (x, w, _) = CASES[name], whole_tensors()
-    mine, own = leaf(part(x, case.x, comm)), leaf(part(w, case.w, comm))
+    mine, own = leaf(part(x, case.x_dim, comm)), leaf(part(w, case.w_dim, comm))
     own.main_grad, own.grad_added_to_main_grad = torch.zeros_like(own), False  # type: ignore[attr-defined]
     loss = case.function(mine, own, comm, overlap=OVERLAPS[method], grad_accumulation_fusion=True).square().sum()
     torch.autograd.grad(loss, mine, retain_graph=True)
@@ -152,10 +135,8 @@ def marked(comm: Communicator, name: str, method: str) -> None:
     assert own.grad_added_to_main_grad and own.grad is not None and not own.grad.any()  # type: ignore[attr-defined]
 
 
-@each_case
-@pytest.mark.parametrize("method", ["off", "slices", "ring"])
-def test_a_weight_is_not_told_of_a_gradient_that_was_not_asked_for(ranks: RankPool, name: str, method: str) -> None:
-    ranks.run(2, marked, name, method)
+def test_a_weight_is_not_told_of_a_gradient_that_was_not_asked_for(ranks: RankPool) -> None:
+    ranks.run(2, marked)
 
 
 # -------------------------------------------------------------------------------------------------- outputs in place
@@ -169,33 +150,28 @@ def in_place(comm: Communicator, dtype: torch.dtype) -> None:
         whole = [leaf(t.double()) for t in (x, w, bias)]
         y = F.linear(whole[0], whole[1], whole[2] if with_bias else None).relu() * 3
         y.sum().backward()
-        mine = [leaf(part(t, dim, comm)) for t, dim in ((x, case.x), (w, case.w), (bias, case.bias))]
+        mine = [leaf(part(t, dim, comm)) for t, dim in ((x, case.x_dim), (w, case.w_dim), (bias, case.bias_dim))]
         found = case.function(mine[0], mine[1], comm, mine[2] if with_bias else None, overlap=overlap)
         found = torch.nn.ReLU(inplace=True)(found.mul_(3))
-        close(found, part(y, case.y, comm), what)
+        close(found, part(y, case.y_dim, comm), what)
         found.sum().backward()
-        for own, reference, dim in zip(mine, whole, (case.x, case.w, case.bias), strict=True):
+        for own, reference, dim in zip(mine, whole, (case.x_dim, case.w_dim, case.bias_dim), strict=True):
             if reference.grad is not None:
                 close(own.grad, part(reference.grad, dim, comm), f"gradient of {what}")
         with torch.no_grad():
             again = case.function(mine[0], mine[1], comm, mine[2] if with_bias else None, overlap=overlap)
-            close(again.relu_().mul_(3), part(y, case.y, comm), f"{what}, no_grad")
+            close(again.relu_().mul_(3), part(y, case.y_dim, comm), f"{what}, no_grad")
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(mine[0].detach(), mine[0].detach())
             tangent = forward_ad.unpack_dual(
                 case.function(dual, mine[1].detach(), comm, overlap=overlap).mul_(2)
             ).tangent
-            close(tangent, 2 * part(F.linear(x.double(), w.double()), case.y, comm), f"{what}, forward mode")
+            close(tangent, 2 * part(F.linear(x.double(), w.double()), case.y_dim, comm), f"{what}, forward mode")
 
 
-@each_size
-def test_outputs_are_changed_in_place(ranks: RankPool, n: int) -> None:
-    ranks.run(n, in_place, torch.float64)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_outputs_are_changed_in_place_in_types_of_training(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(2, in_place, dtype)
+@pytest.mark.parametrize(("n", "dtype"), [(3, torch.float64), (2, torch.bfloat16)])
+def test_outputs_are_changed_in_place(ranks: RankPool, n: int, dtype: torch.dtype) -> None:
+    ranks.run(n, in_place, dtype)
 
 
 def gathered_in_place(comm: Communicator) -> None:
@@ -213,9 +189,8 @@ def gathered_in_place(comm: Communicator) -> None:
         close(mine.grad, part(whole.grad, 0, comm), method)  # type: ignore[arg-type]
 
 
-@each_size
-def test_what_was_gathered_is_changed_in_place(ranks: RankPool, n: int) -> None:
-    ranks.run(n, gathered_in_place)
+def test_what_was_gathered_is_changed_in_place(ranks: RankPool) -> None:
+    ranks.run(3, gathered_in_place)
 
 
 def layers_in_place(comm: Communicator) -> None:
@@ -242,18 +217,18 @@ def layers_in_place(comm: Communicator) -> None:
         close(column.weight.grad, part(up.weight.grad, 0, comm), what)  # type: ignore[arg-type]
 
 
-@each_size
-def test_outputs_of_layers_are_changed_in_place(ranks: RankPool, n: int) -> None:
-    ranks.run(n, layers_in_place)
+def test_outputs_of_layers_are_changed_in_place(ranks: RankPool) -> None:
+    ranks.run(2, layers_in_place)
 
 
 # ------------------------------------------------------------------------------------------------------ inference mode
 
 
-def both_modes(comm: Communicator, dtype: torch.dtype, training_first: bool) -> None:
+def both_modes(comm: Communicator, dtype: torch.dtype) -> None:
     """Inference and training in turn, in the same workspaces, which grow in between."""
     x, w, bias = whole_tensors(dtype)
     for (name, case), (method, overlap), with_bias in itertools.product(CASES.items(), OVERLAPS.items(), (False, True)):
+        training_first = with_bias
         child = comm.split(0, comm.rank)  # with workspaces of its own
         assert child is not None
         for rows, training in (
@@ -266,38 +241,34 @@ def both_modes(comm: Communicator, dtype: torch.dtype, training_first: bool) -> 
             x_here = torch.cat([x] * (rows // ROWS))
             whole = [leaf(t.double()) for t in (x_here, w, bias)]
             y = F.linear(whole[0], whole[1], whole[2] if with_bias else None)
-            mine = [leaf(part(t, dim, comm)) for t, dim in ((x_here, case.x), (w, case.w), (bias, case.bias))]
+            mine = [
+                leaf(part(t, dim, comm)) for t, dim in ((x_here, case.x_dim), (w, case.w_dim), (bias, case.bias_dim))
+            ]
             arguments = (mine[0], mine[1], child, mine[2] if with_bias else None)
             if not training:
                 with torch.inference_mode():
                     found = case.function(*arguments, overlap=overlap)
                     assert found.is_inference()
-                    close(found.add_(1), part(y.detach() + 1, case.y, comm), what)
+                    close(found.add_(1), part(y.detach() + 1, case.y_dim, comm), what)
                     close(
                         case.function(mine[0] * 1, *arguments[1:], overlap=overlap),
-                        part(y.detach(), case.y, comm),
+                        part(y.detach(), case.y_dim, comm),
                         what,
                     )
                 continue
             found = case.function(*arguments, overlap=overlap)
-            close(found, part(y, case.y, comm), what)
+            close(found, part(y, case.y_dim, comm), what)
             found.sum().backward()
             y.sum().backward()
-            for own, reference, dim in zip(mine, whole, (case.x, case.w, case.bias), strict=True):
+            for own, reference, dim in zip(mine, whole, (case.x_dim, case.w_dim, case.bias_dim), strict=True):
                 if reference.grad is not None:
                     close(own.grad, part(reference.grad, dim, comm), f"gradient of {what}")
         child.destroy()
 
 
-@each_size
-@pytest.mark.parametrize("training_first", [False, True])
-def test_inference_and_training_take_turns(ranks: RankPool, n: int, training_first: bool) -> None:
-    ranks.run(n, both_modes, torch.float64, training_first)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_inference_and_training_in_types_of_training(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(2, both_modes, dtype, False)
+@pytest.mark.parametrize(("n", "dtype"), [(2, torch.float64), (2, torch.bfloat16)])
+def test_inference_and_training_take_turns(ranks: RankPool, n: int, dtype: torch.dtype) -> None:
+    ranks.run(n, both_modes, dtype)
 
 
 def buffers_of_inference(comm: Communicator, ring: bool) -> None:
@@ -324,7 +295,6 @@ def buffers_of_inference(comm: Communicator, ring: bool) -> None:
         overlap.close()
 
 
-@each_size
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(("n", "ring"), [(2, False), (3, True)])
 def test_buffers_of_their_own_serve_both_modes(ranks: RankPool, n: int, ring: bool) -> None:
     ranks.run(n, buffers_of_inference, ring)

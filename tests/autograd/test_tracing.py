@@ -75,7 +75,11 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("name", TRACED)
+SOME = ("all_reduce max", "all_gather", "scatter", "halo_exchange")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in TRACED if name not in SOME]
+
+
+@pytest.mark.parametrize("name", [*SOME, *OTHERS])
 def test_traces_hold_the_collectives_and_give_what_the_program_gives(ranks: RankPool, name: str) -> None:
     for found in ranks.run(2, traced, name):
         assert found == TRACED[name]
