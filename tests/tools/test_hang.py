@@ -17,7 +17,7 @@ import pytest
 from pynccl.bindings.errors import NcclInvalidUsage
 from pynccl.tools import command, hang
 from pynccl.tools.hang import jobs, report, table
-from pynccl.watch import folder, formatting
+from pynccl.watch import folder, formatting, verdict as real
 from pynccl.watch.records import (
     COMPLETED,
     DEAD,
@@ -42,38 +42,17 @@ def process(rank: int, number: int = 41, state: str = INSIDE, host: str = "node0
     completed = number if state == COMPLETED else number - 1
     comm = CommRecord("uid1", "tp", rank, size, made=NOW - 100, entered=number, completed=completed, calls=calls)
     where = "/home/me/model.py:88 forward" if state == INSIDE else "/home/me/data.py:41 next_batch"
-    return ProcessRecord(
-        4000 + rank,
-        host,
-        machine=host,
-        job="train",
-        rank=rank,
-        started=NOW - 200,
-        now=NOW,
-        heartbeat=NOW - 0.2,
-        where=where,
-        where_at=NOW - 0.3,
-        stack=STACK.format(where),
-        comms=[comm],
-    )
+    lived = {"started": NOW - 200, "now": NOW, "heartbeat": NOW - 0.2}
+    at = {"where": where, "where_at": NOW - 0.3, "stack": STACK.format(where)}
+    return ProcessRecord(4000 + rank, host, machine=host, job="train", rank=rank, comms=[comm], **lived, **at)
 
 
 def _call(number: int, state: str) -> CallRecord:
     issued = NOW - 12.3 - (41 - number)
     done = 0.0 if state in (INSIDE, ISSUED) else issued + 0.002
-    return CallRecord(
-        number,
-        number,
-        "all_reduce",
-        count=33_554_432,
-        dtype="BFLOAT16",
-        op="SUM",
-        site="/home/me/model.py:88",
-        issued=issued,
-        returned=done,
-        completed=done,
-        state=state,
-    )
+    times = {"issued": issued, "returned": done, "completed": done}
+    given = {"count": 33_554_432, "dtype": "BFLOAT16", "op": "SUM", "site": "/home/me/model.py:88"}
+    return CallRecord(number, number, "all_reduce", state=state, **given, **times)  # type: ignore[arg-type]
 
 
 def missing(size: int, behind: tuple[int, ...] | None = None, hosts: int = 1) -> list[ProcessRecord]:
@@ -142,14 +121,11 @@ def test_the_verdict_comes_first_then_a_row_for_each_rank_then_stacks_of_who_is_
     assert lines[lines.index(stacks[0]) + 3].strip() == "/home/me/data.py:41 next_batch"
 
 
-@pytest.mark.parametrize(("size", "hosts", "behind"), [(2, 1, (1,)), (16, 2, (3,)), (1024, 128, (77, 500, 501))])
-def test_it_fits_a_screen_for_any_number_of_ranks(size: int, hosts: int, behind: tuple[int, ...]) -> None:
-    lines = of(missing(size, behind, hosts)).splitlines()
-    assert len(lines) < 25
-    assert max(map(len, lines)) <= 120
-
-
-def test_ranks_that_do_the_same_share_a_row_that_says_who_they_are() -> None:
+def test_it_fits_a_screen_for_any_number_of_ranks_that_do_the_same() -> None:
+    for size, hosts, behind in ((2, 1, (1,)), (16, 2, (3,)), (1024, 128, (77, 500, 501))):
+        lines = of(missing(size, behind, hosts)).splitlines()
+        assert len(lines) < 25
+        assert max(map(len, lines)) <= 120
     found = table.rows(missing(1024, (77, 500, 501), 128))
     assert [formatting.numbers(row.ranks, 3) for row in found] == ["0-76, 78-499, 502-1023", "77, 500-501"]
     apart = table.rows(missing(1024, (77, 500, 501), 128), (), True)
@@ -161,12 +137,9 @@ def test_of_many_different_rows_the_largest_are_shown_and_the_others_counted() -
     lines = table.text(table.rows(processes))
     assert lines[1].startswith("0-99 ")
     assert lines[-1] == "... 161 more rows, of 161 ranks: --all has a row for each rank"
-
-
-def test_of_ranks_that_share_a_row_the_longest_time_is_given() -> None:
     processes = missing(16, ())
     processes[4].comms[0].calls[-1].issued -= 1.5
-    assert "13.8 s" in table.text(table.rows(processes))[1]
+    assert "13.8 s" in table.text(table.rows(processes))[1]  # the longest time
 
 
 def test_a_process_that_has_ended_says_how_and_what_it_was_inside() -> None:
@@ -217,15 +190,13 @@ def test_the_table_and_the_verdict_tell_the_same_call_where_a_stream_was_synchro
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody has noticed that calls 38 to 40 have completed; what rank 0 waits for is what rank 1 has not entered."""
-    real = pytest.importorskip("pynccl.watch.verdict")
     monkeypatch.setattr(report, "render", real.render)
     first, second = process(0, 41, ISSUED, size=2), process(1, 40, COMPLETED, size=2)
     for call in first.comms[0].calls:
         call.state = ISSUED
     first.comms[0].completed = 0
-    later = CommRecord(
-        "uid2", "dp", 0, 2, entered=1, calls=[CallRecord(1, 1, "barrier", issued=NOW - 20, state=ISSUED)]
-    )
+    barrier = CallRecord(1, 1, "barrier", issued=NOW - 20, state=ISSUED)
+    later = CommRecord("uid2", "dp", 0, 2, entered=1, calls=[barrier])
     first.comms.append(later)
     second.comms.append(dataclasses.replace(later, rank=1, completed=1, calls=[]))
     verdict = real.judge([first, second])
@@ -245,17 +216,13 @@ def test_an_old_line_is_told_with_its_age_and_a_missing_one_by_the_call() -> Non
     assert table.rows([inside])[0].where == "model.py:88"
 
 
-def test_several_ranks_of_one_process_have_a_row_each() -> None:
+def test_several_ranks_of_one_process_have_a_row_each_and_one_without_communicators_has_one() -> None:
     one = process(0)
     one.rank = -1
     one.comms.append(process(1, 40, COMPLETED).comms[0])
     assert [(row.ranks, row.entered) for row in table.rows([one])] == [([0], "41"), ([1], "40")]
-
-
-def test_a_process_without_calls_or_communicators_has_a_row() -> None:
     bare = ProcessRecord(1, "node0", rank=2)
     assert [(row.ranks, row.doing, row.where) for row in table.rows([bare])] == [([2], "no call yet", "?")]
-    assert "no call yet" in of([bare])
 
 
 def test_the_last_calls_are_listed_with_what_they_were_given() -> None:
@@ -266,13 +233,10 @@ def test_the_last_calls_are_listed_with_what_they_were_given() -> None:
     assert "so far" in text and "2.00 ms" in text
 
 
-def test_stacks_that_are_equal_are_printed_once() -> None:
+def test_stacks_that_are_equal_are_printed_once_and_a_deep_one_keeps_its_inner_end() -> None:
     text = of(missing(1024, (3,)), stacks=True)
     assert text.count("/home/me/train.py:20 main") == 2
     assert "rank 0 (pid 4000 on node0), and the same on ranks 1-2, 4-1023" in text
-
-
-def test_a_deep_stack_keeps_its_innermost_frames() -> None:
     processes = missing(2, (1,))
     processes[1].stack = "\n".join(f"File a.py:{number} f" for number in range(500))
     text = of(processes)
@@ -290,18 +254,18 @@ def test_unreadable_files_and_other_jobs_are_named() -> None:
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\x00e\u202ef\x1bP1;2\x1b\\g\nh\r\x08i\ud800"
 
 
-@pytest.mark.parametrize("field", ["host", "job", "where", "stack", "end", "end_site", "command"])
-def test_nothing_from_a_file_reaches_the_terminal_as_a_command(field: str, tmp_path: Path, printed: Printed) -> None:
+def test_nothing_from_a_file_reaches_the_terminal_as_a_command(tmp_path: Path, printed: Printed) -> None:
     """The text of an exception may have colors, and a traceback anything."""
-    processes = missing(4)
-    for one in processes:
-        setattr(one, field, HOSTILE)
-        for comm in one.comms:
-            comm.name = HOSTILE
-            words = dict.fromkeys(("operation", "dtype", "op", "site", "function", "error"), HOSTILE)
-            comm.calls[-1] = dataclasses.replace(comm.calls[-1], **words)
-    assert run(saved(tmp_path / "a.json", processes), "--calls", "5", "--stacks") == 1
-    assert all(line.isprintable() for line in printed()[0].split("\n"))
+    for field in ("host", "job", "where", "stack", "end", "end_site", "command"):
+        processes = missing(4)
+        for one in processes:
+            setattr(one, field, HOSTILE)
+            for comm in one.comms:
+                comm.name = HOSTILE
+                words = dict.fromkeys(("operation", "dtype", "op", "site", "function", "error"), HOSTILE)
+                comm.calls[-1] = dataclasses.replace(comm.calls[-1], **words)
+        assert run(saved(tmp_path / "a.json", processes), "--calls", "5", "--stacks") == 1
+        assert all(line.isprintable() for line in printed()[0].split("\n")), field
 
 
 def test_words_for_times_and_ranks() -> None:
@@ -337,13 +301,9 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
     return read
 
 
-def test_the_code_says_whether_something_is_wrong(tmp_path: Path, printed: Printed) -> None:
-    assert run(saved(tmp_path / "a.json", missing(4))) == 1
+def test_the_code_says_whether_something_is_wrong_and_json_can_be_read_again(tmp_path: Path, printed: Printed) -> None:
     assert run(saved(tmp_path / "b.json", missing(4, ()))) == 0
     assert "nothing is wrong" in printed()[0]
-
-
-def test_what_json_prints_can_be_read_again_and_has_everything(tmp_path: Path, printed: Printed) -> None:
     assert run("--json", saved(tmp_path / "a.json", missing(4))) == 1
     text = printed()[0]
     said = json.loads(text)
@@ -367,23 +327,6 @@ def test_what_several_machines_have_saved_is_one_job(tmp_path: Path, printed: Pr
     assert len(json.loads(printed()[0])["processes"]) == 8
 
 
-def test_of_several_jobs_the_living_one_is_shown_and_the_others_are_named(tmp_path: Path, printed: Printed) -> None:
-    old, other = missing(2), missing(2)
-    for one in old + other:
-        one.comms[0].uid = f"uid of {'old' if one in old else 'other'}"
-    for one in old:
-        one.job, one.state, one.started = "old", DEAD, NOW + 100
-    places = saved(tmp_path / "a.json", old), saved(tmp_path / "b.json", missing(4)), saved(tmp_path / "c.json", [])
-    assert run(*places) == 1
-    text = printed()[0]
-    assert "train: 4 processes" in text
-    assert "1 other job: --job ID; --list says more\n    old" in text
-    assert run("--job", "old", *places) == 1
-    assert "old: 2 processes" in printed()[0]
-    assert run("--job", "gone", *places) == 2
-    assert "--job gone: no job of that name" in printed()[1]
-
-
 def test_a_record_that_was_collected_twice_counts_once(tmp_path: Path, printed: Printed) -> None:
     earlier, later = missing(2, ()), missing(2, ())
     for one in later:
@@ -405,34 +348,41 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_file_that_is_broken_is_named_and_the_others_are_read(kind: str, tmp_path: Path, printed: Printed) -> None:
-    (tmp_path / "broken.json").write_bytes(BROKEN[kind])
-    assert run(str(tmp_path / "broken.json")) == 2
-    assert "broken.json" in printed()[1]
-    assert run(str(tmp_path / "broken.json"), saved(tmp_path / "a.json", missing(2))) == 1
-    text = printed()[0]
-    assert "1 file could not be read:" in text and "broken.json: " in text
+def test_a_file_that_is_broken_is_named_and_the_others_are_read(tmp_path: Path, printed: Printed) -> None:
+    good = saved(tmp_path / "a.json", missing(2))
+    for kind, data in BROKEN.items():
+        (tmp_path / "broken.json").write_bytes(data)
+        assert run(str(tmp_path / "broken.json")) == 2, kind
+        assert "broken.json" in printed()[1], kind
+        assert run(str(tmp_path / "broken.json"), good) == 1, kind
+        text = printed()[0]
+        assert "1 file could not be read:" in text and "broken.json: " in text, kind
 
 
 def test_where_nothing_is_found_it_says_where_it_looked_and_what_to_do(
     tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "base", lambda: tmp_path)
-    assert run() == 2
-    text = printed()[1]
-    assert str(tmp_path) in text and "PYNCCL_WATCH=off" in text and "hang DIR" in text
-    assert run(str(tmp_path / "nowhere")) == 2
-    assert "nowhere: no such file or folder" in printed()[1]
-
-
-def test_a_variable_that_makes_no_sense_is_said(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def base() -> str:
+    def invalid() -> str:
         raise NcclInvalidUsage("PYNCCL_WATCH='maybe': expected one of on, off")
 
-    monkeypatch.setattr(folder, "base", base)
-    assert run() == 2
-    assert "PYNCCL_WATCH='maybe': expected" in printed()[1]
+    place = saved(tmp_path / "records" / "a.json", missing(2))
+    for base, options, words in (
+        (lambda: tmp_path, [], [str(tmp_path), "PYNCCL_WATCH=off", "hang DIR"]),
+        (lambda: tmp_path, [str(tmp_path / "nowhere")], ["nowhere: no such file or folder"]),
+        (invalid, [], ["PYNCCL_WATCH='maybe': expected"]),
+        (invalid, [place, "--timeline", str(tmp_path / "no" / "t.json")], ["t.json: No such file"]),
+        (invalid, [place, "--list", "--job", "a"], []),
+        (invalid, [place, "--job", "gone"], ["--job gone: no job of that name"]),
+    ):
+        monkeypatch.setattr(folder, "base", base)
+        assert run(*options) == 2, options
+        said = printed()[1]
+        assert all(word in said for word in words), said
+    for wrong in (["--calls", "0"], ["--calls", "x"]):
+        with pytest.raises(SystemExit) as raised:
+            run(*wrong)
+        assert raised.value.code == 2
+        assert "expected" in printed()[1]
 
 
 def test_without_arguments_it_takes_the_newest_job_that_lives(
@@ -450,27 +400,9 @@ def test_without_arguments_it_takes_the_newest_job_that_lives(
     assert "alive: 4 processes" in text
     assert "2 other jobs: --job ID; --list says more\n    newest\n    old" in text
     assert run("--job", "newest") == 1  # both have ended
-    assert run("--job", "gone") == 2
-    assert "newest" in printed()[1]
-
-
-def test_options_that_make_no_sense_are_refused(tmp_path: Path, printed: Printed) -> None:
-    place = saved(tmp_path / "a.json", missing(2))
-    assert run(place, "--list", "--job", "a") == 2
-    for wrong in (["--calls", "0"], ["--calls", "x"]):
-        with pytest.raises(SystemExit) as raised:
-            run(*wrong)
-        assert raised.value.code == 2
-        assert "expected" in printed()[1]
-
-
-def test_a_timeline_that_cannot_be_written_is_said(tmp_path: Path, printed: Printed) -> None:
-    assert run(saved(tmp_path / "a.json", missing(2)), "--timeline", str(tmp_path / "no" / "t.json")) == 2
-    assert "t.json: No such file" in printed()[1]
 
 
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = pytest.importorskip("pynccl.watch.verdict")
     monkeypatch.setattr(report, "render", real.render)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
