@@ -117,6 +117,7 @@ DEAD_RANKS = {
         [*three_wait(**KILLED), behind(3, 4, **KILLED)],
         f"missing tp3: rank 3 never entered {WHERE}; 3 ranks have waited 11.3 s there.",
         "process 1001 was killed or crashed (no last word) within the last 1.0 s inside all_reduce",
+        "last completed #40; its main thread was last in data.py:41 next_batch",
     ),
     "a job that ended by an error": Case(
         [*three_wait(**TERMINATED), dead(3, "ValueError: x", 2, end_site="/m/t.py:3")],
