@@ -74,8 +74,13 @@ FOLDER: list[str] = []
 
 
 def late(comm: Any, seconds: float = 0.0) -> None:
-    """The last rank goes on once the others' watchdogs have spoken, and so many seconds more."""
-    if comm.rank == comm.size - 1:
+    """The last rank goes on once the others' watchdogs have spoken; they go on once it waits for that."""
+    there = Path(FOLDER[-1], "there")
+    if comm.rank < comm.size - 1:
+        while not there.exists():
+            time.sleep(0.01)
+    else:
+        there.touch()
         elsewhere(FOLDER[-1], range(comm.size - 1))
         time.sleep(seconds)
 
