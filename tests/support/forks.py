@@ -100,7 +100,7 @@ class Forks:
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(SECONDS)
 
 
 # -------------------------------------------------------------------------------------------------- in the server

@@ -38,8 +38,8 @@ def written(tmp_path: Path, *processes: ProcessRecord) -> dict[str, Any]:
     return trace
 
 
-def slices(trace: dict[str, Any], pid: int | None = None) -> list[dict[str, Any]]:
-    return [one for one in trace["traceEvents"] if one["ph"] == "X" and pid in (None, one["pid"])]
+def slices(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in trace["traceEvents"] if one["ph"] == "X"]
 
 
 def names(trace: dict[str, Any], what: str) -> dict[tuple[int, int], str]:
@@ -59,21 +59,17 @@ def test_a_call_is_a_slice_from_issued_to_completed_with_what_it_was_given(tmp_p
     assert names(trace, "thread_name")[0, found["tid"]] == "tp"
 
 
-def test_what_is_open_reaches_until_the_record_was_read(tmp_path: Path) -> None:
+def test_what_is_open_reaches_until_the_record_was_read_and_each_communicator_has_a_track(tmp_path: Path) -> None:
     calls = [call(1, 10.0, 9.0), call(2, 8.0, state=INSIDE), call(3, 7.0, state=ISSUED), call(4, 6.0, 5.0, FAILED)]
-    found = slices(written(tmp_path, process(0, calls)))
-    by_name = {one["name"]: (one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6) for one in found}
+    one = process(0, calls)
+    one.comms.append(CommRecord("uid2", "dp", 0, 2, calls=[call(9, 5.0, 4.0)]))
+    trace = written(tmp_path, one)
+    by_name = {one["name"]: (one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6) for one in slices(trace)}
     assert by_name["all_reduce #2 (inside)"] == pytest.approx((2.0, 10.0))
     assert by_name["all_reduce #3 (issued)"] == pytest.approx((3.0, 10.0))
     assert "all_reduce #4" in by_name
-
-
-def test_each_communicator_has_a_track(tmp_path: Path) -> None:
-    one = process(0, [call(1, 10.0, 9.0)])
-    one.comms.append(CommRecord("uid2", "dp", 0, 2, calls=[call(1, 5.0, 4.0)]))
-    trace = written(tmp_path, one)
     threads = names(trace, "thread_name")
-    assert [threads[0, found["tid"]] for found in slices(trace)] == ["tp", "dp"]
+    assert [threads[0, found["tid"]] for found in slices(trace)] == ["tp"] * 4 + ["dp"]
 
 
 def test_slices_of_a_track_lie_after_or_within_each_other(tmp_path: Path) -> None:

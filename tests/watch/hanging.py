@@ -17,6 +17,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
 
 SPEAKS = "pynccl watchdog: "
 PATIENCE = 40.0
@@ -74,3 +77,58 @@ def _complete(text: str) -> bool:
 
 def _path(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"stderr-{rank}")
+
+
+# Every kind of call that a rank can wait in: the line that waits ends with the name of its function
+
+
+def all_reduce(comm: Any) -> None:
+    comm.all_reduce(torch.ones(4))  # all_reduce
+
+
+def large(comm: Any) -> None:
+    comm.all_reduce(torch.ones(1 << 20))  # large
+
+
+def on_a_stream(comm: Any) -> None:
+    import pynccl
+
+    stream = pynccl.create_stream()
+    comm.all_reduce(torch.ones(4), stream=stream)  # on_a_stream
+    stream.synchronize()
+
+
+def recv(comm: Any) -> None:
+    if comm.rank == 0:
+        comm.recv(torch.ones(4), 1)  # recv
+    else:
+        comm.send(torch.ones(4), 0)
+
+
+def send(comm: Any) -> None:
+    if comm.rank == 0:
+        comm.send(torch.ones(1 << 20), 1)  # send
+    else:
+        comm.recv(torch.ones(1 << 20), 0)
+
+
+def split(comm: Any) -> None:
+    comm.split(0)  # split
+
+
+def barrier(comm: Any) -> None:
+    comm.barrier()  # barrier
+
+
+def plan(comm: Any) -> None:
+    x = torch.ones(4)
+    run = comm.plan.all_reduce(x, x)
+    run()  # plan
+
+
+def group(comm: Any) -> None:
+    import pynccl
+
+    with pynccl.group():
+        comm.all_gather(torch.ones(4))  # group
+        comm.all_reduce(torch.ones(4))

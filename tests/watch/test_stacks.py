@@ -2,58 +2,87 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
-import subprocess
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from hanging import place_of
+from ranks import HOST, RankPool
 
 from pynccl.watch import frames
-from pynccl.watch.reader import ask, read_file
+from pynccl.watch.reader import ask, read_file, read_folder
 
-HEALTHY = """
-import faulthandler, sys, threading, time
-import torch
-import pynccl
-from pynccl.bootstrap import from_file
 
-walked = []
-real = sys._current_frames
-sys._current_frames = lambda: walked.append("frames") or real()
-faulthandler.dump_traceback = lambda *_, **__: walked.append("dump")
-comm = from_file(sys.argv[1], int(sys.argv[2]), 2)
-plan = comm.plan.all_reduce(torch.ones(3), torch.ones(3))
-threads = [threading.Thread(target=lambda c=c: [c.all_reduce(torch.ones(9)) for _ in range(200)])
-           for c in (comm, comm.split(0))]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-end = time.monotonic() + 2
-while comm.all_reduce(torch.tensor(float(time.monotonic() < end)), op="min").item():  # many looks of the watchdog
-    plan()
+def healthy(comm: Any) -> tuple[list[str], int]:
+    """What is asked of the threads while many calls are made, in three threads; looks of the watchdog meanwhile."""
+    from pynccl.watch import watchdog
+
+    walked: list[str] = []
+    real = sys._current_frames
+    sys._current_frames = lambda: walked.append("frames") or real()  # type: ignore[func-returns-value]
+    dump, faulthandler.dump_traceback = faulthandler.dump_traceback, lambda *_, **__: walked.append("dump")
+    try:
+        plan = comm.plan.all_reduce(torch.ones(3), torch.ones(3))
+        comms = (comm, comm.split(0))
+        threads = [
+            threading.Thread(target=lambda c=c: [c.all_reduce(torch.ones(9)) for _ in range(200)]) for c in comms
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        dog = watchdog._watchdog
+        assert dog is not None
+        first = dog.looks
+        while comm.all_reduce(torch.tensor(float(dog.looks < first + 5)), op="max").item():
+            plan()
+            comm.barrier()
+            time.sleep(0.01)
+        return walked, dog.looks - first
+    finally:
+        sys._current_frames, faulthandler.dump_traceback = real, dump
+
+
+def sleeps(comm: Any, folder: str) -> tuple[str, str] | None:
+    """Rank 0 asks rank 1, which does something else, where it is: before and after."""
+    there = Path(folder, "asked")
+    if comm.rank == 1:
+        comm.barrier()
+        while not there.exists():
+            time.sleep(0.01)  # elsewhere
+        return None
     comm.barrier()
-    time.sleep(0.01)
-from pynccl.watch import watchdog
-assert watchdog._watchdog.looks > 4
-comm.destroy()
-print(walked)
-"""
+    (record,) = [one for one in read_folder(watched_folder())[0] if one.pid != os.getpid()]
+    before = read_file(record.path)
+    assert (before.where, before.stack) == ("", "")
+    assert ask([before])
+    after = read_file(record.path)
+    assert 0 <= after.now - after.where_at < 20
+    assert not ask([after])  # it has just said so
+    there.touch()
+    return after.where, after.stack
 
 
-def test_nobody_looks_at_the_threads_of_a_healthy_job(tmp_path: Path) -> None:
-    settings = {"PYNCCL_WATCH_TIMEOUT": "5", "PYNCCL_WATCH_DIR": str(tmp_path / "watch"), "PYNCCL_LIBRARY": "host"}
-    command = [sys.executable, "-c", HEALTHY, str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["[]\n"] * 2
-    assert [rank.returncode for rank in ranks] == [0, 0]
+def watched_folder() -> str:
+    return os.environ["PYNCCL_WATCH_DIR"]
+
+
+def test_nobody_looks_at_the_threads_of_a_healthy_job_and_who_is_asked_says_where_it_is(tmp_path: Path) -> None:
+    pool = RankPool({**HOST, "PYNCCL_WATCH_TIMEOUT": "30", "PYNCCL_WATCH_DIR": str(tmp_path / "watch")})
+    for walked, looks in pool.run(2, healthy):
+        assert walked == [] and looks >= 5
+    (where, stack), _ = pool.run(2, sleeps, str(tmp_path))
+    pool.close()
+    assert where == f"{__file__}:{place_of('elsewhere', __file__).partition(':')[2]} sleeps"
+    assert stack.endswith(where)
 
 
 def test_the_stacks_are_those_that_the_threads_see_themselves() -> None:
@@ -108,27 +137,3 @@ def test_what_is_not_a_frame_is_left_out() -> None:
         0x7F02: ["/a, b.py:3 f", "aäΩ.py:??? g"],
         0x7F03: [],
     }
-
-
-def test_a_process_that_is_asked_says_where_it_is(tmp_path: Path) -> None:
-    script = (
-        "import pynccl, time\n(comm,) = pynccl.Communicator.init_all(1)\nprint('there', flush=True)\ntime.sleep(99)\n"
-    )
-    path = tmp_path / "train.py"
-    path.write_text(script)
-    environment = {**os.environ, "PYNCCL_WATCH_DIR": str(tmp_path), "PYNCCL_LIBRARY": "host"}
-    with subprocess.Popen([sys.executable, str(path)], env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "there\n"
-            (record,) = tmp_path.glob("*.watch")
-            before = read_file(str(record))
-            assert (before.where, before.stack) == ("", "")
-            assert ask([before])
-            after = read_file(str(record))
-            assert after.where == f"{path}:4 <module>" == after.stack
-            assert 0 <= after.now - after.where_at < 5
-            assert not ask([after])  # it has just said so
-        finally:
-            process.kill()
-    dead = read_file(str(record))
-    assert not ask([dead])

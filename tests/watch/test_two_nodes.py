@@ -150,6 +150,7 @@ comm.all_reduce(torch.ones(4))
 """
 
 
+@pytest.mark.slow
 def test_who_serves_the_store_tells_of_the_dead_of_its_machine_before_it_goes(
     nodes: tuple[str, str], tmp_path: Path, started: list[Node]
 ) -> None:
@@ -172,16 +173,14 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_cut_cable_report_and_end(nodes: tuple[str, str], tmp_path: Path, started: list[Node]) -> None:
     started += start(nodes, tmp_path, "variables", CUT, PYNCCL_WATCH_ACTION="raise")
     for node in started:
         node.wait_for("under way")
     ip("-n", nodes[0], "link", "set", CABLE, "down")
-    cut = time.monotonic()
     texts = [node.wait_for(rf"{SPEAKS}.*this rank's stack") for node in started]
-    seconds = time.monotonic() - cut
     assert [node.launcher.wait(PATIENCE) for node in started] == [1, 1]
-    assert seconds < TIMEOUT + 7 and time.monotonic() - cut < TIMEOUT + 15
     call = rf"in all_reduce #\d+ \(comm 'world', 2 ranks, FLOAT32 x 1,048,576, {line(CUT, 'cut')}\)"
     for rank, text in enumerate(texts):
         assert re.search(

@@ -5,19 +5,269 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from watched import DEAD, INSIDE, ISSUED, NOW, behind, call, comm, process, waiting
+from watched import NOW, Case, behind, call, comm, dp, failed, process, three_wait, waiting
 
-from pynccl.watch.records import FAILED, ProcessRecord
-from pynccl.watch.verdict import about, judge, render
+from pynccl.watch.records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, ProcessRecord
+from pynccl.watch.verdict import about, judge
+
+WHERE = "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"
+FOR_IT = f"; 3 ranks have waited 12.3 s for it in {WHERE}."
+LOST = "NcclRemoteError: no answer within the time-out"
+DISAGREE = "NcclInvalidUsage: recv failed: the calls of the ranks disagree: rank 1 calls a, rank 2 calls b"
 
 
-def three_wait() -> list[ProcessRecord]:
-    return [waiting(rank, 4) for rank in range(3)]
+def dead(rank: int, end: str, ago: float, size: int = 4, number: int = 40, **more: Any) -> ProcessRecord:
+    return behind(rank, size, number, state=DEAD, end=end, end_at=NOW - ago, **more)
 
 
-DISAGREE = (
-    "NcclInvalidUsage: recv failed: invalid usage: the calls of the ranks disagree: rank 1 calls a, rank 2 calls b"
-)
+def in_init(rank: int) -> ProcessRecord:
+    init = call(1, "init", INSIDE, site="/m/train.py:3")
+    return process(rank, comm(rank, 4, [init], uid="u-w", name="world"))
+
+
+def waits_for(state: str) -> list[ProcessRecord]:
+    """Three wait for rank 3, which waits for one in 'dp' that is dead or stopped."""
+    third = process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=INSIDE)))
+    return [*three_wait(), third, process(9, dp(1, call(6)), state=state)]
+
+
+ENDS = {
+    end.get("end", "no word"): Case(
+        [waiting(0, 4), waiting(1, 4), waiting(3, 4), behind(2, 4, state=DEAD, end_at=NOW - 3.1, **end)],
+        "dead tp2: " + says + FOR_IT,
+    )
+    for end, says in (
+        (
+            {"end": "ValueError: no such file", "end_site": "/x/train.py:31"},
+            "rank 2 left by ValueError at train.py:31 3.1 s ago: no such file",
+        ),
+        (
+            {"end": "KeyboardInterrupt", "end_site": "/x/train.py:31"},
+            "rank 2 left by KeyboardInterrupt at train.py:31 3.1 s ago",
+        ),
+        (
+            {"end": "killed or crashed"},
+            "rank 2's process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch",
+        ),
+        ({}, "rank 2's process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"),
+        ({"end": "SIGTERM"}, "rank 2's process 1002 ended 3.1 s ago at data.py:41 next_batch: SIGTERM"),
+        ({"end": "exit"}, "rank 2 exited by itself 3.1 s ago (the end of its program, or sys.exit)"),
+    )
+}
+KILLED = {"state": DEAD, "end": "killed or crashed", "heartbeat": NOW - 1}
+TERMINATED = {"state": DEAD, "end": "SIGTERM", "end_at": NOW - 1}
+DEAD_RANKS = {
+    **ENDS,
+    "killed inside a call": Case(
+        [waiting(0, 4), waiting(1, 4), waiting(3, 4), waiting(2, 4, 40, state=DEAD, heartbeat=NOW - 3.1)],
+        "dead tp2: rank 2's process 1002 was killed or crashed (no last word) within the last 3.1 s inside "
+        "all_reduce #40 of",
+    ),
+    "the first is to blame and errors about others are not": Case(
+        [
+            dead(0, "NcclRemoteError: lost rank 3", 9),
+            dead(1, "RuntimeError: later", 3),
+            dead(2, "ValueError: first", 5),
+            waiting(3, 4),
+        ],
+        "dead tp2: rank 2 left by ValueError 5.0 s ago: first; rank 3 has waited",
+        "\nalso: rank 1 left by RuntimeError 3.0 s ago: later",
+    ),
+    "who waits for the dead elsewhere": Case(waits_for(DEAD), "dead dp1: rank 1 (rank 9 of the launch)'s process"),
+    "clocks of two machines": Case(
+        [
+            dead(0, "ValueError: a", 3, 3, 30),
+            dead(1, "ValueError: b", 4000, 3, 40, machine="n"),
+            waiting(2, 3),
+        ],
+        "dead tp0: rank 0 left by ValueError 3.0 s ago: a",
+        "\nalso: rank 1 left by ValueError",
+    ),
+    "before those that are late": Case(
+        [waiting(0, 4), waiting(1, 4), dead(2, "ValueError: x", 1), behind(3, 4)],
+        "dead tp2: rank 2 left by ValueError 1.0 s ago: x; 2 ranks have waited 12.3 s for it in",
+        "\nalso: rank 3 never entered",
+    ),
+    "calls that differ come before the errors that they cause": Case(
+        [
+            waiting(0, 2),
+            process(
+                1,
+                comm(1, 2, [call(40), call(41, state=FAILED, count=3)]),
+                state=DEAD,
+                end="NcclInvalidUsage: the ranks disagree",
+                end_at=NOW - 1,
+            ),
+        ],
+        "mismatch tp0 tp1: the ranks disagree about call #41",
+    ),
+    "before init": Case(
+        [in_init(0), in_init(1), in_init(2), process(3, state=DEAD, end="ImportError: torch", end_at=NOW - 1)],
+        "dead w3: rank 3 left by ImportError 1.0 s ago: torch; 3 ranks have waited 12.3 s for it in init",
+    ),
+    "instead of finalize": Case(
+        [
+            *(process(rank, comm(rank, 3, [call(40), call(41, "finalize", INSIDE)])) for rank in (0, 1)),
+            behind(2, 3, state=DEAD, end="exit"),
+        ],
+        "dead tp2: rank 2 exited by itself (the end of its program, or sys.exit); 2 ranks have waited 12.3 s for "
+        "it in finalize",
+    ),
+    "a job killed in a hang": Case(
+        [*three_wait(**KILLED), behind(3, 4, **KILLED)],
+        f"missing tp3: rank 3 never entered {WHERE}; 3 ranks have waited 11.3 s there.",
+        "process 1001 was killed or crashed (no last word) within the last 1.0 s inside all_reduce",
+        "last completed #40; its main thread was last in data.py:41 next_batch",
+    ),
+    "a job that ended by an error": Case(
+        [*three_wait(**TERMINATED), dead(3, "ValueError: x", 2, end_site="/m/t.py:3")],
+        "dead tp3: all 4 processes have ended: rank 3 left by ValueError at t.py:3 2.0 s ago: x",
+        lines=["/m/t.py:3"],
+    ),
+    "who left early, after all have ended": Case(
+        [
+            *(
+                process(
+                    rank,
+                    comm(rank, 3, [call(40), failed("NcclRemoteError: lost rank 1", 2.9, age=3, site="/m/c.py:8")]),
+                    state=DEAD,
+                    end="NcclRemoteError: lost rank 1",
+                    end_at=NOW - 2,
+                )
+                for rank in (0, 2)
+            ),
+            dead(1, "exit", 2.5, 3),
+        ],
+        "dead tp1: all 3 processes have ended: rank 1 exited by itself 2.5 s ago",
+    ),
+    "all as they should": Case([dead(rank, "exit", 1) for rank in range(4)], "finished: all 4 ranks have finished."),
+    "what it said of another, of whom nothing is known": Case(
+        [
+            waiting(1, 3),
+            process(
+                2,
+                comm(2, 3, [call(40), failed(DISAGREE, 2, age=3)]),
+                state=DEAD,
+                end="NcclInvalidUsage: rank 0 calls all_reduce(count=4) at a.py:9 as #41",
+                end_at=NOW - 1,
+                end_site="/m/a.py:7",
+            ),
+        ],
+        "missing tp0: rank 2 left by NcclInvalidUsage at a.py:7 1.0 s ago: rank 0 calls all_reduce(count=4) at "
+        "a.py:9 as #41.\n"
+        "nothing is known of rank 0",
+    ),
+}
+
+
+def gave_up(**more: Any) -> ProcessRecord:
+    """Rank 1 has given up in what rank 0 has completed."""
+    return process(1, comm(1, 2, [call(40), failed(LOST, 0.5, age=5.5, site="/m/a.py:30")]), **more)
+
+
+def ended_comms() -> list[ProcessRecord]:
+    left = dp(0, call(0, "recv", ISSUED, peer=1), ended="aborted", ended_at=NOW - 100)
+    other = dp(1, call(6), ended="aborted", ended_at=NOW - 100)
+    return [process(0, left, comm(0, 2, [call(1)])), process(1, other, comm(1, 2, [call(1)]))]
+
+
+STOP = "rank 3's process 1003 is stopped (SIGSTOP, or a debugger): kill -CONT 1003 on host a" + FOR_IT
+STAYS = "rank 1 in all_reduce #41 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432, a.py:30), gave up after 5.0 s, which "
+LIVING = {
+    "stopped": Case([*three_wait(), behind(3, 4, state=STOPPED)], "stopped tp3: " + STOP),
+    "stopped inside": Case([*three_wait(), waiting(3, 4, state=STOPPED)], "stopped tp3: " + STOP.partition(";")[0]),
+    "who waits for the stopped": Case(waits_for(STOPPED), "stopped dp1: rank 1 (rank 9 of the launch)'s process"),
+    "a communicator that has ended on one rank": Case(
+        [
+            *three_wait(),
+            process(3, comm(3, 4, [call(40)], ended="destroyed", ended_site="/home/me/t.py:9", ended_at=NOW - 4.2)),
+        ],
+        "left tp3: rank 3's comm 'tp' was destroyed at t.py:9 4.2 s ago; "
+        f"3 ranks have waited 12.3 s in {WHERE}, which it never entered.",
+        lines=["/home/me/t.py:9"],
+    ),
+    "one that has ended waits for nothing": Case(ended_comms(), "running: no rank is stuck"),
+    "a call that failed keeps the others waiting": Case(
+        [
+            process(0, comm(0, 3, [call(40), failed("NcclSystemError: the link broke", 2, site="/m/t.py:3")])),
+            waiting(1, 3),
+            waiting(2, 3),
+        ],
+        "failed tp0: rank 0's all_reduce #41 (comm 'tp', 3 ranks, BFLOAT16 x 33,554,432, t.py:3) raised "
+        "NcclSystemError: the link "
+        "broke 2.0 s ago; 2 ranks have waited 12.3 s there",
+        lines=["/m/t.py:3"],
+    ),
+    **{
+        f"ranks that gave up, {name}": Case(
+            [
+                *(process(r, comm(r, 3, [call(40), failed("NcclTimeout: no answer", 2.3)]), **end) for r in (0, 1)),
+                behind(2, 3),
+            ],
+            "missing tp2: rank 2 never entered all_reduce #41 (comm 'tp', 3 ranks, BFLOAT16 x 33,554,432); 2 "
+            "ranks gave up after "
+            "10.0 s.",
+        )
+        for name, end in (
+            ("alive", {}),
+            ("ended", {"state": DEAD, "end": "NcclTimeout: no answer", "end_at": NOW - 2}),
+        )
+    },
+    "who gave up in what the others have completed": Case(
+        [waiting(0, 2, 42), gave_up()], "stalled tp1: " + STAYS + "rank 0 completed: the network between", uid="u-tp"
+    ),
+    "the same after its end": Case(
+        [waiting(0, 2, 42), gave_up(state=DEAD, end=LOST, end_site="/m/a.py:30")],
+        "stalled tp1: " + STAYS + "rank 0 completed: the network between",
+        uid="u-tp",
+    ),
+    "all gave up though nobody was missing": Case(
+        [process(rank, comm(rank, 2, [call(40), failed(LOST, 0.5, age=5.5)])) for rank in range(2)],
+        "stalled: ranks 0 and 1 in all_reduce #41 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432), gave up after 5.0 "
+        "s, and nobody "
+        "is missing: the network between them",
+        uid="u-tp",
+    ),
+    "what a rank gave up in before its newest call": Case(
+        [
+            *three_wait(),
+            process(3, dp(0, failed(LOST, 390, 9, age=400)), comm(3, 4, [call(40, age=20)])),
+            process(9, dp(1, call(8))),
+        ],
+        "missing tp3: rank 3 never entered",
+    ),
+    "who is not in a split is not taken for its rank": Case(
+        [
+            process(0, comm(0, 3, [call(9), call(10, "barrier", INSIDE)])),
+            process(
+                1, comm(1, 3, [call(9)]), comm(1, 2, [call(2, "barrier", INSIDE)], uid="u-s", name="s", parent="u-tp")
+            ),
+        ],
+        "missing s0: nothing is known of rank 0 of comm 's'",
+    ),
+    "an old line has its age": Case(
+        [*three_wait(), behind(3, 4, where_at=NOW - 12)],
+        "missing tp3: rank 3 never entered",
+        "last completed #40; its main thread was in data.py:41 next_batch, seen 12.0 s ago",
+    ),
+    **{
+        f"not a line from before the newest call, {name}": Case(
+            [
+                *three_wait(),
+                process(3, comm(3, 4, [call(40, age=20, site="/m/train.py:7")]), **{"where": "/m/old.py:1 f", **line}),
+            ],
+            "missing tp3: rank 3 never entered",
+            "its last call was all_reduce #40 at train.py:7 20.0 s ago",
+            lines=["/m/train.py:7"],
+        )
+        for name, line in (("none", {"where": ""}), ("old", {"where_at": NOW - 30}))
+    },
+}
+
+
+@pytest.mark.parametrize("name", {**DEAD_RANKS, **LIVING})
+def test_what_is_said(name: str) -> None:
+    {**DEAD_RANKS, **LIVING}[name].check()
 
 
 def left_out_a_send(how: str, **end: Any) -> list[ProcessRecord]:
@@ -48,44 +298,12 @@ def test_a_call_that_others_made_fail_is_a_wait_until_its_process_has_ended_and_
     assert "rank 1: never called send to rank 2" in verdict.details
 
 
-def test_who_left_early_is_named_after_all_have_ended() -> None:
-    error = "NcclRemoteError: lost rank 1"
-    lost = [call(41, state=FAILED, error=error, age=3, returned=NOW - 2.9, site="/m/c.py:8")]
-    gone = {"state": DEAD, "end": error, "end_at": NOW - 2}
-    others = [process(rank, comm(rank, 3, [call(40), *lost]), **gone) for rank in (0, 2)]
-    verdict = judge([*others, behind(1, 3, state=DEAD, end="exit", end_at=NOW - 2.5)])
-    assert (verdict.kind, verdict.culprits) == ("dead", [("u-tp", 1)])
-    assert verdict.sentence.startswith("all 3 processes have ended: rank 1 exited by itself")
-
-
 def test_ranks_of_a_split_are_named_by_the_launch_too() -> None:
     calls = [call(1, "reduce", INSIDE, op=op, count=4, dtype="FLOAT32") for op in ("MAX", "SUM", "SUM")]
     child = [comm(rank, 3, [one], uid="u-s", name="s") for rank, one in enumerate(calls)]
     verdict = judge([process(launched, one) for launched, one in zip((2, 0, 3), child, strict=True)])
     assert verdict.sentence.startswith("rank 0 (rank 2 of the launch) calls reduce(count=4, FLOAT32, MAX) as #1")
     assert "ranks 1 and 2 (ranks 0 and 3 of the launch) call reduce(count=4, FLOAT32, SUM)" in verdict.details
-
-
-def test_who_is_not_in_a_split_is_not_taken_for_its_rank() -> None:
-    world = [comm(rank, 3, [call(9), call(10, "barrier", INSIDE)] if rank == 0 else [call(9)]) for rank in range(3)]
-    child = comm(1, 2, [call(2, "barrier", INSIDE)], uid="u-s", name="s", parent="u-tp")
-    verdict = judge([process(0, world[0]), process(1, world[1], child)])
-    assert verdict.kind == "missing" and "nothing is known of rank 0" in render(verdict)
-
-
-def test_what_an_old_line_says_is_told_with_its_age() -> None:
-    seen = behind(3, 4, where_at=NOW - 12)
-    assert "its main thread was in data.py:41 next_batch, seen 12.0 s ago" in judge([*three_wait(), seen]).details[0]
-    fresh = behind(3, 4, where_at=NOW - 1)
-    assert "its main thread is in data.py:41 next_batch" in judge([*three_wait(), fresh]).details[0]
-
-
-@pytest.mark.parametrize("line", [{"where": ""}, {"where_at": NOW - 30}])
-def test_a_line_from_before_the_newest_call_is_not_told(line: dict[str, Any]) -> None:
-    late = process(3, comm(3, 4, [call(40, age=20, site="/m/train.py:7")]), **{"where": "/m/old.py:1 f", **line})
-    verdict = judge([*three_wait(), late])
-    assert verdict.details[0].endswith("its last call was all_reduce #40 at train.py:7 20.0 s ago")
-    assert verdict.lines == ["/m/train.py:7"]
 
 
 def test_a_rank_that_its_stream_is_seen_to_hold_is_not_to_blame() -> None:
@@ -95,43 +313,3 @@ def test_a_rank_that_its_stream_is_seen_to_hold_is_not_to_blame() -> None:
     assert seen.kind == "stalled" and seen.sentence.startswith("rank 3 in all_reduce #40")
     held.waits_at = NOW - 10
     assert judge([*three_wait(), process(3, held, where="/m/x.py:1 f")]).culprits == [("u-tp", 3)]
-
-
-def test_a_message_that_has_arrived_is_not_taken_for_the_next_one() -> None:
-    """Rank 1 is in its second exchange; rank 0 still in its first one, whose other message does not come."""
-    both = [call(0, "send", INSIDE, peer=1, entry=1, group=1), call(0, "recv", INSIDE, peer=2, entry=2, group=1)]
-    second = call(0, "recv", INSIDE, 3, peer=0, entry=2, count=3)
-    peer = [call(0, "recv", peer=0, entry=1, completed=NOW - 9), second]
-    verdict = judge([process(0, comm(0, 3, both)), process(1, comm(1, 3, peer)), process(2, comm(2, 3, []))])
-    assert (verdict.kind, verdict.culprits) == ("unmatched", [("u-tp", 2)])
-
-
-def test_calls_that_differ_in_another_communicator_come_before_errors_in_this_one() -> None:
-    """All but rank 2 have completed their part of the reduce, and gave up in a call of all ranks, where it was lost."""
-    lost = call(41, state=FAILED, error="NcclRemoteError: lost rank 2", age=1, returned=NOW - 0.2)
-    records = []
-    for rank in range(3):
-        reduce = call(3, "reduce", root=0 if rank == 2 else 2, count=6, dtype="FLOAT32", site=f"/m/a.py:{rank}")
-        child = comm(rank, 3, [reduce], uid="u-s", name="s", parent="u-tp")
-        records.append(process(rank, comm(rank, 3, [call(40), lost] if rank < 2 else [call(40)]), child))
-    verdict = judge(records, uid="u-tp")
-    assert about(verdict, "u-tp", 1).startswith("rank 2 calls reduce(count=6, FLOAT32, SUM, root=0) at a.py:2 as #3")
-
-
-def test_messages_of_groups_are_not_compared_where_they_cannot_be_counted() -> None:
-    both = [call(0, "send", INSIDE, peer=1, entry=91, group=1), call(0, "recv", INSIDE, peer=2, entry=92, group=1)]
-    second = [call(0, "recv", INSIDE, 3, peer=0, entry=52, count=3, group=2)]
-    records = [process(0, comm(0, 3, both)), process(1, comm(1, 3, second)), process(2, comm(2, 3, []))]
-    assert judge(records).culprits == [("u-tp", 2)]
-    for one in (*both, *second):
-        one.group = 0
-    assert judge(records).kind == "mismatch"
-
-
-def test_what_another_rank_said_at_its_end_is_told_where_nothing_is_known() -> None:
-    gave_up = call(41, state=FAILED, error=DISAGREE, age=3, returned=NOW - 2)
-    end = "NcclInvalidUsage: rank 0 calls all_reduce(count=4) at a.py:9 as #41"
-    gone = process(2, comm(2, 3, [call(40), gave_up]), state=DEAD, end=end, end_at=NOW - 1, end_site="/m/a.py:7")
-    verdict = judge([waiting(1, 3), gone])
-    assert verdict.sentence.startswith("rank 2 left by NcclInvalidUsage at a.py:7 1.0 s ago: rank 0 calls all_reduce")
-    assert verdict.details[0].startswith("nothing is known of rank 0")

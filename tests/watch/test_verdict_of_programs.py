@@ -6,11 +6,13 @@ import dataclasses
 import random
 
 import pytest
-from watched import DEAD, STOPPED, Do, Played
+from watched import Do, Played
 
+from pynccl.watch.records import DEAD, STOPPED
 from pynccl.watch.verdict import Verdict, judge, render
 
 SIZE = 4
+DRAWN = random.Random(28)
 TP, PP, WORLD = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [0, 1, 2, 3]
 COMMS = {"tp0": TP[0], "tp1": TP[1], "pp0": PP[0], "pp1": PP[1], "world": WORLD}
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -34,14 +36,17 @@ def blamed(verdict: Verdict) -> set[int]:
     return {COMMS[uid[2:]][rank] for uid, rank in verdict.culprits}
 
 
-@pytest.mark.parametrize("seed", range(40))
+some_seeds = pytest.mark.parametrize("seed", DRAWN.sample(range(1_000_000), 12))
+
+
+@some_seeds
 def test_a_job_that_runs_to_its_end_has_no_culprit(seed: int) -> None:
     one = job(random.Random(seed))
     assert one.play()
     assert judge(one.records()).kind == "running"
 
 
-@pytest.mark.parametrize("seed", range(100))
+@some_seeds
 @pytest.mark.parametrize("state", ["late", "dead", "stopped"])
 def test_whoever_halts_is_blamed_in_any_program(seed: int, state: str) -> None:
     rng = random.Random(seed)
@@ -57,7 +62,7 @@ def test_whoever_halts_is_blamed_in_any_program(seed: int, state: str) -> None:
     assert verdict.lines == ["/job/data.py:7"]
 
 
-@pytest.mark.parametrize("seed", range(100))
+@some_seeds
 def test_whoever_makes_another_call_is_blamed_in_any_program(seed: int) -> None:
     rng = random.Random(seed)
     one = job(rng)
@@ -72,7 +77,7 @@ def test_whoever_makes_another_call_is_blamed_in_any_program(seed: int) -> None:
         assert blamed(verdict) == {rank}
 
 
-@pytest.mark.parametrize("seed", range(100))
+@some_seeds
 def test_whoever_swaps_two_communicators_is_blamed_in_any_program(seed: int) -> None:
     rng = random.Random(seed)
     one = job(rng)
@@ -86,7 +91,7 @@ def test_whoever_swaps_two_communicators_is_blamed_in_any_program(seed: int) -> 
     assert verdict.kind == "crossed" and rank in blamed(verdict), render(verdict)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@some_seeds
 def test_whoever_leaves_out_a_call_of_all_ranks_is_blamed(seed: int) -> None:
     rng = random.Random(seed)
     one = job(rng)

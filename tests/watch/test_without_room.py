@@ -18,7 +18,7 @@ from forks import Ended, Forks
 
 from pynccl.watch import folder, layout, recorder
 from pynccl.watch.reader import read_file
-from pynccl.watch.records import RUNNING, UNKNOWN
+from pynccl.watch.records import UNKNOWN
 from pynccl.watch.track import Identity, Track, uid_of
 
 WARNING = "the flight recorder goes on in memory alone"
@@ -84,32 +84,29 @@ def check(ended: list[Ended], path: str) -> None:
         assert path in one.err and "PYNCCL_WATCH_DIR" in one.err, one.err
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("variable", ["TMPDIR", "PYNCCL_WATCH_DIR"])
-def test_a_file_system_that_fills_up(forks: Forks, tmp_path: Path, small: Path, variable: str, ranks: int) -> None:
-    check(run(forks, tmp_path, "", ranks, **{variable: str(small)}), str(small))
-    left = [path for path in small.rglob("*") if path.is_file()]
-    assert left == []
-
-
-def test_a_file_system_that_is_full_from_the_beginning(forks: Forks, tmp_path: Path, small: Path) -> None:
-    with (small / "full").open("wb", buffering=0) as file:
-        os.posix_fallocate(file.fileno(), 0, os.statvfs(small).f_bavail * os.statvfs(small).f_bsize)
-    check(run(forks, tmp_path, "", 2, TMPDIR=str(small)), str(small))
-
-
-def test_a_limit_on_the_size_of_files(forks: Forks, tmp_path: Path) -> None:
+def test_a_file_system_that_fills_up_and_a_limit_on_the_size_of_files(
+    forks: Forks, tmp_path: Path, small: Path
+) -> None:
+    check(run(forks, tmp_path, "", 3, TMPDIR=str(small)), str(small))
+    assert [path for path in small.rglob("*") if path.is_file()] == []
     check(run(forks, tmp_path, "fsize", 2, PYNCCL_WATCH_DIR=str(tmp_path / "watch")), str(tmp_path / "watch"))
 
 
-@pytest.mark.parametrize("path", [OTHERS / "nowhere", Path("/etc/hostname"), Path("/dev/null/x")], ids=str)
-def test_a_folder_that_cannot_be_made(forks: Forks, tmp_path: Path, path: Path) -> None:
-    check(run(forks, tmp_path, "", 2, PYNCCL_WATCH_DIR=str(path)), str(path))
-
-
-def test_a_file_system_that_is_read_only(forks: Forks, tmp_path: Path, small: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-    check(run(forks, tmp_path, "", 2, PYNCCL_WATCH_DIR=str(small)), str(small))
+def test_a_file_system_that_is_full_or_read_only_and_a_folder_that_cannot_be_made(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (small / "full").open("wb", buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, os.statvfs(small).f_bavail * os.statvfs(small).f_bsize)
+    for path in (small, small, OTHERS / "nowhere", Path("/etc/hostname"), Path("/dev/null/x")):
+        monkeypatch.setenv("PYNCCL_WATCH_DIR", str(path))
+        with pytest.warns(RuntimeWarning, match=f"(?s){re.escape(str(path))}.*{WARNING}.*PYNCCL_WATCH_DIR") as said:
+            own = recorder.Recorder()
+        assert len(said) == 1 and own.path == ""
+        one = track(own)
+        one.leave(one.enter("all_reduce", (0, 0, 4, 7, 0)))
+        assert one.head == 1
+        if path == small:
+            subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
 
 
 def test_the_others_hear_of_an_error_all_the_same(forks: Forks, tmp_path: Path, small: Path) -> None:
@@ -174,24 +171,17 @@ def no_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_without_descriptors_a_communicator_is_recorded_in_memory(own: recorder.Recorder, no_descriptors: None) -> None:
+def test_without_descriptors_all_is_recorded_in_memory_and_no_process_is_taken_for_dead(
+    own: recorder.Recorder, tmp_path: Path, no_descriptors: None
+) -> None:
     with pytest.warns(RuntimeWarning, match="Too many open files"):
         one = track(own)
     one.leave(one.enter("all_reduce", (0, 0, 4, 7, 0)))
     assert one.head == 1 and not one.kept
-
-
-def test_without_descriptors_a_recorder_begins_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_descriptors: None
-) -> None:
-    monkeypatch.setenv("PYNCCL_WATCH_DIR", str(tmp_path))
     with pytest.warns(RuntimeWarning, match=f"{tmp_path}.*Too many open files"):
-        own = recorder.Recorder()
-    assert own.path == ""
-    assert track(own).memory.nbytes == layout.REGION_BYTES
-
-
-def test_without_descriptors_no_process_is_taken_for_dead(own: recorder.Recorder, no_descriptors: None) -> None:
+        other = recorder.Recorder()
+    assert other.path == ""
+    assert track(other).memory.nbytes == layout.REGION_BYTES
     assert folder.state_of(os.getpid(), 7) == UNKNOWN
     assert folder.alive(own.path)
 
@@ -219,7 +209,3 @@ def test_a_text_for_another_process_needs_no_room(own: recorder.Recorder) -> Non
     folder.tell(own.path, "é" * 10_000)
     assert own.told() == "é" * 2047
     assert os.listdir(os.path.dirname(own.path)) == [os.path.basename(own.path)]
-
-
-def test_the_state_of_this_process_is_known() -> None:
-    assert folder.state_of(os.getpid(), folder.started()) == RUNNING

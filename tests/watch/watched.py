@@ -6,17 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pynccl.watch.records import (
-    COMPLETED,
-    DEAD,
-    INSIDE,
-    ISSUED,
-    RUNNING,
-    STOPPED,
-    CallRecord,
-    CommRecord,
-    ProcessRecord,
-)
+from pynccl.watch.records import COMPLETED, FAILED, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
+from pynccl.watch.verdict import judge, render
 
 NOW = 1_000_000.0
 
@@ -33,6 +24,11 @@ def call(
     if operation in ("send", "recv", "finalize", "check"):
         values["entry"], number = number or 1, 0
     return CallRecord(number=number, operation=operation, **{**values, **more})
+
+
+def failed(error: str, returned: float, number: int = 41, operation: str = "all_reduce", **more: Any) -> CallRecord:
+    """A call that raised so many seconds ago."""
+    return call(number, operation, FAILED, error=error, returned=NOW - returned, **more)
 
 
 def comm(
@@ -81,6 +77,37 @@ def ring(size: int) -> list[ProcessRecord]:
         process(r, comm(r, size, [call(0, "recv", INSIDE, peer=(r - 1) % size, site="/m/ring.py:3")]))
         for r in range(size)
     ]
+
+
+def three_wait(**more: Any) -> list[ProcessRecord]:
+    """Three of four ranks, which are inside all_reduce #41 of 'tp'."""
+    return [waiting(rank, 4, **more) for rank in range(3)]
+
+
+class Case:
+    """Records, and what is said of them.
+
+    said   kind, culprits, and with what the text begins: "missing tp3 dp0: ranks ..." blames rank 3 of 'tp' and rank 0
+           of 'dp'; also: what else is in the text
+    lines  the lines of code to blame; None: not compared
+    more   for judge()"""
+
+    def __init__(
+        self, records: Sequence[ProcessRecord], said: str, *also: str, lines: Sequence[str] | None = None, **more: Any
+    ) -> None:
+        self.records, self.said, self.also, self.lines, self.more = [*records], said, also, lines, more
+
+    def check(self) -> None:
+        verdict = judge(self.records, **self.more)
+        text = render(verdict)
+        head, _, says = self.said.partition(": ")
+        kind, *who = head.split()
+        assert text.startswith(says), text
+        blamed = [f"{uid.removeprefix('u-')}{rank}" for uid, rank in verdict.culprits]
+        assert (verdict.kind, sorted(blamed)) == (kind, sorted(who)), text
+        for part in self.also:
+            assert part in text, text
+        assert self.lines is None or sorted(verdict.lines) == sorted(self.lines), verdict.lines
 
 
 @dataclass
@@ -172,20 +199,3 @@ class Played:
         return process(
             rank, *comms, where="/job/data.py:7 next_batch" if rank in self.halted else "/job/train.py:1 step"
         )
-
-
-__all__ = [
-    "COMPLETED",
-    "DEAD",
-    "INSIDE",
-    "ISSUED",
-    "NOW",
-    "RUNNING",
-    "STOPPED",
-    "Do",
-    "Played",
-    "behind",
-    "call",
-    "comm",
-]
-__all__ += ["process", "waiting"]
