@@ -260,21 +260,3 @@ def test_anchor_under_torch_func(ranks: RankPool) -> None:
         torch.testing.assert_close(tangent, torch.func.jvp(gradient, (xs,), (xs,))[1][rank])
         torch.testing.assert_close(samples, torch.stack([gradient(xs)[rank], gradient(2 * xs)[rank]]))
         torch.testing.assert_close(forward, twice[rank])
-
-
-def compiled(comm: Communicator) -> list[float]:
-    torch._dynamo.reset()
-
-    def f(x: Tensor) -> Tensor:
-        y = ad.all_gather(x, comm, grad="sum")
-        return (y**2).sum() if comm.rank == 0 else ad.anchor(x.sum(), y + float("inf"), y.to(torch.int64))
-
-    x = torch.full((2,), comm.rank + 1.0, requires_grad=True)
-    loss = torch.compile(f, fullgraph=True, backend="aot_eager")(x)
-    loss.backward()
-    assert x.grad is not None
-    return [loss.item(), *x.grad.tolist()]
-
-
-def test_anchor_compiles_to_one_graph(ranks: RankPool) -> None:
-    assert ranks.run(2, compiled) == [[10.0, 2.0, 2.0], [4.0, 5.0, 5.0]]

@@ -77,32 +77,6 @@ def test_halos_may_have_a_width_of_their_own_on_every_rank(ranks: RankPool, n: i
     ranks.run(n, check_halos)
 
 
-def wrong_halos(comm: Communicator) -> list[str]:
-    x = torch.ones(6, 2)
-    messages = []
-    for halo in ([(0, 1)], [(0, 1), (1, -1)], [(0, 1), 2], "ab", [(0, 5), (5, 0)], (1, 2, 3), -1):
-        with pytest.raises((ValueError, TypeError)) as caught:
-            ad.halo_exchange(x, comm, 0, halo)
-        messages.append(str(caught.value))
-    comm.barrier()
-    return messages
-
-
-def test_wrong_halos_are_named_on_every_rank(ranks: RankPool) -> None:
-    expected = [
-        "halo is [(0, 1)], expected a pair (left, right) for each of 2 ranks",
-        "halo is [(0, 1), (1, -1)]",
-        "halo is [(0, 1), 2], expected a width, or a pair (left, right) of them, or a list of such pairs",
-        "halo is 'ab', expected a width",
-        "of which 1 are the interior; expected widths >= 0, and an interior of at least 5",
-        "halo is (1, 2, 3), expected a width",
-        "halo is -1 and dimension 0",
-    ]
-    for messages in ranks.run(2, wrong_halos):
-        for text, message in zip(expected, messages, strict=True):
-            assert text in message
-
-
 # One list of splits
 
 

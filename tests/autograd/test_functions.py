@@ -91,6 +91,25 @@ def test_all_to_all_with_counts_per_peer_along_one_dimension(ranks: RankPool, n:
     ranks.run(n, counts_per_peer, dim)
 
 
+def a_cut_line(comm: Communicator) -> None:
+    """Convolution of a line that is cut unevenly, by halos, equals that of the whole line; gradient too."""
+    sizes = [3 + 2 * r for r in range(comm.size)]
+    whole = torch.randn(1, 1, sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    kernel = torch.randn(1, 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    reference = whole.clone().requires_grad_()
+    expected = torch.nn.functional.conv1d(torch.nn.functional.pad(reference, (1, 1)), kernel)
+    (expected**2).sum().backward()
+    own = whole.split(sizes, 2)[comm.rank].clone().requires_grad_()
+    y = torch.nn.functional.conv1d(ad.halo_exchange(torch.nn.functional.pad(own, (1, 1)), comm, 2, 1), kernel)
+    (y**2).sum().backward()
+    torch.testing.assert_close(y.detach(), expected.detach().split(sizes, 2)[comm.rank], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(own.grad, reference.grad.split(sizes, 2)[comm.rank], rtol=1e-12, atol=1e-12)
+
+
+def test_halos_make_a_convolution_of_a_cut_line_equal_that_of_the_whole(ranks: RankPool) -> None:
+    ranks.run(3, a_cut_line)
+
+
 def types(comm: Communicator) -> None:
     n, r = comm.size, comm.rank
     flags = torch.tensor([True, r == 0])
@@ -189,6 +208,15 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no edge": (lambda x, c: ad.permute(x, c, [3]), "edge 3 is none, expected a pair"),  # type: ignore[list-item]
     "peer": (lambda x, c: ad.send_recv(x, c, target=9), "target is 9"),
     "halo": (lambda x, c: ad.halo_exchange(x, c, 0, 3), "of which 0 are the interior"),
+    "halo of one": (
+        lambda x, c: ad.halo_exchange(x, c, 0, [(0, 1)]),
+        "expected a pair (left, right) for each of 2 ranks",
+    ),
+    "halos, mixed": (
+        lambda x, c: ad.halo_exchange(x, c, 0, [(0, 1), 2]),
+        "expected a width, or a pair (left, right) of",
+    ),
+    "halos, own": (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 5), (5, 0)]), "an interior of at least 5"),
     "halo, sign": (lambda x, c: ad.halo_exchange(x, c, 0, (-1, 1)), "halo is (-1, 1)"),
     "dim": (lambda x, c: ad.all_gather(x, c, 2, grad="sum"), "dim is 2, but the tensor has shape (6, 2)"),
     "op": (lambda x, c: ad.all_reduce(x, c, "median", grad="sum"), "op is 'median', expected"),
@@ -201,7 +229,7 @@ def wrong(comm: Communicator) -> dict[str, str]:
     x = torch.ones(6, 2, requires_grad=True)
     messages = {}
     for name, (call, _) in WRONG.items():
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises((ValueError, TypeError)) as caught:
             call(x, comm)
         messages[name] = str(caught.value)
     with pytest.raises(TypeError, match="complex"):

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import (
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl_autograd import recompute
 
 Region = Callable[..., Any]
 Checkpoint = Callable[..., Any]  # (region, *args)
@@ -94,17 +93,6 @@ def started_before(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Ten
     return checkpoint(region, checkpoint(region, x))
 
 
-def waited_for_after(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
-    handles: list[ad.Work] = []
-
-    def region(x: Tensor) -> Tensor:
-        handles.append(ad.start(ad.all_reduce, x * w, comm, grad="sum"))
-        return uneven(x * 2, comm)
-
-    y = checkpoint(region, x)
-    return uneven(handles[0].wait() + y, comm)
-
-
 def partitioned(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
     layer = ad.AllSumReduce(ad.CartesianPartition(comm, (comm.size,)), (0,))
 
@@ -123,7 +111,6 @@ PROGRAMS: dict[str, Program] = {
         nested,
         started_inside,
         started_before,
-        waited_for_after,
         partitioned,
     )
 }
@@ -177,20 +164,6 @@ def gradients_of(comm: Communicator, program: Program) -> list[list[Tensor]]:
 
 def test_gradients_are_those_without_a_checkpoint(ranks: RankPool) -> None:
     ranks.run(2, gradients)
-
-
-def test_a_token_is_asked_for_by_the_innermost_hooks() -> None:
-    assert recompute.save_token() is None
-    asked: list[str] = []
-
-    def hooks(name: str) -> saved_tensors_hooks:
-        return saved_tensors_hooks(lambda t: t, lambda t: (asked.append(name), t)[1])  # type: ignore[func-returns-value]
-
-    with hooks("outer"), hooks("inner"):
-        kept = recompute.save_token()
-    assert kept is not None
-    kept()
-    assert asked == ["inner"]
 
 
 def reentrant(comm: Communicator) -> float:

@@ -44,23 +44,6 @@ def test_max_min_and_prod_have_second_derivatives_also_at_zeros(ranks: RankPool,
         assert len(errors) == 4 and max(errors) <= 1
 
 
-def several_inputs(comm: Communicator) -> float:
-    """A function of a user: a row-parallel matmul of inputs whose sizes differ by rank, and a complex one."""
-    generator = torch.Generator().manual_seed(comm.rank)
-    x = torch.randn(2, comm.rank + 1, dtype=torch.float64, generator=generator)
-    w = torch.randn(comm.rank + 1, 3, dtype=torch.float64, generator=generator)
-    z = torch.randn(3, dtype=torch.complex128, generator=generator)
-
-    def fn(x: Tensor, w: Tensor, z: Tensor) -> Tensor:
-        return ad.all_reduce((x @ w).sin() * z, comm, grad="sum")
-
-    return ad.testing.check_gradients(fn, (x, w, z), comm)
-
-
-def test_users_functions_of_several_inputs(ranks: RankPool) -> None:
-    assert max(ranks.run(3, several_inputs)) <= 1
-
-
 check, adjoint = ad.testing.check_gradients, ad.testing.check_adjoint
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from pynccl_autograd import torch_internals
@@ -52,22 +51,6 @@ def test_types_of_traced_tensors_have_the_names_that_are_looked_for() -> None:
     assert not torch_internals.is_traced(torch.ones(2)) and not torch_internals.is_tracing()
 
 
-def test_a_batch_of_torchs_old_vmap_has_no_storage() -> None:
-    seen: list[bool] = []
-
-    def note(g: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_internals.has_storage(g))
-        return g
-
-    x = torch.ones(3, requires_grad=True)
-    y = x * 2
-    y.register_hook(note)
-    torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
-    for t in (torch.ones(2), torch.empty(0)):
-        note(t)
-    assert seen == [False, True, True]
-
-
 def test_a_reshaped_tensor_is_no_view() -> None:
     x = torch.arange(6.0, requires_grad=True)
     y = torch_internals.reshaped(x * 1, (2, 3))
@@ -75,25 +58,6 @@ def test_a_reshaped_tensor_is_no_view() -> None:
     y += 1
     y.sum().backward()
     assert y.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]] and x.grad is not None
-
-
-def test_levels_of_forward_mode_are_seen() -> None:
-    def levels() -> tuple[bool, bool]:
-        return torch_internals.in_forward_mode(), torch_internals.forward_mode_is_on()
-
-    assert not torch_internals.in_forward_mode()
-    with forward_ad.dual_level():
-        assert levels() == (True, True)
-        with torch_internals.forward_mode(False):
-            assert levels() == (True, False)
-    inside: list[Any] = []
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        inside.append(levels())
-        return x
-
-    torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
-    assert inside == [(True, True)]
 
 
 def test_regions_of_checkpoints_are_known_by_what_their_hooks_close_over() -> None:
@@ -122,25 +86,6 @@ def test_regions_of_checkpoints_are_known_by_what_their_hooks_close_over() -> No
     y.sum().backward()
     assert found[0][0][0] is region and found[0][0][1] != number  # of another backward pass
     assert torch_internals.checkpointed_regions() == []
-
-
-def test_regions_of_reentrant_checkpoints_are_known_by_the_context_of_their_function() -> None:
-    found: list[Any] = []
-
-    def region(x: torch.Tensor) -> torch.Tensor:
-        found.append(torch_internals.checkpointed_regions())
-        return x.sin()
-
-    x = torch.ones(2, requires_grad=True)
-    ys = [checkpoint(region, x, use_reentrant=True) for _ in range(2)]
-    ((first, none),), ((second, _),) = found
-    assert none is None and first is not second
-    del found[:]
-    ys[0].sum().backward()
-    ((again, number),) = found[0]
-    assert again is first and number >= 0
-    with torch.no_grad():
-        assert torch_internals.checkpointed_regions() == []
 
 
 def test_the_end_and_the_number_of_a_backward_pass_are_known() -> None:

@@ -288,13 +288,18 @@ def cotangents(ys: Sequence[Tensor], seed: int, equal: bool) -> Outputs:
     return [made[0].clone() for _ in made] if equal else made
 
 
-STARTED = ("all_reduce", "copy", "reduce_scatter", "all_gather", "split", "broadcast", "reduce", "scatter", "gather")
-STARTED += ("all_to_all", "permute", "halo_exchange")
+FUNCTIONS = ("all_reduce", "copy", "reduce_scatter", "all_gather", "split", "broadcast", "reduce", "scatter", "gather")
+FUNCTIONS += ("all_to_all", "permute", "halo_exchange")
+
+
+def otherwise(operation: Operation, x: Tensor, comm: Any, case: Case, way: Callable[[Any], Any]) -> Any:
+    """The same call where each function of the package is way(function): its plan, or ad.start of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in FUNCTIONS:
+            patch.setattr(ad, name, way(getattr(ad, name)))
+        return operation.call(x, comm, case)
 
 
 def start(operation: Operation, x: Tensor, comm: Any, case: Case) -> Any:
-    """The handle of the same call by ad.start."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in STARTED:
-            patch.setattr(ad, name, partial(ad.start, getattr(ad, name)))
-        return operation.call(x, comm, case)
+    """The handle of ad.start."""
+    return otherwise(operation, x, comm, case, lambda function, start=ad.start: partial(start, function))
