@@ -1,119 +1,70 @@
-"""start and wait: the same results and gradients as the synchronous functions, in the order that overlap needs."""
+"""start and wait: results and gradients of the synchronous functions, wherever wait() is called and however often."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from ranks import RankPool, each_size
-from semantics import OPERATIONS, Case, tensors
+from ranks import RankPool
+from semantics import OPERATIONS, Case, start, tensors
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl_autograd import work
 
-CALLS: dict[str, Any] = {
-    "all_reduce sum": (ad.all_reduce, {"grad": "sum"}),
-    "all_reduce avg": (ad.all_reduce, {"op": "avg", "grad": "replicated"}),
-    "all_reduce premul": (ad.all_reduce, {"op": ad.PreMul(0.5), "grad": "sum"}),
-    "copy": (ad.copy, {}),
-    "reduce_scatter avg": (ad.reduce_scatter, {"dim": 1, "op": "avg"}),
-    "all_gather": (ad.all_gather, {"dim": 2, "grad": "sum"}),
-    "split": (ad.split, {"dim": 1}),
-    "broadcast": (ad.broadcast, {"root": 1, "grad": "sum"}),
-    "reduce": (ad.reduce, {"root": 1}),
-    "scatter": (ad.scatter, {"root": 1, "dim": 1}),
-    "gather": (ad.gather, {"root": 0, "dim": 1}),
-    "all_to_all": (ad.all_to_all, {"split_dim": 1, "concat_dim": 0}),
-    "permute": (ad.permute, {"edges": [(0, 1), (1, 0), (0, 0)]}),
-    "halo_exchange": (ad.halo_exchange, {"dim": 2, "halo": 1}),
-}
+LINEAR = {name: operation for name, operation in OPERATIONS.items() if operation.linear}
 
 
-def same_as_synchronous(comm: Communicator) -> list[str]:
-    """Output, first and second derivatives, bit by bit."""
-    for name, (operation, options) in CALLS.items():
-        x = torch.randn(3, 12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
+def same_as_synchronous(comm: Communicator) -> None:
+    """Output, first and second derivatives, bit by bit; of uneven slices where there are slices."""
+    for name, operation in LINEAR.items():
+        case = Case(comm.size, uneven="uneven" not in operation.cannot)
         found = []
         for asynchronous in (False, True):
-            leaf = x.clone().requires_grad_()
+            leaf = tensors(operation, case, 1)[comm.rank].requires_grad_()
             if asynchronous:
-                handle = ad.start(operation, leaf * 2, comm, **options)
+                handle = start(operation, leaf * 2, comm, case)
                 y = handle.wait()
                 assert handle.wait() is y
             else:
-                y = operation(leaf * 2, comm, **options)
+                y = operation.call(leaf * 2, comm, case)
             (dx,) = torch.autograd.grad((y**3).sum(), leaf, create_graph=True)
             (ddx,) = torch.autograd.grad((dx**2).sum(), leaf)
             found.append((y.detach(), dx.detach(), ddx))
         for kind, now, later in zip(("output", "gradient", "second derivative"), *found, strict=True):
             assert torch.equal(now, later), f"{name}, {kind}"
-    return list(CALLS)
 
 
-@each_size
-def test_results_and_derivatives_of_any_order_equal_the_synchronous_ones(ranks: RankPool, n: int) -> None:
-    assert ranks.run(n, same_as_synchronous) == [list(CALLS)] * n
-
-
-class Recorded(torch.autograd.Function):
-    """The identity; notes in a list when its backward runs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, log: list[str], name: str) -> Tensor:
-        ctx.log, ctx.name = log, name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        ctx.log.append(ctx.name)
-        return g, None, None
+@pytest.mark.parametrize("n", [2, 4])
+def test_results_and_derivatives_equal_the_synchronous_ones(ranks: RankPool, n: int) -> None:
+    ranks.run(n, same_as_synchronous)
 
 
 def order_of_backward(comm: Communicator) -> list[str]:
     """What runs while the adjoint is under way: the work between start and wait, backwards."""
-    from pynccl_autograd import work
-
     log: list[str] = []
     launch, result = work._Pending.launch, work._Pending.result
-
-    def logged_launch(pending: Any, x: Tensor) -> None:
-        log.append(f"launch {pending.function.name}")
-        launch(pending, x)
-
-    def logged_result(pending: Any) -> Tensor:
-        log.append(f"result {pending.function.name}")
-        return result(pending)
-
-    work._Pending.launch, work._Pending.result = logged_launch, logged_result  # type: ignore
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work._Pending, "launch", lambda p, x: (log.append(f"launch {p.function.name}"), launch(p, x))[1])
+        patch.setattr(work._Pending, "result", lambda p: (log.append(f"result {p.function.name}"), result(p))[1])
         x = torch.randn(2, 3, requires_grad=True)
         handle = ad.start(ad.all_gather, x, comm, grad="sum")
-        between = Recorded.apply(x * 2, log, "between")
+        between = x * 2
+        between.register_hook(lambda g: log.append("between"))
         y = handle.wait()
         (y.sum() + between.sum()).backward()
-    finally:
-        work._Pending.launch, work._Pending.result = launch, result  # type: ignore
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, comm.size + 2.0))
     return log
 
 
 def test_the_adjoint_starts_before_the_backward_of_the_work_between_and_is_waited_for_after_it(ranks: RankPool) -> None:
-    assert (
-        ranks.run(2, order_of_backward)
-        == [
-            [
-                "launch all_gather",
-                "result all_gather",
-                "launch reduce_scatter",
-                "between",
-                "result reduce_scatter",
-            ]
-        ]
-        * 2
-    )
+    forward, backward = ["launch all_gather", "result all_gather"], ["launch reduce_scatter", "result reduce_scatter"]
+    assert ranks.run(2, order_of_backward) == [[*forward, backward[0], "between", backward[1]]] * 2
 
 
 def several_under_way(comm: Communicator) -> None:
@@ -132,50 +83,31 @@ def several_under_way(comm: Communicator) -> None:
         assert [x.grad.tolist()[0] for x in xs] == expected
 
 
-@each_size
-def test_several_may_be_under_way_and_waited_for_in_any_order(ranks: RankPool, n: int) -> None:
-    ranks.run(n, several_under_way)
-
-
-def one_side_needs_a_gradient(comm: Communicator) -> float:
-    x = torch.ones(2, requires_grad=comm.rank == 0)
-    y = ad.start(ad.all_reduce, x, comm, grad="sum").wait()
-    y.sum().backward()
-    return float(x.grad.sum()) if x.grad is not None else 0.0
-
-
-def test_every_rank_enters_the_backward_whatever_needs_a_gradient_there(ranks: RankPool) -> None:
-    assert ranks.run(3, one_side_needs_a_gradient) == [6.0, 0.0, 0.0]
-
-
-def never_waited_for(comm: Communicator) -> list[float]:
-    handle = ad.start(ad.all_reduce, torch.ones(3), comm, grad="sum")
-    del handle
-    return ad.all_reduce(torch.ones(1), comm, grad="sum").tolist()
-
-
-def test_a_handle_may_be_dropped(ranks: RankPool) -> None:
-    assert ranks.run(2, never_waited_for) == [[2.0]] * 2
+def test_several_may_be_under_way_and_waited_for_in_any_order(ranks: RankPool) -> None:
+    ranks.run(2, several_under_way)
 
 
 def unsupported(comm: Communicator) -> list[str]:
-    x = torch.ones(2)
+    x = torch.ones(2 * comm.size + 1)
     messages = []
-    for error, call in (
-        (NotImplementedError, lambda: ad.start(ad.all_reduce, x, comm, "max", grad="sum")),
-        (TypeError, lambda: ad.start(torch.sum, x)),
-    ):
-        with pytest.raises(error) as caught:
+    calls: list[Callable[[], object]] = [
+        lambda: ad.start(ad.all_reduce, x, comm, "max", grad="sum"),
+        lambda: ad.start(torch.sum, x),
+        lambda: ad.start(ad.reduce_scatter, x, comm),
+    ]
+    for call in calls:
+        with pytest.raises((NotImplementedError, TypeError, ValueError)) as caught:
             call()
         messages.append(str(caught.value))
     comm.barrier()  # nothing was launched
     return messages
 
 
-def test_what_cannot_run_asynchronously_raises(ranks: RankPool) -> None:
-    for extremum, no_collective in ranks.run(2, unsupported):
+def test_errors_come_from_start(ranks: RankPool) -> None:
+    for extremum, no_collective, rows in ranks.run(2, unsupported):
         assert "ad.all_reduce" in extremum and "max" in extremum
         assert "no collective of pynccl_autograd" in no_collective
+        assert "not divisible by 2 ranks" in rows
 
 
 def within_levels(comm: Communicator) -> list[list[float]]:
@@ -201,37 +133,117 @@ def test_within_forward_mode_and_torch_func_it_is_done_at_once(ranks: RankPool) 
         assert vmap == [1.0 + 4] * 2
 
 
-def one_rank(comm: Communicator) -> None:
-    alone = comm.split(comm.rank)
-    x = torch.ones(3, requires_grad=True)
-    y = ad.start(ad.all_reduce, x, alone, grad="sum").wait()
-    y.sum().backward()
-    assert x.grad.tolist() == [1.0] * 3 and y.data_ptr() != x.data_ptr()
-    alone.destroy()
+# Where wait() is called
 
 
-def test_one_rank(ranks: RankPool) -> None:
-    ranks.run(2, one_rank)
+def under_no_grad(handle: ad.Work) -> Tensor:
+    with torch.no_grad():
+        return handle.wait()
 
 
-def uneven(comm: Communicator) -> None:
-    case = Case(comm.size, uneven=True)
-    operation = OPERATIONS["all_gather"]
-    xs = tensors(operation, case, 1)
-    y = ad.start(ad.all_gather, xs[comm.rank], comm, grad="sum", splits=case.splits()).wait()
-    assert torch.equal(y.detach(), torch.cat(xs))
+def under_inference_mode(handle: ad.Work) -> Tensor:
+    with torch.inference_mode():
+        return handle.wait()
 
 
-def test_uneven_splits(ranks: RankPool) -> None:
-    ranks.run(3, uneven)
+def in_a_thread(handle: ad.Work) -> Tensor:
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: under_no_grad(handle), range(2))
+    assert first is second
+    return first
 
 
-def wrong_input(comm: Communicator) -> str:
-    with pytest.raises(ValueError) as caught:
-        ad.start(ad.reduce_scatter, torch.ones(2 * comm.size + 1), comm)
-    return str(caught.value)
+def in_a_checkpoint(reentrant: bool) -> Callable[[ad.Work], Tensor]:
+    def wait(handle: ad.Work) -> Tensor:
+        x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        y: Tensor = checkpoint(lambda x: handle.wait().sin() + x, x, use_reentrant=reentrant)
+        assert y.requires_grad
+        return handle.wait()
+
+    return wait
 
 
-def test_errors_come_from_start(ranks: RankPool) -> None:
-    for text in ranks.run(2, wrong_input):
-        assert "not divisible by 2 ranks" in text
+def within_torch_func(handle: ad.Work) -> Tensor:
+    """Once it was waited for outside; before that, it raises."""
+
+    def f(t: Tensor) -> Tensor:
+        return (handle.wait() * t).sum()
+
+    one = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="wait outside"):
+        torch.func.grad(f)(one)
+    y = handle.wait()
+    assert torch.equal(torch.func.grad(f)(one), y)
+    return y
+
+
+def within_a_hook(handle: ad.Work) -> Tensor:
+    """In the backward pass of something else, where no graph is recorded."""
+    x = torch.ones(1, requires_grad=True)
+    found: list[Tensor] = []
+    x.register_hook(lambda g: found.append(handle.wait()))
+    x.sum().backward()
+    return found[0]
+
+
+WAITS: dict[str, Callable[[ad.Work], Tensor]] = {
+    "no_grad": under_no_grad,
+    "inference_mode": under_inference_mode,
+    "thread": in_a_thread,
+    "checkpoint": in_a_checkpoint(False),
+    "reentrant checkpoint": in_a_checkpoint(True),
+    "torch.func": within_torch_func,
+    "hook": within_a_hook,
+}
+
+
+def derivatives(comm: Communicator) -> None:
+    for way in WAITS:
+        now, later = derivatives_of(comm, way)
+        assert len(now) == 6 and all(torch.equal(a, b) for a, b in zip(now, later, strict=True)), way
+
+
+def derivatives_of(comm: Communicator, way: str) -> list[list[Tensor]]:
+    """First and second derivatives, twice, beside those of the synchronous operation."""
+    found = []
+    for asynchronous in (False, True):
+        x = torch.arange(3).double().add(comm.rank).requires_grad_()
+        if asynchronous:
+            handle = ad.start(ad.all_reduce, x * 2, comm, grad="sum")
+            y = WAITS[way](handle)
+            assert handle.wait() is y and handle.wait() is y
+        else:
+            y = ad.all_reduce(x * 2, comm, grad="sum")
+        assert y.requires_grad and not y.is_inference()
+        results = [y.detach()]
+        for _ in range(2):
+            (dx,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+            results += [dx.detach(), *torch.autograd.grad((dx**2).sum(), x, retain_graph=True)]
+        y.sum().backward()
+        assert x.grad is not None
+        found.append([*results, x.grad])
+    return found
+
+
+def test_the_gradient_does_not_depend_on_where_the_result_is_waited_for(ranks: RankPool) -> None:
+    ranks.run(2, derivatives)
+
+
+def kept_and_dropped(comm: Communicator) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        first = ad.start(ad.all_reduce, x, comm, grad="sum")
+    with torch.inference_mode():
+        second = ad.start(ad.all_reduce, x, comm, grad="sum")
+    y, z = first.wait(), second.wait()
+    assert y.tolist() == z.tolist() == [float(comm.size)] * 2
+    assert (y.requires_grad, z.requires_grad, z.is_inference()) == (False, False, True)
+    y = ad.start(ad.all_reduce, x * 2, comm, grad="sum").wait()
+    ad.start(ad.all_reduce, x * 3, comm, grad="sum")  # dropped before its result is there; its backward never entered
+    z = ad.start(ad.all_gather, y, comm, grad="replicated")
+    z.wait().sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [4.0] * 2
+
+
+def test_a_result_outlives_its_handle_and_has_the_gradient_that_start_recorded(ranks: RankPool) -> None:
+    ranks.run(2, kept_and_dropped)

@@ -174,20 +174,6 @@ def test_after_an_error_the_memory_is_safe_all_the_same(
     assert log == [*beginning("default"), *expected[where]]
 
 
-def test_what_was_launched_is_kept_until_it_is_done(log: list[str]) -> None:
-    class Buffer:
-        pass
-
-    handle = started(buffer := Buffer())
-    reference = weakref.ref(buffer)
-    del buffer
-    pending = handle._pending
-    assert pending is not None and [keep[1] for keep in pending._buffers] == [reference()]
-    assert not any("allocator" in line for line in log)  # which nobody has to tell of the side stream
-    handle.wait()
-    assert not pending._buffers
-
-
 def test_what_was_done_at_once_is_waited_for_by_other_streams(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank: there is no side stream, but still a stream on which the result was made."""
     alone = SimpleNamespace(size=1)

@@ -1,312 +1,249 @@
-"""Differentiable collectives: values against a single-process reference, adjoints, conventions, odd inputs."""
+"""What test_semantics.py does not hold: ties, NaN, zeros, scalars, counts per peer, types, one rank, bad arguments."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
 from ranks import RankPool, each_size
+from semantics import OPERATIONS, Case, tensors
 from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
 
 
-def inputs(n: int, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Every rank's input; integer-valued, so that sums are exact in any order."""
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(-8, 9, shape, generator=generator).to(dtype) for _ in range(n)]
+def gradient(y: Tensor, x: Tensor, g: Tensor | None = None) -> list[float]:
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y) if g is None else g)
+    return dx.tolist()
 
 
-def expect(found: Tensor, expected: Tensor, what: str) -> None:
-    assert found.shape == expected.shape and found.dtype == expected.dtype and torch.equal(found, expected), (
-        f"{what}: found {found}, expected {expected}"
-    )
-
-
-def gradient(y: Tensor, x: Tensor, g: Tensor) -> Tensor:
-    (dx,) = torch.autograd.grad(y, x, g)
-    return dx
-
-
-# Values and gradients
-
-
-def check_all_reduce(comm: Communicator) -> None:
-    n, r = comm.size, comm.rank
-    xs, gs = inputs(n, 3, 2), inputs(n, 3, 2)[::-1]
-    for op, scale in (("sum", 1), ("avg", n)):
-        x = xs[r].clone().requires_grad_()
-        y = ad.all_reduce(x, comm, op, grad="sum")
-        expect(y, sum(xs) / scale, op)
-        expect(gradient(y, x, gs[r]), sum(gs) / scale, f"{op}, gradient by sum")
-        y = ad.all_reduce(x, comm, op, grad="replicated")
-        expect(gradient(y, x, gs[0]), gs[0] / scale, f"{op}, replicated gradient")
-        expect(x.detach(), xs[r], "input")
-
-
-def check_reduce_scatter(comm: Communicator, dim: int) -> None:
-    n, r = comm.size, comm.rank
-    shape = [3, 5, 2]
-    shape[dim] = 2 * n
-    xs = inputs(n, *shape)
-    shape[dim] = 2
-    gs = inputs(n, *shape)
-    for op, scale in (("sum", 1), ("avg", n)):
-        x = xs[r].clone().requires_grad_()
-        y = ad.reduce_scatter(x, comm, dim, op)
-        expect(y, (sum(xs) / scale).chunk(n, dim)[r], op)
-        assert y.is_contiguous()
-        expect(gradient(y, x, gs[r]), torch.cat(gs, dim) / scale, f"{op}, gradient")
-
-
-def check_all_gather(comm: Communicator, dim: int) -> None:
-    n, r = comm.size, comm.rank
-    xs = inputs(n, 3, 1, 2)
-    y_shape = list(xs[0].shape)
-    y_shape[dim] *= n
-    gs = inputs(n, *y_shape)
-    x = xs[r].clone().requires_grad_()
-    y = ad.all_gather(x, comm, dim, grad="sum")
-    expect(y, torch.cat(xs, dim), "all_gather")
-    expect(gradient(y, x, gs[r]), sum(gs).chunk(n, dim)[r], "gradient by sum")
-    y = ad.all_gather(x, comm, dim, grad="replicated")
-    expect(gradient(y, x, gs[0]), gs[0].chunk(n, dim)[r], "replicated gradient")
-
-
-def check_copy_and_split(comm: Communicator, dim: int) -> None:
-    n, r = comm.size, comm.rank
-    shape = [2, 3, 4]
-    shape[dim] = 2 * n
-    x = inputs(1, *shape)[0].requires_grad_()
-    gs = inputs(n, *shape)
-    expect(gradient(ad.copy(x, comm), x, gs[r]), sum(gs), "copy, gradient")
-    parts = [g.chunk(n, dim)[0] for g in gs]
-    y = ad.split(x, comm, dim)
-    expect(y, x.detach().chunk(n, dim)[r], "split")
-    expect(gradient(y, x, parts[r]), torch.cat(parts, dim), "split, gradient")
+def ties_and_nan(comm: Communicator) -> tuple[list[float], list[float]]:
+    """Columns: all tie; all but rank 0 tie; NaN everywhere; NaN on rank 0, and on the others a number."""
+    nan, last = float("nan"), comm.rank == comm.size - 1
+    x = torch.tensor([2.0, 0.0 if comm.rank == 0 else 5.0, nan, 1.0 if last else 0.5], requires_grad=True)
+    y = ad.all_reduce(x, comm, "max", grad="sum")
+    return y.tolist(), gradient(y, x)
 
 
 @each_size
-def test_all_reduce_equals_the_sum_of_all_ranks_under_both_conventions(ranks: RankPool, n: int) -> None:
-    ranks.run(n, check_all_reduce)
+def test_the_cotangent_of_max_is_shared_among_ties_and_nan_matches_nan(ranks: RankPool, n: int) -> None:
+    for rank, (y, dx) in enumerate(ranks.run(n, ties_and_nan)):
+        assert y[:2] == [2.0, 5.0] and math.isnan(y[2]) and y[3] == 1.0
+        # n cotangents of 1 each, shared by those who attain the maximum.
+        assert dx == pytest.approx([1.0, 0.0 if rank == 0 else n / (n - 1), 1.0, n if rank == n - 1 else 0.0])
+
+
+def zeros_in_a_product(comm: Communicator) -> tuple[list[float], list[float]]:
+    """Columns: no zero; one, on rank 0; one on every rank; factors whose product overflows where the others' do not."""
+    first = comm.rank == 0
+    x = torch.tensor([2.0, 0.0 if first else 3.0, 0.0, 1e200 if comm.rank < 2 else 1.0], dtype=torch.float64)
+    x.requires_grad_()
+    y = ad.all_reduce(x, comm, "prod", grad="replicated")
+    return y.tolist(), gradient(y, x)
 
 
 @each_size
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_reduce_scatter_and_all_gather_work_along_any_dimension(ranks: RankPool, n: int, dim: int) -> None:
-    ranks.run(n, check_reduce_scatter, dim)
-    ranks.run(n, check_all_gather, dim)
+def test_the_gradient_of_a_product_divides_by_nothing(ranks: RankPool, n: int) -> None:
+    for rank, (y, dx) in enumerate(ranks.run(n, zeros_in_a_product)):
+        assert y == [2.0**n, 0.0, 0.0, math.inf]
+        huge = 1e200 if rank < 2 else math.inf
+        assert dx == [2.0 ** (n - 1), 3.0 ** (n - 1) if rank == 0 else 0.0, 0.0, huge]
 
 
-@each_size
-@pytest.mark.parametrize("dim", [0, -1])
-def test_copy_sums_gradients_and_split_gathers_them(ranks: RankPool, n: int, dim: int) -> None:
-    ranks.run(n, check_copy_and_split, dim)
+def scale_with_a_gradient(comm: Communicator) -> tuple[list[float], float, list[complex]]:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    s = torch.tensor(comm.rank + 1.0, requires_grad=True)
+    y = ad.all_reduce(x, comm, ad.PreMul(s), grad="replicated")
+    y.sum().backward()
+    z = ad.all_reduce(torch.ones(1, dtype=torch.complex64), comm, ad.PreMul(1j), grad="sum")
+    return x.grad.tolist(), float(s.grad), z.tolist()
 
 
-# Adjoints
+def test_premul_takes_tensors_that_get_a_gradient_and_complex_numbers(ranks: RankPool) -> None:
+    assert ranks.run(3, scale_with_a_gradient) == [([r + 1.0] * 2, 3.0, [3j]) for r in range(3)]
 
 
-def adjoint_errors(comm: Communicator) -> list[float]:
-    generator = torch.Generator().manual_seed(comm.rank)
-    x = torch.randn(3, 2 * comm.size, 5, dtype=torch.float64, generator=generator)
-    same = torch.randn(3, 2 * comm.size, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
-    errors = [
-        ad.testing.check_adjoint(lambda t: ad.all_reduce(t, comm, "sum", grad="sum"), x, comm),
-        ad.testing.check_adjoint(lambda t: ad.all_reduce(t, comm, "avg", grad="sum"), x, comm),
-        ad.testing.check_adjoint(lambda t: ad.all_reduce(t, comm, "sum", grad="replicated"), x, comm, replicated=True),
-        ad.testing.check_adjoint(lambda t: ad.all_reduce(t, comm, "avg", grad="replicated"), x, comm, replicated=True),
-        ad.testing.check_adjoint(lambda t: ad.reduce_scatter(t, comm, 1), x, comm),
-        ad.testing.check_adjoint(lambda t: ad.reduce_scatter(t, comm, 1, "avg"), x, comm),
-        ad.testing.check_adjoint(lambda t: ad.all_gather(t, comm, 2, grad="sum"), x, comm),
-        ad.testing.check_adjoint(lambda t: ad.all_gather(t, comm, 2, grad="replicated"), x, comm, replicated=True),
-    ]
-    # copy and split take a replicated input: on the product space, F x = (x, .., x) has the adjoint sum_q g_q.
-    errors += [
-        replicated_input_error(lambda t: ad.copy(t, comm), same, comm),
-        replicated_input_error(lambda t: ad.split(t, comm, 1), same, comm),
-    ]
-    return errors
-
-
-def replicated_input_error(fn, x: Tensor, comm: Communicator) -> float:
-    """|<F x, y> - <x, F* y>| for an input that is one logical value: counted once, the output on every rank."""
-    x = x.clone().requires_grad_()
-    fx = fn(x)
-    y = torch.randn(fx.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(comm.rank + 1))
-    dx = gradient(fx, x, y)
-    left = (fx.detach() * y).sum().reshape(1)
-    comm.all_reduce(left, left)
-    return float((left - (x.detach() * dx).sum()).abs() / (x.detach().norm() * dx.norm()))
-
-
-@each_size
-def test_every_operation_is_adjoint_to_its_backward_to_1e_12(ranks: RankPool, n: int) -> None:
-    for errors in ranks.run(n, adjoint_errors):
-        assert len(errors) == 10 and max(errors) <= 1e-12
-
-
-# Second derivatives, precision, odd inputs
-
-
-def second_derivatives(comm: Communicator) -> None:
-    """L = sum over ranks of sum(y**3) with y a collective of x; d/dx of <dL/dx, v> by hand on all ranks' data."""
+def counts_per_peer(comm: Communicator, dim: int) -> None:
+    """Rank s sends s + 2t + (s == t) rows to rank t, each row naming both; along one dimension."""
     n, r = comm.size, comm.rank
-    xs, vs = inputs(n, 2 * n, 3), inputs(n, 2 * n, 3)[::-1]
-    x = xs[r].clone().requires_grad_()
-    v = vs[r]
-    y = ad.all_reduce(x, comm, grad="sum")
-    (dx,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-    (ddx,) = torch.autograd.grad((dx * v).sum(), x)
-    total = sum(xs)
-    expect(dx.detach(), 3 * n * total**2, "all_reduce, first derivative")
-    expect(ddx, 6 * n * total * sum(vs), "all_reduce, second derivative")
-    y = ad.reduce_scatter(x, comm, 0)
-    (dx,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-    (ddx,) = torch.autograd.grad((dx * v).sum(), x)
-    expect(dx.detach(), 3 * total**2, "reduce_scatter, first derivative")
-    expect(ddx, 6 * total * sum(vs), "reduce_scatter, second derivative")
+
+    def rows(source: int, target: int) -> int:
+        return source + 2 * target + (source == target)
+
+    def part(source: int, target: int) -> Tensor:
+        shape = [3, 3]
+        shape[dim] = rows(source, target)
+        return torch.full(shape, 10.0 * source + target, dtype=torch.float64)
+
+    x = torch.cat([part(r, t) for t in range(n)], dim).requires_grad_()
+    sends, recvs = [rows(r, t) for t in range(n)], [rows(s, r) for s in range(n)]
+    y = ad.all_to_all(x, comm, dim, dim, send_splits=sends, recv_splits=recvs)
+    assert torch.equal(y.detach(), torch.cat([part(s, r) for s in range(n)], dim))
+    (dx,) = torch.autograd.grad(y, x, y.detach())
+    assert torch.equal(dx, x.detach())  # a permutation: the cotangent y goes back to x
 
 
-@each_size
-def test_second_derivatives_are_right(ranks: RankPool, n: int) -> None:
-    ranks.run(n, second_derivatives)
+@pytest.mark.parametrize(("n", "dim"), [(2, 1), (3, 0), (4, 1)])
+def test_all_to_all_with_counts_per_peer_along_one_dimension(ranks: RankPool, n: int, dim: int) -> None:
+    ranks.run(n, counts_per_peer, dim)
 
 
-def small_terms_lost(comm: Communicator) -> tuple[float, float, float]:
-    """Sums whose small terms bfloat16 drops one by one: 256, then 1 from each other rank, per reduction type."""
-    mine = 256.0 if comm.rank == 0 else 0.75
-    x = torch.full((comm.size, 2), mine, dtype=torch.bfloat16)
-    wide = ad.reduce_scatter(x, comm, reduce_dtype=torch.float32)
-    assert wide.dtype == torch.bfloat16
-    leaf = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    y = ad.all_gather(leaf, comm, grad="sum", reduce_dtype=torch.float32)
-    (dx,) = torch.autograd.grad(y, leaf, torch.full_like(y, mine))
-    total = ad.all_reduce(x, comm, grad="sum", reduce_dtype=torch.float32)
-    return float(wide[0, 0]), float(dx[0]), float(total[0, 0])
+def a_cut_line(comm: Communicator) -> None:
+    """Convolution of a line that is cut unevenly, by halos, equals that of the whole line; gradient too."""
+    sizes = [3 + 2 * r for r in range(comm.size)]
+    whole = torch.randn(1, 1, sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    kernel = torch.randn(1, 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    reference = whole.clone().requires_grad_()
+    expected = torch.nn.functional.conv1d(torch.nn.functional.pad(reference, (1, 1)), kernel)
+    (expected**2).sum().backward()
+    own = whole.split(sizes, 2)[comm.rank].clone().requires_grad_()
+    y = torch.nn.functional.conv1d(ad.halo_exchange(torch.nn.functional.pad(own, (1, 1)), comm, 2, 1), kernel)
+    (y**2).sum().backward()
+    torch.testing.assert_close(y.detach(), expected.detach().split(sizes, 2)[comm.rank], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(own.grad, reference.grad.split(sizes, 2)[comm.rank], rtol=1e-12, atol=1e-12)
 
 
-def test_reduce_dtype_sums_in_float32_and_rounds_once(ranks: RankPool) -> None:
-    expected = float(torch.tensor(256 + 3 * 0.75).bfloat16())
-    assert ranks.run(4, small_terms_lost) == [(expected,) * 3] * 4
+def test_halos_make_a_convolution_of_a_cut_line_equal_that_of_the_whole(ranks: RankPool) -> None:
+    ranks.run(3, a_cut_line)
 
 
-def odd_inputs(comm: Communicator) -> None:
+def types(comm: Communicator) -> None:
     n, r = comm.size, comm.rank
-    xs = inputs(n, 2 * n, 3)
-    # a cotangent of stride 0
-    x = xs[r].clone().requires_grad_()
-    ad.reduce_scatter(x, comm).sum().backward()
-    expect(x.grad, torch.ones_like(x), "gradient of a sum")
-    # non-contiguous input and cotangent
-    x = xs[r].clone().t().requires_grad_()
-    y = ad.all_gather(x, comm, 0, grad="sum")
-    expect(y, torch.cat([t.t() for t in xs]), "transposed input")
-    g = torch.ones(y.shape[::-1], dtype=y.dtype).t()
-    expect(gradient(y, x, g), torch.full_like(x, n), "transposed cotangent")
-    # 0-d, zero-size, integers
-    scalar = torch.tensor(float(r + 1), dtype=torch.float64, requires_grad=True)
-    y = ad.all_reduce(scalar, comm, grad="sum")
-    assert y.shape == () and float(y) == n * (n + 1) / 2
-    expect(gradient(y, scalar, torch.tensor(2.0, dtype=torch.float64)), torch.tensor(2.0 * n).double(), "0-d")
-    gathered = ad.all_gather(scalar, comm, grad="sum")
-    expect(gathered, torch.arange(1, n + 1, dtype=torch.float64), "0-d all_gather")
-    expect(gradient(gathered, scalar, torch.ones(n).double()), torch.tensor(float(n)).double(), "0-d all_gather")
-    empty = torch.zeros(0, 4, requires_grad=True)
-    for y in (
-        ad.all_reduce(empty, comm, grad="sum"),
-        ad.all_gather(empty, comm, grad="sum"),
-        ad.reduce_scatter(empty, comm),
+    flags = torch.tensor([True, r == 0])
+    assert ad.all_gather(flags, comm, grad="sum").tolist() == [q for s in range(n) for q in (True, s == 0)]
+    assert ad.broadcast(flags, comm, 0, grad="sum").tolist() == [True, True]
+    counts = torch.arange(3) + r
+    assert ad.all_reduce(counts, comm, "max", grad="sum").tolist() == [n - 1, n, n + 1]
+    conjugate = torch.tensor([1 + 2j]).conj()  # a lazy one
+    assert ad.all_reduce(conjugate, comm, grad="sum").tolist() == [n * (1 - 2j)]
+    negative = torch.tensor([1 + 2j]).conj().imag  # a lazy minus sign
+    assert ad.all_reduce(negative, comm, grad="sum").tolist() == [-2.0 * n]
+    half = torch.full((2,), 1 / 3, dtype=torch.float16, requires_grad=True)
+    y = ad.all_gather(half, comm, grad="sum", reduce_dtype=torch.float32)
+    assert torch.equal(y.detach(), half.detach().repeat(n)) and y.dtype == torch.float16  # copies: bit by bit
+    scalar = torch.tensor(r + 1.0, requires_grad=True)
+    for y, expected in (
+        (ad.all_reduce(scalar, comm, grad="sum"), torch.tensor(n * (n + 1) / 2)),
+        (ad.all_gather(scalar, comm, grad="sum"), torch.arange(1.0, n + 1)),
     ):
-        assert y.shape == (0, 4)
-        y.sum().backward()
-    expect(empty.grad, torch.zeros(0, 4), "gradient of nothing")
-    expect(ad.all_reduce(torch.arange(3), comm, grad="sum"), torch.arange(3) * n, "integers")
+        assert torch.equal(y.detach(), expected) and y.shape == expected.shape
+        assert gradient(y, scalar) == n
+    x = torch.full((n, 2), 256.0 if r == 0 else 0.75, dtype=torch.bfloat16)  # which bfloat16 drops one by one
+    assert ad.reduce_scatter(x, comm, reduce_dtype=torch.float32).unique().tolist() == [
+        float(torch.tensor(256 + (n - 1) * 0.75).bfloat16())
+    ]
 
 
-@each_size
-def test_strided_empty_scalar_and_integer_tensors_work(ranks: RankPool, n: int) -> None:
-    ranks.run(n, odd_inputs)
+def test_bool_integers_scalars_lazy_conjugates_and_small_floats(ranks: RankPool) -> None:
+    ranks.run(4, types)
 
 
-def bad_inputs(comm: Communicator) -> list[str]:
-    x = torch.ones(comm.size * 2 + 1, 2, requires_grad=True)
-    messages = []
-    for call in (
-        lambda: ad.reduce_scatter(x, comm),
-        lambda: ad.split(x, comm),
-        lambda: ad.all_gather(x, comm, 2, grad="sum"),
-        lambda: ad.all_reduce(x, comm, "median", grad="sum"),
-        lambda: ad.all_reduce(x, comm, grad="mean"),
-        lambda: ad.reduce_scatter(torch.tensor(1.0), comm),
-    ):
-        with pytest.raises(ValueError) as caught:
-            call()
-        messages.append(str(caught.value))
-    with pytest.raises(TypeError):
-        ad.all_reduce(x, comm)  # no convention
-    with pytest.raises(TypeError):
-        ad.all_gather(x, comm)
+def one_rank(comm: Communicator) -> list[str]:
+    alone = comm.split(comm.rank)
+    case = Case(1)
+    checked = []
+    for name, operation in OPERATIONS.items():
+        if name == "permute":
+            continue
+        x = tensors(operation, case, 1)[0].requires_grad_()
+        y = operation.call(x, alone, case)
+        assert torch.equal(y, operation.reference([x.detach()], case)[0]), name
+        assert name == "copy" or y.data_ptr() != x.data_ptr(), name
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        scale = -0.5 if name == "all_reduce premul" else 1.0
+        assert torch.equal(dx, torch.full_like(x, scale)), name
+        checked.append(name)
+    x = torch.tensor([1.0, math.inf], requires_grad=True)
+    assert ad.permute(x, alone, [(0, 0), (0, 0)]).tolist() == [2.0, math.inf]
+    assert ad.permute(x, alone, [(0, 0)]).tolist() == [1.0, math.inf]
+    assert ad.permute(x, alone, []).tolist() == [0.0, 0.0]
+    alone.destroy()
+    return checked
+
+
+def test_one_rank_gets_new_tensors_and_its_own_gradient(ranks: RankPool) -> None:
+    assert ranks.run(2, one_rank) == [[name for name in OPERATIONS if name != "permute"]] * 2
+
+
+def classes(comm: Communicator) -> None:
+    """The Functions themselves, for those who build on them."""
+    x = torch.full((2 * comm.size,), comm.rank + 1.0, requires_grad=True)
+    y = ad.ReduceScatter.apply(ad.AllReduce.apply(x, comm, "sum", "sum", None), comm, 0, "avg", None, None)
+    assert isinstance(y.grad_fn, torch.autograd.graph.Node) and issubclass(ad.AllReduce, torch.autograd.Function)
+    total = comm.size * (comm.size + 1) / 2
+    assert y.tolist() == [total] * 2
+    assert gradient(y, x) == [1.0] * (2 * comm.size)
+
+
+def test_the_function_classes_are_usable(ranks: RankPool) -> None:
+    ranks.run(3, classes)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "splits, number": (lambda x, c: ad.all_gather(x, c, grad="sum", splits=[6]), "expected one size for each of 2"),
+    "splits, sign": (lambda x, c: ad.split(x, c, splits=[7, -1]), "expected sizes >= 0"),
+    "splits, sum": (lambda x, c: ad.reduce_scatter(x, c, splits=[2, 3]), "has 6 rows, but splits (2, 3) add up to 5"),
+    "splits, own": (
+        lambda x, c: ad.all_gather(x, c, grad="sum", splits=[5, 5]),
+        "has 6 rows, but splits (5, 5) give rank",
+    ),
+    "splits, remedy": (
+        lambda x, c: ad.reduce_scatter(x[:5], c),
+        "has 5 rows, not divisible by 2 ranks; pad it or pass splits=",
+    ),
+    "root": (lambda x, c: ad.broadcast(x, c, 2, grad="sum"), "root is 2, expected a rank in 0..1"),
+    "root of reduce": (lambda x, c: ad.reduce(x, c, "0"), "root is '0', expected a rank"),
+    "op of reduce": (lambda x, c: ad.reduce(x, c, 0, "max"), "op is 'max', expected 'sum' or 'avg'"),
+    "op of reduce_scatter": (lambda x, c: ad.reduce_scatter(x, c, 0, "prod"), "op is 'prod'"),
+    "scatter": (lambda x, c: ad.scatter(x[:3], c, 0), "has 3 rows, not divisible by 2"),
+    "gather": (lambda x, c: ad.gather(x, c, 0, splits=[1, 1]), "give rank"),
+    "one split": (
+        lambda x, c: ad.all_to_all(x, c, send_splits=[3, 4]),
+        "has 6 rows, but send_splits (3, 4) add up to 7",
+    ),
+    "edge": (lambda x, c: ad.permute(x, c, [(0, 5)]), "the target of edge (0, 5) is 5"),
+    "no edge": (lambda x, c: ad.permute(x, c, [3]), "edge 3 is none, expected a pair"),  # type: ignore[list-item]
+    "peer": (lambda x, c: ad.send_recv(x, c, target=9), "target is 9"),
+    "halo": (lambda x, c: ad.halo_exchange(x, c, 0, 3), "of which 0 are the interior"),
+    "halo of one": (
+        lambda x, c: ad.halo_exchange(x, c, 0, [(0, 1)]),
+        "expected a pair (left, right) for each of 2 ranks",
+    ),
+    "halos, mixed": (
+        lambda x, c: ad.halo_exchange(x, c, 0, [(0, 1), 2]),
+        "expected a width, or a pair (left, right) of",
+    ),
+    "halos, own": (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 5), (5, 0)]), "an interior of at least 5"),
+    "halo, sign": (lambda x, c: ad.halo_exchange(x, c, 0, (-1, 1)), "halo is (-1, 1)"),
+    "dim": (lambda x, c: ad.all_gather(x, c, 2, grad="sum"), "dim is 2, but the tensor has shape (6, 2)"),
+    "op": (lambda x, c: ad.all_reduce(x, c, "median", grad="sum"), "op is 'median', expected"),
+    "scalar": (lambda x, c: ad.reduce_scatter(x[0, 0], c), "shape ()"),
+    "convention": (lambda x, c: ad.broadcast(x, c, 0, grad="both"), "grad is 'both'"),
+}
+
+
+def wrong(comm: Communicator) -> dict[str, str]:
+    x = torch.ones(6, 2, requires_grad=True)
+    messages = {}
+    for name, (call, _) in WRONG.items():
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call(x, comm)
+        messages[name] = str(caught.value)
+    with pytest.raises(TypeError, match="complex"):
+        ad.all_reduce(x.to(torch.complex64), comm, "max", grad="sum")
+    with pytest.raises(TypeError, match="grad"):
+        ad.broadcast(x, comm, 0)
+    for no_convention in (ad.all_reduce, ad.all_gather):
+        with pytest.raises(TypeError, match="grad= is missing"):
+            no_convention(x, comm)
     comm.barrier()  # nothing was launched that the other ranks would still wait for
     return messages
 
 
-def test_bad_input_says_what_was_passed_and_what_to_do(ranks: RankPool) -> None:
-    for messages in ranks.run(2, bad_inputs):
-        indivisible, split, dim, op, grad, scalar = messages
-        assert "reduce_scatter: dimension 0 of (5, 2) has 5 rows, not divisible by 2 ranks; pad it" in indivisible
-        assert "split: dimension 0" in split
-        assert "dim is 2" in dim and "(5, 2)" in dim
-        assert "'median'" in op and "'avg'" in op
-        assert "'mean'" in grad and "'replicated'" in grad
-        assert "shape ()" in scalar
-
-
-def one_rank(comm: Communicator) -> None:
-    alone = comm.split(comm.rank)
-    assert alone is not None and alone.size == 1
-    x = torch.randn(4, 2, requires_grad=True)
-    for y in (
-        ad.all_reduce(x, alone, grad="sum"),
-        ad.reduce_scatter(x, alone),
-        ad.all_gather(x, alone, grad="sum"),
-        ad.split(x, alone),
-    ):
-        assert torch.equal(y, x) and y.data_ptr() != x.data_ptr()
-        assert torch.equal(gradient(y, x, torch.ones_like(y)), torch.ones_like(x))
-    assert torch.equal(ad.copy(x, alone), x)
-    alone.destroy()
-
-
-def test_one_rank_gets_a_new_tensor_and_its_own_gradient(ranks: RankPool) -> None:
-    ranks.run(2, one_rank)
-
-
-# The check itself
-
-
-def wrong_adjoint(comm: Communicator, kind: str) -> str:
-    """What check_adjoint says on this rank."""
-    x = torch.randn(2 * comm.size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
-    with pytest.raises((ad.testing.AdjointError, ValueError)) as caught:
-        if kind == "convention":
-            ad.testing.check_adjoint(lambda t: ad.all_reduce(t, comm, grad="replicated"), x, comm)
-        elif kind == "identity":
-            # the sum over ranks, rolled by a row, with the identity as its backward
-            ad.testing.check_adjoint(
-                lambda t: ad.all_reduce(t, comm, grad="sum").roll(1, 0).detach() + t - t.detach(), x, comm
-            )
-        else:
-            ad.testing.check_adjoint(lambda t: t, x.bfloat16(), comm)
-    return f"{caught.type.__name__}: {caught.value}"
-
-
-@pytest.mark.parametrize("kind", ["convention", "identity"])
-def test_check_adjoint_finds_a_wrong_backward_on_every_rank(ranks: RankPool, kind: str) -> None:
-    for text in ranks.run(3, wrong_adjoint, kind):
-        assert text.startswith("AdjointError: not adjoint: <F x, y> =")
-
-
-def test_check_adjoint_asks_for_a_tolerance_where_it_has_none(ranks: RankPool) -> None:
-    for text in ranks.run(2, wrong_adjoint, "tolerance"):
-        assert text.startswith("ValueError") and "pass tolerance=" in text
+def test_wrong_arguments_are_named_on_every_rank_before_anything_is_launched(ranks: RankPool) -> None:
+    for messages in ranks.run(2, wrong):
+        for name, (_, text) in WRONG.items():
+            assert text in messages[name], name

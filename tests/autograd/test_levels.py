@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from ranks import RankPool
 from torch import Tensor, func
-from torch.autograd import forward_ad
 
 import pynccl
 import pynccl_autograd as ad
@@ -57,37 +57,35 @@ def test_torch_func_where_the_argument_counts_on_one_rank(ranks: RankPool) -> No
         torch.testing.assert_close(second[name], transform(loss), **CLOSE)
 
 
-@pytest.fixture
-def checked() -> Iterator[RankPool]:
-    pool = RankPool({"PYNCCL_LIBRARY": "host", "PYNCCL_CHECK": "1"})
-    yield pool
-    pool.close()
-
-
-def apart(comm: Communicator, name: str) -> str:
+def apart(comm: Communicator) -> list[str]:
     """Rank 0 differentiates by what its input depends on, rank 1 by what its input does not depend on."""
-    start, batch = torch.ones(()).double(), torch.stack([X, 2 * X])
+    start, batch, said = torch.ones(()).double(), torch.stack([X, 2 * X]), []
+    transforms: list[Callable[[Any], object]] = [
+        lambda f: func.jvp(f, (start,), (start,)),
+        lambda f: func.grad(lambda t: f(t).sum() + t)(start),
+        lambda f: func.vmap(f)(batch),
+    ]
+    os.environ["PYNCCL_CHECK"] = "1"
+    for transform in transforms:
+        own = comm.split(0)
+        assert own is not None
 
-    def f(t: Tensor) -> Tensor:
-        return ad.all_reduce(t * C if comm.rank == 0 else C, comm, grad="sum")
+        def f(t: Tensor, own: Communicator = own) -> Tensor:
+            return ad.all_reduce(t * C if own.rank == 0 else C, own, grad="sum")
 
-    try:
-        if name == "jvp":
-            func.jvp(f, (start,), (start,))
-        elif name == "grad":
-            func.grad(lambda t: f(t).sum() + t)(start)
-        else:
-            func.vmap(f)(batch)
-        comm.all_reduce(torch.ones(7))
-    except pynccl.NcclError as error:
-        return str(error)
-    return ""
+        try:
+            transform(f)
+            own.all_reduce(torch.ones(7))
+            said.append("")
+        except pynccl.NcclError as error:
+            said.append(str(error))
+        own.abort()
+    return said
 
 
-@pytest.mark.parametrize("name", ["jvp", "grad", "vmap"])
-def test_ranks_that_do_not_depend_alike_on_the_argument_are_told_so(checked: RankPool, name: str) -> None:
-    for text in checked.run(2, apart, name):
-        assert "disagree" in text
+def test_ranks_that_do_not_depend_alike_on_the_argument_are_told_so(doomed: RankPool) -> None:
+    for said in doomed.run(2, apart):
+        assert len(said) == 3 and all("disagree" in text for text in said)
 
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -106,6 +104,9 @@ def nested(comm: Communicator, op: Any) -> list[Tensor]:
     def f(t: Tensor) -> Tensor:
         return ad.all_reduce((own * t).sin(), comm, op, grad="sum")
 
+    nested = func.vmap(func.vmap(lambda t: ad.all_gather(t, comm, grad="sum"), in_dims=1), in_dims=0)
+    batch = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(nested(batch), batch.transpose(1, 2).repeat(1, 1, comm.size))
     return [
         func.jvp(lambda t: func.jvp(f, (t,), (v,))[1], (s,), (v,))[1],
         func.jacfwd(func.jacfwd(f))(s),
@@ -137,36 +138,16 @@ def test_derivatives_in_either_mode_of_derivatives_in_either_mode(ranks: RankPoo
             torch.testing.assert_close(found, hessian[:, rank].sum(2), **CLOSE)
 
 
-def ties(comm: Communicator, dtype: torch.dtype) -> Tensor:
-    x = torch.ones(2, dtype=dtype, requires_grad=True)
-    ad.all_reduce(x, comm, "max", grad="replicated").backward(torch.tensor([1.0, 0.7], dtype=dtype))
-    assert x.grad is not None
-    return x.grad
+def ties(comm: Communicator) -> None:
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        x, g = torch.ones(2, dtype=dtype, requires_grad=True), torch.tensor([1.0, 0.7], dtype=dtype)
+        ad.all_reduce(x, comm, "max", grad="replicated").backward(g)
+        expected = g * (torch.ones((), dtype=torch.float64) / 3).to(dtype)
+        assert x.grad is not None and x.grad.dtype == dtype and torch.equal(x.grad, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_ties_are_shared_as_exactly_as_the_type_allows(ranks: RankPool, dtype: torch.dtype) -> None:
-    expected = torch.tensor([1.0, 0.7], dtype=dtype) * (torch.ones((), dtype=torch.float64) / 3).to(dtype)
-    for found in ranks.run(3, ties, dtype):
-        assert found.dtype == dtype and torch.equal(found, expected)
-
-
-def zeros_without_memory(comm: Communicator) -> list[list[float]]:
-    zero = torch._efficientzerotensor(3)
-    y = ad.all_reduce(zero, comm, grad="sum")
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(torch.ones(3), torch._efficientzerotensor(3))
-        t = forward_ad.unpack_dual(ad.all_gather(dual, comm, grad="sum")).tangent
-    x = torch.ones(3, requires_grad=True)
-    z = ad.all_reduce(x, comm, "prod", grad="sum")
-    z.backward(torch._efficientzerotensor(3))
-    started = ad.start(ad.all_gather, zero, comm, grad="sum").wait()
-    assert x.grad is not None
-    return [y.tolist(), t.tolist(), x.grad.tolist(), started.tolist()]
-
-
-def test_zeros_without_memory(ranks: RankPool) -> None:
-    assert ranks.run(2, zeros_without_memory) == [[[0.0] * 3, [0.0] * 6, [0.0] * 3, [0.0] * 6]] * 2
+def test_ties_are_shared_as_exactly_as_the_type_allows(ranks: RankPool) -> None:
+    ranks.run(3, ties)
 
 
 def batched_cotangents(comm: Communicator, asynchronous: bool) -> str:
@@ -178,7 +159,7 @@ def batched_cotangents(comm: Communicator, asynchronous: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_batched_cotangents_of_torchs_old_vmap_are_refused(ranks: RankPool, asynchronous: bool) -> None:
-    for text in ranks.run(2, batched_cotangents, asynchronous):
-        assert "use torch.func.vmap, jacrev or hessian" in text
+def test_batched_cotangents_of_torchs_old_vmap_are_refused(ranks: RankPool) -> None:
+    for asynchronous in (False, True):
+        for text in ranks.run(2, batched_cotangents, asynchronous):
+            assert "use torch.func.vmap, jacrev or hessian" in text

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import gloo
 from ranks import RankPool
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,16 +35,19 @@ def places(comm: Communicator, shape: dict[str, int]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_axes_have_the_ranks_that_differ_there_alone(ranks: RankPool, shape: dict[str, int]) -> None:
-    sizes = [abs(size) * (2 if size == -1 else 1) for size in shape.values()]
-    grid = np.arange(4).reshape(sizes)
-    for rank, found in enumerate(ranks.run(4, places, shape)):
-        place = dict(zip(shape, (int(index[0]) for index in np.where(grid == rank)), strict=True))
-        for axes, members in found.items():
-            names = re.findall(r"\w+", axes)
-            at = tuple(slice(None) if name in names else place[name] for name in shape)
-            assert members == grid[at].flatten().tolist()
+def all_places(comm: Communicator) -> list[dict[str, list[float]]]:
+    return [places(comm, shape) for shape in SHAPES]
+
+
+def test_axes_have_the_ranks_that_differ_there_alone(ranks: RankPool) -> None:
+    for rank, of_shapes in enumerate(ranks.run(4, all_places)):
+        for shape, found in zip(SHAPES, of_shapes, strict=True):
+            grid = np.arange(4).reshape([abs(size) * (2 if size == -1 else 1) for size in shape.values()])
+            place = dict(zip(shape, (int(index[0]) for index in np.where(grid == rank)), strict=True))
+            for axes, members in found.items():
+                named = re.findall(r"\w+", axes)
+                at = tuple(slice(None) if name in named else place[name] for name in shape)
+                assert members == grid[at].flatten().tolist()
 
 
 def names(comm: Communicator) -> list[str]:
@@ -100,30 +104,8 @@ def test_bad_input_is_refused_on_every_rank(ranks: RankPool) -> None:
     ranks.run(2, nonsense)
 
 
-def trains(comm: Communicator) -> None:
-    """Two ranks of a layer, two copies of the model: one step equals that of one process."""
-    torch.manual_seed(4)
-    weight, x = torch.randn(6, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
-    whole = weight.clone().requires_grad_()
-    torch.tanh(x @ whole.T).square().sum().backward()
-    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
-        tp, place = mesh["tp"], mesh.coordinate
-        own = weight.chunk(2, 0)[place["tp"]].clone().requires_grad_()
-        y = ad.all_gather(ad.copy(x.chunk(2, 0)[place["dp"]], tp) @ own.T, tp, 1, grad="replicated")
-        torch.tanh(y).square().sum().backward()
-        assert own.grad is not None and whole.grad is not None
-        total = ad.all_reduce(own.grad, mesh["dp"], grad="replicated")
-    torch.testing.assert_close(total, whole.grad.chunk(2, 0)[place["tp"]], rtol=1e-12, atol=1e-12)
-
-
-def test_a_step_on_two_axes_equals_that_of_one_process(ranks: RankPool) -> None:
-    ranks.run(4, trains)
-
-
 def with_torch(comm: Communicator, path: str, order: list[list[int]]) -> list[list[float]]:
-    store = dist.FileStore(path, comm.size)
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
-    try:
+    with gloo(comm, path):
         torch_mesh = DeviceMesh("cpu", order, mesh_dim_names=("dp", "tp"))
         with ad.Mesh.from_device_mesh(torch_mesh) as mesh:
             assert mesh.shape == {"dp": 2, "tp": 2}
@@ -135,8 +117,6 @@ def with_torch(comm: Communicator, path: str, order: list[list[int]]) -> list[li
             dist.all_gather(expected, torch.tensor([float(comm.rank)]), group=torch_mesh.get_group(name))
             assert sorted(ranks) == sorted(float(one) for one in expected)
         mesh.comm.destroy()
-    finally:
-        dist.destroy_process_group()
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from ranks import RankPool
 from torch import Tensor
@@ -94,17 +93,6 @@ def started_before(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Ten
     return checkpoint(region, checkpoint(region, x))
 
 
-def waited_for_after(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
-    handles: list[ad.Work] = []
-
-    def region(x: Tensor) -> Tensor:
-        handles.append(ad.start(ad.all_reduce, x * w, comm, grad="sum"))
-        return uneven(x * 2, comm)
-
-    y = checkpoint(region, x)
-    return uneven(handles[0].wait() + y, comm)
-
-
 def partitioned(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
     layer = ad.AllSumReduce(ad.CartesianPartition(comm, (comm.size,)), (0,))
 
@@ -123,7 +111,6 @@ PROGRAMS: dict[str, Program] = {
         nested,
         started_inside,
         started_before,
-        waited_for_after,
         partitioned,
     )
 }
@@ -153,12 +140,20 @@ def hooked(region: Region, *args: Any) -> Any:
         return region(*args)
 
 
-def gradients(comm: Communicator, name: str) -> list[list[Tensor]]:
+def gradients(comm: Communicator) -> None:
+    for name, program in PROGRAMS.items():
+        expected, *ways = gradients_of(comm, program)
+        assert len(expected) == 3 - comm.rank and len(ways) == 3
+        for found in ways:
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
+
+
+def gradients_of(comm: Communicator, program: Program) -> list[list[Tensor]]:
     found = []
     for checkpoint in (plain, recomputed, selective, hooked):
         x = torch.linspace(0.1, 0.4, 4, dtype=torch.float64).add(comm.rank).requires_grad_()
         w = torch.full((4,), 0.5, dtype=torch.float64, requires_grad=comm.rank == 0)
-        y = PROGRAMS[name](comm, checkpoint, x, w)
+        y = program(comm, checkpoint, x, w)
         if checkpoint is not selective:  # with which torch allows one backward pass only
             (y**2).sum().backward(retain_graph=True)
             x.grad = w.grad = None
@@ -167,52 +162,8 @@ def gradients(comm: Communicator, name: str) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_gradients_are_those_without_a_checkpoint(ranks: RankPool, name: str) -> None:
-    for rank, (expected, *ways) in enumerate(ranks.run(2, gradients, name)):
-        assert len(expected) == 3 - rank and len(ways) == 3
-        for found in ways:
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def penalty(comm: Communicator) -> list[Tensor]:
-    """A gradient penalty through a checkpointed and a started collective."""
-    found = []
-    for checkpoint in (plain, recomputed):
-        x = torch.linspace(0.1, 0.4, 4, dtype=torch.float64).add(comm.rank).requires_grad_()
-        w = torch.full((4,), 0.5, dtype=torch.float64, requires_grad=comm.rank == 0)
-        y = started_inside(comm, checkpoint, frozen_parameter(comm, checkpoint, x, w), w)
-        (dx,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
-        ((dx**2).sum() + y.sum()).backward()
-        assert x.grad is not None
-        found.append(x.grad)
-    return found
-
-
-def test_a_gradient_penalty_through_checkpoints(ranks: RankPool) -> None:
-    for expected, found in ranks.run(2, penalty):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_the_names_of_torch_that_this_needs_exist() -> None:
-    from torch._C import _autograd
-
-    from pynccl_autograd import recompute
-
-    assert recompute.save_token() is None
-    asked: list[str] = []
-
-    def hooks(name: str) -> saved_tensors_hooks:
-        return saved_tensors_hooks(lambda t: t, lambda t: (asked.append(name), t)[1])  # type: ignore[func-returns-value]
-
-    with hooks("outer"):
-        outer = _autograd._top_saved_tensors_default_hooks(False)
-        with hooks("inner"):
-            kept = recompute.save_token()
-        assert _autograd._top_saved_tensors_default_hooks(False) == outer
-    assert kept is not None
-    kept()
-    assert asked == ["inner"]
+def test_gradients_are_those_without_a_checkpoint(ranks: RankPool) -> None:
+    ranks.run(2, gradients)
 
 
 def reentrant(comm: Communicator) -> float:

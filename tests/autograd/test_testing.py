@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool, each_size
-from semantics import OPERATIONS, Case, tensors
+from ranks import RankPool
+from semantics import OPERATIONS, Case
 from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
 
 NONLINEAR = ("all_reduce max", "all_reduce min", "all_reduce prod")
-
-
-def gradients_of_all_operations(comm: Communicator) -> dict[str, float]:
-    """First and second order by finite differences, under both conventions where there are two."""
-    errors = {}
-    for name, operation in OPERATIONS.items():
-        if operation.input_is_one:
-            continue  # its gradient is that of one input held by all ranks, not of one rank's
-        conventions = ("sum",) if "replicated" in operation.cannot else ("sum", "replicated")
-        for convention in conventions:
-            case = Case(comm.size, grad=convention)
-            fn = partial(operation.call, comm=comm, case=case)
-            x = tensors(operation, case, 1)[comm.rank]
-            replicated = convention == "replicated"
-            errors[f"{name}, {convention}"] = ad.testing.check_gradients(fn, x, comm, samples=2, replicated=replicated)
-    return errors
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_finite_differences_across_ranks_agree_for_every_operation(ranks: RankPool, n: int) -> None:
-    for errors in ranks.run(n, gradients_of_all_operations):
-        assert len(errors) > len(OPERATIONS) - 3
-        assert max(errors.values()) <= 1, errors
 
 
 def squared(fn: Any, x: Tensor) -> Tensor:
@@ -60,27 +38,13 @@ def second_derivatives_of_extremes(comm: Communicator) -> list[float]:
     return errors
 
 
-@each_size
+@pytest.mark.parametrize("n", [2, 3])
 def test_max_min_and_prod_have_second_derivatives_also_at_zeros(ranks: RankPool, n: int) -> None:
     for errors in ranks.run(n, second_derivatives_of_extremes):
         assert len(errors) == 4 and max(errors) <= 1
 
 
-def several_inputs(comm: Communicator) -> float:
-    """A function of a user: a row-parallel matmul of inputs whose sizes differ by rank, and a complex one."""
-    generator = torch.Generator().manual_seed(comm.rank)
-    x = torch.randn(2, comm.rank + 1, dtype=torch.float64, generator=generator)
-    w = torch.randn(comm.rank + 1, 3, dtype=torch.float64, generator=generator)
-    z = torch.randn(3, dtype=torch.complex128, generator=generator)
-
-    def fn(x: Tensor, w: Tensor, z: Tensor) -> Tensor:
-        return ad.all_reduce((x @ w).sin() * z, comm, grad="sum")
-
-    return ad.testing.check_gradients(fn, (x, w, z), comm)
-
-
-def test_users_functions_of_several_inputs(ranks: RankPool) -> None:
-    assert max(ranks.run(3, several_inputs)) <= 1
+check, adjoint = ad.testing.check_gradients, ad.testing.check_adjoint
 
 
 class WrongOnRankOne(torch.autograd.Function):
@@ -133,63 +97,62 @@ class OnceDifferentiable(PlainBackward):
     backward = staticmethod(torch.autograd.function.once_differentiable(PlainBackward.backward))  # type: ignore[assignment]
 
 
-def wrong_gradient(comm: Communicator, kind: str) -> str:
-    """What check_gradients says on this rank."""
-    x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
-    with pytest.raises((ad.testing.GradientError, ValueError)) as caught:
-        if kind == "element":
-            ad.testing.check_gradients(
-                lambda t: WrongOnRankOne.apply(t, comm), x, comm, second_order=False, samples=None
-            )
-        elif kind == "second":
-            ad.testing.check_gradients(lambda t: DetachedBackward.apply(t, comm), x, comm)
-        elif kind == "plain":
-            ad.testing.check_gradients(lambda t: PlainBackward.apply(t, comm), x, comm)
-        elif kind == "once":
-            ad.testing.check_gradients(lambda t: OnceDifferentiable.apply(t, comm), x, comm)
-        elif kind == "other convention":
-            ad.testing.check_gradients(lambda t: ad.all_reduce(t, comm, grad="sum"), x, comm, replicated=True)
-        elif kind == "convention":
-            ad.testing.check_gradients(lambda t: ad.all_reduce(t, comm, grad="replicated"), x, comm)
-        else:
-            ad.testing.check_gradients(lambda t: t, x.float(), comm)
-    return f"{caught.type.__name__}: {caught.value}"
-
-
-def test_an_error_names_rank_index_and_both_values(ranks: RankPool) -> None:
-    texts = ranks.run(3, wrong_gradient, "element")
-    assert all(text.startswith("GradientError: wrong gradient: rank 1, the input, index (1, 2)") for text in texts)
-    for text in texts:
-        assert "the backward pass gives" in text and "finite differences" in text and "second" not in text
-
-
-HINTS = {
-    "second": ("wrong second derivative", "the gradients themselves are right", "second_order=False"),
-    "plain": ("the gradients themselves are right", "pynccl_autograd.all_reduce", "second_order=False"),
-    "once": (
-        "wrong second derivative",
-        "the gradients themselves are right",
-        "@once_differentiable",
-        "second_order=False",
+WRONG: dict[str, tuple[Callable[[Communicator, Tensor], Any], tuple[str, ...]]] = {
+    "an element": (
+        lambda comm, x: check(lambda t: WrongOnRankOne.apply(t, comm), x, comm, second_order=False, samples=None),
+        ("rank 1, the input, index (1, 2)", "the backward pass gives", "finite differences"),
     ),
-    "convention": ("wrong gradient", "docs/conventions.md"),
-    "other convention": ("wrong gradient", "docs/conventions.md"),
+    "a second derivative": (
+        lambda comm, x: check(lambda t: DetachedBackward.apply(t, comm), x, comm),
+        ("wrong second derivative", "the gradients themselves are right", "second_order=False"),
+    ),
+    "the communicator's own calls": (
+        lambda comm, x: check(lambda t: PlainBackward.apply(t, comm), x, comm),
+        ("the gradients themselves are right", "pynccl_autograd.all_reduce", "second_order=False"),
+    ),
+    "once differentiable": (
+        lambda comm, x: check(lambda t: OnceDifferentiable.apply(t, comm), x, comm),
+        ("wrong second derivative", "the gradients themselves are right", "@once_differentiable"),
+    ),
+    "sum for replicated": (
+        lambda comm, x: check(lambda t: ad.all_reduce(t, comm, grad="sum"), x, comm, replicated=True),
+        ("wrong gradient", "docs/conventions.md"),
+    ),
+    "replicated for sum": (
+        lambda comm, x: check(lambda t: ad.all_reduce(t, comm, grad="replicated"), x, comm),
+        ("wrong gradient", "docs/conventions.md"),
+    ),
+    "single precision": (lambda comm, x: check(lambda t: t, x.float(), comm), ("need float64",)),
+    "the adjoint of another convention": (
+        lambda comm, x: adjoint(lambda t: ad.all_reduce(t, comm, grad="replicated"), x, comm),
+        ("not adjoint: <F x, y> =",),
+    ),
+    "no adjoint": (  # the sum over ranks, rolled by a row, with the identity as its backward
+        lambda comm, x: adjoint(
+            lambda t: ad.all_reduce(t, comm, grad="sum").roll(1, 0).detach() + t - t.detach(), x, comm
+        ),
+        ("not adjoint: <F x, y> =",),
+    ),
+    "a type without a tolerance": (
+        lambda comm, x: adjoint(lambda t: t, x.bfloat16(), comm),
+        ("pass tolerance=",),
+    ),
 }
 
 
-@pytest.mark.parametrize(("kind", "expected"), HINTS.items())
-def test_wrong_second_derivatives_and_conventions_are_found_on_every_rank(
-    ranks: RankPool, kind: str, expected: tuple[str, ...]
-) -> None:
-    for text in ranks.run(2, wrong_gradient, kind):
-        assert text.startswith("GradientError") and all(words in text for words in expected), text
-        others = {words for _, *others in HINTS.values() for words in others} - set(HINTS[kind])
-        assert not [words for words in others if words in text and words != "@once_differentiable"], text
+def wrong(comm: Communicator) -> None:
+    for name, (call, expected) in WRONG.items():
+        x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
+        with pytest.raises((ad.testing.GradientError, ad.testing.AdjointError, ValueError)) as caught:
+            call(comm, x)
+        text = str(caught.value)
+        assert all(words in text for words in expected), (name, text)
+        second = "the gradients themselves are right"
+        assert (second in text) == (second in expected), (name, text)
 
 
-def test_single_precision_is_refused(ranks: RankPool) -> None:
-    for text in ranks.run(2, wrong_gradient, "float32"):
-        assert text.startswith("ValueError") and "need float64" in text
+def test_what_is_wrong_is_found_on_every_rank_and_described(ranks: RankPool) -> None:
+    ranks.run(3, wrong)
 
 
 def idle_ranks(comm: Communicator) -> list[float]:

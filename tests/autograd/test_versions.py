@@ -13,30 +13,21 @@ from ranks import RankPool
 import pynccl
 from pynccl import Communicator
 
-SAVED = "modified by an inplace operation"
 
-
-def saved(comm: Communicator) -> list[str]:
-    """What backward says, if a tensor that it needs is reduced in between; and the gradient if it was not."""
-    found = []
-    for spoil in (True, False):
-        w, x = torch.tensor([3.0], requires_grad=True), torch.tensor([2.0])
-        y = (w * x).sum()
-        if spoil:
-            comm.all_reduce(x, x)
-            with pytest.raises(RuntimeError, match=SAVED) as caught:
-                y.backward()
-            found.append(str(caught.value))
-        else:
-            comm.all_reduce(x)
-            y.backward()
-            assert w.grad is not None and w.grad.item() == 2.0
-    return found
+def saved(comm: Communicator) -> None:
+    """A tensor that the backward pass needs may be reduced, but not in place."""
+    w, x = torch.tensor([3.0], requires_grad=True), torch.tensor([2.0])
+    y = (w * x).sum()
+    comm.all_reduce(x)
+    y.backward(retain_graph=True)
+    assert w.grad is not None and w.grad.item() == 2.0
+    comm.all_reduce(x, x)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
+        y.backward()
 
 
 def test_backward_refuses_a_saved_tensor_that_was_reduced_in_place(ranks: RankPool) -> None:
-    for (said,) in ranks.run(2, saved):
-        assert "is at version 1; expected version 0" in said
+    ranks.run(2, saved)
 
 
 X, Y, Z = (2,), (8,), (4,)
@@ -63,11 +54,11 @@ RECEIVES: dict[str, tuple[tuple[int, ...], Callable[[Communicator, torch.Tensor]
 }
 
 
-@pytest.mark.parametrize("version", [(2, 21, 5), (2, 32, 3)])
 @pytest.mark.parametrize("name", RECEIVES)
-def test_every_operation_counts_a_change_of_what_it_fills(name: str, version: tuple[int, int, int]) -> None:
+def test_every_operation_counts_a_change_of_what_it_fills(name: str) -> None:
     shape, call = RECEIVES[name]
-    comm = Stub(version).comm(cpu=True)
+    # By turns a library with and without operations of its own for gather and scatter
+    comm = Stub((2, 21, 5) if len(name) % 2 else (2, 32, 3)).comm(cpu=True)
     recv = torch.zeros(shape)
     call(comm, recv)
     assert recv._version == 1
@@ -84,22 +75,22 @@ def test_every_operation_counts_a_change_of_what_it_fills(name: str, version: tu
     assert whole._version == 1  # views share a count
 
 
-@pytest.mark.parametrize("name", RECEIVES)
-def test_what_requires_grad_is_not_overwritten_under_grad_mode(name: str) -> None:
-    shape, call = RECEIVES[name]
+def test_what_requires_grad_is_not_overwritten_under_grad_mode() -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
-    leaf = torch.zeros(shape, requires_grad=True)
-    for recv, kind in ((leaf, "a leaf"), (torch.nn.Parameter(torch.zeros(shape)), "a leaf"), (leaf * 1, "the result")):
-        with pytest.raises(ValueError, match=rf"^{name.split()[0]}: \w+: .*requires grad \({kind}.*x\.detach\(\)"):
-            call(comm, recv)
-        assert stub.names() == []
-        with torch.no_grad():
-            call(comm, recv)
-        assert recv._version == 1
-        call(comm, recv.detach())
-        assert recv._version == 2
-        stub.clear()
+    for name, (shape, call) in RECEIVES.items():
+        leaf = torch.zeros(shape, requires_grad=True)
+        for recv, kind in ((leaf, "a leaf"), (leaf * 1, "the result")):
+            message = rf"^{name.split()[0]}: \w+: .*requires grad \({kind}.*x\.detach\(\)"
+            with pytest.raises(ValueError, match=message):
+                call(comm, recv)
+            assert stub.names() == []
+            with torch.no_grad():
+                call(comm, recv)
+            assert recv._version == 1
+            call(comm, recv.detach())
+            assert recv._version == 2
+            stub.clear()
 
 
 def test_what_is_sent_without_grad_mode_may_require_grad_and_is_not_counted() -> None:

@@ -81,10 +81,23 @@ def expect(call: Any, words: tuple[str, ...], what: str) -> None:
     except (TypeError, ValueError) as error:
         text = str(error)
         assert all(word in text for word in words), f"{what}: {text}"
-        remedies = ("expected", "pass ", "has shape", " add up to ", "must be")
+        remedies = ("expected", "pass ", "has shape", " add up to ", "must be", "is missing")
         assert any(remedy in text for remedy in remedies), f"{what}: {text}"
     else:
         raise AssertionError(f"{what}: no error")
+
+
+NO_CONVENTION: dict[str, Any] = {
+    "all_reduce": ad.all_reduce,
+    "all_gather": ad.all_gather,
+    "broadcast": lambda x, comm: ad.broadcast(x, comm, 0),
+    "all_reduce of a list": lambda x, comm: ad.all_reduce([x, x], comm),
+    "all_reduce, started": lambda x, comm: ad.start(ad.all_reduce, x, comm),
+    "all_reduce by place": lambda x, comm: ad.all_reduce(x, comm, "sum", "sum"),
+    "nn.AllReduce": lambda x, comm: ad.nn.AllReduce(comm),
+    "nn.AllGather": lambda x, comm: ad.nn.AllGather(comm),
+    "nn.Broadcast": lambda x, comm: ad.nn.Broadcast(comm, 0),
+}
 
 
 def nonsense(comm: Communicator) -> int:
@@ -106,6 +119,13 @@ def nonsense(comm: Communicator) -> int:
             expect(lambda: function(x, bad, **options), (name, "comm is", remedy), f"{name} on {bad}")  # noqa: B023
             checked += 1
     comm.barrier()
+    for name, call in NO_CONVENTION.items():
+        words = (
+            f"{name.split(',')[0].split(' ')[0]}: grad= is missing",
+            "'sum' (each rank goes on with work of its own",
+            "'replicated' (every rank goes on alike)",
+        )
+        expect(lambda: call(x, comm), words, name)  # noqa: B023
     return checked
 
 
@@ -162,39 +182,20 @@ def test_a_communicator_in_the_place_of_another_argument_is_named(ranks: RankPoo
     assert min(ranks.run(2, swapped)) == len(GOOD) + 2 * len(MATMULS) + 25
 
 
-def layers(comm: Communicator) -> int:
-    """The parallel layers, their inputs, and the name of a communicator."""
-    checked = 0
-    for layer in (ad.ColumnParallelLinear, ad.RowParallelLinear):
-        made: Any = layer
-        for value in ("4", 4.0, None, -2, [4], True):
-            expect(lambda: made(value, 4, comm), (layer.__name__, "in_features is"), f"{value!r} in")  # noqa: B023
-            expect(lambda: made(4, value, comm), (layer.__name__, "out_features is"), f"{value!r} out")  # noqa: B023
-            checked += 2
-        expect(lambda: made(4, 4, None), (layer.__name__, "comm is None", "pynccl.init()"), "comm")  # noqa: B023
-        assert made(np.int64(4), np.int64(6), comm).weight.numel() == 12
-    key_of: Any = ad.key_of
-    expect(lambda: key_of(None), ("key_of", "comm is None"), "key_of")
-    column: Any = ad.ColumnParallelLinear(4, 4, comm)
-    expect(lambda: column([torch.ones(4)]), ("x is a list",), "a list")
-    expect(lambda: column(np.ones(4)), ("x is a numpy.ndarray",), "an array")
-    return checked
-
-
-def test_nonsense_for_layers_is_named(ranks: RankPool) -> None:
-    assert ranks.run(2, layers) == [24, 24]
-
-
 def kinds(comm: Communicator) -> int:
     """Partitions, modules, anchor and the tests of adjoints: what is no partition, communicator, tensor or number."""
     any_of: Any = ad
     line = ad.CartesianPartition(comm, (comm.size,))
-    row = any_of.RowParallelLinear(4, 4, comm)
+    row, column = any_of.RowParallelLinear(4, 4, comm), any_of.ColumnParallelLinear(4, 4, comm)
     freed = torch.ones(4, 4)
     freed.untyped_storage().resize_(0)
     x, half, bad = torch.ones(4, 4), torch.ones(2, 4 // comm.size), object()
     check = any_of.testing.check_adjoint
+    made: Any
     cases: list[tuple[Any, tuple[str, ...]]] = [
+        (lambda: any_of.key_of(None), ("key_of", "comm is None")),
+        (lambda: column([torch.ones(4)]), ("x is a list",)),
+        (lambda: column(np.ones(4)), ("x is a numpy.ndarray",)),
         (lambda: any_of.Partition("x", [0]), ("Partition: comm is 'x'", "expected a pynccl.Communicator")),
         (lambda: any_of.Partition(comm, 0), ("Partition: ranks is 0", "expected a sequence of integers")),
         (lambda: any_of.Partition(comm, ["0"]), ("Partition: ranks is ['0']", "expected a sequence of integers")),
@@ -225,34 +226,39 @@ def kinds(comm: Communicator) -> int:
         (lambda: check(torch.clone, x, comm, tolerance=[0]), ("check_adjoint: tolerance is [0], expected a number",)),
         (lambda: any_of.start(bad, x, comm), ("start: <object", "is no collective of pynccl_autograd; pass")),
     ]
+    for made in (ad.ColumnParallelLinear, ad.RowParallelLinear):
+        assert made(np.int64(4), np.int64(6), comm).weight.numel() == 12
+        cases.append((lambda made=made: made(4, 4, None), (made.__name__, "comm is None", "pynccl.init()")))
+        for value in ("4", 4.0, None, -2, [4], True):
+            cases += [
+                (lambda made=made, value=value: made(value, 4, comm), (made.__name__, "in_features is")),
+                (lambda made=made, value=value: made(4, value, comm), (made.__name__, "out_features is")),
+            ]
     for number, (call, words) in enumerate(cases):
         expect(call, words, f"case {number}, {words[0]}")
     comm.barrier()
     return len(cases)
 
 
-def test_what_is_no_partition_communicator_tensor_or_number_is_named(ranks: RankPool) -> None:
-    assert ranks.run(2, kinds) == [29, 29]
+def test_nonsense_for_layers_partitions_and_modules_is_named(ranks: RankPool) -> None:
+    assert ranks.run(2, kinds) == [29 + 3 + 2 * 13] * 2
 
 
-def groups(comm: Communicator) -> list[str]:
+def groups(comm: Communicator) -> None:
     """A process group in place of a communicator; a DTensor; a communicator that has ended; a scale that is none."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    any_of: Any = ad
     x = torch.ones(4, 4)
-    messages = []
     dist.init_process_group("fake", store=FakeStore(), rank=comm.rank, world_size=comm.size)
     try:
-        with pytest.raises(TypeError) as caught:
-            ad.all_reduce(x, dist.group.WORLD, grad="sum")  # type: ignore[arg-type]
-        messages.append(str(caught.value))
         sharded = DTensor.from_local(x, init_device_mesh("cpu", (comm.size,)), [Shard(0)])
-        with pytest.raises(TypeError) as caught:
-            ad.all_gather(sharded, comm, grad="sum")
-        messages.append(str(caught.value))
+        group = "pass pynccl.Communicator.from_process_group(group)"
+        expect(lambda: any_of.all_reduce(x, dist.group.WORLD, grad="sum"), (group,), "a process group")
+        expect(lambda: ad.all_gather(sharded, comm, grad="sum"), ("DTensor", "x.to_local()"), "a DTensor")
     finally:
         dist.destroy_process_group()
     ended = comm.split(0)
@@ -262,23 +268,16 @@ def groups(comm: Communicator) -> list[str]:
         gone.destroy()
         for name, options in GOOD.items():
             with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed; make a new one"):
-                getattr(ad, name)(x, gone, **({} if name == "permute" else options), **_edges(name))
+                getattr(ad, name)(x, gone, **(options if name != "permute" else {"edges": [(0, 0)]}))
     for scale, kind in (("2", TypeError), (None, TypeError), ([2.0], TypeError), (torch.ones(3, 4, 4), ValueError)):
         with pytest.raises(kind, match="the scale of PreMul"):
             ad.all_reduce(x, comm, ad.PreMul(scale), grad="sum")
     with comm.pre_mul_sum(2.0, torch.float32) as op, pytest.raises(ValueError, match=r"ad\.PreMul\(scale\)"):
         ad.all_reduce(x, comm, op, grad="sum")  # type: ignore[arg-type]
-    return messages
-
-
-def _edges(name: str) -> dict[str, Any]:
-    return {"edges": [(0, 0)]} if name == "permute" else {}
 
 
 def test_groups_distributed_tensors_and_ended_communicators_are_named(ranks: RankPool) -> None:
-    for group, sharded in ranks.run(2, groups):
-        assert "pass pynccl.Communicator.from_process_group(group)" in group
-        assert "DTensor" in sharded and "x.to_local()" in sharded
+    ranks.run(2, groups)
 
 
 def other_integers(comm: Communicator) -> int:
