@@ -1,4 +1,4 @@
-"""What torch has made by the time a file of tests begins is no business of the garbage collector, which is slow with it."""
+"""The garbage collector leaves out what torch has made by the time a file of tests begins: that takes it long."""
 
 from __future__ import annotations
 

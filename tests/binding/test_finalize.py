@@ -1,4 +1,4 @@
-"""finalize, destroy and abort: their deadlines, what fails in them, several threads, and the memory that NCCL may use."""
+"""finalize, destroy and abort: deadlines, failures, several threads, and the memory that NCCL may use."""
 
 from __future__ import annotations
 

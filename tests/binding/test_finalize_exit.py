@@ -206,6 +206,9 @@ if not child:
     os._exit(7)
 assert os.waitpid(child, 0)[1]
 print(comm.all_reduce(x).tolist(), flush=True)
+(own,), stream = pynccl.Communicator.init_all(1), pynccl.create_stream()
+for i in range(300):  # queued when the process ends
+    own.all_reduce(torch.ones(20_000), stream=stream)
 if comm.rank == 1:
     raise KeyError("mine")
 comm.all_reduce(torch.ones(1 << 20))

@@ -61,6 +61,12 @@ def test_a_generator_that_is_suspended_in_its_group_takes_what_its_consumer_call
     assert peers(stub) == [[0, 2, 1]]
     call(comm, 3)
     assert peers(stub) == [[0, 2, 1], 3]
+    stub.clear()
+    with pynccl.group():  # which that of the generator joins
+        for _ in two_sends(comm):
+            call(comm, 2)
+        assert stub.names() == []
+    assert peers(stub) == [[0, 2, 1]]
 
 
 @pytest.mark.parametrize("end", ["close", "collect", "throw"])
@@ -78,15 +84,6 @@ def test_a_suspended_generator_that_ends_early_launches_nothing(stub: Stub, end:
     assert stub.names() == [] and not records
     call(comm, 3)
     assert peers(stub) == [3]
-
-
-def test_a_generator_that_runs_in_a_group_joins_it(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-    with pynccl.group():
-        for _ in two_sends(comm):
-            call(comm, 2)
-        assert stub.names() == []
-    assert peers(stub) == [[0, 2, 1]]
 
 
 def test_a_group_that_is_closed_before_the_one_inside_keeps_to_its_own_calls(stub: Stub) -> None:
@@ -141,23 +138,6 @@ def test_a_block_that_raised_in_a_block_is_dropped_alone(stub: Stub) -> None:
     assert peers(stub) == [[0, 2]]
 
 
-def test_a_simulation_takes_its_own_calls_alone(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-
-    with pynccl.group():
-        with pynccl.simulate():
-            call(comm, 0)
-        call(comm, 3)
-    assert [call.args["peer"] for call in stub.calls() if call.name == "ncclSend"] == [0, 3]
-    stub.clear()
-    with pynccl.group():
-        call(comm, 1)
-        with pytest.raises(KeyError), pynccl.simulate():
-            call(comm, 2)
-            raise KeyError
-    assert peers(stub) == [[1]]
-
-
 def test_a_context_manager_of_the_users_opens_a_group_for_its_block(stub: Stub) -> None:
     comm = stub.comm(cpu=True)
 
@@ -175,6 +155,11 @@ def test_a_context_manager_of_the_users_opens_a_group_for_its_block(stub: Stub) 
         def __exit__(self, *error: Any) -> None:
             self.group.__exit__(*error)
 
+    @pynccl.group()
+    def decorated() -> None:
+        call(comm, 0)
+        call(comm, 3)
+
     def opened(stack: contextlib.ExitStack) -> None:
         stack.enter_context(pynccl.group())
 
@@ -185,20 +170,9 @@ def test_a_context_manager_of_the_users_opens_a_group_for_its_block(stub: Stub) 
     with contextlib.ExitStack() as stack:
         opened(stack)
         call(comm, 3)
-    assert peers(stub) == [[0, 1], [2], [3]]
-
-
-@pynccl.group()
-def decorated(comm: Communicator) -> None:
-    call(comm, 0)
-    call(comm, 1)
-
-
-def test_a_function_may_be_decorated_with_a_group(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-    decorated(comm)
-    decorated(comm)
-    assert peers(stub) == [[0, 1], [0, 1]]
+    decorated()
+    decorated()
+    assert peers(stub) == [[0, 1], [2], [3], [0, 3], [0, 3]]
 
 
 def test_tasks_have_groups_of_their_own(stub: Stub) -> None:
@@ -230,45 +204,7 @@ def test_tasks_have_groups_of_their_own(stub: Stub) -> None:
     assert peers(stub) == [3, 2, [0, 1], [2, 3]]
 
 
-def test_a_task_that_is_started_in_a_group_is_in_it(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-
-    async def other() -> None:
-        call(comm, 3)
-
-    async def main() -> None:
-        with pynccl.group():
-            call(comm, 0)
-            await asyncio.create_task(other())
-            call(comm, 1)
-
-    asyncio.run(main())
-    assert peers(stub) == [[0, 3, 1]]
-
-
-def test_a_cancelled_task_launches_nothing(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-
-    async def one(there: asyncio.Event) -> None:
-        with pynccl.group():
-            call(comm, 0)
-            there.set()
-            await asyncio.Event().wait()
-
-    async def main() -> None:
-        there = asyncio.Event()
-        task = asyncio.create_task(one(there))
-        await there.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        call(comm, 3)
-
-    asyncio.run(main())
-    assert peers(stub) == [3]
-
-
-def test_an_asynchronous_context_manager_is_like_the_others(stub: Stub) -> None:
+def test_a_task_that_is_started_in_a_group_is_in_it_and_a_cancelled_one_launches_nothing(stub: Stub) -> None:
     comm = stub.comm(cpu=True)
 
     @contextlib.asynccontextmanager
@@ -276,11 +212,27 @@ def test_an_asynchronous_context_manager_is_like_the_others(stub: Stub) -> None:
         with pynccl.group():
             yield
 
+    async def other() -> None:
+        call(comm, 3)
+
+    async def waiting(there: asyncio.Event) -> None:
+        with pynccl.group():
+            call(comm, 0)
+            there.set()
+            await asyncio.Event().wait()
+
     async def main() -> None:
         async with grouped():
-            call(comm, 2)
-            await asyncio.sleep(0)
-            call(comm, 2)
+            call(comm, 0)
+            await asyncio.create_task(other())
+            call(comm, 1)
+        there = asyncio.Event()
+        task = asyncio.create_task(waiting(there))
+        await there.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        call(comm, 3)
 
     asyncio.run(main())
-    assert peers(stub) == [[2, 2]]
+    assert peers(stub) == [[0, 3, 1], 3]

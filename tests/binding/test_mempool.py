@@ -41,24 +41,8 @@ def test_torch_gets_null_when_there_is_no_memory() -> None:
     alloc, _ = c_allocator(stub.library)
     for code in (1, 7, -1):  # the pointer that the stub leaves there is none
         stub.fail("ncclMemAlloc", code)
-        assert alloc(64, 0, None) is None
-    stub.fail("ncclMemAlloc", 0)
-    assert alloc(1 << 40 >> 30, 0, None)
-
-
-def test_a_size_of_more_than_32_bits_arrives_whole() -> None:
-    stub = Stub()
-    alloc, _ = c_allocator(stub.library)
-    stub.fail("ncclMemAlloc", 1)
-    alloc((1 << 45) + 8, 0, None)
-    assert stub.calls()[0].args["size"] == (1 << 45) + 8
-
-
-def test_the_allocator_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Stub().library
-    first = mempool.allocator_functions(library)
-    monkeypatch.setattr(mempool, "_compile", lambda: 1 // 0)
-    assert mempool.allocator_functions(library) == first
+        assert alloc((1 << 45) + 8, 0, None) is None
+    assert stub.calls()[0].args["size"] == (1 << 45) + 8  # more than 32 bits arrive whole
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
@@ -123,18 +107,13 @@ def test_memory_can_be_freed_with_the_gil_in_hand_while_another_thread_allocates
 # The pool
 
 
-def test_a_pool_is_made_of_these_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[tuple[int, ...]] = []
-
-    def custom(*functions: int) -> str:
-        given.append(functions)
-        return "allocator"
-
-    monkeypatch.setattr(torch._C, "_cuda_customAllocator", custom, raising=False)
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
+def test_a_pool_is_made_of_these_functions_which_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Stub().library
-    assert pynccl.mem_pool(library) == "pool of allocator"
-    assert given == [mempool.allocator_functions(library)]
+    functions = mempool.allocator_functions(library)
+    monkeypatch.setattr(mempool, "_compile", lambda: 1 // 0)
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *given: given, raising=False)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: ("pool", allocator))
+    assert pynccl.mem_pool(library) == ("pool", functions)
 
 
 def test_there_is_no_pool_on_the_host_library_or_an_old_one() -> None:
