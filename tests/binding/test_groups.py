@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from libraries import Stub
-from ranks import RankPool, each_size
+from ranks import RankPool
 from reference import expect, inputs, reduced
 
 import pynccl
@@ -248,6 +248,5 @@ def mixed_group(comm: Communicator) -> None:
     expect(transposed, torch.cat([x[block] for x in given[1]]), "all_to_all")
 
 
-@each_size
-def test_collectives_and_messages_of_two_communicators_share_a_group(ranks: RankPool, n: int) -> None:
-    assert ranks.run(n, mixed_group) == [None] * n
+def test_collectives_and_messages_of_two_communicators_share_a_group(ranks: RankPool) -> None:
+    ranks.run(3, mixed_group)

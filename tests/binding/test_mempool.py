@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any
 
 import pytest
 import torch
-from libraries import Stub, compile_c
+from libraries import Stub
 
 import pynccl
 from pynccl import Library
@@ -53,58 +52,6 @@ def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.Monkey
         RuntimeError, match=r"could not be compiled: .*\n  install a C compiler \(apt install gcc\) or name"
     ):
         pynccl.mem_pool(Stub().library)
-
-
-# Torch's allocator: one thread allocates with the mutex in hand, another frees with the GIL in hand.
-
-TORCHS = """
-#include <errno.h>
-#include <pthread.h>
-#include <sched.h>
-#include <stddef.h>
-#include <time.h>
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static int held, wanted;
-static int is(int *flag) { return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
-void *allocate(void *(*alloc)(size_t, int, void *), size_t size) {
-  pthread_mutex_lock(&mutex);
-  __atomic_store_n(&held, 1, __ATOMIC_SEQ_CST);
-  while (!is(&wanted)) sched_yield();
-  void *memory = alloc(size, 0, NULL);
-  held = wanted = 0;
-  pthread_mutex_unlock(&mutex);
-  return memory;
-}
-void wait_until_held(void) { while (!is(&held)) sched_yield(); }
-int give_back(int milliseconds) {
-  struct timespec end;
-  clock_gettime(CLOCK_REALTIME, &end);
-  end.tv_sec += milliseconds / 1000, end.tv_nsec += milliseconds % 1000 * 1000000;
-  if (end.tv_nsec >= 1000000000) end.tv_sec++, end.tv_nsec -= 1000000000;
-  __atomic_store_n(&wanted, 1, __ATOMIC_SEQ_CST);
-  int code = pthread_mutex_timedlock(&mutex, &end);
-  if (code == 0) pthread_mutex_unlock(&mutex);
-  return code;
-}
-"""
-
-
-def test_memory_can_be_freed_with_the_gil_in_hand_while_another_thread_allocates() -> None:
-    path = str(compile_c(TORCHS, "libtorchs_allocator.so", ["-shared", "-fPIC", "-pthread"]))
-    without_gil, with_gil = ctypes.CDLL(path), ctypes.PyDLL(path)
-    without_gil.allocate.restype, without_gil.allocate.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
-    alloc, _ = c_allocator(Stub().library)
-    address = ctypes.cast(alloc, ctypes.c_void_p).value
-    memory: list[Any] = []
-    thread = threading.Thread(target=lambda: memory.append(without_gil.allocate(address, 64)))
-    thread.start()
-    without_gil.wait_until_held()
-    assert with_gil.give_back(20_000) == 0
-    thread.join()
-    assert memory[0]
-
-
-# The pool
 
 
 def test_a_pool_is_made_of_these_functions_which_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
