@@ -38,27 +38,17 @@ def test_torch_views_memory_of_nccl_without_a_copy(comm: Communicator) -> None:
         del x, y
 
 
-def test_a_registered_buffer_is_reduced_in_place(comm: Communicator) -> None:
-    needs(comm, "ncclCommRegister")
-    with pynccl.mem_alloc(COUNT, "float32", device=comm.device_index, library=comm.library) as memory:
-        x = torch.from_dlpack(memory).fill_(comm.rank + 1)
-        with comm.register(memory) as registration:
-            assert registration.nbytes == 4 * COUNT
-            comm.all_reduce(x, x)
-            torch.cuda.synchronize()
-        assert x.unique().tolist() == [total(comm)]
-        del x
-
-
-def test_a_window_serves_symmetric_collectives(comm: Communicator) -> None:
-    needs(comm, "ncclCommWindowRegister")
+@pytest.mark.parametrize("how", ["register", "window"])
+def test_memory_that_is_registered_or_a_window_is_reduced_in_place(comm: Communicator, how: str) -> None:
+    needs(comm, {"register": "ncclCommRegister", "window": "ncclCommWindowRegister"}[how])
     with pynccl.mem_alloc(COUNT, "float32", device=comm.device_index, library=comm.library) as memory:
         x = torch.from_dlpack(memory).fill_(comm.rank + 1)
         try:
-            window = comm.window(memory)
+            made = comm.register(memory) if how == "register" else comm.window(memory)
         except ValueError as declined:  # ranks that share a GPU, or GPUs that cannot reach each other
             pytest.skip(str(declined))
-        with window:
+        with made:
+            assert made.nbytes == 4 * COUNT
             comm.all_reduce(x, x)
             torch.cuda.synchronize()
         assert x.unique().tolist() == [total(comm)]
@@ -197,15 +187,3 @@ def test_a_simulation_launches_nothing_and_leaves_the_communicator_as_it_was(com
     assert x.unique().tolist() == [1.0]
     comm.all_reduce(x, x)
     assert x.unique().tolist() == [comm.size]
-
-
-def test_a_simulation_on_a_nonblocking_communicator_is_refused(comm: Communicator) -> None:
-    needs(comm, "ncclGroupSimulateEnd")
-    child = comm.split(0, comm.rank, CommConfig(blocking=False))
-    assert child is not None
-    x = torch.ones(COUNT, device=comm.device)
-    with pytest.raises(pynccl.NcclInvalidUsage, match="is nonblocking"), pynccl.simulate():
-        child.all_reduce(x, x)
-    torch.cuda.synchronize()
-    assert x.unique().tolist() == [1.0]
-    child.destroy()
