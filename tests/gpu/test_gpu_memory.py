@@ -117,29 +117,23 @@ def test_a_pool_that_nccl_cannot_serve_is_out_of_memory_and_not_a_crash(comm: Co
     assert float(comm.all_reduce(torch.ones(1, device=comm.device))) == comm.size
 
 
-def test_a_configured_communicator_and_a_configured_call_work(comm: Communicator) -> None:
-    child = comm.split(0, comm.rank, CommConfig(max_ctas=4, min_ctas=1))
+@pytest.mark.parametrize(
+    "config", [CommConfig(max_ctas=4, min_ctas=1), CommConfig(blocking=False)], ids=["ctas", "nonblocking"]
+)
+def test_a_configured_communicator_and_a_configured_call_work(comm: Communicator, config: CommConfig) -> None:
+    child = comm.split(0, comm.rank, config)
     assert child is not None
     x = torch.full((COUNT,), float(comm.rank + 1), device=comm.device)
-    child.all_reduce(x, x)
-    assert x.unique().tolist() == [total(comm)]
-    if comm.library.supports("ncclAllReduceConfig"):
-        y = torch.full((COUNT,), float(comm.rank + 1), device=comm.device)
-        child.all_reduce(y, y, config=CollConfig(max_ctas=2))
-        assert y.unique().tolist() == [total(comm)]
-    child.destroy()
-
-
-def test_a_nonblocking_communicator_settles_by_itself(comm: Communicator) -> None:
-    child = comm.split(0, comm.rank, CommConfig(blocking=False))
-    assert child is not None
-    x = torch.full((COUNT,), float(comm.rank + 1), device=comm.device)
+    y = x.clone()
     child.all_reduce(x, x)
     with pynccl.group():
         child.send(x, (comm.rank + 1) % comm.size)
         child.recv(x.clone(), (comm.rank - 1) % comm.size)
     torch.cuda.synchronize()
     assert x.unique().tolist() == [total(comm)]
+    if comm.library.supports("ncclAllReduceConfig"):
+        child.all_reduce(y, y, config=CollConfig(max_ctas=2))
+        assert y.unique().tolist() == [total(comm)]
     child.destroy()
 
 

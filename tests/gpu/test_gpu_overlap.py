@@ -52,11 +52,6 @@ WAYS = (
     OverlapConfig("slices", chunks=3, dgrad=OverlapConfig("ring")),
     OverlapConfig("slices", chunks=3, dgrad=OverlapConfig("off")),
 )
-TOLERANCE = {
-    torch.float64: {"rtol": 1e-10, "atol": 1e-10},
-    torch.float32: {"rtol": 1e-4, "atol": 1e-4},
-    torch.bfloat16: {"rtol": 3e-2, "atol": 6e-2},
-}
 SOME = (WAYS[1], WAYS[5], WAYS[10], WAYS[11])
 
 
@@ -67,8 +62,8 @@ def ways_of(comm: Communicator) -> tuple[OverlapConfig, ...]:
 
 @pytest.mark.parametrize(
     ("dtype", "reduce_dtype"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)],
-    ids=["float32", "bfloat16", "bfloat16 in float32"],
+    [(torch.float64, None), (torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)],
+    ids=["float64", "float32", "bfloat16", "bfloat16 in float32"],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_exact_sums_have_the_same_bits_in_every_way(
@@ -80,18 +75,6 @@ def test_exact_sums_have_the_same_bits_in_every_way(
         found = forward_and_backward(case, own, comm, way, reduce_dtype=reduce_dtype)
         assert {got.dtype for got in found} == {dtype}
         assert_same(found, expected, way)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_random_values_come_out_as_close_as_the_type_allows(comm: Communicator, name: str, dtype: torch.dtype) -> None:
-    case, whole = CASES[name], to(inputs(comm, seed=2, exact=False), dtype)
-    own, expected = parts(case, whole, comm), parts(case, reference(whole), comm)
-    for way in SOME:
-        found = forward_and_backward(case, own, comm, way)
-        for got, wanted in zip(found, expected, strict=True):
-            assert got.dtype is dtype
-            torch.testing.assert_close(got.double(), wanted, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("function", [ad.matmul_reduce_scatter, ad.matmul_all_reduce])

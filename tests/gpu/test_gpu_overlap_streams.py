@@ -191,26 +191,6 @@ def test_two_graphs_may_be_replayed_at_once(comm: Communicator) -> None:
                 assert torch.equal(found.cpu().double(), x @ w.t()), seed
 
 
-def test_slices_that_are_all_taken_can_be_captured(comm: Communicator) -> None:
-    case = CASES["matmul_all_reduce"]
-    x, w, bias, _ = to(parts(case, inputs(comm, seed=60), comm), torch.float32)
-
-    def step() -> list[Tensor]:
-        with torch.no_grad():
-            config = WAYS["two compute streams"]
-            slices = ad.matmul_all_reduce(x.flatten(0, 1), w, comm, bias, overlap=config, hand_off=True)
-            return [torch.cat([y * 2 for y in slices])]
-
-    with captured(step) as (graph, (y,)):
-        for i in range(REPLAYS):
-            whole = inputs(comm, seed=60 + i)
-            x.copy_(part(whole.x, case.x_dim, comm))
-            w.copy_(part(whole.w, case.w_dim, comm))
-            bias.copy_(whole.bias)
-            graph.replay()
-            assert torch.equal(y.double(), 2 * reference(whole).y.flatten(0, 1)), i
-
-
 @pytest.fixture
 def timeline() -> Iterator[Timeline]:
     with observing(observer := Timeline()):

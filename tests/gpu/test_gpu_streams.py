@@ -88,18 +88,6 @@ def test_timed_events_measure_what_lies_between_them(comm: Communicator) -> None
     assert 5 < start.elapsed_time(end) < 5000  # milliseconds
 
 
-def test_a_group_may_span_streams(comm: Communicator) -> None:
-    a, b = torch.cuda.Stream(), torch.cuda.Stream()
-    x, y = (torch.full((COUNT,), comm.rank + 1.0, device=comm.device) for _ in range(2))
-    torch.cuda.synchronize()
-    with pynccl.group():
-        comm.all_reduce(x, x, stream=a)
-        comm.all_reduce(y, y, "max", stream=b)
-    torch.cuda.synchronize()
-    assert x.unique().tolist() == [total(comm)]
-    assert y.unique().tolist() == [comm.size]
-
-
 def reuse(x: torch.Tensor) -> None:
     """Take the memory that the allocator has just got back, and write to it on the current stream."""
     for _ in range(8):
@@ -259,14 +247,3 @@ def test_streams_work_in_a_thread_that_has_used_no_gpu(comm: Communicator) -> No
     thread.join(60)
     assert not thread.is_alive() and not errors
     assert x.unique().tolist() == [total(comm)]
-
-
-def test_an_idle_stream_says_so_at_once(comm: Communicator) -> None:
-    stream = pynccl.create_stream(comm.device, library=comm.library)
-    stream.synchronize()
-    assert all(stream.query() for _ in range(1000))
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle, device=comm.device)):
-        torch.cuda._sleep(BUSY_CYCLES)
-    assert not stream.query()
-    stream.synchronize()
-    assert stream.query()
