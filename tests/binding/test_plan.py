@@ -175,15 +175,6 @@ def test_a_plan_that_fails_names_its_call_and_a_group_plan_is_closed_all_the_sam
     step()  # and is none the worse
 
 
-def test_an_all_to_all_plan_of_an_old_library_is_sends_and_receives() -> None:
-    stub = Stub((2, 21, 5))
-    plan = stub.comm(nranks=3, rank=1).plan.all_to_all(X, Y, stream=9)
-    plan()
-    assert stub.names() == ["ncclGroupStart", *["ncclSend", "ncclRecv"] * 3, "ncclGroupEnd"]
-    found = [call.args["buffer"] for call in stub.calls()[1:-1]]
-    assert found == [start + 16 * peer for peer in range(3) for start in (X[0], Y[0])]
-
-
 def test_a_plan_holds_its_buffers_and_gives_them_up_with_itself() -> None:
     comm = Stub().comm(cpu=True)
     x, y = torch.zeros(4), torch.zeros(4)
