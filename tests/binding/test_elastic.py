@@ -76,7 +76,7 @@ def test_members_grow_with_an_id_from_one_of_them_which_new_ranks_join() -> None
 
 def test_a_new_rank_that_the_members_do_not_wait_for_is_a_timeout() -> None:
     stub = Stub()
-    stub.linger("ncclCommGrow", 0.3)
+    stub.linger("ncclCommGrow", 2.0)
     with pytest.raises(pynccl.NcclTimeout, match=r"ncclCommGrow\(nranks=6, rank=5\) did not return within"):
         Communicator.join_grown(6, bytes(128), 5, library=stub.cpu_library, timeout=0.05)
 

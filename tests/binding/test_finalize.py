@@ -25,7 +25,7 @@ X, Y = (1 << 20, 12, "float32"), (1 << 30, 12, "float32")
 
 def test_an_init_that_no_other_rank_joins_is_a_timeout() -> None:
     stub = Stub()
-    stub.linger("ncclCommInitRank", 0.3)
+    stub.linger("ncclCommInitRank", 2.0)
     with pytest.raises(pynccl.NcclTimeout) as caught:
         Communicator.init(4, bytes(128), 1, library=stub.cpu_library, timeout=0.05)
     assert "ncclCommInitRank(rank=1, nranks=4) did not return within 0 s (timeout=0.05)" in str(caught.value)
@@ -37,7 +37,7 @@ def test_a_finalize_that_hangs_or_fails_is_an_error_and_an_abort() -> None:
     stub = Stub()
     (comm,), order = watched(stub)
     comm.timeout = 0.05
-    stub.linger("ncclCommFinalize", 0.5)
+    stub.linger("ncclCommFinalize", 2.0)
     with pytest.raises(pynccl.NcclTimeout, match="the communicator was aborted instead"):
         comm.destroy()
     assert stub.names() == ["ncclCommGetAsyncError", "ncclCommFinalize", "ncclCommAbort"]
@@ -115,7 +115,7 @@ def test_threads_take_turns_on_a_communicator() -> None:
 def test_destroy_waits_for_the_call_of_another_thread() -> None:
     stub = Stub()
     comm = stub.comm()
-    stub.linger("ncclBroadcast", 0.5)
+    stub.linger("ncclBroadcast", 2.0)
     before = stub.cdll.stub_overlaps()
     thread = threading.Thread(target=lambda: comm.broadcast(X, Y, stream=0))
     thread.start()
@@ -230,7 +230,7 @@ def test_memory_outlives_an_end_that_goes_on_in_the_background() -> None:
     stub = Stub()
     (comm,), order = watched(stub)
     comm.timeout = 0.05
-    stub.linger("ncclCommDestroy", 0.5)
+    stub.linger("ncclCommDestroy", 2.0)
     with pytest.raises(pynccl.NcclTimeout):
         comm.destroy()
     assert order == []
@@ -270,7 +270,7 @@ def test_an_end_that_does_not_come_names_the_graphs_that_are_alive(monkeypatch: 
     def failing(slow: str) -> str:
         comm = stub.comm()
         comm.timeout = 0.05
-        stub.linger(slow, 0.3)
+        stub.linger(slow, 2.0)
         with pytest.raises(pynccl.NcclTimeout) as caught:
             comm.destroy()
         comes_back(slow)
@@ -284,7 +284,7 @@ def test_an_end_that_does_not_come_names_the_graphs_that_are_alive(monkeypatch: 
     stub.progress("ncclCommFinalize", polls=1 << 30)
     with pytest.raises(pynccl.NcclTimeout, match=said):
         comm.finalize()
-    stub.linger("ncclCommAbort", 0.3)
+    stub.linger("ncclCommAbort", 2.0)
     with pytest.warns(RuntimeWarning, match=said):
         pynccl.abort([comm], timeout=0.05)
     comes_back("ncclCommAbort")

@@ -207,7 +207,7 @@ def test_a_call_or_split_that_fails_ends_the_simulation(stub: Stub) -> None:
         simulate(comm)
     assert stub.names() == [*MADE, "ncclCommAbort"]
     stub.fail("ncclCommSplit", 0)
-    stub.linger("ncclCommSplit", 0.3)
+    stub.linger("ncclCommSplit", 2.0)
     comm.timeout = 0.05
     with pytest.raises(pynccl.NcclTimeout, match="ncclCommSplit of 1 communicators did not return"):
         simulate(comm)
