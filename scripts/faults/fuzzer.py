@@ -80,7 +80,7 @@ def fuzz_calls(pool: Any, options: argparse.Namespace) -> bool:
 def fuzz_models(pool: Any, options: argparse.Namespace) -> bool:
     from fuzz.model_fuzzing import fuzz  # type: ignore[import-not-found]
 
-    found = fuzz(pool, seeds(options), options.ranks, None)
+    found = fuzz(pool, seeds(options), options.ranks)
     for failure in found.failures:
         print(failure, end="\n\n")
     for text, count in found.refusals.most_common():
@@ -99,7 +99,7 @@ def fuzz_overlap(pool: Any, options: argparse.Namespace) -> bool:
 
     if min(options.ranks) < 2:
         raise ValueError("--ranks: overlap needs 2 or more")
-    found = fuzz(pool, options.seed, options.ranks, seconds=None, programs=options.runs, tell=print)
+    found = fuzz(pool, options.seed, options.ranks, programs=options.runs, tell=print)
     print(f"{found.programs} programs, {found.passes} passes, {len(found.failures)} failures")
     return bool(found.failures)
 

@@ -6,83 +6,82 @@ What happens at the end of a process is seen in a process of its own, by what it
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from processes import A_FORK_WITH_THREADS, DESTROYED, HANGS, PRELUDE, ROOT, process
 
-import pynccl
-
-# The end of the process
-
-
-def test_what_is_open_at_exit_is_destroyed_without_a_word(tmp_path: Path) -> None:
-    ended = process(tmp_path, "a, b = make(0), make(1); b.destroy()\n")
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.calls == DESTROYED * 2
-
-
-def test_an_exit_by_an_exception_aborts(tmp_path: Path) -> None:
-    ended = process(tmp_path, "comm = make()\nraise KeyError('mine')\n")
-    assert ended.code == 1
-    assert ended.calls == ["ncclCommAbort"]
-    assert ended.err.rstrip().endswith("KeyError: 'mine'")
-    assert "pynccl" not in ended.err.partition("Traceback")[0] and ended.err.count("Traceback") == 1
-
-
-def test_an_exit_by_sys_exit_destroys(tmp_path: Path) -> None:
-    ended = process(tmp_path, "comm = make()\nsys.exit(3)\n")
-    assert (ended.code, ended.err, ended.calls) == (3, "", DESTROYED)
-
-
-def test_a_peer_that_does_not_come_along_does_not_hold_up_the_exit(tmp_path: Path) -> None:
-    source = """
+# source, exit code, what its standard error is, its calls in whatever order
+EXITS: dict[str, tuple[str, int, str, list[str]]] = {
+    "what is open is destroyed, and what was closed is silent": (
+        "a, b = make(0), make(1); b.destroy(); make(2).abort(); gc.collect()\n",
+        0,
+        "",
+        [*DESTROYED, "ncclCommAbort", *DESTROYED],
+    ),
+    "an exception aborts": (
+        "comm = make()\nraise KeyError('mine')\n",
+        1,
+        r"Traceback((?!Traceback).)*KeyError: 'mine'\n",
+        ["ncclCommAbort"],
+    ),
+    "sys.exit destroys": ("comm = make()\nsys.exit(3)\n", 3, "", DESTROYED),
+    "the program's own exit handler closes it": (
+        "comm = make(timeout=5.0)\natexit.register(comm.destroy)\n",
+        0,
+        "",
+        DESTROYED,
+    ),
+    "one that has failed is aborted": (
+        'comm = make()\nstub.stub_rule(0, b"ncclCommGetAsyncError", 6)\n',
+        0,
+        "",
+        ["ncclCommGetAsyncError", "ncclCommAbort"],
+    ),
+    "a failure to close is told and the rest is closed": (
+        'a, b = make(0), make(1)\nstub.stub_rule(0, b"ncclCommDestroy", 5)\n',
+        0,
+        r"(?=.*ncclCommDestroy on rank 1 of 4 failed: invalid usage)(pynccl: closing <pynccl\.Communicator rank .*){2}",
+        DESTROYED * 2,
+    ),
+    "a peer that does not come along does not hold it up": (
+        """
 from pynccl.comm import finalize
-finalize.EXIT_SECONDS = 0.5
+finalize.EXIT_SECONDS = 0.3
 comm = make()
 stub.stub_rule(1, b"ncclCommFinalize", 1000 * 300)
-"""
-    ended = process(tmp_path, source)
-    assert ended.code == 0
-    assert ended.err == "pynccl: 1 open communicators did not close within 0.5 s\n"
-    assert ended.calls[-1] == "ncclCommFinalize"
-
-
-def test_one_that_was_collected_and_does_not_end_is_counted(tmp_path: Path) -> None:
-    source = """
+""",
+        0,
+        r"pynccl: 1 open communicators did not close within 0\.3 s\n",
+        DESTROYED[:2],
+    ),
+    "one that was collected and does not end is counted": (
+        """
 from pynccl.comm import finalize
-finalize.EXIT_SECONDS = 0.5
-def leak():
-    make(2)
-leak()
+finalize.EXIT_SECONDS = 0.3
+make(2)
 gc.collect()
 stub.stub_rule(1, b"ncclCommAbort", 1000 * 300)
-"""
+""",
+        0,
+        r".*ResourceWarning.*pynccl: 1 open communicators did not close within 0\.3 s\n",
+        ["ncclCommAbort"],
+    ),
+}
+
+
+@pytest.mark.parametrize("end", EXITS)
+def test_an_exit(tmp_path: Path, end: str) -> None:
+    source, code, says, calls = EXITS[end]
     ended = process(tmp_path, source)
-    assert ended.code == 0
-    assert ended.err.endswith("pynccl: 1 open communicators did not close within 0.5 s\n")
-
-
-def test_a_communicator_that_has_failed_is_aborted_at_exit_at_once(tmp_path: Path) -> None:
-    ended = process(tmp_path, 'comm = make()\nstub.stub_rule(0, b"ncclCommGetAsyncError", 6)\n')
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.calls == ["ncclCommGetAsyncError", "ncclCommAbort"]
-    assert ended.seconds < pynccl.comm.finalize.EXIT_SECONDS
-
-
-def test_a_failure_to_close_at_exit_is_told_and_the_rest_is_closed(tmp_path: Path) -> None:
-    ended = process(tmp_path, 'a, b = make(0), make(1)\nstub.stub_rule(0, b"ncclCommDestroy", 5)\n')
-    assert ended.code == 0
-    assert ended.err.count("pynccl: closing <pynccl.Communicator rank") == 2
-    assert "ncclCommDestroy on rank 1 of 4 failed: invalid usage" in ended.err
-    assert ended.calls.count("ncclCommDestroy") == 2
-
-
-def test_the_programs_own_exit_handler_may_close_it(tmp_path: Path) -> None:
-    ended = process(tmp_path, "comm = make(timeout=5.0)\natexit.register(comm.destroy)\n")
-    assert (ended.code, ended.err, ended.calls) == (0, "", DESTROYED)
+    assert ended.code == code
+    assert re.fullmatch(says, ended.err, re.DOTALL), ended.err
+    assert sorted(ended.calls) == sorted(calls)
 
 
 def test_an_exit_handler_that_closes_it_has_its_deadline(tmp_path: Path) -> None:
@@ -94,16 +93,11 @@ def close():
         comm.destroy()
     except pynccl.NcclTimeout as error:
         print(str(error).splitlines()[0])
-    else:
-        print("destroyed")
 atexit.register(close)
 """
     ended = process(tmp_path, source)
     assert ended.out == "ncclCommFinalize on rank 1 of 4 did not return within 0 s (timeout=0.2)\n"
     assert ended.calls[-1] == "ncclCommAbort"
-
-
-# Objects that nobody closed
 
 
 def test_a_collected_communicator_is_a_warning_and_is_closed_at_exit(tmp_path: Path) -> None:
@@ -125,10 +119,41 @@ print(stub.stub_record(), flush=True)
     assert "was never closed: call destroy(), or use it in a with statement" in ended.err
 
 
-def test_a_closed_communicator_is_collected_silently(tmp_path: Path) -> None:
-    ended = process(tmp_path, "for end in ('destroy', 'abort'):\n    getattr(make(), end)()\ngc.collect()\n")
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.calls == [*DESTROYED, "ncclCommAbort"]
+# Memory that NCCL may use until a communicator has ended
+
+WATCHED = """
+class Watched:
+    nbytes = 1 << 20
+    def __del__(self):
+        print("freed after", *(line.split()[0] for line in stub.stub_record().decode().splitlines()), flush=True)
+comms = [make(0), make(1)]
+for comm in comms:
+    comm._scratch = Watched()
+del comm
+stub.stub_clear()
+"""
+# Of two communicators one was collected; the child that is forked then frees the memory of neither.
+COLLECTED_AND_FORKED = """
+comms.pop()
+gc.collect()
+child = os.fork()
+if not child:
+    del comms
+    gc.collect()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print("child has ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["exception", "collected and forked"])
+def test_memory_is_freed_after_the_end_of_its_communicator(tmp_path: Path, end: str) -> None:
+    more = "raise KeyError\n" if end == "exception" else COLLECTED_AND_FORKED
+    ended = process(tmp_path, WATCHED + more, *A_FORK_WITH_THREADS)
+    calls = ["ncclCommAbort"] * 2 if end == "exception" else ["ncclCommAbort", *DESTROYED]
+    assert ended.calls == calls
+    before = [] if end == "exception" else ["child has ended"]
+    assert ended.out.splitlines() == [*before, *[f"freed after {' '.join(calls)}"] * 2]
 
 
 # Forks
@@ -170,30 +195,23 @@ def test_a_forked_child_has_no_communicator_and_its_parent_goes_on(tmp_path: Pat
     assert ended.calls == ["ncclAllReduce", *DESTROYED]  # the child called nothing, at its exit neither
 
 
-# Ranks of a real job, on the host library
+# Ranks of a real job, on the host library: both fork, then one ends by an exception
 
-ONE_FAILS = """
-import pynccl, torch
-comm = pynccl.init(timeout=30)
-comm.all_reduce(torch.ones(4))
-if comm.rank == 1:
-    raise KeyError("mine")
-comm.all_reduce(torch.ones(1 << 20))
-"""
-
-FORKS_AND_FORGETS = """
-import os, pynccl, sys, torch
+JOB = """
+import os, pynccl, torch
 comm = pynccl.init(timeout=30)
 x = comm.all_reduce(torch.ones(4))
 child = os.fork()
 if not child:
-    try:
-        comm.all_reduce(x, x)
-    except pynccl.NcclInvalidUsage as error:
-        print(error, flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
+    os._exit(7)
+assert os.waitpid(child, 0)[1]
 print(comm.all_reduce(x).tolist(), flush=True)
+(own,), stream = pynccl.Communicator.init_all(1), pynccl.create_stream()
+for i in range(300):  # queued when the process ends
+    own.all_reduce(torch.ones(20_000), stream=stream)
+if comm.rank == 1:
+    raise KeyError("mine")
+comm.all_reduce(torch.ones(1 << 20))
 """
 
 
@@ -204,14 +222,14 @@ def job(folder: Path, source: str, *options: str) -> list[tuple[int, str, str]]:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     common = {"PYTHONPATH": str(ROOT), "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "default::ResourceWarning", *options, "job.py"],
+            [sys.executable, *options, "job.py"],
             cwd=folder,
             env={**os.environ, **common, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
+            **pipes,
         )
         for rank in range(2)
     ]
@@ -223,16 +241,8 @@ def job(folder: Path, source: str, *options: str) -> list[tuple[int, str, str]]:
     return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 
-def test_a_rank_that_ends_by_an_exception_is_an_error_on_the_other(tmp_path: Path) -> None:
-    (code, _, err), (failed, _, first) = job(tmp_path, ONE_FAILS)
-    assert (code, failed) == (1, 1)
+def test_ranks_may_fork_and_one_that_ends_by_an_exception_is_an_error_on_the_other(tmp_path: Path) -> None:
+    (code, out, err), (failed, _, first) = job(tmp_path, JOB, *A_FORK_WITH_THREADS)
+    assert (code, failed, out) == (1, 1, "[4.0, 4.0, 4.0, 4.0]\n")
     assert "pynccl.NcclRemoteError: all_reduce(count=1048576, FLOAT32, SUM) failed" in err
     assert first.rstrip().endswith("KeyError: 'mine'")
-
-
-def test_ranks_may_fork_and_need_not_destroy(tmp_path: Path) -> None:
-    for rank, (code, out, err) in enumerate(job(tmp_path, FORKS_AND_FORGETS, *A_FORK_WITH_THREADS)):
-        child, parent = out.splitlines()[0], out.splitlines()[-1]
-        assert f"this communicator (rank {rank} of 2 on cpu) was inherited through a fork" in child
-        assert parent == "[4.0, 4.0, 4.0, 4.0]"
-        assert (code, err) == (0, "")

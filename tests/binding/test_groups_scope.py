@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -54,43 +54,36 @@ def two_sends(comm: Communicator) -> Iterator[None]:
         call(comm, 1)
 
 
-def test_a_generator_that_is_suspended_in_its_group_takes_what_its_consumer_calls(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-    for _ in two_sends(comm):  # as group() says
+# Programs, each of which returns what it must have launched.
+
+
+def suspended_generator(comm: Communicator) -> list[Any]:
+    for _ in two_sends(comm):  # its group takes what its consumer calls, as group() says
         call(comm, 2)
-    assert peers(stub) == [[0, 2, 1]]
     call(comm, 3)
-    assert peers(stub) == [[0, 2, 1], 3]
-
-
-@pytest.mark.parametrize("end", ["close", "collect", "throw"])
-def test_a_suspended_generator_that_ends_early_launches_nothing(stub: Stub, end: str) -> None:
-    comm = stub.comm(cpu=True)
-    generator: Any = two_sends(comm)
-    next(generator)
-    if end == "close":
-        generator.close()
-    elif end == "throw":
-        with pytest.raises(KeyError):
-            generator.throw(KeyError())
-    del generator
-    gc.collect()
-    assert stub.names() == [] and not records
-    call(comm, 3)
-    assert peers(stub) == [3]
-
-
-def test_a_generator_that_runs_in_a_group_joins_it(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-    with pynccl.group():
+    with pynccl.group():  # which that of the generator joins
         for _ in two_sends(comm):
             call(comm, 2)
-        assert stub.names() == []
-    assert peers(stub) == [[0, 2, 1]]
+    return [[0, 2, 1], 3, [0, 2, 1]]
 
 
-def test_a_group_that_is_closed_before_the_one_inside_keeps_to_its_own_calls(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
+def generators_that_end_early(comm: Communicator) -> list[Any]:
+    for end in ("close", "throw", "collect"):
+        generator: Any = two_sends(comm)
+        next(generator)
+        if end == "close":
+            generator.close()
+        elif end == "throw":
+            with pytest.raises(KeyError):
+                generator.throw(KeyError())
+        del generator
+        gc.collect()
+        assert not records, end
+    call(comm, 3)
+    return [3]
+
+
+def closed_before_the_one_inside(comm: Communicator) -> list[Any]:
     outer, inner = pynccl.group(), pynccl.group()
     outer.__enter__()
     call(comm, 0)
@@ -99,11 +92,6 @@ def test_a_group_that_is_closed_before_the_one_inside_keeps_to_its_own_calls(stu
     outer.__exit__(None, None, None)
     call(comm, 2)
     inner.__exit__(None, None, None)
-    assert peers(stub) == [[0], [1, 2]]
-
-
-def test_a_group_whose_outer_one_was_closed_joins_the_one_around_that(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
     with pynccl.group():
         middle, inner = pynccl.group(), pynccl.group()
         middle.__enter__()
@@ -112,22 +100,10 @@ def test_a_group_whose_outer_one_was_closed_joins_the_one_around_that(stub: Stub
         middle.__exit__(None, None, None)
         inner.__exit__(None, None, None)
         call(comm, 1)
-        assert stub.names() == []
-    assert peers(stub) == [[0, 1]]
+    return [[0], [1, 2], [0, 1]]
 
 
-def test_a_child_that_is_forked_in_a_group_is_in_none(stub: Stub) -> None:
-    with pynccl.group():
-        child = os.fork()
-        if not child:
-            with observing(Observer()):
-                os._exit(3 if groups.recorder() is None else 4)
-        assert groups.recorder() is not None
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-
-
-def test_a_block_that_raised_in_a_block_is_dropped_alone(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
+def blocks_that_raise(comm: Communicator) -> list[Any]:
     with pynccl.group():
         call(comm, 0)
         with contextlib.suppress(KeyError), pynccl.group():
@@ -138,29 +114,10 @@ def test_a_block_that_raised_in_a_block_is_dropped_alone(stub: Stub) -> None:
         with pytest.raises(ValueError), pynccl.group():
             comm.all_to_all_v(torch.zeros(3), send_counts=[1] * 4, recv_counts=[0] * 4)
         call(comm, 2)
-    assert peers(stub) == [[0, 2]]
+    return [[0, 2]]
 
 
-def test_a_simulation_takes_its_own_calls_alone(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-
-    with pynccl.group():
-        with pynccl.simulate():
-            call(comm, 0)
-        call(comm, 3)
-    assert [call.args["peer"] for call in stub.calls() if call.name == "ncclSend"] == [0, 3]
-    stub.clear()
-    with pynccl.group():
-        call(comm, 1)
-        with pytest.raises(KeyError), pynccl.simulate():
-            call(comm, 2)
-            raise KeyError
-    assert peers(stub) == [[1]]
-
-
-def test_a_context_manager_of_the_users_opens_a_group_for_its_block(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-
+def context_managers_and_decorators(comm: Communicator) -> list[Any]:
     @contextlib.contextmanager
     def both() -> Iterator[None]:
         with pynccl.group():
@@ -175,35 +132,24 @@ def test_a_context_manager_of_the_users_opens_a_group_for_its_block(stub: Stub) 
         def __exit__(self, *error: Any) -> None:
             self.group.__exit__(*error)
 
-    def opened(stack: contextlib.ExitStack) -> None:
-        stack.enter_context(pynccl.group())
+    @pynccl.group()
+    def decorated() -> None:
+        call(comm, 0)
+        call(comm, 3)
 
     with both():
         call(comm, 1)
     with Held():
         call(comm, 2)
     with contextlib.ExitStack() as stack:
-        opened(stack)
+        stack.enter_context(pynccl.group())
         call(comm, 3)
-    assert peers(stub) == [[0, 1], [2], [3]]
+    decorated()
+    decorated()
+    return [[0, 1], [2], [3], [0, 3], [0, 3]]
 
 
-@pynccl.group()
-def decorated(comm: Communicator) -> None:
-    call(comm, 0)
-    call(comm, 1)
-
-
-def test_a_function_may_be_decorated_with_a_group(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-    decorated(comm)
-    decorated(comm)
-    assert peers(stub) == [[0, 1], [0, 1]]
-
-
-def test_tasks_have_groups_of_their_own(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-
+def tasks_with_groups_of_their_own(comm: Communicator) -> list[Any]:
     async def one(first: int, there: asyncio.Event, turn: asyncio.Event) -> None:
         with pynccl.group():
             call(comm, first)
@@ -227,37 +173,31 @@ def test_tasks_have_groups_of_their_own(stub: Stub) -> None:
         await asyncio.gather(*tasks)
 
     asyncio.run(main())
-    assert peers(stub) == [3, 2, [0, 1], [2, 3]]
+    return [3, 2, [0, 1], [2, 3]]
 
 
-def test_a_task_that_is_started_in_a_group_is_in_it(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
+def tasks_that_are_started_in_a_group_or_cancelled(comm: Communicator) -> list[Any]:
+    @contextlib.asynccontextmanager
+    async def grouped() -> AsyncIterator[None]:
+        with pynccl.group():
+            yield
 
     async def other() -> None:
         call(comm, 3)
 
-    async def main() -> None:
-        with pynccl.group():
-            call(comm, 0)
-            await asyncio.create_task(other())
-            call(comm, 1)
-
-    asyncio.run(main())
-    assert peers(stub) == [[0, 3, 1]]
-
-
-def test_a_cancelled_task_launches_nothing(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-
-    async def one(there: asyncio.Event) -> None:
+    async def waiting(there: asyncio.Event) -> None:
         with pynccl.group():
             call(comm, 0)
             there.set()
             await asyncio.Event().wait()
 
     async def main() -> None:
+        async with grouped():
+            call(comm, 0)
+            await asyncio.create_task(other())
+            call(comm, 1)
         there = asyncio.Event()
-        task = asyncio.create_task(one(there))
+        task = asyncio.create_task(waiting(there))
         await there.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -265,22 +205,31 @@ def test_a_cancelled_task_launches_nothing(stub: Stub) -> None:
         call(comm, 3)
 
     asyncio.run(main())
-    assert peers(stub) == [3]
+    return [[0, 3, 1], 3]
 
 
-def test_an_asynchronous_context_manager_is_like_the_others(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
+PROGRAMS = (
+    suspended_generator,
+    generators_that_end_early,
+    closed_before_the_one_inside,
+    blocks_that_raise,
+    context_managers_and_decorators,
+    tasks_with_groups_of_their_own,
+    tasks_that_are_started_in_a_group_or_cancelled,
+)
 
-    @contextlib.asynccontextmanager
-    async def grouped() -> AsyncIterator[None]:
-        with pynccl.group():
-            yield
 
-    async def main() -> None:
-        async with grouped():
-            call(comm, 2)
-            await asyncio.sleep(0)
-            call(comm, 2)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_group_takes_the_calls_of(stub: Stub, program: Callable[[Communicator], list[Any]]) -> None:
+    expected = program(stub.comm(cpu=True))
+    assert peers(stub) == expected
 
-    asyncio.run(main())
-    assert peers(stub) == [[2, 2]]
+
+def test_a_child_that_is_forked_in_a_group_is_in_none(stub: Stub) -> None:
+    with pynccl.group():
+        child = os.fork()
+        if not child:
+            with observing(Observer()):
+                os._exit(3 if groups.recorder() is None else 4)
+        assert groups.recorder() is not None
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3

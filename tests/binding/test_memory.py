@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ import torch
 from libraries import Stub
 
 import pynccl
-from pynccl import DataType, Memory, mem_alloc
-from pynccl.bindings import abi
+from pynccl import Communicator, DataType, Memory, mem_alloc
 from pynccl.interop import dlpack
 
-NAMES = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"}
+NAMES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
 
 
 def alloc(stub: Stub, shape: Any, dtype: Any = "float32") -> Memory:
@@ -33,15 +33,18 @@ def on_gpu(stub: Stub, dtype: DataType = DataType.FLOAT32) -> Memory:
 # Allocation
 
 
-def test_it_is_as_large_as_its_shape_and_type_say() -> None:
+def test_it_is_as_large_as_its_shape_and_type_say_and_freed_once() -> None:
     stub = Stub()
     with alloc(stub, (2, 3), "bfloat16") as memory:
         assert (memory.shape, memory.nbytes, memory.dtype) == ((2, 3), 12, DataType.BFLOAT16)
         assert (memory.device, memory.pointer > 0) == ("cpu", True)
         assert repr(memory) == "<pynccl.Memory BFLOAT16 (2, 3) on cpu>"
-    assert [(call.name, call.args.get("size")) for call in stub.calls()] == [
+        address = memory.pointer
+    memory.free()
+    assert repr(memory) == "<pynccl.Memory BFLOAT16 (2, 3) on cpu, freed>"
+    assert [(call.name, *call.args.values()) for call in stub.calls()] == [
         ("ncclMemAlloc", 12),
-        ("ncclMemFree", None),
+        ("ncclMemFree", address),
     ]
     stub.clear()
     assert mem_alloc(100, library=stub.cpu_library).nbytes == 100  # bytes, where no type is given
@@ -49,17 +52,6 @@ def test_it_is_as_large_as_its_shape_and_type_say() -> None:
     assert alloc(stub, ()).nbytes == 4
     assert alloc(stub, (3, 0)).nbytes == 0
     assert [call.args["size"] for call in stub.calls()] == [100, 20, 4, 1]  # NCCL has no memory of no bytes
-
-
-def test_free_is_once() -> None:
-    stub = Stub()
-    memory = alloc(stub, 4)
-    address = memory.pointer
-    stub.clear()
-    memory.free()
-    memory.free()
-    assert [(call.name, call.args["pointer"]) for call in stub.calls()] == [("ncclMemFree", address)]
-    assert repr(memory) == "<pynccl.Memory FLOAT32 (4,) on cpu, freed>"
 
 
 def test_freed_memory_cannot_be_used() -> None:
@@ -74,82 +66,50 @@ def test_freed_memory_cannot_be_used() -> None:
     assert stub.names() == []
 
 
-def test_running_out_of_memory_is_an_error_and_never_a_pointer() -> None:
+WHOLE = r"mem_alloc: shape is .*, expected a whole number or a sequence of them"
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    (-1, "float32", ValueError, r"mem_alloc: shape is .*, expected sizes >= 0"),
+    ((2, -3), "float32", ValueError, r"mem_alloc: shape is .*, expected sizes >= 0"),
+    *[(shape, "float32", TypeError, WHOLE) for shape in (2.5, (2, 1.5), "4", bytes(3), None)],
+    (4, torch.complex64, TypeError, "complex64 has no NCCL data type"),
+]
+
+
+def test_what_cannot_be_allocated_is_refused() -> None:
     stub = Stub()
+    for shape, dtype, kind, says in REFUSED:
+        with pytest.raises(kind, match=says):
+            alloc(stub, shape, dtype)
+    assert stub.names() == []
     stub.fail("ncclMemAlloc", 1)
     with pytest.raises(pynccl.NcclUnhandledCudaError, match=r"^ncclMemAlloc\(4096 bytes\) failed"):
         alloc(stub, 1024)
 
 
-@pytest.mark.parametrize("shape", [-1, (2, -3)])
-def test_a_negative_size_is_refused(shape: Any) -> None:
-    stub = Stub()
-    with pytest.raises(ValueError, match=r"mem_alloc: shape is .*, expected sizes >= 0"):
-        alloc(stub, shape)
-    assert stub.names() == []
-
-
-@pytest.mark.parametrize("shape", [2.5, (2, 1.5), "4", bytes(3), None])
-def test_a_shape_is_whole_numbers(shape: Any) -> None:
-    stub = Stub()
-    with pytest.raises(TypeError, match=r"mem_alloc: shape is .*, expected a whole number or a sequence of them"):
-        alloc(stub, shape)
-    assert stub.names() == []
-
-
-def test_a_type_that_nccl_lacks_is_refused() -> None:
-    with pytest.raises(TypeError, match="complex64 has no NCCL data type"):
-        alloc(Stub(), 4, torch.complex64)
-
-
-def test_an_old_library_says_what_it_lacks() -> None:
-    stub = Stub((2, 18, 3))
-    with pytest.raises(pynccl.NcclVersionError, match=r"ncclMemAlloc"):
-        alloc(stub, 4)
-    with pytest.raises(pynccl.NcclVersionError) as caught:
-        _ = stub.library.ncclMemAlloc
-    assert str(caught.value) == f"ncclMemAlloc needs NCCL >= 2.19; loaded 2.18.3 from {stub.path}"
-
-
 # Views
 
 
-@pytest.mark.parametrize("dtype", [d for d in DataType if d.name.lower() in NAMES or d is DataType.BFLOAT16], ids=str)
-def test_torch_sees_the_memory_itself(dtype: DataType) -> None:
-    memory = alloc(Stub(), (2, 3), dtype)
+@pytest.mark.parametrize("name", [*NAMES, "bfloat16"])
+def test_torch_and_numpy_see_the_memory_itself(name: str) -> None:
+    memory = alloc(Stub(), (2, 3), name)
     view = torch.from_dlpack(memory)
     assert (view.shape, view.data_ptr(), view.device.type) == ((2, 3), memory.pointer, "cpu")
-    assert pynccl.interop.buffers.data_type(view.dtype) is dtype
+    assert pynccl.interop.buffers.data_type(view.dtype) is memory.dtype
     view.fill_(1)
     assert (torch.from_dlpack(memory) == 1).all()
+    if name in NAMES:
+        array = np.asarray(memory)
+        assert (array.shape, array.dtype, array.ctypes.data) == ((2, 3), np.dtype(name), memory.pointer)
+        assert (np.from_dlpack(memory) == 1).all()
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_numpy_sees_the_memory_itself(name: str) -> None:
-    memory = alloc(Stub(), (2, 3), name)
-    view = np.asarray(memory)
-    assert (view.shape, view.dtype, view.ctypes.data) == ((2, 3), np.dtype(name), memory.pointer)
-    view[...] = 7
-    assert (np.from_dlpack(memory) == 7).all()
-
-
-def test_a_view_keeps_its_memory_until_it_goes() -> None:
+def test_a_view_keeps_its_memory_until_it_goes_and_a_capsule_that_nobody_takes_goes_too() -> None:
     before = len(dlpack._exported)
     memory = alloc(Stub(), 8)
-    views = [torch.from_dlpack(memory), np.from_dlpack(memory)]
-    assert len(dlpack._exported) == before + 2
-    assert sys.getrefcount(memory) > 3
+    views = [torch.from_dlpack(memory), np.from_dlpack(memory), memory.__dlpack__()]
+    assert len(dlpack._exported) == before + 3
+    assert sys.getrefcount(memory) > 4
     del views
-    gc.collect()
-    assert len(dlpack._exported) == before
-
-
-def test_a_capsule_that_nobody_takes_leaves_nothing_behind() -> None:
-    before = len(dlpack._exported)
-    memory = alloc(Stub(), 8)
-    capsule = memory.__dlpack__()
-    assert len(dlpack._exported) == before + 1
-    del capsule
     gc.collect()
     assert len(dlpack._exported) == before
 
@@ -169,7 +129,7 @@ def test_an_interface_is_there_for_the_device_that_it_describes() -> None:
 def test_it_is_a_buffer_of_every_type_on_every_device_in_any_order() -> None:
     stub = Stub()
     cpu = stub.comm(cpu=True)
-    gpu = pynccl.Communicator.init_all([1], library=stub.cpu_library)[0]  # rank 0 of GPU 1
+    gpu = Communicator.init_all([1], library=stub.cpu_library)[0]  # rank 0 of GPU 1
     gpu._ordinal = 1
     for dtype in (DataType.FLOAT32, DataType.BFLOAT16, DataType.FLOAT32):
         for comm, memory, stream in ((gpu, on_gpu(stub, dtype), 5), (cpu, alloc(stub, (2, 3), dtype), None)):
@@ -187,7 +147,7 @@ def test_it_is_a_buffer_of_every_type_on_every_device_in_any_order() -> None:
 # Registration and windows
 
 
-def test_a_registration_lasts_as_long_as_its_block() -> None:
+def test_a_registration_and_a_window_last_as_long_as_their_block() -> None:
     stub = Stub()
     comm, x = stub.comm(cpu=True), torch.zeros(6, dtype=torch.float64)
     with comm.register(x) as registered:
@@ -197,41 +157,32 @@ def test_a_registration_lasts_as_long_as_its_block() -> None:
         stub.clear()
     registered.close()
     assert [(call.name, call.args) for call in stub.calls()] == [("ncclCommDeregister", {"rank": 1, "handle": 0x5000})]
-
-
-def test_what_nccl_did_not_register_needs_no_deregistering() -> None:
-    stub = Stub()
-    stub.null("ncclCommRegister")  # as where registration is off
-    stub.comm(cpu=True).register(torch.zeros(6)).close()
-    assert stub.names() == ["ncclCommRegister"]
-
-
-def test_a_window_lasts_as_long_as_its_block() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    memory = alloc(stub, 1024)
     stub.clear()
-    with comm.window(memory) as window:
-        assert (window.handle, window.nbytes, window.user_pointer()) == (0x6000, 4096, 0x7000)
+    with comm.window(x) as window:
+        assert (window.handle, window.nbytes, window.user_pointer()) == (0x6000, 48, 0x7000)
         made, asked = stub.calls()
-        symmetric = {"rank": 1, "buffer": memory.pointer, "size": 4096, "flags": 1}
+        symmetric = {"rank": 1, "buffer": x.data_ptr(), "size": 48, "flags": 1}
         assert (made.name, made.args) == ("ncclCommWindowRegister", symmetric)
         assert (asked.name, asked.args) == ("ncclWinGetUserPtr", {"rank": 1, "window": 0x6000})
         stub.clear()
     window.close()
     assert [(c.name, c.args) for c in stub.calls()] == [("ncclCommWindowDeregister", {"rank": 1, "window": 0x6000})]
-    with pytest.raises(ValueError, match="this window of 4096 bytes was closed"):
+    with pytest.raises(ValueError, match="this window of 48 bytes was closed"):
         _ = window.handle
     stub.clear()
-    comm.window(memory, flags=0)
+    comm.window(x, flags=0)
     assert stub.calls()[0].args["flags"] == 0
 
 
-def test_a_buffer_that_nccl_declines_is_an_error_that_says_what_it_wants() -> None:
+def test_what_nccl_does_not_register_needs_no_deregistering_and_is_an_error_for_a_window() -> None:
     stub = Stub()
+    comm = stub.comm(cpu=True)
+    stub.null("ncclCommRegister")  # as where registration is off
+    comm.register(torch.zeros(6)).close()
+    assert stub.names() == ["ncclCommRegister"]
     stub.null("ncclCommWindowRegister")
     with pytest.raises(ValueError, match=r"NCCL declined the buffer of 64 bytes: it must be of pynccl\.mem_alloc"):
-        stub.comm(cpu=True).window(torch.zeros(16))
+        comm.window(torch.zeros(16))
 
 
 def test_what_is_closed_after_its_communicator_calls_nothing() -> None:
@@ -243,35 +194,33 @@ def test_what_is_closed_after_its_communicator_calls_nothing() -> None:
     registered.close()
     window.close()
     assert stub.names() == []
-    for make in (comm.register, comm.window):
-        with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed"):
-            make(torch.zeros(4))
 
 
-def test_a_registration_that_fails_says_how_large_it_was() -> None:
-    stub = Stub()
-    for name, make in (("ncclCommRegister", "register"), ("ncclCommWindowRegister", "window")):
-        stub.fail(name, 5)
-        with pytest.raises(pynccl.NcclInvalidUsage, match=rf"^{name}\(64 bytes\) failed"):
-            getattr(stub.comm(cpu=True), make)(torch.zeros(16))
+MAKES: dict[str, Callable[[Communicator, Any], Any]] = {
+    "ncclCommRegister": lambda comm, x: comm.register(x),
+    "ncclCommWindowRegister": lambda comm, x: comm.window(x),
+}
 
 
-@pytest.mark.parametrize("make", ["register", "window"])
-def test_a_view_with_gaps_is_refused(make: str) -> None:
-    stub = Stub()
+@pytest.mark.parametrize("function", MAKES)
+def test_what_cannot_be_registered_is_an_error(function: str) -> None:
+    stub, make = Stub(), MAKES[function]
+    comm = stub.comm(cpu=True)
     with pytest.raises(ValueError, match="is not contiguous"):
-        getattr(stub.comm(cpu=True), make)(torch.zeros(4, 4)[:, 0])
+        make(comm, torch.zeros(4, 4)[:, 0])
     assert stub.names() == []
+    stub.fail(function, 5)
+    with pytest.raises(pynccl.NcclInvalidUsage, match=rf"^{function}\(64 bytes\) failed"):
+        make(comm, torch.zeros(16))
+    comm.destroy()
+    with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed"):
+        make(comm, torch.zeros(4))
+    old, needed = ((2, 18, 3), "2.19") if function == "ncclCommRegister" else ((2, 26, 5), "2.27")
+    with pytest.raises(pynccl.NcclVersionError, match=rf"{function} needs NCCL >= {needed}; loaded "):
+        make(Stub(old).comm(cpu=True), torch.zeros(4))
 
 
-def test_older_libraries_say_what_they_lack() -> None:
-    with pytest.raises(pynccl.NcclVersionError, match=r"ncclCommRegister needs NCCL >= 2\.19; loaded 2\.18\.3"):
-        Stub((2, 18, 3)).comm().register((64, 1, "int8"))
-    with pytest.raises(pynccl.NcclVersionError, match=r"ncclCommWindowRegister needs NCCL >= 2\.27; loaded 2\.26\.5"):
-        Stub((2, 26, 5)).comm().window((64, 1, "int8"))
-
-
-def test_a_process_without_torch_may_begin_with_memory_of_a_gpu(tmp_path: Path) -> None:
+def test_a_process_without_torch_may_begin_with_memory_of_a_gpu() -> None:
     source = """
 import sys, ctypes
 sys.modules["torch"] = None
@@ -296,4 +245,3 @@ print(memory)
         cwd=Path(pynccl.__file__).parent.parent,
     )
     assert (done.stdout, done.stderr) == ("<pynccl.Memory FLOAT32 (8,) on cpu, freed>\n", "")
-    assert abi.FUNCTIONS["ncclMemAlloc"].since == (2, 19)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any
 
 import pytest
 import torch
-from libraries import Stub, compile_c
+from libraries import Stub
 
 import pynccl
 from pynccl import Library
@@ -41,24 +40,8 @@ def test_torch_gets_null_when_there_is_no_memory() -> None:
     alloc, _ = c_allocator(stub.library)
     for code in (1, 7, -1):  # the pointer that the stub leaves there is none
         stub.fail("ncclMemAlloc", code)
-        assert alloc(64, 0, None) is None
-    stub.fail("ncclMemAlloc", 0)
-    assert alloc(1 << 40 >> 30, 0, None)
-
-
-def test_a_size_of_more_than_32_bits_arrives_whole() -> None:
-    stub = Stub()
-    alloc, _ = c_allocator(stub.library)
-    stub.fail("ncclMemAlloc", 1)
-    alloc((1 << 45) + 8, 0, None)
-    assert stub.calls()[0].args["size"] == (1 << 45) + 8
-
-
-def test_the_allocator_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Stub().library
-    first = mempool.allocator_functions(library)
-    monkeypatch.setattr(mempool, "_compile", lambda: 1 // 0)
-    assert mempool.allocator_functions(library) == first
+        assert alloc((1 << 45) + 8, 0, None) is None
+    assert stub.calls()[0].args["size"] == (1 << 45) + 8  # more than 32 bits arrive whole
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
@@ -71,70 +54,13 @@ def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.Monkey
         pynccl.mem_pool(Stub().library)
 
 
-# Torch's allocator: one thread allocates with the mutex in hand, another frees with the GIL in hand.
-
-TORCHS = """
-#include <errno.h>
-#include <pthread.h>
-#include <sched.h>
-#include <stddef.h>
-#include <time.h>
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static int held, wanted;
-static int is(int *flag) { return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
-void *allocate(void *(*alloc)(size_t, int, void *), size_t size) {
-  pthread_mutex_lock(&mutex);
-  __atomic_store_n(&held, 1, __ATOMIC_SEQ_CST);
-  while (!is(&wanted)) sched_yield();
-  void *memory = alloc(size, 0, NULL);
-  held = wanted = 0;
-  pthread_mutex_unlock(&mutex);
-  return memory;
-}
-void wait_until_held(void) { while (!is(&held)) sched_yield(); }
-int give_back(int milliseconds) {
-  struct timespec end;
-  clock_gettime(CLOCK_REALTIME, &end);
-  end.tv_sec += milliseconds / 1000, end.tv_nsec += milliseconds % 1000 * 1000000;
-  if (end.tv_nsec >= 1000000000) end.tv_sec++, end.tv_nsec -= 1000000000;
-  __atomic_store_n(&wanted, 1, __ATOMIC_SEQ_CST);
-  int code = pthread_mutex_timedlock(&mutex, &end);
-  if (code == 0) pthread_mutex_unlock(&mutex);
-  return code;
-}
-"""
-
-
-def test_memory_can_be_freed_with_the_gil_in_hand_while_another_thread_allocates() -> None:
-    path = str(compile_c(TORCHS, "libtorchs_allocator.so", ["-shared", "-fPIC", "-pthread"]))
-    without_gil, with_gil = ctypes.CDLL(path), ctypes.PyDLL(path)
-    without_gil.allocate.restype, without_gil.allocate.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
-    alloc, _ = c_allocator(Stub().library)
-    address = ctypes.cast(alloc, ctypes.c_void_p).value
-    memory: list[Any] = []
-    thread = threading.Thread(target=lambda: memory.append(without_gil.allocate(address, 64)))
-    thread.start()
-    without_gil.wait_until_held()
-    assert with_gil.give_back(20_000) == 0
-    thread.join()
-    assert memory[0]
-
-
-# The pool
-
-
-def test_a_pool_is_made_of_these_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[tuple[int, ...]] = []
-
-    def custom(*functions: int) -> str:
-        given.append(functions)
-        return "allocator"
-
-    monkeypatch.setattr(torch._C, "_cuda_customAllocator", custom, raising=False)
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
+def test_a_pool_is_made_of_these_functions_which_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Stub().library
-    assert pynccl.mem_pool(library) == "pool of allocator"
-    assert given == [mempool.allocator_functions(library)]
+    functions = mempool.allocator_functions(library)
+    monkeypatch.setattr(mempool, "_compile", lambda: 1 // 0)
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *given: given, raising=False)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: ("pool", allocator))
+    assert pynccl.mem_pool(library) == ("pool", functions)
 
 
 def test_there_is_no_pool_on_the_host_library_or_an_old_one() -> None:

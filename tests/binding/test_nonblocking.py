@@ -5,6 +5,9 @@ On the stub, which is in progress for as many polls as a test says, and like NCC
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from libraries import Stub
 
@@ -17,68 +20,86 @@ POLL = "ncclCommGetAsyncError"
 FOR_EVER = 1 << 30
 
 
-def init(stub: Stub, **options: object) -> Communicator:
+def init(stub: Stub, **options: Any) -> Communicator:
     config = CommConfig(blocking=False)
     return Communicator.init(4, bytes(128), 1, config=config, library=stub.cpu_library, **options)
 
 
-def test_an_init_is_polled_until_it_is_done() -> None:
+def test_an_init_is_polled_until_it_is_done_or_aborted() -> None:
     stub = Stub()
     stub.progress("ncclCommInitRankConfig", polls=5)
     comm = init(stub)
     assert stub.names() == ["config", "ncclCommInitRankConfig", *[POLL] * 5]
     assert abi.Config.from_buffer_copy(bytes.fromhex(stub.calls()[0].hex)).blocking == 0
     assert (comm.rank, comm.size) == (1, 4)
-
-
-def test_an_init_has_a_deadline_after_which_it_is_aborted() -> None:
-    stub = Stub()
+    stub.clear()
     stub.progress("ncclCommInitRankConfig", polls=FOR_EVER)
-    with pytest.raises(
-        pynccl.NcclTimeout, match=r"ncclCommInitRank\(rank=1, nranks=4\) is still in progress after 0.05"
-    ):
+    in_progress = r"ncclCommInitRank\(rank=1, nranks=4\) is still in progress after 0.05"
+    with pytest.raises(pynccl.NcclTimeout, match=in_progress):
         init(stub, timeout=0.05)
-    assert stub.names()[-1] == "ncclCommAbort"
-    assert stub.names().count("ncclCommAbort") == 1
-
-
-def test_an_init_that_fails_on_the_way_is_aborted_and_raised() -> None:
-    stub = Stub()
+    assert stub.names()[-1] == "ncclCommAbort" and stub.names().count("ncclCommAbort") == 1
+    stub.clear()
     stub.progress("ncclCommInitRankConfig", polls=3, final=6)
     with pytest.raises(pynccl.NcclRemoteError, match=r"^ncclCommInitRank\(rank=1, nranks=4\) failed"):
         init(stub)
     assert stub.names()[-1] == "ncclCommAbort"  # as NCCL asks: nothing else frees it
 
 
-def test_a_launch_in_progress_is_waited_for() -> None:
+def group_of(comm: Communicator) -> None:
+    with pynccl.group():
+        comm.send(X, 0, stream=0)
+
+
+# function; a call; its C functions, before the polls; how its errors begin
+CALLS: dict[str, tuple[str, Callable[[Communicator], Any], list[str], str]] = {
+    "launch": (
+        "ncclBroadcast",
+        lambda comm: comm.broadcast(X, Y, root=3, stream=0),
+        ["ncclBroadcast"],
+        "broadcast(count=12, FLOAT32, root=3)",
+    ),
+    "plan": (
+        "ncclBroadcast",
+        lambda comm: comm.plan.broadcast(X, Y, stream=0)(),
+        ["ncclBroadcast"],
+        "broadcast(count=12, FLOAT32, root=0)",
+    ),
+    "group": (
+        "ncclGroupEnd",
+        group_of,
+        ["ncclGroupStart", "ncclSend", "ncclGroupEnd"],
+        "group of 1 calls: send(count=12, FLOAT32, peer=0)",
+    ),
+    "finalize": ("ncclCommFinalize", Communicator.finalize, ["ncclCommFinalize"], "ncclCommFinalize on rank 1 of 4"),
+    "no color": (
+        "ncclCommSplit",
+        lambda comm: comm.split(None),
+        ["ncclCommSplit"],
+        "ncclCommSplit(color=-1, key=0) on rank 1 of 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_call_in_progress_is_waited_for_until_a_deadline(kind: str) -> None:
+    function, call, names, text = CALLS[kind]
     stub = Stub()
-    comm = stub.comm()
-    stub.progress("ncclBroadcast", polls=3)
-    comm.broadcast(X, Y, stream=0)
-    assert stub.names() == ["ncclBroadcast", *[POLL] * 3]
-    plan = comm.plan.broadcast(X, Y, stream=0)
-    stub.clear()
-    plan()
-    assert stub.names() == ["ncclBroadcast", *[POLL] * 3]
-
-
-def test_an_error_after_the_progress_is_raised_with_the_call() -> None:
-    stub = Stub()
-    comm = stub.comm()
-    stub.progress("ncclBroadcast", polls=2, final=5)
-    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^broadcast\(count=12, FLOAT32, root=3\) failed: invalid usage"):
-        comm.broadcast(X, Y, root=3, stream=0)
-
-
-def test_a_launch_that_stays_in_progress_is_a_timeout() -> None:
-    stub = Stub()
-    comm = stub.comm()
+    comm = stub.comm(cpu=True)
+    stub.progress(function, polls=3)
+    assert call(comm) is None or kind == "launch"
+    assert stub.names() == [*names, *[POLL] * 3]
+    stub.progress(function, polls=2, final=5)
+    with pytest.raises(pynccl.NcclInvalidUsage) as failed:
+        call(stub.comm(cpu=True))
+    assert str(failed.value).startswith(f"{text} failed: invalid usage")
+    comm = stub.comm(cpu=True)
     comm.timeout = 0.05
-    stub.progress("ncclBroadcast", polls=FOR_EVER)
-    with pytest.raises(pynccl.NcclTimeout) as caught:
-        comm.broadcast(X, Y, stream=0)
-    assert "broadcast(count=12, FLOAT32, root=0) is still in progress after 0.05 s" in str(caught.value)
-    assert "what the stub has to say\n  abort() it" in str(caught.value)
+    stub.progress(function, polls=FOR_EVER)
+    with pytest.raises(pynccl.NcclTimeout) as late:
+        call(comm)
+    assert f"{text} is still in progress after 0.05 s" in str(late.value)
+    assert "what the stub has to say\n  " in str(late.value)
+    assert comm.alive and "ncclCommAbort" not in stub.names()
     comm.abort()
 
 
@@ -95,7 +116,6 @@ def test_calls_in_progress_inside_a_group_do_not_end_it() -> None:
     stub = Stub()
     comm = stub.comm()
     step = comm.plan.group([comm.plan.send(X, 0, stream=0), comm.plan.recv(Y, 0, stream=0)])
-    stub.progress("ncclSend", polls=0)
     stub.fail("ncclSend", 7)
     with pynccl.group():
         comm.send(X, 0, stream=0)
@@ -117,49 +137,20 @@ def test_the_end_of_a_group_is_waited_for_on_every_communicator() -> None:
         assert stub.names() == ["ncclGroupStart", "ncclSend", "ncclSend", "ncclGroupEnd", *[POLL] * 4]
 
 
-def test_a_group_that_fails_after_the_progress_names_its_calls() -> None:
-    stub = Stub()
-    comm = stub.comm()
-    stub.progress("ncclGroupEnd", polls=2, final=6)
-    with pytest.raises(pynccl.NcclRemoteError, match=r"^group of 1 calls: send\(count=12"), pynccl.group():
-        comm.send(X, 0, stream=0)
-
-
-def test_a_group_that_stays_in_progress_is_a_timeout() -> None:
-    stub = Stub()
-    comm = stub.comm()
-    comm.timeout = 0.05
-    stub.progress("ncclGroupEnd", polls=FOR_EVER)
-    with pytest.raises(pynccl.NcclTimeout, match="group of 1 calls"), pynccl.group():
-        comm.send(X, 0, stream=0)
-
-
-def test_a_finalize_is_polled_and_destroy_does_not_repeat_it() -> None:
+def test_destroy_waits_for_its_finalize_does_not_repeat_it_and_aborts_in_the_end() -> None:
     stub = Stub()
     comm = stub.comm()
     stub.progress("ncclCommFinalize", polls=2)
     comm.finalize()
-    assert stub.names() == ["ncclCommFinalize", POLL, POLL]
     stub.clear()
     comm.destroy()
     assert stub.names() == [POLL, "ncclCommDestroy"]
-
-
-def test_destroy_waits_for_its_finalize() -> None:
-    stub = Stub()
     comm = stub.comm()
-    stub.progress("ncclCommFinalize", polls=2)
     comm.destroy()
     assert stub.names() == [POLL, "ncclCommFinalize", POLL, POLL, "ncclCommDestroy"]
-
-
-def test_a_finalize_that_stays_in_progress_is_a_timeout_and_destroy_aborts() -> None:
-    stub = Stub()
     comm = stub.comm()
     comm.timeout = 0.05
     stub.progress("ncclCommFinalize", polls=FOR_EVER)
-    with pytest.raises(pynccl.NcclTimeout, match="ncclCommFinalize on rank 1 of 4 is still in progress"):
-        comm.finalize()
     with pytest.raises(pynccl.NcclTimeout, match="the communicator was aborted instead"):
         comm.destroy()
     assert stub.names()[-1] == "ncclCommAbort"
@@ -176,27 +167,3 @@ def test_a_child_is_there_when_its_parent_is_out_of_progress(kind: str) -> None:
     assert child is not None and child.handle != comm.handle
     assert child.size == {"split": 1, "shrink": 3, "grow": 6}[kind]
     assert stub.names().count(POLL) >= 3
-
-
-def test_a_rank_without_a_color_waits_too_and_gets_none() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    stub.progress("ncclCommSplit", polls=3)
-    assert comm.split(None) is None
-    assert stub.names() == ["ncclCommSplit", *[POLL] * 3]
-
-
-def test_a_split_that_does_not_come_about_leaves_its_parent() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    comm.timeout = 0.05
-    stub.progress("ncclCommSplit", polls=FOR_EVER)
-    with pytest.raises(
-        pynccl.NcclTimeout, match=r"ncclCommSplit\(color=0, key=0\) on rank 1 of 4 is still in progress"
-    ):
-        comm.split(0)
-    assert "ncclCommAbort" not in stub.names()
-    assert comm.alive
-    stub.progress("ncclCommSplit", polls=2, final=6)
-    with pytest.raises(pynccl.NcclRemoteError, match="ncclCommSplit"):
-        comm.split(0)

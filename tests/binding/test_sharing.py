@@ -36,9 +36,8 @@ HANDLES: dict[str, Callable[[Communicator], Any]] = {
 def test_a_handle_is_shared_by_copies_and_refuses_to_be_pickled(kind: str) -> None:
     handle = HANDLES[kind](Stub().comm(cpu=True))
     assert copy.copy(handle) is handle
-    assert copy.deepcopy([handle, handle]) == [handle, handle]
     assert copy.deepcopy({"x": handle})["x"] is handle
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+    for protocol in (0, 2, pickle.HIGHEST_PROTOCOL):
         with pytest.raises(TypeError, match=rf"a pynccl\.{kind} cannot be pickled: .*state_dict\(\).*anew"):
             pickle.dumps(handle, protocol)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from bad_calls import CudaArray
 from libraries import Stub
+from ranks import RankPool
 from test_buffers import describe
 from torch._subclasses import FakeTensorMode
 
@@ -24,28 +22,25 @@ from pynccl.interop.buffers import data_type
 SWAPPED = "is not in the byte order of this machine"
 
 
-@pytest.mark.parametrize("name", [">f4", ">f8", ">i8", ">u4", ">f2"])
-def test_arrays_of_the_other_byte_order_are_refused_with_the_conversion(name: str) -> None:
+def test_arrays_of_the_other_byte_order_are_refused_with_the_conversion() -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
-    x = np.ones(4, name)
-    for use in (lambda: comm.all_reduce(x), lambda: comm.all_reduce(x, x), lambda: comm.recv(x, 0)):
-        with pytest.raises(TypeError, match=rf"{SWAPPED}.*x\.astype\(x\.dtype\.newbyteorder\('='\)\)"):
-            use()
-    with pytest.raises(TypeError, match=SWAPPED):
-        comm.all_reduce(np.ones(4, x.dtype.newbyteorder("=")), x)
-    for given in (lambda: data_type(x.dtype), lambda: describe((64, 4, x.dtype))):
-        with pytest.raises(TypeError, match=SWAPPED):
-            given()
+    for name in (">f4", ">f8", ">i8", ">u4", ">f2"):
+        x = np.ones(4, name)
+        for call in (
+            lambda x=x: comm.all_reduce(x),
+            lambda x=x: comm.all_reduce(x, x),
+            lambda x=x: comm.recv(x, 0),
+            lambda x=x: comm.all_reduce(np.ones(4, x.dtype.newbyteorder("=")), x),
+            lambda x=x: data_type(x.dtype),
+            lambda x=x: describe((64, 4, x.dtype)),
+            lambda x=x: pynccl.mem_alloc(4, x.dtype),
+            lambda x=x: comm.pre_mul_sum(2.0, x.dtype),
+        ):
+            with pytest.raises(TypeError, match=rf"{SWAPPED}.*x\.astype\(x\.dtype\.newbyteorder\('='\)\)"):
+                call()
+        assert describe(x.astype(x.dtype.newbyteorder("=")))[1] == 4
     assert stub.names() == []
-    assert describe(x.astype(x.dtype.newbyteorder("=")))[1] == 4
-
-
-def test_dtypes_given_by_name_are_of_this_machine_too() -> None:
-    with pytest.raises(TypeError, match=SWAPPED):
-        pynccl.mem_alloc(4, np.dtype(">f4"))
-    with pytest.raises(TypeError, match=SWAPPED):
-        Stub().comm(cpu=True).pre_mul_sum(2.0, np.dtype(">f4"))
     assert data_type(np.dtype("<f4")) is data_type(np.dtype("=f4")) is pynccl.DataType.FLOAT32
 
 
@@ -59,12 +54,11 @@ NO_NUMBERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_NUMBERS)
-def test_arrays_of_other_than_numbers_of_nccl_are_refused(kind: str) -> None:
-    if NO_NUMBERS[kind].dtype == np.float64:
-        pytest.skip("long double is double here")
-    with pytest.raises(TypeError, match="has no NCCL data type"):
-        describe(NO_NUMBERS[kind])
+def test_arrays_of_other_than_numbers_of_nccl_are_refused() -> None:
+    for kind, array in NO_NUMBERS.items():
+        if array.dtype != np.float64:  # which long double may be
+            with pytest.raises(TypeError, match="has no NCCL data type"):
+                pytest.fail(f"{kind}: {describe(array)}")
 
 
 def test_cuda_arrays_of_the_other_byte_order_or_with_a_mask_are_refused() -> None:
@@ -103,15 +97,15 @@ USES: dict[str, Callable[[Communicator, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("kind", negative())
-def test_a_tensor_with_a_lazy_sign_is_refused(use: str, kind: str) -> None:
+def test_a_tensor_with_a_lazy_sign_is_refused(use: str) -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
-    x = negative()[kind]
-    x.requires_grad_(False)
-    assert x.is_neg() and x.is_contiguous()
-    with pytest.raises(ValueError, match=r"its negative bit set, so its memory holds -x; pass x\.resolve_neg\(\)"):
-        USES[use](comm, x)
+    for kind, x in negative().items():
+        x.requires_grad_(False)
+        assert x.is_neg() and x.is_contiguous(), kind
+        with pytest.raises(ValueError, match=r"its negative bit set, so its memory holds -x; pass x\.resolve_neg\(\)"):
+            USES[use](comm, x)
+        assert stub.names() == [], kind
     with torch.inference_mode(), pytest.raises(ValueError, match="negative bit"):
         USES[use](comm, torch.tensor(1 + 2j).conj().imag)
     assert stub.names() == []
@@ -180,31 +174,23 @@ def test_what_has_no_memory_of_its_own_is_named_with_a_way_out(kind: str) -> Non
     assert stub.names() == []
 
 
-DISTRIBUTED = """
-import torch, pynccl, torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-(comm,) = pynccl.Communicator.init_all(1)
-x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
-try:
-    comm.all_reduce(x, x)
-except TypeError as error:
-    print(error)
-print(comm.all_reduce(x.to_local()).tolist())
-comm.destroy()
-dist.destroy_process_group()
-"""
+def distributed(comm: Communicator) -> None:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
+    with pytest.raises(
+        TypeError, match=r"DTensor owns no memory that NCCL could use; pass x\.to_local\(\), this rank's"
+    ):
+        comm.all_reduce(x, x)
+    assert comm.all_reduce(x.to_local()).tolist() == [1.0, 1.0]
+    dist.destroy_process_group()
 
 
-def test_a_distributed_tensor_is_refused_with_its_local_part_named() -> None:
+def test_a_distributed_tensor_is_refused_with_its_local_part_named(doomed: RankPool) -> None:
     """In a process of its own: torch.distributed leaves traces in the one it has been used in."""
-    command = [sys.executable, "-c", DISTRIBUTED]
-    environment = {**os.environ, "PYNCCL_LIBRARY": "host"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    said, result = done.stdout.splitlines()
-    assert said.endswith("DTensor owns no memory that NCCL could use; pass x.to_local(), this rank's part")
-    assert result == "[1.0, 1.0]"
+    assert doomed.run(1, distributed) == [None]
 
 
 def test_tensors_inside_vmap_and_grad_are_refused() -> None:

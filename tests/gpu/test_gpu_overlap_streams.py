@@ -149,50 +149,21 @@ def test_many_steps_take_no_more_memory(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize(("name", "way"), some_pairs(WAYS))
-def test_a_captured_forward_pass_repeats_itself_on_new_inputs(comm: Communicator, name: str, way: str) -> None:
-    case = CASES[name]
-    x, w, bias, _ = to(parts(case, inputs(comm, seed=40), comm), torch.float32)
-
-    def step() -> list[Tensor]:
-        with torch.no_grad():
-            return [case.function(x, w, comm, bias, overlap=WAYS[way])]
-
-    with captured(step) as (graph, (y,)):
-        for i in range(REPLAYS):
-            whole = inputs(comm, seed=40 + i)
-            for t, dim, new in zip((x, w, bias), (case.x_dim, case.w_dim, case.bias_dim), whole[:3], strict=True):
-                t.copy_(part(new, dim, comm))
-            graph.replay()
-            assert torch.equal(y.double(), part(reference(whole).y, case.y_dim, comm)), i
-            assert torch.equal(step()[0], y)
-
-
-@pytest.mark.parametrize(("name", "way"), some_pairs(WAYS))
-def test_a_captured_backward_pass_repeats_itself_on_new_inputs(comm: Communicator, name: str, way: str) -> None:
-    case = CASES[name]
+def test_a_captured_pass_repeats_itself_on_new_inputs(comm: Communicator, name: str, way: str) -> None:
+    """In torch's default mode too, in which no thread of the process may ask CUDA anything that a capture forbids."""
+    case, mode = CASES[name], "global" if way == "two compute streams" else "thread_local"
     own = to(parts(case, inputs(comm, seed=50), comm), torch.float32)
 
     def step() -> Sequence[Tensor]:
         return forward_and_backward(case, own, comm, WAYS[way])
 
-    with captured(step) as (graph, results):
+    with captured(step, mode) as (graph, results):
         for i in range(REPLAYS):
             whole = inputs(comm, seed=50 + i)
             for t, new in zip(own, parts(case, whole, comm), strict=True):
                 t.copy_(new)
             graph.replay()
             assert_same(type(own)(*results), parts(case, reference(whole), comm), (way, i))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_pass_is_captured_in_torchs_default_mode_too(comm: Communicator, name: str) -> None:
-    """In which no thread of the process may ask CUDA anything that a capture forbids."""
-    case, whole = CASES[name], inputs(comm, seed=55)
-    own, expected = to(parts(case, whole, comm), torch.float32), parts(case, reference(whole), comm)
-    way = WAYS["two compute streams"]
-    with captured(lambda: forward_and_backward(case, own, comm, way), "global") as (graph, results):
-        graph.replay()
-        assert_same(type(own)(*results), expected, way)
 
 
 def test_two_graphs_may_be_replayed_at_once(comm: Communicator) -> None:
@@ -218,26 +189,6 @@ def test_two_graphs_may_be_replayed_at_once(comm: Communicator) -> None:
             torch.cuda.synchronize()
             for found, (x, w) in zip((y, z), (whole[:2], whole[2:]), strict=True):
                 assert torch.equal(found.cpu().double(), x @ w.t()), seed
-
-
-def test_slices_that_are_all_taken_can_be_captured(comm: Communicator) -> None:
-    case = CASES["matmul_all_reduce"]
-    x, w, bias, _ = to(parts(case, inputs(comm, seed=60), comm), torch.float32)
-
-    def step() -> list[Tensor]:
-        with torch.no_grad():
-            config = WAYS["two compute streams"]
-            slices = ad.matmul_all_reduce(x.flatten(0, 1), w, comm, bias, overlap=config, hand_off=True)
-            return [torch.cat([y * 2 for y in slices])]
-
-    with captured(step) as (graph, (y,)):
-        for i in range(REPLAYS):
-            whole = inputs(comm, seed=60 + i)
-            x.copy_(part(whole.x, case.x_dim, comm))
-            w.copy_(part(whole.w, case.w_dim, comm))
-            bias.copy_(whole.bias)
-            graph.replay()
-            assert torch.equal(y.double(), 2 * reference(whole).y.flatten(0, 1)), i
 
 
 @pytest.fixture

@@ -39,18 +39,6 @@ def test_a_compiled_step_equals_the_eager_one(comm: Communicator, mode: str) -> 
         forget_graphs()  # the communicator of the session cannot be destroyed before
 
 
-def test_a_started_collective_and_its_adjoint_arrive(comm: Communicator) -> None:
-    own, total = values(comm)
-    x = own.clone().requires_grad_()
-    handle = ad.start(ad.all_reduce, x, comm, grad="sum")
-    busy = torch.ones(1024, 1024, device=comm.device) @ torch.ones(1024, 1024, device=comm.device)
-    y = handle.wait()
-    assert torch.equal(y.detach(), total)
-    (y * 3).sum().backward()
-    assert x.grad is not None and x.grad.unique().tolist() == [3.0 * comm.size]
-    assert float(busy[0, 0]) == 1024
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -37,7 +37,6 @@ class Record(NamedTuple):
     text: str
     outcome: str
     message: str = ""
-    changed: tuple[str, ...] = ()  # "target.parameter" of what was exchanged
 
 
 class Environment:
@@ -147,8 +146,7 @@ def run(comm: Communicator, seeds: list[int]) -> list[Record]:
         record = make(env, seed)
         if time.monotonic() - start > SLOW_SECONDS and record.outcome in GOOD:
             record = record._replace(outcome="slow", message=f"took {time.monotonic() - start:.1f} s")
-        one = plan(seed)
-        found.append(record._replace(changed=tuple(f"{one.target.name}.{role}" for role in one.changed)))
+        found.append(record)
         check_usable(env, record)
     return found
 

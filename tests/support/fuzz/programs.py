@@ -108,9 +108,6 @@ class Program(NamedTuple):
     def names(self) -> list[str]:
         return [f"v{i}" for i in range(len(self.leaves) + len(self.steps))]
 
-    def has(self, trait: str) -> bool:
-        return any(trait in Kind.known[step.kind].traits for step in self.steps)
-
 
 class Draw:
     """A program in the making."""
