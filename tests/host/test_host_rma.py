@@ -302,7 +302,7 @@ def test_from_python() -> None:
         memory.free()
 
 
-def test_ctrl_c_inside_a_c_function(ctrl_c: None) -> None:
+def test_ctrl_c_inside_a_c_function() -> None:
     """Raised once, by the call that it interrupted, after C has returned; nothing is left for the next call."""
     comms = pynccl.Communicator.init_all(2)
 

@@ -152,7 +152,7 @@ def test_dev_mode_shows_where_an_error_comes_from(tmp_path: Path) -> None:
     assert code == 1 and "Traceback" in err
 
 
-def test_ctrl_c_is_130_and_a_line(tmp_path: Path, ctrl_c: None) -> None:
+def test_ctrl_c_is_130_and_a_line(tmp_path: Path) -> None:
     # Many naps: a signal just before a system call does not interrupt it, and is seen when it returns.
     slow = program(tmp_path, "print('there', flush=True)\nfor _ in range(3000):\n    time.sleep(0.02)")
     process = subprocess.Popen(

@@ -134,7 +134,7 @@ def test_no_bar_in_a_pipe_and_where_standard_error_is_closed() -> None:
     [(A_BAR, "loss 1.5", ["above the bar"]), (A_LOOP, " 1/100", [])],
     ids=["a bar", "a loop"],
 )
-def test_ctrl_c_leaves_nothing_half_drawn(source: str, seen: str, left: list[str], ctrl_c: None) -> None:
+def test_ctrl_c_leaves_nothing_half_drawn(source: str, seen: str, left: list[str]) -> None:
     code, text = on_a_terminal(source, interrupt_after=seen)
     assert code == 130
     assert screen(text) == [*left, "counting.py: interrupted", ""]
