@@ -140,34 +140,6 @@ def test_split_without_color_gives_null(group: Ranks) -> None:
 # Copies
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 100_003])
-def test_copies(group: Ranks, count: int) -> None:
-    size, root = group.size, group.size - 1
-    everything = torch.cat([row(rank, count) for rank in range(size)])
-
-    def body(rank: int, comm: int) -> None:
-        mine, whole, part = row(rank, count), torch.zeros_like(everything), torch.zeros(count, dtype=torch.int32)
-        call("ncclAllGather", address(mine), address(whole), count, INT32, comm, None)
-        assert whole.equal(everything)
-        target = address(whole.zero_()) if rank == root else None
-        call("ncclGather", address(mine), target, count, INT32, root, comm, None)
-        assert whole.equal(everything if rank == root else torch.zeros_like(whole) if target else everything)
-        call(
-            "ncclScatter", address(everything) if rank == root else None, address(part), count, INT32, root, comm, None
-        )
-        assert part.equal(mine)
-        call("ncclBroadcast", address(mine) if rank == root else None, address(part), count, INT32, root, comm, None)
-        assert part.equal(row(root, count))
-        part.copy_(mine)
-        call("ncclBcast", address(part), count, INT32, 0, comm, None)
-        assert part.equal(row(0, count))
-        blocks = torch.cat([row(10 * rank + to, count) for to in range(size)])
-        call("ncclAlltoAll", address(blocks), address(whole), count, INT32, comm, None)
-        assert whole.equal(torch.cat([row(10 * source + rank, count) for source in range(size)]))
-
-    group.run(body)
-
-
 def test_copies_in_place(group: Ranks) -> None:
     count, size = 1003, group.size
     everything = torch.cat([row(rank, count) for rank in range(size)])
@@ -193,39 +165,6 @@ def test_copies_in_place(group: Ranks) -> None:
 
 
 # Point to point and groups
-
-
-def test_ring_and_self_in_one_group(group: Ranks) -> None:
-    def body(rank: int, comm: int) -> None:
-        left, right = (rank - 1) % group.size, (rank + 1) % group.size
-        sends = [row(rank, 3), row(rank + 50, 70_000), row(rank + 90, 4)]
-        recvs = [torch.zeros_like(send) for send in sends]
-        call("ncclGroupStart")
-        call("ncclRecv", address(recvs[0]), 3, INT32, left, comm, None)
-        call("ncclSend", address(sends[0]), 3, INT32, right, comm, None)
-        call("ncclSend", address(sends[1]), 70_000, INT32, right, comm, None)
-        call("ncclRecv", address(recvs[1]), 70_000, INT32, left, comm, None)
-        call("ncclSend", address(sends[2]), 4, INT32, rank, comm, None)
-        call("ncclRecv", address(recvs[2]), 4, INT32, rank, comm, None)
-        call("ncclGroupEnd")
-        assert recvs[0].equal(row(left, 3))
-        assert recvs[1].equal(row(left + 50, 70_000))
-        assert recvs[2].equal(sends[2])
-
-    group.run(body)
-
-
-def test_messages_between_two_ranks_keep_their_order(group: Ranks) -> None:
-    def body(rank: int, comm: int) -> list[int]:
-        data = [torch.tensor([i if rank == 0 else -1]) for i in range(20)]
-        for tensor in data:
-            if rank == 0:
-                call("ncclSend", address(tensor), 1, DataType.INT64, 1, comm, None)
-            elif rank == 1:
-                call("ncclRecv", address(tensor), 1, DataType.INT64, 0, comm, None)
-        return [int(tensor) for tensor in data]
-
-    assert group.run(body)[1] == list(range(20))
 
 
 def test_collectives_and_messages_in_one_nested_group(group: Ranks) -> None:

@@ -90,12 +90,6 @@ def test_a_shrink_with_abort_stops_what_waits_for_the_excluded(trio: Ranks) -> N
         call("ncclCommDestroy", comm)
 
 
-def test_a_shrink_to_one_rank(trio: Ranks) -> None:
-    comm = shrink(trio.comms[1], [0, 2])
-    assert (number("ncclCommCount", comm), total(comm, 5.0)) == (1, 5.0)
-    call("ncclCommDestroy", comm)
-
-
 @pytest.fixture(scope="module")
 def processes(transport: str) -> Iterator[RankPool]:
     pool = RankPool({**HOST, "PYNCCL_HOST_TRANSPORT": transport}, communicators=False)

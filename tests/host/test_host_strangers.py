@@ -288,16 +288,6 @@ def test_meetings_are_bounded_and_the_newest_stay() -> None:
     assert table.answer([f"k{number}", 1, 2, "y"]) == ["", [], ["x", "y"]]
 
 
-def test_names_below_a_meeting_stay_short() -> None:
-    """As of a shrink by a thousand ranks, of a shrink, of a split."""
-    meeting = pynccl.host.rendezvous.MeetingPlace(store.Store(), "name")  # type: ignore[attr-defined]
-    names = {meeting.below("split/1/0").name, meeting.below("split/1/1").name, meeting.name}
-    for _ in range(5):
-        meeting = meeting.below("shrink/" + ".".join(map(str, range(1000))))
-        names.add(meeting.name)
-    assert len(names) == 8 and max(map(len, names)) <= 64
-
-
 # The key of the job
 
 
