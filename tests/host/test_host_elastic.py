@@ -90,6 +90,13 @@ def test_a_shrink_with_abort_stops_what_waits_for_the_excluded(trio: Ranks) -> N
         call("ncclCommDestroy", comm)
 
 
+def test_an_idle_parent_survives_a_shrink_with_abort(trio: Ranks) -> None:
+    made = in_threads(2, lambda rank: shrink(trio.comms[rank], [2], 1))
+    assert trio.run(lambda rank, comm: total(comm, 1.0)) == [3.0] * 3
+    for comm in made:
+        call("ncclCommDestroy", comm)
+
+
 @pytest.fixture(scope="module")
 def processes(transport: str) -> Iterator[RankPool]:
     pool = RankPool({**HOST, "PYNCCL_HOST_TRANSPORT": transport}, communicators=False)
