@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from host_calls import Ranks
 
-from pynccl.host import comm as comms
+from pynccl import host
 
 
 @pytest.fixture(scope="module", params=["shm", "sockets"])
@@ -23,11 +23,28 @@ def transport(request: pytest.FixtureRequest) -> Iterator[str]:
         os.environ["PYNCCL_HOST_TRANSPORT"] = before
 
 
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def group(request: pytest.FixtureRequest, transport: str) -> Iterator[Ranks]:
+    """Ranks that all tests of a module use, and none ends."""
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.destroy()
+
+
 @pytest.fixture
 def pair() -> Iterator[Ranks]:
-    """Two ranks that share memory."""
-    ranks = Ranks(2)
-    assert all(comms.find(comm).shared is not None for comm in ranks.comms)
+    """Two ranks that a test may break."""
+    yield from broken_or_not(2)
+
+
+@pytest.fixture
+def trio() -> Iterator[Ranks]:
+    """Three ranks that a test may break."""
+    yield from broken_or_not(3)
+
+
+def broken_or_not(size: int) -> Iterator[Ranks]:
+    ranks = Ranks(size)
     yield ranks
     for comm in ranks.comms:
-        comms.find(comm).abort()
+        host.function("ncclCommAbort")(comm)

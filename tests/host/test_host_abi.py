@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import pytest
 import torch
 from host_calls import CallFailed, Ranks, address, call, in_threads, init_all, init_rank, number, row, split, unique_id
-from torch import Tensor
 
 from pynccl import host
 from pynccl.bindings import abi
@@ -16,22 +14,6 @@ from pynccl.bindings.abi import DataType, RedOp, Result
 
 pytestmark = pytest.mark.usefixtures("transport")
 INT32, FLOAT32, SUM = DataType.INT32, DataType.FLOAT32, RedOp.SUM
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4])
-def group(request: pytest.FixtureRequest, transport: str) -> Iterator[Ranks]:
-    ranks = Ranks(request.param)
-    yield ranks
-    ranks.destroy()
-
-
-@pytest.fixture
-def pair() -> Iterator[Ranks]:
-    """Two ranks that a test may break."""
-    ranks = Ranks(2)
-    yield ranks
-    for comm in ranks.comms:
-        host.function("ncclCommAbort")(comm)
 
 
 # Library
@@ -99,20 +81,6 @@ def test_one_rank_needs_no_network() -> None:
     call("ncclCommDestroy", comm)
 
 
-@pytest.mark.parametrize(("size", "rank"), [(2, 2), (2, -1), (0, 0), (-1, 0)])
-def test_ranks_out_of_range(size: int, rank: int) -> None:
-    with pytest.raises(CallFailed, match="expected") as refused:
-        init_rank(size, unique_id(), rank)
-    assert refused.value.code is Result.INVALID_ARGUMENT
-
-
-def test_a_unique_id_from_elsewhere() -> None:
-    garbage = abi.UniqueId.from_buffer_copy(bytes(range(128)))
-    with pytest.raises(CallFailed, match="not made by ncclGetUniqueId of the host library") as refused:
-        init_rank(2, garbage, 0)
-    assert refused.value.code is Result.INVALID_ARGUMENT
-
-
 @pytest.mark.parametrize(
     ("claims", "text"),
     [([(2, 0), (2, 0)], "claim to be rank 0 of 2"), ([(2, 0), (3, 1)], "there are [23] ranks, another rank says [23]")],
@@ -172,34 +140,6 @@ def test_split_without_color_gives_null(group: Ranks) -> None:
 # Copies
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 100_003])
-def test_copies(group: Ranks, count: int) -> None:
-    size, root = group.size, group.size - 1
-    everything = torch.cat([row(rank, count) for rank in range(size)])
-
-    def body(rank: int, comm: int) -> None:
-        mine, whole, part = row(rank, count), torch.zeros_like(everything), torch.zeros(count, dtype=torch.int32)
-        call("ncclAllGather", address(mine), address(whole), count, INT32, comm, None)
-        assert whole.equal(everything)
-        target = address(whole.zero_()) if rank == root else None
-        call("ncclGather", address(mine), target, count, INT32, root, comm, None)
-        assert whole.equal(everything if rank == root else torch.zeros_like(whole) if target else everything)
-        call(
-            "ncclScatter", address(everything) if rank == root else None, address(part), count, INT32, root, comm, None
-        )
-        assert part.equal(mine)
-        call("ncclBroadcast", address(mine) if rank == root else None, address(part), count, INT32, root, comm, None)
-        assert part.equal(row(root, count))
-        part.copy_(mine)
-        call("ncclBcast", address(part), count, INT32, 0, comm, None)
-        assert part.equal(row(0, count))
-        blocks = torch.cat([row(10 * rank + to, count) for to in range(size)])
-        call("ncclAlltoAll", address(blocks), address(whole), count, INT32, comm, None)
-        assert whole.equal(torch.cat([row(10 * source + rank, count) for source in range(size)]))
-
-    group.run(body)
-
-
 def test_copies_in_place(group: Ranks) -> None:
     count, size = 1003, group.size
     everything = torch.cat([row(rank, count) for rank in range(size)])
@@ -224,53 +164,7 @@ def test_copies_in_place(group: Ranks) -> None:
     group.run(body)
 
 
-def test_bytes_around_a_buffer_stay(group: Ranks) -> None:
-    def body(rank: int, comm: int) -> Tensor:
-        guarded = torch.full((11,), -1, dtype=torch.int32)
-        inner = guarded[3:8]
-        inner.copy_(row(rank, 5))
-        call("ncclAllReduce", address(inner), address(inner), 5, INT32, SUM, comm, None)
-        return guarded
-
-    for guarded in group.run(body):
-        assert guarded[:3].eq(-1).all()
-        assert guarded[8:].eq(-1).all()
-
-
 # Point to point and groups
-
-
-def test_ring_and_self_in_one_group(group: Ranks) -> None:
-    def body(rank: int, comm: int) -> None:
-        left, right = (rank - 1) % group.size, (rank + 1) % group.size
-        sends = [row(rank, 3), row(rank + 50, 70_000), row(rank + 90, 4)]
-        recvs = [torch.zeros_like(send) for send in sends]
-        call("ncclGroupStart")
-        call("ncclRecv", address(recvs[0]), 3, INT32, left, comm, None)
-        call("ncclSend", address(sends[0]), 3, INT32, right, comm, None)
-        call("ncclSend", address(sends[1]), 70_000, INT32, right, comm, None)
-        call("ncclRecv", address(recvs[1]), 70_000, INT32, left, comm, None)
-        call("ncclSend", address(sends[2]), 4, INT32, rank, comm, None)
-        call("ncclRecv", address(recvs[2]), 4, INT32, rank, comm, None)
-        call("ncclGroupEnd")
-        assert recvs[0].equal(row(left, 3))
-        assert recvs[1].equal(row(left + 50, 70_000))
-        assert recvs[2].equal(sends[2])
-
-    group.run(body)
-
-
-def test_messages_between_two_ranks_keep_their_order(group: Ranks) -> None:
-    def body(rank: int, comm: int) -> list[int]:
-        data = [torch.tensor([i if rank == 0 else -1]) for i in range(20)]
-        for tensor in data:
-            if rank == 0:
-                call("ncclSend", address(tensor), 1, DataType.INT64, 1, comm, None)
-            elif rank == 1:
-                call("ncclRecv", address(tensor), 1, DataType.INT64, 0, comm, None)
-        return [int(tensor) for tensor in data]
-
-    assert group.run(body)[1] == list(range(20))
 
 
 def test_collectives_and_messages_in_one_nested_group(group: Ranks) -> None:
@@ -330,20 +224,6 @@ def test_a_wrong_call_keeps_its_group_from_launching(pair: Ranks) -> None:
     assert both[0].equal(2 * row(0, 4) + 1000)
 
 
-def test_group_end_without_start() -> None:
-    with pytest.raises(CallFailed, match="no group was started") as refused:
-        call("ncclGroupEnd")
-    assert refused.value.code is Result.INVALID_USAGE
-
-
-def test_a_send_to_itself_needs_its_receive(pair: Ranks) -> None:
-    data = row(0, 4)
-    with pytest.raises(CallFailed, match="in one group") as refused:
-        call("ncclSend", address(data), 4, INT32, 0, pair.comms[0], None)
-    assert refused.value.code is Result.INVALID_USAGE
-    assert number("ncclCommGetAsyncError", pair.comms[0]) == Result.SUCCESS
-
-
 def test_a_rank_alone_sends_to_itself() -> None:
     alone, source, target = Ranks(1), row(7, 4), torch.zeros(4, dtype=torch.int32)
     call("ncclGroupStart")
@@ -358,19 +238,20 @@ def test_a_rank_alone_sends_to_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "text"),
+    ("change", "text"),
     [
-        ("dtype", {3: 12}, "datatype is 12; expected 0 to 11"),
-        ("op", {4: 5}, "op is 5; expected 0 to 4"),
-        ("negative op", {4: -1}, "op is -1"),
-        ("sendbuff", {0: None}, "sendbuff is NULL; expected the address of 16 bytes"),
-        ("recvbuff", {1: None}, "recvbuff is NULL"),
-        ("comm", {5: None}, "comm is NULL"),
-        ("stream", {6: 12345}, "stream is 0x3039"),
-        ("count", {2: 2**62}, "are more than an address space holds"),
+        ({3: 12}, "datatype is 12; expected 0 to 11"),
+        ({4: 5}, "op is 5; expected 0 to 4"),
+        ({4: -1}, "op is -1"),
+        ({0: None}, "sendbuff is NULL; expected the address of 16 bytes"),
+        ({1: None}, "recvbuff is NULL"),
+        ({5: None}, "comm is NULL"),
+        ({6: 12345}, "stream is 0x3039"),
+        ({2: 2**62}, "are more than an address space holds"),
+        ({0: None, 2: 2**32 + 1, 3: FLOAT32}, f"the address of {4 * (2**32 + 1)} bytes"),  # not cut to 32 bits
     ],
 )
-def test_wrong_arguments(name: str, change: dict[int, object], text: str) -> None:
+def test_wrong_arguments(change: dict[int, object], text: str) -> None:
     comm, data = init_rank(1, unique_id(), 0), row(0, 4)
     arguments: list[object] = [address(data), address(data), 4, INT32, SUM, comm, None]
     for index, value in change.items():
@@ -378,32 +259,38 @@ def test_wrong_arguments(name: str, change: dict[int, object], text: str) -> Non
     with pytest.raises(CallFailed, match=text) as refused:
         call("ncclAllReduce", *arguments)
     assert refused.value.code is Result.INVALID_ARGUMENT
-    host.function("ncclCommAbort")(comm)
-
-
-def test_counts_beyond_32_bits_are_not_cut() -> None:
-    comm = init_rank(1, unique_id(), 0)
-    with pytest.raises(CallFailed, match=f"the address of {4 * (2**32 + 1)} bytes"):
-        call("ncclAllReduce", None, None, 2**32 + 1, FLOAT32, SUM, comm, None)
     call("ncclCommDestroy", comm)
 
 
-def test_a_destroyed_communicator_is_refused() -> None:
-    comm, data = init_rank(1, unique_id(), 0), row(0, 4)
-    call("ncclCommDestroy", comm)
-    for name, arguments in [
-        ("ncclCommDestroy", (comm,)),
-        ("ncclCommCount", (comm, ctypes.byref(ctypes.c_int()))),
-        ("ncclAllReduce", (address(data), address(data), 4, INT32, SUM, comm, None)),
-    ]:
-        with pytest.raises(CallFailed, match="destroyed") as refused:
-            call(name, *arguments)
+def test_wrong_ways_to_join() -> None:
+    for size, rank in ((2, 2), (2, -1), (0, 0), (-1, 0)):
+        with pytest.raises(CallFailed, match="expected") as refused:
+            init_rank(size, unique_id(), rank)
         assert refused.value.code is Result.INVALID_ARGUMENT
+    garbage = abi.UniqueId.from_buffer_copy(bytes(range(128)))
+    with pytest.raises(CallFailed, match="not made by ncclGetUniqueId of the host library") as refused:
+        init_rank(2, garbage, 0)
+    assert refused.value.code is Result.INVALID_ARGUMENT
 
 
-def test_a_finalized_communicator_can_only_be_destroyed(pair: Ranks) -> None:
-    data = row(0, 4)
-    call("ncclCommFinalize", pair.comms[0])
+def test_calls_out_of_place(pair: Ranks) -> None:
+    """In an order in which they cannot be; none of them breaks the communicator."""
+    comm, data, alone = pair.comms[0], row(0, 4), init_rank(1, unique_id(), 0)
+    reduction = (address(data), address(data), 4, INT32, SUM)
+    call("ncclCommDestroy", alone)
+    rows: list[tuple[str, tuple[object, ...], Result, str]] = [
+        ("ncclGroupEnd", (), Result.INVALID_USAGE, "no group was started"),
+        ("ncclSend", (address(data), 4, INT32, 0, comm, None), Result.INVALID_USAGE, "in one group"),
+        ("ncclCommDestroy", (alone,), Result.INVALID_ARGUMENT, "destroyed"),
+        ("ncclCommCount", (alone, ctypes.byref(ctypes.c_int())), Result.INVALID_ARGUMENT, "destroyed"),
+        ("ncclAllReduce", (*reduction, alone, None), Result.INVALID_ARGUMENT, "destroyed"),
+    ]
+    for name, arguments, code, text in rows:
+        with pytest.raises(CallFailed, match=text) as refused:
+            call(name, *arguments)
+        assert refused.value.code is code, name
+    assert number("ncclCommGetAsyncError", comm) == Result.SUCCESS
+    call("ncclCommFinalize", comm)
     with pytest.raises(CallFailed, match="finalized"):
-        call("ncclAllReduce", address(data), address(data), 4, INT32, SUM, pair.comms[0], None)
-    call("ncclCommDestroy", pair.comms[0])
+        call("ncclAllReduce", *reduction, comm, None)
+    call("ncclCommDestroy", comm)

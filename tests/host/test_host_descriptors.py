@@ -39,8 +39,7 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("limited", ["0", "1", "0,1", "2"])
-@pytest.mark.parametrize("left", [0, 4, 9])
+@pytest.mark.parametrize(("left", "limited"), [(0, "0"), (4, "1"), (9, "2"), (4, "0,1")])
 def test_a_rank_without_descriptors_is_the_one_to_blame(forks: Forks, tmp_path: Path, left: int, limited: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     ranks = 3 if "2" in limited else 2

@@ -6,22 +6,17 @@ import errno
 import gc
 import os
 import resource
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from host_calls import child_over, shared_of
-from ranks import HOST, RankPool
+from host_calls import TRANSPORT, child_over, shared_of
+from ranks import RankPool
 
 import pynccl
 from pynccl import Communicator
 from pynccl.host import segment, sharing
-
-ROOT = Path(__file__).parents[2]
-
 
 # Who may have it
 
@@ -30,67 +25,66 @@ def refuse(*_: object) -> None:
     raise OSError(errno.ENOENT, "No such file or directory", "/proc/1/fd/2")
 
 
-def cannot_open(comm: Communicator, mode: str) -> str:
-    """One rank cannot open what the others have."""
-    if comm.rank == 1:
+def opens_nothing(parent: Communicator, mode: str) -> str:
+    """Rank 1 cannot open what the others have."""
+    opens = vars(sharing)["open_segment"]
+    if parent.rank == 1:
         vars(sharing)["open_segment"] = refuse
-    return made_or_refused(comm, mode)
-
-
-def cannot_reserve(comm: Communicator, mode: str) -> str:
-    """One rank gets no memory."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if comm.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (segment.Layout(comm.size).total // 2, hard))
     try:
-        return made_or_refused(comm, mode)
+        return made_or_refused(parent, mode)
+    finally:
+        vars(sharing)["open_segment"] = opens
+
+
+def reserves_nothing(parent: Communicator, mode: str) -> str:
+    """Rank 1 gets no memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if parent.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (segment.Layout(parent.size).total // 2, hard))
+    try:
+        return made_or_refused(parent, mode)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def speaks_nonsense(comm: Communicator, mode: str) -> str:
-    return made_or_refused(comm, mode if comm.rank == 1 else "auto")
+def wants_other(parent: Communicator, mode: str) -> str:
+    mine, others = mode.split(" against ")
+    return made_or_refused(parent, mine if parent.rank == 1 else others)
 
 
-def wants_sockets(comm: Communicator, mode: str) -> str:
-    return made_or_refused(comm, "sockets" if comm.rank == 1 else mode)
-
-
-def made_or_refused(comm: Communicator, mode: str) -> str:
+def made_or_refused(parent: Communicator, mode: str) -> str:
     try:
-        child = child_over(comm, mode)
+        child = child_over(parent, mode)
     except pynccl.NcclError as error:
         return str(error)
     x = child.all_reduce(torch.ones(5))
     return f"{'shm' if shared_of(child) else 'sockets'} {int(x[0])}"
 
 
-@pytest.fixture
-def spoilt() -> Iterator[RankPool]:
-    pool = RankPool(HOST)
-    yield pool
-    pool.close()
+CANNOT = "rank 1 cannot share memory: "
+WAYS: list[tuple[Callable[..., str], str, str]] = [
+    (opens_nothing, "auto", "sockets 3"),
+    (opens_nothing, "shm", CANNOT + "that of rank 0 cannot be opened: No such file or directory"),
+    (reserves_nothing, "auto", "sockets 3"),
+    (reserves_nothing, "shm", CANNOT + f"{segment.Layout(3).total} bytes of shared memory cannot be"),
+    (wants_other, "sockets against auto", "sockets 3"),
+    (wants_other, "sockets against shm", CANNOT + "it has PYNCCL_HOST_TRANSPORT=sockets"),
+    (wants_other, "fast against auto", "rank 1: PYNCCL_HOST_TRANSPORT='fast': expected auto, shm or sockets"),
+]
 
 
-@pytest.mark.parametrize(
-    ("way", "mode", "says"),
-    [
-        (cannot_open, "auto", "sockets 3"),
-        (cannot_open, "shm", "rank 1 cannot share memory: that of rank 0 cannot be opened: No such file or directory"),
-        (cannot_reserve, "auto", "sockets 3"),
-        (
-            cannot_reserve,
-            "shm",
-            f"rank 1 cannot share memory: {segment.Layout(3).total} bytes of shared memory cannot be",
-        ),
-        (wants_sockets, "auto", "sockets 3"),
-        (wants_sockets, "shm", "rank 1 cannot share memory: it has PYNCCL_HOST_TRANSPORT=sockets"),
-        (speaks_nonsense, "fast", "rank 1: PYNCCL_HOST_TRANSPORT='fast': expected auto, shm or sockets"),
-    ],
-)
-def test_where_memory_cannot_be_shared(spoilt: RankPool, way: Callable[..., str], mode: str, says: str) -> None:
-    for text in spoilt.run(3, way, mode):
-        assert says in text
+def all_ways(comm: Communicator) -> None:
+    for way, mode, says in WAYS:
+        os.environ.pop(TRANSPORT, None)
+        parent = comm.split(0, comm.rank)
+        assert parent is not None
+        assert says in way(parent, mode), (way, mode)
+        parent.abort()
+        comm.barrier()
+
+
+def test_where_memory_cannot_be_shared(ranks: RankPool) -> None:
+    ranks.run(3, all_ways)
 
 
 def no_space(*_: object) -> None:
@@ -107,39 +101,28 @@ def test_slots_that_cannot_be_had_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     pynccl.abort(pair)
 
 
-STRANGER = """
-    import os, sys
-    sys.path.insert(0, sys.argv[1])
-    from pynccl.host.segment import OwnSegment, open_segment
-    own = OwnSegment(2)
-    assert open_segment(os.getpid(), own.fd, own.token, 2).token == own.token
-    try:
-        open_segment(os.getpid(), own.fd, bytes(16), 2)
-    except OSError as error:
-        print("token:", "another rank" in str(error), flush=True)
-    try:
-        open_segment(os.getpid(), os.open("/etc/passwd", os.O_RDONLY), own.token, 2)
-    except OSError as error:
-        print("file:", "another file" in str(error), flush=True)
+def opened_by_strangers(_: Communicator) -> int:
+    """The exit code of another user who opens it."""
+    own = segment.OwnSegment(2)
+    assert segment.open_segment(os.getpid(), own.fd, own.token, 2).token == own.token
+    with pytest.raises(OSError, match="another rank"):
+        segment.open_segment(os.getpid(), own.fd, bytes(16), 2)
+    with pytest.raises(OSError, match="another file"):
+        segment.open_segment(os.getpid(), os.open("/etc/passwd", os.O_RDONLY), own.token, 2)
     if (child := os.fork()) == 0:
         os.setgid(65534)
         os.setuid(65534)
         try:
-            open_segment(os.getppid(), own.fd, own.token, 2)
+            segment.open_segment(os.getppid(), own.fd, own.token, 2)
         except PermissionError:
             os._exit(7)
         os._exit(0)
-    print("user:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_only_the_same_user_and_only_the_right_memory_is_opened() -> None:
-    code = "\n".join(line[4:] for line in STRANGER.splitlines())
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT)], check=False, capture_output=True, text=True, timeout=60
-    )
-    assert (found.stdout, found.returncode) == ("token: True\nfile: True\nuser: 7\n", 0), found.stderr
+def test_only_the_same_user_and_only_the_right_memory_is_opened(doomed: RankPool) -> None:
+    assert doomed.run(1, opened_by_strangers) == [7]
 
 
 # What is left

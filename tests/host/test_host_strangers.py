@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import selectors
 import socket
 import struct
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from host_calls import in_threads, unique_id
+import torch
+from ranks import HOST, Place, RankPool
 
 import pynccl
 from pynccl import Communicator, admission
@@ -26,7 +25,6 @@ from pynccl.host import connect, store
 from pynccl.host.failure import HostFailure
 from pynccl.host.rendezvous import Client
 
-ROOT = Path(__file__).parents[2]
 KEY = b"the key of a store"
 LOCAL = "127.0.0.1"
 
@@ -62,53 +60,29 @@ def server() -> Iterator[store.Server]:
 
 # The job goes on
 
-RANK = """
-    import sys, time, torch, pynccl
-    def rss():
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
-    rank, size = int(sys.argv[1]), int(sys.argv[2])
-    identity = bytes(pynccl.get_unique_id()) if rank == 0 else bytes.fromhex(sys.argv[3])
+
+def made_id(place: Place, key: str = "") -> bytes | None:
+    """An id of rank 0's process, which listens from then on."""
+    if key:
+        os.environ[admission.KEY_VARIABLE] = key
     torch.ones(2).sum()
-    print(identity.hex(), flush=True)
-    for line in sys.stdin:
-        if line == "rss\\n":
-            print(rss(), flush=True)
-        else:
-            began = time.monotonic()
-            with pynccl.Communicator.init(size, identity, rank, timeout=60) as comm:
-                below = comm.split(0)
-                for _ in range(50):
-                    x = below.all_reduce(torch.ones(1000))
-                below.destroy()
-            assert x.tolist() == [float(size)] * 1000
-            print(time.monotonic() - began, flush=True)
-            break
-"""
+    return bytes(pynccl.get_unique_id()) if place.rank == 0 else None
 
 
-class Rank:
-    """A process of a job; it does as it is told on its standard input."""
+def resident(_: Place) -> int:
+    """KB of memory of a process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
-    def __init__(self, rank: int, size: int, identity: str = "") -> None:
-        command = [sys.executable, "-c", textwrap.dedent(RANK), str(rank), str(size), identity]
-        pipe = subprocess.PIPE
-        environment = {"PYTHONPATH": str(ROOT), "PYNCCL_LIBRARY": "host", "MASTER_ADDR": LOCAL, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        self.identity = self.said()
 
-    def tell(self, word: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{word}\n")
-        self.process.stdin.flush()
-
-    def said(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def ask(self, word: str) -> float:
-        self.tell(word)
-        return float(self.said())
+def works(place: Place, identity: bytes) -> list[float]:
+    with Communicator.init(place.size, identity, place.rank, timeout=60) as comm:
+        below = comm.split(0)
+        assert below is not None
+        for _ in range(50):
+            x = below.all_reduce(torch.ones(1000))
+        below.destroy()
+    return x.unique().tolist()
 
 
 def framed(body: bytes) -> bytes:
@@ -130,80 +104,44 @@ ATTACKS: dict[str, bytes] = {
 def attack(port: int, data: bytes) -> socket.socket:
     """Say all that, as far as it is taken, and read nothing back."""
     sock = dialled(port)
-    sock.settimeout(0.5)
+    sock.settimeout(0.1)
     with contextlib.suppress(OSError):
         sock.sendall(data)
     return sock
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_strangers_take_neither_memory_nor_time(size: int) -> None:
-    first = Rank(0, size)
-    ranks = [first, *(Rank(rank, size, first.identity) for rank in range(1, size))]
-    port = int.from_bytes(bytes.fromhex(first.identity)[8:10], "little")
-    over, held = threading.Event(), []
-    try:
-        before = first.ask("rss")
-        for data in ATTACKS.values():
-            held += [attack(port, data) for _ in range(5)]
-        held += [dialled(port) for _ in range(300)]  # more than may wait at once
-        grown = first.ask("rss") - before
-
-        def annoy() -> None:
-            while not over.is_set():
-                for data in ATTACKS.values():
-                    with contextlib.suppress(OSError):
-                        attack(port, data[:100_000]).close()
-
-        thread = threading.Thread(target=annoy)
-        thread.start()
-        for rank in ranks:
-            rank.tell("go")
-        seconds = [float(rank.said()) for rank in ranks]
-    finally:
-        over.set()
-        for rank in ranks:
-            rank.process.kill()
-            rank.process.communicate()
-        for sock in held:
-            sock.close()
-    thread.join()
-    assert grown < 16_000, f"{grown} KB"
-    assert max(seconds) < 10.0, seconds  # 0.2 on a machine without other work
+@pytest.fixture
+def places() -> Iterator[RankPool]:
+    pool = RankPool({**HOST, "MASTER_ADDR": LOCAL}, communicators=False)
+    yield pool
+    pool.close()
 
 
-def test_strangers_at_the_door_do_not_keep_ranks_out() -> None:
-    """Garbage, silence and endings at every port that listens, while ranks join."""
+def test_strangers_take_neither_memory_nor_time(places: RankPool) -> None:
+    identity = places.run(3, made_id)[0]
+    port = int.from_bytes(identity[8:10], "little")
+    before = places.run(1, resident)[0]
+    held = [attack(port, data) for data in ATTACKS.values() for _ in range(3)]
+    held += [dialled(port) for _ in range(300)]  # more than may wait at once
+    grown = places.run(1, resident)[0] - before
     over = threading.Event()
 
-    def annoy(port: int) -> None:
-        held: list[socket.socket] = []
+    def annoy() -> None:
         while not over.is_set():
-            try:
-                sock = socket.create_connection((LOCAL, port), 1)
-                sock.sendall(secrets.token_bytes(64))
-            except OSError:
-                time.sleep(0.001)
-                continue
-            held.append(sock)
-            if len(held) > 300:
-                for old in held[:150]:
-                    old.close()
-                del held[:150]
+            for data in ATTACKS.values():
+                with contextlib.suppress(OSError):
+                    attack(port, data[:100_000]).close()
 
-    identity = bytes(unique_id())
-    threads = [threading.Thread(target=annoy, args=(int.from_bytes(identity[8:10], "little"),)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
+    thread = threading.Thread(target=annoy)
+    thread.start()
     try:
-        for _ in range(5):
-            made = in_threads(3, partial(Communicator.init, 3, bytes(unique_id()), timeout=20))
-            assert [comm.rank for comm in made] == [0, 1, 2]
-            pynccl.abort(made)
+        assert places.run(3, works, identity) == [[3.0]] * 3
     finally:
         over.set()
-        for thread in threads:
-            thread.join()
+        thread.join()
+        for sock in held:
+            sock.close()
+    assert grown < 16_000, f"{grown} KB"
 
 
 # Who is admitted
@@ -350,53 +288,28 @@ def test_meetings_are_bounded_and_the_newest_stay() -> None:
     assert table.answer([f"k{number}", 1, 2, "y"]) == ["", [], ["x", "y"]]
 
 
-def test_names_below_a_meeting_stay_short() -> None:
-    """As of a shrink by a thousand ranks, of a shrink, of a split."""
-    meeting = pynccl.host.rendezvous.MeetingPlace(store.Store(), "name")  # type: ignore[attr-defined]
-    names = {meeting.below("split/1/0").name, meeting.below("split/1/1").name, meeting.name}
-    for _ in range(5):
-        meeting = meeting.below("shrink/" + ".".join(map(str, range(1000))))
-        names.add(meeting.name)
-    assert len(names) == 8 and max(map(len, names)) <= 64
-
-
 # The key of the job
 
-MEETS = """
-    import sys, pynccl
-    identity = bytes.fromhex(sys.argv[2]) if len(sys.argv) > 2 else bytes(pynccl.get_unique_id())
-    print(identity.hex(), flush=True)
-    with pynccl.Communicator.init(2, identity, int(sys.argv[1]), timeout=float(sys.stdin.readline())) as comm:
-        comm.barrier()
-    print("met")
-"""
 
-
-def meets(rank: int, identity: str, key: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(MEETS), str(rank), *([identity] if identity else [])]
-    environment = {"PYTHONPATH": str(ROOT), "PYNCCL_LIBRARY": "host", "MASTER_ADDR": LOCAL}
-    environment |= {"PYNCCL_JOB_KEY": key} if key else {}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-
-
-@pytest.mark.parametrize(("own", "other"), [("a" * 32, "a" * 32), ("a" * 32, "b" * 32), ("a" * 32, ""), ("", "b" * 32)])
-def test_with_a_key_of_the_job_the_unique_id_alone_lets_nobody_in(own: str, other: str) -> None:
-    first = meets(0, "", own)
-    assert first.stdout is not None
-    identity = first.stdout.readline().strip()
-    second = meets(1, identity, other)
+def meets(place: Place, identity: bytes, keys: tuple[str, str]) -> str:
+    """What a rank is told, which joins with its own key. Rank 0 only listens where that is in vain."""
+    os.environ[admission.KEY_VARIABLE] = keys[place.rank]
+    if place.rank == 0 and keys[0] != keys[1]:
+        return ""
     try:
-        if own == other:
-            first.stdin.write("30\n")  # type: ignore[union-attr]
-            first.stdin.flush()  # type: ignore[union-attr]
-            assert second.communicate("30\n", timeout=60)[0].endswith("met\n")
-            assert first.communicate(timeout=60)[0] == "met\n"
-        else:
-            _, said = second.communicate("200\n", timeout=90)  # long before its time is over
-            assert second.returncode and "PYNCCL_JOB_KEY is not the same on all ranks" in said
-            assert own not in said or not own
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.communicate()
+        with Communicator.init(2, identity, place.rank, timeout=200) as comm:
+            comm.barrier()
+    except pynccl.NcclError as error:
+        return str(error)
+    return "met"
+
+
+@pytest.mark.parametrize("keys", [("a" * 32, "a" * 32), ("a" * 32, "b" * 32), ("a" * 32, ""), ("", "b" * 32)])
+def test_with_a_key_of_the_job_the_unique_id_alone_lets_nobody_in(places: RankPool, keys: tuple[str, str]) -> None:
+    identity = places.run(1, made_id, keys[0])[0]
+    _, said = places.run(2, meets, identity, keys)
+    if keys[0] == keys[1]:
+        assert said == "met"
+    else:
+        assert "PYNCCL_JOB_KEY is not the same on all ranks" in said
+        assert not keys[0] or keys[0] not in said

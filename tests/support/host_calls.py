@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -148,15 +147,8 @@ def child_over(comm: Communicator, mode: str) -> Communicator:
     return child
 
 
-def kill_later(comm: Communicator, victim: int, after: float) -> list[float]:
-    """One of the other ranks kills `victim` after so many seconds; when it did, on that rank, by time.monotonic."""
+def kill_later(comm: Communicator, victim: int, after: float) -> None:
+    """One of the other ranks kills `victim` after so many seconds."""
     pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
-    died = [0.0]
-
-    def kill() -> None:
-        died[0] = time.monotonic()
-        os.kill(pids[victim], signal.SIGKILL)
-
     if comm.rank == min({0, 1} - {victim}):
-        threading.Timer(after, kill).start()
-    return died
+        threading.Timer(after, os.kill, (pids[victim], signal.SIGKILL)).start()
