@@ -44,9 +44,8 @@ def whole_block(dtype: torch.dtype = torch.float64) -> Block:
 
 
 def whole_batch(dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(SEQUENCE, BATCH, WIDTH, generator=torch.Generator().manual_seed(4), dtype=torch.float64).to(
-        dtype
-    )
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(SEQUENCE, BATCH, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
 
 
 class RowLinear(nn.Module):
@@ -96,32 +95,30 @@ def same_on_all(reports: list[Any]) -> Any:
 # ------------------------------------------------------------------------------------------------------ right models
 
 
-def right(comm: Communicator, sequence_parallel: bool, dtype: torch.dtype) -> ad.testing.ModelReport:
-    whole = whole_block(dtype)
-    model = cut_block(whole, comm, sequence_parallel)
-    kept = torch.ones_like(whole.norm.weight)
-    model.norm.weight.grad = whole.norm.weight.grad = kept
-    if not sequence_parallel:
-        report = ad.testing.check_model(model, whole, whole_batch(dtype), comm)
-    else:
-        mark_partial(model.norm, comm)
-        own = whole_batch(dtype).chunk(comm.size)[comm.rank]
-        report = ad.testing.check_model(model, whole, own, comm, batch_dim=0)
-    assert model.norm.weight.grad is kept and whole.norm.weight.grad is kept
-    assert model.up.weight.grad is None
-    return report
+def right(comm: Communicator) -> None:
+    """In each type, with and without sequence parallelism."""
+    for sequence_parallel in (False, True):
+        for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+            whole = whole_block(dtype)
+            model = cut_block(whole, comm, sequence_parallel)
+            kept = torch.ones_like(whole.norm.weight)
+            model.norm.weight.grad = whole.norm.weight.grad = kept
+            x, options = whole_batch(dtype), {}
+            if sequence_parallel:
+                mark_partial(model.norm, comm)
+                x, options = x.chunk(comm.size)[comm.rank], {"batch_dim": 0}
+            report = ad.testing.check_model(model, whole, x, comm, **options)
+            assert model.norm.weight.grad is kept and whole.norm.weight.grad is kept
+            assert model.up.weight.grad is None
+            assert (report.parameters, report.wrong, report.differences) == (6, 0, ())
+            assert report.error <= bound and "6 gradients equal the reference's" in str(report)
+            loss = math.fsum(report.losses) if sequence_parallel else report.losses[-1]
+            assert loss == pytest.approx(report.reference_loss, rel=2e-2)
 
 
 @some_sizes
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_right_model_passes(ranks: RankPool, n: int, sequence_parallel: bool, dtype: torch.dtype) -> None:
-    report = same_on_all(ranks.run(n, right, sequence_parallel, dtype))
-    assert (report.parameters, report.wrong, report.differences) == (6, 0, ())
-    assert report.error <= {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
-    assert "6 gradients equal the reference's" in str(report)
-    losses = math.fsum(report.losses) if sequence_parallel else report.losses[-1]
-    assert losses == pytest.approx(report.reference_loss, rel=2e-2)
+def test_a_right_model_passes(ranks: RankPool, n: int) -> None:
+    ranks.run(n, right)
 
 
 class Tied(nn.Module):
@@ -168,27 +165,28 @@ def test_batches_losses_and_parameters_of_many_kinds(ranks: RankPool, n: int) ->
 # -------------------------------------------------------------------------------------------------- planted mistakes
 
 
+def explained(report: ad.testing.ModelReport) -> dict[str, str | None]:
+    """By name of the parameter."""
+    return {one.name: one.explanation for one in report.differences}
+
+
 def sum_for_replicated(comm: Communicator) -> ad.testing.ModelReport:
     whole = whole_block()
     model = cut_block(whole, comm)
     model.down = RowLinear(whole.down, comm, "replicated")
     ad.testing.check_model(model, whole, whole_batch(), comm)
     model.down = RowLinear(whole.down, comm, "sum")
-    return fails(model, whole, whole_batch(), comm)
-
-
-@some_sizes
-def test_sum_for_replicated_is_a_factor_of_n(ranks: RankPool, n: int) -> None:
-    report = same_on_all(ranks.run(n, sum_for_replicated))
+    report = fails(model, whole, whole_batch(), comm)
     names = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]
-    assert [(one.name, one.explanation) for one in report.differences] == [(name, "factor") for name in names]
+    assert explained(report) == dict.fromkeys(names, "factor")
     assert report.wrong == 5 and report.parameters == 6
     for one in report.differences:
-        assert one.error == pytest.approx(n - 1)
-        assert f"factor: {n} times the gradient, on {n} ranks" in one.advice
+        assert one.error == pytest.approx(comm.size - 1)
+        assert f"factor: {comm.size} times the gradient, on {comm.size} ranks" in one.advice
     found = re.search(r"rank \d has (\S+) at \[\d+\], expected (\S+):", str(report))
-    assert found and float(found[1]) == pytest.approx(n * float(found[2]), rel=1e-4)
+    assert found and float(found[1]) == pytest.approx(comm.size * float(found[2]), rel=1e-4)
     assert "losses differ" not in str(report)
+    return report
 
 
 class MeanLoss(nn.Module):
@@ -204,12 +202,10 @@ class MeanLoss(nn.Module):
         return loss if self.comm is None else ad.all_reduce(loss, self.comm, "avg", grad=self.grad)
 
 
-def add_up(model: nn.Module, comm: Communicator, *, op: str = "sum", ranks: tuple[int, ...] = ()) -> None:
-    """Gradients summed over ranks; as if one had nothing to add, if it is not among `ranks`."""
+def add_up(model: nn.Module, comm: Communicator, *, op: str = "sum") -> None:
+    """Gradients summed over ranks."""
     for parameter in model.parameters():
         assert parameter.grad is not None
-        if ranks and comm.rank not in ranks:
-            parameter.grad.zero_()
         comm.all_reduce(parameter.grad, parameter.grad, op)
 
 
@@ -221,17 +217,10 @@ def mean_twice(comm: Communicator) -> ad.testing.ModelReport:
     alone = fails(MeanLoss(None, None), whole, own, comm, batch_dim=0)
     assert alone.differences[0].explanation == "missing sum" and f"add up to {comm.size} times the whole" in str(alone)
     model = MeanLoss(comm, "replicated")
-    return fails(model, whole, own, comm, batch_dim=0, finish=partial(add_up, comm=comm, op="avg"))
-
-
-@some_sizes
-def test_replicated_for_sum_is_a_factor_of_one_over_n(ranks: RankPool, n: int) -> None:
-    report = same_on_all(ranks.run(n, mean_twice))
-    assert [(one.name, one.explanation) for one in report.differences] == [
-        ("linear.weight", "factor"),
-        ("linear.bias", "factor"),
-    ]
-    assert f"factor: 1/{n} of the gradient" in str(report) and 'expected grad="sum"' in str(report)
+    report = fails(model, whole, own, comm, batch_dim=0, finish=partial(add_up, comm=comm, op="avg"))
+    assert explained(report) == {"linear.weight": "factor", "linear.bias": "factor"}
+    assert f"factor: 1/{comm.size} of the gradient" in str(report) and 'expected grad="sum"' in str(report)
+    return report
 
 
 def on_a_mesh(comm: Communicator) -> ad.testing.ModelReport:
@@ -263,36 +252,22 @@ def test_an_axis_of_a_mesh_is_told_from_all_ranks(ranks: RankPool) -> None:
 def without_finishing(comm: Communicator) -> ad.testing.ModelReport:
     whole, own = whole_block(), whole_batch().chunk(comm.size)[comm.rank]
     model = cut_block(whole, comm, True)
+    missing = {"norm.weight": "missing sum", "norm.bias": "missing sum"}
     unmarked = fails(model, whole, own, comm, batch_dim=0)
-    assert [(one.name, one.explanation) for one in unmarked.differences] == [
-        ("norm.weight", "missing sum"),
-        ("norm.bias", "missing sum"),
-    ]
+    assert explained(unmarked) == missing
     assert "parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)" in str(unmarked)
     mark_partial(model.norm, comm)
-    return fails(model, whole, own, comm, batch_dim=0, finish=nothing)
-
-
-@some_sizes
-def test_gradients_that_were_not_finished_miss_a_sum(ranks: RankPool, n: int) -> None:
-    report = same_on_all(ranks.run(n, without_finishing))
-    assert [(one.name, one.explanation) for one in report.differences] == [
-        ("norm.weight", "missing sum"),
-        ("norm.bias", "missing sum"),
-    ]
-    assert "call ad.finish_gradients(model) after backward()" in str(report)
+    report = fails(model, whole, own, comm, batch_dim=0, finish=nothing)
+    assert explained(report) == missing and "call ad.finish_gradients(model) after backward()" in str(report)
+    return report
 
 
 def without_copy(comm: Communicator) -> ad.testing.ModelReport:
     whole = whole_block()
-    return fails(cut_block(whole, comm, gather_input=False), whole, whole_batch(), comm)
-
-
-@some_sizes
-def test_columns_that_take_x_without_copy_miss_a_sum(ranks: RankPool, n: int) -> None:
-    report = same_on_all(ranks.run(n, without_copy))
-    assert [one.explanation for one in report.differences] == ["missing sum", "missing sum"]
+    report = fails(cut_block(whole, comm, gather_input=False), whole, whole_batch(), comm)
+    assert list(explained(report).values()) == ["missing sum", "missing sum"]
     assert "or put ad.copy(x, comm)" in str(report)
+    return report
 
 
 class Gathered(nn.Module):
@@ -301,11 +276,8 @@ class Gathered(nn.Module):
     def __init__(self, whole: Block, comm: Communicator, grad: Any) -> None:
         super().__init__()
         self.comm, self.grad = comm, grad
-        self.norm, self.up, self.down = (
-            copy.deepcopy(whole.norm),
-            copy.deepcopy(whole.up),
-            RowLinear(whole.down, comm, "replicated"),
-        )
+        self.norm, self.up = copy.deepcopy(whole.norm), copy.deepcopy(whole.up)
+        self.down = RowLinear(whole.down, comm, "replicated")
         mark_partial(self.norm, comm)
         mark_partial(self.up, comm)
 
@@ -318,15 +290,33 @@ class Gathered(nn.Module):
 def wrong_elementwise(comm: Communicator) -> ad.testing.ModelReport:
     whole = whole_block()
     ad.testing.check_model(Gathered(whole, comm, "sum"), whole, whole_batch(), comm)
-    return fails(Gathered(whole, comm, "replicated"), whole, whole_batch(), comm)
+    report = fails(Gathered(whole, comm, "replicated"), whole, whole_batch(), comm)
+    assert explained(report) == dict.fromkeys(["norm.weight", "norm.bias", "up.weight", "up.bias"])
+    assert "wrong by more than a factor" in str(report) and "docs/conventions.md" in str(report)
+    return report
+
+
+def other_forward(comm: Communicator) -> ad.testing.ModelReport:
+    """The model gets another batch than the reference."""
+    whole = whole_block()
+    model = cut_block(whole, comm)
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch) if model is whole else model(2 * batch)
+
+    report = fails(model, whole, whole_batch(), comm, step)
+    assert report.losses[0] != pytest.approx(report.reference_loss, rel=0.1)
+    assert "The losses differ, too" in str(report) and "Look at the forward pass first." in str(report)
+    return report
+
+
+MISTAKES = [sum_for_replicated, mean_twice, without_finishing, without_copy, wrong_elementwise, other_forward]
 
 
 @some_sizes
-def test_what_is_wrong_by_more_than_a_factor_is_not_explained(ranks: RankPool, n: int) -> None:
-    report = same_on_all(ranks.run(n, wrong_elementwise))
-    assert [one.name for one in report.differences] == ["norm.weight", "norm.bias", "up.weight", "up.bias"]
-    assert {one.explanation for one in report.differences} == {None}
-    assert "wrong by more than a factor" in str(report) and "docs/conventions.md" in str(report)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_by_its_parameter_and_its_explanation(ranks: RankPool, n: int, mistake: Any) -> None:
+    same_on_all(ranks.run(n, mistake))
 
 
 class Stages(nn.Module):
@@ -374,28 +364,11 @@ def staged(comm: Communicator) -> list[ad.testing.ModelReport]:
 def test_ranks_may_have_some_of_the_parameters(ranks: RankPool) -> None:
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
     (factor,) = (same_on_all(list(one)) for one in zip(*ranks.run(2, staged), strict=True))
-    assert [(one.name, one.explanation) for one in factor.differences] == [(name, "factor") for name in names]
+    assert explained(factor) == dict.fromkeys(names, "factor")
     found = [same_on_all(list(one)) for one in zip(*ranks.run(4, staged), strict=True)]
     for report, text in zip(found, ("add up to the whole", "add up to 2 times the whole"), strict=True):
-        assert [(one.name, one.explanation) for one in report.differences] == [(name, "missing sum") for name in names]
+        assert explained(report) == dict.fromkeys(names, "missing sum")
         assert text in str(report)
-
-
-def other_forward(comm: Communicator) -> ad.testing.ModelReport:
-    """The model gets another batch than the reference."""
-    whole = whole_block()
-    model = cut_block(whole, comm)
-
-    def step(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch) if model is whole else model(2 * batch)
-
-    return fails(model, whole, whole_batch(), comm, step)
-
-
-def test_losses_that_differ_are_told(ranks: RankPool) -> None:
-    report = same_on_all(ranks.run(2, other_forward))
-    assert report.losses[0] != pytest.approx(report.reference_loss, rel=0.1)
-    assert "The losses differ, too" in str(report) and "Look at the forward pass first." in str(report)
 
 
 def tolerates(comm: Communicator) -> None:
@@ -427,74 +400,32 @@ def refused(comm: Communicator) -> None:
         with pytest.raises(RuntimeError if told else error, match=text if told else text.replace("on rank 1: ", "")):
             check(*args, **options)
 
-    is_refused(
-        TypeError,
-        r"on rank 1: .*model is 'block', expected a torch.nn.Module",
-        "block" if alone else model,
-        whole,
-        x,
-        comm,
-    )
+    given, fused = "block" if alone else model, cut_block(whole, comm, grad_accumulation_fusion=True)
+    same, sharing = nn.Identity(), Block(whole.norm, model.up, model.down)
+    shape = r"tensor of (?:the batch has )?shape \[8, 3, 12\]"
+    names = "norm.weight, norm.bias, up.weight, .."
+    is_refused(TypeError, r"on rank 1: .*model is 'block', expected a torch.nn.Module", given, whole, x, comm)
     is_refused(TypeError, r"loss is 3, expected a function", model, whole, x, comm, 3)
     is_refused(TypeError, r"finish is 1, expected a function", model, whole, x, comm, finish=1)
     is_refused(TypeError, r"batch_dim is 'rows', expected a dimension", model, whole, x, comm, batch_dim="rows")
     is_refused(ValueError, r"tolerance is -1, expected a number >= 0", model, whole, x, comm, tolerance=-1)
-    is_refused(ValueError, r"the loss is a tensor of shape \[8, 3, 12\]", nn.Identity(), nn.Identity(), x, comm)
-    is_refused(
-        ValueError,
-        r"batch_dim is 3, but a tensor of the batch has shape \[8, 3, 12\]",
-        model,
-        whole,
-        x,
-        comm,
-        batch_dim=3,
-    )
-    is_refused(
-        ValueError, r"the reference's losses are \[.*\] on the ranks, expected one value", model, whole, x + alone, comm
-    )
-    is_refused(ValueError, r"no rank's model has norm.weight, norm.bias, up.weight, ..", nn.Identity(), whole, x, comm)
-    is_refused(
-        ValueError,
-        r"the model has norm.weight, norm.bias, up.weight, .., which the reference has not",
-        model,
-        nn.Identity(),
-        x,
-        comm,
-    )
-
-    is_refused(
-        ValueError,
-        r"a layer of the model has grad_accumulation_fusion",
-        cut_block(whole, comm, grad_accumulation_fusion=True),
-        whole,
-        x,
-        comm,
-    )
-    sharing = Block(whole.norm, model.up, model.down)
+    is_refused(ValueError, rf"the loss is a {shape}", same, same, x, comm)
+    is_refused(ValueError, rf"batch_dim is 3, but a {shape}", model, whole, x, comm, batch_dim=3)
+    is_refused(ValueError, r"losses are \[.*\] on the ranks, expected one value", model, whole, x + alone, comm)
+    is_refused(ValueError, f"no rank's model has {names}", same, whole, x, comm)
+    is_refused(ValueError, f"the model has {names}, which the reference has not", model, same, x, comm)
+    is_refused(ValueError, r"a layer of the model has grad_accumulation_fusion", fused, whole, x, comm)
     is_refused(ValueError, r"norm.weight, norm.bias of the model and of the reference are", sharing, whole, x, comm)
     unmarked = cut_block(whole, comm)
     if alone:
         del unmarked.up.weight.shard
-    is_refused(
-        ValueError,
-        r"on rank 1: .*up.weight has shape \[12, 12\], expected \[24, 12\].*ad.Shard\(comm, dim, \[24, 12\]\)",
-        unmarked,
-        whole,
-        x,
-        comm,
-    )
-
+    told = r"on rank 1: .*up.weight has shape \[12, 12\], expected \[24, 12\].*ad.Shard\(comm, dim, \[24, 12\]\)"
+    is_refused(ValueError, told, unmarked, whole, x, comm)
     other = cut_block(whole, comm)
     with torch.no_grad():
         other.up.bias[3] += 0.5 * alone
-    is_refused(
-        ValueError,
-        r"up.bias differs on rank 1 from its part of the reference's, by 0.5; start both",
-        other,
-        whole,
-        x,
-        comm,
-    )
+    told = r"up.bias differs on rank 1 from its part of the reference's, by 0.5; start both"
+    is_refused(ValueError, told, other, whole, x, comm)
     assert ad.testing.check_model(model, whole, x, comm).wrong == 0  # nothing that came before has left a trace
 
 
