@@ -139,7 +139,7 @@ def refused(comm: Communicator) -> None:
     for model, plan, error, parts in refusals():
         before = model_ranks.state(model) if isinstance(model, nn.Module) else None
         with pytest.raises(error) as caught:
-            ad.parallelize(model, comm, plan, sequence_parallel=plan is not None and "last" in plan)
+            ad.parallelize(model, comm, plan, sequence_parallel="last" in plan)
         for part in parts:
             assert part in str(caught.value), str(caught.value)
         assert before is None or before == model_ranks.state(model)  # nothing has changed
