@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
+from test_parallelize import MAKE, batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pynccl_autograd as ad
 from pynccl import Communicator
 
-SEQUENCE, BATCH, WIDTH, HIDDEN, WORDS = 8, 2, 6, 10, 61  # of the words two ranks have unequal parts
+SEQUENCE, BATCH, WIDTH, HIDDEN = 8, 2, 6, 10
 
 
 class Block(nn.Module):
@@ -146,7 +147,7 @@ def steps_of(
     cut = cut_model(whole, tp, sequence_parallel)
     model = wrapped(cut, kind, devices, cut.blocks)
     optimizer, reference = sgd(model), sgd(whole)
-    for step in range(3):
+    for step in range(2):
         x = data(place, step)
         x = x.chunk(tp.size)[tp.rank] if sequence_parallel else x
         model(x).square().sum().backward()
@@ -162,8 +163,10 @@ def steps_of(
     assert_same_state(model, whole, comm)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("sequence_parallel", "norm_type"), [(False, 2.0), (True, 2.0), (True, math.inf)])
+@pytest.mark.parametrize(
+    ("kind", "sequence_parallel", "norm_type"),
+    [("ddp", False, 2.0), ("ddp", True, math.inf), ("fsdp", True, 2.0), ("fsdp", False, math.inf)],
+)
 def test_steps_are_those_of_the_unsharded_model(
     ranks: RankPool, tmp_path: Path, kind: str, sequence_parallel: bool, norm_type: float
 ) -> None:
@@ -176,22 +179,16 @@ def llama_steps(comm: Communicator, path: str, kind: str) -> None:
 
 
 def llama_steps_of(comm: Communicator, mesh: ad.Mesh, devices: Any, kind: str) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    whole: Any = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, **sizes)).double()
+    whole: Any = MAKE["llama"](2).double()
     cut: Any = ad.parallelize(copy.deepcopy(whole), mesh["tp"], ad.plans.llama)
     model = wrapped(cut, kind, devices, cut.model.layers)
     optimizer, reference = sgd(model), sgd(whole)
-    for step in range(3):
-        batches = []
-        for rank in range(2):
-            ids = torch.randint(WORDS, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
-            batches.append({"input_ids": ids, "labels": ids})
+    for step in range(2):
+        batches = [batch(10 * step + rank) for rank in range(2)]
         model(**batches[mesh.coordinate["dp"]]).loss.backward()
-        for batch in batches:
-            (whole(**batch).loss / 2).backward()
+        for each in batches:
+            (whole(**each).loss / 2).backward()
         ad.finish_gradients(model)
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
         torch.testing.assert_close(ad.clip_grad_norm_(model, 0.5), expected)
@@ -204,7 +201,6 @@ def llama_steps_of(comm: Communicator, mesh: ad.Mesh, devices: Any, kind: str) -
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_steps_of_a_parallelized_llama(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("transformers")
     ranks.run(4, llama_steps, str(tmp_path / "store"), kind)
 
 
