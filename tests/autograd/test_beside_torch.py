@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from test_parallelize import MAKE, batch
+from small_transformers import MAKE, batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -201,6 +201,7 @@ def llama_steps_of(comm: Communicator, mesh: ad.Mesh, devices: Any, kind: str) -
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_steps_of_a_parallelized_llama(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers")
     ranks.run(4, llama_steps, str(tmp_path / "store"), kind)
 
 

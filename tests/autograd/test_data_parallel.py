@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import RankPool
+from small_transformers import MAKE, batch as words
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -264,32 +265,24 @@ def test_other_ways_to_differentiate(ranks: RankPool) -> None:
     ranks.run(2, other_uses)
 
 
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def transformer() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=61, num_key_value_heads=2, **sizes)).double()
-
-
-def words(rank: int, number: int) -> dict[str, Tensor]:
-    ids = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(100 * number + rank))
-    return {"input_ids": ids, "labels": ids}
+    return MAKE["llama"](2).double()
 
 
 def sequence_parallel(comm: Communicator) -> None:
     """Of which the other axis is finished in the same pass: it averages whole gradients."""
     with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
-        whole, place = llama(), mesh.coordinate["dp"]
+        whole, place = transformer(), mesh.coordinate["dp"]
         model: Any = ad.parallelize(copy.deepcopy(whole), mesh["tp"], ad.plans.llama)
         ad.finish_gradients_in_backward(model)
         averaged = ad.DataParallelGradients(model, mesh["dp"], 2000)
         optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, whole)]
 
         def backward(number: int) -> None:
-            model(**words(place, number)).loss.backward()
+            model(**words(10 * number + place)).loss.backward()
             for rank in range(2):
-                (whole(**words(rank, number)).loss / 2).backward()
+                (whole(**words(10 * number + rank)).loss / 2).backward()
 
         for step in range(2):
             with averaged.no_sync():

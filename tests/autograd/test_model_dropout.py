@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import RankPool
-from test_parallelize import MAKE, TOLERANCE, batch, compare
+from small_transformers import MAKE, TOLERANCE, batch, compare
 from torch import Tensor, nn
 
 import pynccl_autograd as ad

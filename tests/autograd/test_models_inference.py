@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankPool
-from test_parallelize import MAKE, batch
+from small_transformers import MAKE, batch
 
 import pynccl_autograd as ad
 from pynccl import Communicator

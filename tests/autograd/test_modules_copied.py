@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.multiprocessing  # with which multiprocessing pickles tensors its own way
 from ranks import RankPool
-from test_parallelize import MAKE, batch
+from small_transformers import MAKE, batch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -152,6 +152,7 @@ def transformer(comm: Communicator, kv_heads: int, tied: bool) -> None:
 
 @pytest.mark.parametrize(("kv_heads", "tied"), [(2, False), (8, True)])
 def test_a_model_of_transformers_is_copied(ranks: RankPool, kv_heads: int, tied: bool) -> None:
+    pytest.importorskip("transformers")
     ranks.run(4, transformer, kv_heads, tied)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzz import model_ranks
 from ranks import RankPool
-from test_parallelize import MAKE, batch, compare
+from small_transformers import MAKE, batch, compare
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -240,6 +240,7 @@ def cut_logits(comm: Communicator) -> None:
 
 
 def test_inputs_that_cannot_be_cut_and_logits_that_are(ranks: RankPool) -> None:
+    pytest.importorskip("transformers")
     ranks.run(2, cut_logits)
 
 
@@ -282,6 +283,7 @@ def outputs(comm: Communicator, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_what_transformers_gives_of_each_layer_is_whole(ranks: RankPool, name: str) -> None:
+    pytest.importorskip("transformers")
     ranks.run(2, outputs, name)
 
 
