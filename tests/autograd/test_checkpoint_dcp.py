@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
-    HIDDEN,
-    WIDTH,
-    Model,
-    loaded,
-    same_output,
-    steps,
-    whole_model,
-    with_group,
-    words,
-)
+from checkpoints import HIDDEN, WIDTH, Model, loaded, same_output, steps, whole_model, with_group, words
 from ranks import RankPool
 from torch import nn
 
@@ -96,7 +86,6 @@ def others(model: nn.Module) -> dict[str, Any]:
 
 OPTIMIZERS: dict[str, Any] = {
     "adam": lambda groups: torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.9), amsgrad=True),
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.001, momentum=0.9, dampening=0.5),
     "rprop": lambda groups: torch.optim.Rprop(groups, lr=0.01),
 }
 
