@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzz import model_ranks
 from ranks import RankPool
-from small_transformers import MAKE, batch, compare
+from small_transformers import MAKE, batch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -263,28 +263,6 @@ def named_twice(comm: Communicator) -> None:
 
 def test_one_module_of_two_names_and_layers_with_a_fast_path(ranks: RankPool) -> None:
     ranks.run(2, named_twice)
-
-
-def outputs(comm: Communicator, name: str) -> None:
-    torch.manual_seed(3)
-    whole: Any = MAKE[name]().double()
-    whole.config._attn_implementation = "eager"
-    for sequence_parallel in (True, False):
-        model: Any = ad.parallelize(copy.deepcopy(whole), comm, getattr(ad.plans, name), sequence_parallel)
-        whole.zero_grad()
-        found = [one(**batch(0), output_hidden_states=True, output_attentions=True) for one in (model, whole)]
-        torch.testing.assert_close(found[0].hidden_states, found[1].hidden_states, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(found[0].attentions, found[1].attentions, rtol=1e-6, atol=1e-8)
-        for one in found:
-            (one.loss + sum(each.square().sum() for each in one.hidden_states)).backward()
-        ad.finish_gradients(model)
-        compare(model, whole, {"rtol": 1e-9, "atol": 1e-9})
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_what_transformers_gives_of_each_layer_is_whole(ranks: RankPool, name: str) -> None:
-    pytest.importorskip("transformers")
-    ranks.run(2, outputs, name)
 
 
 def other_than_rank_0(comm: Communicator) -> None:
