@@ -15,67 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from torch import Tensor, nn
+from small_transformers import MAKE, batch
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pynccl_autograd as ad
 from pynccl import Communicator
 
-SEQUENCE, BATCH, WIDTH, HIDDEN, WORDS = 8, 2, 6, 10, 61  # of the words two ranks have unequal parts
-
-
-class Block(nn.Module):
-    """Sequence first. The norm and the scale are inside what sequence parallelism cuts."""
-
-    def __init__(self, norm: nn.Module, up: nn.Module, down: nn.Module, scale: nn.Parameter) -> None:
-        super().__init__()
-        self.norm, self.up, self.down, self.scale = norm, up, down, scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x)))) * self.scale
-        return y
-
-
-class Model(nn.Module):
-    def __init__(self, first: nn.Module, blocks: list[Block]) -> None:
-        super().__init__()
-        self.first, self.blocks = first, nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def whole_model() -> Model:
-    torch.manual_seed(3)
-    blocks = [
-        Block(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Parameter(torch.rand(WIDTH)))
-        for _ in range(2)
-    ]
-    return Model(nn.Linear(3, WIDTH), blocks).double()
-
-
-def cut_model(whole: Model, comm: Communicator, sequence_parallel: bool) -> Model:
-    blocks = []
-    for block in copy.deepcopy(whole.blocks):
-        assert isinstance(block, Block) and isinstance(block.up, nn.Linear) and isinstance(block.down, nn.Linear)
-        up = ad.ColumnParallelLinear.from_linear(block.up, comm, sequence_parallel)
-        down = ad.RowParallelLinear.from_linear(block.down, comm, sequence_parallel)
-        blocks.append(Block(block.norm, up, down, block.scale))
-    model = Model(copy.deepcopy(whole.first), blocks)
-    if sequence_parallel:
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "scale" in name or "first" in name:
-                parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
-    return model
-
-
-def data(rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(SEQUENCE, BATCH, 3, generator=generator, dtype=torch.float64)
+pytest.importorskip("transformers")
 
 
 @contextlib.contextmanager
@@ -133,6 +81,11 @@ def assert_same_optimizer(model: Any, optimizer: Any, whole: nn.Module, referenc
         assert type(loaded) is type(before) and torch.equal(loaded, before)
 
 
+def whole_model() -> Any:
+    torch.manual_seed(0)
+    return MAKE["llama"](2).double()
+
+
 def steps(comm: Communicator, path: str, kind: str, sequence_parallel: bool, norm_type: float) -> None:
     with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh, device_mesh(comm, path, mesh) as devices:
         steps_of(comm, mesh, devices, kind, sequence_parallel, norm_type)
@@ -142,16 +95,15 @@ def steps_of(
     comm: Communicator, mesh: ad.Mesh, devices: Any, kind: str, sequence_parallel: bool, norm_type: float
 ) -> None:
     """A frame of its own: what it has made ends before the process group."""
-    whole, place, tp = whole_model(), mesh.coordinate["dp"], mesh["tp"]
-    cut = cut_model(whole, tp, sequence_parallel)
-    model = wrapped(cut, kind, devices, cut.blocks)
+    whole = whole_model()
+    cut: Any = ad.parallelize(copy.deepcopy(whole), mesh["tp"], ad.plans.llama, sequence_parallel)
+    model = wrapped(cut, kind, devices, cut.model.layers)
     optimizer, reference = sgd(model), sgd(whole)
-    for step in range(3):
-        x = data(place, step)
-        x = x.chunk(tp.size)[tp.rank] if sequence_parallel else x
-        model(x).square().sum().backward()
-        for rank in range(2):
-            (whole(data(rank, step)).square().sum() / 2).backward()
+    for step in range(2):
+        batches = [batch(10 * step + rank) for rank in range(2)]
+        model(**batches[mesh.coordinate["dp"]]).loss.backward()
+        for each in batches:
+            (whole(**each).loss / 2).backward()
         ad.finish_gradients(model)
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, norm_type)
         torch.testing.assert_close(ad.clip_grad_norm_(model.parameters(), 0.5, norm_type), expected)
@@ -162,50 +114,14 @@ def steps_of(
     assert_same_state(model, whole, comm)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("sequence_parallel", "norm_type"), [(False, 2.0), (True, 2.0), (True, math.inf)])
+@pytest.mark.parametrize(
+    ("kind", "sequence_parallel", "norm_type"),
+    [("ddp", False, 2.0), ("ddp", True, math.inf), ("fsdp", True, 2.0), ("fsdp", False, math.inf)],
+)
 def test_steps_are_those_of_the_unsharded_model(
     ranks: RankPool, tmp_path: Path, kind: str, sequence_parallel: bool, norm_type: float
 ) -> None:
     ranks.run(4, steps, str(tmp_path / "store"), kind, sequence_parallel, norm_type)
-
-
-def llama_steps(comm: Communicator, path: str, kind: str) -> None:
-    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh, device_mesh(comm, path, mesh) as devices:
-        llama_steps_of(comm, mesh, devices, kind)
-
-
-def llama_steps_of(comm: Communicator, mesh: ad.Mesh, devices: Any, kind: str) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    whole: Any = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, **sizes)).double()
-    cut: Any = ad.parallelize(copy.deepcopy(whole), mesh["tp"], ad.plans.llama)
-    model = wrapped(cut, kind, devices, cut.model.layers)
-    optimizer, reference = sgd(model), sgd(whole)
-    for step in range(3):
-        batches = []
-        for rank in range(2):
-            ids = torch.randint(WORDS, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
-            batches.append({"input_ids": ids, "labels": ids})
-        model(**batches[mesh.coordinate["dp"]]).loss.backward()
-        for batch in batches:
-            (whole(**batch).loss / 2).backward()
-        ad.finish_gradients(model)
-        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        torch.testing.assert_close(ad.clip_grad_norm_(model, 0.5), expected)
-        for one in (optimizer, reference):
-            one.step()
-            one.zero_grad()
-    assert_same_optimizer(model, optimizer, whole, reference, comm)
-    assert_same_state(model, whole, comm)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_steps_of_a_parallelized_llama(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("transformers")
-    ranks.run(4, llama_steps, str(tmp_path / "store"), kind)
 
 
 def forgotten(comm: Communicator, path: str) -> None:
@@ -214,7 +130,7 @@ def forgotten(comm: Communicator, path: str) -> None:
 
 
 def refuses(comm: Communicator, mesh: ad.Mesh, devices: Any) -> None:
-    model: Any = cut_model(whole_model(), mesh["tp"], True)
+    model: Any = ad.parallelize(whole_model(), mesh["tp"], ad.plans.llama)
     fully_shard(model, mesh=devices)
     lost = r"is a DTensor that does not know whether it is a part, .* within `with pynccl_autograd\.keep_shards"
     for use in (
@@ -229,12 +145,12 @@ def refuses(comm: Communicator, mesh: ad.Mesh, devices: Any) -> None:
     ):
         with pytest.raises(TypeError, match=lost):
             use()  # type: ignore[no-untyped-call]
-    kept: Any = cut_model(whole_model(), mesh["tp"], True)
+    kept: Any = ad.parallelize(whole_model(), mesh["tp"], ad.plans.llama)
     with ad.keep_shards(kept):
         fully_shard(kept, mesh=devices)
-    with pytest.raises(TypeError, match=r"first\.weight is a DTensor, .* averages its gradients itself"):
+    with pytest.raises(TypeError, match=r"model\.embed_tokens\.weight is a DTensor, .* averages its gradients itself"):
         ad.DataParallelGradients(kept, mesh["dp"])
-    with pytest.raises(NotImplementedError, match=r"dcp_state_dict: first\.weight is a DTensor"):
+    with pytest.raises(NotImplementedError, match=r"dcp_state_dict: model\.embed_tokens\.weight is a DTensor"):
         ad.dcp_state_dict(kept)
 
 
@@ -243,7 +159,7 @@ def test_marks_that_fully_shard_drops_are_asked_for(ranks: RankPool, tmp_path: P
 
 
 def made_anew(comm: Communicator) -> None:
-    model = cut_model(whole_model(), comm, True)
+    model: Any = ad.parallelize(whole_model(), comm, ad.plans.llama)
     marks = {name: getattr(one, "shard", None) for name, one in model.named_parameters()}
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with ad.keep_shards(model):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Model, loaded, same_output, steps, whole_model
+from checkpoints import KINDS, Model, loaded, same_output, steps, whole_model
 from ranks import RankPool
 from torch import Tensor, nn
 
@@ -40,68 +39,80 @@ def refused(
 
 
 def broken_files(comm: Communicator, folder: str) -> None:
-    def damaged(name: str, damage: Callable[[Path], Any], size: float = 2000) -> Path:
-        path = Path(folder, name)
-        ad.save_full_state_dict(loaded(comm), path, size)
-        on_rank_0(comm, lambda: damage(path))
-        return path
+    def index(text: bytes) -> Callable[[Path], object]:
+        return lambda path: Path(path, INDEX).write_bytes(text)
 
-    def second(path: Path) -> Path:
-        return next(path.glob("model-*-00002*"))
+    def cut(size: int) -> Callable[[Path], object]:
+        return lambda path: second(path).write_bytes(second(path).read_bytes()[:size])
 
-    def load(path: Any) -> Callable[[], Any]:
-        return lambda: ad.load_full_state_dict(model, path)
-
+    no_file = (
+        r"load_full_state_dict: there is no .*model-\w+-00002-of-00003.safetensors, which the index beside it names"
+    )
+    not_whole = r"model-\w+-00002-of-00003.safetensors is no whole file of safetensors"
+    no_index = r"index.json is no index: it needs a weight_map"
+    lost = r"the index .* says that up.weight is in .*model-.*-00001.*: it is not"
+    pickled = r"no file .safetensors that is whole.*of a.bin and the like pass what torch"
+    outside = b'{"weight_map": {"x": "../one.safetensors"}}', b'{"weight_map": {"x": "pytorch_model-1.bin"}}'
+    rows: list[tuple[Callable[[Path], object], type[Exception], str]] = [
+        (lambda path: second(path).unlink(), FileNotFoundError, no_file),
+        *((cut(size), ValueError, not_whole) for size in (0, 5, 60, 700, -1)),
+        (put_folder, OSError, r"model-\w+-00002-of-00003.safetensors cannot be read"),
+        *((index(text), ValueError, no_index) for text in (b"", b"\xff\xfe{}", b"[]", *outside)),
+        (lose, ValueError, lost),
+        (leave_pickle, FileNotFoundError, pickled),
+        (empty, FileNotFoundError, "has no file .safetensors that is whole"),
+        (two_more, ValueError, "has one.safetensors, two.safetensors; say which one to load"),
+    ]
     model = loaded(comm)
-    path = damaged("missing", lambda path: second(path).unlink())
-    told = r"load_full_state_dict: there is no .*model-\w+-00002-of-00003.safetensors, which the index beside it names"
-    refused(comm, FileNotFoundError, told, load(path))
-    refused(comm, FileNotFoundError, told, load(path if comm.rank == 0 else None), (0,))
-    for size in (0, 5, 60, 700, -1):
-        path = damaged(f"cut{size}", lambda path, size=size: cut(second(path), size))  # type: ignore[misc]
-        refused(comm, ValueError, r"model-\w+-00002-of-00003.safetensors is no whole file of safetensors", load(path))
-    path = damaged("folder", lambda path: put_folder(second(path)))
-    refused(comm, OSError, r"model-\w+-00002-of-00003.safetensors cannot be read", load(path))
-    for number, text in enumerate((b"", b"\xff\xfe{}", b"[]", b'{"weight_map": {"x": "pytorch_model-1.bin"}}')):
-        path = damaged(f"index{number}", lambda path, text=text: Path(path, INDEX).write_bytes(text))  # type: ignore[misc]
-        refused(comm, ValueError, r"index.json is no index: it needs a weight_map", load(path))
-    path = damaged("lost", lambda path: lose(path, "up.weight"))
-    refused(comm, ValueError, r"the index .* says that up.weight is in .*model-.*-00001.*: it is not", load(path))
-    path = damaged("bin", leave_pickle)
+    for number, (damage, error, match) in enumerate(rows):
+        path = Path(folder, str(number))
+        ad.save_full_state_dict(model, path, 2000)
+        on_rank_0(comm, partial(damage, path))
+        refused(comm, error, match, partial(ad.load_full_state_dict, model, path))
     refused(
         comm,
         FileNotFoundError,
-        r"no file .safetensors that is whole.*of a.bin and the like pass what torch",
-        load(path),
+        no_file,
+        lambda: ad.load_full_state_dict(model, f"{folder}/0" if comm.rank == 0 else None),
+        (0,),
     )
-    whole = damaged("whole", lambda path: None)
-    refused(
-        comm, FileNotFoundError, r"there is no .*elsewhere", load(whole if comm.rank else f"{folder}/elsewhere"), (0,)
-    )
+    ad.save_full_state_dict(model, f"{folder}/whole")
+    elsewhere = f"{folder}/whole" if comm.rank else f"{folder}/elsewhere"
+    refused(comm, FileNotFoundError, "there is no .*elsewhere", lambda: ad.load_full_state_dict(model, elsewhere), (0,))
     same_output(model)  # nothing was loaded
 
 
-def cut(path: Path, size: int) -> None:
-    path.write_bytes(path.read_bytes()[:size])
+def second(path: Path) -> Path:
+    return next(path.glob("model-*-00002*"))
 
 
 def put_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+    one = second(path)
+    one.unlink()
+    one.mkdir()
+
+
+def empty(path: Path) -> None:
+    for one in path.iterdir():
+        one.unlink()
 
 
 def leave_pickle(path: Path) -> None:
-    for one in path.iterdir():
-        one.unlink()
+    empty(path)
     Path(path, "a.bin").touch()
 
 
-def lose(path: Path, name: str) -> None:
-    """The index names another file for this tensor."""
+def two_more(path: Path) -> None:
+    empty(path)
+    for name in ("one", "two"):
+        Path(path, f"{name}.safetensors").touch()
+
+
+def lose(path: Path) -> None:
+    """The index names another file for one tensor."""
     index = json.loads(Path(path, INDEX).read_text())
-    index["weight_map"][name] = next(
-        file for file in sorted(index["weight_map"].values()) if file != index["weight_map"][name]
-    )
+    own = index["weight_map"]["up.weight"]
+    index["weight_map"]["up.weight"] = next(file for file in sorted(index["weight_map"].values()) if file != own)
     Path(path, INDEX).write_text(json.dumps(index))
 
 
@@ -135,68 +146,110 @@ def test_a_disk_that_fails_while_it_is_read_raises_on_every_rank(ranks: RankPool
     ranks.run(2, fails_while_read, str(tmp_path))
 
 
-def full_disk(comm: Communicator, folder: str) -> None:
-    """More than a process may write into a file, on rank 0."""
-    model = loaded(comm)
-    ad.save_full_state_dict(model, folder, 2000)
-    wide = nn.Sequential(*(ad.ColumnParallelLinear(512, 512, comm, bias=False) for _ in range(8)))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if comm.rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, before[1]))
-    try:
-        refused(comm, OSError, "File too large", lambda: ad.save_full_state_dict(wide, folder, comm=comm), (0,))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    again = Model(comm)
-    ad.load_full_state_dict(again, folder)
-    same_output(again)
-    ad.save_full_state_dict(again, folder, 5e9)  # what was left over goes
-    comm.barrier()
-    assert [path.name for path in Path(folder).iterdir()] == ["model.safetensors"]
-
-
-def test_no_more_room_raises_on_every_rank_and_leaves_the_last_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, full_disk, str(tmp_path))
-
-
 def others(comm: Communicator, folder: str) -> None:
-    """State dicts and paths of other kinds, on all ranks or on one."""
+    """States and paths of other kinds, on all ranks or on one: (error, words, state or path, where it is wrong)."""
     model, state = loaded(comm), whole_model().state_dict()
-    up = state["up.weight"]
-
-    def load(given: Any) -> Callable[[], Any]:
-        return lambda: ad.load_full_state_dict(model, given)
-
-    told = r'(?s)Unexpected key.*"model.up.weight".*Missing key.*"up.weight"'
-    refused(comm, RuntimeError, told, load({f"model.{name}": value for name, value in state.items()}))
-    refused(comm, RuntimeError, r'(?s)Unexpected key.*"model".*Missing key', load({"model": state}))
-    refused(comm, RuntimeError, r'Missing key.*"up.weight"', load({**state, "up.weight": None if comm.rank else up}))
+    up, first, both = state["up.weight"], comm.rank == 0, (0, 1)
+    lacking = {name: value for name, value in state.items() if not name.startswith("up")}
+    both_ways = r'Error.s. in loading state_dict for Model:\n\tUnexpected key.s. in state_dict: "other". \n\t'
+    both_ways += r'Missing key.s. in state_dict: "up.weight", "up.bias"'
     empty = {name: value.to("meta") for name, value in state.items()}
-    refused(comm, ValueError, r"norm_scale of the state is on the meta device: it has no values", load(empty))
-    refused(comm, ValueError, r"is on the meta device", load(empty if comm.rank == 0 else None), (0,))
-    sparse = {**state, "up.weight": up.to_sparse()}
-    refused(comm, ValueError, r"up.weight of the state is torch.sparse_coo.*expected a dense tensor", load(sparse))
+    wrapped = {f"model.{name}": value for name, value in state.items()}
+    on_meta = "is on the meta device: it has no values"
+    rows: list[tuple[type[Exception], str, Any, tuple[int, ...]]] = [
+        (RuntimeError, both_ways, {**lacking, "other": torch.ones(1)} if first else None, both),
+        (RuntimeError, r'(?s)Unexpected key.*"model.up.weight".*Missing key.*"up.weight"', wrapped, both),
+        (RuntimeError, r'(?s)Unexpected key.*"model".*Missing key', {"model": state}, both),
+        (RuntimeError, r'Missing key.*"up.weight"', {**state, "up.weight": up if first else None}, both),
+        (ValueError, f"norm_scale of the state {on_meta}", empty, both),
+        (ValueError, on_meta, empty if first else None, (0,)),
+        (ValueError, r"torch.sparse_coo.*expected a dense tensor", {**state, "up.weight": up.to_sparse()}, both),
+        (TypeError, "state is 3, expected a state dict, a path", state if first else 3, (1,)),
+        (
+            ValueError,
+            r"state is None on ranks \[0\]; expected it on none, or on all but",
+            None if first else state,
+            both,
+        ),
+        (ValueError, r"model.bin, expected a file .safetensors, an index", f"{folder}/model.bin", both),
+        (ValueError, "one.safetensors is no whole file", f"{folder}/one.safetensors" if first else state, (0,)),
+    ]
+    for error, match, given, where in rows:
+        refused(comm, error, match, partial(ad.load_full_state_dict, model, given), where)
     same_output(model)
+    found = ad.load_full_state_dict(model, {**lacking, "other": torch.ones(1)}, strict=False)
+    assert found.missing_keys == ["up.weight", "up.bias"] and found.unexpected_keys == ["other"]
+    ad.load_full_state_dict(model, {name: value for name, value in state.items() if name != "head.weight"})
+    with pytest.raises(RuntimeError, match=r"size mismatch for up.weight: found \[12, 8\], expected \[24, 8\]"):
+        ad.load_full_state_dict(model, {**state, "up.weight": torch.ones(12, 8)}, strict=False)
+    with pytest.raises(RuntimeError, match=r"(?s)up.weight is the whole parameter.*pynccl_autograd.load_full_state"):
+        model.load_state_dict(state)
+    model.load_state_dict(model.state_dict())
 
-    def save(path: Any, size: Any = 5e9) -> Callable[[], Any]:
-        return lambda: ad.save_full_state_dict(model, path, size)
 
-    refused(comm, TypeError, r"path is None, expected a file .safetensors, or a folder", save(None))
-    refused(comm, TypeError, r"path is 3, expected", save(folder if comm.rank else 3), (0,))
-    refused(comm, TypeError, r"max_shard_bytes is '5GB', expected a number of bytes", save(folder, "5GB"))
-    refused(comm, ValueError, r"max_shard_bytes is 0, expected", save(folder, 1 - comm.rank), (1,))
-    refused(comm, ValueError, r"index.json, which is none of these", save(f"{folder}/{INDEX}"), (0,))
+def places(comm: Communicator, folder: str) -> None:
+    """Where it cannot be saved, and models that cannot be: (error, words, path, bytes of a file, where it is wrong)."""
+    model, state = loaded(comm), whole_model().state_dict()
     on_rank_0(comm, lambda: Path(folder, "x.safetensors").mkdir())
-    refused(comm, ValueError, r"x.safetensors, which is a folder; expected", save(f"{folder}/x.safetensors"), (0,))
-    refused(comm, FileNotFoundError, r"/proc/none", save("/proc/none"), (0,))
-    optimizer = steps(model, torch.optim.AdamW, 1)
+    rows: list[tuple[type[Exception], str, Any, Any, tuple[int, ...]]] = [
+        (TypeError, "path is None, expected a file .safetensors, or a folder", None, 5e9, (0, 1)),
+        (TypeError, "path is 3, expected", folder if comm.rank else 3, 5e9, (0,)),
+        (TypeError, "max_shard_bytes is '5GB', expected a number of bytes", folder, "5GB", (0, 1)),
+        (ValueError, "max_shard_bytes is 0, expected a number above 0", folder, 1 - comm.rank, (1,)),
+        (ValueError, "index.json, which is none of these", f"{folder}/{INDEX}", 5e9, (0,)),
+        (ValueError, "x.safetensors, which is a folder; expected", f"{folder}/x.safetensors", 5e9, (0,)),
+        (FileNotFoundError, "/proc/none", "/proc/none", 5e9, (0,)),
+        (NotADirectoryError, "Not a directory", f"{folder}/model.bin/below", 5e9, (0,)),
+    ]
+    for error, match, path, size, where in rows:
+        refused(comm, error, match, partial(ad.save_full_state_dict, model, path, size), where)
+    with pytest.raises(TypeError, match=r"x is torch.complex128, which files of safetensors cannot hold"):
+        wide = nn.Module()
+        wide.x = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+        ad.save_full_state_dict(wide, folder)
+    with pytest.raises(TypeError, match=r"full_state_dict: model is 3, expected a torch.nn.Module"):
+        ad.full_state_dict(3)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        empty = Model(comm)
+        empty.register_buffer("table", torch.ones(2), persistent=False)
+    with pytest.raises(ValueError, match=r"norm_scale is on the meta device: it has no values"):
+        ad.full_state_dict(empty)
+    with pytest.raises(RuntimeError, match=r"since not persistent: table; compute them first"):
+        ad.load_full_state_dict(empty, state)
+
+
+def optimizers(comm: Communicator) -> None:
+    model, other = loaded(comm), nn.Linear(2, 3)
+    with pytest.raises(ValueError, match=r"a parameter of shape \[3, 2\] that is not the model's"):
+        ad.full_optimizer_state_dict(model, torch.optim.SGD(other.parameters()))
+    optimizer = steps(model, KINDS["adam"], 1)
+    state = ad.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     plain = torch.optim.AdamW(whole_model().parameters()).state_dict()  # by numbers
-    told = r"state is of other parameters: without \['down.bias', .*and with \['0', '1'"
-    refused(comm, ValueError, told, lambda: ad.load_full_optimizer_state_dict(model, optimizer, plain))
+    shape = {**state, "state": {**state["state"], "up.weight": {"exp_avg": torch.zeros(3, 8)}}}
+    names = [name for name in state["param_groups"][0]["params"] if name != "up.bias"]
+    rows: list[tuple[type[Exception], str, Any]] = [
+        (TypeError, "expected what full_optimizer_state_dict makes", {"params": []}),
+        (RuntimeError, r"exp_avg of up.weight: found \[3, 8\], expected \[24, 8\]", shape),
+        (ValueError, r"other parameters: without \['up.bias'\]", {**state, "param_groups": [{"params": names}]}),
+        (ValueError, r"of other parameters: without \['down.bias', .*and with \['0', '1'", plain),
+    ]
+    for error, match, given in rows:
+        refused(comm, error, match, partial(ad.load_full_optimizer_state_dict, model, optimizer, given))
+    if comm.rank == 1:
+        del optimizer.state[model.up.weight]
+    told = r"the ranks have other state: rank 1 and rank 0 differ in that of up.weight: here \["
+    refused(comm, ValueError, told, lambda: ad.full_optimizer_state_dict(model, optimizer))
+    optimizer.state[model.up.weight] = {"row": torch.zeros(5)}
+    told = r"row of up.weight has shape \[5\], expected that of this rank's part, \[12, 8\]"
+    refused(comm, ValueError, told, lambda: ad.full_optimizer_state_dict(model, optimizer))
 
 
 def test_what_is_no_checkpoint_of_this_model_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    for name in ("one.safetensors", "model.bin"):
+        (tmp_path / name).write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     ranks.run(2, others, str(tmp_path))
+    ranks.run(2, places, str(tmp_path))
+    ranks.run(2, optimizers)
 
 
 def types(comm: Communicator, folder: str) -> None:

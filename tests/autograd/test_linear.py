@@ -1,69 +1,140 @@
-"""Parallel linear layers against the unsharded nn.Linear: outputs, gradients of inputs and parameters, state."""
+"""Parallel linear layers against nn.Linear: outputs, gradients, batch first, shared inputs, whole outputs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
-import torch.nn.functional as F
-from ranks import RankPool, each_size
+from ranks import RankPool
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator
 
-SEQUENCE, BATCH, WIDTH, HIDDEN = 12, 2, 24, 48
+SEQUENCE, BATCH, WIDTH, HIDDEN = 12, 2, 12, 24
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 
 
-def reference(bias: bool) -> tuple[nn.Linear, nn.Linear, Tensor, Tensor]:
-    """The unsharded MLP, its input, and the cotangent of its output: equal on all ranks."""
-    torch.manual_seed(3)
-    up = nn.Linear(WIDTH, HIDDEN, bias=bias, dtype=torch.float64)
-    down = nn.Linear(HIDDEN, WIDTH, bias=bias, dtype=torch.float64)
-    x = torch.randn(SEQUENCE, BATCH, WIDTH, dtype=torch.float64)
-    g = torch.randn(SEQUENCE, BATCH, WIDTH, dtype=torch.float64)
-    return up, down, x, g
+def close(found: Tensor | None, expected: Tensor | None) -> None:
+    assert found is not None and expected is not None
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-def check_mlp(comm: Communicator, sequence_parallel: bool, bias: bool) -> None:
-    n, r = comm.size, comm.rank
-    up, down, x, g = reference(bias)
-    x.requires_grad_()
-    y = down(F.gelu(up(x)))
+class Block(nn.Module):
+    """Two projections of one input, one of what they make."""
+
+    def __init__(self, a: nn.Module, b: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.down = a, b, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.a(x)) * self.b(x))
+        return y
+
+
+def whole_block(bias: bool) -> Block:
+    torch.manual_seed(8)
+    linear = [
+        nn.Linear(*sizes, bias=bias, dtype=torch.float64) for sizes in ((WIDTH, HIDDEN),) * 2 + ((HIDDEN, WIDTH),)
+    ]
+    linear[1].weight.requires_grad_(False)
+    return Block(*linear)
+
+
+def equals(comm: Communicator, sequence_parallel: bool, seq_dim: int, shared: bool, bias: bool) -> None:
+    whole: Any = whole_block(bias)
+    shape = [BATCH, BATCH, WIDTH]
+    shape[seq_dim] = SEQUENCE
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(shape, dtype=torch.float64)
+    y = whole(x)
     y.backward(g)
 
-    options = {"bias": bias, "sequence_parallel": sequence_parallel, "dtype": torch.float64}
-    column = ad.ColumnParallelLinear(WIDTH, HIDDEN, comm, **options)
-    row = ad.RowParallelLinear(HIDDEN, WIDTH, comm, **options)
-    column.load_full(up.weight, up.bias)
-    row.load_full(down.weight, down.bias)
-
     def part(t: Tensor) -> Tensor:
-        return t.chunk(n, 0)[r] if sequence_parallel else t
+        return t.chunk(comm.size, seq_dim)[comm.rank] if sequence_parallel else t
 
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "seq_dim": seq_dim}
+    up = [
+        ad.ColumnParallelLinear.from_linear(one, comm, gather_input=not shared, **options) for one in (whole.a, whole.b)
+    ]
+    block: Any = Block(*up, ad.RowParallelLinear.from_linear(whole.down, comm, **options))
     x_own = part(x.detach()).clone().requires_grad_()
-    y_own = row(F.gelu(column(x_own)))
+    entered: Tensor = x_own
+    if shared:
+        entered = ad.all_gather(x_own, comm, seq_dim, grad="sum") if sequence_parallel else ad.copy(x_own, comm)
+    y_own = block(entered)
     y_own.backward(part(g))
-
-    def close(found: Tensor | None, expected: Tensor) -> None:
-        torch.testing.assert_close(found, expected, **TOLERANCE)
-
     close(y_own, part(y.detach()))
-    close(x_own.grad, part(x.grad))
-    close(column.weight.grad, up.weight.grad.chunk(n, 0)[r])
-    close(row.weight.grad, down.weight.grad.chunk(n, 1)[r])
+    close(x_own.grad, part(x.grad if x.grad is not None else x))
+    close(block.a.weight.grad, whole.a.weight.grad.chunk(comm.size, 0)[comm.rank])
+    close(block.down.weight.grad, whole.down.weight.grad.chunk(comm.size, 1)[comm.rank])
+    assert block.b.weight.grad is None and not block.b.weight.requires_grad
     if bias:
-        close(column.bias.grad, up.bias.grad.chunk(n, 0)[r])
-        close(row.bias.grad, down.bias.grad)
+        close(block.b.bias.grad, whole.b.bias.grad.chunk(comm.size, 0)[comm.rank])
+        close(block.down.bias.grad, whole.down.bias.grad)
 
 
-@each_size
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_an_mlp_of_both_layers_equals_the_unsharded_one(
-    ranks: RankPool, n: int, sequence_parallel: bool, bias: bool
+PAIRWISE = [  # ranks, sequence parallel, its dimension, an input that both share, biases
+    (2, False, 0, False, True),
+    (2, True, 1, True, False),
+    (3, True, 0, False, False),
+    (3, False, 1, True, True),
+    (4, True, 1, False, True),
+    (4, True, 0, True, True),
+    (2, False, 0, True, False),
+]
+
+
+@pytest.mark.parametrize(("n", "sequence_parallel", "seq_dim", "shared", "bias"), PAIRWISE)
+def test_layers_made_of_linear_ones_equal_them(
+    ranks: RankPool, n: int, sequence_parallel: bool, seq_dim: int, shared: bool, bias: bool
 ) -> None:
-    ranks.run(n, check_mlp, sequence_parallel, bias)
+    ranks.run(n, equals, sequence_parallel, seq_dim, shared, bias)
+
+
+def gathers(comm: Communicator, sequence_parallel: bool) -> None:
+    """A classifier's head: each rank goes on with all of its outputs."""
+    torch.manual_seed(3)
+    whole = nn.Linear(WIDTH, HIDDEN, dtype=torch.float64)
+    x = torch.randn(SEQUENCE, BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+    y = whole(x)
+    y.square().sum().backward()
+    layer = ad.ColumnParallelLinear.from_linear(whole, comm, sequence_parallel, gather_output=True)
+    x_own = (x.detach().chunk(comm.size)[comm.rank] if sequence_parallel else x.detach()).clone().requires_grad_()
+    y_own = layer(x_own)
+    y_own.square().sum().backward()
+    close(y_own, y)
+    assert x.grad is not None and whole.weight.grad is not None
+    close(x_own.grad, x.grad.chunk(comm.size)[comm.rank] if sequence_parallel else x.grad)
+    close(layer.weight.grad, whole.weight.grad.chunk(comm.size)[comm.rank])
+
+
+@pytest.mark.parametrize(("n", "sequence_parallel"), [(2, True), (3, False), (4, True)])
+def test_an_output_that_is_whole_on_every_rank(ranks: RankPool, n: int, sequence_parallel: bool) -> None:
+    ranks.run(n, gathers, sequence_parallel)
+
+
+def keeps(comm: Communicator) -> None:
+    linear = nn.Linear(4, 2 * comm.size, dtype=torch.bfloat16).eval()
+    linear.bias.requires_grad_(False)
+    layer = ad.ColumnParallelLinear.from_linear(linear, comm)
+    assert (layer.training, layer.weight.dtype) == (False, torch.bfloat16)
+    assert (layer.weight.requires_grad, layer.bias is not None and layer.bias.requires_grad) == (True, False)
+    with torch.no_grad():
+        linear.weight.fill_(7)  # it is no view
+    assert not (layer.weight == 7).any()
+    with torch.device("meta"):
+        empty = nn.Linear(4, 2 * comm.size)
+    assert ad.RowParallelLinear.from_linear(nn.Linear(2 * comm.size, 4), comm).bias is not None
+    assert ad.ColumnParallelLinear.from_linear(empty, comm).weight.is_meta
+
+
+def test_what_a_linear_layer_is_stays_so(ranks: RankPool) -> None:
+    ranks.run(2, keeps)
 
 
 def drawn(comm: Communicator) -> dict[str, Tensor]:
@@ -88,59 +159,26 @@ def test_a_seed_draws_the_layer_that_nn_linear_draws_on_any_number_of_ranks(rank
                 torch.testing.assert_close(states[name], value.detach(), rtol=1e-6, atol=1e-7)
 
 
-def bad_layers(comm: Communicator) -> list[str]:
-    messages = []
-    layer = ad.ColumnParallelLinear(4, 2 * comm.size, comm)
-    for call in (
-        lambda: ad.ColumnParallelLinear(4, 2 * comm.size + 1, comm),
-        lambda: ad.RowParallelLinear(2 * comm.size + 1, 4, comm),
-        lambda: layer.load_full(torch.zeros(2, 4), torch.zeros(2)),
-        lambda: layer.load_full(torch.zeros(2 * comm.size, 4)),
-    ):
-        with pytest.raises(ValueError) as caught:
-            call()
-        messages.append(str(caught.value))
-    assert f"rank {comm.rank} of {comm.size}" in repr(layer)
-    return messages
-
-
-def test_sizes_that_do_not_fit_are_named(ranks: RankPool) -> None:
-    for column, row, shape, bias in ranks.run(2, bad_layers):
-        assert "out_features is 5, not divisible by 2 ranks" in column
-        assert "in_features is 5, not divisible by 2 ranks" in row
-        assert "has shape [4, 4], what was passed [2, 4]" in shape
-        assert "bias is None, and the layer has one" in bias
-
-
-def autocast_as_nn_linear(comm: Communicator) -> list[tuple[str, torch.dtype]]:
+def autocast_as_nn_linear(comm: Communicator) -> None:
     """Types of outputs and gradients under autocast beside those of nn.Linear, of both layers in both modes."""
-    seen = []
-    for dtype in (torch.bfloat16, torch.float16):
-        for layer_type in (ad.ColumnParallelLinear, ad.RowParallelLinear):
-            for sequence_parallel in (False, True):
-                for bias in (False, True):
-                    layer = layer_type(
-                        2 * comm.size, 2 * comm.size, comm, bias=bias, sequence_parallel=sequence_parallel
-                    )
-                    plain = nn.Linear(2 * comm.size, 2 * comm.size, bias=bias)
-                    width = 2 if layer_type is ad.RowParallelLinear else 2 * comm.size
-                    found = []
-                    for module, size in ((plain, 2 * comm.size), (layer, width)):
-                        x = torch.ones(2 * comm.size, size, requires_grad=True)
-                        with torch.autocast("cpu", dtype=dtype):
-                            y = module(x)
-                            nested = module(y.detach()[:, :1].expand(-1, size))
-                        (y.float().sum() + nested.float().sum()).backward()
-                        grads = [x.grad.dtype, *(p.grad.dtype for p in module.parameters())]
-                        found.append([y.dtype, nested.dtype, *grads])
-                    assert found[0] == found[1], (layer_type, sequence_parallel, bias, found)
-                    seen.append((layer_type.__name__, y.dtype))
-    return seen
+    size = 2 * comm.size
+    dtypes, layer_types = (torch.bfloat16, torch.float16), (ad.ColumnParallelLinear, ad.RowParallelLinear)
+    for dtype, layer_type, sequence_parallel, bias in product(dtypes, layer_types, (False, True), (False, True)):
+        layer = layer_type(size, size, comm, bias=bias, sequence_parallel=sequence_parallel)
+        plain = nn.Linear(size, size, bias=bias)
+        found = []
+        for module, width in ((plain, size), (layer, 2 if layer_type is ad.RowParallelLinear else size)):
+            x = torch.ones(size, width, requires_grad=True)
+            with torch.autocast("cpu", dtype=dtype):
+                y = module(x)
+                nested = module(y.detach()[:, :1].expand(-1, width))
+            (y.float().sum() + nested.float().sum()).backward()
+            found.append([y.dtype, nested.dtype, x.grad.dtype, *(one.grad.dtype for one in module.parameters())])
+        assert found[0] == found[1] and found[0][0] == dtype, (layer_type, sequence_parallel, bias, found)
 
 
 def test_under_autocast_layers_have_the_types_of_nn_linear(ranks: RankPool) -> None:
-    for seen in ranks.run(2, autocast_as_nn_linear):
-        assert len(seen) == 16 and {dtype for _, dtype in seen} == {torch.bfloat16, torch.float16}
+    ranks.run(2, autocast_as_nn_linear)
 
 
 def autocast_values(comm: Communicator) -> None:
@@ -163,3 +201,42 @@ def autocast_values(comm: Communicator) -> None:
 
 def test_under_autocast_the_row_layer_computes_as_nn_linear(ranks: RankPool) -> None:
     ranks.run(2, autocast_values)
+
+
+def refused(comm: Communicator) -> None:
+    column, row = ad.ColumnParallelLinear, ad.RowParallelLinear
+    whole_input = column(4, 8, comm, gather_input=False)
+    layers = column(4, 8, comm), row(8, 4, comm, sequence_parallel=True)
+    length, third = r"x has shape \(4, 8\), expected \[\.\., 4\]", torch.ones(4, 8)
+    bad_dim = row(8, 4, comm, sequence_parallel=True, seq_dim=1), row(8, 4, comm, sequence_parallel=True, seq_dim=5)
+    layer: Any = column(4, 4, comm)
+    rows: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ValueError, r"x has shape \[3, 8\], expected a last dimension of 4", lambda: whole_input(torch.ones(3, 8))),
+        *((ValueError, length, partial(one, third)) for one in layers),
+        *((TypeError, r"x is a str, expected a torch\.Tensor", partial(one, "x")) for one in (*layers, whole_input)),
+        (ValueError, r"seq_dim 1 is the last dimension of \[4, 4\]", lambda: bad_dim[0](torch.ones(4, 4))),
+        (ValueError, "seq_dim", lambda: bad_dim[1](torch.ones(4, 4))),
+        (TypeError, "linear is .*, expected a torch.nn.Linear", lambda: column.from_linear(nn.Identity(), comm)),  # type: ignore[arg-type]
+        (ValueError, "out_features is 5, not divisible by 2", lambda: column.from_linear(nn.Linear(4, 5), comm)),
+        (ValueError, "out_features is 5, not divisible by 2", lambda: column(4, 5, comm)),
+        (ValueError, "in_features is 5, not divisible by 2", lambda: row(5, 4, comm)),
+        (
+            ValueError,
+            "grad_accumulation_fusion needs gather_input=True",
+            lambda: column(4, 8, comm, grad_accumulation_fusion=True, gather_input=False),
+        ),
+        (
+            ValueError,
+            r"has shape \[4, 4\], what was passed \[2, 4\]",
+            lambda: layer.load_full(torch.zeros(2, 4), torch.zeros(2)),
+        ),
+        (ValueError, "bias is None, and the layer has one", lambda: layer.load_full(torch.zeros(4, 4))),
+    ]
+    for error, words, call in rows:
+        with pytest.raises(error, match=words):
+            call()
+    assert f"rank {comm.rank} of {comm.size}" in repr(layer)
+
+
+def test_bad_input_is_refused_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(2, refused)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import RankPool
-from test_parallelize import MAKE, TOLERANCE, batch, compare
+from small_transformers import MAKE, TOLERANCE, batch, compare
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
@@ -20,11 +19,8 @@ from pynccl import Communicator
 pytest.importorskip("transformers")
 
 
-@contextlib.contextmanager
-def patched(monkeypatch: pytest.MonkeyPatch, dropout: Any) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "dropout", dropout)
-        yield
+def patched(dropout: Any) -> Any:
+    return mock.patch.object(F, "dropout", dropout)
 
 
 def with_dropout(name: str) -> nn.Module:
@@ -45,14 +41,12 @@ PLACES = {  # of the dropouts of a model in the order of its forward pass: of a 
 }
 
 
-def draws(comm: Communicator, name: str, sequence_parallel: bool, checkpoints: bool | None) -> None:
+def draws(comm: Communicator, name: str, sequence_parallel: bool, reentrant: bool | None) -> None:
     torch.manual_seed(3)
     whole: Any = with_dropout(name)
-    model: Any = ad.parallelize(
-        copy.deepcopy(whole), comm, getattr(ad.plans, name), sequence_parallel=sequence_parallel
-    )
-    if checkpoints is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoints})
+    model: Any = ad.parallelize(copy.deepcopy(whole), comm, getattr(ad.plans, name), sequence_parallel)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     ad.rng.seed(11, comm)
     real, masks = F.dropout, []
 
@@ -62,8 +56,7 @@ def draws(comm: Communicator, name: str, sequence_parallel: bool, checkpoints: b
             masks.append(real(torch.ones_like(x), 0.0) * (y != 0) / (1 - p))
         return y
 
-    monkeypatch = pytest.MonkeyPatch()
-    with patched(monkeypatch, records):
+    with patched(records):
         loss = model(**batch(0)).loss
         drawn = masks[:]
         loss.backward()
@@ -82,7 +75,7 @@ def draws(comm: Communicator, name: str, sequence_parallel: bool, checkpoints: b
     def replays(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return x * assembled.pop(0) if training and p > 0 else x
 
-    with patched(monkeypatch, replays):
+    with patched(replays):
         expected = whole(**batch(0)).loss
     expected.backward()
     assert not assembled
@@ -97,31 +90,32 @@ def draws(comm: Communicator, name: str, sequence_parallel: bool, checkpoints: b
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_masks_are_each_ranks_own_where_activations_are(ranks: RankPool, name: str, sequence_parallel: bool) -> None:
-    ranks.run(2, draws, name, sequence_parallel, None)
+def test_masks_are_each_ranks_own_where_activations_are(ranks: RankPool, name: str) -> None:
+    for sequence_parallel in (True, False):
+        ranks.run(2, draws, name, sequence_parallel, None)
 
 
-@pytest.mark.parametrize("checkpoints", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_checkpoints_draw_the_same_masks_again(ranks: RankPool, name: str, checkpoints: bool) -> None:
-    ranks.run(2, draws, name, True, checkpoints)
-    ranks.run(2, draws, name, False, checkpoints)
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel", "reentrant"), [("llama", True, True), ("llama", False, False), ("gpt2", True, False)]
+)
+def test_checkpoints_draw_the_same_masks_again(
+    ranks: RankPool, name: str, sequence_parallel: bool, reentrant: bool
+) -> None:
+    ranks.run(2, draws, name, sequence_parallel, reentrant)
 
 
 def unseeded(comm: Communicator) -> None:
     other = comm.split(0, comm.rank)
     assert other is not None
-    for name in ("llama", "gpt2"):
-        model: Any = ad.parallelize(with_dropout(name), other, getattr(ad.plans, name))
-        ids = batch(0)
-        torch.manual_seed(comm.rank)
-        with pytest.raises(RuntimeError, match=r"call ad\.rng\.seed\(seed, comm\)"):
-            model(**ids)
-        state = torch.get_rng_state()
-        model.eval()(**ids)
-        assert torch.equal(torch.get_rng_state(), state)
+    model: Any = ad.parallelize(with_dropout("gpt2"), other, ad.plans.gpt2)
+    ids = batch(0)
+    torch.manual_seed(comm.rank)
+    with pytest.raises(RuntimeError, match=r"call ad\.rng\.seed\(seed, comm\)"):
+        model(**ids)
+    state = torch.get_rng_state()
+    model.eval()(**ids)
+    assert torch.equal(torch.get_rng_state(), state)
     plan = {"0": "column", "2": "row"}
     with pytest.warns(UserWarning, match="the plan says nothing of 1: replicated"):
         ad.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)), other, plan)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing  # with which multiprocessing pickles tensors its own way
-from ranks import RankPool, each_size
+from ranks import RankPool
+from small_transformers import MAKE, batch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -120,27 +121,21 @@ def refuses(comm: Communicator) -> None:
     same(step(again, comm), step(model, comm))
 
 
-@each_size
-def test_a_module_says_what_to_save_instead_of_it(ranks: RankPool, n: int) -> None:
-    ranks.run(n, refuses)
+def test_a_module_says_what_to_save_instead_of_it(ranks: RankPool) -> None:
+    ranks.run(3, refuses)
 
 
 # ------------------------------------------------------------------------------------------------- models of others
 
 
-def transformer(comm: Communicator, kv_heads: int, gather_logits: bool) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
-    config = LlamaConfig(vocab_size=61, num_key_value_heads=kv_heads, tie_word_embeddings=gather_logits, **sizes)
+def transformer(comm: Communicator, kv_heads: int, tied: bool) -> None:
     torch.manual_seed(1)
-    model: Any = LlamaForCausalLM(config).double()
-    model = ad.parallelize(model, comm, ad.plans.llama, gather_logits=gather_logits)
-    ids = torch.randint(61, (2, 8))
+    model: Any = MAKE["llama"](kv_heads, tied).double()
+    model = ad.parallelize(model, comm, ad.plans.llama, gather_logits=tied)
 
     def stepped(one: Any) -> list[Tensor]:
         one.zero_grad()
-        loss = one(input_ids=ids, labels=ids).loss
+        loss = one(**batch(0)).loss
         loss.backward()
         ad.finish_gradients(one)
         return [loss.detach(), *(parameter.grad for parameter in one.parameters())]
@@ -150,15 +145,15 @@ def transformer(comm: Communicator, kv_heads: int, gather_logits: bool) -> None:
         same(stepped(twin), expected)
     with pytest.raises(TypeError, match="cannot be pickled"):
         torch.save(model, io.BytesIO())
-    if not gather_logits:  # tied ones would become two
+    if not tied:  # tied ones would become two
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
         same(stepped(model), expected)
 
 
-@pytest.mark.parametrize(("kv_heads", "gather_logits"), [(2, False), (8, True)])
-def test_a_model_of_transformers_is_copied(ranks: RankPool, kv_heads: int, gather_logits: bool) -> None:
+@pytest.mark.parametrize(("kv_heads", "tied"), [(2, False), (8, True)])
+def test_a_model_of_transformers_is_copied(ranks: RankPool, kv_heads: int, tied: bool) -> None:
     pytest.importorskip("transformers")
-    ranks.run(4, transformer, kv_heads, gather_logits)
+    ranks.run(4, transformer, kv_heads, tied)
 
 
 # ------------------------------------------------------------------------------------------------- as torch's

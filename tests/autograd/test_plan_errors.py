@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz import model_ranks
 from ranks import RankPool
+from small_transformers import MAKE, batch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -56,52 +58,100 @@ PLAN: dict[str, Any] = {
 }
 
 
+def planted(change: Callable[[Any], Any]) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    change(model.blocks[1])
+    return model
+
+
+def option(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {**PLAN, "blocks.1": (name, options)}
+
+
+SILENT = {pattern: role for pattern, role in PLAN.items() if pattern != "blocks.*.norm"}
+Row = tuple[Any, Any, type[Exception], tuple[str, ...]]
+
+
+def refusals() -> list[Row]:
+    """(model, plan, error, words of it)"""
+    subclass = planted(lambda block: setattr(block, "up", Scaled(WIDTH, 12)))
+    normed = planted(lambda block: weight_norm(block.up))
+    hooked = planted(lambda block: block.up.register_forward_hook(lambda *_: None))
+    odd = nn.ModuleDict(
+        {"up": nn.Linear(WIDTH, 12), "down": nn.Linear(12, WIDTH), "norm": nn.LayerNorm(7), "odd": nn.Linear(7, 4)}
+    )
+    wrong, value = TypeError, ValueError
+    part = "blocks.0.norm sees a part of the sequence"
+    attribute = "blocks.1: the plan names its attribute"
+    return [
+        (subclass, PLAN, wrong, ("blocks.1.up is Scaled with more than a torch.nn.Linear", "say 'replicated'")),
+        (normed, PLAN, wrong, ("blocks.1.up is ParametrizedLinear with more than",)),
+        (hooked, PLAN, wrong, ("blocks.1.up is Linear with hooks",)),
+        (Net(), SILENT, value, (part, "say 'sequence'")),
+        (Net(), {**PLAN, "blocks.*.norm": "replicated"}, value, (part,)),
+        (
+            Net(),
+            option("divide", {"attributes": ["heads"]}),
+            value,
+            (attribute, "'heads'", "is 3: expected an integer that 2"),
+        ),
+        (Net(), option("divide", {"attributes": ["head"]}), value, (attribute, "'head'", "does not have")),
+        (
+            Net(),
+            {**PLAN, "blocks.1": "shared_input", "blocks.1.up": "replicated"},
+            value,
+            ("says 'shared_input' of it, and of no module in it 'column'",),
+        ),
+        (Net(), option("shared_input", {"inptu": "x"}), value, ("option 'inptu', expected input",)),
+        (Net(), option("sequence", {"dim": 1}), value, ("option 'dim', expected none",)),
+        (
+            Net(),
+            {**PLAN, "blocks.1.up": ["column", lambda module, comm: module]},
+            value,
+            ("blocks.1.up: the plan says column and gives a function",),
+        ),
+        (
+            nn.MultiheadAttention(WIDTH, 2),
+            {"out_proj": "row"},
+            wrong,
+            ("out_proj is NonDynamicallyQuantizableLinear with more than",),
+        ),
+        (odd, {"up": "column", "dwn": "row"}, value, ("no module fits the pattern 'dwn'",)),
+        (odd, {"mlp.up": "column"}, value, ("there are up",)),
+        (odd, {"up": "columns"}, value, ("'columns' of 'up'", "vocab_head")),
+        (odd, {"up": ("column", 3)}, value, ("a pair of one and a dict",)),
+        (odd, {"norm": "column"}, wrong, ("norm is LayerNorm", "expected a torch.nn.Linear")),
+        (odd, {"up": ["column", "row"]}, value, ("up: the plan says column and row",)),
+        (odd, {"odd": "row"}, value, ("odd, weight [4, 7]", "in_features is 7, not divisible by 2 ranks")),
+        (odd, {"up": ("column", {"heads": "num_heads"})}, value, ("model.config.num_heads",)),
+        (odd, {"up": ("column", {"overlaps": 1})}, wrong, ("up, weight [12, 8]", "overlaps")),
+        (odd, ad.plans.llama, value, ("no module of ModuleDict is cut",)),
+        (odd, ["up"], wrong, ("expected a dict of patterns",)),
+        ("model", {}, wrong, ("expected a torch.nn.Module",)),
+    ]
+
+
+OPTIONS = {"seq_dim": "1", "init": 3, "reduce_dtype": "f", "sequence_parallel": "no", "gather_logits": 0}
+
+
 def refused(comm: Communicator) -> None:
-    def said(change: Callable[[Any], Any], plan: dict[str, Any], error: type[Exception], *parts: str) -> None:
-        torch.manual_seed(0)
-        model = Net()
-        change(model)
-        before = {name: id(one) for name, one in model.named_modules()}
+    for model, plan, error, parts in refusals():
+        before = model_ranks.state(model) if isinstance(model, nn.Module) else None
         with pytest.raises(error) as caught:
-            ad.parallelize(model, comm, plan)
+            ad.parallelize(model, comm, plan, sequence_parallel="last" in plan)
         for part in parts:
             assert part in str(caught.value), str(caught.value)
-        assert before == {name: id(one) for name, one in model.named_modules()}
-        assert model.blocks[0].heads == 3 and not model.blocks[0]._forward_pre_hooks
-
-    def scaled(model: Any) -> None:
-        model.blocks[1].up = Scaled(WIDTH, 12)
-
-    def normed(model: Any) -> None:
-        weight_norm(model.blocks[1].up)
-
-    def hooked(model: Any) -> None:
-        model.blocks[1].up.register_forward_hook(lambda *_: None)
-
-    def same(model: Any) -> None:
-        pass
-
-    said(scaled, PLAN, TypeError, "blocks.1.up is Scaled with more than a torch.nn.Linear", "say 'replicated'")
-    said(normed, PLAN, TypeError, "blocks.1.up is ParametrizedLinear with more than")
-    said(hooked, PLAN, TypeError, "blocks.1.up is Linear with hooks")
-    silent = {pattern: role for pattern, role in PLAN.items() if pattern != "blocks.*.norm"}
-    said(same, silent, ValueError, "blocks.0.norm sees a part of the sequence", "say 'sequence'")
-    said(same, {**PLAN, "blocks.*.norm": "replicated"}, ValueError, "blocks.0.norm sees a part of the sequence")
-    for name, what in (("heads", "is 3: expected an integer that 2 ranks divide"), ("head", "does not have")):
-        plan = {**PLAN, "blocks.1": ("divide", {"attributes": [name]})}
-        said(same, plan, ValueError, "blocks.1: the plan names its attribute", repr(name), what)
-    shared = {**PLAN, "blocks.1": "shared_input", "blocks.1.up": "replicated"}
-    said(same, shared, ValueError, "blocks.1: the plan says 'shared_input' of it, and of no module in it 'column'")
-    said(same, {**PLAN, "blocks.1": ("shared_input", {"inptu": "x"})}, ValueError, "option 'inptu', expected input")
-    said(same, {**PLAN, "blocks.1": ("sequence", {"dim": 1})}, ValueError, "option 'dim', expected none")
-    both = {**PLAN, "blocks.1.up": ["column", lambda module, comm: module]}
-    said(same, both, ValueError, "blocks.1.up: the plan says column and gives a function")
-    attention = nn.MultiheadAttention(WIDTH, 2)
-    with pytest.raises(TypeError, match=r"out_proj is NonDynamicallyQuantizableLinear with more than"):
-        ad.parallelize(attention, comm, {"out_proj": "row"})
+        assert before is None or before == model_ranks.state(model)  # nothing has changed
+    for name, value in OPTIONS.items():
+        with pytest.raises(TypeError, match=f"parallelize: {name} is {value!r}, expected"):
+            ad.parallelize(Net(), comm, PLAN, **{name: value})  # type: ignore[arg-type]
+    once = ad.parallelize(Net(), comm, PLAN)
+    with pytest.raises(TypeError, match="up is ColumnParallelLinear already; make a model parallel once"):
+        ad.parallelize(once, comm, PLAN)
 
 
-def test_what_a_layer_in_its_place_would_not_do_is_refused(ranks: RankPool) -> None:
+def test_what_a_plan_cannot_do_is_said_before_anything_changes(ranks: RankPool) -> None:
     ranks.run(2, refused)
 
 
@@ -167,8 +217,15 @@ def test_layers_that_share_an_input_are_looked_at(ranks: RankPool) -> None:
 
 
 def cut_logits(comm: Communicator) -> None:
-    from test_parallelize import MAKE, batch
-
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="told that dimension 5 is the sequence"):
+        ad.parallelize(MAKE["llama"](), comm, ad.plans.llama, seq_dim=5)(ids)
+    with pytest.raises(ValueError, match="pad it to a multiple of 2"):
+        ad.parallelize(MAKE["llama"](), comm, ad.plans.llama)(ids[:, :3])
+    with pytest.raises(ValueError, match="num_attention_heads is 3, on 2 ranks; expected a multiple"):
+        odd: Any = MAKE["gpt2"]()
+        odd.config.num_attention_heads = 3
+        ad.parallelize(odd, comm, ad.plans.gpt2)
     model: Any = ad.parallelize(MAKE["llama"](), comm, ad.plans.llama, gather_logits=False)
     with pytest.raises(RuntimeError, match="generate: each rank has the logits of its own words"):
         model.generate(batch(0)["input_ids"])
@@ -182,7 +239,7 @@ def cut_logits(comm: Communicator) -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def test_logits_of_each_ranks_words_are_not_chosen_from(ranks: RankPool) -> None:
+def test_inputs_that_cannot_be_cut_and_logits_that_are(ranks: RankPool) -> None:
     pytest.importorskip("transformers")
     ranks.run(2, cut_logits)
 
@@ -206,33 +263,6 @@ def named_twice(comm: Communicator) -> None:
 
 def test_one_module_of_two_names_and_layers_with_a_fast_path(ranks: RankPool) -> None:
     ranks.run(2, named_twice)
-
-
-def outputs(comm: Communicator, name: str) -> None:
-    from test_parallelize import MAKE, batch
-
-    torch.manual_seed(3)
-    whole: Any = MAKE[name]().double()
-    whole.config._attn_implementation = "eager"
-    for sequence_parallel in (True, False):
-        model: Any = ad.parallelize(copy.deepcopy(whole), comm, getattr(ad.plans, name), sequence_parallel)
-        whole.zero_grad()
-        found = [one(**batch(0), output_hidden_states=True, output_attentions=True) for one in (model, whole)]
-        torch.testing.assert_close(found[0].hidden_states, found[1].hidden_states, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(found[0].attentions, found[1].attentions, rtol=1e-6, atol=1e-8)
-        for one in found:
-            (one.loss + sum(each.square().sum() for each in one.hidden_states)).backward()
-        ad.finish_gradients(model)
-        for (path, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-            shard = getattr(parameter, "shard", None)
-            right = other.grad if shard is None or other.grad is None else shard.own(other.grad)
-            torch.testing.assert_close(parameter.grad, right, rtol=1e-9, atol=1e-9, msg=f"the gradient of {path}")
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_what_transformers_gives_of_each_layer_is_whole(ranks: RankPool, name: str) -> None:
-    pytest.importorskip("transformers")
-    ranks.run(2, outputs, name)
 
 
 def other_than_rank_0(comm: Communicator) -> None:

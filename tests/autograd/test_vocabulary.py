@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,17 +47,10 @@ def embeds(comm: Communicator, words: int, padding: int | None, sequence_paralle
 
 
 @each_size
-@pytest.mark.parametrize("words", [12, 13, 2])
-@pytest.mark.parametrize("padding", [None, 1, -2])
-def test_an_embedding_equals_the_whole_one(ranks: RankPool, n: int, words: int, padding: int | None) -> None:
-    ranks.run(n, embeds, words, padding, False, 0)
-
-
-@each_size
-@pytest.mark.parametrize("seq_dim", [0, 1])
-def test_an_embedding_whose_output_is_cut_along_the_sequence(ranks: RankPool, n: int, seq_dim: int) -> None:
-    for words in (13, 2):
-        ranks.run(n, embeds, words, None, True, seq_dim)
+def test_an_embedding_equals_the_whole_one(ranks: RankPool, n: int) -> None:
+    """Words, one of padding, whether its output is cut along the sequence, and in which dimension."""
+    for case in ((12, 1, False, 0), (13, -2, False, 0), (2, None, False, 0), (13, None, True, 0), (2, 1, True, 1)):
+        ranks.run(n, embeds, *case)
 
 
 def drawn(comm: Communicator) -> tuple[Tensor, float]:
@@ -112,9 +107,9 @@ def loses(comm: Communicator, options: dict[str, Any], words: int, scale: float)
 
 
 @each_size
-@pytest.mark.parametrize("options", LOSSES, ids=str)
-def test_the_loss_equals_that_of_whole_logits(ranks: RankPool, n: int, options: dict[str, Any]) -> None:
-    for words, scale in ((12, 1.0), (13, 1.0), (2, 1.0), (7, 1e3)):
+def test_the_loss_equals_that_of_whole_logits(ranks: RankPool, n: int) -> None:
+    sizes = itertools.cycle(((12, 1.0), (13, 1.0), (7, 1e3), (2, 1.0)))
+    for options, (words, scale) in zip(2 * LOSSES, sizes, strict=False):
         ranks.run(n, loses, options, words, scale)
 
 
@@ -143,8 +138,7 @@ def second_order(comm: Communicator) -> None:
 
 
 def test_second_derivatives(ranks: RankPool) -> None:
-    for n in (2, 3):
-        ranks.run(n, second_order)
+    ranks.run(3, second_order)
 
 
 def half(comm: Communicator) -> None:
@@ -159,39 +153,45 @@ def test_half_precision_is_summed_in_single(ranks: RankPool) -> None:
     ranks.run(2, half)
 
 
-def nonsense(comm: Communicator) -> None:
+def refused(comm: Communicator) -> None:
     loss, logits, target = ad.vocab_parallel_cross_entropy, torch.randn(3, 4), torch.tensor([0, 1, 2])
-    with pytest.raises(ValueError, match=r"target has shape \[2\], expected \[3\], that of logits \[3, 4\]"):
-        loss(logits, target[:2], comm)
-    with pytest.raises(IndexError, match=r"target has 8, expected 0 to 7: the vocabulary has 8 words"):
-        loss(logits, torch.tensor([0, 1, 8]), comm)
-    with pytest.raises(TypeError, match=r"target is a tensor of .*float32.*, expected a tensor of int64 or int32"):
-        loss(logits, torch.ones(3), comm)
-    with pytest.raises(TypeError, match=r"logits is a tensor of .*int64.*, expected a floating-point tensor"):
-        loss(target, target, comm)
-    with pytest.raises(ValueError, match=r"logits has 4 columns, expected 5"):
-        loss(logits, target, comm, splits=[5, 5])
-    with pytest.raises(ValueError, match=r"label_smoothing is 1.5, expected 0.0 to 1.0"):
-        loss(logits, target, comm, label_smoothing=1.5)
-    with pytest.raises(ValueError, match=r"reduction is 'max'"):
-        loss(logits, target, comm, reduction="max")  # type: ignore[arg-type]
-    layer = ad.VocabParallelEmbedding(8, 2, comm)
-    with pytest.raises(IndexError, match=r"ids has -1, expected 0 to 7"):
-        layer(torch.tensor([-1]))
-    with pytest.raises(TypeError, match=r"ids is a tensor of .*float32"):
-        layer(torch.ones(2))
-    with pytest.raises(ValueError, match=r"padding_idx is 8, expected the number of one of the 8 rows"):
-        ad.VocabParallelEmbedding(8, 2, comm, padding_idx=8)
-    with pytest.raises(ValueError, match=r"num_embeddings is -1"):
-        ad.VocabParallelEmbedding(-1, 2, comm)
-    with pytest.raises(ValueError, match=r"the whole parameter has shape \[8, 2\], what was passed \[2, 8\]"):
-        layer.load_full(torch.ones(2, 8))
-    with pytest.raises(ValueError, match=r"the embedding has max_norm=1.0"):
-        ad.VocabParallelEmbedding.from_embedding(nn.Embedding(8, 2, max_norm=1.0), comm)
+    embedding: Any = ad.VocabParallelEmbedding
+    layer = embedding(8, 2, comm)
+    many, short = torch.tensor([0, 1, 8]), target[:2]
+    rows: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (
+            ValueError,
+            r"target has shape \[2\], expected \[3\], that of logits \[3, 4\]",
+            lambda: loss(logits, short, comm),
+        ),
+        (IndexError, r"target has 8, expected 0 to 7: the vocabulary has 8 words", lambda: loss(logits, many, comm)),
+        (
+            TypeError,
+            r"target is .*float32.*, expected a tensor of int64 or int32",
+            lambda: loss(logits, torch.ones(3), comm),
+        ),
+        (TypeError, r"logits is .*int64.*, expected a floating-point tensor", lambda: loss(target, target, comm)),
+        (ValueError, r"logits has 4 columns, expected 5", lambda: loss(logits, target, comm, splits=[5, 5])),
+        (
+            ValueError,
+            r"label_smoothing is 1.5, expected 0.0 to 1.0",
+            lambda: loss(logits, target, comm, label_smoothing=1.5),
+        ),
+        (ValueError, r"reduction is 'max'", lambda: loss(logits, target, comm, reduction="max")),  # type: ignore[arg-type]
+        (IndexError, r"ids has -1, expected 0 to 7", lambda: layer(torch.tensor([-1]))),
+        (TypeError, r"ids is a tensor of .*float32", lambda: layer(torch.ones(2))),
+        (ValueError, r"padding_idx is 8, expected .* one of the 8 rows", lambda: embedding(8, 2, comm, padding_idx=8)),
+        (ValueError, r"num_embeddings is -1", lambda: embedding(-1, 2, comm)),
+        (ValueError, r"has shape \[8, 2\], what was passed \[2, 8\]", lambda: layer.load_full(torch.ones(2, 8))),
+        (ValueError, r"has max_norm=1.0", lambda: embedding.from_embedding(nn.Embedding(8, 2, max_norm=1.0), comm)),
+    ]
+    for error, words, call in rows:
+        with pytest.raises(error, match=words):
+            call()
 
 
 def test_bad_input_is_refused_on_every_rank(ranks: RankPool) -> None:
-    ranks.run(2, nonsense)
+    ranks.run(2, refused)
 
 
 def tied(comm: Communicator) -> None:
@@ -208,6 +208,5 @@ def tied(comm: Communicator) -> None:
     close(layer.weight.grad, whole.weight.grad.split(layer.splits)[comm.rank])
 
 
-@each_size
-def test_a_tied_weight_has_both_gradients(ranks: RankPool, n: int) -> None:
-    ranks.run(n, tied)
+def test_a_tied_weight_has_both_gradients(ranks: RankPool) -> None:
+    ranks.run(3, tied)
