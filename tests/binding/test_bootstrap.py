@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import subprocess
@@ -10,12 +9,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from meetings import AT_ONCE, End, end_of, free_port, set_environment, total
+from meetings import AT_ONCE, end_of, free_port, set_environment, total
 from ranks import TORCHRUN, Place, RankPool
 
 import pynccl
@@ -267,71 +265,3 @@ def test_a_path_where_no_meeting_can_be_is_refused_at_once(tmp_path: Path) -> No
 def test_a_timeout_that_is_none_is_refused(timeout: object) -> None:
     with pytest.raises(ValueError, match=r"timeout is .*, expected a number of seconds > 0"):
         pynccl.from_file("/nowhere", 0, 1, timeout=timeout)
-
-
-# Ranks that cannot go on, or contradict each other
-
-
-def cannot_start(place: Place, port: int, broken: int) -> End:
-    set_environment(place.rank, place.size, port)
-    if place.rank == broken:
-        os.environ["PYNCCL_LIBRARY"] = "/nowhere/libnccl.so.2"
-    return end_of(pynccl.init)
-
-
-@pytest.mark.parametrize("broken", [0, 2])
-def test_a_rank_that_cannot_start_tells_the_others(bare: RankPool, broken: int) -> None:
-    for rank, end in enumerate(bare.run(3, cannot_start, free_port(), broken)):
-        assert end.error == ("NcclLibraryNotFound" if rank == broken else "NcclRemoteError")
-        assert "PYNCCL_LIBRARY=/nowhere/libnccl.so.2: " in end.message
-        assert rank == broken or f"rank {broken} could not start: NcclLibraryNotFound: " in end.message
-        assert end.seconds < AT_ONCE
-
-
-def claims(place: Place, port: int, said: list[tuple[int, int]]) -> End:
-    set_environment(*said[place.rank], port)
-    return end_of(pynccl.init)
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        (
-            [(0, 2), (1, 3)],
-            (") says there are 2 ranks, rank 1 (process ", ") says 3: WORLD_SIZE, or nranks, has to be the same on"),
-        ),
-        (
-            [(0, 3), (1, 3), (1, 3)],
-            ("two processes say that they are rank 1: process ", "every process needs a RANK of its own"),
-        ),
-    ],
-    ids=["sizes", "ranks"],
-)
-def test_ranks_that_contradict_each_other_all_hear_of_it(bare: RankPool, said: Any, words: tuple[str, ...]) -> None:
-    for end in bare.run(len(said), claims, free_port(), said):
-        assert end.error == "NcclInvalidUsage" and all(word in end.message for word in words)
-        assert end.seconds < AT_ONCE
-
-
-def broken_process_group(place: Place, path: str, name: str, value: str) -> End:
-    """Rank 0 alone has a variable that is wrong."""
-    dist.init_process_group("gloo", store=dist.FileStore(path, place.size), rank=place.rank, world_size=place.size)
-    if place.rank == 0:
-        os.environ[name] = value
-    try:
-        return end_of(from_process_group)
-    finally:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "own"),
-    [("PYNCCL_LIBRARY", "/nowhere/libnccl.so.2", "NcclLibraryNotFound"), ("LOCAL_RANK", "first", "NcclInvalidUsage")],
-)
-def test_a_process_group_hears_of_a_rank_0_with_a_wrong_variable(
-    bare: RankPool, tmp_path: Path, name: str, value: str, own: str
-) -> None:
-    ends = bare.run(2, broken_process_group, str(tmp_path / "group"), name, value)
-    assert [end.error for end in ends] == [own, "NcclRemoteError"]
-    assert all(value in end.message and end.seconds < AT_ONCE for end in ends)
