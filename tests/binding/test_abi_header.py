@@ -31,7 +31,7 @@ INTS = (
     "ncclResult_t",
     "ncclScalarResidence_t",
     "ncclCommMemStat_t",
-    "ncclTopoLevel_t",
+    "ncclCftTeamMode_t",
 )
 HANDLES = ("ncclComm_t", "ncclWindow_t", "ncclParamHandle_t", "cudaStream_t")
 RAW = (
