@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,35 +165,6 @@ def test_a_port_in_use_is_named_by_rank_0(monkeypatch: pytest.MonkeyPatch, liste
     assert "or set another MASTER_PORT, or MASTER_ADDR, on all ranks" in end.message
 
 
-def waits_for_a_flood(place: Place, port: int, over: int) -> float:
-    set_environment(place.rank, place.size, port)
-    if place.rank:  # comes when rank 0's port has been flooded
-        socket.create_connection(("127.0.0.1", over)).recv(1)
-    return total(pynccl.init(timeout=50))
-
-
-def flood(port: int, over: socket.socket) -> None:
-    while not answers("127.0.0.1", port):
-        pass
-    held = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
-    for number, one in enumerate(held):
-        if number % 3:
-            one.sendall(os.urandom(1 + number) if number % 3 == 1 else b"\0\xce")  # the first bytes of a greeting
-    over.accept()[0].close()
-    over.accept()[0].close()
-
-
-def test_garbage_at_the_port_does_not_keep_the_ranks_from_meeting(bare: RankPool) -> None:
-    port = free_port()
-    with socket.create_server(("127.0.0.1", 0)) as over:
-        thread = threading.Thread(target=flood, args=(port, over), daemon=True)
-        thread.start()
-        assert bare.run(2, waits_for_a_flood, port, over.getsockname()[1]) == [3.0, 3.0]
-        assert thread.is_alive()  # and holds its connections
-        socket.create_connection(over.getsockname()).close()
-        thread.join(10)
-
-
 # Other ways to meet
 
 
@@ -220,20 +190,6 @@ def test_ranks_meet_in_a_file_at_a_store_and_in_a_process_group(bare: RankPool, 
     found = bare.run(3, by_file_store_and_group, str(tmp_path / "meeting"))
     assert found == [[6.0] * 5, [6.0, 6.0, 6.0, 6.0, 3.0, 6.0], [6.0, 6.0, 6.0, 6.0, 3.0, 6.0]]
     assert [path.name for path in tmp_path.iterdir()] == ["meeting.store"]
-
-
-def test_threads_meet_at_a_hash_store() -> None:
-    store, ends = dist.HashStore(), {}
-
-    def comes(rank: int) -> None:
-        ends[rank] = end_of(lambda: total(pynccl.from_store(store, rank, 2, timeout=50)))
-
-    threads = [threading.Thread(target=comes, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [ends[rank].message for rank in range(2)] == ["", ""]
 
 
 def test_the_file_of_a_meeting_which_holds_the_id_is_its_users_alone(tmp_path: Path) -> None:

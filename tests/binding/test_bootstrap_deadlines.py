@@ -230,7 +230,6 @@ pynccl.from_store(store, 0, 2, timeout=0.5)
 """
 
 
-@pytest.mark.slow
 def test_a_call_that_was_left_behind_does_not_crash_the_end_of_the_process(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(ENDS)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}

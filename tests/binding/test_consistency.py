@@ -238,31 +238,25 @@ def test_a_comparison_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert stub.names() == ["ncclSend"]
 
 
-TORCHS: dict[str, tuple[dict[int, tuple[int, int]], bool]] = {
-    "torch's current stream": ({}, True),
-    "a stream that blocks the default one": ({0: (906, 0)}, False),
-    "the default stream of the thread": ({0: (0, 1)}, False),
-}
-
-
-@pytest.mark.parametrize("capture", TORCHS)
-@pytest.mark.parametrize("checking", [False, True])
+# What the driver answers, and whether torch's current stream is captured: torch's current stream; a stream that blocks
+# the default one; the default stream of the thread.
+@pytest.mark.parametrize(("answers", "torchs"), [({}, True), ({0: (906, 0)}, False), ({0: (0, 1)}, False)])
 def test_a_barrier_and_a_split_in_a_capture_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capture: str, checking: bool
+    monkeypatch: pytest.MonkeyPatch, answers: dict[int, tuple[int, int]], torchs: bool
 ) -> None:
-    monkeypatch.setenv("PYNCCL_CHECK", str(int(checking)))
-    stub = Stub()
-    comm = stub.comm()
-    answers, torchs = TORCHS[capture]
     captures(monkeypatch, answers)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: torchs)
-    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^barrier\(\) in the capture .*before the capture or after it"):
-        comm.barrier()
-    if checking:
-        with pytest.raises(pynccl.NcclInvalidUsage, match=r"^split\(\) with PYNCCL_CHECK=1 in the capture"):
-            comm.split(0)
-    assert stub.names() == [] and comm._scratch is None
+    for checking in (False, True):
+        monkeypatch.setenv("PYNCCL_CHECK", str(int(checking)))
+        stub = Stub()
+        comm = stub.comm()
+        with pytest.raises(pynccl.NcclInvalidUsage, match=r"^barrier\(\) in the capture .*before the capture or after"):
+            comm.barrier()
+        if checking:
+            with pytest.raises(pynccl.NcclInvalidUsage, match=r"^split\(\) with PYNCCL_CHECK=1 in the capture"):
+                comm.split(0)
+        assert stub.names() == [] and comm._scratch is None
 
 
 def test_what_is_not_captured_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
