@@ -1,22 +1,21 @@
-"""Ranks find each other by environment, store, file or process group; those that do not come, or cannot, are named."""
+"""Ranks find each other by environment, store, file or process group; what contradicts itself or fails is named."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from meetings import AT_ONCE, free_port, set_environment, total
+import torch.distributed as dist
+from meetings import AT_ONCE, end_of, free_port, set_environment, total
 from ranks import TORCHRUN, Place, RankPool
 
 import pynccl
-import pynccl_autograd
 from pynccl import Communicator
 from pynccl.bindings.workers import Clock
 from pynccl.bootstrap import from_process_group
@@ -33,66 +32,51 @@ def bare() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.fixture
-def port() -> int:
-    return free_port()
-
-
-def message_of(error: type[Exception], call: Callable[[], Any]) -> tuple[str, float]:
-    """(what `call` says, seconds until then)."""
-    started = time.monotonic()
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value), time.monotonic() - started
-
-
 # The environment
 
+GOOD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+RANKS = "expected integers with 0 <= RANK < WORLD_SIZE. torchrun sets both:\n  torchrun --standalone"
+PORT = "expected a number in 1..65535, of a port that is free on rank 0's machine"
+WRONG: list[tuple[dict[str, str | None], str]] = [
+    (dict.fromkeys(GOOD), "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: this process was not started by"),
+    ({"WORLD_SIZE": None}, "WORLD_SIZE not set: this process was not started by torchrun. Start it with\n  torchrun"),
+    ({"WORLD_SIZE": None}, "--standalone --nproc-per-node=2 train.py\nor pass rank, size and id yourself to Communi"),
+    ({"WORLD_SIZE": None}, "as in a notebook, there is\n  comms = pynccl.init_all()"),
+    ({"RANK": "2"}, f"RANK='2', WORLD_SIZE='2': {RANKS}"),
+    ({"RANK": "-1"}, f"RANK='-1', WORLD_SIZE='2': {RANKS}"),
+    ({"WORLD_SIZE": "0"}, f"RANK='0', WORLD_SIZE='0': {RANKS}"),
+    ({"RANK": "one"}, f"RANK='one', WORLD_SIZE='2': {RANKS}"),
+    ({"WORLD_SIZE": ""}, f"RANK='0', WORLD_SIZE='': {RANKS}"),
+    ({"MASTER_ADDR": ""}, "MASTER_ADDR='': expected the name or address of rank 0's machine, the same on all ranks"),
+    ({"MASTER_PORT": "http"}, f"MASTER_PORT='http': {PORT}"),
+    ({"MASTER_PORT": "0"}, f"MASTER_PORT='0': {PORT}"),
+    ({"MASTER_PORT": "65536"}, f"MASTER_PORT='65536': {PORT}"),
+    ({"LOCAL_RANK": "first"}, "LOCAL_RANK='first': expected this rank's number on its machine, 0 or more"),
+]
 
-@pytest.mark.parametrize("missing", [["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"], ["WORLD_SIZE"]], ids=len)
-def test_outside_torchrun_lines_that_work_are_shown(monkeypatch: pytest.MonkeyPatch, missing: list[str]) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    for name in missing:
-        monkeypatch.delenv(name)
+
+@pytest.mark.parametrize(("changes", "said"), WRONG)
+def test_variables_that_cannot_be_right_are_quoted_with_what_was_expected(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str | None], said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    for name, value in {**GOOD, **changes}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     with pytest.raises(pynccl.NcclInvalidUsage) as caught:
         pynccl.init()
-    assert f"{', '.join(missing)} not set: this process was not started by torchrun" in str(caught.value)
-    assert "torchrun --standalone --nproc-per-node=2 train.py\n" in str(caught.value)
-    assert "Communicator.init" in str(caught.value) and "pynccl.init_all()" in str(caught.value)
-
-
-def test_the_two_packages_have_one_version_and_init_all_gives_the_communicators_of_one_process() -> None:
-    from importlib.metadata import version
-
-    assert pynccl.__version__ == pynccl_autograd.__version__ == version("pynccl-autograd")
-    comms = pynccl.init_all(2, library=pynccl.load("host"))
-    assert [(comm.rank, comm.size) for comm in comms] == [(0, 2), (1, 2)]
-    pynccl.abort(comms)
-
-
-@pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("0", "0"), ("one", "2"), ("0", "")])
-def test_an_impossible_rank_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", size)
-    with pytest.raises(pynccl.NcclInvalidUsage) as caught:
-        pynccl.init()
-    assert f"RANK={rank!r}, WORLD_SIZE={size!r}: expected integers with 0 <= RANK < WORLD_SIZE" in str(caught.value)
-    assert "torchrun --standalone" in str(caught.value)
+    assert said in str(caught.value)
 
 
 def by_hand(place: Place, port: int) -> list[float]:
     set_environment(place.rank, place.size, port)
-    comm = pynccl.init(timeout=20)
-    assert (comm.rank, comm.size, comm.timeout) == (place.rank, place.size, 20)
+    comm = pynccl.init(timeout=50)
+    assert (comm.rank, comm.size, comm.timeout) == (place.rank, place.size, 50)
     return [total(comm), total(Communicator.from_env())]
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_variables_set_by_hand_suffice(bare: RankPool, n: int, port: int) -> None:
-    assert bare.run(n, by_hand, port) == [[n * (n + 1) / 2] * 2] * n
+def test_variables_set_by_hand_suffice(bare: RankPool, n: int) -> None:
+    assert bare.run(n, by_hand, free_port()) == [[n * (n + 1) / 2] * 2] * n
 
 
 SCRIPT = """
@@ -117,171 +101,123 @@ def test_torchrun_starts_a_job(tmp_path: Path) -> None:
         assert (tmp_path / str(rank)).read_text() == f"<pynccl.Communicator rank {rank} of 2 on cpu> [3.0, 3.0, 3.0]"
 
 
-# Ranks that never come, or cannot go on
+# Where the store listens
 
 
-def comes_to_a_job_of_4(place: Place, port: int) -> tuple[str, float]:
-    set_environment(place.rank, 4, port)
-    return message_of(pynccl.NcclTimeout, lambda: pynccl.init(timeout=2))
+def answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
-def test_ranks_that_never_come_are_named(bare: RankPool, port: int) -> None:
-    for rank, (message, seconds) in enumerate(bare.run(2, comes_to_a_job_of_4, port)):
-        assert f"rank {rank} of 4 waited 2 s: ranks [2, 3] never came" in message
-        assert 1.9 < seconds < AT_ONCE
+def serves(place: Place, host: str, port: int) -> tuple[list[str], list[float]]:
+    """(where somebody listens, sums that two communicators and a process group at this address come to)."""
+    set_environment(place.rank, place.size, port, MASTER_ADDR=host)
+    sums = [total(pynccl.init(timeout=50))]
+    listening = [one for one in ("127.0.0.1", "127.0.0.2", "::1") if answers(one, port)] if place.rank == 0 else []
+    dist.init_process_group("gloo")  # finds its own store at the same port
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return listening, [*sums, x.item(), total(pynccl.init(timeout=50))]
 
 
-def comes_without_rank_0(place: Place, port: int) -> tuple[str, float]:
-    set_environment(1, 2, port)
-    return message_of(pynccl.NcclTimeout, lambda: pynccl.init(timeout=2))
+@pytest.mark.parametrize(
+    ("host", "expected"), [("localhost", ["127.0.0.1"]), ("127.0.0.2", ["127.0.0.2"]), ("::1", ["::1"])]
+)
+def test_a_job_on_one_machine_listens_on_the_loopback_alone(bare: RankPool, host: str, expected: list[str]) -> None:
+    if ":" in host and not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("no IPv6")
+    (listening, first), (_, second) = bare.run(2, serves, host, free_port())
+    assert listening == expected
+    assert first == second == [3.0, 2.0, 3.0]
 
 
-def test_a_job_without_its_rank_0_says_where_it_was_looked_for(bare: RankPool, port: int) -> None:
-    [(message, seconds)] = bare.run(1, comes_without_rank_0, port)
-    assert f"rank 1 reached no store at 127.0.0.1:{port} within 2 s: has rank 0 started there?" in message
-    assert seconds < AT_ONCE
-
-
-def joins_alone(place: Place) -> tuple[str, float]:
-    identity = pynccl.get_unique_id()
-    return message_of(pynccl.NcclTimeout, lambda: Communicator.init(3, identity, 1, timeout=2))
-
-
-def test_an_explicit_init_names_the_missing_ranks_too(bare: RankPool) -> None:
-    [(message, seconds)] = bare.run(1, joins_alone)
-    assert "ncclCommInitRank(rank=1, nranks=3) did not return within 2 s (timeout=2)" in message
-    assert "[0, 2]" in message
-    assert "were all ranks started, with the same world size and id?" in message
-    assert 1.9 < seconds < AT_ONCE
-
-
-def one_cannot_start(place: Place, port: int, broken: int) -> tuple[str, float]:
+def shares(place: Place, port: int) -> list[float]:
+    """The same with the process group first, whose store is used, and outlived."""
     set_environment(place.rank, place.size, port)
-    if place.rank == broken:
-        os.environ["PYNCCL_LIBRARY"] = "/nowhere/libnccl.so.2"
-        return message_of(pynccl.NcclLibraryNotFound, pynccl.init)
-    return message_of(pynccl.NcclRemoteError, pynccl.init)
+    dist.init_process_group("gloo")
+    sums = [total(pynccl.init(timeout=50))]
+    dist.barrier()
+    dist.destroy_process_group()
+    return [*sums, total(pynccl.init(timeout=50))]
 
 
-@pytest.mark.parametrize("broken", [0, 2])
-def test_a_rank_that_cannot_start_tells_the_others(bare: RankPool, port: int, broken: int) -> None:
-    answers = bare.run(3, one_cannot_start, port, broken)
-    for rank, (message, seconds) in enumerate(answers):
-        assert "PYNCCL_LIBRARY=/nowhere/libnccl.so.2: " in message
-        assert seconds < AT_ONCE
-        if rank != broken:
-            assert f"rank {broken} could not start: NcclLibraryNotFound: " in message
+def test_the_store_of_a_process_group_is_shared_and_kept(bare: RankPool) -> None:
+    assert bare.run(2, shares, free_port()) == [[3.0, 3.0]] * 2
 
 
-def outlives_rank_0(place: Place, port: int) -> tuple[str, float]:
-    set_environment(place.rank, 3, port)
-    if place.rank == 0:
-        message_of(pynccl.NcclTimeout, lambda: pynccl.init(timeout=1))
-        os._exit(0)
-    return message_of(pynccl.NcclRemoteError, pynccl.init)
-
-
-def test_the_end_of_the_process_that_serves_the_store_is_noticed(bare: RankPool, port: int) -> None:
-    first, second = bare.outcomes(2, outlives_rank_0, port)
-    assert "died: exit code 0" in first.report
-    message, seconds = second.value
-    assert "rank 1 of 3 lost the store at which the ranks meet" in message
-    assert "rank 0, or torchrun's agent) has ended; look for its first error" in message
-    assert seconds < AT_ONCE
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_port_in_use_is_named_by_rank_0(monkeypatch: pytest.MonkeyPatch, listening: bool) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if listening:
+            other.listen()
+        port = other.getsockname()[1]
+        for name, value in {**GOOD, "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        end = end_of(pynccl.init)
+    assert end.error == "NcclSystemError"
+    assert f"rank 0 could not serve the ranks' store at 127.0.0.1:{port} (Address already in use)" in end.message
+    assert f"or another program, may have the port (ss -ltnp 'sport = :{port}' names it)" in end.message
+    assert "or set another MASTER_PORT, or MASTER_ADDR, on all ranks" in end.message
 
 
 # Other ways to meet
 
 
-def by_file(place: Place, path: str) -> float:
-    return total(pynccl.from_file(path, place.rank, place.size, timeout=20))
+def by_file_store_and_group(place: Place, path: str) -> list[float]:
+    store = dist.FileStore(f"{path}.store", place.size)
+    results = [
+        total(pynccl.from_file(f"{path}.file", place.rank, place.size, timeout=50)),
+        total(Communicator.from_file(f"{path}.file", place.rank, place.size, timeout=None)),  # removed, so it is free
+        total(Communicator.from_store(dist.PrefixStore("a", store), place.rank, place.size, timeout=50)),
+    ]
+    dist.init_process_group("gloo", store=dist.PrefixStore("b", store), rank=place.rank, world_size=place.size)
+    results.append(total(Communicator.from_process_group()))
+    last_two = dist.new_group([place.size - 2, place.size - 1])
+    if place.rank >= place.size - 2:
+        results.append(total(from_process_group(last_two)))
+    mesh = dist.init_device_mesh("cpu", (place.size,))
+    results.append(total(from_process_group(mesh)))
+    dist.destroy_process_group()
+    return results
 
 
-def test_ranks_meet_in_a_file(bare: RankPool, tmp_path: Path) -> None:
-    assert bare.run(3, by_file, str(tmp_path / "meeting")) == [6.0] * 3
-
-
-def by_classmethods(place: Place, path: str) -> list[float]:
-    store = torch.distributed.FileStore(f"{path}.store", place.size)
-    in_file = pynccl.Communicator.from_file(path, place.rank, place.size, timeout=20)
-    at_store = pynccl.Communicator.from_store(store, place.rank, place.size, timeout=20)
-    return [total(in_file), total(at_store)]
-
-
-def test_a_file_and_a_store_make_communicators_by_classmethods_too(bare: RankPool, tmp_path: Path) -> None:
-    assert bare.run(2, by_classmethods, str(tmp_path / "meeting")) == [[3.0, 3.0]] * 2
-
-
-def comes_to_a_file_for_2(place: Place, path: str) -> tuple[str, float]:
-    return message_of(pynccl.NcclTimeout, lambda: pynccl.from_file(path, 0, 2, timeout=1))
-
-
-def test_a_rank_that_misses_a_meeting_in_a_file_is_named(bare: RankPool, tmp_path: Path) -> None:
-    [(message, _)] = bare.run(1, comes_to_a_file_for_2, str(tmp_path / "meeting"))
-    assert "rank 0 of 2 waited 1 s: ranks [1] never came" in message
-
-
-def test_a_rank_beyond_the_size_is_refused_by_a_store() -> None:
-    with pytest.raises(ValueError, match=r"rank is 3, expected 0\.\.1 for 2 ranks"):
-        pynccl.from_store(torch.distributed.HashStore(), 3, 2)
-
-
-def by_process_group(place: Place, path: str) -> list[float]:
-    import torch.distributed as dist
-
-    store = dist.FileStore(path, place.size)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
-    try:
-        results = [total(Communicator.from_process_group())]
-        last_two = dist.new_group([place.size - 2, place.size - 1])
-        if place.rank >= place.size - 2:
-            results.append(total(from_process_group(last_two)))
-        mesh = dist.init_device_mesh("cpu", (place.size,))
-        return [*results, total(from_process_group(mesh))]
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_process_group_becomes_a_communicator(bare: RankPool, tmp_path: Path) -> None:
-    assert bare.run(3, by_process_group, str(tmp_path / "group")) == [[6.0, 6.0], [6.0, 3.0, 6.0], [6.0, 3.0, 6.0]]
-
-
-def broken_process_group(place: Place, path: str, variable: str, value: str, own: Any) -> tuple[str, float]:
-    """Rank 0 alone has a variable that is wrong, for which it raises `own`."""
-    import torch.distributed as dist
-
-    store = dist.FileStore(path, place.size)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
-    try:
-        if place.rank:
-            return message_of(pynccl.NcclRemoteError, from_process_group)
-        os.environ[variable] = value
-        return message_of(own, from_process_group)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "own"),
-    [
-        ("PYNCCL_LIBRARY", "/nowhere/libnccl.so.2", pynccl.NcclLibraryNotFound),
-        ("LOCAL_RANK", "first", pynccl.NcclInvalidUsage),
-    ],
-)
-def test_a_process_group_hears_of_a_rank_0_with_a_wrong_variable(
-    bare: RankPool, tmp_path: Path, variable: str, value: str, own: Any
-) -> None:
-    given = str(tmp_path / "group"), variable, value, own
-    for message, seconds in bare.run(2, broken_process_group, *given, timeout=20):
-        assert variable in message or variable == "PYNCCL_LIBRARY"
-        assert value in message
-        assert seconds < AT_ONCE
+def test_ranks_meet_in_a_file_at_a_store_and_in_a_process_group(bare: RankPool, tmp_path: Path) -> None:
+    found = bare.run(3, by_file_store_and_group, str(tmp_path / "meeting"))
+    assert found == [[6.0] * 5, [6.0, 6.0, 6.0, 6.0, 3.0, 6.0], [6.0, 6.0, 6.0, 6.0, 3.0, 6.0]]
+    assert [path.name for path in tmp_path.iterdir()] == ["meeting.store"]
 
 
 def test_the_file_of_a_meeting_which_holds_the_id_is_its_users_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        _file_store(str(tmp_path / "meeting"), Clock(10)).set("id", b"the secret of the ranks")
+        _file_store(str(tmp_path / "meeting"), Clock(50)).set("id", b"the secret of the ranks")
     finally:
         os.umask(before)
     assert (tmp_path / "meeting").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_path_where_no_meeting_can_be_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_bytes(b"this is no meeting" * 100)
+    os.mkfifo(tmp_path / "pipe")
+    no_meeting = "is no meeting of ranks: pass the path of a file that does not exist yet"
+    for path, error, said in (
+        (tmp_path / "notes", "NcclInvalidUsage", no_meeting),
+        (tmp_path / "pipe", "NcclInvalidUsage", no_meeting),
+        (tmp_path / "none" / "meeting", "NcclSystemError", "No such file or directory"),
+        (tmp_path, "NcclSystemError", "Is a directory"),
+        (Path("/proc/meeting"), "NcclSystemError", "No such file or directory"),
+    ):
+        end = end_of(lambda path=path: pynccl.from_file(str(path), 0, 2))
+        assert end.error == error and str(path) in end.message and said in end.message, path
+        assert end.seconds < AT_ONCE
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "60"])
+def test_a_timeout_that_is_none_is_refused(timeout: object) -> None:
+    with pytest.raises(ValueError, match=r"timeout is .*, expected a number of seconds > 0"):
+        pynccl.from_file("/nowhere", 0, 1, timeout=timeout)

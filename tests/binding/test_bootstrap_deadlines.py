@@ -1,7 +1,8 @@
-"""However the ranks meet, and whatever is silent: the deadline holds, Ctrl-C is heard, the process can end."""
+"""However the ranks meet, and whatever is silent: the deadline holds, Ctrl-C is heard, the others hear why."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -9,8 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,243 +18,195 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from gate import Gate
-from meetings import AT_ONCE, End, end_of, free_port, interrupted, set_environment, total
+from meetings import AT_ONCE, End, end_of, free_port, interrupted, set_environment
 from ranks import Place, RankPool
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import pynccl
-from pynccl.bindings.workers import Clock
-from pynccl.bootstrap import from_process_group
-from pynccl.bootstrap.rendezvous import Rendezvous
+from pynccl import Communicator
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 1.0
-LATEST = TIMEOUT + 1.0
+PROCESSES = 12
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def bare() -> Iterator[RankPool]:
-    """Processes that have not met."""
+    """Processes of their own for each test: some are left with a group that does not answer."""
     pool = RankPool(communicators=False)
     yield pool
     pool.close()
 
 
-@pytest.fixture
-def silent() -> Iterator[int]:
-    """A port where connections are accepted, by the kernel, and nobody ever answers."""
+# What one process waits for, in a folder of its own
+
+
+def comes(host: str, port: int, timeout: float | None = TIMEOUT, agent: str = "False") -> End:
+    """Rank 1 of 2, to a launch whose store is not there."""
+    set_environment(1, 2, port, MASTER_ADDR=host, TORCHELASTIC_USE_AGENT_STORE=agent)
+    return end_of(lambda: pynccl.init(timeout=timeout) if timeout else pynccl.init())
+
+
+def comes_to_a_listener(words: bytes | None, hears_first: bool = False, **options: Any) -> End:
+    """Who listens says this, or goodbye; None: nothing ever."""
+    clients = []
+
+    def speak() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                clients.append(listener.accept()[0])
+                if hears_first:
+                    clients[-1].recv(1)
+                clients[-1].sendall(words or b"")
+                if not words:
+                    clients.pop().close()
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()[1]
+        if words is not None:
+            threading.Thread(target=speak, daemon=True).start()
+        return comes("127.0.0.1", listener.getsockname()[1], **options)
 
 
-@pytest.fixture
-def server() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-# Deadlines
-
-
-def comes_to_a_silent_port(place: Place, port: int, agent: str) -> End:
-    set_environment(1, 2, port, TORCHELASTIC_USE_AGENT_STORE=agent)
-    return end_of(lambda: pynccl.init(timeout=TIMEOUT))
-
-
-@pytest.mark.parametrize(("agent", "server"), [("True", "torchrun's agent"), ("False", "rank 0")])
-def test_a_listener_that_never_answers_is_given_up(bare: RankPool, silent: int, agent: str, server: str) -> None:
-    [end] = bare.run(1, comes_to_a_silent_port, silent, agent)
-    assert end.error == "NcclTimeout"
-    assert f"rank 1 reached no store at 127.0.0.1:{silent} within 1 s: has {server} started there?" in end.message
-    assert "something listens there, but does not answer as a store" in end.message
-    assert end.seconds < LATEST
-
-
-def comes_to_a_store(place: Place, port: int, own_timeout: float, name: str = "") -> End:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+def comes_to_a_store(bytes_passed: int | None = None, own_timeout: float = 300.0) -> End:
+    """Which falls silent after so many bytes, and has a timeout of its own."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    gate = Gate(server.port, bytes_passed)
+    store = dist.TCPStore("127.0.0.1", gate.port, is_master=False, timeout=timedelta(seconds=30))
     store.set_timeout(timedelta(seconds=own_timeout))
-    return end_of(lambda: pynccl.from_store(dist.PrefixStore(name, store), 0, 2, timeout=TIMEOUT))
+    end = end_of(lambda: pynccl.from_store(store, 0, 2, timeout=TIMEOUT))
+    assert gate.was_shut.is_set() == (bytes_passed is not None)
+    return end
 
 
-def test_a_store_that_falls_silent_anywhere_in_the_meeting_is_given_up(bare: RankPool, server: Any) -> None:
-    for bytes_passed in (50, 150, 450):
-        gate = Gate(server.port, bytes_passed)
-        [end] = bare.run(1, comes_to_a_store, gate.port, 300.0, str(bytes_passed))
-        gate.close()
-        assert gate.was_shut.is_set()
-        assert end.error == "NcclTimeout"
-        assert "rank 0 of 2 waited 1 s: the store at which the ranks meet does not answer" in end.message
-        assert end.seconds < LATEST
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[None]:
+    with open(path, "a") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        yield
 
 
-@pytest.mark.parametrize("own_timeout", [0.01, 300.0])
-def test_the_timeout_of_the_store_itself_does_not_matter(bare: RankPool, server: Any, own_timeout: float) -> None:
-    [end] = bare.run(1, comes_to_a_store, server.port, own_timeout)
-    assert (end.error, end.message.splitlines()[0]) == (
+def finds_a_locked_file(path: str) -> End:
+    with locked(path):
+        return end_of(lambda: pynccl.from_file(path, 0, 2, timeout=TIMEOUT))
+
+
+def finds_a_locked_store(path: str) -> End:
+    store = dist.FileStore(path, 2)
+    with locked(path):
+        return end_of(lambda: pynccl.from_store(store, 0, 2, timeout=TIMEOUT))
+
+
+def finds_a_file_left_over(path: str) -> End:
+    first = end_of(lambda: pynccl.from_file(path, 0, 2, timeout=0.2))
+    assert (first.error, first.message.splitlines()[0]) == (
         "NcclTimeout",
-        "rank 0 of 2 waited 1 s: ranks [1] never came",
+        "rank 0 of 2 waited 0.2 s: ranks [1] never came",
     )
-    assert TIMEOUT <= end.seconds < LATEST
+    return end_of(lambda: pynccl.from_file(path, 0, 2))
 
 
-def has_a_peer_that_never_calls(place: Place, path: str, own_timeout: float) -> End:
-    store = dist.FileStore(path, 2)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=2, timeout=timedelta(seconds=60))
-    _set_pg_timeout(timedelta(seconds=own_timeout))  # not for its start, which takes its time on a busy machine
-    if place.rank == 0:
-        end = end_of(lambda: from_process_group(timeout=TIMEOUT))
-        store.set("done", "")
-        return end
-    store.wait(["done"], timedelta(seconds=30))
-    return End("", "", 0.0)
-
-
-@pytest.mark.parametrize("own_timeout", [1800.0, 0.5])
-def test_a_process_group_with_a_late_rank_is_given_up(tmp_path: Path, own_timeout: float) -> None:
-    pool = RankPool(communicators=False)  # its ranks are left with a group that does not answer
-    end, _ = pool.run(2, has_a_peer_that_never_calls, str(tmp_path / "group"), own_timeout)
-    pool.close()
-    assert end.error == "NcclTimeout"
-    assert "rank 0 of 2 waited 1 s: ranks [1] never came" in end.message
-    assert end.seconds < LATEST
-
-
-# A file
-
-
-def test_a_file_with_something_else_in_it_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "notes").write_bytes(b"this is no meeting" * 100)
-    end = end_of(lambda: pynccl.from_file(str(tmp_path / "notes"), 0, 2))
-    assert end.error == "NcclInvalidUsage"
-    assert f"{tmp_path}/notes is no meeting of ranks: pass the path of a file that does not exist yet" in end.message
-    assert end.seconds < AT_ONCE
-
-
-def test_a_path_where_no_file_can_be_is_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path, said in {
-        tmp_path / "none" / "meeting": "No such file or directory",
-        tmp_path: "Is a directory",
-        Path("/proc/meeting"): "No such file or directory",
-        tmp_path / "pipe": "is no meeting of ranks: pass the path of a file that does not exist yet",
-    }.items():
-        end = end_of(lambda path=path: pynccl.from_file(str(path), 0, 2))
-        assert end.error in ("NcclSystemError", "NcclInvalidUsage")
-        assert str(path) in end.message and said in end.message
-        assert end.seconds < AT_ONCE
-
-
-def test_a_file_whose_lock_is_never_free_is_given_up(tmp_path: Path) -> None:
-    with (tmp_path / "meeting").open("w") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        end = end_of(lambda: pynccl.from_file(str(tmp_path / "meeting"), 0, 2, timeout=0.5))
-    assert end.error == "NcclTimeout"
-    assert f"the lock of {tmp_path}/meeting, where the ranks meet, was not free within 0.5 s" in end.message
-    assert end.seconds < 1.5
-
-
-def test_a_file_left_over_from_an_earlier_run_is_named(tmp_path: Path) -> None:
-    path = str(tmp_path / "meeting")
-    assert end_of(lambda: pynccl.from_file(path, 0, 2, timeout=0.2)).error == "NcclTimeout"
-    end = end_of(lambda: pynccl.from_file(path, 0, 2))
-    assert end.error == "NcclInvalidUsage"
-    assert "two processes say that they are rank 0: process " in end.message
-    assert f"or {path} is left over from an earlier run: remove it" in end.message
-
-
-def meets_twice(place: Place, path: str) -> list[float]:
-    return [total(pynccl.from_file(path, place.rank, place.size, timeout=timeout)) for timeout in (20, None)]
-
-
-def test_a_file_is_removed_when_all_have_met(bare: RankPool, tmp_path: Path) -> None:
-    assert bare.run(2, meets_twice, str(tmp_path / "meeting")) == [[3.0, 3.0]] * 2
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_store_of_torch_whose_lock_is_never_free_is_given_up(tmp_path: Path) -> None:
-    store = dist.FileStore(str(tmp_path / "store"), 2)
-    with (tmp_path / "store").open("a") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        end = end_of(lambda: pynccl.from_store(store, 0, 2, timeout=0.5))
-    assert end.error == "NcclTimeout"
-    assert "rank 0 of 2 waited 0.5 s: the store at which the ranks meet does not answer" in end.message
-    assert end.seconds < 1.5
-
-
-def test_threads_meet_at_a_hash_store() -> None:
-    store, ends = dist.HashStore(), {}
-
-    def comes(rank: int) -> None:
-        ends[rank] = end_of(lambda: total(pynccl.from_store(store, rank, 2, timeout=20)))
-
-    threads = [threading.Thread(target=comes, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [ends[rank].message for rank in range(2)] == ["", ""]
-
-
-# Ctrl-C
-
-
-def is_interrupted(place: Place, silent: int, store: int, path: str) -> list[float]:
-    """Seconds that each way of meeting goes on after Ctrl-C."""
-    set_environment(1, 2, silent)
-    seconds = [interrupted(pynccl.init)]
+def ctrl_c(path: str, kind: str) -> End:
     set_environment(1, 2, free_port())
-    seconds.append(interrupted(pynccl.init))
-    gate = Gate(store)
+    if kind == "port":
+        return interrupted(pynccl.init)
+    if kind == "lock":
+        with locked(path):
+            return interrupted(lambda: pynccl.from_file(path, 1, 2))
+    if kind == "file":
+        return interrupted(lambda: pynccl.from_file(path, 0, 2))
+    if kind == "listener":
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            set_environment(1, 2, listener.getsockname()[1])
+            return interrupted(pynccl.init)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    gate = Gate(server.port)
     client = dist.TCPStore("127.0.0.1", gate.port, is_master=False)
-    seconds.append(interrupted(lambda: pynccl.from_store(dist.PrefixStore("a", client), 0, 2)))
-    gate.shut()
-    seconds.append(interrupted(lambda: pynccl.from_store(dist.PrefixStore("b", client), 0, 2)))
-    gate.close()
-    seconds.append(interrupted(lambda: pynccl.from_file(path, 0, 2)))
-    with Path(path).open("a") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        seconds.append(interrupted(lambda: pynccl.from_file(path, 1, 2)))
-    return seconds
+    if kind == "silent store":
+        gate.shut()
+    return interrupted(lambda: pynccl.from_store(client, 0, 2))
 
 
-def test_ctrl_c_ends_every_wait(bare: RankPool, silent: int, server: Any, tmp_path: Path) -> None:
-    [seconds] = bare.run(1, is_interrupted, silent, server.port, str(tmp_path / "meeting"))
-    assert len(seconds) == 6
-    assert max(seconds) < 1, seconds
+LATE, NO_STORE = "NcclTimeout", "is no torch.distributed store, so the ranks"
+SILENT = "something listens there, but does not answer as a store"
+NO_ANSWER = "rank 0 of 2 waited 1 s: the store at which the ranks meet does not answer"
+NEVER_CAME = "rank 0 of 2 waited 1 s: ranks [1] never came"
+# How the call ends, and parts of what it says, {} being the file's path. What has a timeout of 60 ends at once.
+WAITS: dict[str, tuple[Callable[[str], End], str, tuple[str, ...]]] = {
+    "no name": (
+        lambda path: comes("no-such-host.invalid", 1),
+        LATE,
+        ("rank 1 reached no store at no-such-host.invalid:1 within 1 s", "'no-such-host.invalid' does not resolve: "),
+    ),
+    "nobody": (
+        lambda path: comes("127.0.0.1", free_port()),
+        LATE,
+        ("within 1 s: has rank 0 started there? (Connection refused)",),
+    ),
+    "silent": (lambda path: comes_to_a_listener(None), LATE, ("has rank 0 started there?", SILENT)),
+    "agent": (
+        lambda path: comes_to_a_listener(None, agent="True"),
+        LATE,
+        ("has torchrun's agent started there?", SILENT),
+    ),
+    "closes": (lambda path: comes_to_a_listener(b""), LATE, (f"{SILENT}, or closes",)),
+    "web server": (
+        lambda path: comes_to_a_listener(b"HTTP/1.1 400 Bad Request\r\n\r\n", True, timeout=None),
+        "NcclSystemError",
+        (NO_STORE, "127.0.0.1:"),
+    ),
+    "ssh": (
+        lambda path: comes_to_a_listener(b"SSH-2.0-OpenSSH_9.9\r\n", timeout=None),
+        "NcclSystemError",
+        (NO_STORE, "127.0.0.1:"),
+    ),
+    "silent at first": (lambda path: comes_to_a_store(50), LATE, (NO_ANSWER,)),
+    "silent soon": (lambda path: comes_to_a_store(150), LATE, (NO_ANSWER,)),
+    "silent at last": (lambda path: comes_to_a_store(450), LATE, (NO_ANSWER,)),
+    "short timeout of its own": (lambda path: comes_to_a_store(None, 0.01), LATE, (NEVER_CAME,)),
+    "long timeout of its own": (lambda path: comes_to_a_store(None), LATE, (NEVER_CAME,)),
+    "locked file": (
+        finds_a_locked_file,
+        LATE,
+        ("the lock of {}, where the ranks meet, was not free within 1 s",),
+    ),
+    "locked store": (finds_a_locked_store, LATE, (NO_ANSWER,)),
+    "file left over": (
+        finds_a_file_left_over,
+        "NcclInvalidUsage",
+        ("two processes say that they are rank 0: process ", "or {} is left over from an earlier run: remove it"),
+    ),
+    "id": (
+        lambda path: end_of(lambda: Communicator.init(3, pynccl.get_unique_id(), 1, timeout=TIMEOUT)),
+        LATE,
+        ("ncclCommInitRank(rank=1, nranks=3) did not return within 1 s (timeout=1)", "[0, 2]", "were all ranks start"),
+    ),
+    **{
+        f"ctrl-c, {kind}": (lambda path, kind=kind: ctrl_c(path, kind), "KeyboardInterrupt", ())  # type: ignore[misc]
+        for kind in ("port", "lock", "file", "listener", "store", "silent store")
+    },
+}
 
 
-def one_is_interrupted(place: Place, port: int) -> Any:
-    set_environment(place.rank, 3, port)
-    return interrupted(pynccl.init, after=1.0) if place.rank == 1 else end_of(pynccl.init)
+def waits(place: Place, folder: str) -> dict[str, End]:
+    """How one in PROCESSES of them ends."""
+    return {name: WAITS[name][0](f"{folder}/{name}") for name in list(WAITS)[place.rank :: place.size]}
 
 
-def test_the_others_hear_of_a_rank_that_was_interrupted(bare: RankPool) -> None:
-    end, seconds = bare.run(2, one_is_interrupted, free_port())
-    assert (end.error, end.message) == ("NcclRemoteError", "rank 1 was interrupted (Ctrl-C)")
-    assert seconds < 1
-    assert end.seconds < AT_ONCE
-
-
-def interrupted_in_a_group(place: Place, path: str) -> float:
-    store = dist.FileStore(path, 2)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=2)
-    if place.rank == 0:
-        seconds = interrupted(from_process_group)
-        store.set("done", "")
-        return seconds
-    store.wait(["done"], timedelta(seconds=30))
-    return 0.0
-
-
-def test_ctrl_c_is_heard_while_a_process_group_waits(tmp_path: Path) -> None:
-    pool = RankPool(communicators=False)
-    assert max(pool.run(2, interrupted_in_a_group, str(tmp_path / "group"))) < 1
-    pool.close()
+def test_every_wait_ends_by_its_deadline_or_by_ctrl_c_and_says_what_it_was_for(bare: RankPool, tmp_path: Path) -> None:
+    ends = {name: end for some in bare.run(PROCESSES, waits, str(tmp_path)) for name, end in some.items()}
+    for name, (_, error, says) in WAITS.items():
+        end = ends[name]
+        assert end.error == error, (name, end)
+        for part in says:
+            assert part.format(tmp_path / name) in end.message, (name, end)
+        assert "Exception raised from" not in end.message  # torch's trace
+        assert end.seconds > TIMEOUT - 0.1 or error != LATE, (name, end)
+        assert end.seconds < AT_ONCE, (name, end)
 
 
 # The end of the process
 
 ENDS = """
-import os, sys, time
+import sys, time
 import torch.distributed as dist
 import pynccl
 from gate import Gate
@@ -284,25 +236,5 @@ def test_a_call_that_was_left_behind_does_not_crash_the_end_of_the_process(tmp_p
     command = [sys.executable, str(tmp_path / "job.py")]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, (done.returncode == -signal.SIGABRT, done.stderr)
-    assert "NcclTimeout: rank 0 of 2 waited " in done.stderr
     assert "the store at which the ranks meet does not answer" in done.stderr
     assert "terminate" not in done.stderr
-
-
-class Slow(dict[str, str]):
-    """A store that answers late, as one on another continent or on a busy machine."""
-
-    def add(self, key: str, amount: int) -> int:
-        time.sleep(0.4)
-        self[key] = str(int(self.get(key, "0")) + amount)
-        return int(self[key])
-
-    def set(self, key: str, value: str) -> None:
-        time.sleep(0.4)
-        self[key] = value
-
-
-def test_a_rank_that_cannot_start_tells_it_to_a_slow_store() -> None:
-    store = Slow()
-    Rendezvous(store, 1, 2, Clock(30), "a server", "come once").report(ValueError("no such device"))
-    assert store["over"] == "remote\nrank 1 could not start: ValueError: no such device"

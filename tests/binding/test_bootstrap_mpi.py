@@ -1,31 +1,20 @@
-"""Ranks meet by MPI. Where mpi4py is not installed, a module of its shape stands in, over a process group of torch."""
+"""Ranks meet by MPI. A module of mpi4py's shape stands in, over a process group of torch."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import types
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from meetings import End, end_of, total
+from meetings import AT_ONCE, End, end_of, total
 from ranks import Place, RankPool
 
-import pynccl
 from pynccl import Communicator
 
 MULTIPLE, FUNNELED = 3, 1
-
-
-@pytest.fixture
-def bare() -> Iterator[RankPool]:
-    """Processes of their own for each test: a collective that was given up leaves them useless."""
-    pool = RankPool(communicators=False)
-    yield pool
-    pool.close()
 
 
 class Comm:
@@ -56,9 +45,7 @@ class Comm:
         return parts
 
 
-def install(place: Place, path: str, level: int) -> Comm:
-    store = dist.FileStore(path, place.size)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
+def install(place: Place, level: int) -> Comm:
     comm = Comm(place)
     names = {"COMM_WORLD": comm, "COMM_TYPE_SHARED": 7, "THREAD_MULTIPLE": MULTIPLE, "Query_thread": lambda: level}
     sys.modules["mpi4py"] = types.ModuleType("mpi4py")
@@ -66,54 +53,50 @@ def install(place: Place, path: str, level: int) -> Comm:
     return comm
 
 
-def by_mpi(place: Place, path: str, level: int) -> tuple[float, bool]:
-    comm = install(place, path, level)
-    return total(Communicator.from_mpi(timeout=20)), comm.threads == {"MainThread"}
-
-
-@pytest.mark.parametrize("level", [MULTIPLE, FUNNELED])
-def test_the_ranks_of_mpi_become_a_communicator(bare: RankPool, tmp_path: Path, level: int) -> None:
-    in_main_thread = level != MULTIPLE
-    assert bare.run(2, by_mpi, str(tmp_path / "mpi"), level) == [(3.0, in_main_thread)] * 2
-
-
-def one_fails(place: Place, path: str) -> End:
-    install(place, path, MULTIPLE)
-    return end_of(lambda: Communicator.from_mpi(timeout=20, device="cuda" if place.rank else None))
-
-
-def test_a_rank_that_cannot_start_tells_the_others_by_mpi(bare: RankPool, tmp_path: Path) -> None:
-    first, second = bare.run(2, one_fails, str(tmp_path / "mpi"))
-    assert second.error == "ValueError" and "the host library works on the CPU" in second.message
-    assert first.error == "NcclRemoteError"
-    assert first.message == f"rank 1 could not start: ValueError: {second.message}"
-
-
-def nonsense(place: Place, path: str) -> list[End]:
+def meets(place: Place, path: str) -> dict[str, Any]:
+    """In turn; a collective that is given up leaves the group useless, and comes last."""
+    store = dist.FileStore(path, place.size)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
+    found: dict[str, Any] = {}
+    for level in (MULTIPLE, FUNNELED):
+        comm = install(place, level)
+        found[f"level {level}"] = total(Communicator.from_mpi(timeout=50)), comm.threads == {"MainThread"}
+    install(place, MULTIPLE)
     wrong: list[Any] = [3, [], "world"]
-    install(place, path, MULTIPLE)
-    return [end_of(lambda given=given: Communicator.from_mpi(given, timeout=5)) for given in wrong]
-
-
-def test_what_is_no_communicator_of_mpi_is_refused(bare: RankPool, tmp_path: Path) -> None:
-    [ends] = bare.run(1, nonsense, str(tmp_path / "mpi"))
-    assert [end.error for end in ends] == ["TypeError"] * 3
-    assert all("expected an mpi4py communicator, or None for COMM_WORLD" in end.message for end in ends)
-
-
-def one_is_late(place: Place, path: str) -> End:
-    install(place, path, MULTIPLE)
-    store = dist.FileStore(f"{path}-done", 2)
+    found["wrong"] = [end_of(lambda given=given: Communicator.from_mpi(given)) for given in wrong]
+    found["fails"] = end_of(lambda: Communicator.from_mpi(device="cuda" if place.rank else None))
     if place.rank:
         store.wait(["done"])
-        return End("", "", 0.0)
-    end = end_of(lambda: pynccl.Communicator.from_mpi(timeout=1.0))
-    store.set("done", "")
-    return end
+    else:
+        found["late"] = end_of(lambda: Communicator.from_mpi(timeout=1.0))
+        store.set("done", "")
+    return found
 
 
-def test_a_rank_that_never_calls_is_given_up_by_mpi(bare: RankPool, tmp_path: Path) -> None:
-    end, _ = bare.run(2, one_is_late, str(tmp_path / "mpi"))
-    assert end.error == "NcclTimeout"
-    assert "rank 0 of the MPI communicator's 2 waited 1 s for the others" in end.message
-    assert end.seconds < 2.0
+@pytest.fixture(scope="module")
+def met(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank."""
+    pool = RankPool(communicators=False)
+    try:
+        return pool.run(2, meets, str(tmp_path_factory.mktemp("mpi") / "store"))
+    finally:
+        pool.close()
+
+
+def test_the_ranks_of_mpi_become_a_communicator(met: list[dict[str, Any]]) -> None:
+    for found in met:
+        assert found[f"level {MULTIPLE}"] == (3.0, False)
+        assert found[f"level {FUNNELED}"] == (3.0, True)  # MPI is called in the main thread alone
+
+
+def test_what_goes_wrong_is_said(met: list[dict[str, Any]]) -> None:
+    first, second = met
+    for end in first["wrong"]:
+        assert end.error == "TypeError"
+        assert "expected an mpi4py communicator, or None for COMM_WORLD" in end.message
+    assert second["fails"].error == "ValueError" and "the host library works on the CPU" in second["fails"].message
+    assert first["fails"].error == "NcclRemoteError"
+    assert first["fails"].message == f"rank 1 could not start: ValueError: {second['fails'].message}"
+    late: End = first["late"]
+    assert late.error == "NcclTimeout" and late.seconds < AT_ONCE
+    assert "rank 0 of the MPI communicator's 2 waited 1 s for the others" in late.message

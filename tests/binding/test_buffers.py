@@ -51,9 +51,17 @@ def describe(x: Any) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
-def test_torch_tensors_of_all_types_are_described(dtype: torch.dtype) -> None:
-    x = torch.zeros(3, 5, dtype=dtype)
-    assert describe(x) == (x.data_ptr(), 15, TORCH_TYPES[dtype], CPU)
+def test_memory_of_all_types_is_described(dtype: torch.dtype) -> None:
+    x, known = torch.zeros(4, 3, dtype=dtype), TORCH_TYPES[dtype]
+    assert describe(x) == (x.data_ptr(), 12, known, CPU)
+    if known.name.lower() in np.sctypeDict:
+        array = np.zeros((2, 3), dtype=known.name.lower())
+        assert describe(array) == (array.ctypes.data, 6, known, CPU)
+    if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for tensor in (x, x[2:]):
+            wrapped = OnlyDlpack(tensor)
+            pointers = {describe(wrapped) for _ in range(3)}  # which leaves it alive
+            assert pointers == {(tensor.data_ptr(), tensor.numel(), known, CPU)}
 
 
 def test_parameters_and_views_are_tensors_too() -> None:
@@ -61,24 +69,12 @@ def test_parameters_and_views_are_tensors_too() -> None:
     assert describe(parameter) == (parameter.data_ptr(), 8, DataType.FLOAT32, CPU)
     rows = torch.zeros(4, 2)[1:3]
     assert describe(rows) == (rows.data_ptr(), 4, DataType.FLOAT32, CPU)
-    assert describe(torch.zeros(()))[1] == 1
-    assert describe(torch.zeros(0, 7))[1] == 0
-
-
-@pytest.mark.parametrize(
-    "name", ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
-)
-def test_numpy_arrays_are_described(name: str) -> None:
-    x = np.zeros((2, 3), dtype=name)
-    assert describe(x) == (x.ctypes.data, 6, DataType[name.upper()], CPU)
+    assert (describe(torch.zeros(()))[1], describe(torch.zeros(0, 7))[1]) == (1, 0)
 
 
 def test_raw_memory_is_taken_at_its_word() -> None:
     assert describe((1 << 46, 3 << 31, "bfloat16")) == (1 << 46, 3 << 31, DataType.BFLOAT16, ANY_DEVICE)
     assert describe((0, 0, DataType.INT8)) == (0, 0, DataType.INT8, ANY_DEVICE)
-    assert describe((64, 2, torch.float16))[2] == DataType.FLOAT16
-    assert describe((64, 2, np.dtype("int64")))[2] == DataType.INT64
-    assert describe((64, 2, np.float64))[2] == DataType.FLOAT64
 
 
 @pytest.mark.parametrize("raw", [(1, 2), (1.5, 2, "int8"), (-8, 2, "int8"), (8, -2, "int8"), ("x", 2, "int8")])
@@ -86,23 +82,6 @@ def test_a_malformed_tuple_says_what_a_raw_buffer_is(raw: Any) -> None:
     with pytest.raises(TypeError) as caught:
         describe(raw)
     assert str(caught.value) == f"a raw buffer is (pointer, count in elements, dtype); got {raw!r}"
-
-
-@pytest.mark.parametrize(
-    "dtype", [t for t in TORCH_TYPES if t not in (torch.float8_e4m3fn, torch.float8_e5m2)], ids=str
-)
-def test_dlpack_objects_are_described(dtype: torch.dtype) -> None:
-    x = torch.zeros(4, 3, dtype=dtype)
-    assert describe(OnlyDlpack(x)) == (x.data_ptr(), 12, TORCH_TYPES[dtype], CPU)
-    assert describe(OnlyDlpack(x[2:])) == (x[2:].data_ptr(), 6, TORCH_TYPES[dtype], CPU)
-
-
-def test_describing_leaves_a_dlpack_object_alive() -> None:
-    x = torch.arange(1000.0)
-    wrapped = OnlyDlpack(x)
-    pointers = {describe(wrapped)[0] for _ in range(100)}
-    assert pointers == {x.data_ptr()}
-    assert x.sum() == 499500.0
 
 
 class Offset:
@@ -142,60 +121,35 @@ def test_cuda_arrays_are_described() -> None:
     assert describe(on_gpu_3)[3] == 3
 
 
-NOT_CONTIGUOUS = {
-    "torch": (torch.zeros(4, 6).t(), "shape (6, 4) and strides (1, 6) is not contiguous; pass x.contiguous()"),
-    "numpy": (np.zeros((4, 6), "f4")[:, ::2], "strides (24, 8) is not contiguous; pass numpy.ascontiguousarray(x)"),
-    "cuda array": (CudaArray(strides=(4, 16)), "shape (4, 3) and byte strides (4, 16) is not contiguous; pass a copy"),
-    "dlpack": (OnlyDlpack(torch.zeros(4, 6)[:, :3]), "byte strides (24, 4) is not contiguous; pass a copy"),
-}
-
-
-@pytest.mark.parametrize("kind", NOT_CONTIGUOUS)
-def test_gaps_in_memory_are_refused(kind: str) -> None:
-    x, message = NOT_CONTIGUOUS[kind]
-    with pytest.raises(ValueError) as caught:
-        describe(x)
-    assert message in str(caught.value)
-
-
-NO_TYPE = {
-    "complex": (
-        torch.zeros(2, dtype=torch.complex64),
-        "torch.complex64 has no NCCL data type",
-        "torch.view_as_real(x)",
+NO_TYPE, GAPS = "has no NCCL data type", "is not contiguous; pass"
+REFUSED: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
+    (torch.zeros(4, 6).t(), ValueError, (f"shape (6, 4) and strides (1, 6) {GAPS} x.contiguous()",)),
+    (np.zeros((4, 6), "f4")[:, ::2], ValueError, (f"strides (24, 8) {GAPS} numpy.ascontiguousarray(x)",)),
+    (CudaArray(strides=(4, 16)), ValueError, (f"shape (4, 3) and byte strides (4, 16) {GAPS} a copy",)),
+    (OnlyDlpack(torch.zeros(4, 6)[:, :3]), ValueError, (f"byte strides (24, 4) {GAPS} a copy",)),
+    (torch.zeros(2, dtype=torch.complex64), TypeError, (f"torch.complex64 {NO_TYPE}", "torch.view_as_real(x)")),
+    (np.zeros(2, "c16"), TypeError, (f"complex128 {NO_TYPE}", "view it as real")),
+    (torch.zeros(2, dtype=torch.bool), TypeError, (f"torch.bool {NO_TYPE}", "x.view(torch.uint8)")),
+    (torch.zeros(2, dtype=torch.int16), TypeError, (f"torch.int16 {NO_TYPE}", "convert it to int32")),
+    (np.array(["a"]), TypeError, (NO_TYPE, "NCCL knows bfloat16, ")),
+    (CudaArray(typestr="<c8"), TypeError, (f"typestr '<c8' {NO_TYPE}", "view it as another")),
+    (OnlyDlpack(torch.zeros(2).cfloat()), TypeError, ("DLPack type (code 5, 64 bits", "no NCCL data type")),
+    (torch.zeros(3, device="meta"), TypeError, ("tensor on meta owns no dense memory; pass a dense tensor",)),
+    (torch.zeros(3).to_sparse(), TypeError, ("tensor on cpu owns no dense memory", "x.to_dense()")),
+    *(
+        (x, TypeError, (f"a {type(x).__module__}.{type(x).__name__} is no buffer", "torch tensor, a NumPy or CuPy ar"))
+        for x in ([1.0, 2.0], None, 3, "abc", b"abc", {}, ctypes.c_int(1))
     ),
-    "complex numpy": (np.zeros(2, "c16"), "complex128 has no NCCL data type", "view it as real"),
-    "bool": (torch.zeros(2, dtype=torch.bool), "torch.bool has no NCCL data type", "x.view(torch.uint8)"),
-    "short": (torch.zeros(2, dtype=torch.int16), "torch.int16 has no NCCL data type", "convert it to int32"),
-    "text": (np.array(["a"]), "has no NCCL data type", "NCCL knows bfloat16, "),
-    "cuda array": (CudaArray(typestr="<c8"), "typestr '<c8' has no NCCL data type", "view it as another"),
-    "dlpack": (OnlyDlpack(torch.zeros(2, dtype=torch.complex64)), "DLPack type (code 5, 64 bits", "no NCCL data type"),
-}
+]
 
 
-@pytest.mark.parametrize("kind", NO_TYPE)
-def test_types_that_nccl_lacks_are_refused_with_a_way_out(kind: str) -> None:
-    x, what, instead = NO_TYPE[kind]
-    with pytest.raises(TypeError) as caught:
+@pytest.mark.parametrize(("x", "error", "says"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_no_dense_memory_of_a_known_type_is_refused_with_a_way_out(
+    x: Any, error: type[Exception], says: tuple[str, ...]
+) -> None:
+    with pytest.raises(error) as caught:
         describe(x)
-    assert what in str(caught.value) and instead in str(caught.value)
-
-
-NO_BUFFER: list[Any] = [[1.0, 2.0], None, 3, "abc", b"abc", {}, ctypes.c_int(1)]
-
-
-@pytest.mark.parametrize("x", NO_BUFFER, ids=repr)
-def test_other_objects_are_refused_with_a_list_of_buffers(x: Any) -> None:
-    with pytest.raises(TypeError) as caught:
-        adapter(x)
-    assert f"a {type(x).__module__}.{type(x).__name__} is no buffer" in str(caught.value)
-    assert "torch tensor, a NumPy or CuPy array" in str(caught.value)
-
-
-@pytest.mark.parametrize("x", [torch.zeros(3, device="meta"), torch.zeros(3).to_sparse()], ids=["meta", "sparse"])
-def test_tensors_without_dense_memory_are_refused(x: torch.Tensor) -> None:
-    with pytest.raises(TypeError, match=r"tensor on .* owns no dense memory; pass a dense tensor"):
-        describe(x)
+    assert all(part in str(caught.value) for part in says)
 
 
 def test_read_only_memory_is_refused_as_recv() -> None:
@@ -228,15 +182,11 @@ def test_memory_without_a_stream_of_its_own_asks_for_one() -> None:
             adapter(x).current_stream(x, 0)
 
 
-def test_types_are_named_in_many_ways() -> None:
+def test_types_are_named_in_many_ways_but_not_by_what_is_equal_to_one() -> None:
     for spelling in ("float8_e4m3fn", "float8_e4m3", torch.float8_e4m3fn, DataType.FLOAT8_E4M3):
         assert data_type(spelling) is DataType.FLOAT8_E4M3
-    assert data_type(np.float32) is data_type("float32") is data_type(torch.float) is pynccl.DataType.FLOAT32
-
-
-def test_what_is_equal_to_a_data_type_is_none() -> None:
-    for known in (torch.float32, np.dtype("f4"), "float32", pynccl.DataType.FLOAT32):
-        assert data_type(known) is data_type(known) is pynccl.DataType.FLOAT32
+    for known in (torch.float32, np.float32, np.dtype("f4"), "float32", DataType.FLOAT32):
+        assert data_type(known) is data_type(known) is DataType.FLOAT32
     for other in (7, 7.0, np.int64(7), np.dtype(">f4"), ["float32"]):
         with pytest.raises(TypeError, match=r"no NCCL data type|byte order"):
             data_type(other)

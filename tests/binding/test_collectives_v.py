@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,105 +15,97 @@ from reference import DTYPES, OPS, expect, inputs, reduced
 import pynccl
 from pynccl import Communicator
 
-
-def sent(n: int) -> list[list[int]]:
-    """counts[i][j]: how many elements rank i gives rank j; some none, and nobody is owed the same as another."""
-    return [[(i + 2 * j) % (n + 1) * 3 for j in range(n)] for i in range(n)]
+COUNTS = ([5, 0, 17, 2], [0, 1, 0, 0], [0, 0, 0, 0], [3000, 1, 0, 70000])  # of the first ranks of each
 
 
-def wanted_of_all_to_all(given: list[torch.Tensor], counts: list[list[int]], rank: int) -> torch.Tensor:
-    return torch.cat([x.split(row)[rank] for x, row in zip(given, counts, strict=True)])
-
-
-def all_to_all(comm: Communicator, dtype: str) -> None:
+def all_to_all(comm: Communicator) -> None:
+    """Some pairs exchange nothing, and nobody is owed the same as another."""
     n, rank = comm.size, comm.rank
-    counts = sent(n)
-    assert any(0 in row for row in counts)
+    counts = [[(i + 2 * j) % (n + 1) * 3 for j in range(n)] for i in range(n)]
     column = [row[rank] for row in counts]
-    given = [inputs(DTYPES[dtype], "sum", sum(row), 1, seed=i)[0] for i, row in enumerate(counts)]
-    wanted = wanted_of_all_to_all(given, counts, rank)
-    recv = torch.zeros_like(wanted)
-    assert comm.all_to_all_v(given[rank], recv, send_counts=counts[rank], recv_counts=column) is recv
-    expect(recv, wanted, "all_to_all_v")
-    made = comm.all_to_all_v(given[rank], send_counts=counts[rank], recv_counts=column)
-    expect(made, wanted, "all_to_all_v, allocated")
-
-
-@each_size
-@pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16", "float8_e4m3"])
-def test_all_to_all_moves_what_each_pair_agreed_on(ranks: RankPool, n: int, dtype: str) -> None:
-    assert ranks.run(n, all_to_all, dtype) == [None] * n
-
-
-def gather_and_scatter(comm: Communicator, counts: list[int], dtype: str) -> None:
-    n, rank = comm.size, comm.rank
-    given = [inputs(DTYPES[dtype], "sum", count, 1, seed=i)[0] for i, count in enumerate(counts)]
-    expect(comm.all_gather_v(given[rank], counts=counts), torch.cat(given), "all_gather_v")
-    for op in OPS:
-        full = inputs(DTYPES[dtype], op, sum(counts), n, seed=9)
-        wanted = reduced(full, op).split(counts)[rank]
+    for dtype in ("float32", "int64", "bfloat16", "float8_e4m3"):
+        given = [inputs(DTYPES[dtype], "sum", sum(row), 1, seed=i)[0] for i, row in enumerate(counts)]
+        wanted = torch.cat([x.split(row)[rank] for x, row in zip(given, counts, strict=True)])
         recv = torch.zeros_like(wanted)
-        assert comm.reduce_scatter_v(full[rank], recv, op, counts=counts) is recv
-        expect(recv, wanted, f"reduce_scatter_v {op}")
+        assert comm.all_to_all_v(given[rank], recv, send_counts=counts[rank], recv_counts=column) is recv
+        expect(recv, wanted, f"all_to_all_v of {dtype}")
+        made = comm.all_to_all_v(given[rank], send_counts=counts[rank], recv_counts=column)
+        expect(made, wanted, f"all_to_all_v of {dtype}, allocated")
 
 
-@each_size
-@pytest.mark.parametrize("dtype", ["float32", "int32", "float16"])
-@pytest.mark.parametrize("counts", [[5, 0, 17, 2], [0, 1, 0, 0], [4, 4, 4, 4], [3000, 1, 0, 70000]], ids=str)
-def test_gather_and_reduce_scatter_with_a_count_per_rank(
-    ranks: RankPool, n: int, counts: list[int], dtype: str
-) -> None:
-    assert ranks.run(n, gather_and_scatter, counts[:n], dtype) == [None] * n
+def parts_of(counts: list[int], dtype: str) -> list[torch.Tensor]:
+    return [inputs(DTYPES[dtype], "sum", count, 1, seed=i)[0] for i, count in enumerate(counts)]
 
 
-def rooted(comm: Communicator, counts: list[int], dtype: str) -> None:
+def gather_and_reduce_scatter(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
-    parts = [inputs(DTYPES[dtype], "sum", count, 1, seed=i)[0] for i, count in enumerate(counts)]
-    whole, like = torch.cat(parts), torch.empty(0, dtype=DTYPES[dtype])
-    for root in (0, n - 1):
-        own = torch.zeros_like(parts[rank])
-        assert comm.scatter_v(whole if rank == root else None, own, root, counts=counts) is own
-        expect(own, parts[rank], "scatter_v")
-        expect(comm.scatter_v(whole if rank == root else like, root=root, counts=counts), parts[rank], "allocated")
-        recv = torch.zeros_like(whole) if rank == root else None
-        assert comm.gather_v(parts[rank], recv, root, counts=counts) is recv
-        made = comm.gather_v(parts[rank], root=root, counts=counts)
-        for result in (recv, made) if rank == root else ():
-            assert result is not None
-            expect(result, whole, "gather_v")
-        assert rank == root or made is None
-    again = comm.plan.gather_v(parts[rank], torch.zeros_like(whole) if rank == 0 else None, counts=counts)
-    back = comm.plan.scatter_v(again.recv, torch.zeros_like(parts[rank]), counts=counts)
-    for _ in range(2):
-        again()
-        back()
-        expect(back.recv, parts[rank], "gathered and scattered by plans")
+    for counts, dtype in zip([some[:n] for some in COUNTS], ("int32", "float16", "int32", "float32"), strict=True):
+        given = parts_of(counts, dtype)
+        expect(comm.all_gather_v(given[rank], counts=counts), torch.cat(given), f"all_gather_v of {counts}")
+        for op in OPS:
+            full = inputs(DTYPES[dtype], op, sum(counts), n, seed=9)
+            wanted = reduced(full, op).split(counts)[rank]
+            recv = torch.zeros_like(wanted)
+            assert comm.reduce_scatter_v(full[rank], recv, op, counts=counts) is recv
+            expect(recv, wanted, f"reduce_scatter_v {op} of {counts}")
 
 
-@each_size
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("counts", [[5, 0, 17, 2], [0, 1, 0, 0], [0, 0, 0, 0], [4, 4, 4, 4]], ids=str)
-def test_scatter_and_gather_with_a_count_per_rank(ranks: RankPool, n: int, counts: list[int], dtype: str) -> None:
-    assert ranks.run(n, rooted, counts[:n], dtype) == [None] * n
-
-
-def rooted_in_a_group(comm: Communicator) -> None:
+def rooted(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
-    counts = list(range(n))
+    for counts, dtype in zip([some[:n] for some in COUNTS], ("float32", "int8", "int8", "float32"), strict=True):
+        parts, what = parts_of(counts, dtype), f"of {counts}"
+        whole, like = torch.cat(parts), torch.empty(0, dtype=DTYPES[dtype])
+        for root in (0, n - 1):
+            own = torch.zeros_like(parts[rank])
+            assert comm.scatter_v(whole if rank == root else None, own, root, counts=counts) is own
+            expect(own, parts[rank], f"scatter_v {what}")
+            made = comm.scatter_v(whole if rank == root else like, root=root, counts=counts)
+            expect(made, parts[rank], f"scatter_v {what}, allocated")
+            recv = torch.zeros_like(whole) if rank == root else None
+            assert comm.gather_v(parts[rank], recv, root, counts=counts) is recv
+            made = comm.gather_v(parts[rank], root=root, counts=counts)
+            for result in (recv, made) if rank == root else ():
+                expect(result, whole, f"gather_v {what}")
+            assert rank == root or made is None
+        again = comm.plan.gather_v(parts[rank], torch.zeros_like(whole) if rank == 0 else None, counts=counts)
+        back = comm.plan.scatter_v(again.recv, torch.zeros_like(parts[rank]), counts=counts)
+        for _ in range(2):
+            again()
+            back()
+            expect(back.recv, parts[rank], "gathered and scattered by plans")
+
+
+def in_a_group_on_a_stream(comm: Communicator) -> None:
+    """In the order of the stream, together with other collectives; counts in an array."""
+    n, rank = comm.size, comm.rank
+    counts, stream = list(range(1, n + 1)), pynccl.create_stream()
     parts = [torch.full((count,), float(i)) for i, count in enumerate(counts)]
-    stream = pynccl.create_stream()
+    x, firsts = torch.ones(2), torch.zeros(counts[rank])
+    comm.broadcast(torch.full((1,), rank + 1.0), firsts[:1], root=0, stream=stream)  # before the gather that follows
+    gathered_firsts = comm.all_gather_v(firsts, counts=counts, stream=stream)
     with pynccl.group():
-        gathered = comm.gather_v(parts[rank], root=n - 1, counts=counts, stream=stream)
+        gathered = comm.all_gather_v(parts[rank], counts=counts, stream=stream)
+        comm.all_reduce(x, x, stream=stream)
+        back = comm.reduce_scatter_v(torch.ones(sum(counts)), counts=np.array(counts), stream=stream)
+        at_root = comm.gather_v(parts[rank], root=n - 1, counts=counts, stream=stream)
         scattered = comm.scatter_v(torch.cat(parts), root=0, counts=np.array(counts), stream=stream)
     stream.synchronize()
+    expect(gathered_firsts, torch.cat([torch.tensor([1.0] + [0.0] * i) for i in range(n)]), "by the stream's order")
+    expect(gathered, torch.cat(parts), "all_gather_v")
+    expect(x, torch.full((2,), float(n)), "all_reduce")
+    expect(back, torch.full((counts[rank],), float(n)), "reduce_scatter_v")
     expect(scattered, parts[rank], "scatter_v")
     if rank == n - 1:
-        expect(gathered, torch.cat(parts), "gather_v")
+        expect(at_root, torch.cat(parts), "gather_v")
+    array = comm.all_gather_v(np.full(counts[rank], rank, dtype=np.int32), counts=counts)
+    assert isinstance(array, np.ndarray) and array.dtype == np.int32
+    assert array.tolist() == [i for i, count in enumerate(counts) for _ in range(count)]
 
 
 @each_size
-def test_scatter_and_gather_share_a_group_on_a_stream(ranks: RankPool, n: int) -> None:
-    assert ranks.run(n, rooted_in_a_group) == [None] * n
+@pytest.mark.parametrize("body", [all_to_all, gather_and_reduce_scatter, rooted, in_a_group_on_a_stream])
+def test_a_count_per_rank(ranks: RankPool, n: int, body: Callable[[Communicator], None]) -> None:
+    ranks.run(n, body)
 
 
 def disagreeing_counts(comm: Communicator) -> list[str]:
@@ -144,68 +137,6 @@ def test_counts_are_compared_across_ranks_when_asked_for() -> None:
         pool.close()
 
 
-def nothing_at_all(comm: Communicator) -> list[tuple[int, ...]]:
-    none, zeros = torch.empty(0), [0] * comm.size
-    results = [
-        comm.all_to_all_v(none, send_counts=zeros, recv_counts=zeros),
-        comm.all_gather_v(none, counts=zeros),
-        comm.reduce_scatter_v(none, counts=zeros),
-    ]
-    return [tuple(result.shape) for result in results]
-
-
-def test_all_counts_may_be_zero(ranks: RankPool) -> None:
-    assert ranks.run(2, nothing_at_all) == [[(0,)] * 3] * 2
-
-
-def on_a_stream(comm: Communicator) -> list[float]:
-    counts = list(range(1, comm.size + 1))
-    stream = pynccl.create_stream()
-    x = torch.zeros(counts[comm.rank])
-    total = torch.full((1,), float(comm.rank + 1))
-    comm.broadcast(total, x[:1], root=0, stream=stream)  # before the gather, by the order of the stream
-    gathered = comm.all_gather_v(x, counts=counts, stream=stream)
-    stream.synchronize()
-    return gathered.tolist()
-
-
-@each_size
-def test_they_keep_the_order_of_their_stream(ranks: RankPool, n: int) -> None:
-    starts = [sum(range(1, rank + 1)) for rank in range(n)]
-    wanted = [1.0 if i in starts else 0.0 for i in range(sum(range(1, n + 1)))]
-    assert ranks.run(n, on_a_stream) == [wanted] * n
-
-
-def in_a_group(comm: Communicator) -> None:
-    n, rank = comm.size, comm.rank
-    counts = list(range(n))
-    given = [torch.full((count,), float(i)) for i, count in enumerate(counts)]
-    x = torch.ones(2)
-    with pynccl.group():
-        gathered = comm.all_gather_v(given[rank], counts=counts)
-        comm.all_reduce(x, x)
-        back = comm.reduce_scatter_v(torch.ones(sum(counts)), counts=counts)
-    expect(gathered, torch.cat(given), "all_gather_v")
-    expect(x, torch.full((2,), float(n)), "all_reduce")
-    expect(back, torch.full((rank,), float(n)), "reduce_scatter_v")
-
-
-@each_size
-def test_they_share_a_group_with_others(ranks: RankPool, n: int) -> None:
-    assert ranks.run(n, in_a_group) == [None] * n
-
-
-def arrays(comm: Communicator) -> list[Any]:
-    counts = [2, 1, 3][: comm.size]
-    result = comm.all_gather_v(np.full(counts[comm.rank], comm.rank, dtype=np.int32), counts=counts)
-    assert isinstance(result, np.ndarray) and result.dtype == np.int32
-    return result.tolist()
-
-
-def test_the_result_is_of_the_kind_of_send(ranks: RankPool) -> None:
-    assert ranks.run(3, arrays) == [[0, 0, 1, 2, 2, 2]] * 3
-
-
 def test_offsets_are_bytes_and_do_not_wrap() -> None:
     stub = Stub()
     comm = stub.comm(nranks=2, rank=1)
@@ -227,117 +158,69 @@ def test_offsets_are_bytes_and_do_not_wrap() -> None:
     ]
 
 
-ONE = torch.zeros(1)
-BAD: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
-    "too few counts": (
-        "all_gather_v",
-        (ONE,),
-        {"counts": [1]},
-        r"counts is \[1\], expected 2 numbers of elements >= 0",
-    ),
-    "too many counts": ("reduce_scatter_v", (ONE,), {"counts": [1, 1, 1]}, r"counts is \[1, 1, 1\], expected 2"),
-    "negative": ("all_gather_v", (ONE,), {"counts": [-1, 2]}, r"counts is \[-1, 2\], expected 2 numbers"),
-    "not whole": ("all_gather_v", (ONE,), {"counts": [1.0, 1]}, r"counts is \[1\.0, 1\], expected 2 numbers"),
-    "send_counts": (
-        "all_to_all_v",
-        (ONE,),
-        {"send_counts": [1], "recv_counts": [0, 0]},
-        r"send_counts is \[1\], expected 2",
-    ),
-    "recv_counts": (
-        "all_to_all_v",
-        (ONE,),
-        {"send_counts": [1, 0], "recv_counts": [0, -2]},
-        r"recv_counts is \[0, -2\], expected 2",
-    ),
-    "true": ("all_gather_v", (ONE,), {"counts": [True, 1]}, r"counts is \[True, 1\], expected 2 numbers"),
-    "more than memory": ("gather_v", (ONE,), {"counts": [1 << 61, 1]}, r"counts is \[2305.*, 1\], expected 2 numbers"),
-    "scatter root": ("scatter_v", (ONE,), {"root": 2, "counts": [1, 1]}, r"root is 2, expected a rank in 0\.\.1"),
-    "gather root": ("gather_v", (ONE,), {"root": True, "counts": [1, 1]}, r"root is True, expected a rank in 0\.\.1"),
-    "scatter of another sum": (
-        "scatter_v",
-        (ONE,),
-        {"root": 1, "counts": [1, 1]},
-        "send has 1 elements, the counts say 2",
-    ),
-    "scatter into another size": (
-        "scatter_v",
-        (None, ONE),
-        {"counts": [1, 2]},
-        "recv has 1 elements, the counts say 2",
-    ),
-    "gather of another size": ("gather_v", (ONE,), {"counts": [1, 2]}, "send has 1 elements, the counts say 2"),
-    "gather into another size": (
-        "gather_v",
-        (ONE, torch.zeros(5)),
-        {"root": 1, "counts": [2, 1]},
-        "recv has 5 elements, expected 3",
-    ),
-    "send of another size": ("all_gather_v", (ONE,), {"counts": [1, 2]}, "send has 1 elements, the counts say 2"),
-    "send of another sum": (
-        "all_to_all_v",
-        (ONE,),
-        {"send_counts": [1, 1], "recv_counts": [0, 0]},
-        "send has 1 elements, the counts say 2",
-    ),
-    "recv of another size": (
-        "all_gather_v",
-        (ONE, torch.zeros(7)),
-        {"counts": [3, 1]},
-        "recv has 7 elements, expected 4",
-    ),
-    "recv of another type": (
+ONE, F4, OVER = torch.zeros(1), "float32", "send and recv overlap"
+# Operation, buffers, options, what is said, by rank 1 of 2
+BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    ("all_gather_v", (ONE,), {"counts": [1]}, "counts is [1], expected 2 numbers of elements >= 0"),
+    ("reduce_scatter_v", (ONE,), {"counts": [1, 1, 1]}, "counts is [1, 1, 1], expected 2"),
+    ("all_gather_v", (ONE,), {"counts": [-1, 2]}, "counts is [-1, 2], expected 2 numbers"),
+    ("all_gather_v", (ONE,), {"counts": [1.0, 1]}, "counts is [1.0, 1], expected 2 numbers"),
+    ("all_gather_v", (ONE,), {"counts": [True, 1]}, "counts is [True, 1], expected 2 numbers"),
+    ("gather_v", (ONE,), {"counts": [1 << 61, 1]}, "counts is [2305843009213693952, 1], expected 2 numbers"),
+    ("all_to_all_v", (ONE,), {"send_counts": [1], "recv_counts": [0, 0]}, "send_counts is [1], expected 2"),
+    ("all_to_all_v", (ONE,), {"send_counts": [1, 0], "recv_counts": [0, -2]}, "recv_counts is [0, -2], expected 2"),
+    ("scatter_v", (ONE,), {"root": 2, "counts": [1, 1]}, "root is 2, expected a rank in 0..1"),
+    ("gather_v", (ONE,), {"root": True, "counts": [1, 1]}, "root is True, expected a rank in 0..1"),
+    ("scatter_v", (ONE,), {"root": 1, "counts": [1, 1]}, "send has 1 elements, the counts say 2"),
+    ("scatter_v", (None, ONE), {"counts": [1, 2]}, "recv has 1 elements, the counts say 2"),
+    ("gather_v", (ONE,), {"counts": [1, 2]}, "send has 1 elements, the counts say 2"),
+    ("gather_v", (ONE, torch.zeros(5)), {"root": 1, "counts": [2, 1]}, "recv has 5 elements, expected 3"),
+    ("all_gather_v", (ONE,), {"counts": [1, 2]}, "send has 1 elements, the counts say 2"),
+    ("all_to_all_v", (ONE,), {"send_counts": [1, 1], "recv_counts": [0, 0]}, "send has 1 elements, the counts say 2"),
+    ("all_gather_v", (ONE, torch.zeros(7)), {"counts": [3, 1]}, "recv has 7 elements, expected 4"),
+    (
         "reduce_scatter_v",
-        (torch.zeros(4), torch.zeros(1, dtype=torch.int32)),
+        (torch.zeros(4), ONE.int()),
         {"counts": [3, 1]},
         "send is FLOAT32, recv is INT32; they must be equal",
     ),
-}
+    ("reduce_scatter_v", (torch.zeros(4),), {"op": "mean", "counts": [3, 1]}, "unknown operator 'mean'"),
+    ("all_gather_v", ((64, 1, F4), (52, 4, F4)), {"counts": [3, 1], "stream": 0}, f"{OVER}, -12 bytes apart; pass s"),
+    (
+        "all_to_all_v",
+        ((64, 4, F4), (64, 2, F4)),
+        {"send_counts": [3, 1], "recv_counts": [1, 1], "stream": 0},
+        f"{OVER}, 0 bytes apart",
+    ),
+    ("scatter_v", (None,), {"counts": [1, 1]}, "rank 1 passed no recv and no send like which to allocate it"),
+    ("scatter_v", (None, ONE), {"root": 1, "counts": [1, 1]}, "rank 1 passed no send; pass send="),
+    (
+        "all_gather_v",
+        ((4096, 1, F4),),
+        {"counts": [3, 1], "stream": 0},
+        "cannot allocate the result like a tuple: pass recv=",
+    ),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_counts_and_buffers_are_refused_before_anything_is_launched(case: str) -> None:
-    operation, args, options, message = BAD[case]
+@pytest.mark.parametrize(("operation", "args", "options", "message"), BAD)
+def test_bad_counts_and_buffers_are_refused_before_anything_is_launched(
+    operation: str, args: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
     stub = Stub()
     comm = stub.comm(nranks=2, rank=1, cpu=True)
-    with pytest.raises(ValueError, match=f"^{operation}: {message}"):
+    with pytest.raises((ValueError, TypeError)) as caught:
         getattr(comm, operation)(*args, **options)
+    said = str(caught.value)
+    assert said.startswith(f"{operation}: {message}") or (said.startswith("cannot allocate") and message in said)
     assert stub.names() == []
     comm.barrier()  # no group was left open
     assert stub.names() == ["ncclAllReduce"]
 
 
-def test_an_unknown_operator_launches_nothing() -> None:
-    stub = Stub()
-    with pytest.raises(ValueError, match="unknown operator 'mean'"):
-        stub.comm(nranks=2, rank=1, cpu=True).reduce_scatter_v(torch.zeros(4), op="mean", counts=[3, 1])
-    assert stub.names() == []
-
-
-def test_overlapping_buffers_are_refused() -> None:
+def test_buffers_may_touch_and_nothing_overlaps_nothing() -> None:
     stub = Stub()
     comm = stub.comm(nranks=2, rank=1)
-    with pytest.raises(ValueError, match=r"all_gather_v: send and recv overlap, -12 bytes apart; pass separate"):
-        comm.all_gather_v((4096 + 12, 1, "float32"), (4096, 4, "float32"), counts=[3, 1], stream=0)
-    with pytest.raises(ValueError, match="all_to_all_v: send and recv overlap, 0 bytes apart"):
-        comm.all_to_all_v((4096, 4, "float32"), (4096, 2, "float32"), send_counts=[3, 1], recv_counts=[1, 1], stream=0)
-    assert stub.names() == []
-    comm.all_gather_v((4096 + 16, 1, "float32"), (4096, 4, "float32"), counts=[3, 1], stream=0)  # touch, not overlap
-    comm.all_gather_v((4096, 0, "float32"), (4096, 4, "float32"), counts=[4, 0], stream=0)  # nothing to overlap
+    comm.all_gather_v((4096 + 16, 1, F4), (4096, 4, F4), counts=[3, 1], stream=0)
+    comm.all_gather_v((4096, 0, F4), (4096, 4, F4), counts=[4, 0], stream=0)
     assert stub.names().count("ncclBroadcast") == 4
-
-
-def test_scatter_without_buffers_says_which_it_needs() -> None:
-    stub = Stub()
-    comm = stub.comm(nranks=2, rank=1, cpu=True)
-    with pytest.raises(TypeError, match=r"scatter_v: rank 1 passed no recv and no send like which to allocate it"):
-        comm.scatter_v(None, counts=[1, 1])
-    with pytest.raises(TypeError, match=r"scatter_v: rank 1 passed no send; pass send="):
-        comm.scatter_v(None, ONE, root=1, counts=[1, 1])
-    assert stub.names() == []
-
-
-def test_a_raw_pointer_needs_recv() -> None:
-    stub = Stub()
-    with pytest.raises(TypeError, match="cannot allocate the result like a tuple: pass recv="):
-        stub.comm(nranks=2, rank=1).all_gather_v((4096, 1, "float32"), counts=[3, 1], stream=0)

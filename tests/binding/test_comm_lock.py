@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import random
+import signal
 import threading
-from pathlib import Path
+import time
+from collections.abc import Callable
+from typing import Any
 
-import pytest
+import torch
 from libraries import Stub
+from ranks import Place, RankPool
 
-ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 40.0  # of patience
 
 
 def test_a_forked_child_does_not_wait_for_a_thread_that_did_not_come_along() -> None:
@@ -34,93 +37,95 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_did_not_come_along() -> 
     comm.destroy()
 
 
-INTERRUPTED = """
-import random, signal, sys, threading, time
-sys.path.insert(0, sys.argv[1])
-import torch
-from libraries import Stub
-
-inside = False
-def ring(*_):
-    global inside
+def ring_again() -> None:
     signal.setitimer(signal.ITIMER_REAL, random.random() * 2e-3 + 1e-5)
-    if inside:
-        inside = False
-        raise KeyboardInterrupt
 
-stub = Stub()
-comm = stub.comm(2, 0, cpu=True)
-t = torch.ones(8)
-calls = [comm.plan.all_reduce(t, t), lambda: comm.all_reduce(t, t), lambda: comm.all_reduce(t)]
-if sys.argv[2] == "buffers":  # which go the general way
-    b = (t.data_ptr(), 8, "float32")
-    calls = [comm.plan.all_reduce(b, b, stream=0), lambda: comm.all_reduce(b, b, stream=0)]
-for call in calls * 3:
-    call()
-signal.signal(signal.SIGALRM, ring)
-signal.setitimer(signal.ITIMER_REAL, 1e-3)
-interrupts, end = 0, time.monotonic() + 2.5
-while time.monotonic() < end:
-    try:
-        inside = True
-        while time.monotonic() < end:
-            for call in calls * 50:
-                call()
-            stub.clear()
-        inside = False
-    except KeyboardInterrupt:
-        interrupts += 1
-        stub.clear()
-signal.setitimer(signal.ITIMER_REAL, 0)
-nested = 0
-def once_more():
-    with comm.lock:
-        pass
-def call_too(*_):
-    global nested
-    nested += 1
-    for call in calls:
-        call()
-    once_more()
-    stub.clear()
-    signal.setitimer(signal.ITIMER_REAL, random.random() * 2e-3 + 1e-5)
-signal.signal(signal.SIGALRM, call_too)
-def work():
-    for _ in range(3000):
-        for call in calls:
+
+class Storm:
+    """Handlers of a signal that comes every millisecond in the midst of calls."""
+
+    def __init__(self) -> None:
+        self.stub = Stub()
+        self.comm = self.stub.comm(2, 0, cpu=True)
+        t = torch.ones(8)
+        b = (t.data_ptr(), 8, "float32")  # which goes the general way
+        self.calls: list[Callable[[], Any]] = [
+            self.comm.plan.all_reduce(t, t),
+            lambda: self.comm.all_reduce(t, t),
+            lambda: self.comm.all_reduce(t),
+            self.comm.plan.all_reduce(b, b, stream=0),
+            lambda: self.comm.all_reduce(b, b, stream=0),
+        ]
+        self.inside = False
+        self.interrupts = self.nested = 0
+        self.end = time.monotonic() + SECONDS
+
+    def all(self, times: int = 1) -> None:
+        for call in self.calls * times:
             call()
-        stub.clear()
-other = threading.Thread(target=work)
-other.start()
-signal.setitimer(signal.ITIMER_REAL, 1e-3)
-end = time.monotonic() + 2
-while time.monotonic() < end:
-    for call in calls * 50:
-        call()
-    stub.clear()
-signal.signal(signal.SIGALRM, signal.SIG_IGN)
-other.join(20)
-slowest = 0.0
-def elsewhere():
-    global slowest
-    start = time.monotonic()
-    for call in calls:
-        call()
-    slowest = time.monotonic() - start
-thread = threading.Thread(target=elsewhere)
-thread.start()
-thread.join(20)
-print(interrupts, nested > 100, thread.is_alive(), other.is_alive(), slowest < 2)
-print(stub.cdll.stub_overlaps(), flush=True)
-comm.destroy()
-"""
+        self.stub.clear()
+
+    def interrupt(self, *_: Any) -> None:
+        ring_again()
+        if self.inside:
+            self.inside = False
+            raise KeyboardInterrupt
+
+    def call_too(self, *_: Any) -> None:
+        self.nested += 1
+        self.all()
+        with self.comm.lock:
+            pass
+        ring_again()
+
+    def of_interrupts(self) -> None:
+        signal.signal(signal.SIGALRM, self.interrupt)
+        ring_again()
+        while self.interrupts < 400 and time.monotonic() < self.end:
+            try:
+                self.inside = True
+                while True:
+                    self.all(20)
+            except KeyboardInterrupt:
+                self.interrupts += 1
+                self.stub.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def of_handlers_that_call(self) -> None:
+        signal.signal(signal.SIGALRM, self.call_too)
+        ring_again()
+        while self.nested < 200 and time.monotonic() < self.end:
+            self.all(20)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+    def in_a_thread(self, times: int) -> threading.Thread:
+        thread = threading.Thread(target=self.all, args=(times,), daemon=True)
+        thread.start()
+        return thread
 
 
-@pytest.mark.parametrize("what", ["tensors", "buffers"])
-def test_a_storm_of_ctrl_c_leaves_a_communicator_that_all_threads_can_use(what: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", INTERRUPTED, str(ROOT / "tests" / "support"), what]
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    interrupts, *rest = done.stdout.split()
-    assert int(interrupts) > 200 and rest == ["True", "False", "False", "True", "0"]
+def storm(place: Place) -> tuple[int, int, bool, int]:
+    """(interrupts, calls from handlers, whether threads were left waiting, calls that overlapped)."""
+    one = Storm()
+    one.all(3)
+    one.of_interrupts()
+    beside = one.in_a_thread(1000)
+    one.of_handlers_that_call()
+    beside.join(SECONDS)
+    after = one.in_a_thread(1)
+    after.join(SECONDS)
+    overlaps = int(one.stub.cdll.stub_overlaps())
+    stuck = beside.is_alive() or after.is_alive()
+    if not stuck:
+        one.comm.destroy()
+    return one.interrupts, one.nested, stuck, overlaps
+
+
+def test_a_storm_of_ctrl_c_leaves_a_communicator_that_all_threads_can_use() -> None:
+    pool = RankPool(communicators=False)  # a process whose signals are of no other test
+    try:
+        [(interrupts, nested, stuck, overlaps)] = pool.run(1, storm, timeout=4 * SECONDS)
+    finally:
+        pool.close()
+    assert interrupts >= 400 and nested >= 200
+    assert not stuck and overlaps == 0

@@ -67,29 +67,17 @@ def test_importing_pynccl_brings_no_compat_and_compat_no_torch() -> None:
 
 
 def test_enums_are_those_of_nccl() -> None:
-    for dtype, number in zip(
-        (
-            torch.int8,
-            torch.uint8,
-            torch.int32,
-            torch.int64,
-            torch.float16,
-            torch.float32,
-            torch.float64,
-            torch.bfloat16,
-        ),
-        (0, 1, 2, 4, 6, 7, 8, 9),
-        strict=True,
-    ):
+    names = ("int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bfloat16")
+    for name, number in zip(names, (0, 1, 2, 4, 6, 7, 8, 9), strict=True):
+        dtype = getattr(torch, name)
         assert ncclDataTypeEnum.from_torch(dtype) == number and ncclDataTypeEnum.supports_torch_dtype(dtype)
     assert ncclDataTypeEnum.try_from_torch(torch.complex64) is None
     with pytest.raises(ValueError, match=r"Unsupported dtype: torch\.complex64"):
         ncclDataTypeEnum.from_torch(torch.complex64)
     operators = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)
     assert [ncclRedOpTypeEnum.from_torch(op) for op in operators] == [0, 1, 2, 3, 4]
-    assert (
-        [operator_of(ReduceOp(op)) for op in operators] == [operator_of(op) for op in operators] == list(pynccl.RedOp)
-    )
+    assert [operator_of(ReduceOp(op)) for op in operators] == list(pynccl.RedOp)
+    assert [operator_of(op) for op in operators] == list(pynccl.RedOp)
     for op in (ReduceOp.BAND, "sum", None, [ReduceOp.SUM]):
         with pytest.raises(ValueError, match="Unsupported op"):
             operator_of(op)

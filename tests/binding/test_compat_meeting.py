@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meetings import free_port
 from ranks import RankPool
 from torch.distributed import ReduceOp
 
@@ -41,19 +41,6 @@ def meet(count: int, body: Callable[[StatelessProcessGroup], Any]) -> list[Any]:
     for thread in threads:
         thread.join(30)
     return found
-
-
-def over_a_store(group: StatelessProcessGroup) -> list[float]:
-    c = PyNcclCommunicator(group, 0)  # an index is the CPU on the host library
-    group.barrier()
-    result: list[float] = c.all_reduce(torch.full((2,), group.rank + 1.0)).tolist()
-    group.barrier()
-    c.destroy()
-    return result
-
-
-def test_stateless_group_of_threads() -> None:
-    assert meet(3, over_a_store) == [[6.0, 6.0]] * 3
 
 
 def objects(group: StatelessProcessGroup) -> tuple[Any, ...]:
@@ -108,83 +95,57 @@ def test_a_stranger_who_writes_into_the_store_first_runs_nothing(
     assert not os.path.exists(path)
 
 
-def test_rank_0_listens_at_the_address_that_it_was_told() -> None:
-    with stateless._listen("127.0.0.1", 0) as local, stateless._listen("localhost", 0) as named:
-        assert local.getsockname()[0] == "127.0.0.1" and named.getsockname()[0] in ("127.0.0.1", "::1")
-
-
-def test_stateless_barrier_names_who_is_missing() -> None:
+def test_a_stateless_group_names_who_is_missing_and_listens_at_no_other_address() -> None:
     store = dist.HashStore()
     with pytest.raises(pynccl.NcclTimeout, match=r"no sign of rank\(s\) \[1\] of 2 in 0.2 s"):
         StatelessProcessGroup(0, 2, store).barrier(timeout=0.2)
     with pytest.raises(ValueError, match=r"rank is 2, expected 0\.\.1"):
         StatelessProcessGroup(2, 2, store)
-
-
-def created(comm: Communicator, port: int) -> list[float]:
-    """As a trainer and an inference worker meet."""
-    group = StatelessProcessGroup.create("127.0.0.1", port, comm.rank, comm.size, store_timeout=30)
-    c = PyNcclCommunicator(group, device=comm.device)
-    x = torch.full((3,), float(comm.rank))
-    c.broadcast(x, src=1)
-    group.barrier()
-    c.destroy()
-    return x.tolist()
-
-
-def test_stateless_group_of_processes(ranks: RankPool) -> None:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert ranks.run(2, created, port) == [[1.0] * 3] * 2
-
-
-def test_stateless_group_at_an_address_of_another_machine() -> None:
     with pytest.raises(RuntimeError, match=r"cannot listen at 192\.0\.2\.1:2: .*an address of its machine"):
         StatelessProcessGroup.create("192.0.2.1", 2, 0, 2)
+    with stateless._listen("localhost", 0) as named:  # at that address alone
+        assert named.getsockname()[0] in ("127.0.0.1", "::1")
 
 
-def from_bytes(comm: Communicator, identity: bytes) -> list[float]:
-    c = PyNcclCommunicator.from_unique_id_bytes(identity, comm.rank, comm.size, "cpu")
-    assert c.group is None
-    result: list[float] = c.all_reduce(torch.ones(2)).tolist()
+def meets(comm: Communicator, port: int, identity: bytes, other: bytes) -> None:
+    """As a trainer and an inference worker do; by an id; and where the other end is a program of pynccl alone."""
+    group = StatelessProcessGroup.create("127.0.0.1", port, comm.rank, comm.size, store_timeout=50)
+    c = PyNcclCommunicator(group, device=0)  # an index is the CPU on the host library
+    x = torch.full((3,), float(comm.rank))
+    c.broadcast(x, src=1)
+    assert x.tolist() == [1.0] * 3
+    group.barrier()
     c.destroy()
-    return result
+
+    c = PyNcclCommunicator.from_unique_id_bytes(identity, comm.rank, comm.size, "cpu")
+    assert c.group is None and c.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+    c.destroy()
+
+    if comm.rank == 0:
+        c = PyNcclCommunicator.from_unique_id_bytes(other, 0, 2, "cpu")
+        assert c.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+        c.destroy()
+    else:
+        with Communicator.init(2, other, 1) as plain:
+            plain.all_reduce(torch.zeros(1))  # the one-float sum after the init of theirs
+            assert plain.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
-def test_from_unique_id_bytes(ranks: RankPool) -> None:
+def test_processes_meet_at_an_address_or_by_an_id(ranks: RankPool) -> None:
     identity = bytes(NCCLLibrary().ncclGetUniqueId())
-    assert ranks.run(3, from_bytes, identity) == [[3.0, 3.0]] * 3
+    ranks.run(2, meets, free_port(), identity, bytes(pynccl.get_unique_id()))
     with pytest.raises(ValueError, match="128 bytes, got 3"):
         PyNcclCommunicator.from_unique_id_bytes(b"abc", 0, 2, "cpu")
     with pytest.raises(ValueError, match="rank"):
         PyNcclCommunicator.from_unique_id_bytes(identity, 2, 2, "cpu")
 
 
-def foreign(comm: Communicator, identity: bytes) -> list[float]:
-    """Rank 0 by this class, rank 1 by pynccl alone: it takes part in the one-float sum after the init."""
-    if comm.rank == 0:
-        c = PyNcclCommunicator.from_unique_id_bytes(identity, 0, 2, "cpu")
-        result: list[float] = c.all_reduce(torch.ones(2)).tolist()
-        c.destroy()
-        return result
-    other = Communicator.init(2, identity, 1)
-    other.all_reduce(torch.zeros(1))
-    result = other.all_reduce(torch.ones(2)).tolist()
-    other.destroy()
-    return result
-
-
-def test_another_program_at_the_other_end(ranks: RankPool) -> None:
-    assert ranks.run(2, foreign, bytes(pynccl.get_unique_id())) == [[2.0, 2.0]] * 2
-
-
 def test_one_rank_is_disabled_and_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     group = StatelessProcessGroup(0, 1, dist.HashStore())
     c = PyNcclCommunicator(group, CPU)
     assert (c.available, c.disabled, c.world_size) == (False, True, 1) and c.all_reduce(torch.ones(1)) is None
+    with pytest.raises(RuntimeError, match=r"no group_start\(\)"):
+        c.group_end()
     c.group_start()
     c.group_end()
     c.destroy()
@@ -222,28 +183,3 @@ def test_a_wrong_group_or_device_is_said() -> None:
     found = meet(2, lambda group: PyNcclCommunicator(group, "cuda:0"))
     assert [type(one) for one in found] == [ValueError, ValueError]
     assert all("the host library works on the CPU" in str(one) for one in found)
-
-
-def test_an_error_in_another_rank_leaves_no_open_group() -> None:
-    with pytest.raises(RuntimeError, match=r"no group_start\(\)"):
-        PyNcclCommunicator(StatelessProcessGroup(0, 1, dist.HashStore()), CPU).group_end()
-    assert "VLLM_NCCL_SO_PATH" not in os.environ
-
-
-def survivor(comm: Communicator, identity: bytes) -> str:
-    c = PyNcclCommunicator.from_unique_id_bytes(identity, comm.rank, comm.size, "cpu")
-    x = torch.ones(4)
-    c.all_reduce(x)
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError) as raised:
-        for _ in range(1000):
-            c.all_reduce(x)
-    c.destroy()
-    return str(raised.value)
-
-
-def test_the_others_are_told_of_a_rank_that_was_killed(ranks: RankPool) -> None:
-    first, second, third = ranks.outcomes(3, survivor, bytes(pynccl.get_unique_id()))
-    assert second.report and not first.report and not third.report
-    assert "rank 1" in first.value and "rank 1" in third.value

@@ -31,50 +31,54 @@ def checked(comm: Communicator) -> Communicator:
 F, D = torch.float32, torch.float64
 
 # What rank 1 calls, and what the others call, and both as the message has them.
-DISAGREEMENTS: dict[str, tuple[Calls, tuple[str, str]]] = {
-    "operation": (
+DISAGREEMENTS: list[tuple[Calls, tuple[str, str]]] = [
+    (
         (lambda c: c.all_reduce(torch.ones(4)), lambda c: c.broadcast(torch.ones(4))),
         ("all_reduce(count=4, FLOAT32, SUM)", "broadcast(count=4, FLOAT32, root=0)"),
     ),
-    "count": (
+    (
         (lambda c: c.all_reduce(torch.ones(4)), lambda c: c.all_reduce(torch.ones(5))),
         ("all_reduce(count=4, FLOAT32, SUM)", "all_reduce(count=5, FLOAT32, SUM)"),
     ),
-    "data type": (
+    (
         (lambda c: c.all_gather(torch.ones(4, dtype=F)), lambda c: c.all_gather(torch.ones(4, dtype=D))),
         ("all_gather(count=4, FLOAT32)", "all_gather(count=4, FLOAT64)"),
     ),
-    "operator": (
+    (
         (lambda c: c.all_reduce(torch.ones(4), op="max"), lambda c: c.all_reduce(torch.ones(4), op="avg")),
         ("all_reduce(count=4, FLOAT32, MAX)", "all_reduce(count=4, FLOAT32, AVG)"),
     ),
-    "root": (
+    (
         (lambda c: c.reduce(torch.ones(4), root=1), lambda c: c.reduce(torch.ones(4), root=0)),
         ("reduce(count=4, FLOAT32, SUM, root=1)", "reduce(count=4, FLOAT32, SUM, root=0)"),
     ),
-}
+]
 
 
-def disagree(comm: Communicator, name: str) -> str:
-    own = checked(comm)
-    calls, _ = DISAGREEMENTS[name]
-    with own, pytest.raises(pynccl.NcclInvalidUsage) as caught:
-        calls[0 if own.rank == 1 else 1](own)
-    return str(caught.value)
+def disagree(comm: Communicator) -> list[str]:
+    own, messages = checked(comm), []
+    x = torch.tensor(float(own.rank))
+    for (of_rank_1, of_the_others), _ in DISAGREEMENTS:
+        with pytest.raises(pynccl.NcclInvalidUsage) as caught:
+            (of_rank_1 if own.rank == 1 else of_the_others)(own)
+        messages.append(str(caught.value))
+        with pytest.raises(pynccl.NcclInvalidUsage):
+            own.all_reduce(x, x, op="min" if own.rank else "max")
+        assert x.item() == own.rank  # nothing was launched
+        assert own.all_reduce(x).item() == own.size * (own.size - 1) / 2  # and the communicator stays usable
+    own.destroy()
+    return messages
 
 
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_a_disagreement_is_shown_to_every_rank(ranks: RankPool, name: str) -> None:
-    ours, theirs = DISAGREEMENTS[name][1]
-    messages = ranks.run(3, disagree, name)
-    assert len(messages) == 3
-    for rank, message in enumerate(messages):
-        assert "the ranks of this communicator disagree (PYNCCL_CHECK=1)" in message
-        shown = dict(re.findall(r"rank (\d): (.*) at .*test_consistency\.py:\d+", message))
-        assert shown["1"] == ours
-        assert theirs in (shown.get("0"), shown.get("2"))
-        assert shown[str(rank)] == (ours if rank == 1 else theirs)
-        assert "every rank must make the same collective calls in the same order" in message
+def test_a_disagreement_is_shown_to_every_rank(ranks: RankPool) -> None:
+    for rank, messages in enumerate(ranks.run(3, disagree)):
+        for message, (_, (ours, theirs)) in zip(messages, DISAGREEMENTS, strict=True):
+            assert "the ranks of this communicator disagree (PYNCCL_CHECK=1)" in message
+            shown = dict(re.findall(r"rank (\d): (.*) at .*test_consistency\.py:\d+", message))
+            assert shown["1"] == ours
+            assert theirs in (shown.get("0"), shown.get("2"))
+            assert shown[str(rank)] == (ours if rank == 1 else theirs)
+            assert "every rank must make the same collective calls in the same order" in message
 
 
 def disagree_on_two_lines(comm: Communicator) -> str:
@@ -100,65 +104,46 @@ def test_the_lines_of_both_calls_are_named(ranks: RankPool) -> None:
         assert "rank 1: all_gather(count=4, FLOAT32); broadcast(count=4, FLOAT32, root=0) at " in message
 
 
-def usable_afterwards(comm: Communicator) -> float:
-    own = checked(comm)
-    x = torch.tensor(float(own.rank))
-    with pytest.raises(pynccl.NcclInvalidUsage):
-        own.all_reduce(x, op="min" if own.rank else "max")
-    assert x.item() == own.rank
-    with own:
-        return own.all_reduce(x).item()
-
-
-@each_size
-def test_nothing_is_launched_and_the_communicator_stays_usable(ranks: RankPool, n: int) -> None:
-    assert ranks.run(n, usable_afterwards) == [n * (n - 1) / 2] * n
-
-
-def agree(comm: Communicator) -> list[float]:
-    own = checked(comm)
-    other = checked(comm)
+def agree(comm: Communicator) -> None:
+    n = comm.size
+    own, other = checked(comm), checked(comm)
     x = torch.full((4,), float(own.rank + 1))
     received = torch.zeros(own.rank + 1)
     with pynccl.group():
         total = own.all_reduce(x)
         most = other.all_reduce(x, op="max")
         # Sends and receives differ from rank to rank, and are not compared.
-        own.send(torch.ones((own.rank + 1) % own.size + 1), (own.rank + 1) % own.size)
-        own.recv(received, (own.rank - 1) % own.size)
+        own.send(torch.ones((own.rank + 1) % n + 1), (own.rank + 1) % n)
+        own.recv(received, (own.rank - 1) % n)
     assert received.tolist() == [1.0] * (own.rank + 1)
-    product = own.all_reduce(x, op="prod")
-    first = own.gather(x, root=1)
-    assert (first is None) == (own.rank != 1)
+    assert (total[0].item(), most[0].item()) == (n * (n + 1) / 2, n)
+    assert (own.gather(x, root=1) is None) == (own.rank != 1)
     other.destroy()
     own.destroy()
-    return [total[0].item(), most[0].item(), product[0].item()]
 
 
 @each_size
 def test_calls_that_agree_are_left_alone(ranks: RankPool, n: int) -> None:
-    factorial = {2: 2.0, 3: 6.0, 4: 24.0}[n]
-    assert ranks.run(n, agree) == [[n * (n + 1) / 2, float(n), factorial]] * n
+    ranks.run(n, agree)
 
 
-def is_checking(comm: Communicator, value: str | None) -> tuple[bool, bool]:
-    if value is not None:
-        os.environ["PYNCCL_CHECK"] = value
-    own = comm.split(0)
-    assert own is not None
-    with own:
-        return comm.checking, own.checking
+def are_checking(comm: Communicator) -> list[tuple[bool, bool]]:
+    found = []
+    for value in (None, "0", "", "1"):
+        if value is not None:
+            os.environ["PYNCCL_CHECK"] = value
+        own = comm.split(0)
+        assert own is not None
+        with own:
+            found.append((comm.checking, own.checking))
+    return found
 
 
-@pytest.mark.parametrize(("value", "on"), [(None, False), ("0", False), ("", False), ("1", True)])
-def test_the_check_is_off_unless_asked_for(ranks: RankPool, value: str | None, on: bool) -> None:
-    assert ranks.run(2, is_checking, value) == [(False, on)] * 2
+def test_the_check_is_off_unless_asked_for(ranks: RankPool) -> None:
+    assert ranks.run(2, are_checking) == [[(False, False)] * 3 + [(False, True)]] * 2
 
 
 # On the stub, which gathers nothing: the rows of all ranks are empty, and so alike
-
-COMPARISON = ["ncclGroupStart", "ncclAllGather", "ncclGroupEnd"]
-POLL = "ncclCommGetAsyncError"
 
 
 @pytest.fixture
@@ -167,23 +152,20 @@ def check_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("check_is_on")
-def test_a_nonblocking_communicator_is_waited_for() -> None:
+def test_a_comparison_that_is_in_progress_is_waited_for_until_the_deadline_or_its_error() -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
     stub.fail("ncclAllGather", 7)
     stub.progress("ncclGroupEnd", polls=3)
     comm.all_reduce(torch.ones(4))
-    assert stub.names() == [*COMPARISON, *[POLL] * 3, "ncclAllReduce"]
-
-
-@pytest.mark.usefixtures("check_is_on")
-def test_a_comparison_has_the_deadline_of_the_communicator_and_its_errors() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
+    comparison = ["ncclGroupStart", "ncclAllGather", "ncclGroupEnd"]
+    assert stub.names() == [*comparison, *["ncclCommGetAsyncError"] * 3, "ncclAllReduce"]
+    stub.clear()
     comm.timeout = 0.05
     stub.progress("ncclGroupEnd", polls=1 << 30)
     with pytest.raises(pynccl.NcclTimeout, match=r"all_gather of PYNCCL_CHECK is still in progress after 0\.05"):
         comm.barrier()
+    comm.timeout = 60
     stub.progress("ncclGroupEnd", polls=1, final=6)
     with pytest.raises(pynccl.NcclRemoteError, match=r"^all_gather of PYNCCL_CHECK failed"):
         comm.barrier()
@@ -256,31 +238,25 @@ def test_a_comparison_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert stub.names() == ["ncclSend"]
 
 
-TORCHS: dict[str, tuple[dict[int, tuple[int, int]], bool]] = {
-    "torch's current stream": ({}, True),
-    "a stream that blocks the default one": ({0: (906, 0)}, False),
-    "the default stream of the thread": ({0: (0, 1)}, False),
-}
-
-
-@pytest.mark.parametrize("capture", TORCHS)
-@pytest.mark.parametrize("checking", [False, True])
+# What the driver answers, and whether torch's current stream is captured: torch's current stream; a stream that blocks
+# the default one; the default stream of the thread.
+@pytest.mark.parametrize(("answers", "torchs"), [({}, True), ({0: (906, 0)}, False), ({0: (0, 1)}, False)])
 def test_a_barrier_and_a_split_in_a_capture_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capture: str, checking: bool
+    monkeypatch: pytest.MonkeyPatch, answers: dict[int, tuple[int, int]], torchs: bool
 ) -> None:
-    monkeypatch.setenv("PYNCCL_CHECK", str(int(checking)))
-    stub = Stub()
-    comm = stub.comm()
-    answers, torchs = TORCHS[capture]
     captures(monkeypatch, answers)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: torchs)
-    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^barrier\(\) in the capture .*before the capture or after it"):
-        comm.barrier()
-    if checking:
-        with pytest.raises(pynccl.NcclInvalidUsage, match=r"^split\(\) with PYNCCL_CHECK=1 in the capture"):
-            comm.split(0)
-    assert stub.names() == [] and comm._scratch is None
+    for checking in (False, True):
+        monkeypatch.setenv("PYNCCL_CHECK", str(int(checking)))
+        stub = Stub()
+        comm = stub.comm()
+        with pytest.raises(pynccl.NcclInvalidUsage, match=r"^barrier\(\) in the capture .*before the capture or after"):
+            comm.barrier()
+        if checking:
+            with pytest.raises(pynccl.NcclInvalidUsage, match=r"^split\(\) with PYNCCL_CHECK=1 in the capture"):
+                comm.split(0)
+        assert stub.names() == [] and comm._scratch is None
 
 
 def test_what_is_not_captured_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

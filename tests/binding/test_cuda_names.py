@@ -40,7 +40,10 @@ def names_in(path: Path) -> Iterator[str]:
     """cuda.core.Stream.from_handle, cuda.bindings.driver.cuInit, torch.cuda.Event, ... as a file uses them.
 
     An attribute of an object of cuda.core is cuda.core.*.record: of one class or another."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if "cuda" not in text and path.name not in FILES_OF_CORE:
+        return
+    tree = ast.parse(text)
     drivers = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cuda.bindings"):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stub_driver import broken_pair, over_driver
+from stub_driver import broken_pair, failures_over_driver, over_driver
 
 from pynccl.bindings.library import gpu_count
 from pynccl.interop import devices
@@ -19,7 +19,10 @@ pytestmark = pytest.mark.skipif(
     not find_spec("cuda") or not find_spec("cuda.core"), reason="cuda-core is not installed"
 )
 
-CALLS = """
+# Each runs in a process of its own, behind stub_driver's PRELUDE.
+CASES = {
+    "the callers gpu is current again after every call": """
+start = 1
 comm = stub.comm()
 CALLS = {
     "create_stream": lambda: pynccl.create_stream(1 - start, library=library),
@@ -31,28 +34,18 @@ CALLS = {
         1, bytes(128), 0, device=1 - start, timeout=None, library=library).destroy(),
     "init_all": lambda: [comm.destroy() for comm in pynccl.Communicator.init_all([1 - start], library=library)],
 }
-"""
-
-
-def test_the_callers_gpu_is_current_again_after_every_call() -> None:
-    over_driver(f"""
-start = 1
-{CALLS}
 for start in (1, 0):
     for name, call in CALLS.items():
         make_current(start)
         comm._scratch = None
         call()
-        assert current() == start, f"{{name}} leaves {{current()}} current, not {{start}}"
+        assert current() == start, f"{name} leaves {current()} current, not {start}"
 start = 0
 for name, call in CALLS.items():  # a thread without any
     comm._scratch = None
     in_a_thread(call)
-""")
-
-
-def test_the_callers_gpu_is_current_again_after_an_error() -> None:
-    over_driver("""
+""",
+    "the callers gpu is current again after an error": """
 make_current(0)
 for name, call in (
     ("", lambda: pynccl.create_stream(1, priority=99, library=library)),
@@ -62,17 +55,10 @@ for name, call in (
     ("", lambda: pynccl.create_stream(1, library=library).record("no event")),
 ):
     stub.fail(name, 1)
-    try:
-        call()
-    except (ValueError, TypeError, pynccl.NcclError) as error:
-        assert current() == 0, f"{current()} after {error}"
-    else:
-        raise AssertionError("no error")
-""")
-
-
-def test_registrations_are_made_and_ended_on_the_communicators_gpu() -> None:
-    over_driver("""
+    error = refused(call, ValueError, TypeError, pynccl.NcclError)
+    assert current() == 0, f"{current()} after {error}"
+""",
+    "registrations are made and ended on the communicators gpu": """
 from types import SimpleNamespace
 comm = stub.comm()  # of GPU 0
 seen = []
@@ -96,11 +82,8 @@ for start in (1, None):
         assert current() == start
 assert {device for _, device in seen} == {0} and len(seen) == 8, seen
 comm.library = library
-""")
-
-
-def test_the_memory_of_a_communicator_is_freed_in_a_thread_without_a_context() -> None:
-    over_driver("""
+""",
+    "the memory of a communicator is freed in a thread without a context": """
 make_current(1)
 for end in ("abort", "destroy"):
     comm = stub.comm()
@@ -115,11 +98,8 @@ in_a_thread(lambda: comm.scratch(1 << 16))  # another one instead
 assert driver.stub_pinned() == 1
 in_a_thread(comm.abort)
 assert driver.stub_pinned() == 0
-""")
-
-
-def test_streams_and_events_work_with_another_gpu_current_and_in_a_thread_without_a_context() -> None:
-    over_driver("""
+""",
+    "streams and events work with another gpu current and in a thread without a context": """
 make_current(0)
 here, there = (pynccl.create_stream(i, library=library) for i in (0, 1))
 timed = [pynccl.create_event(1, timing=True, library=library) for _ in range(2)]
@@ -147,11 +127,8 @@ for ordinal in (0, 1):
     work()
     assert current() == ordinal
 in_a_thread(work)
-""")
-
-
-def test_what_a_stream_holds_is_asked_for_on_its_own_gpu() -> None:
-    over_driver("""
+""",
+    "what a stream holds is asked for on its own gpu": """
 comm = stub.comm()
 raw = (4096, 2, "float32")
 made = [pynccl.create_stream(0, library=library) for _ in range(2)]
@@ -170,11 +147,8 @@ make_current(1)
 work()
 assert current() == 1
 in_a_thread(work)
-""")
-
-
-def test_a_stream_asks_the_driver_whether_it_is_idle() -> None:
-    over_driver("""
+""",
+    "a stream asks the driver whether it is idle": """
 make_current(0)
 stream = pynccl.create_stream(1, library=library)
 made = driver.stub_events()
@@ -183,25 +157,15 @@ driver.stub_query(600)
 assert stream.query() is False
 assert (driver.stub_queries(), driver.stub_events()) == (2, made)
 driver.stub_query(719)
-try:
-    stream.query()
-    raise AssertionError("no error")
-except pynccl.NcclError as error:
-    assert "CUDA_ERROR_LAUNCH_FAILED (719)" in str(error) and "cuda:1" in str(error), error
+error = str(refused(stream.query, pynccl.NcclError))
+assert "CUDA_ERROR_LAUNCH_FAILED (719)" in error and "cuda:1" in error, error
 driver.stub_query(0)
 driver.stub_capture(1)
-try:
-    stream.query()
-    raise AssertionError("no error")
-except pynccl.NcclError as error:
-    assert "captured into a CUDA graph" in str(error), error
+assert "captured into a CUDA graph" in str(refused(stream.query, pynccl.NcclError))
 assert driver.stub_queries() == 3  # a question would have broken the capture
-""")
-
-
-def test_a_closed_stream_is_not_the_default_stream() -> None:
-    """Which has the handle 0, as cuda.core says of a stream that was closed."""
-    over_driver("""
+""",
+    # Which has the handle 0, as cuda.core says of a stream that was closed.
+    "a closed stream is not the default stream": """
 comm = stub.comm()
 raw = (4096, 2, "float32")
 stream, other = (pynccl.create_stream(0, library=library) for _ in range(2))
@@ -212,17 +176,10 @@ for call in (
     lambda: comm.all_reduce(raw, raw, stream=stream), lambda: other.wait(stream), lambda: stream.wait(other),
     stream.record, stream.query, stream.synchronize, lambda: stream.handle,
 ):
-    try:
-        call()
-        raise AssertionError("no error")
-    except pynccl.NcclInvalidUsage as error:
-        assert "this stream is closed" in str(error)
+    assert "this stream is closed" in str(refused(call, pynccl.NcclInvalidUsage))
 assert not stub.calls()
-""")
-
-
-def test_cuda_is_the_current_gpu_and_in_a_launch_the_local_ranks() -> None:
-    over_driver("""
+""",
+    "cuda is the current gpu and in a launch the local ranks": """
 from pynccl.bootstrap import join
 from pynccl.comm import init
 make_current(1)
@@ -241,16 +198,36 @@ pynccl.Communicator.init_all(["cuda"], library=library)
 make_current(None)
 assert devices.device_ordinal("cuda") == 0
 assert join.default_device(library, "cuda:0", 1) == "cuda:0" and join.default_device(library, 0, 1) == 0
-for call in (
-    lambda: pynccl.create_stream("cpu", library=library),
-    lambda: join.default_device(library, "cuda", 2),
+for call, said in (
+    (lambda: pynccl.create_stream("cpu", library=library), "'cpu', expected a GPU"),
+    (lambda: join.default_device(library, "cuda", 2), "sees 2 GPUs"),
 ):
-    try:
-        call()
-        raise AssertionError("no error")
-    except ValueError as error:
-        assert "'cpu', expected a GPU" in str(error) or "sees 2 GPUs" in str(error), error
-""")
+    assert said in str(refused(call, ValueError))
+""",
+    # cuEventQuery is illegal while any stream is captured in CUDA's default mode, unless the thread has relaxed it.
+    "what streams keep breaks no capture of another stream": """
+make_current(0)
+stream, other = pynccl.create_stream(0, library=library), pynccl.create_stream(0, library=library)
+driver.stub_query(600)
+for one in (stream, other):
+    one.hold(object())
+one = stream = None                              # dropped, with work under way
+driver.stub_capture_elsewhere(1)
+for _ in range(3):
+    other.hold(object())
+assert driver.stub_spoilt() == 0
+assert driver.stub_capture_mode() == 0           # the mode of the thread is what it was
+driver.stub_query(0)
+other.hold(object())
+other.close()
+assert driver.stub_spoilt() == 0
+""",
+}
+
+
+def test_calls_keep_to_the_gpus_that_they_are_for() -> None:
+    failed = failures_over_driver(CASES)
+    assert not failed, failed
 
 
 def test_torch_says_which_gpu_is_current_once_it_uses_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,34 +253,9 @@ def test_a_cuda_core_that_cannot_be_imported_is_named_with_the_bindings_and_the_
 comm = stub.comm()
 for call in (lambda: pynccl.create_stream(0, library=library), lambda: pynccl.mem_alloc(4, library=library),
              comm.barrier, lambda: pynccl.Communicator.init(1, bytes(128), 0, library=library)):
-    try:
-        call()
-        raise AssertionError("no error")
-    except ImportError as error:
-        first, second = str(error).splitlines()
-        assert first.startswith("cuda-core 1.0.0 with cuda-bindings 13.0.3 cannot be imported: cuda.bindings."), error
-        assert second.startswith("  pip install 'cuda-core>=1.0.1'"), error
+    first, second = str(refused(call, ImportError)).splitlines()
+    assert first.startswith("cuda-core 1.0.0 with cuda-bindings 13.0.3 cannot be imported: cuda.bindings."), first
+    assert second.startswith("  pip install 'cuda-core>=1.0.1'"), second
 """,
         str(broken_pair(tmp_path)),
     )
-
-
-def test_what_streams_keep_breaks_no_capture_of_another_stream() -> None:
-    """cuEventQuery is illegal while any stream is captured in CUDA's default mode, unless the thread has relaxed it."""
-    over_driver("""
-make_current(0)
-stream, other = pynccl.create_stream(0, library=library), pynccl.create_stream(0, library=library)
-driver.stub_query(600)
-for one in (stream, other):
-    one.hold(object())
-one = stream = None                              # dropped, with work under way
-driver.stub_capture_elsewhere(1)
-for _ in range(3):
-    other.hold(object())
-assert driver.stub_spoilt() == 0
-assert driver.stub_capture_mode() == 0           # the mode of the thread is what it was
-driver.stub_query(0)
-other.hold(object())
-other.close()
-assert driver.stub_spoilt() == 0
-""")

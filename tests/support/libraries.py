@@ -78,14 +78,7 @@ class Stub:
         self.bound: list[str] = []
         self.library = self._library(is_host=False)
         self.cpu_library = self._library(is_host=True)  # accepts CPU tensors, and needs no driver for an init
-        for kind in (
-            FAIL,
-            SLEEP_MS,
-            POLLS,
-            FINAL,
-            NULLED,
-            WHOLE,
-        ):  # the library is loaded once, and others have used it
+        for kind in range(6):  # the library is loaded once, and others have used it
             self.rule(kind, "", 0)
         self.clear()
 

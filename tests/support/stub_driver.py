@@ -56,6 +56,14 @@ def in_a_thread(call):
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]
+
+def refused(call, *kinds):
+    "What call() raises, which is of these kinds."
+    try:
+        call()
+    except kinds as error:
+        return error
+    raise AssertionError("no error")
 """
 
 
@@ -64,6 +72,27 @@ def over_driver(code: str, *paths: str, **environment: str) -> str:
     done = run_over_driver(PRELUDE + code, *paths, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+EACH = """
+import os, sys, traceback
+for name, code in CODES.items():
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        try:
+            exec(code, globals())
+        except BaseException:
+            print(f"--- {name}", traceback.format_exc(), flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(f"--- {name} died", flush=True)
+"""
+
+
+def failures_over_driver(codes: dict[str, str]) -> str:
+    """What went wrong in which of `codes`, each in a fork of its own of one process as of over_driver."""
+    return over_driver(f"CODES = {codes!r}\n{EACH}")
 
 
 def run_over_driver(code: str, *paths: str, **environment: str) -> subprocess.CompletedProcess[str]:
