@@ -67,6 +67,6 @@ def repetitions_that_differ(comm: Communicator, name: str) -> list[str]:
     return differ
 
 
-@pytest.mark.parametrize(("name", "n"), zip(CASES, (2, 3, 2, 3), strict=True))
+@pytest.mark.parametrize(("name", "n"), list(zip(CASES, (2, 3, 2, 3), strict=True)))
 def test_lanes_that_run_late_give_the_same_bits(ranks: RankPool, name: str, n: int) -> None:
     assert ranks.run(n, repetitions_that_differ, name) == [[]] * n

@@ -189,7 +189,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "n"), zip(PROGRAMS, itertools.cycle((3, 2)), strict=False))
+@pytest.mark.parametrize(("name", "n"), list(zip(PROGRAMS, itertools.cycle((3, 2)), strict=False)))
 def test_programs_give_what_they_give_without_overlap(ranks: RankPool, name: str, n: int) -> None:
     ranks.run(n, alike, *PROGRAMS[name])
 

@@ -123,7 +123,7 @@ def prove(comm: Communicator, name: str) -> int:
     return proven
 
 
-@pytest.mark.parametrize(("name", "n"), zip(CASES, (2, 3, 4, 3), strict=True))
+@pytest.mark.parametrize(("name", "n"), list(zip(CASES, (2, 3, 4, 3), strict=True)))
 def test_nothing_meets_in_memory_and_each_wait_is_needed(ranks: RankPool, name: str, n: int) -> None:
     assert sum(ranks.run(n, prove, name)) > len(ALL) / 2
 

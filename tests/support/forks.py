@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = dict(os.environ)  # not what a test had set while the server was started
 SECONDS = 100.0  # of patience, on a busy machine
 
 
@@ -46,7 +47,7 @@ class Forks:
 
     def __init__(self) -> None:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        environment = {**ENVIRONMENT, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )

@@ -41,6 +41,8 @@ HOST: Mapping[str, str | None] = {"PYNCCL_LIBRARY": "host"}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 GRACE_SECONDS = 3.0  # what the others get to finish in once a rank has failed: mostly they wait for it in a collective
 INIT_SECONDS = 30.0
+# What ranks start with: the server that they are forked from has what some test had set while it was started.
+ENVIRONMENT: Mapping[str, str] = dict(os.environ)
 _PRELOAD = ["torch", "torch.distributed", "pytest"]  # not the project: a fault in it would end the fork server
 _PR_SET_PDEATHSIG = 1
 
@@ -129,11 +131,8 @@ def _settle(rank: int, log: str, env: Mapping[str, str | None]) -> None:
     os.dup2(out, 1)
     os.dup2(out, 2)
     faulthandler.enable(2, all_threads=True)
-    for name, value in env.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value.format(rank=rank)
+    os.environ.clear()
+    os.environ.update({name: value for name, value in env.items() if value is not None})
     import torch
 
     torch.set_num_threads(1)
@@ -185,7 +184,8 @@ class _Worker:
         self.log = log
         self.pipe, theirs = context.Pipe()
         # daemon: the interpreter ends it if the pool was never closed
-        arguments = (rank, theirs, str(log), env, options)
+        own = {name: value and value.format(rank=rank) for name, value in env.items()}
+        arguments = (rank, theirs, str(log), {**ENVIRONMENT, **own}, options)
         self.process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
         self.process.start()
         theirs.close()  # so that the death of the rank reads as end of file
