@@ -17,7 +17,7 @@ import torch
 
 import pynccl
 from pynccl.interop.streams import hold
-from pynccl_autograd import streams, work
+from pynccl_autograd import streams
 from pynccl_autograd.wire import Prepared
 from pynccl_autograd.work import Work, _start
 
@@ -104,23 +104,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def started(*params: Any, comm: Any = None) -> Work:
-    call = (Collective, torch.ones(3), params)
-    return _start(comm or Comm(), call)  # type: ignore[arg-type]
-
-
-START = ["side waits for {}", "launch", "an event of side"]
+def started() -> Work:
+    return _start(Comm(), (Collective, torch.ones(3), ()))  # type: ignore[arg-type]
 
 
 def beginning(stream: str) -> list[str]:
-    return [line.format(stream) for line in START]
-
-
-def test_under_one_stream_it_costs_no_more_than_two_waits(log: list[str]) -> None:
-    handle = started()
-    handle.wait()
-    handle.wait()
-    assert log == [*beginning("default"), "default waits for the event of side", "result"]
+    return [f"side waits for {stream}", "launch", "an event of side"]
 
 
 def test_the_stream_of_start_waits_for_another_one_that_has_waited(log: list[str]) -> None:
@@ -140,20 +129,14 @@ def test_the_stream_of_start_waits_for_another_one_that_has_waited(log: list[str
     assert log == ["third waits for second", "the allocator knows of third"]
 
 
-@pytest.mark.parametrize("end", ["dropped", "collected in another thread"])
-def test_the_stream_of_start_waits_for_what_nobody_has_waited_for(log: list[str], end: str) -> None:
+def test_the_stream_of_start_waits_for_what_nobody_has_waited_for(log: list[str]) -> None:
     with torch.cuda.stream("first"):  # type: ignore[arg-type]
-        handle: Any = started()
-    if end == "dropped":
-        with torch.cuda.stream("second"):  # type: ignore[arg-type]
-            del handle
-    else:
-        cycle = [handle]
-        cycle.append(cycle)
-        del handle, cycle
-        thread = threading.Thread(target=gc.collect)
-        thread.start()
-        thread.join(30)
+        cycle: list[Any] = [started()]
+    cycle.append(cycle)
+    del cycle
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    thread.join(30)
     assert log == [*beginning("first"), "first waits for the event of side"]
 
 
@@ -172,18 +155,3 @@ def test_after_an_error_the_memory_is_safe_all_the_same(
         "result": ["second waits for the event of side", "result", "default waits for second"],
     }
     assert log == [*beginning("default"), *expected[where]]
-
-
-def test_what_was_done_at_once_is_waited_for_by_other_streams(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank: there is no side stream, but still a stream on which the result was made."""
-    alone = SimpleNamespace(size=1)
-    monkeypatch.setattr(work, "run", lambda comm, function, x, *params: x * 2)
-    assert torch.equal(started(comm=alone).wait(), torch.full((3,), 2.0)) and not log  # on the CPU
-    monkeypatch.setattr(work, "made_on", lambda x: FakeStream("first"))
-    handle = started(comm=alone)
-    with torch.cuda.stream("first"):  # type: ignore[arg-type]
-        handle.wait()
-    assert not log
-    with torch.cuda.stream("second"):  # type: ignore[arg-type]
-        handle.wait()
-    assert log == ["second waits for first", "the allocator knows of second"]
