@@ -32,24 +32,20 @@ GOOD: dict[str, dict[str, Any]] = {
     "halo_exchange": {"dim": 0, "halo": (1, 1)},
 }
 MATMULS = ("all_gather_matmul", "copy_matmul", "matmul_all_reduce", "matmul_reduce_scatter")
-NO_INTEGERS: list[Any] = ["0", 1.5, True, [0], torch.ones(2), object(), b"1", {}]
-NO_SIZES: list[Any] = [2, 2.5, "22", [1.5, 2.5], [None, None], {0: 2, 1: 2}, torch.ones(2), [True, True], [[1], [3]]]
+NO_INTEGERS: list[Any] = ["0", 1.5, True, torch.ones(2), object()]
+NO_SIZES: list[Any] = [2, "22", [1.5, 2.5], [None, None], torch.ones(2), [True, True], [[1], [3]], [4], [-1, 5]]
 NONSENSE: dict[str, list[Any]] = {
     "op": ["mean", None, 3, torch.ones(2), ["sum"], pynccl.RedOp, object()],
     "grad": ["mean", None, 1, torch.ones(2), ["sum"]],
     "reduce_dtype": ["float32", float, 32, np.float32, torch.float8_e4m3fnuz, torch.int32],
     "dim": [*NO_INTEGERS, None, 2, -3],
-    "split_dim": [*NO_INTEGERS, None, 2],
-    "concat_dim": [*NO_INTEGERS, None, 2],
     "root": [*NO_INTEGERS, None, 2, -1],
-    "target": [*NO_INTEGERS, 2, -1],
-    "source": [*NO_INTEGERS, 2, -1],
-    "splits": [*NO_SIZES, [4], [-1, 5]],
-    "send_splits": [*NO_SIZES, [4], [-1, 5]],
-    "recv_splits": [*NO_SIZES, [4], [-1, 5]],
+    "splits": NO_SIZES,
     "edges": [None, 3, "01", {0: 1}, [(0, 1, 2)], [3], [(0, 2)], [(0.5, 1)], [None]],
     "halo": [None, "1", 1.5, (1,), (1, 2, 3), (1, "1"), True, -1, 3, {}],
 }
+NONSENSE |= {"split_dim": NONSENSE["dim"], "concat_dim": NONSENSE["dim"], "send_splits": NO_SIZES}
+NONSENSE |= {"recv_splits": NO_SIZES, "target": [*NO_INTEGERS, 2, -1], "source": [*NO_INTEGERS, 2, -1]}
 
 
 def bad_tensors() -> dict[str, tuple[Any, str]]:
@@ -93,16 +89,14 @@ NO_CONVENTION: dict[str, Any] = {
     "broadcast": lambda x, comm: ad.broadcast(x, comm, 0),
     "all_reduce of a list": lambda x, comm: ad.all_reduce([x, x], comm),
     "all_reduce, started": lambda x, comm: ad.start(ad.all_reduce, x, comm),
-    "all_reduce by place": lambda x, comm: ad.all_reduce(x, comm, "sum", "sum"),
     "nn.AllReduce": lambda x, comm: ad.nn.AllReduce(comm),
     "nn.AllGather": lambda x, comm: ad.nn.AllGather(comm),
     "nn.Broadcast": lambda x, comm: ad.nn.Broadcast(comm, 0),
 }
 
 
-def nonsense(comm: Communicator) -> int:
+def nonsense(comm: Communicator) -> None:
     x, bad_ones = torch.ones(4, 4), bad_tensors()
-    checked = 0
     for name, options in GOOD.items():
         function = getattr(ad, name)
         for parameter, given in options.items():
@@ -110,14 +104,11 @@ def nonsense(comm: Communicator) -> int:
                 changed = {**options, parameter: value}
                 word = "edge" if parameter == "edges" else parameter
                 expect(lambda: function(x, comm, **changed), (name, word), f"{name}({parameter}={value!r})")  # noqa: B023
-                checked += 1
             assert given is None or function(x, comm, **options) is not None
         for kind, (bad, remedy) in bad_ones.items():
             expect(lambda: function(bad, comm, **options), (name, "x is a ", remedy), f"{name} of {kind}")  # noqa: B023
-            checked += 1
         for bad, remedy in ((None, "pynccl.init()"), ("world", "expected a pynccl.Communicator"), (3, "pynccl.init()")):
             expect(lambda: function(x, bad, **options), (name, "comm is", remedy), f"{name} on {bad}")  # noqa: B023
-            checked += 1
     comm.barrier()
     for name, call in NO_CONVENTION.items():
         words = (
@@ -126,28 +117,25 @@ def nonsense(comm: Communicator) -> int:
             "'replicated' (every rank goes on alike)",
         )
         expect(lambda: call(x, comm), words, name)  # noqa: B023
-    return checked
 
 
 def test_nonsense_for_any_parameter_is_named_with_a_remedy(ranks: RankPool) -> None:
-    assert min(ranks.run(2, nonsense)) > 300
+    ranks.run(2, nonsense)
 
 
-def swapped(comm: Communicator) -> int:
-    """Every function, layer and module with the communicator in the place of another argument."""
+def misplaced(comm: Communicator) -> None:
+    """The communicator in the place of another argument; layers and modules of what is none; what has ended."""
     any_of: Any = ad
     x, model = torch.ones(4, 4), torch.nn.Linear(4, 4)
-    cases: list[tuple[str, Any, str]] = [
+    swapped: list[tuple[str, Any, str]] = [
         *((name, lambda name=name: getattr(ad, name)(comm, x, **GOOD[name]), "x") for name in GOOD),
+        *((name, lambda name=name: getattr(ad, name)(comm, x, x), "x") for name in MATMULS),
         ("all_reduce", lambda: any_of.all_reduce(comm, [x, x], grad="sum"), "x"),
         ("all_gather", lambda: any_of.start(ad.all_gather, comm, x, grad="sum"), "x"),
-        *((name, lambda name=name: getattr(ad, name)(comm, x, x), "x") for name in MATMULS),
-        *((name, lambda name=name: getattr(ad, name)(x, comm, x), "w") for name in MATMULS),
         ("ColumnParallelLinear", lambda: any_of.ColumnParallelLinear(4, comm, 4), "out_features"),
         ("RowParallelLinear", lambda: any_of.RowParallelLinear(comm, 4, 4), "in_features"),
         ("KeyValueLinear", lambda: any_of.KeyValueLinear(comm, 4, 4, shared=comm), "in_features"),
         ("VocabParallelEmbedding", lambda: any_of.VocabParallelEmbedding(comm, 4, 4), "num_embeddings"),
-        ("VocabParallelHead", lambda: any_of.VocabParallelHead(4, comm, 4), "num_embeddings"),
         ("vocab_parallel_cross_entropy", lambda: any_of.vocab_parallel_cross_entropy(comm, x, x), "logits"),
         ("Dropout", lambda: any_of.Dropout(comm, 0.5), "p"),
         ("DataParallelGradients", lambda: any_of.DataParallelGradients(comm, model), "model"),
@@ -155,97 +143,66 @@ def swapped(comm: Communicator) -> int:
         ("full_state_dict", lambda: any_of.full_state_dict(comm, model), "model"),
         ("Mesh", lambda: any_of.Mesh({"tp": 2}, comm), "shape"),
         ("CartesianPartition", lambda: any_of.CartesianPartition((2,), comm), "shape"),
-        ("Partition", lambda: any_of.Partition([0], comm), "ranks"),
         ("rng.seed", lambda: any_of.rng.seed(comm, 1), "seed"),
         ("nn.AllReduce", lambda: any_of.nn.AllReduce("sum", comm, grad="sum"), "op"),
-        ("nn.AllGather", lambda: any_of.nn.AllGather(0, comm, grad="sum"), "dim"),
-        ("nn.Broadcast", lambda: any_of.nn.Broadcast(0, comm, grad="sum"), "root"),
         ("check_model", lambda: any_of.testing.check_model(model, model, comm, x), "batch"),
         ("check_adjoint", lambda: any_of.testing.check_adjoint(torch.clone, comm, x), "x"),
     ]
-    for name, call, other in cases:
+    for name, call, other in swapped:
         words = (f"{name}: {other} and comm are swapped: {other} is <", f"; pass {other} before comm")
         expect(call, words, f"{name}: {other}")
-    behind: list[tuple[str, Any, str]] = [
-        ("broadcast", lambda: any_of.broadcast(x, 0, comm, grad="sum"), "0"),
-        ("permute", lambda: any_of.permute(x, [(0, 1)], comm), "[(0, 1)]"),
-        ("all_reduce", lambda: any_of.all_reduce(x, "sum", comm, grad="sum"), "'sum'"),
-        ("parallelize", lambda: any_of.parallelize(model, {}, comm), "{}"),
-    ]
-    for name, call, given in behind:
-        expect(call, (f"{name}: comm is {given}, expected a pynccl.Communicator",), name)
-    comm.barrier()
-    return len(cases) + len(behind)
-
-
-def test_a_communicator_in_the_place_of_another_argument_is_named(ranks: RankPool) -> None:
-    assert min(ranks.run(2, swapped)) == len(GOOD) + 2 * len(MATMULS) + 25
-
-
-def kinds(comm: Communicator) -> int:
-    """Partitions, modules, anchor and the tests of adjoints: what is no partition, communicator, tensor or number."""
-    any_of: Any = ad
     line = ad.CartesianPartition(comm, (comm.size,))
     row, column = any_of.RowParallelLinear(4, 4, comm), any_of.ColumnParallelLinear(4, 4, comm)
     freed = torch.ones(4, 4)
     freed.untyped_storage().resize_(0)
-    x, half, bad = torch.ones(4, 4), torch.ones(2, 4 // comm.size), object()
     check = any_of.testing.check_adjoint
-    made: Any
     cases: list[tuple[Any, tuple[str, ...]]] = [
+        (lambda: any_of.broadcast(x, 0, comm, grad="sum"), ("broadcast: comm is 0, expected a pynccl.Communicator",)),
+        (lambda: any_of.parallelize(model, {}, comm), ("parallelize: comm is {}, expected a pynccl.Communicator",)),
         (lambda: any_of.key_of(None), ("key_of", "comm is None")),
         (lambda: column([torch.ones(4)]), ("x is a list",)),
-        (lambda: column(np.ones(4)), ("x is a numpy.ndarray",)),
         (lambda: any_of.Partition("x", [0]), ("Partition: comm is 'x'", "expected a pynccl.Communicator")),
-        (lambda: any_of.Partition(comm, 0), ("Partition: ranks is 0", "expected a sequence of integers")),
         (lambda: any_of.Partition(comm, ["0"]), ("Partition: ranks is ['0']", "expected a sequence of integers")),
-        (lambda: any_of.CartesianPartition(None, (2,)), ("CartesianPartition: comm is None", "pynccl.init()")),
         (lambda: any_of.CartesianPartition(comm, 2), ("CartesianPartition: shape is 2", "expected a sequence")),
-        (lambda: any_of.CartesianPartition(comm, (2,), 1.5), ("CartesianPartition: ranks is 1.5", "expected")),
         (lambda: any_of.CartesianPartition(comm, (10**30,)), ("CartesianPartition: shape", "expected as many ranks")),
         (lambda: any_of.AllSumReduce("x", 0), ("AllSumReduce: partition is 'x', expected a Partition",)),
         (lambda: any_of.AllSumReduce(line, "x"), ("AllSumReduce: axes is 'x', expected a sequence of integers",)),
         (lambda: any_of.AllSumReduce(line, 0)("x"), ("AllSumReduce: x is a str, expected a torch.Tensor",)),
         (lambda: any_of.Repartition(line, 5), ("Repartition: P_y is 5, expected a Partition",)),
-        (lambda: any_of.SumReduce(5, line), ("SumReduce: P_x is 5, expected a Partition",)),
         (lambda: any_of.Repartition(line, line)(freed), ("Repartition: ", "its storage was freed; expected dense")),
         (lambda: any_of.nn.AllReduce("x", grad="sum"), ("nn.AllReduce: comm is 'x', expected a pynccl.Communicator",)),
-        (lambda: any_of.nn.Permute(comm, 5), ("permute: edges is 5, expected pairs",)),
         (lambda: any_of.anchor(3.0, x), ("anchor: loss is a float, expected a torch.Tensor",)),
         (lambda: any_of.anchor(x, 5), ("anchor: an output is a int, expected a torch.Tensor",)),
         (lambda: any_of.copy(freed, comm), ("copy: x is a tensor (4, 4) whose storage was freed", "pass it while")),
-        (lambda: row("x"), ("matmul_all_reduce: x is a str, expected a torch.Tensor",)),
         (lambda: row(x[:, :3]), ("matmul_all_reduce: x has shape (4, 3), expected [.., 2]",)),
-        (lambda: row(half.double()), ("matmul_all_reduce: x is torch.float64, the weight torch.float32; pass x.to(",)),
+        (lambda: row(x[:, :2].double()), ("matmul_all_reduce: x is torch.float64, the weight torch.float32; pass x.",)),
         (lambda: any_of.ColumnParallelLinear(4, 4, comm, dtype="f4"), ("dtype is 'f4', expected a floating-point",)),
-        (lambda: any_of.ColumnParallelLinear(4, 1 << 62, comm), ("out_features is 4611686018427387904, expected",)),
-        (lambda: check(torch.clone, x, "x"), ("check_adjoint: comm is 'x', expected a pynccl.Communicator",)),
-        (lambda: check(torch.clone, [x], comm), ("check_adjoint: x is a list, expected a torch.Tensor",)),
+        (lambda: any_of.ColumnParallelLinear(4, -2, comm), ("ColumnParallelLinear", "out_features is -2")),
+        (lambda: any_of.RowParallelLinear(4.0, 4, comm), ("RowParallelLinear", "in_features is 4.0")),
         (lambda: check(torch.clone, x.int(), comm), ("check_adjoint: x is torch.int32", "pass x.to(torch.float64)")),
         (lambda: check(torch.clone, x, comm, seed="1"), ("check_adjoint: seed is '1', expected an integer",)),
-        (lambda: check(torch.clone, x, comm, tolerance=[0]), ("check_adjoint: tolerance is [0], expected a number",)),
-        (lambda: any_of.start(bad, x, comm), ("start: <object", "is no collective of pynccl_autograd; pass")),
+        (lambda: any_of.start(object(), x, comm), ("start: <object", "is no collective of pynccl_autograd; pass")),
+        (lambda: ad.all_reduce(x, comm, ad.PreMul([2.0]), grad="sum"), ("the scale of PreMul",)),  # type: ignore[arg-type]
+        (lambda: ad.all_reduce(x, comm, ad.PreMul(torch.ones(3, 4, 4)), grad="sum"), ("the scale of PreMul",)),
     ]
-    for made in (ad.ColumnParallelLinear, ad.RowParallelLinear):
-        assert made(np.int64(4), np.int64(6), comm).weight.numel() == 12
-        cases.append((lambda made=made: made(4, 4, None), (made.__name__, "comm is None", "pynccl.init()")))
-        for value in ("4", 4.0, None, -2, [4], True):
-            cases += [
-                (lambda made=made, value=value: made(value, 4, comm), (made.__name__, "in_features is")),
-                (lambda made=made, value=value: made(4, value, comm), (made.__name__, "out_features is")),
-            ]
-    for number, (call, words) in enumerate(cases):
-        expect(call, words, f"case {number}, {words[0]}")
+    for call, words in cases:
+        expect(call, words, words[0])
+    ended, alone = comm.split(0), comm.split(comm.rank)
+    for gone in (ended, alone):
+        assert gone is not None
+        gone.destroy()
+        for name, options in GOOD.items():
+            with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed; make a new one"):
+                getattr(ad, name)(x, gone, **(options if name != "permute" else {"edges": [(0, 0)]}))
     comm.barrier()
-    return len(cases)
 
 
-def test_nonsense_for_layers_partitions_and_modules_is_named(ranks: RankPool) -> None:
-    assert ranks.run(2, kinds) == [29 + 3 + 2 * 13] * 2
+def test_swapped_arguments_nonsense_for_layers_and_ended_communicators_are_named(ranks: RankPool) -> None:
+    ranks.run(2, misplaced)
 
 
 def groups(comm: Communicator) -> None:
-    """A process group in place of a communicator; a DTensor; a communicator that has ended; a scale that is none."""
+    """A process group in place of a communicator; a DTensor."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -261,26 +218,13 @@ def groups(comm: Communicator) -> None:
         expect(lambda: ad.all_gather(sharded, comm, grad="sum"), ("DTensor", "x.to_local()"), "a DTensor")
     finally:
         dist.destroy_process_group()
-    ended = comm.split(0)
-    alone = comm.split(comm.rank)
-    for gone in (ended, alone):
-        assert gone is not None
-        gone.destroy()
-        for name, options in GOOD.items():
-            with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed; make a new one"):
-                getattr(ad, name)(x, gone, **(options if name != "permute" else {"edges": [(0, 0)]}))
-    for scale, kind in (("2", TypeError), (None, TypeError), ([2.0], TypeError), (torch.ones(3, 4, 4), ValueError)):
-        with pytest.raises(kind, match="the scale of PreMul"):
-            ad.all_reduce(x, comm, ad.PreMul(scale), grad="sum")
-    with comm.pre_mul_sum(2.0, torch.float32) as op, pytest.raises(ValueError, match=r"ad\.PreMul\(scale\)"):
-        ad.all_reduce(x, comm, op, grad="sum")  # type: ignore[arg-type]
 
 
-def test_groups_distributed_tensors_and_ended_communicators_are_named(ranks: RankPool) -> None:
+def test_process_groups_and_distributed_tensors_are_named(ranks: RankPool) -> None:
     ranks.run(2, groups)
 
 
-def other_integers(comm: Communicator) -> int:
+def other_integers(comm: Communicator) -> None:
     """Integers, sizes and operators of other libraries; subclasses of tensors that have memory of their own."""
     x = torch.arange(16.0).reshape(4, 4) + comm.rank
     one, zero = np.int64(1), torch.tensor(0)
@@ -294,23 +238,16 @@ def other_integers(comm: Communicator) -> int:
         (ad.all_gather(x, comm, one, grad="sum"), ad.all_gather(x, comm, 1, grad="sum")),
         (ad.split(x, comm, splits=torch.tensor([1, 3])), ad.split(x, comm, splits=[1, 3])),
         (ad.reduce_scatter(x, comm, splits=np.array([3, 1])), ad.reduce_scatter(x, comm, splits=[3, 1])),
-        (ad.scatter(x, comm, 0, splits=range(1, 4, 2)), ad.scatter(x, comm, 0, splits=[1, 3])),
         (ad.permute(x, comm, torch.tensor([[0, 1], [1, 0]])), ad.permute(x, comm, [(0, 1), (1, 0)])),
         (ad.permute(x, comm, iter([(one, 0)])), ad.permute(x, comm, [(1, 0)])),
         (ad.halo_exchange(x, comm, zero, one), ad.halo_exchange(x, comm, 0, 1)),
-        (ad.halo_exchange(x, comm, 0, [1, one]), ad.halo_exchange(x, comm, 0, (1, 1))),  # type: ignore[list-item]
         (ad.all_reduce(x, comm, pynccl.RedOp.MAX, grad="sum"), ad.all_reduce(x, comm, "max", grad="sum")),
         (ad.all_reduce(torch.nn.Parameter(x), comm, grad="sum"), ad.all_reduce(x, comm, grad="sum")),
         (ad.all_reduce(x.as_subclass(Marked), comm, grad="sum"), ad.all_reduce(x, comm, grad="sum")),
-        (
-            ad.all_reduce(x.bfloat16(), comm, ad.PreMul(x), grad="sum"),
-            ad.all_reduce(x * x, comm, grad="sum").bfloat16(),
-        ),
     ]
     for found, expected in same:
-        torch.testing.assert_close(found.detach().as_subclass(Tensor), expected.detach(), rtol=1e-2, atol=0)
-    return len(same)
+        assert torch.equal(found.detach().as_subclass(Tensor), expected.detach())
 
 
 def test_integers_and_sizes_of_other_libraries_are_taken(ranks: RankPool) -> None:
-    assert min(ranks.run(2, other_integers)) == 14
+    ranks.run(2, other_integers)
