@@ -67,17 +67,13 @@ def check_gradient(comm: Communicator, operation: Operation, case: Case, dtype: 
 def check_adjoint_sum(comm: Communicator, operation: Operation, case: Case) -> None:
     check_gradient(comm, operation, case)
     if operation.linear and not operation.input_is_one:
-        x = tensors(operation, case, 3)[comm.rank]
-        assert ad.testing.check_adjoint(lambda t: operation.call(t, comm, case), x, comm) <= 1e-12
+        x, replicated = tensors(operation, case, 3)[comm.rank], case.grad == "replicated"
+        error = ad.testing.check_adjoint(lambda t: operation.call(t, comm, case), x, comm, replicated=replicated)
+        assert error <= 1e-12
 
 
 def check_replicated(comm: Communicator, operation: Operation, case: Case) -> None:
-    case = case._replace(grad="replicated")
-    check_gradient(comm, operation, case)
-    if operation.linear:
-        x = tensors(operation, case, 3)[comm.rank]
-        error = ad.testing.check_adjoint(lambda t: operation.call(t, comm, case), x, comm, replicated=True)
-        assert error <= 1e-12
+    check_adjoint_sum(comm, operation, case._replace(grad="replicated"))
 
 
 def check_double_backward(comm: Communicator, operation: Operation, case: Case) -> None:
@@ -203,15 +199,13 @@ def check_non_contiguous(comm: Communicator, operation: Operation, case: Case) -
     assert not x.is_contiguous() or x.numel() == 0
     y = operation.call(x, comm, case)
     close(y, ys[comm.rank], "output")
-    gs = cotangents(ys, 2, False)
-    for name, all_gs in (("transposed", gs), ("stride 0", [torch.ones_like(out) for out in ys])):
-        expected = own_gradient(operation, grad(inner(ys, all_gs), xs, retain_graph=True), comm.rank)
-        g = all_gs[comm.rank]
-        g = (
-            torch.ones(()).double().expand(g.shape)
-            if name == "stride 0"
-            else g.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-        )
+    turned = cotangents(ys, 2, False)
+    one = torch.ones(()).double()
+    for name, gs in (("transposed", turned), ("stride 0", [one.expand(out.shape) for out in ys])):
+        expected = own_gradient(operation, grad(inner(ys, gs), xs, retain_graph=True), comm.rank)
+        g = gs[comm.rank]
+        if name == "transposed":
+            g = g.permute(2, 1, 0).contiguous().permute(2, 1, 0)
         (dx,) = grad(y, x, g, retain_graph=True)
         close(dx, expected, f"gradient of a {name} cotangent")
 

@@ -58,10 +58,13 @@ class Operation(NamedTuple):
     cannot: Mapping[str, str] = MappingProxyType({})  # property -> why there is no such thing
 
 
-NO_CONVENTIONS = "both conventions are one: the output differs by rank"
-NO_DIM = "elementwise: there is no dimension to choose"
-NO_SPLITS = "elementwise: nothing is cut"
-NO_SUM = "nothing is summed, forwards or backwards"
+NO_CONVENTIONS = {"replicated": "both conventions are one: the output differs by rank"}
+ELEMENTWISE = {
+    "any dim": "elementwise: there is no dimension to choose",
+    "uneven": "elementwise: nothing is cut",
+}
+NO_SUM = {"reduce_dtype": "nothing is summed, forwards or backwards"}
+NO_ORDER = {"complex": "complex numbers are not ordered; TypeError"}
 
 
 def slices(x: Tensor, case: Case) -> Outputs:
@@ -93,12 +96,11 @@ def own(r: int, case: Case) -> tuple[int, ...]:
 
 
 def reduction(op: Any, reference: Callable[[Sequence[Tensor]], Tensor], **options: Any) -> Operation:
-    cannot = {"any dim": NO_DIM, "uneven": NO_SPLITS, **options.pop("cannot", {})}
-
     def call(x: Tensor, comm: Any, case: Case) -> Tensor:
         operator = op(comm.rank) if callable(op) else op
         return ad.all_reduce(x, comm, operator, grad=case.grad, reduce_dtype=case.reduce_dtype)
 
+    cannot = {**ELEMENTWISE, **options.pop("cannot", {})}
     return Operation(call, lambda xs, case: same(reference(xs), case.n), anywhere, cannot=cannot, **options)
 
 
@@ -156,111 +158,87 @@ def rest_is_empty(y: Tensor, case: Case) -> Outputs:
     return [y if r == case.n - 1 else y.narrow(case.dim, 0, 0) for r in range(case.n)]
 
 
-LAST = "the root is the last rank"
+ONE_INPUT = "the input is the replicated value, and what is made of the output differs by rank"
+BORDERS = "one addition per border, in the tensor's own type"
+EDGES = "where edges meet, they are summed here in the tensor's own type"
+
+
+def scattered(x: Tensor, comm: Any, case: Case, op: str = "sum") -> Tensor:
+    return ad.reduce_scatter(x, comm, case.dim, op, splits=case.given(), reduce_dtype=case.reduce_dtype)
+
+
+def gathered(x: Tensor, comm: Any, case: Case) -> Tensor:
+    return ad.all_gather(x, comm, case.dim, grad=case.grad, splits=case.given(), reduce_dtype=case.reduce_dtype)
+
+
+# The root is the last rank.
 OPERATIONS: dict[str, Operation] = {
     "all_reduce sum": reduction("sum", total),
     "all_reduce avg": reduction("avg", lambda xs: total(xs) / len(xs)),
     "all_reduce premul": reduction(
         lambda rank: ad.PreMul(scale(rank)), lambda xs: total([scale(r) * x for r, x in enumerate(xs)])
     ),
-    "all_reduce max": reduction(
-        "max",
-        lambda xs: torch.stack(list(xs)).amax(0),
-        linear=False,
-        cannot={"complex": "complex numbers are not ordered; TypeError"},
-    ),
-    "all_reduce min": reduction(
-        "min",
-        lambda xs: torch.stack(list(xs)).amin(0),
-        linear=False,
-        cannot={"complex": "complex numbers are not ordered; TypeError"},
-    ),
+    "all_reduce max": reduction("max", lambda xs: torch.stack(list(xs)).amax(0), linear=False, cannot=NO_ORDER),
+    "all_reduce min": reduction("min", lambda xs: torch.stack(list(xs)).amin(0), linear=False, cannot=NO_ORDER),
     "all_reduce prod": reduction("prod", lambda xs: torch.stack(list(xs)).prod(0), linear=False),
     "copy": Operation(
         lambda x, comm, case: ad.copy(x, comm, reduce_dtype=case.reduce_dtype),
         lambda xs, case: list(xs),
         anywhere,
         input_is_one=True,
-        cannot={
-            "any dim": NO_DIM,
-            "uneven": NO_SPLITS,
-            "replicated": "the input is the replicated value, and what is made of the output differs by rank",
-        },
+        cannot={**ELEMENTWISE, "replicated": ONE_INPUT},
     ),
-    "reduce_scatter": Operation(
-        lambda x, comm, case: ad.reduce_scatter(x, comm, case.dim, splits=case.given(), reduce_dtype=case.reduce_dtype),
-        lambda xs, case: slices(total(xs), case),
-        whole,
-        cannot={"replicated": NO_CONVENTIONS},
-    ),
+    "reduce_scatter": Operation(scattered, lambda xs, case: slices(total(xs), case), whole, cannot=NO_CONVENTIONS),
     "reduce_scatter avg": Operation(
-        lambda x, comm, case: ad.reduce_scatter(
-            x, comm, case.dim, "avg", splits=case.given(), reduce_dtype=case.reduce_dtype
-        ),
+        lambda x, comm, case: scattered(x, comm, case, "avg"),
         lambda xs, case: slices(total(xs) / case.n, case),
         whole,
-        cannot={"replicated": NO_CONVENTIONS},
+        cannot=NO_CONVENTIONS,
     ),
-    "all_gather": Operation(
-        lambda x, comm, case: ad.all_gather(
-            x, comm, case.dim, grad=case.grad, splits=case.given(), reduce_dtype=case.reduce_dtype
-        ),
-        lambda xs, case: same(torch.cat(list(xs), case.dim), case.n),
-        own,
-    ),
+    "all_gather": Operation(gathered, lambda xs, case: same(torch.cat(list(xs), case.dim), case.n), own),
     "split": Operation(
         lambda x, comm, case: ad.split(x, comm, case.dim, splits=case.given()),
         lambda xs, case: [slices(x, case)[r] for r, x in enumerate(xs)],
         whole,
         input_is_one=True,
-        cannot={"replicated": NO_CONVENTIONS, "reduce_dtype": NO_SUM},
+        cannot={**NO_CONVENTIONS, **NO_SUM},
     ),
     "broadcast": Operation(
         lambda x, comm, case: ad.broadcast(x, comm, case.n - 1, grad=case.grad, reduce_dtype=case.reduce_dtype),
         lambda xs, case: same(xs[-1], case.n),
         anywhere,
-        cannot={"any dim": NO_DIM, "uneven": NO_SPLITS},
+        cannot=ELEMENTWISE,
     ),
     "reduce": Operation(
         lambda x, comm, case: ad.reduce(x, comm, case.n - 1, reduce_dtype=case.reduce_dtype),
         lambda xs, case: at(case.n - 1, total(xs), case.n),
         anywhere,
-        cannot={"any dim": NO_DIM, "uneven": NO_SPLITS, "replicated": NO_CONVENTIONS},
+        cannot={**ELEMENTWISE, **NO_CONVENTIONS},
     ),
     "scatter": Operation(
         lambda x, comm, case: ad.scatter(x, comm, case.n - 1, case.dim, splits=case.given()),
         lambda xs, case: slices(xs[-1], case),
         whole,
-        cannot={"replicated": NO_CONVENTIONS, "reduce_dtype": NO_SUM},
+        cannot={**NO_CONVENTIONS, **NO_SUM},
     ),
     "gather": Operation(
         lambda x, comm, case: ad.gather(x, comm, case.n - 1, case.dim, splits=case.given()),
         lambda xs, case: rest_is_empty(torch.cat(list(xs), case.dim), case),
         own,
-        cannot={"replicated": NO_CONVENTIONS, "reduce_dtype": NO_SUM},
+        cannot={**NO_CONVENTIONS, **NO_SUM},
     ),
-    "all_to_all": Operation(
-        transpose, transposed, whole, cannot={"replicated": NO_CONVENTIONS, "reduce_dtype": NO_SUM}
-    ),
+    "all_to_all": Operation(transpose, transposed, whole, cannot={**NO_CONVENTIONS, **NO_SUM}),
     "permute": Operation(
         lambda x, comm, case: ad.permute(x, comm, edges(case.n)),
         permuted,
         anywhere,
-        cannot={
-            "any dim": NO_DIM,
-            "uneven": NO_SPLITS,
-            "replicated": NO_CONVENTIONS,
-            "reduce_dtype": "where edges meet, they are summed here in the tensor's own type",
-        },
+        cannot={**ELEMENTWISE, **NO_CONVENTIONS, "reduce_dtype": EDGES},
     ),
     "halo_exchange": Operation(
         lambda x, comm, case: ad.halo_exchange(x, comm, case.dim, widths(case) if case.uneven else (LEFT, RIGHT)),
         halos,
         lambda r, case: case.shape(INTERIOR + sum(widths(case)[r])),
-        cannot={
-            "replicated": NO_CONVENTIONS,
-            "reduce_dtype": "one addition per border, in the tensor's own type",
-        },
+        cannot={**NO_CONVENTIONS, "reduce_dtype": BORDERS},
     ),
 }
 
@@ -268,16 +246,8 @@ OPERATIONS: dict[str, Operation] = {
 def tensors(operation: Operation, case: Case, seed: int, dtype: torch.dtype = torch.float64) -> Outputs:
     """All ranks' inputs, different on each; one logical value on all where the operation takes that."""
     generator = torch.Generator().manual_seed(seed)
-    made = [
-        torch.randn(operation.shape(r, case), generator=generator, dtype=torch.float64).to(torch.complex128)
-        + (
-            1j * torch.randn(operation.shape(r, case), generator=generator, dtype=torch.float64)
-            if dtype.is_complex
-            else 0
-        )
-        for r in range(case.n)
-    ]
-    made = [x.to(dtype) if dtype.is_complex else x.real.to(dtype) for x in made]
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    made = [torch.randn(operation.shape(r, case), generator=generator, dtype=wide).to(dtype) for r in range(case.n)]
     return [made[0].clone() for _ in made] if operation.input_is_one else made
 
 
@@ -288,8 +258,7 @@ def cotangents(ys: Sequence[Tensor], seed: int, equal: bool) -> Outputs:
     return [made[0].clone() for _ in made] if equal else made
 
 
-FUNCTIONS = ("all_reduce", "copy", "reduce_scatter", "all_gather", "split", "broadcast", "reduce", "scatter", "gather")
-FUNCTIONS += ("all_to_all", "permute", "halo_exchange")
+FUNCTIONS = {name.split()[0] for name in OPERATIONS}
 
 
 def otherwise(operation: Operation, x: Tensor, comm: Any, case: Case, way: Callable[[Any], Any]) -> Any:
