@@ -89,7 +89,7 @@ def table(cells: list[Cell]) -> str:
         )
     notes: dict[str, int] = {}
     rows = []
-    for operation in dict.fromkeys(cell.operation for cell in cells):
+    for operation in sorted({cell.operation for cell in cells}):  # workers report in any order
         marks = []
         for what in PROPERTIES:
             found = status.get((operation, what), "not run")
