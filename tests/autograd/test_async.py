@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -66,22 +65,15 @@ def test_the_adjoint_starts_before_the_backward_of_the_work_between_and_is_waite
 
 
 def several_under_way(comm: Communicator) -> None:
-    """In another order than started, with synchronous calls in between; retained graphs run twice; one is dropped."""
-    xs = [torch.full((4,), float(comm.rank + i), dtype=torch.float64, requires_grad=True) for i in range(4)]
+    """Waited for in another order than started, one never; with a synchronous call in between."""
+    xs = [torch.full((4,), float(i), requires_grad=True) for i in range(4)]
     handles = [ad.start(ad.all_reduce, x, comm, grad="sum") for x in xs]
+    ad.start(ad.all_reduce, xs[1] * 3, comm, grad="sum")
     between = ad.all_reduce(xs[0], comm, grad="sum")
-    ad.start(ad.all_reduce, xs[1] * 3, comm, grad="sum")  # dropped before its result is there; its backward not entered
     ys = [handle.wait() for handle in reversed(handles)][::-1]
-    for i, y in enumerate(ys):
-        assert y.tolist() == [float(sum(range(comm.size)) + comm.size * i)] * 4
-    loss = (torch.stack(ys) * torch.arange(1, 5).double()[:, None]).sum() + between.sum()
-    for times in (1, 2):
-        loss.backward(retain_graph=True)
-        expected = [comm.size * (i + 1.0 + (i == 0)) * times for i in range(4)]
-        assert [x.grad.tolist()[0] for x in xs] == expected
-    with torch.no_grad():
-        handle = ad.start(ad.all_reduce, xs[0], comm, grad="sum")
-    assert not handle.wait().requires_grad
+    assert [y.tolist() for y in ys] == [[float(comm.size * i)] * 4 for i in range(4)]
+    (torch.stack(ys) * torch.arange(1, 5)[:, None] + between).sum().backward()
+    assert [x.grad.tolist()[0] for x in xs] == [comm.size * (i + 1.0 + 4 * (i == 0)) for i in range(4)]
 
 
 def test_several_may_be_under_way_and_waited_for_in_any_order(ranks: RankPool) -> None:
@@ -108,43 +100,16 @@ def in_a_thread(handle: ad.Work) -> Tensor:
     return first
 
 
-def in_a_checkpoint(reentrant: bool) -> Callable[[ad.Work], Tensor]:
-    def wait(handle: ad.Work) -> Tensor:
+def in_a_checkpoint(handle: ad.Work) -> Tensor:
+    for reentrant in (False, True):
         x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-        y: Tensor = checkpoint(lambda x: handle.wait().sin() + x, x, use_reentrant=reentrant)
-        assert y.requires_grad
-        return handle.wait()
-
-    return wait
-
-
-def within_torch_func(handle: ad.Work) -> Tensor:
-    """Once it was waited for outside; before that, it raises."""
-
-    def f(t: Tensor) -> Tensor:
-        return (handle.wait() * t).sum()
-
-    one = torch.ones(3, dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="wait outside"):
-        torch.func.grad(f)(one)
-    y = handle.wait()
-    assert torch.equal(torch.func.grad(f)(one), y)
-    return y
-
-
-WAITS = {
-    "no_grad": under_no_grad,
-    "inference_mode": under_inference_mode,
-    "thread": in_a_thread,
-    "checkpoint": in_a_checkpoint(False),
-    "reentrant checkpoint": in_a_checkpoint(True),
-    "torch.func": within_torch_func,
-}
+        assert checkpoint(lambda x: handle.wait().sin() + x, x, use_reentrant=reentrant).requires_grad
+    return handle.wait()
 
 
 def derivatives(comm: Communicator) -> None:
     """First and second derivatives, twice, beside those of the synchronous operation."""
-    for name, wait in WAITS.items():
+    for wait in (under_no_grad, under_inference_mode, in_a_thread, in_a_checkpoint):
         found = []
         for asynchronous in (False, True):
             x = torch.arange(3).double().add(comm.rank).requires_grad_()
@@ -154,13 +119,13 @@ def derivatives(comm: Communicator) -> None:
                 assert handle.wait() is y
             else:
                 y = ad.all_reduce(x * 2, comm, grad="sum")
-            assert y.requires_grad and not y.is_inference(), name
+            assert y.requires_grad and not y.is_inference(), wait.__name__
             results = [y.detach()]
             for _ in range(2):
                 (dx,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
                 results += [dx.detach(), *torch.autograd.grad((dx**2).sum(), x, retain_graph=True)]
             found.append(results)
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), name
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), wait.__name__
 
 
 def test_the_gradient_does_not_depend_on_where_the_result_is_waited_for(ranks: RankPool) -> None:

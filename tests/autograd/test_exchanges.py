@@ -11,7 +11,6 @@ import torch
 from ranks import RankPool
 from torch import Tensor
 
-import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
 
@@ -47,8 +46,6 @@ def check_halos(comm: Communicator) -> None:
     (dx,) = torch.autograd.grad(y, x, gs[r])
     torch.testing.assert_close(dx, pad(dfull.split(inner, 1)[r]), **EXACT)
     assert ad.testing.check_gradients(lambda t: call(t.sin()) ** 2, x, comm, samples=2) <= 1
-    batch = torch.stack([x.detach(), 2 * x.detach()])
-    torch.testing.assert_close(torch.func.vmap(call)(batch), torch.stack([y, 2 * y]).detach(), **EXACT)
     torch.testing.assert_close(torch.func.jvp(call, (x,), (2 * x,))[1], 2 * y, **EXACT)
 
 
@@ -86,26 +83,6 @@ def test_a_missing_list_of_splits_is_learnt_from_the_other_ranks(ranks: RankPool
     ranks.run(4, check_learnt)
 
 
-def wrong_on_one_rank(comm: Communicator) -> list[str]:
-    """Rank 1 passes wrong sizes: it says how, the others whose."""
-    x = torch.ones(3)
-    messages = []
-    for name, wrong in (("send", [1, 1, 2]), ("send", [3]), ("recv", [1, 2, 1]), ("recv", [1, -1, 1])):
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            ad.all_to_all(x, comm, **{f"{name}_splits": wrong if comm.rank == 1 else [1, 1, 1]})  # type: ignore[arg-type]
-        messages.append(str(caught.value))
-    comm.barrier()
-    return messages
-
-
-def test_wrong_splits_on_one_rank_raise_on_all_where_they_are_learnt(ranks: RankPool) -> None:
-    first, second, third = ranks.run(3, wrong_on_one_rank)
-    assert first == third and all("on rank 1: ValueError" in message for message in first)
-    words = ["has 3 rows, but send_splits (1, 1, 2) add up to 4", "expected one size for each of 3 ranks"]
-    words += ["has 3 rows, but what the other ranks expect of it, (1, 2, 1) add up to 4", "expected sizes >= 0"]
-    assert all(text in message for text, message in zip(words, second, strict=True))
-
-
 def disagreements(world: Communicator) -> list[str]:
     os.environ["PYNCCL_CHECK"] = "1"
     comm, first = world.split(0), world.rank == 0  # of no use afterwards
@@ -113,7 +90,7 @@ def disagreements(world: Communicator) -> list[str]:
     x = torch.ones(6)
     calls: list[Callable[[], object]] = [
         lambda: ad.all_to_all(x, comm, send_splits=[3, 3], recv_splits=[3, 3] if first else None),
-        lambda: ad.all_to_all(x, comm, send_splits=[3, 3] if first else None),
+        lambda: ad.all_to_all(x, comm, send_splits=[3, 3 if first else 2]),
         lambda: ad.halo_exchange(x, comm, 0, [(0, 1), (1, 0)] if first else [(0, 1), (2, 0)]),
         lambda: ad.halo_exchange(x[: 6 if first else 2], comm, 0, [(0, 2), (1, 0)]),
     ]
@@ -123,21 +100,15 @@ def disagreements(world: Communicator) -> list[str]:
             call()
         messages.append(f"{caught.type.__name__}: {caught.value}")
     assert ad.all_to_all(x, comm, send_splits=[3, 3]).tolist() == [1.0] * 6
-    # Without PYNCCL_CHECK one that passes both lists where the other passes one is not left waiting.
-    os.environ["PYNCCL_CHECK"] = "0"
-    mine = world.split(0)
-    assert mine is not None
-    with pytest.raises((ValueError, pynccl.NcclError), match="disagree"):
-        ad.all_to_all(torch.ones(10), mine, send_splits=[5, 5], recv_splits=[5, 5] if first else None)
-    mine.abort()
     return messages
 
 
 def test_ranks_that_pass_other_splits_or_halos_are_told_on_every_rank(doomed: RankPool) -> None:
-    for rank, (one, none, halo, rows) in enumerate(doomed.run(2, disagreements)):
+    for rank, (one, splits, halo, rows) in enumerate(doomed.run(2, disagreements)):
         own, other = ("send, recv", "send") if rank == 0 else ("send", "send, recv")
         assert f"rank {rank}: all_to_all from dimension 0 to 0, splits given: {own} at " in one
         assert f"rank {1 - rank}: all_to_all from dimension 0 to 0, splits given: {other} at " in one
-        assert none.startswith("NcclInvalidUsage") and "splits given: none" in none
+        assert "has 6 rows, but send_splits (3, 2) add up to 5" in splits
+        assert ("on rank 1: ValueError" in splits) == (rank == 0)
         assert "halo=[(0, 1), (2, 0)]" in halo
         assert "on rank 1 has 2 rows, of which 1 are the interior" in rows

@@ -47,16 +47,10 @@ def nonsense(comm: Communicator) -> None:
         with pytest.raises(ValueError, match=sizes):
             any_of.Mesh(comm, shape)
     mesh = ad.Mesh(comm, {"dp": 2, "tp": 1})
-    cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: any_of.Mesh(comm, [2]), TypeError, r"shape .*\[2\].* expected a dict"),
-        (lambda: mesh["pp"], KeyError, "the mesh has no axis 'pp'; it has 'dp', 'tp'"),
-        (lambda: mesh["dp", "dp"], KeyError, "expected one axis, or several different ones"),
-        (lambda: mesh.coordinate_of(2), ValueError, "rank is 2, expected 0 to 1"),
-        (mesh.to_device_mesh, RuntimeError, "torch.distributed is not initialised"),
-    ]
-    for call, kind, text in cases:
-        with pytest.raises(kind, match=text):
-            call()
+    with pytest.raises(KeyError, match="the mesh has no axis 'pp'; it has 'dp', 'tp'"):
+        mesh["pp"]
+    with pytest.raises(KeyError, match="expected one axis, or several different ones"):
+        mesh["dp", "dp"]
 
 
 def test_bad_input_is_refused_on_every_rank(ranks: RankPool) -> None:
