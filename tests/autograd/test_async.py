@@ -7,39 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from ranks import RankPool
-from semantics import OPERATIONS, Case, start, tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import work
-
-
-def same_as_synchronous(comm: Communicator) -> None:
-    """Output, first and second derivatives, bit by bit; of uneven slices where there are slices."""
-    for name, operation in OPERATIONS.items():
-        if not operation.linear:
-            continue
-        case = Case(comm.size, uneven="uneven" not in operation.cannot)
-        found = []
-        for asynchronous in (False, True):
-            leaf = tensors(operation, case, 1)[comm.rank].requires_grad_()
-            if asynchronous:
-                handle = start(operation, leaf * 2, comm, case)
-                y = handle.wait()
-                assert handle.wait() is y
-            else:
-                y = operation.call(leaf * 2, comm, case)
-            (dx,) = torch.autograd.grad((y**3).sum(), leaf, create_graph=True)
-            (ddx,) = torch.autograd.grad((dx**2).sum(), leaf)
-            found.append((y.detach(), dx.detach(), ddx))
-        for kind, now, later in zip(("output", "gradient", "second derivative"), *found, strict=True):
-            assert torch.equal(now, later), f"{name}, {kind}"
-
-
-def test_results_and_derivatives_equal_the_synchronous_ones(ranks: RankPool) -> None:
-    ranks.run(3, same_as_synchronous)
 
 
 def order_of_backward(comm: Communicator) -> list[str]:

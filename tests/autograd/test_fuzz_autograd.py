@@ -6,7 +6,7 @@ import pytest
 from fuzz.fuzzing import MODES, fuzz
 from ranks import RankPool
 
-MANY = 4  # programs a mode
+MANY = 12  # programs a mode
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.startswith("compile")])

@@ -1,9 +1,6 @@
-"""Modules: each does what its function does; pairs in Sequential run as one."""
+"""Modules: pairs in Sequential run as one. Each does what its function does: test_fuzz_autograd.py, mode "module"."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,42 +16,6 @@ EXACT = {"rtol": 0.0, "atol": 0.0}
 def integers(*shape: int, seed: int) -> Tensor:
     """Integer-valued, so that sums are exact in any order."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
-
-
-def check_modules(comm: Communicator) -> None:
-    n, last, edges = comm.size, comm.size - 1, [(q, (q + 1) % comm.size) for q in range(comm.size)]
-    pre, rows = ad.PreMul(float(comm.rank + 2)), [2] * n
-    pairs: list[tuple[Any, Callable[[Tensor], Tensor]]] = [
-        (ad.nn.AllReduce(comm, "avg", grad="replicated"), lambda x: ad.all_reduce(x, comm, "avg", grad="replicated")),
-        (ad.nn.AllReduce(comm, pre, grad="sum"), lambda x: ad.all_reduce(x, comm, pre, grad="sum")),
-        (ad.nn.Copy(comm), lambda x: ad.copy(x, comm)),
-        (ad.nn.ReduceScatter(comm, 1, "avg"), lambda x: ad.reduce_scatter(x, comm, 1, "avg")),
-        (ad.nn.ReduceScatter(comm, splits=rows), lambda x: ad.reduce_scatter(x, comm, splits=rows)),
-        (ad.nn.AllGather(comm, -1, grad="sum"), lambda x: ad.all_gather(x, comm, -1, grad="sum")),
-        (ad.nn.Split(comm, 1), lambda x: ad.split(x, comm, 1)),
-        (ad.nn.Broadcast(comm, last, grad="sum"), lambda x: ad.broadcast(x, comm, last, grad="sum")),
-        (ad.nn.Reduce(comm, last, "avg"), lambda x: ad.reduce(x, comm, last, "avg")),
-        (ad.nn.Scatter(comm, last, 1), lambda x: ad.scatter(x, comm, last, 1)),
-        (ad.nn.Gather(comm, last, 1), lambda x: ad.gather(x, comm, last, 1)),
-        (ad.nn.AllToAll(comm, 0, 1), lambda x: ad.all_to_all(x, comm, 0, 1)),
-        (ad.nn.Permute(comm, iter(edges)), lambda x: ad.permute(x, comm, edges)),
-        (ad.nn.HaloExchange(comm, 0, (1, 2)), lambda x: ad.halo_exchange(x, comm, 0, (1, 2))),
-    ]
-    for module, function in pairs:
-        x = integers(2 * n + 2 * isinstance(module, ad.nn.HaloExchange), n, seed=comm.rank).requires_grad_()
-        for _ in range(2):  # a module is called many times
-            y, expected = module(x), function(x)
-            torch.testing.assert_close(y, expected, **EXACT)
-        g = integers(*y.shape, seed=50 + comm.rank)
-        torch.testing.assert_close(torch.autograd.grad(y, x, g), torch.autograd.grad(expected, x, g), **EXACT)
-    assert repr(pairs[3][0]) == f"ReduceScatter(rank {comm.rank} of {n}, dim=1, op='avg')"
-
-
-def test_every_module_does_what_its_function_does(ranks: RankPool) -> None:
-    ranks.run(4, check_modules)
-
-
-# Sequential
 
 
 class Doubled(torch.nn.Linear):

@@ -8,10 +8,9 @@ from functools import partial
 import pytest
 import torch
 from ranks import RankPool
-from semantics import OPERATIONS, Case, start, tensors
+from semantics import OPERATIONS, Case, tensors
 from torch import Tensor
 
-import pynccl_autograd as ad
 from pynccl import Communicator
 
 Map = Callable[[Tensor], Tensor]
@@ -61,29 +60,9 @@ def outputs(comm: Communicator) -> None:
             what = f"{name}, dim {dim}, {dtype}"
             check_ways(call, x, what, saves_output)
             if not saves_output:
-                check_ways(lambda t: start(operation, t, comm, case).wait(), x, f"{what}, started")  # noqa: B023
                 found = torch.func.grad(lambda t, call=call: loss(call(t).mul_(2)))(x)
                 assert torch.equal(found, torch.func.grad(lambda t, call=call: loss(call(t) * 2))(x)), f"{what}: grad"
 
 
 def test_an_output_is_its_own_and_may_be_changed_in_place(ranks: RankPool) -> None:
     ranks.run(2, outputs)
-
-
-def on_one_rank_and_between_partitions(comm: Communicator) -> None:
-    alone = comm.split(comm.rank)
-    assert alone is not None
-    for name, operation in OPERATIONS.items():
-        if name != "permute":  # whose edges are of two ranks at least
-            check_ways(lambda t: operation.call(t, alone, Case(1)), tensors(operation, Case(1), 1)[0], name)  # noqa: B023
-    first, both, one = ad.Partition(comm, [0]), ad.Partition(comm, [0, 1]), ad.Partition(alone, [0])
-    pairs = [(first, both, ad.partition.Broadcast), (both, first, ad.SumReduce), (both, first, ad.Repartition)]
-    pairs += [(p, p, layer) for p in (both, one) for _, _, layer in pairs[:3]]  # to itself
-    for P_x, P_y, layer in pairs:
-        check_ways(layer(P_x, P_y), torch.arange(4.0) if P_x.active else ad.zero_volume_tensor(), layer.__name__)
-    check_ways(ad.AllSumReduce(both, ()), torch.arange(4.0), "AllSumReduce")
-    alone.destroy()
-
-
-def test_outputs_on_one_rank_and_between_partitions_may_be_changed_in_place(ranks: RankPool) -> None:
-    ranks.run(2, on_one_rank_and_between_partitions)

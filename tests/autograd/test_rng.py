@@ -110,7 +110,6 @@ def test_a_checkpoint_draws_the_same_numbers_again(ranks: RankPool) -> None:
 
 
 def wrong(comm: Communicator) -> None:
-    any_of: Any = ad
     other = comm.split(0, comm.rank)
     assert other is not None
 
@@ -124,10 +123,8 @@ def wrong(comm: Communicator) -> None:
         (lambda: within(int), RuntimeError, r"call ad\.rng\.seed\(seed, comm\)"),
         (lambda: ad.Dropout(0.5, other, cut=False)(torch.ones(3)), RuntimeError, unlike),
         (lambda: ad.rng.seed(comm.rank, other), ValueError, r"the ranks passed the seeds \[0, 1\]"),
-        (lambda: any_of.rng.seed(1.5, other), ValueError, "expected an integer from 0"),
         (lambda: ad.rng.seed(2**63 - 1, other) or within(ad.rng.get_state), RuntimeError, "call it outside"),
         (lambda: ad.rng.set_state({"cpu": torch.zeros(3)}), ValueError, r"rng\.set_state: state"),
-        (lambda: ad.Dropout(1.1, other), ValueError, "Dropout: p is"),
     ]
     for call, kind, text in cases:
         with pytest.raises(kind, match=text):

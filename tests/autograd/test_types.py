@@ -74,10 +74,6 @@ def bools(comm: Communicator) -> None:
     comm.barrier()  # nothing was launched
 
 
-def test_bool_has_no_sum_but_a_logical_or_and_and(ranks: RankPool) -> None:
-    ranks.run(2, bools)
-
-
 def reductions(comm: Communicator) -> None:
     n = comm.size
     for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
@@ -95,6 +91,7 @@ def reductions(comm: Communicator) -> None:
 
 
 def test_a_type_without_a_reduction_is_named_with_the_type_to_reduce_in(ranks: RankPool) -> None:
+    ranks.run(2, bools)
     ranks.run(2, reductions)
 
 

@@ -114,7 +114,7 @@ def test_nonsense_for_any_parameter_is_named_with_a_remedy(ranks: RankPool) -> N
 
 def misplaced(comm: Communicator) -> None:
     any_of: Any = ad
-    x, model, check = torch.ones(4, 4), torch.nn.Linear(4, 4), ad.testing.check_adjoint
+    x, check = torch.ones(4, 4), ad.testing.check_adjoint
     line = ad.CartesianPartition(comm, (comm.size,))
     row = any_of.RowParallelLinear(4, 4, comm)
     freed = torch.ones(4, 4)
@@ -123,26 +123,19 @@ def misplaced(comm: Communicator) -> None:
         (lambda: any_of.matmul_all_reduce(comm, x, x), "matmul_all_reduce: x and comm are swapped"),
         (lambda: any_of.start(ad.all_gather, comm, x, grad="sum"), "all_gather: x and comm are swapped"),
         (lambda: any_of.ColumnParallelLinear(4, comm, 4), "ColumnParallelLinear: out_features and comm are swapped"),
-        (lambda: any_of.Dropout(comm, 0.5), "Dropout: p and comm are swapped"),
-        (lambda: any_of.parallelize(comm, model, {}), "parallelize: model and comm are swapped"),
-        (lambda: any_of.Mesh({"tp": 2}, comm), "Mesh: shape and comm are swapped"),
         (lambda: any_of.nn.AllReduce("sum", comm, grad="sum"), "nn.AllReduce: op and comm are swapped"),
         (lambda: any_of.broadcast(x, 0, comm, grad="sum"), "broadcast: comm is 0, expected a pynccl.Communicator"),
         (lambda: any_of.Partition("x", [0]), "Partition: comm is 'x', expected a pynccl.Communicator"),
         (lambda: any_of.Partition(comm, ["0"]), "Partition: ranks is ['0'], expected a sequence of integers"),
-        (lambda: any_of.CartesianPartition(comm, (10**30,)), "expected as many ranks"),
         (lambda: any_of.AllSumReduce("x", 0), "AllSumReduce: partition is 'x', expected a Partition"),
-        (lambda: any_of.AllSumReduce(line, "x"), "AllSumReduce: axes is 'x', expected a sequence of integers"),
         (lambda: any_of.AllSumReduce(line, 0)("x"), "AllSumReduce: x is a str, expected a torch.Tensor"),
         (lambda: any_of.Repartition(line, line)(freed), "its storage was freed; expected dense"),
         (lambda: any_of.anchor(3.0, x), "anchor: loss is a float, expected a torch.Tensor"),
-        (lambda: any_of.anchor(x, 5), "anchor: an output is a int, expected a torch.Tensor"),
         (lambda: any_of.copy(freed, comm), "copy: x is a tensor (4, 4) whose storage was freed"),
         (lambda: row(x[:, :3]), "matmul_all_reduce: x has shape (4, 3), expected [.., 2]"),
         (lambda: row(x[:, :2].double()), "matmul_all_reduce: x is torch.float64, the weight torch.float32; pass x.to("),
         (lambda: any_of.ColumnParallelLinear(4, 4, comm, dtype="f4"), "dtype is 'f4', expected a floating-point"),
         (lambda: any_of.ColumnParallelLinear(4, -2, comm), "out_features is -2"),
-        (lambda: any_of.RowParallelLinear(4.0, 4, comm), "in_features is 4.0"),
         (lambda: check(torch.clone, x.int(), comm), "check_adjoint: x is torch.int32"),
         (lambda: any_of.start(object(), x, comm), "is no collective of pynccl_autograd; pass"),
         (lambda: any_of.all_reduce(x, comm, ad.PreMul([2.0]), grad="sum"), "the scale of PreMul"),

@@ -9,11 +9,9 @@ property, and scripts/semantics_table.py makes docs/semantics.md of what it foun
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -256,19 +254,3 @@ def cotangents(ys: Sequence[Tensor], seed: int, equal: bool) -> Outputs:
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in ys]
     return [made[0].clone() for _ in made] if equal else made
-
-
-FUNCTIONS = {name.split()[0] for name in OPERATIONS}
-
-
-def otherwise(operation: Operation, x: Tensor, comm: Any, case: Case, way: Callable[[Any], Any]) -> Any:
-    """The same call where each function of the package is way(function): its plan, or ad.start of it."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in FUNCTIONS:
-            patch.setattr(ad, name, way(getattr(ad, name)))
-        return operation.call(x, comm, case)
-
-
-def start(operation: Operation, x: Tensor, comm: Any, case: Case) -> Any:
-    """The handle of ad.start."""
-    return otherwise(operation, x, comm, case, lambda function, start=ad.start: partial(start, function))
