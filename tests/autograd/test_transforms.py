@@ -19,14 +19,12 @@ from pynccl import Communicator
 
 
 def network(x: Tensor, w: Tensor, v: Tensor, comm: Communicator) -> Tensor:
-    """Sequence-parallel MLP with a distributed softmax-like tail: six kinds of collectives, uneven shapes."""
+    """Sequence-parallel MLP with a distributed softmax-like tail: five kinds of collectives, uneven shapes."""
     h = F.gelu(ad.all_gather(x, comm, grad="sum") @ w)
     y = ad.reduce_scatter(h @ v, comm)
     largest = ad.all_reduce(y.detach(), comm, "max", grad="replicated")
     total = ad.start(ad.all_reduce, (y - largest).exp().sum(0), comm, grad="sum").wait()
-    z = ad.all_reduce(y, comm, "prod", grad="sum") * ad.all_reduce(x, comm, "max", grad="sum")
-    unused = ad.all_gather(x, comm, grad="sum")
-    return ad.anchor(ad.all_to_all(z.repeat(1, comm.size), comm, 1, 0).sum() + total.log().sum(), unused)
+    return ad.all_to_all(y.repeat(1, comm.size), comm, 1, 0).sum() + total.log().sum()
 
 
 def leaves(comm: Communicator, rows: int) -> list[Tensor]:
@@ -50,7 +48,7 @@ def compiled_network(comm: Communicator) -> None:
 
 
 def test_a_network_compiles_to_one_graph_with_equal_gradients(ranks: RankPool) -> None:
-    ranks.run(2, compiled_network, timeout=200)
+    ranks.run(2, compiled_network, timeout=110)
 
 
 def compiled_backward(comm: Communicator) -> None:
@@ -76,7 +74,7 @@ def compiled_backward(comm: Communicator) -> None:
 
 
 def test_compiled_autograd_gives_the_same_gradients(ranks: RankPool) -> None:
-    ranks.run(2, compiled_backward, timeout=200)
+    ranks.run(2, compiled_backward, timeout=110)
 
 
 def under_autocast(comm: Communicator) -> None:
