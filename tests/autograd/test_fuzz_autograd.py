@@ -6,13 +6,12 @@ import pytest
 from fuzz.fuzzing import MODES, fuzz
 from ranks import RankPool
 
-MANY = 12  # programs a mode
-
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.startswith("compile")])
 def test_random_programs_give_what_one_process_finds(ranks: RankPool, mode: str) -> None:
-    found = fuzz(ranks, mode, range(MANY), (2, 3))
-    assert found.programs == MANY and found.comparisons >= MANY
+    many = 4 if mode == "double list" else 12  # in 12 every collective is met
+    found = fuzz(ranks, mode, range(many), (2, 3))
+    assert found.programs == many and found.comparisons >= many
     assert not found.failures, "\n".join(str(failure) for failure in found.failures)
 
 
