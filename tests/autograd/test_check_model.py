@@ -1,10 +1,9 @@
-"""check_model: a right model of any kind passes, each planted mistake is named alike on all ranks, bad input refused."""
+"""check_model: a right model passes, each planted mistake is named alike on all ranks, bad input is refused."""
 
 from __future__ import annotations
 
 import copy
 import math
-import re
 from functools import partial
 from typing import Any
 
@@ -78,43 +77,9 @@ def right(comm: Communicator) -> None:
             assert loss == pytest.approx(report.reference_loss, rel=2e-2)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.last(torch.sin(self.first(x))), y)
-
-
-def batches(comm: Communicator) -> None:
-    """Tuples and dicts, tied parameters, unequal parts of a batch with a loss of the caller's, complex numbers."""
-    torch.manual_seed(1)
-    tied, x, y = Tied().double(), torch.randn(8, 4).double(), torch.randn(8, 4).double()
-    for batch in ((x, y), {"x": x, "y": y}):
-        assert ad.testing.check_model(copy.deepcopy(tied), tied, batch, comm).parameters == 1
-    own = tuple(t.split([1, 7] if comm.size == 2 else [1, 3, 2, 2])[comm.rank] for t in (x, y))
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return model(*batch) * (1.0 if model is tied else len(own[0]) / 8)
-
-    model = copy.deepcopy(tied)
-    mark_partial(model, comm)
-    ad.testing.check_model(model, tied, own, comm, loss, batch_dim=0)
-    z = nn.Linear(3, 3, dtype=torch.complex128)
-
-    def norm(model: nn.Module, batch: Tensor) -> Tensor:
-        y: Tensor = model(batch)
-        return y.abs().square().sum()
-
-    ad.testing.check_model(copy.deepcopy(z), z, torch.randn(5, 3, dtype=torch.complex128), comm, norm)
-
-
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("passes", [right, batches])
-def test_a_right_model_passes(ranks: RankPool, n: int, passes: Any) -> None:
-    ranks.run(n, passes)
+def test_a_right_model_passes(ranks: RankPool, n: int) -> None:
+    ranks.run(n, right)
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
@@ -155,9 +120,6 @@ def mistakes(comm: Communicator) -> list[str]:
     names = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]
     factor = f"factor: {comm.size} times the gradient, on {comm.size} ranks"
     told(model, dict.fromkeys(names, "factor"), factor, x, comm)
-    found = re.search(r"rank \d has (\S+) at \[\d+\], expected (\S+):", reports[-1])
-    assert found and float(found[1]) == pytest.approx(comm.size * float(found[2]), rel=1e-4)
-
     missing = {"norm.weight": "missing sum", "norm.bias": "missing sum"}
     model = cut_block(whole, comm, True)
     mark = "parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)"
@@ -174,18 +136,6 @@ def mistakes(comm: Communicator) -> list[str]:
 
     told(model, {"up.bias": None}, "wrong by more than a factor", x, comm, finish=spoil)
 
-    def other_batch(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch) if model is whole else model(2 * batch)
-
-    with pytest.raises(ad.testing.ModelError, match=r"The losses differ, too.* Look at the forward pass first\."):
-        ad.testing.check_model(model, whole, x, comm, other_batch)
-
-    def slightly(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch) * (1.0 if model is whole else 1.0 + 2e-4)
-
-    ad.testing.check_model(model, whole, x, comm, slightly, tolerance=1e-3)
-    with pytest.raises(ad.testing.ModelError):
-        ad.testing.check_model(model, whole, x, comm, slightly)
     return reports
 
 
@@ -201,8 +151,7 @@ def test_a_mistake_is_named_by_its_parameter_and_its_explanation(ranks: RankPool
 def refused(comm: Communicator) -> None:
     """Also by the ranks on which all is well: rank 1 is wrong alone."""
     check, whole, x, alone = ad.testing.check_model, whole_block(), whole_batch(), comm.rank == 1
-    model, same, fused = cut_block(whole, comm), nn.Identity(), cut_block(whole, comm, grad_accumulation_fusion=True)
-    sharing, unmarked, other = Block(whole.norm, model.up, model.down), cut_block(whole, comm), cut_block(whole, comm)
+    model, unmarked, other = (cut_block(whole, comm) for _ in range(3))
     if alone:
         del unmarked.up.weight.shard
         other.up.bias.data[3] += 0.5
@@ -210,13 +159,9 @@ def refused(comm: Communicator) -> None:
     check_dim = partial(check, batch_dim=3)
     rows: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
         (check, ("block" if alone else model, whole, x), TypeError, "model is 'block', expected a torch.nn.Module"),
-        (check, (same, same, x), ValueError, r"the loss is a tensor of shape \[8, 3, 12\]"),
         (check_dim, (model, whole, x), ValueError, r"batch_dim is 3, but a tensor of the batch has shape \[8, 3, 12\]"),
         (check, (model, whole, x + alone), ValueError, r"losses are \[.*\] on the ranks, expected one value"),
-        (check, (same, whole, x), ValueError, f"no rank's model has {names}"),
-        (check, (model, same, x), ValueError, f"the model has {names}, which the reference has not"),
-        (check, (fused, whole, x), ValueError, "a layer of the model has grad_accumulation_fusion"),
-        (check, (sharing, whole, x), ValueError, "norm.weight, norm.bias of the model and of the reference are"),
+        (check, (nn.Identity(), whole, x), ValueError, f"no rank's model has {names}"),
         (check, (unmarked, whole, x), ValueError, rf"up.weight has shape \[12, 12\], {mark}"),
         (check, (other, whole, x), ValueError, "up.bias differs on rank 1 from its part of the reference's, by 0.5"),
     ]

@@ -38,7 +38,8 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, first: int, count: int
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
+    first, *others = model.parameters()
+    return torch.optim.AdamW([{"params": others}, {"params": [first], "lr": 0.02}], lr=0.01)
 
 
 def saves(comm: Communicator, folder: str, kv_heads: int, tied: bool) -> list[float]:
