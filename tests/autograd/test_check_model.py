@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from ranks import RankPool
 from torch import Tensor, nn
 
@@ -85,21 +84,6 @@ def test_a_right_model_passes(ranks: RankPool, n: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ mistakes
 
 
-class RowLinear(nn.Module):
-    """A row-parallel linear layer by hand, whose all_reduce takes either convention."""
-
-    def __init__(self, linear: nn.Linear, comm: Communicator, grad: Any) -> None:
-        super().__init__()
-        self.comm, self.grad = comm, grad
-        whole = linear.weight.detach()
-        self.weight = nn.Parameter(whole.chunk(comm.size, 1)[comm.rank].clone())
-        self.bias = nn.Parameter(linear.bias.detach().clone())
-        self.weight.shard = ad.Shard(comm, 1, whole.shape)  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ad.all_reduce(F.linear(x, self.weight), self.comm, grad=self.grad) + self.bias
-
-
 def mistakes(comm: Communicator) -> list[str]:
     """What is said of each: the explanation of every wrong gradient, and words of the report."""
     whole, x, reports = whole_block(), whole_batch(), []
@@ -114,12 +98,20 @@ def mistakes(comm: Communicator) -> list[str]:
         reports.append(str(report))
 
     model = cut_block(whole, comm)
-    model.down = RowLinear(whole.down, comm, "replicated")
     ad.testing.check_model(model, whole, x, comm)
-    model.down = RowLinear(whole.down, comm, "sum")
-    names = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]
+
+    def scale(model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(comm.size)
+
     factor = f"factor: {comm.size} times the gradient, on {comm.size} ranks"
-    told(model, dict.fromkeys(names, "factor"), factor, x, comm)
+    told(model, {name: "factor" for name, _ in model.named_parameters()}, factor, x, comm, finish=scale)
+
+    def spoil(model: Any) -> None:
+        model.up.bias.grad.mul_(torch.arange(HIDDEN // comm.size))
+
+    told(model, {"up.bias": None}, "wrong by more than a factor", x, comm, finish=spoil)
+
     missing = {"norm.weight": "missing sum", "norm.bias": "missing sum"}
     model = cut_block(whole, comm, True)
     mark = "parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)"
@@ -128,14 +120,6 @@ def mistakes(comm: Communicator) -> list[str]:
     finish = "call ad.finish_gradients(model) after backward()"
     told(model, missing, finish, own, comm, batch_dim=0, finish=lambda model: None)
     told(cut_block(whole, comm, gather_input=False), missing, "or put ad.copy(x, comm)", x, comm)
-
-    model = cut_block(whole, comm)
-
-    def spoil(model: Any) -> None:
-        model.up.bias.grad.mul_(torch.arange(HIDDEN // comm.size))
-
-    told(model, {"up.bias": None}, "wrong by more than a factor", x, comm, finish=spoil)
-
     return reports
 
 

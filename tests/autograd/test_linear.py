@@ -114,7 +114,7 @@ def under_autocast(comm: Communicator) -> None:
     size = 2 * comm.size
     torch.manual_seed(1)
     whole_x = torch.randn(size, size)
-    kinds = (ad.ColumnParallelLinear, ad.RowParallelLinear)
+    kinds: tuple[Any, ...] = (ad.ColumnParallelLinear, ad.RowParallelLinear)
     for kind, sequence_parallel, dtype in product(kinds, (False, True), (torch.bfloat16, torch.float16)):
         plain, row = nn.Linear(size, size), kind is ad.RowParallelLinear
         layer = kind.from_linear(plain, comm, sequence_parallel)
