@@ -7,7 +7,6 @@ import copy
 import gc
 import math
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,47 +37,14 @@ def device_mesh(comm: Communicator, path: str, mesh: ad.Mesh) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def wrapped(model: Any, kind: str, devices: Any, blocks: Any) -> Any:
-    if kind == "ddp":
-        group = devices["dp"].get_group()
-        return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    with ad.keep_shards(model):
-        for block in blocks:
-            fully_shard(block, mesh=devices["dp"])
-        fully_shard(model, mesh=devices["dp"])
-    return model
+def meshed(comm: Communicator, path: str, function: Any, *args: Any) -> None:
+    """In a frame of its own: what the function has made ends before the process group."""
+    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh, device_mesh(comm, path, mesh) as devices:
+        function(comm, mesh, devices["dp"], *args)
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-
-
-def assert_same_state(model: Any, whole: nn.Module, comm: Communicator) -> None:
-    """What full_state_dict gathers, on every rank; what it loads again."""
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    expected = whole.state_dict()
-    found = ad.full_state_dict(model, comm, rank0_only=False)
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11, msg=partial("{}: {}".format, name))
-    ad.load_full_state_dict(model, {name: value + 1 for name, value in found.items()}, comm=comm)
-    for name, value in ad.full_state_dict(model, comm, rank0_only=False).items():
-        assert torch.equal(value, found[name] + 1), name
-
-
-def assert_same_optimizer(model: Any, optimizer: Any, whole: nn.Module, reference: Any, comm: Communicator) -> None:
-    """What full_optimizer_state_dict gathers; what it loads again."""
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    found = ad.full_optimizer_state_dict(model, optimizer, comm=comm, rank0_only=False)
-    for name, parameter in whole.named_parameters():
-        buffer = reference.state[parameter]["momentum_buffer"]
-        torch.testing.assert_close(found["state"][name]["momentum_buffer"], buffer, rtol=1e-8, atol=1e-10)
-    fresh = sgd(model)
-    ad.load_full_optimizer_state_dict(model, fresh, found, comm=comm)
-    assert {*fresh.state} == {*optimizer.state}
-    for key, state in fresh.state.items():
-        loaded, before = state["momentum_buffer"], optimizer.state[key]["momentum_buffer"]
-        assert type(loaded) is type(before) and torch.equal(loaded, before)
 
 
 def whole_model() -> Any:
@@ -86,18 +52,35 @@ def whole_model() -> Any:
     return MAKE["llama"](2).double()
 
 
-def steps(comm: Communicator, path: str, kind: str, sequence_parallel: bool, norm_type: float) -> None:
-    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh, device_mesh(comm, path, mesh) as devices:
-        steps_of(comm, mesh, devices, kind, sequence_parallel, norm_type)
+def assert_same_state(cut: Any, optimizer: Any, whole: nn.Module, reference: Any, comm: Communicator) -> None:
+    """What is gathered of the model and its optimizer, on every rank; what is loaded again."""
+    found = ad.full_state_dict(cut, comm, rank0_only=False)
+    torch.testing.assert_close(found, {**whole.state_dict()}, rtol=1e-9, atol=1e-11)
+    ad.load_full_state_dict(cut, {name: value + 1 for name, value in found.items()}, comm=comm)
+    for name, value in ad.full_state_dict(cut, comm, rank0_only=False).items():
+        assert torch.equal(value, found[name] + 1), name
+    states = ad.full_optimizer_state_dict(cut, optimizer, comm=comm, rank0_only=False)
+    expected = {name: reference.state[parameter] for name, parameter in whole.named_parameters()}
+    torch.testing.assert_close(states["state"], expected, rtol=1e-8, atol=1e-10)
+    fresh = sgd(cut)
+    ad.load_full_optimizer_state_dict(cut, fresh, states, comm=comm)
+    for key, state in optimizer.state.items():
+        loaded, before = fresh.state[key]["momentum_buffer"], state["momentum_buffer"]
+        assert type(loaded) is type(before) and torch.equal(loaded, before)
 
 
-def steps_of(
+def steps(
     comm: Communicator, mesh: ad.Mesh, devices: Any, kind: str, sequence_parallel: bool, norm_type: float
 ) -> None:
-    """A frame of its own: what it has made ends before the process group."""
     whole = whole_model()
     cut: Any = ad.parallelize(copy.deepcopy(whole), mesh["tp"], ad.plans.llama, sequence_parallel)
-    model = wrapped(cut, kind, devices, cut.model.layers)
+    model: Any = cut
+    if kind == "ddp":
+        model = DistributedDataParallel(cut, process_group=devices.get_group(), gradient_as_bucket_view=True)
+    else:
+        with ad.keep_shards(cut):
+            for block in (*cut.model.layers, cut):
+                fully_shard(block, mesh=devices)
     optimizer, reference = sgd(model), sgd(whole)
     for step in range(2):
         batches = [batch(10 * step + rank) for rank in range(2)]
@@ -110,70 +93,32 @@ def steps_of(
         for one in (optimizer, reference):
             one.step()
             one.zero_grad()
-    assert_same_optimizer(model, optimizer, whole, reference, comm)
-    assert_same_state(model, whole, comm)
+    assert_same_state(cut, optimizer, whole, reference, comm)
 
 
 @pytest.mark.parametrize(
-    ("kind", "sequence_parallel", "norm_type"),
-    [("ddp", False, 2.0), ("ddp", True, math.inf), ("fsdp", True, 2.0), ("fsdp", False, math.inf)],
+    ("kind", "sequence_parallel", "norm_type"), [("ddp", True, 2.0), ("fsdp", True, math.inf), ("fsdp", False, 2.0)]
 )
 def test_steps_are_those_of_the_unsharded_model(
     ranks: RankPool, tmp_path: Path, kind: str, sequence_parallel: bool, norm_type: float
 ) -> None:
-    ranks.run(4, steps, str(tmp_path / "store"), kind, sequence_parallel, norm_type)
-
-
-def forgotten(comm: Communicator, path: str) -> None:
-    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh, device_mesh(comm, path, mesh) as devices:
-        refuses(comm, mesh, devices["dp"])
+    ranks.run(4, meshed, str(tmp_path / "store"), steps, kind, sequence_parallel, norm_type)
 
 
 def refuses(comm: Communicator, mesh: ad.Mesh, devices: Any) -> None:
     model: Any = ad.parallelize(whole_model(), mesh["tp"], ad.plans.llama)
     fully_shard(model, mesh=devices)
     lost = r"is a DTensor that does not know whether it is a part, .* within `with pynccl_autograd\.keep_shards"
-    for use in (
-        lambda: ad.finish_gradients(model),
-        lambda: ad.clip_grad_norm_(model.parameters(), 1.0),
-        lambda: ad.full_state_dict(model, comm),
-        lambda: ad.load_full_state_dict(model, {}, comm=comm),
-        lambda: ad.full_optimizer_state_dict(model, sgd(model), comm=comm),
-        lambda: ad.dcp_state_dict(model),
-        lambda: ad.describe(model),
-        lambda: ad.keep_shards(model).__enter__(),
-    ):
+    for use in (ad.finish_gradients, ad.clip_grad_norm_, ad.full_state_dict):
+        options = {"max_norm": 1.0} if use is ad.clip_grad_norm_ else {}
         with pytest.raises(TypeError, match=lost):
-            use()  # type: ignore[no-untyped-call]
+            use(model, **options)  # type: ignore[operator]
     kept: Any = ad.parallelize(whole_model(), mesh["tp"], ad.plans.llama)
     with ad.keep_shards(kept):
         fully_shard(kept, mesh=devices)
     with pytest.raises(TypeError, match=r"model\.embed_tokens\.weight is a DTensor, .* averages its gradients itself"):
         ad.DataParallelGradients(kept, mesh["dp"])
-    with pytest.raises(NotImplementedError, match=r"dcp_state_dict: model\.embed_tokens\.weight is a DTensor"):
-        ad.dcp_state_dict(kept)
 
 
 def test_marks_that_fully_shard_drops_are_asked_for(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(4, forgotten, str(tmp_path / "store"))
-
-
-def made_anew(comm: Communicator) -> None:
-    model: Any = ad.parallelize(whole_model(), comm, ad.plans.llama)
-    marks = {name: getattr(one, "shard", None) for name, one in model.named_parameters()}
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    with ad.keep_shards(model):
-        model.load_state_dict(state, assign=True)
-    assert {name: getattr(one, "shard", None) for name, one in model.named_parameters()}.keys() == marks.keys()
-    for name, one in model.named_parameters():
-        assert isinstance(marks[name], ad.Shard)
-        assert repr(one.shard) == repr(marks[name])  # type: ignore[attr-defined]
-    with (
-        pytest.raises(TypeError, match=r"keep_shards: model is \[\], expected a torch\.nn\.Module"),
-        ad.keep_shards([]),
-    ):  # type: ignore[arg-type]
-        pass
-
-
-def test_parameters_that_are_replaced_keep_their_marks(ranks: RankPool) -> None:
-    ranks.run(2, made_anew)
+    ranks.run(4, meshed, str(tmp_path / "store"), refuses)

@@ -1,29 +1,34 @@
-"""State dicts of the unsharded model and its optimizer, of models with parts for parameters."""
+"""Checkpoints of the unsharded model: written by some ranks, read by others, whole whenever the process ends."""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
+from typing import Any
 
-import pytest
+import safetensors.torch as package
 import torch
-from checkpoints import KINDS, NAMES, Model, loaded, same_output, steps, whole_model
-from ranks import RankPool, each_size
+from checkpoints import Model, loaded, loads, same_output, saves, whole_model
+from ranks import Place, RankPool, each_size
+from safetensors.torch import load_file, load_model
 from torch import nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl_autograd.layers.checkpoint_files import INDEX
 
 
-def there_and_back(comm: Communicator) -> None:
-    expected = whole_model().state_dict()
-    model = loaded(comm)
-    same_output(model)
+def there_and_back(comm: Communicator, path: str) -> None:
+    expected, model = whole_model().state_dict(), loaded(comm, 6)
+    state = expected if comm.rank == 0 else None  # which may have it alone
+    assert ad.load_full_state_dict(model, state) == ([], [])
     for rank0_only in (True, False):
         found = ad.full_state_dict(model, rank0_only=rank0_only)
         if rank0_only and comm.rank:
             assert found == {}
             continue
-        assert list(found) == list(expected) and set(found) == set(NAMES)
+        assert list(found) == list(expected)
         for name, value in expected.items():
             assert torch.equal(found[name], value) and found[name].dtype == value.dtype, name
         assert found["head.weight"] is found["embedding.weight"]
@@ -32,105 +37,156 @@ def there_and_back(comm: Communicator) -> None:
         same_output(plain)
         found["norm.weight"].zero_()  # a copy
     same_output(model)
-
-
-def from_rank_0(comm: Communicator, path: str) -> None:
-    """Which may have the checkpoint alone."""
-    model, again = Model(comm), Model(comm)
-    state = whole_model().state_dict() if comm.rank == 0 else None
-    assert ad.load_full_state_dict(model, state) == ([], [])
-    same_output(model)
     ad.save_full_state_dict(model, path)
+    again = loaded(comm, 7)
     ad.load_full_state_dict(again, path if comm.rank == 0 else None)
     same_output(again)
-    with torch.device("meta"):
-        empty = Model(comm)
-    ad.load_full_state_dict(empty, state)
-    same_output(empty)
+    few = loaded(comm, 1, words=2)  # some ranks have no row
+    ad.load_full_state_dict(few, whole_model(2, words=2).state_dict())
+    ids = torch.tensor([[0, 1]])
+    torch.testing.assert_close(few(ids), whole_model(2, words=2)(ids))
 
 
 @each_size
 def test_the_full_state_dict_is_that_of_the_unsharded_model(ranks: RankPool, n: int, tmp_path: Path) -> None:
-    ranks.run(n, there_and_back)
-    ranks.run(n, from_rank_0, str(tmp_path / "model.safetensors"))
+    ranks.run(n, there_and_back, str(tmp_path / "model.safetensors"))
 
 
-def half(comm: Communicator) -> None:
-    model = loaded(comm).to(torch.bfloat16)
-    found = ad.full_state_dict(model, comm, rank0_only=False)
-    for name, value in whole_model().to(torch.bfloat16).state_dict().items():
-        assert torch.equal(found[name], value) and found[name].dtype == torch.bfloat16
-    flags = nn.Module()
-    flags.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
-    flags.mask.shard = ad.Shard(comm, 0, (2 * comm.size,))  # type: ignore[attr-defined]
-    assert ad.full_state_dict(flags, rank0_only=False)["mask"].tolist() == [True, False] * comm.size
-    ad.load_full_state_dict(flags, {"mask": torch.ones(2 * comm.size, dtype=torch.bool)} if comm.rank == 0 else None)
-    assert flags.mask.all()
+def other_types(comm: Communicator, folder: str) -> None:
+    """Values take the type of the parameter, as Module.load_state_dict has it."""
+    state = whole_model().state_dict()
+    ad.save_full_state_dict(loaded(comm).float(), folder)
+    narrow = loaded(comm, 6).bfloat16()
+    ad.load_full_state_dict(narrow, folder)
+    wide = loaded(comm, 6)
+    ad.load_full_state_dict(wide, ad.full_state_dict(narrow, rank0_only=False))
+    for name, value in ad.full_state_dict(wide, comm, rank0_only=False).items():
+        assert value.dtype == state[name].dtype
+        assert torch.equal(value, state[name].float().bfloat16().to(value.dtype))
 
 
-def test_of_any_type(ranks: RankPool) -> None:
-    ranks.run(2, half)
+def test_a_checkpoint_of_another_type_is_converted(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, other_types, str(tmp_path))
 
 
-def two_communicators(comm: Communicator) -> None:
-    mesh = ad.Mesh(comm, {"dp": 2, "tp": 2})
-    model = nn.Sequential(
-        ad.ColumnParallelLinear(4, 8, mesh["tp"], bias=False), ad.ColumnParallelLinear(8, 4, mesh["dp"], bias=False)
-    )
-    with pytest.raises(ValueError, match=r"cut over 2 communicators; pass comm="):
-        ad.full_state_dict(model)
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)).state_dict()
-    ad.load_full_state_dict(model, whole if comm.rank == 0 else None, comm=comm)
-    found = ad.full_state_dict(model, comm)
-    assert set(found) == (set() if comm.rank else set(whole))
-    assert all(torch.equal(found[name], whole[name]) for name in found)
-    mesh.close()
+def is_one_checkpoint(folder: str | Path) -> bool:
+    """Of what the last save wrote nothing is missing, and of others nothing is there."""
+    there, index = {file.name for file in Path(folder).iterdir()}, Path(folder, INDEX)
+    if not index.exists():
+        return there == {"model.safetensors"}
+    return there == {INDEX, *json.loads(index.read_text())["weight_map"].values()}
 
 
-def test_parameters_cut_over_several_communicators(ranks: RankPool) -> None:
-    ranks.run(4, two_communicators)
+def test_what_4_ranks_save_others_one_and_the_package_load(ranks: RankPool, tmp_path: Path) -> None:
+    for size in (5e9, 2000, 1500, 5e9):  # in one file, in several, and over what was there
+        ranks.run(4, saves, str(tmp_path), size)
+        for n in (2, 3):
+            ranks.run(n, loads, str(tmp_path))
+        alone = Model()
+        ad.load_full_state_dict(alone, tmp_path)
+        same_output(alone)
+        assert is_one_checkpoint(tmp_path)
+        if size == 2000:
+            index = json.loads((tmp_path / INDEX).read_text())
+            files = sorted(tmp_path.glob("model-*-of-00003.safetensors"))
+            assert len(files) == 3 and all(file.stat().st_size < size + 1000 for file in files)
+            tensors = {name: value for file in files for name, value in load_file(file).items()}
+            assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
+            expected = whole_model().state_dict()
+            assert index["weight_map"].keys() == tensors.keys() == expected.keys() - {"head.weight"}
+            assert all(torch.equal(value, expected[name]) for name, value in tensors.items())
+    plain = Model()
+    load_model(plain, tmp_path / "model.safetensors")
+    same_output(plain)
 
 
-# ----------------------------------------------------------------------------------------------- optimizers
+def at_a_time(comm: Communicator, folder: str) -> None:
+    """Several that save into one folder; then replicas, for which rank 0 of all writes."""
+    alone = comm.split(comm.rank)
+    assert alone is not None
+    for limit in (5e9, 500.0):
+        for _ in range(5):
+            ad.save_full_state_dict(loaded(alone, comm.rank), folder, limit)
+        comm.barrier()
+        model = loaded(alone)
+        ad.load_full_state_dict(model, folder)
+        same_output(model, int(model.norm_scale))  # all of it is of one rank: the seed stands in there
+        comm.barrier()
+    alone.destroy()
+    with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
+        ad.save_full_state_dict(loaded(mesh["tp"], 7), folder, 500.0, comm=comm)
+        assert is_one_checkpoint(folder)
+        loads(mesh["tp"], folder, 7)
 
 
-def goes_on(comm: Communicator, kind: str, path: str) -> None:
-    """Of a whole optimizer's state on rank 0: two steps more, as the whole model takes them."""
-    whole = whole_model()
-    whole_optimizer = steps(whole, KINDS[kind], 5)
-    model = Model(comm)
-    checkpoint = torch.load(path) if comm.rank == 0 else {"model": None, "optimizer": None}
-    ad.load_full_state_dict(model, checkpoint["model"])
-    optimizer = KINDS[kind](model.parameters())
-    ad.load_full_optimizer_state_dict(model, optimizer, checkpoint["optimizer"])
-    steps(model, None, 2, optimizer)
-    same = ad.full_state_dict(model, rank0_only=False)
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(same[name], value, rtol=1e-9, atol=1e-12)
-    found = ad.full_optimizer_state_dict(model, optimizer)
-    assert found == {} if comm.rank else list(found) == ["state", "param_groups"]
-    found = ad.full_optimizer_state_dict(model, optimizer, rank0_only=False)
-    for name, parameter in whole.named_parameters():
-        expected = whole_optimizer.state[parameter]
-        assert set(found["state"][name]) == set(expected)
-        for key, value in expected.items():
-            torch.testing.assert_close(found["state"][name][key], value, rtol=1e-9, atol=1e-12)
-    names = [name for name, _ in whole.named_parameters()]
-    assert [name for group in found["param_groups"] for name in group["params"]] == names
-    assert [group["lr"] for group in found["param_groups"]] == [group["lr"] for group in whole_optimizer.param_groups]
+def test_of_several_that_save_at_a_time_one_checkpoint_stays(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, at_a_time, str(tmp_path))
 
 
-def stops(comm: Communicator, kind: str, path: str) -> None:
-    model = loaded(comm)
-    optimizer = steps(model, KINDS[kind], 3)
-    checkpoint = {"model": ad.full_state_dict(model), "optimizer": ad.full_optimizer_state_dict(model, optimizer)}
-    if comm.rank == 0:
-        torch.save(checkpoint, path)
+def filled(seed: float) -> nn.Module:
+    made = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))).requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.fill_(seed)
+    return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    path = str(tmp_path / "all.pt")
-    ranks.run(4, stops, kind, path)
-    ranks.run(2, goes_on, kind, path)
+def is_killed_at(step: int, folder: Path, size: float) -> bool:
+    """Save in a child that is killed before its step-th call that changes the disk; whether it came so far."""
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] != 0
+    left = step
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), 9)
+            return function(*args, **options)
+
+        return call
+
+    def write(tensors: Any, path: Path, metadata: Any, end: int | None = None) -> None:
+        Path(path).write_bytes(package.save(tensors, metadata)[:end])
+
+    def in_two_steps(tensors: Any, path: Path, metadata: Any) -> None:
+        counted(write)(tensors, path, metadata, -8)
+        counted(write)(tensors, path, metadata)
+
+    changes: tuple[tuple[Any, str], ...] = ((os, "replace"), (os, "fsync"), (Path, "unlink"))
+    for owner, name in changes:
+        setattr(owner, name, counted(getattr(owner, name)))
+    setattr(package, "save_file", in_two_steps)  # noqa: B010
+    ad.save_full_state_dict(filled(2), folder, size)
+    os._exit(0)
+
+
+def killed(_: Place, path: str) -> None:
+    """Before each step, for each way in which one checkpoint replaces another."""
+    for before, after in ((90, 90), (1e9, 90), (90, 1e9), (None, 90)):
+        ended, step, seen = False, 0, set()
+        while not ended:
+            folder, there = Path(path, f"{before}-{after}-{step}"), filled(0)
+            if before is not None:
+                ad.save_full_state_dict(filled(1), folder, before)
+            ended = not is_killed_at(step, folder, after)
+            try:
+                ad.load_full_state_dict(there, folder)
+            except FileNotFoundError:
+                assert before is None
+            (value,) = {float(one) for parameter in there.parameters() for one in parameter.flatten()}
+            assert value == 2 or (value == (1 if before else 0) and not ended)
+            seen.add(value)
+            ad.save_full_state_dict(filled(3), folder, 90)  # goes on after it
+            ad.load_full_state_dict(there, folder)
+            assert all((parameter == 3).all() for parameter in there.parameters()) and is_one_checkpoint(folder)
+            step += 1
+        assert step >= 6 and len(seen) == 2  # it was killed that often
+
+
+def test_killed_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    pool = RankPool(communicators=False)  # without threads of a library, so that it can fork
+    try:
+        pool.run(1, killed, str(tmp_path))
+    finally:
+        pool.close()

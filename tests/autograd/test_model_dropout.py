@@ -34,10 +34,10 @@ def with_dropout(name: str) -> nn.Module:
     return model.double().train()
 
 
-PLACES = {  # of the dropouts of a model in the order of its forward pass: of a layer, before all of them
-    "llama": ([], ["heads"]),
-    "gpt2": (["whole"], ["heads", "sequence", "sequence"]),
-    "bert": (["whole"], ["heads", "sequence", "sequence"]),
+PLACES = {  # of the dropouts of a model in the order of its forward pass, with two layers
+    "llama": ["heads"] * 2,
+    "gpt2": ["whole", *["heads", "sequence", "sequence"] * 2],
+    "bert": ["whole", *["heads", "sequence", "sequence"] * 2],
 }
 
 
@@ -61,11 +61,8 @@ def draws(comm: Communicator, name: str, sequence_parallel: bool, reentrant: boo
         drawn = masks[:]
         loss.backward()
     ad.finish_gradients(model)
-    first, layer = PLACES[name]
-    places = first + layer * 2
-    assert len(drawn) == len(places)
     assembled = []
-    for mask, place in zip(drawn, places, strict=True):
+    for mask, place in zip(drawn, PLACES[name], strict=True):
         cut = place == "heads" or (place == "sequence" and sequence_parallel)  # both are dimension 1
         each = ad.all_gather(mask, comm, 1, grad="sum").chunk(comm.size, 1)
         for one in each[1:]:
@@ -78,30 +75,28 @@ def draws(comm: Communicator, name: str, sequence_parallel: bool, reentrant: boo
     with patched(replays):
         expected = whole(**batch(0)).loss
     expected.backward()
-    assert not assembled
     torch.testing.assert_close(loss, expected, **TOLERANCE[torch.float64])
     compare(model, whole, TOLERANCE[torch.float64])
     outside = torch.rand(3)  # the default generators are equal after it
     assert torch.equal(ad.all_gather(outside, comm, 0, grad="sum"), outside.repeat(comm.size))
-    model.eval()
-    ids = batch(0)
     state = torch.get_rng_state()
-    torch.testing.assert_close(model(**ids).loss, whole.eval()(**ids).loss, **TOLERANCE[torch.float64])
+    torch.testing.assert_close(model.eval()(**batch(0)).loss, whole.eval()(**batch(0)).loss)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_masks_are_each_ranks_own_where_activations_are(ranks: RankPool, name: str) -> None:
-    for sequence_parallel in (True, False):
-        ranks.run(2, draws, name, sequence_parallel, None)
-
-
 @pytest.mark.parametrize(
-    ("name", "sequence_parallel", "reentrant"), [("llama", True, True), ("llama", False, False), ("gpt2", True, False)]
+    ("name", "sequence_parallel", "reentrant"),
+    [
+        ("llama", True, True),
+        ("llama", False, False),
+        ("gpt2", True, False),
+        ("bert", True, None),
+    ],
 )
-def test_checkpoints_draw_the_same_masks_again(
-    ranks: RankPool, name: str, sequence_parallel: bool, reentrant: bool
+def test_masks_are_each_ranks_own_where_activations_are(
+    ranks: RankPool, name: str, sequence_parallel: bool, reentrant: bool | None
 ) -> None:
+    """And checkpoints of activations, of both kinds, draw the same ones again."""
     ranks.run(2, draws, name, sequence_parallel, reentrant)
 
 
@@ -109,42 +104,17 @@ def unseeded(comm: Communicator) -> None:
     other = comm.split(0, comm.rank)
     assert other is not None
     model: Any = ad.parallelize(with_dropout("gpt2"), other, ad.plans.gpt2)
-    ids = batch(0)
     torch.manual_seed(comm.rank)
     with pytest.raises(RuntimeError, match=r"call ad\.rng\.seed\(seed, comm\)"):
-        model(**ids)
-    state = torch.get_rng_state()
-    model.eval()(**ids)
-    assert torch.equal(torch.get_rng_state(), state)
-    plan = {"0": "column", "2": "row"}
-    with pytest.warns(UserWarning, match="the plan says nothing of 1: replicated"):
-        ad.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)), other, plan)
-    with pytest.raises(ValueError, match="0: the plan names its attribute 'dropout', which Linear does not have"):
-        plan_of: Any = {"0": ("attention_dropout", {"p": "dropout"}), "1": "column"}
-        ad.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), other, plan_of)
+        model(**batch(0))
     other.destroy()
-
-
-def test_what_is_not_seeded_or_not_mentioned_is_said(ranks: RankPool) -> None:
-    ranks.run(2, unseeded)
-
-
-def fails(comm: Communicator) -> None:
-    """An error in a cut block leaves the generators equal."""
     ad.rng.seed(4, comm)
-    model: Any = ad.parallelize(with_dropout("llama"), comm, ad.plans.llama)
-    ids = batch(0)
-    torch.manual_seed(5)
-    torch.empty((), dtype=torch.int64).random_()  # the one that a block takes
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    attention = model.model.layers[0].self_attn.o_proj
-    attention.register_forward_pre_hook(lambda *_: 1 / 0)
+    model = ad.parallelize(with_dropout("llama"), comm, ad.plans.llama)
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model(**ids)
-    assert torch.equal(torch.rand(3), expected)
-    ad.rng.get_state()  # refused within a block
+        model(**batch(0))
+    ad.rng.get_state()  # refused within a block: the error has left it
 
 
-def test_an_error_leaves_the_block(ranks: RankPool) -> None:
-    ranks.run(2, fails)
+def test_what_is_not_seeded_is_said_and_an_error_leaves_the_block(ranks: RankPool) -> None:
+    ranks.run(2, unseeded)

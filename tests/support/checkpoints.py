@@ -6,50 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator
 
 WIDTH, HIDDEN, WORDS = 8, 24, 13  # the vocabulary divides by no number of ranks
-NAMES = ["embedding.weight", "up.weight", "up.bias", "down.weight", "down.bias", "norm.weight", "norm.bias"]
-NAMES += ["norm_scale", "head.weight"]
-
-
-class Head(nn.Module):
-    """Logits of the whole vocabulary from the embedding's own weight."""
-
-    def __init__(self, embedding: Any, comm: Communicator | None = None) -> None:
-        super().__init__()
-        self.weight, self.comm = embedding.weight, comm
-        self.splits = None if comm is None else embedding.splits
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.comm is None:
-            return F.linear(x, self.weight)
-        y = F.linear(ad.copy(x, self.comm), self.weight)
-        return ad.all_gather(y, self.comm, -1, grad="replicated", splits=self.splits)
+PLAN: dict[str, Any] = {"embedding": "vocab_embedding", "head": "vocab_head", "norm": "replicated"}
+PLAN |= {"up": "column", "down": "row"}
 
 
 class Model(nn.Module):
-    """A language model of one block; of parts, if there is a communicator."""
+    """A language model of one block, with logits by the embedding's own weight."""
 
-    def __init__(self, comm: Communicator | None = None, words: int = WORDS) -> None:
+    def __init__(self, words: int = WORDS) -> None:
         super().__init__()
-        kind: dict[str, Any] = {"dtype": torch.float64}
-        if comm is None:
-            self.embedding: nn.Module = nn.Embedding(words, WIDTH, **kind)
-            self.up: nn.Module = nn.Linear(WIDTH, HIDDEN, **kind)
-            self.down: nn.Module = nn.Linear(HIDDEN, WIDTH, **kind)
-        else:
-            self.embedding = ad.VocabParallelEmbedding(words, WIDTH, comm, **kind)
-            self.up = ad.ColumnParallelLinear(WIDTH, HIDDEN, comm, **kind)
-            self.down = ad.RowParallelLinear(HIDDEN, WIDTH, comm, **kind)
-        self.norm = nn.LayerNorm(WIDTH, **kind)
+        self.embedding = nn.Embedding(words, WIDTH)
+        self.up, self.down, self.norm = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.LayerNorm(WIDTH)
         self.norm_scale: Tensor
-        self.register_buffer("norm_scale", torch.tensor(1.5, dtype=torch.float32))
-        self.head = Head(self.embedding, comm)
+        self.register_buffer("norm_scale", torch.tensor(1.5))
+        self.head = nn.Linear(WIDTH, words, bias=False)
+        self.head.weight = self.embedding.weight
+        for module in (self.embedding, self.up, self.down, self.norm):
+            module.double()
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -57,12 +36,17 @@ class Model(nn.Module):
         return y
 
 
-def whole_model(seed: int = 5) -> Model:
+def whole_model(seed: int = 5, words: int = WORDS) -> Model:
     torch.manual_seed(seed)
-    model = Model()
+    model = Model(words)
     nn.init.normal_(model.norm.weight)
     model.norm_scale.fill_(seed)
     return model
+
+
+def loaded(comm: Communicator, seed: int = 5, words: int = WORDS) -> Any:
+    """Of parts, with the values of the whole model of that seed."""
+    return ad.parallelize(whole_model(seed, words), comm, PLAN, sequence_parallel=False)
 
 
 def words() -> Tensor:
@@ -73,45 +57,33 @@ def same_output(model: nn.Module, seed: int = 5) -> None:
     torch.testing.assert_close(model(words()), whole_model(seed)(words()), rtol=1e-12, atol=1e-12)
 
 
-def loaded(comm: Communicator, seed: int = 5) -> Model:
-    """Of parts, with the values of the whole model of that seed."""
-    model = Model(comm)
-    ad.load_full_state_dict(model, whole_model(seed).state_dict())
-    return model
-
-
-def saves(comm: Communicator, path: str, max_shard_bytes: float, seed: int = 5) -> None:
+def saves(comm: Communicator, path: str, max_shard_bytes: float = 5e9, seed: int = 5) -> None:
     ad.save_full_state_dict(loaded(comm, seed), path, max_shard_bytes)
 
 
 def loads(comm: Communicator, path: str, seed: int = 5) -> None:
-    model = Model(comm)
+    """Into a model that has other values, and one of the meta device."""
+    model = loaded(comm, seed + 1)
     assert ad.load_full_state_dict(model, path) == ([], [])
     same_output(model, seed)
     with torch.device("meta"):
-        empty = Model(comm)
-    ad.load_full_state_dict(empty, Path(path))
+        empty: Any = Model()
+    ad.load_full_state_dict(ad.parallelize(empty, comm, PLAN, False), Path(path))
     assert empty.head.weight is empty.embedding.weight
     assert isinstance(empty.up.weight, nn.Parameter) and isinstance(empty.up.weight.shard, ad.Shard)  # type: ignore[attr-defined]
     same_output(empty, seed)
 
 
-def steps(model: nn.Module, kind: Any, count: int, optimizer: Any = None) -> Any:
-    optimizer = optimizer or kind(model.parameters())
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    """The loss before each."""
+    losses = []
     for _ in range(count):
         optimizer.zero_grad()
-        (model(words()) - 1).square().sum().backward()
+        loss = (model(words()) - 1).square().sum()
+        loss.backward()
         optimizer.step()
-    return optimizer
-
-
-KINDS = {
-    "adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.001, momentum=0.9),
-    "groups": lambda parameters: torch.optim.AdamW(
-        [{"params": (listed := list(parameters))[:2], "lr": 0.1}, {"params": listed[2:]}], lr=0.05
-    ),
-}
+        losses.append(loss.item())
+    return losses
 
 
 def with_group(comm: Communicator, store: str) -> Any:

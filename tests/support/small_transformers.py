@@ -42,8 +42,7 @@ MAKE: dict[str, Any] = {"llama": llama, "gpt2": gpt2, "bert": bert}
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    torch.manual_seed(100 + step)
-    ids = torch.randint(0, WORDS, (BATCH, SEQUENCE))
+    ids = torch.randint(0, WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(100 + step))
     labels = ids.clone()
     labels[0, -2:] = -100
     return {"input_ids": ids, "labels": labels}
