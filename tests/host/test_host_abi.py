@@ -51,15 +51,6 @@ def test_ranks_find_each_other_by_unique_id() -> None:
             call("ncclCommDestroy", comm)
 
 
-def test_init_all_numbers_devices() -> None:
-    out = (ctypes.c_void_p * 2)()
-    call("ncclCommInitAll", out, 2, (ctypes.c_int * 2)(5, 3))
-    assert [number("ncclCommCuDevice", comm) for comm in out if comm] == [5, 3]
-    for comm in out:
-        call("ncclCommDestroy", comm)
-    refuses(Result.INVALID_USAGE, "different devices", "ncclCommInitAll", out, 2, (ctypes.c_int * 2)(1, 1))
-
-
 def test_a_rank_alone_reduces_and_sends_to_itself() -> None:
     comm, data, out = init_rank(1, unique_id(), 0), row(7, 4), torch.zeros(2, 4, dtype=torch.int32)
     call("ncclAllReduce", address(data), address(out[0]), 4, INT32, RedOp.AVG, comm, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,19 +28,6 @@ def shrink(comm: int, excluded: list[int], flags: int = 0) -> int:
     return out.value or 0
 
 
-def test_several_ids_make_one_communicator() -> None:
-    ids = (abi.UniqueId * 2)(unique_id(), unique_id())
-
-    def body(rank: int) -> float:
-        out = ctypes.c_void_p()
-        call("ncclCommInitRankScalable", ctypes.byref(out), 3, rank, 2, ids, None)
-        result = all_reduced(out.value or 0, rank + 1.0)
-        call("ncclCommDestroy", out)
-        return result
-
-    assert in_threads(3, body) == [6.0] * 3
-
-
 # Shrink
 
 
@@ -53,7 +39,7 @@ def test_survivors_form_a_communicator_and_the_parent_stays(trio: Ranks) -> None
         assert [number("ncclCommCount", comm) for comm in comms] == [2, 2]
         assert in_threads(2, lambda i: all_reduced(comms[i], i + 1.0)) == [3.0, 3.0]  # noqa: B023
     assert trio.run(lambda rank, comm: all_reduced(comm, 1.0)) == [3.0] * 3
-    for comm in sum(made, []):
+    for comm in (comm for comms in made for comm in comms):
         call("ncclCommDestroy", comm)
 
 
@@ -180,27 +166,10 @@ def test_a_rest_gives_memory_back() -> None:
     for comm in comms:
         comm.suspend()
     assert comms[0].mem_stats() == {"suspend": 0, "suspended": 1, "persist": kept, "total": kept}
-    for call, text in (
-        (lambda: comms[0].all_reduce(torch.ones(2)), "suspended; call ncclCommResume first"),
-        (comms[0].suspend, "suspended"),
-    ):
-        with pytest.raises(pynccl.NcclInvalidUsage, match=text):
-            call()
+    with pytest.raises(pynccl.NcclInvalidUsage, match="suspended; call ncclCommResume first"):
+        comms[0].all_reduce(torch.ones(2))
     for comm in comms:
         comm.resume()
     assert in_threads(2, step) == [2.0, 2.0]
     for comm in comms:
         comm.destroy()
-
-
-def test_a_rest_waits_for_what_is_queued() -> None:
-    comm, stream, gate, data = pynccl.Communicator.init_all(1)[0], host.HostStream(), threading.Event(), torch.ones(4)
-    stream.submit(gate.wait)
-    comm.all_reduce(data, data, stream=stream)
-    resting = threading.Thread(target=comm.suspend)
-    resting.start()
-    assert comm.mem_stats()["suspended"] == 0
-    gate.set()
-    resting.join(60)
-    assert comm.mem_stats()["suspended"] == 1
-    comm.abort()

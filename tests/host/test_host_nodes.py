@@ -1,4 +1,4 @@
-"""Ranks on two machines, which network namespaces stand for: no default route, another interface, a cut cable."""
+"""Ranks on two machines, which network namespaces stand for: no default route, another interface."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nodes import CABLE, ip, two_nodes
+from nodes import CABLE, two_nodes
 
 from pynccl.host import interfaces
 from pynccl.host.failure import HostFailure
@@ -27,13 +27,6 @@ JOB = """
         time.sleep(0.01)
     comm = pynccl.Communicator.init(2, (folder / "id").read_bytes(), rank, timeout=30)
     print(comm.all_reduce(torch.full((1 << 18,), rank + 1.0))[-1].item(), comm.split(0).size, flush=True)
-    if len(sys.argv) > 3:
-        try:
-            while True:
-                comm.all_reduce(torch.ones(1 << 20))
-        except pynccl.NcclRemoteError as error:
-            print("lost", f"rank {1 - rank}" in str(error), flush=True)
-            os._exit(0)
 """
 
 
@@ -43,12 +36,12 @@ def nodes() -> Iterator[tuple[str, str]]:
         yield names
 
 
-def start(nodes: tuple[str, str], folder: Path, *arguments: str, **environment: str) -> list[subprocess.Popen[str]]:
+def start(nodes: tuple[str, str], folder: Path, **environment: str) -> list[subprocess.Popen[str]]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYNCCL_LIBRARY": "host", **environment}
     job = [sys.executable, "-c", textwrap.dedent(JOB)]
     return [
         subprocess.Popen(
-            ["ip", "netns", "exec", node, *job, str(rank), str(folder), *arguments],
+            ["ip", "netns", "exec", node, *job, str(rank), str(folder)],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -59,9 +52,8 @@ def start(nodes: tuple[str, str], folder: Path, *arguments: str, **environment: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variable", ["", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-def test_two_nodes_without_a_default_route(nodes: tuple[str, str], tmp_path: Path, variable: str) -> None:
-    ranks = start(nodes, tmp_path, **({variable: "nccl0"} if variable else {}))
+def test_two_nodes_without_a_default_route(nodes: tuple[str, str], tmp_path: Path) -> None:
+    ranks = start(nodes, tmp_path, NCCL_SOCKET_IFNAME=CABLE)
     assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["3.0 2\n"] * 2
 
 
@@ -73,20 +65,6 @@ def test_a_node_that_cannot_be_reached_is_named(nodes: tuple[str, str], tmp_path
     rank.communicate()
     assert "cannot reach the process that made the unique id" in output and "127.0.0.1" in output
     assert "name one with NCCL_SOCKET_IFNAME" in output
-
-
-@pytest.mark.slow
-def test_a_cut_cable_ends_both_sides_within_the_timeout(nodes: tuple[str, str], tmp_path: Path) -> None:
-    ranks = start(nodes, tmp_path, "on", PYNCCL_HOST_TIMEOUT="3")
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None and rank.stdout.readline() == "3.0 2\n"
-        ip("-n", nodes[0], "link", "set", CABLE, "down")
-        assert [rank.communicate(timeout=30)[0] for rank in ranks] == ["lost True\n"] * 2
-    finally:
-        for rank in ranks:
-            rank.kill()
-        ip("-n", nodes[0], "link", "set", CABLE, "up")
 
 
 def test_the_variable_names_interfaces_as_nccls_does() -> None:
@@ -105,8 +83,5 @@ def test_the_variable_names_interfaces_as_nccls_does() -> None:
 
 def test_a_variable_that_names_no_interface_says_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
-    with pytest.raises(
-        HostFailure, match=r"GLOO_SOCKET_IFNAME='nowhere7' names no interface.*lo \(127.0.0.1"
-    ) as refused:
+    with pytest.raises(HostFailure, match=r"^GLOO_SOCKET_IFNAME='nowhere7' names no interface.*lo \(127.0.0.1"):
         interfaces.own_addresses()
-    assert refused.value.text.startswith("GLOO_SOCKET_IFNAME")

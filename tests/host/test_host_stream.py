@@ -70,17 +70,6 @@ def test_a_stream_waits_for_an_event_of_another(stream: HostStream) -> None:
     other.close()
 
 
-def test_elapsed_time(stream: HostStream) -> None:
-    start, end = HostEvent(), HostEvent()
-    with pytest.raises(ValueError, match="recorded and completed"):
-        start.elapsed_time(end)
-    start.record(stream)
-    stream.submit(lambda: threading.Event().wait(0.02))
-    end.record(stream)
-    end.synchronize()
-    assert 20 <= start.elapsed_time(end) < 20_000
-
-
 def test_an_error_is_raised_once_and_the_worker_lives_on(stream: HostStream) -> None:
     seen: list[int] = []
     stream.submit(fail)
