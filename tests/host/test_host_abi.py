@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_calls import Ranks, address, call, in_threads, init_all, init_rank, number, refuses, row, split, unique_id
+from host_calls import Ranks, address, call, in_threads, init_rank, number, refuses, row, split, unique_id
 
 from pynccl import host
 from pynccl.bindings import abi
@@ -156,26 +156,6 @@ def test_collectives_and_messages_in_one_nested_group(group: Ranks) -> None:
         assert int(token) == (0 if rank <= 1 else rank)
 
     group.run(body)
-
-
-def test_communicators_of_one_thread_progress_together() -> None:
-    """Two communicators per rank in one group, while the other rank's share runs in another order."""
-    first, second = init_all(2), init_all(2)
-    data = [[row(rank, 200_000) for rank in range(2)] for _ in range(2)]
-
-    def body(rank: int) -> None:
-        if rank == 0:
-            call("ncclGroupStart")
-        for comm, tensor in ((first[rank], data[0][rank]), (second[rank], data[1][rank])):
-            call("ncclAllReduce", address(tensor), address(tensor), 200_000, INT32, SUM, comm, None)
-        if rank == 0:
-            call("ncclGroupEnd")
-
-    in_threads(2, body)
-    expected = 2 * row(0, 200_000) + 1000
-    assert all(tensor.equal(expected) for tensors in data for tensor in tensors)
-    for comm in first + second:
-        call("ncclCommDestroy", comm)
 
 
 # Wrong calls

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from host_calls import Ranks, call, init_all, refuses
+from host_calls import Ranks, call, refuses
 
 import pynccl
 from pynccl import host
@@ -66,12 +65,6 @@ def test_typed_values(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses(INVALID, short, "ncclParamGet", handle, room, 5, ctypes.byref(length))
     unbound = "handle is 0x4d; expected one that ncclParamBind returned"
     refuses(INVALID, unbound, "ncclParamGetStr", 77, ctypes.byref(text))
-
-
-def test_encryption() -> None:
-    pynccl.set_encryption(None)
-    with pytest.raises(pynccl.NcclInvalidUsage, match="its connections are plain text"):
-        pynccl.set_encryption("secret")
 
 
 # Simulated groups
@@ -167,33 +160,3 @@ def test_collectives_with_a_config(pair: Ranks) -> None:
         for name, value in change.items():
             setattr(struct, name, value)
         refuses(INVALID, text, "ncclAllReduceConfig", *arguments, ctypes.byref(struct))
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_the_event_happens_when_the_operation_begins(grouped: bool) -> None:
-    """Rank 0's has begun, and waits for rank 1's, when its event has happened; not while other work is before it."""
-    comms, before, gate = init_all(2), host.HostEvent(), threading.Event()
-    streams, data = [host.HostStream() for _ in range(2)], torch.ones(2, 4)
-    streams[0].submit(gate.wait)
-    struct = config(launch_completion_event=before)
-
-    def issue(rank: int) -> None:
-        row = data[rank].data_ptr()
-        pointer = ctypes.byref(struct) if rank == 0 else None
-        call("ncclAllReduceConfig", row, row, 4, FLOAT32, SUM, comms[rank], streams[rank].handle, pointer)
-
-    if grouped:
-        call("ncclGroupStart")
-    issue(0)
-    if grouped:
-        call("ncclGroupEnd")
-    assert not before.query()
-    gate.set()
-    before.synchronize()
-    assert not streams[0].query()
-    issue(1)
-    for stream in streams:
-        stream.synchronize()
-    assert data.tolist() == [[2.0] * 4] * 2
-    for comm in comms:
-        call("ncclCommDestroy", comm)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 import struct
 from collections.abc import Iterator
 
 import pytest
 import torch
-from host_calls import CallFailed, Ranks, allocate, call, in_threads, init_rank, refuses, register, unique_id
-from ranks import Place, RankPool
+from host_calls import CallFailed, Ranks, allocate, call, in_threads, refuses, register, unique_id
 
 import pynccl
 from pynccl import host
@@ -163,38 +160,3 @@ def test_a_put_that_cannot_be_done_is_named_by_its_target(group: Windowed, close
         find(group.comms[0]).transport.rma_send(1, head)
     with pytest.raises(CallFailed, match=text):
         group.wait(1, {0: 1})
-
-
-def test_finalize_waits_for_puts(group: Windowed) -> None:
-    """Half a megabyte at once to a peer that only waits once everybody has finalized."""
-    big = allocate(1 << 19)
-    parts = {1: (big, 1 << 19)}
-    group.windows = group.run(lambda rank, comm: register(comm, *parts.get(rank, (group.pointers[rank], NBYTES)), 1))
-    group.put(0, torch.full((1 << 17,), 3, dtype=torch.int32), 1)
-    call("ncclCommFinalize", group.comms[0])
-    call("ncclCommDestroy", group.comms[0])
-    group.wait(1, {0: 1})
-    assert values(big, 1 << 17).unique().tolist() == [3]
-    for comm in group.comms[1:]:
-        call("ncclCommDestroy", comm)
-    call("ncclMemFree", big)
-
-
-def lose_peer(place: Place, identity: bytes) -> str:
-    comm = init_rank(2, abi.UniqueId.from_buffer_copy(identity), place.rank)
-    rows = (abi.WaitSignalDesc * 1)(abi.WaitSignalDesc(1, 1 - place.rank, 0, 0))
-    call("ncclSignal", 1 - place.rank, 0, 0, 0, comm, None)
-    call("ncclWaitSignal", 1, rows, comm, None)
-    if place.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(CallFailed) as lost:
-        call("ncclWaitSignal", 1, rows, comm, None)
-    return str(lost.value)
-
-
-def test_a_wait_for_a_dead_rank_fails() -> None:
-    pool = RankPool(communicators=False)
-    outcomes = pool.outcomes(2, lose_peer, bytes(unique_id()))
-    pool.close()
-    text = "REMOTE_ERROR: ncclWaitSignal on rank 0 of 2: missing signals: 1 of rank 1"
-    assert text in (outcomes[0].value or outcomes[0].report)

@@ -89,24 +89,6 @@ def test_an_error_is_raised_once_and_the_worker_lives_on(stream: HostStream) -> 
 # Operations on streams
 
 
-def test_operations_keep_their_order_across_streams(pair: Ranks) -> None:
-    """Issued second on an idle stream, run second: the ranks agree although their streams progress differently."""
-    data = [[torch.full((3,), 10 * rank + i, dtype=torch.int32) for i in range(6)] for rank in range(2)]
-
-    def body(rank: int) -> None:
-        streams, gate = [HostStream() for _ in range(3)], threading.Event()
-        streams[rank].submit(lambda: gate.wait(SECONDS))
-        for i, tensor in enumerate(data[rank]):
-            handle = streams[i % 3].handle
-            call("ncclAllReduce", address(tensor), address(tensor), 3, INT32, SUM, pair.comms[rank], handle)
-        gate.set()
-        for stream in streams:
-            stream.close()
-
-    in_threads(2, body)
-    assert [[int(tensor[0]) for tensor in row] for row in data] == [[10 + 2 * i for i in range(6)]] * 2
-
-
 @pytest.mark.parametrize("caller_first", [False, True])
 def test_a_group_that_mixes_streams_joins_them(pair: Ranks, caller_first: bool) -> None:
     """Runs on the first stream after the work of the others; the others go on after it."""
