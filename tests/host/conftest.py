@@ -26,19 +26,18 @@ def group(request: pytest.FixtureRequest, transport: str) -> Iterator[Ranks]:
     ranks.destroy()
 
 
-@pytest.fixture
-def pair() -> Iterator[Ranks]:
-    """Two ranks that a test may break."""
-    ranks = Ranks(2)
+def that_a_test_may_break(size: int) -> Iterator[Ranks]:
+    ranks = Ranks(size)
     yield ranks
     for comm in ranks.comms:
         host.function("ncclCommAbort")(comm)
+
+
+@pytest.fixture
+def pair() -> Iterator[Ranks]:
+    yield from that_a_test_may_break(2)
 
 
 @pytest.fixture
 def trio() -> Iterator[Ranks]:
-    """Three ranks that a test may break."""
-    ranks = Ranks(3)
-    yield ranks
-    for comm in ranks.comms:
-        host.function("ncclCommAbort")(comm)
+    yield from that_a_test_may_break(3)

@@ -112,30 +112,6 @@ def test_a_split_orders_by_key_then_rank(group: Ranks) -> None:
 # Copies and groups
 
 
-def test_copies_in_place(group: Ranks) -> None:
-    count, size = 1003, group.size
-    everything = torch.cat([row(rank, count) for rank in range(size)])
-
-    def body(rank: int, comm: int) -> None:
-        whole = torch.zeros_like(everything)
-        own = whole.split(count)[rank]
-        own.copy_(row(rank, count))
-        call("ncclAllGather", address(own), address(whole), count, INT32, comm, None)
-        assert whole.equal(everything)
-        if rank != 0:
-            whole.zero_()
-            own.copy_(row(rank, count))
-        call("ncclGather", address(own), address(whole), count, INT32, 0, comm, None)
-        assert rank != 0 or whole.equal(everything)
-        call("ncclScatter", address(whole), address(own), count, INT32, 0, comm, None)
-        assert own.equal(row(rank, count))
-        blocks = torch.cat([row(10 * rank + to, count) for to in range(size)])
-        call("ncclAlltoAll", address(blocks), address(blocks), count, INT32, comm, None)
-        assert blocks.equal(torch.cat([row(10 * source + rank, count) for source in range(size)]))
-
-    group.run(body)
-
-
 def test_collectives_and_messages_in_one_nested_group(group: Ranks) -> None:
     def body(rank: int, comm: int) -> None:
         total, gathered = row(rank, 3), torch.zeros(3 * group.size, dtype=torch.int32)

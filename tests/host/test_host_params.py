@@ -1,19 +1,22 @@
-"""Parameters, encryption, simulated groups and per-call configurations of the host library."""
+"""Parameters, the modelled link, simulated groups and per-call configurations of the host library."""
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from host_calls import Ranks, call, refuses
+from host_calls import Ranks, call, refuses, split
 
 import pynccl
 from pynccl import host
 from pynccl.bindings import abi
 from pynccl.bindings.abi import CollConfig, DataType, RedOp, Result
+from pynccl.host import link
+from pynccl.host.failure import HostFailure
 
 FLOAT32, SUM = DataType.FLOAT32, RedOp.SUM
 INVALID = Result.INVALID_ARGUMENT
@@ -37,37 +40,65 @@ def test_parameters_say_what_is_in_force(monkeypatch: pytest.MonkeyPatch, capsys
     assert "expected a number of seconds above 0" in printed["PYNCCL_HOST_TIMEOUT"]
 
 
-def bind(key: str) -> ctypes.c_void_p:
-    out = ctypes.c_void_p()
-    call("ncclParamBind", ctypes.byref(out), key.encode())
-    return out
-
-
 def test_typed_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = bind("PYNCCL_HOST_TIMEOUT")
+    handle, text = ctypes.c_void_p(), ctypes.c_char_p()
+    call("ncclParamBind", ctypes.byref(handle), b"PYNCCL_HOST_TIMEOUT")
     for sign, bits in (("I", 8), ("U", 8), ("I", 16), ("U", 32), ("I", 64), ("U", 64)):
         out = getattr(ctypes, f"c_{'u' if sign == 'U' else ''}int{bits}")()
         high = 2 ** (bits - (sign == "I")) - 1
         monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", "100")
         call(f"ncclParamGet{sign}{bits}", handle, ctypes.byref(out))
         assert out.value == 100
-        for text in ("0.5", "1e99" if bits == 64 else str(high + 1)):
-            monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", text)
+        for wrong in ("0.5", "1e99" if bits == 64 else str(high + 1)):
+            monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", wrong)
             says = f"no integer of .* to {high}; use ncclParamGetStr"
             refuses(INVALID, says, f"ncclParamGet{sign}{bits}", handle, ctypes.byref(out))
-    handle, text, length = bind("PYNCCL_HOST_VERSION"), ctypes.c_char_p(), ctypes.c_int()
+    monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", "12.5")
     call("ncclParamGetStr", handle, ctypes.byref(text))
-    assert text.value == b"2.32.3"
-    room = ctypes.create_string_buffer(8)
-    call("ncclParamGet", handle, room, 8, ctypes.byref(length))
-    assert (room.raw[: length.value], length.value) == (b"2.32.3", 6)
-    short = "room for 5 bytes at an address; the value has 6"
-    refuses(INVALID, short, "ncclParamGet", handle, room, 5, ctypes.byref(length))
-    unbound = "handle is 0x4d; expected one that ncclParamBind returned"
-    refuses(INVALID, unbound, "ncclParamGetStr", 77, ctypes.byref(text))
+    assert text.value == b"12.5"
+    room, short = ctypes.create_string_buffer(3), "room for 3 bytes at an address; the value has 4"
+    refuses(INVALID, short, "ncclParamGet", handle, room, 3, ctypes.byref(ctypes.c_int()))
 
 
-# Simulated groups
+# The modelled link, and simulated groups
+
+GARBAGE = ["fast", "latency=50", "latency=50us/s", "bandwidth=0GB/s", "bandwidth=1GiB/s", "speed=1GB/s", "latency="]
+
+
+def test_units_and_garbage_of_a_link() -> None:
+    for text, latency, bandwidth in (
+        ("latency=50us,bandwidth=1GB/s", 50e-6, 1e9),
+        ("bandwidth=2.5MB/s, latency=3ms", 3e-3, 2.5e6),
+        ("latency=100ns,bandwidth=10kb", 100e-9, 1e4),
+        ("latency=1s,bandwidth=7B/s", 1.0, 7.0),
+    ):
+        read = link.parse(text)
+        assert (read.latency, 1 / read.seconds_per_byte) == pytest.approx((latency, bandwidth)), text
+    assert link.parse("") is None
+    for text in GARBAGE:
+        with pytest.raises(HostFailure, match="latency=50us,bandwidth=1GB/s") as refused:
+            link.parse(text)
+        assert repr(text) in refused.value.text
+
+
+def test_operations_take_the_time_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks with 10 ms a step and 100 ms per MB. A communicator and its split share one link."""
+    monkeypatch.setenv("PYNCCL_HOST_LINK", "latency=10ms,bandwidth=10MB/s")
+    ranks = Ranks(3)
+    children = ranks.run(lambda rank, comm: split(comm, 0, rank))
+    rows = torch.zeros(3, 60_000)  # of 240 kB
+
+    def timed(rank: int, comm: int) -> float:
+        start, data = time.perf_counter(), rows[rank].data_ptr()
+        call("ncclGroupStart")
+        call("ncclAllReduce", data, data, 60_000, FLOAT32, SUM, comm, None)
+        call("ncclBroadcast", data, data, 60_000, FLOAT32, 0, children[rank], None)
+        call("ncclGroupEnd")
+        return time.perf_counter() - start
+
+    assert min(ranks.run(timed)) >= 4 * 0.010 + 4 / 3 * 0.024 + 2 * 0.010 + 0.024
+    ranks.run(lambda rank, comm: call("ncclCommDestroy", children[rank]))
+    ranks.destroy()
 
 
 def simulated(calls: Callable[[], Any]) -> float:
@@ -104,11 +135,6 @@ def test_a_simulated_group_takes_the_time_of_the_link_and_runs_nothing(monkeypat
     assert results[1].tolist() == [2.0] * 10
     for comm in comms:
         comm.destroy()
-    refuses(Result.INVALID_USAGE, "no group was started", "ncclGroupSimulateEnd", ctypes.byref(info))
-    call("ncclGroupStart")
-    info.magic = 3
-    refuses(INVALID, "simInfo has magic 0x3", "ncclGroupSimulateEnd", ctypes.byref(info))
-    refuses(INVALID, "nothing was launched; simInfo has magic", "ncclGroupEnd")
 
 
 # Collectives with a configuration

@@ -1,4 +1,4 @@
-"""One-sided operations of the host library: puts, signals, waits; on streams, in groups, and when something fails."""
+"""Memory and windows of the host library; puts, signals and waits, on streams, in groups, and when something fails."""
 
 from __future__ import annotations
 
@@ -13,11 +13,84 @@ from host_calls import CallFailed, Ranks, allocate, call, in_threads, refuses, r
 import pynccl
 from pynccl import host
 from pynccl.bindings import abi
-from pynccl.bindings.abi import DataType, Result
+from pynccl.bindings.abi import WINDOW_ALIGNMENT, DataType, Result
 from pynccl.host.comm import find
 
 INT32 = DataType.INT32
 NBYTES = 4096
+INVALID = Result.INVALID_ARGUMENT
+
+
+def test_memory_is_aligned_writable_and_freed_once() -> None:
+    for nbytes in (1, 4096, 10_000_001):
+        pointer = allocate(nbytes)
+        assert pointer and pointer % WINDOW_ALIGNMENT == 0
+        ctypes.memset(pointer, 7, nbytes)
+        assert ctypes.string_at(pointer + nbytes - 1, 1) == b"\7"
+        call("ncclMemFree", pointer)
+        refuses(INVALID, f"ptr is {pointer:#x}; expected one that ncclMemAlloc returned", "ncclMemFree", pointer)
+    assert allocate(0) == 0
+    call("ncclMemFree", None)
+    for nbytes in (1 << 60, (1 << 64) - 1):
+        refuses(Result.SYSTEM_ERROR, "out of memory", "ncclMemAlloc", ctypes.byref(ctypes.c_void_p()), nbytes)
+
+
+def test_registrations_belong_to_their_communicator(pair: Ranks) -> None:
+    data, handles = torch.zeros(4), [ctypes.c_void_p(), ctypes.c_void_p()]
+    for handle in handles:
+        call("ncclCommRegister", pair.comms[0], data.data_ptr(), 16, ctypes.byref(handle))
+    assert handles[0].value != handles[1].value
+    text = "ncclCommRegister returned for this comm"
+    refuses(INVALID, text, "ncclCommDeregister", pair.comms[1], handles[0])
+    for handle in handles:
+        call("ncclCommDeregister", pair.comms[0], handle)
+    refuses(INVALID, text, "ncclCommDeregister", pair.comms[0], handles[0])
+    refuses(INVALID, "16 bytes at 0x0", "ncclCommRegister", pair.comms[0], None, 16, ctypes.byref(handles[0]))
+
+
+def test_windows_have_the_same_numbers_everywhere(pair: Ranks) -> None:
+    pointers = [allocate(4096) for _ in range(2)]
+    numbers = [pair.run(lambda rank, comm: register(comm, pointers[rank], 4096)) for _ in range(3)]
+    out = [ctypes.c_void_p() for _ in range(2)]
+    call("ncclGroupStart")  # one thread for both ranks
+    for comm, pointer, handle in zip(pair.comms, pointers, out, strict=True):
+        call("ncclCommWindowRegister", comm, pointer, 4096, ctypes.byref(handle), 0)
+    call("ncclGroupEnd")
+    numbers.append([handle.value for handle in out])
+    assert all(a == b for a, b in numbers)
+    assert len({a for a, _ in numbers}) == 4
+    found = ctypes.c_void_p()
+    for rank, comm in enumerate(pair.comms):
+        call("ncclWinGetUserPtr", comm, numbers[1][rank], ctypes.byref(found))
+        assert found.value == pointers[rank]
+        call("ncclCommWindowDeregister", comm, numbers[1][rank])
+        for name, *more in (("ncclCommWindowDeregister",), ("ncclWinGetUserPtr", ctypes.byref(found))):
+            refuses(INVALID, "which this communicator does not have", name, comm, numbers[1][rank], *more)
+    for pointer in pointers:
+        call("ncclMemFree", pointer)
+
+
+def test_what_one_rank_does_wrong_is_an_error_on_all(pair: Ranks) -> None:
+    one, other = (allocate(4096) for _ in range(2))
+    cases = [
+        ([(one, 4096, 0), (other + 64, 4, 0)], "rank 1 passes a buffer that is empty or does not start"),
+        ([(None, 4096, 0), (other, 4096, 0)], "rank 0 passes a buffer that is empty"),
+        ([(one, 4096, 8), (other, 4096, 0)], "rank 0 passes winFlags 0x8; expected 0 to 3"),
+        ([(one, 4096, 1), (other, 4096, 0)], r"the ranks disagree.*winFlags \[1, 0\]"),
+    ]
+
+    def body(rank: int, comm: int) -> int:
+        for arguments, text in cases:
+            with pytest.raises(CallFailed, match=text):
+                register(comm, *arguments[rank])
+        return register(comm, (one, other)[rank], 4096)
+
+    assert len(set(pair.run(body))) == 1  # still in step
+    for pointer in (one, other):
+        call("ncclMemFree", pointer)
+
+
+# One-sided operations
 
 
 class Windowed(Ranks):
@@ -69,19 +142,6 @@ def test_all_put_first_and_wait_afterwards(group: Windowed) -> None:
     assert group.run(body) == [[[peer, rank, rounds - 1] for peer in range(n)] for rank in range(n)]
 
 
-def test_puts_beside_collectives_on_one_communicator(group: Windowed) -> None:
-    def body(rank: int, comm: int) -> tuple[int, list[float]]:
-        following, total = (rank + 1) % group.size, torch.zeros(2000)
-        for step in range(10):
-            group.put(rank, torch.full((1000,), rank + step, dtype=torch.int32), following)
-            total = torch.full((2000,), float(rank))
-            call("ncclAllReduce", total.data_ptr(), total.data_ptr(), 2000, DataType.FLOAT32, 0, comm, None)
-            group.wait(rank, {(rank - 1) % group.size: 1})
-        return int(group.memory[rank][:1000].sum()), total.unique().tolist()
-
-    assert group.run(body) == [(1000 * ((r - 1) % group.size + 9), [3.0]) for r in range(group.size)]
-
-
 def test_on_streams_and_in_a_group(group: Windowed) -> None:
     """A wait holds its own stream up and no other: rank 0 waits for what it provokes by a put on another stream."""
     waiting, putting, answering = host.HostStream(), host.HostStream(), host.HostStream()
@@ -115,7 +175,7 @@ def test_signals_are_counted_once_by_peer_number_and_context(monkeypatch: pytest
         for _ in range(times):
             call("ncclSignal", 1, index, context, 0, comms[0], None)
     for arguments, text in (((2, 0), "sigIdx is 2; expected 0 to 1"), ((0, 3), "ctx is 3; expected 0 to 2")):
-        refuses(Result.INVALID_ARGUMENT, text, "ncclSignal", 1, *arguments, 0, comms[0], None)
+        refuses(INVALID, text, "ncclSignal", 1, *arguments, 0, comms[0], None)
     rows = (abi.WaitSignalDesc * 3)(*(abi.WaitSignalDesc(*row) for row in ((3, 0, 1, 2), (1, 0, 0, 2), (1, 0, 1, 0))))
     call("ncclWaitSignal", 3, rows, comms[1], None)
     text = r"missing signals: .*1 of rank 0 \(sigIdx=0, ctx=2\).*after 2 s"
@@ -137,7 +197,7 @@ def test_wrong_arguments(group: Windowed) -> None:
         right = {"buffer": data.data_ptr(), "peer": 1, "window": group.windows[0], "offset": 0, "signal": 0, "flags": 0}
         buffer, peer, window, offset, number, flags = {**right, **change}.values()
         arguments = (buffer, 1, INT32, peer, window, offset, number, 0, flags, group.comms[0], None)
-        refuses(Result.INVALID_ARGUMENT, text, "ncclPutSignal", *arguments)
+        refuses(INVALID, text, "ncclPutSignal", *arguments)
     group.windows = group.run(lambda rank, comm: register(comm, group.pointers[rank], 4 if rank else NBYTES, 1))
     with pytest.raises(CallFailed, match="window of rank 1, which has 4"):  # the size of the target's part counts
         group.put(0, torch.ones(2, dtype=torch.int32), 1)

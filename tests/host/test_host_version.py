@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ranks import HOST, Place, RankPool
 
 import pynccl
@@ -39,7 +38,6 @@ def everything(_: Place, dotted: str) -> None:
     assert {name for name in abi.FUNCTIONS if not library.supports(name)} == missing
     configs(library, dotted, version)
     comms = pynccl.Communicator.init_all(2)
-    collectives(comms)
     calls: dict[str, Callable[[], Any]] = {
         "ncclMemAlloc": lambda: pynccl.mem_alloc(8).free(),
         "ncclParamGetAllParameterKeys": pynccl.params,
@@ -79,21 +77,6 @@ def configs(library: Any, dotted: str, version: abi.Version) -> None:
         code = library.ncclCommInitRankConfig(ctypes.byref(handle), 1, identity, 0, ctypes.byref(struct))
         with pytest.raises(NcclInvalidArgument, match=text):
             library.check(code, "ncclCommInitRankConfig")
-
-
-def collectives(comms: list[Any]) -> None:
-    """Those that came with 2.28 and are made of sends and receives before, and one that has always been there."""
-    x = [torch.arange(4, dtype=torch.int32) + 10 * comm.rank for comm in comms]
-    a, b = (one.tolist() for one in x)
-    for name, arguments, expected in (
-        ("all_reduce", (), [[10, 12, 14, 16]] * 2),
-        ("all_to_all", (), [[0, 1, 10, 11], [2, 3, 12, 13]]),
-        ("gather", (None, 1), [None, a + b]),
-        ("scatter", (None, 0), [a[:2], a[2:]]),
-    ):
-        with pynccl.group():
-            outs = [getattr(comm, name)(data, *arguments) for comm, data in zip(comms, x, strict=True)]
-        assert [None if out is None else out.tolist() for out in outs] == expected, name
 
 
 def test_versions_that_can_be_posed_as_and_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -164,10 +163,3 @@ def child_over(comm: Communicator, mode: str) -> Communicator:
     child = comm.split(0, comm.rank)
     assert child is not None
     return child
-
-
-def kill_later(comm: Communicator, victim: int, after: float) -> None:
-    """One of the other ranks kills `victim` after so many seconds."""
-    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
-    if comm.rank == min({0, 1} - {victim}):
-        threading.Timer(after, os.kill, (pids[victim], signal.SIGKILL)).start()
