@@ -51,17 +51,6 @@ def test_ranks_find_each_other_by_unique_id() -> None:
             call("ncclCommDestroy", comm)
 
 
-def test_a_rank_alone_reduces_and_sends_to_itself() -> None:
-    comm, data, out = init_rank(1, unique_id(), 0), row(7, 4), torch.zeros(2, 4, dtype=torch.int32)
-    call("ncclAllReduce", address(data), address(out[0]), 4, INT32, RedOp.AVG, comm, None)
-    call("ncclGroupStart")
-    call("ncclSend", address(data), 4, INT32, 0, comm, None)
-    call("ncclRecv", address(out[1]), 4, INT32, 0, comm, None)
-    call("ncclGroupEnd")
-    assert out[0].equal(data) and out[1].equal(data)
-    call("ncclCommDestroy", comm)
-
-
 @pytest.mark.parametrize(
     ("claims", "text"),
     [([(2, 0), (2, 0)], "claim to be rank 0 of 2"), ([(2, 0), (3, 1)], "there are [23] ranks, another rank says [23]")],

@@ -175,12 +175,10 @@ for os.environ["PYNCCL_HOST_TRANSPORT"] in ("shm", "sockets"):
     stream.synchronize()
     print(large[0].item(), flush=True)
     pynccl.abort(comms)
-third, fourth = init_all(2)  # by the functions of C: nobody ends them
-streams = [HostStream(), HostStream()]
-call("ncclRecv", data.data_ptr(), 4, 7, 1, third, streams[0].handle)
-streams[1].wait(streams[0].record())
-for i in range(3):
-    call("ncclAllReduce", data.data_ptr(), data.data_ptr(), 4, 7, 0, third, streams[i % 2].handle)
+one, _ = init_all(2)  # by the functions of C: nobody ends it
+stream = HostStream()
+for name, *arguments in (("ncclRecv", 4, 7, 1), ("ncclAllReduce", data.data_ptr(), 4, 7, 0)):
+    call(name, data.data_ptr(), *arguments, one, stream.handle)
 print("leaving")
 """
 
