@@ -111,12 +111,6 @@ def test_wrong_arguments(trio: Ranks) -> None:
     for name, arguments, text in rows:
         refuses(Result.INVALID_USAGE if text == "itself" else Result.INVALID_ARGUMENT, text, name, *arguments)
 
-    def without_id(rank: int, comm: int) -> None:
-        text = "the members pass 0 ids; expected one"
-        refuses(Result.INVALID_USAGE, text, "ncclCommGrow", comm, 4, None, -1, out, None)
-
-    trio.run(without_id)
-
 
 # Revoke and rest
 

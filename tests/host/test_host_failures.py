@@ -63,16 +63,6 @@ def test_a_message_of_another_size_is_named_by_both(pair: Ranks, sent: int, expe
     pair.run(body)
 
 
-def test_broadcasts_of_two_roots_are_named_by_the_next_call(pair: Ranks) -> None:
-    def body(rank: int, comm: int) -> None:
-        data = torch.zeros(4)
-        call("ncclBroadcast", address(data), address(data), 4, FLOAT32, rank, comm, None)
-        text = r"calls ncclBroadcast\(.*root=[01]"
-        refuses(Result.INVALID_USAGE, text, "ncclAllReduce", address(data), address(data), 4, FLOAT32, SUM, comm, None)
-
-    pair.run(body)
-
-
 @pytest.mark.parametrize(
     ("leave", "why"),
     [("ncclCommAbort", "it aborted"), ("ncclCommDestroy", "it has destroyed the communicator")],

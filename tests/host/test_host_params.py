@@ -137,12 +137,9 @@ CALLS: dict[str, tuple[int, tuple[int, ...], list[list[float]]]] = {
     # elements that each rank passes a count of; operator and root; what the two ranks' recv begin with
     "ncclAllReduceConfig": (4, (SUM,), [[1, 1], [1, 1]]),
     "ncclBroadcastConfig": (4, (1,), [[1, 1], [1, 1]]),
-    "ncclReduceConfig": (4, (SUM, 0), [[1, 1], [-1, -1]]),
-    "ncclAllGatherConfig": (2, (), [[0, 0], [0, 0]]),
     "ncclReduceScatterConfig": (2, (SUM,), [[1, 1], [1, 1]]),
     "ncclAlltoAllConfig": (2, (), [[0, 0], [0, 0]]),
     "ncclGatherConfig": (2, (1,), [[-1, -1], [0, 0]]),
-    "ncclScatterConfig": (2, (1,), [[1, 1], [1, 1]]),
 }
 WRONG = [
     ({"minCTAs": 5, "maxCTAs": 4}, "minCTAs 5; expected at most maxCTAs, which is 4"),

@@ -33,7 +33,8 @@ def test_floats_are_reduced_in_rank_order(group: Ranks) -> None:
     for at, (dtype, op) in enumerate(product(FLOATS, RedOp)):
         count, generator = COUNTS[(3 * at + size) % len(COUNTS)], torch.Generator().manual_seed(SEED)
         what = f"seed {SEED}: {dtype.name} {op.name} {count}"
-        rows = torch.randn(size, size * count, generator=generator, dtype=torch.float64).to(TORCH_TYPES[dtype])
+        share = -(-count // size)  # of a rank
+        rows = torch.randn(size, size * share, generator=generator, dtype=torch.float64).to(TORCH_TYPES[dtype])
         whole = in_rank_order(list(rows), op)
 
         def body(rank: int, comm: int) -> None:

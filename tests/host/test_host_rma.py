@@ -33,19 +33,6 @@ def test_memory_is_aligned_writable_and_freed_once() -> None:
         refuses(Result.SYSTEM_ERROR, "out of memory", "ncclMemAlloc", ctypes.byref(ctypes.c_void_p()), nbytes)
 
 
-def test_registrations_belong_to_their_communicator(pair: Ranks) -> None:
-    data, handles = torch.zeros(4), [ctypes.c_void_p(), ctypes.c_void_p()]
-    for handle in handles:
-        call("ncclCommRegister", pair.comms[0], data.data_ptr(), 16, ctypes.byref(handle))
-    assert handles[0].value != handles[1].value
-    text = "ncclCommRegister returned for this comm"
-    refuses(INVALID, text, "ncclCommDeregister", pair.comms[1], handles[0])
-    for handle in handles:
-        call("ncclCommDeregister", pair.comms[0], handle)
-    refuses(INVALID, text, "ncclCommDeregister", pair.comms[0], handles[0])
-    refuses(INVALID, "16 bytes at 0x0", "ncclCommRegister", pair.comms[0], None, 16, ctypes.byref(handles[0]))
-
-
 def test_windows_have_the_same_numbers_everywhere(pair: Ranks) -> None:
     pointers = [allocate(4096) for _ in range(2)]
     numbers = [pair.run(lambda rank, comm: register(comm, pointers[rank], 4096)) for _ in range(3)]
