@@ -28,7 +28,7 @@ def in_rank_order(tensors: list[Tensor], op: RedOp) -> Tensor:
 
 
 def test_floats_are_reduced_in_rank_order(group: Ranks) -> None:
-    """Each type with each operator, with a third of the counts for a size of the group."""
+    """Each type with each operator, with one of the counts for each size of the group."""
     size = group.size
     for at, (dtype, op) in enumerate(product(FLOATS, RedOp)):
         count, generator = COUNTS[(3 * at + size) % len(COUNTS)], torch.Generator().manual_seed(SEED)
@@ -38,7 +38,7 @@ def test_floats_are_reduced_in_rank_order(group: Ranks) -> None:
         whole = in_rank_order(list(rows), op)
 
         def body(rank: int, comm: int) -> None:
-            send, count = rows[rank].clone(), rows.shape[1] // size  # noqa: B023
+            send, count = rows[rank].clone(), share  # noqa: B023
             out, part = torch.empty_like(send), torch.empty_like(send[:count])
             call("ncclAllReduce", address(send), address(out), len(send), dtype, op, comm, None)  # noqa: B023
             call("ncclReduceScatter", address(send), address(part), count, dtype, op, comm, None)  # noqa: B023

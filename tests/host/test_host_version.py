@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def everything(_: Place, dotted: str) -> None:
         "ncclMemAlloc": lambda: pynccl.mem_alloc(8).free(),
         "ncclParamGetAllParameterKeys": pynccl.params,
         "ncclCommMemStats": comms[0].mem_stats,
-        **{name: lambda name=name: getattr(library, name) for name in missing},
+        **{name: partial(getattr, library, name) for name in missing},
     }
     for name, call in calls.items():
         if name in missing:
