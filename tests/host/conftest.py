@@ -1,12 +1,11 @@
-"""What the tests of the host library share: the transport of the communicators that a test makes, and two ranks."""
+"""What the tests of the host library share: the transport of the communicators that a test makes, and some ranks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-from host_calls import Ranks
+from host_calls import TRANSPORT, Ranks
 
 from pynccl import host
 
@@ -14,13 +13,9 @@ from pynccl import host
 @pytest.fixture(scope="module", params=["shm", "sockets"])
 def transport(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each in turn; also for processes that a test starts."""
-    before = os.environ.get("PYNCCL_HOST_TRANSPORT")
-    os.environ["PYNCCL_HOST_TRANSPORT"] = request.param
-    yield request.param
-    if before is None:
-        del os.environ["PYNCCL_HOST_TRANSPORT"]
-    else:
-        os.environ["PYNCCL_HOST_TRANSPORT"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TRANSPORT, request.param)
+        yield request.param
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
@@ -31,20 +26,18 @@ def group(request: pytest.FixtureRequest, transport: str) -> Iterator[Ranks]:
     ranks.destroy()
 
 
-@pytest.fixture
-def pair() -> Iterator[Ranks]:
-    """Two ranks that a test may break."""
-    yield from broken_or_not(2)
-
-
-@pytest.fixture
-def trio() -> Iterator[Ranks]:
-    """Three ranks that a test may break."""
-    yield from broken_or_not(3)
-
-
-def broken_or_not(size: int) -> Iterator[Ranks]:
+def that_a_test_may_break(size: int) -> Iterator[Ranks]:
     ranks = Ranks(size)
     yield ranks
     for comm in ranks.comms:
         host.function("ncclCommAbort")(comm)
+
+
+@pytest.fixture
+def pair() -> Iterator[Ranks]:
+    yield from that_a_test_may_break(2)
+
+
+@pytest.fixture
+def trio() -> Iterator[Ranks]:
+    yield from that_a_test_may_break(3)

@@ -1,31 +1,81 @@
-"""One-sided operations of the host library: puts, signals, waits; on streams, in groups, and when something fails."""
+"""Memory and windows of the host library; puts, signals and waits, on streams, in groups, and when something fails."""
 
 from __future__ import annotations
 
-import _thread
 import ctypes
-import os
-import signal
-import struct
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from host_calls import CallFailed, Ranks, call, in_threads, init_rank, unique_id
-from ranks import Place, RankPool
+from host_calls import CallFailed, Ranks, allocate, call, in_threads, refuses, register, unique_id
 
 import pynccl
 from pynccl import host
 from pynccl.bindings import abi
-from pynccl.bindings.abi import DataType, Result
-from pynccl.host.comm import find
+from pynccl.bindings.abi import WINDOW_ALIGNMENT, DataType, Result
 
-ROOT = Path(__file__).parents[2]
 INT32 = DataType.INT32
 NBYTES = 4096
+INVALID = Result.INVALID_ARGUMENT
+
+
+def test_memory_is_aligned_writable_and_freed_once() -> None:
+    for nbytes in (1, 4096, 10_000_001):
+        pointer = allocate(nbytes)
+        assert pointer and pointer % WINDOW_ALIGNMENT == 0
+        ctypes.memset(pointer, 7, nbytes)
+        assert ctypes.string_at(pointer + nbytes - 1, 1) == b"\7"
+        call("ncclMemFree", pointer)
+        refuses(INVALID, f"ptr is {pointer:#x}; expected one that ncclMemAlloc returned", "ncclMemFree", pointer)
+    assert allocate(0) == 0
+    call("ncclMemFree", None)
+    for nbytes in (1 << 60, (1 << 64) - 1):
+        refuses(Result.SYSTEM_ERROR, "out of memory", "ncclMemAlloc", ctypes.byref(ctypes.c_void_p()), nbytes)
+
+
+def test_windows_have_the_same_numbers_everywhere(pair: Ranks) -> None:
+    pointers = [allocate(4096) for _ in range(2)]
+    numbers = [pair.run(lambda rank, comm: register(comm, pointers[rank], 4096)) for _ in range(3)]
+    out = [ctypes.c_void_p() for _ in range(2)]
+    call("ncclGroupStart")  # one thread for both ranks
+    for comm, pointer, handle in zip(pair.comms, pointers, out, strict=True):
+        call("ncclCommWindowRegister", comm, pointer, 4096, ctypes.byref(handle), 0)
+    call("ncclGroupEnd")
+    numbers.append([handle.value for handle in out])
+    assert all(a == b for a, b in numbers)
+    assert len({a for a, _ in numbers}) == 4
+    found = ctypes.c_void_p()
+    for rank, comm in enumerate(pair.comms):
+        call("ncclWinGetUserPtr", comm, numbers[1][rank], ctypes.byref(found))
+        assert found.value == pointers[rank]
+        call("ncclCommWindowDeregister", comm, numbers[1][rank])
+        for name, *more in (("ncclCommWindowDeregister",), ("ncclWinGetUserPtr", ctypes.byref(found))):
+            refuses(INVALID, "which this communicator does not have", name, comm, numbers[1][rank], *more)
+    for pointer in pointers:
+        call("ncclMemFree", pointer)
+
+
+def test_what_one_rank_does_wrong_is_an_error_on_all(pair: Ranks) -> None:
+    one, other = (allocate(4096) for _ in range(2))
+    cases = [
+        ([(one, 4096, 0), (other + 64, 4, 0)], "rank 1 passes a buffer that is empty or does not start"),
+        ([(None, 4096, 0), (other, 4096, 0)], "rank 0 passes a buffer that is empty"),
+        ([(one, 4096, 8), (other, 4096, 0)], "rank 0 passes winFlags 0x8; expected 0 to 3"),
+        ([(one, 4096, 1), (other, 4096, 0)], r"the ranks disagree.*winFlags \[1, 0\]"),
+    ]
+
+    def body(rank: int, comm: int) -> int:
+        for arguments, text in cases:
+            with pytest.raises(CallFailed, match=text):
+                register(comm, *arguments[rank])
+        return register(comm, (one, other)[rank], 4096)
+
+    assert len(set(pair.run(body))) == 1  # still in step
+    for pointer in (one, other):
+        call("ncclMemFree", pointer)
+
+
+# One-sided operations
 
 
 class Windowed(Ranks):
@@ -34,7 +84,7 @@ class Windowed(Ranks):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.pointers = [allocate(NBYTES) for _ in range(size)]
-        self.windows = self.run(lambda rank, comm: register(comm, self.pointers[rank], NBYTES))
+        self.windows = self.run(lambda rank, comm: register(comm, self.pointers[rank], NBYTES, 1))
         self.memory = [values(pointer, NBYTES // 4) for pointer in self.pointers]
 
     def put(self, rank: int, data: torch.Tensor, peer: int, offset: int = 0, *, stream: int = 0) -> None:
@@ -47,25 +97,13 @@ class Windowed(Ranks):
         call("ncclWaitSignal", len(wanted), rows, self.comms[rank], stream)
 
 
-def allocate(nbytes: int) -> int:
-    out = ctypes.c_void_p()
-    call("ncclMemAlloc", ctypes.byref(out), nbytes)
-    return out.value or 0
-
-
-def register(comm: int, pointer: int, nbytes: int, flags: int = 1) -> int:
-    out = ctypes.c_void_p()
-    call("ncclCommWindowRegister", comm, pointer, nbytes, ctypes.byref(out), flags)
-    return out.value or 0
-
-
 def values(pointer: int, count: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_int32 * count).from_address(pointer), dtype=torch.int32)
 
 
-@pytest.fixture(params=[2, 3])
-def group(request: pytest.FixtureRequest) -> Iterator[Windowed]:
-    ranks = Windowed(request.param)
+@pytest.fixture
+def group() -> Iterator[Windowed]:
+    ranks = Windowed(3)
     yield ranks
     for comm in ranks.comms:
         host.function("ncclCommAbort")(comm)
@@ -89,20 +127,6 @@ def test_all_put_first_and_wait_afterwards(group: Windowed) -> None:
     assert group.run(body) == [[[peer, rank, rounds - 1] for peer in range(n)] for rank in range(n)]
 
 
-def test_puts_beside_collectives_on_one_communicator(group: Windowed) -> None:
-    def body(rank: int, comm: int) -> tuple[int, list[float]]:
-        following, total = (rank + 1) % group.size, torch.zeros(2000)
-        for step in range(10):
-            group.put(rank, torch.full((1000,), rank + step, dtype=torch.int32), following)
-            total = torch.full((2000,), float(rank))
-            call("ncclAllReduce", total.data_ptr(), total.data_ptr(), 2000, DataType.FLOAT32, 0, comm, None)
-            group.wait(rank, {(rank - 1) % group.size: 1})
-        return int(group.memory[rank][:1000].sum()), total.unique().tolist()
-
-    expected = float(sum(range(group.size)))
-    assert group.run(body) == [(1000 * ((r - 1) % group.size + 9), [expected]) for r in range(group.size)]
-
-
 def test_on_streams_and_in_a_group(group: Windowed) -> None:
     """A wait holds its own stream up and no other: rank 0 waits for what it provokes by a put on another stream."""
     waiting, putting, answering = host.HostStream(), host.HostStream(), host.HostStream()
@@ -121,7 +145,8 @@ def test_on_streams_and_in_a_group(group: Windowed) -> None:
     assert (copied.item(), group.memory[1][0].item()) == (9, 7)
 
 
-def test_signals_alone_are_counted_by_peer_number_and_context() -> None:
+def test_signals_are_counted_once_by_peer_number_and_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", "2")
     identity = unique_id()
     config = pynccl.CommConfig(num_rma_sig=2, num_rma_ctx=3).to_struct(pynccl.load("host"))
 
@@ -134,30 +159,18 @@ def test_signals_alone_are_counted_by_peer_number_and_context() -> None:
     for index, context, times in ((1, 2, 3), (0, 2, 1), (1, 0, 1)):
         for _ in range(times):
             call("ncclSignal", 1, index, context, 0, comms[0], None)
+    for arguments, text in (((2, 0), "sigIdx is 2; expected 0 to 1"), ((0, 3), "ctx is 3; expected 0 to 2")):
+        refuses(INVALID, text, "ncclSignal", 1, *arguments, 0, comms[0], None)
     rows = (abi.WaitSignalDesc * 3)(*(abi.WaitSignalDesc(*row) for row in ((3, 0, 1, 2), (1, 0, 0, 2), (1, 0, 1, 0))))
     call("ncclWaitSignal", 3, rows, comms[1], None)
-    for arguments, text in (((2, 0), "sigIdx is 2; expected 0 to 1"), ((0, 3), "ctx is 3; expected 0 to 2")):
-        with pytest.raises(CallFailed, match=text) as refused:
-            call("ncclSignal", 1, *arguments, 0, comms[0], None)
-        assert refused.value.code is Result.INVALID_ARGUMENT
+    text = r"missing signals: .*1 of rank 0 \(sigIdx=0, ctx=2\).*after 2 s"
+    refuses(Result.REMOTE_ERROR, text, "ncclWaitSignal", 3, rows, comms[1], None)
     for comm in comms:
-        call("ncclCommDestroy", comm)
-
-
-def test_a_signal_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", "0.3")
-    group = Windowed(2)
-    group.put(0, torch.ones(1, dtype=torch.int32), 1)
-    group.wait(1, {0: 1})
-    with pytest.raises(CallFailed, match=r"missing signals: 1 of rank 0 \(sigIdx=0, ctx=0\), after 0.3 s") as refused:
-        group.wait(1, {0: 1})
-    assert refused.value.code is Result.REMOTE_ERROR
-    for comm in group.comms:
         call("ncclCommAbort", comm)
 
 
-def test_wrong_arguments() -> None:
-    group, data = Windowed(2), torch.ones(1, dtype=torch.int32)
+def test_wrong_arguments(group: Windowed) -> None:
+    data = torch.ones(1, dtype=torch.int32)
     for change, text in (
         ({"offset": NBYTES}, "4 bytes at offset 4096 do not fit into the window of rank 1, which has 4096"),
         ({"window": 77}, "window is 0x4d, which this communicator does not have"),
@@ -169,114 +182,7 @@ def test_wrong_arguments() -> None:
         right = {"buffer": data.data_ptr(), "peer": 1, "window": group.windows[0], "offset": 0, "signal": 0, "flags": 0}
         buffer, peer, window, offset, number, flags = {**right, **change}.values()
         arguments = (buffer, 1, INT32, peer, window, offset, number, 0, flags, group.comms[0], None)
-        with pytest.raises(CallFailed, match=text) as refused:
-            call("ncclPutSignal", *arguments)
-        assert refused.value.code is Result.INVALID_ARGUMENT
-    group.destroy()
-
-
-def test_a_window_that_the_target_closed_is_named(group: Windowed) -> None:
-    call("ncclCommWindowDeregister", group.comms[1], group.windows[1])
-    group.put(0, torch.ones(1, dtype=torch.int32), 1)
-    with pytest.raises(CallFailed, match=r"rank 0 puts 4 bytes at offset 0 of window .*, which was deregistered here"):
-        group.wait(1, {0: 1})
-
-
-def test_no_memory_is_taken_for_a_put_that_does_not_fit(group: Windowed) -> None:
-    """Of a peer that has gone wrong: its header says 2**60 bytes, and nothing follows."""
-    head = struct.pack("<QQQqq", group.windows[1] or 0, 0, 1 << 60, 0, 0)
-    find(group.comms[0]).transport.rma_send(1, head)
-    with pytest.raises(CallFailed, match=r"rank 0 puts 1152921504606846976 bytes .*, which has 4096 bytes"):
-        group.wait(1, {0: 1})
-
-
-def test_windows_of_other_sizes_are_known(group: Windowed) -> None:
-    """The size of the target's part counts, not of one's own."""
-    windows = group.run(lambda rank, comm: register(comm, group.pointers[rank], 4 if rank else NBYTES))
-    assert len(set(windows)) == 1
-    assert windows != group.windows
-    group.windows = windows
-    with pytest.raises(CallFailed, match="window of rank 1, which has 4"):
+        refuses(INVALID, text, "ncclPutSignal", *arguments)
+    group.windows = group.run(lambda rank, comm: register(comm, group.pointers[rank], 4 if rank else NBYTES, 1))
+    with pytest.raises(CallFailed, match="window of rank 1, which has 4"):  # the size of the target's part counts
         group.put(0, torch.ones(2, dtype=torch.int32), 1)
-
-
-def test_finalize_waits_for_puts(group: Windowed) -> None:
-    """Half a megabyte at once to a peer that only waits once everybody has finalized."""
-    big = allocate(1 << 19)
-    parts = {1: (big, 1 << 19)}
-    group.windows = group.run(lambda rank, comm: register(comm, *parts.get(rank, (group.pointers[rank], NBYTES))))
-    group.put(0, torch.full((1 << 17,), 3, dtype=torch.int32), 1)
-    call("ncclCommFinalize", group.comms[0])
-    call("ncclCommDestroy", group.comms[0])
-    group.wait(1, {0: 1})
-    assert values(big, 1 << 17).unique().tolist() == [3]
-    for comm in group.comms[1:]:
-        call("ncclCommDestroy", comm)
-    call("ncclMemFree", big)
-
-
-def test_abort_wakes_a_wait(group: Windowed) -> None:
-    stream = host.HostStream()
-    group.wait(0, {1: 1}, stream=stream.handle)
-    call("ncclCommAbort", group.comms[0])
-    with pytest.raises(pynccl.NcclError, match="aborted"):
-        stream.synchronize()
-
-
-def lose_peer(place: Place, identity: bytes) -> str:
-    comm = init_rank(2, abi.UniqueId.from_buffer_copy(identity), place.rank)
-    rows = (abi.WaitSignalDesc * 1)(abi.WaitSignalDesc(1, 1 - place.rank, 0, 0))
-    call("ncclSignal", 1 - place.rank, 0, 0, 0, comm, None)
-    call("ncclWaitSignal", 1, rows, comm, None)
-    if place.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(CallFailed) as lost:
-        call("ncclWaitSignal", 1, rows, comm, None)
-    return str(lost.value)
-
-
-def test_a_wait_for_a_dead_rank_fails() -> None:
-    pool = RankPool(communicators=False)
-    outcomes = pool.outcomes(2, lose_peer, bytes(unique_id()))
-    pool.close()
-    text = "REMOTE_ERROR: ncclWaitSignal on rank 0 of 2: missing signals: 1 of rank 1"
-    assert text in (outcomes[0].value or outcomes[0].report)
-
-
-def test_from_python() -> None:
-    comms = pynccl.Communicator.init_all(2)
-    memories = [pynccl.mem_alloc(4, "int32") for _ in comms]
-    windows = in_threads(2, lambda rank: comms[rank].window(memories[rank]))
-    with pynccl.group():
-        for comm, window in zip(comms, windows, strict=True):
-            comm.put_signal(torch.full((2,), comm.rank + 1, dtype=torch.int32), 1 - comm.rank, window, 8)
-    stream = host.HostStream()
-    for comm in comms:
-        comm.wait_signal(1 - comm.rank, stream=stream)
-    stream.synchronize()
-    assert [torch.from_dlpack(memory)[2:].tolist() for memory in memories] == [[2, 2], [1, 1]]
-    assert windows[0].user_pointer() == memories[0].pointer
-    for window in windows:
-        window.close()
-    for comm in comms:
-        comm.destroy()
-    for memory in memories:
-        memory.free()
-
-
-def test_ctrl_c_inside_a_c_function() -> None:
-    """Raised once, by the call that it interrupted, after C has returned; nothing is left for the next call."""
-    comms = pynccl.Communicator.init_all(2)
-
-    def interrupt() -> None:
-        while not find(comms[0].handle).rma.busy:
-            time.sleep(0.001)
-        _thread.interrupt_main()
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        comms[0].wait_signal(1, stream=0)
-    with pytest.raises(pynccl.NcclInvalidArgument):
-        comms[0].library.check(comms[0].library.ncclMemFree(1), "ncclMemFree")
-    for comm in comms:
-        comm.abort()

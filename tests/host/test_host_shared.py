@@ -1,29 +1,27 @@
-"""Shared memory between ranks: collectives and messages of every size in every order, as over sockets."""
+"""Shared memory between ranks: operations in every order as over sockets, who may map it, and what is left of it."""
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 import random
-import threading
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host_calls import CallFailed, Ranks, call, child_over, in_threads, shared_of
+from host_calls import TRANSPORT, child_over, shared_of
 from ranks import RankPool, each_size
 from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
-from pynccl.bindings.abi import DataType, RedOp
-from pynccl.host import segment
-from pynccl.host.comm import find
+from pynccl.host import segment, sharing
 
 INLINE = segment.MESSAGE_BYTES - 128  # what fits behind a header
 SIZES = (0, 1, 5, INLINE - 1, INLINE, INLINE + 1, 20_000, segment.MESSAGE_BYTES + INLINE, 700_001, 2_500_000)
-
-# Collectives
 
 
 def one_of(comm: Communicator, turn: int, seed: int, stream: Any) -> Callable[[], None]:
@@ -32,43 +30,28 @@ def one_of(comm: Communicator, turn: int, seed: int, stream: Any) -> Callable[[]
     count = pick.choice((1, 3, 64, 1000, 5000, pick.randrange(1, 70_000))) if turn % 40 else 150_000
     n, me, root = comm.size, comm.rank, pick.randrange(comm.size)
     rows = [torch.arange(count * n, dtype=torch.int64) * (rank + 1) + turn for rank in range(n)]
-    wide, mine = rows[me].clone(), rows[me][:count].clone()
-    kind = pick.randrange(8)
-    out = torch.full((count * n if kind in (2, 3, 5) else count,), -1)
+    heads = [row[:count] for row in rows]
     blocks = [row[me * count : (me + 1) * count] for row in rows]
-    expected: Tensor | None
-    if kind == 0:
-        comm.all_reduce(mine, out, stream=stream)
-        expected = sum(row[:count] for row in rows)  # type: ignore[assignment]
-    elif kind == 1:
-        comm.reduce_scatter(wide, out, stream=stream)
-        expected = sum(blocks)  # type: ignore[assignment]
-    elif kind == 2:
-        comm.all_gather(mine, out, stream=stream)
-        expected = torch.cat([row[:count] for row in rows])
-    elif kind == 3:
-        comm.all_to_all(wide, out, stream=stream)
-        expected = torch.cat(blocks)
-    elif kind == 4:
-        comm.broadcast(mine, out, root=root, stream=stream)
-        expected = rows[root][:count]
-    elif kind == 5:
-        comm.gather(mine, out, root=root, stream=stream)
-        expected = torch.cat([row[:count] for row in rows]) if me == root else None
-    elif kind == 6:
-        comm.scatter(wide, out, root=root, stream=stream)
-        expected = rows[root][me * count : (me + 1) * count]
-    else:
-        comm.reduce(mine, out, root=root, stream=stream)
-        expected = sum(row[:count] for row in rows) if me == root else None  # type: ignore[assignment]
+    wide, mine, rooted, at_root = rows[me].clone(), heads[me].clone(), {"root": root}, me == root
+    name, send, length, options, expected = pick.choice(
+        (
+            ("all_reduce", mine, count, {}, sum(heads)),
+            ("reduce_scatter", wide, count, {}, sum(blocks)),
+            ("all_gather", mine, count * n, {}, torch.cat(heads)),
+            ("all_to_all", wide, count * n, {}, torch.cat(blocks)),
+            ("broadcast", mine, count, rooted, heads[root]),
+            ("gather", mine, count * n, rooted, torch.cat(heads) if at_root else None),
+            ("scatter", wide, count, rooted, blocks[root]),
+            ("reduce", mine, count, rooted, sum(heads) if at_root else None),
+        )
+    )
+    out = torch.full((length,), -1)
+    getattr(comm, name)(send, out, **options, stream=stream)
 
     def check() -> None:
-        assert expected is None or out.equal(expected), f"turn {turn}: kind {kind}, count {count}, root {root}"
+        assert expected is None or out.equal(expected), f"seed {seed}, turn {turn}: {name}, count {count}, root {root}"
 
     return check
-
-
-# Messages
 
 
 def payload(seed: str, nbytes: int) -> Tensor:
@@ -76,18 +59,14 @@ def payload(seed: str, nbytes: int) -> Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-def one_group(comm: Communicator, turn: int, seed: int, stream: Any = None) -> None:
-    """Some messages, several of one pair of ranks among them, and some to oneself; each rank checks what it got."""
+def some_messages(comm: Communicator, turn: int, seed: int, stream: Any = None) -> None:
+    """In a group: several of one pair of ranks among them, and some to oneself; each rank checks what it got."""
     pick = random.Random(f"{seed} {turn}")  # the same on all ranks
-    messages = []
-    for number in range(pick.randrange(1, 12)):
-        nbytes = pick.choice(SIZES) if pick.random() < 0.7 else pick.randrange(1, 100_000)
-        messages.append((pick.randrange(comm.size), pick.randrange(comm.size), nbytes, number))
     got = []
     with pynccl.group():
-        for source, target, nbytes, number in messages:
-            if comm.rank not in (source, target):
-                continue
+        for number in range(pick.randrange(1, 12)):
+            nbytes = pick.choice(SIZES) if pick.random() < 0.7 else pick.randrange(1, 100_000)
+            source, target = pick.randrange(comm.size), pick.randrange(comm.size)
             data = payload(f"{seed} {turn} {number}", nbytes)
             if comm.rank == source:
                 comm.send(data, target, stream=stream)
@@ -98,14 +77,11 @@ def one_group(comm: Communicator, turn: int, seed: int, stream: Any = None) -> N
     if stream is not None:
         stream.synchronize()
     for out, data, what in got:
-        assert out.equal(data), f"turn {turn}: {what}"
-
-
-# Both in random order
+        assert out.equal(data), f"seed {seed}, turn {turn}: {what}"
 
 
 def stress(comm: Communicator, turns: int, seed: int) -> None:
-    """One by one, in groups, on streams, with messages between."""
+    """Collectives one by one, in groups, and on streams, with messages between."""
     streams = [pynccl.create_stream(), pynccl.create_stream()]
     checks: list[Callable[[], None]] = []
     for turn in range(turns):
@@ -116,7 +92,7 @@ def stress(comm: Communicator, turns: int, seed: int) -> None:
         elif how == 1:
             checks.append(one_of(comm, turn, seed, streams[turn % 2]))
         elif how == 2:
-            one_group(comm, turn, seed, streams[0] if turn % 3 == 0 else None)
+            some_messages(comm, turn, seed, streams[0] if turn % 3 == 0 else None)
         else:
             checks.append(one_of(comm, turn, seed, None))
     for stream in streams:
@@ -139,67 +115,94 @@ def test_many_in_random_order(ranks: RankPool, n: int) -> None:
     ranks.run(n, stress_over, "sockets", 25, n)
 
 
-def test_by_threads_of_one_process_while_all_numbers_wrap() -> None:
-    """Of steps and of slots, which count to 2**32."""
-    made = Communicator.init_all(3)
-    for comm in made:
-        shared = shared_of(comm)
-        assert shared is not None
-        shared._step = 2**32 - 5
-        for posted in shared._posted:
-            posted[0] = 2**32 - 5
-        for channel in (*shared._outgoing.values(), *shared._incoming.values()):
-            channel._ring._mine[0] = channel._ring._count = 2**32 - 3
-    in_threads(3, lambda rank: stress(made[rank], 60, 5))
-    for comm in made:
-        shared = shared_of(comm)
-        assert shared is not None and shared._step < 2**31
-        assert all(channel._ring._count < 2**31 for channel in shared._outgoing.values())
-    pynccl.abort(made)
+# Who may have it
 
 
-# Who disagrees, and who does not
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOENT, "No such file or directory", "/proc/1/fd/2")
 
 
-def test_broadcasts_of_two_roots_are_named_by_the_next_call(pair: Ranks) -> None:
-    def body(rank: int, comm: int) -> str:
-        data = torch.zeros(4)
-        call("ncclBroadcast", data.data_ptr(), data.data_ptr(), 4, DataType.FLOAT32, rank, comm, None)
-        with pytest.raises(CallFailed) as refused:
-            call("ncclAllReduce", data.data_ptr(), data.data_ptr(), 4, DataType.FLOAT32, RedOp.SUM, comm, None)
-        return refused.value.text
-
-    for text in pair.run(body):
-        assert "root=0), rank 1 calls ncclBroadcast" in text and "root=1)" in text
+CANNOT = "rank 1 cannot share memory: "
+WAYS = [  # whether rank 1 can open what the others have; what it asks for, and what the others do
+    (False, "auto", "auto", "sockets 3"),
+    (False, "shm", "shm", CANNOT + "that of rank 0 cannot be opened: No such file or directory"),
+    (True, "sockets", "auto", "sockets 3"),
+    (True, "sockets", "shm", CANNOT + "it has PYNCCL_HOST_TRANSPORT=sockets"),
+    (True, "fast", "auto", "rank 1: PYNCCL_HOST_TRANSPORT='fast': expected auto, shm or sockets"),
+]
 
 
-def test_a_rank_that_goes_on_while_another_looks_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits in a collective and looks up what rank 1 does, which at that moment joins it and sends a message."""
-    made = Communicator.init_all(2)
-    transport = find(made[0].handle).transport
-    looked, arrived = threading.Event(), threading.Event()
-    hear = transport.hear
+def all_ways(comm: Communicator) -> None:
+    opens = vars(sharing)["open_segment"]
+    for can_open, mine, others, says in WAYS:
+        os.environ.pop(TRANSPORT, None)
+        parent = comm.split(0, comm.rank)
+        vars(sharing)["open_segment"] = opens if can_open or comm.rank != 1 else refuse
+        try:
+            child = child_over(parent, mine if comm.rank == 1 else others)
+            x = child.all_reduce(torch.ones(5))
+            found = f"{'shm' if shared_of(child) else 'sockets'} {int(x[0])}"
+        except pynccl.NcclError as error:
+            found = str(error)
+        finally:
+            vars(sharing)["open_segment"] = opens
+        assert says in found, (mine, others)
+        parent.abort()
+        comm.barrier()
 
-    def slow_hear() -> None:
-        looked.set()
-        assert arrived.wait(60)
-        deadline = time.monotonic() + 10
-        while transport._connections[1].status is None and time.monotonic() < deadline:
-            hear()
 
-    monkeypatch.setattr(transport, "hear", slow_hear)
+def test_where_memory_cannot_be_shared(ranks: RankPool) -> None:
+    ranks.run(3, all_ways)
 
-    def body(rank: int) -> float:
-        x, y = torch.full((3,), rank + 1.0), torch.zeros(3)
-        if rank == 1:
-            assert looked.wait(60)
-            arrived.set()
-        made[rank].all_reduce(x, x)
-        if rank == 1:
-            made[1].send(x, 0)
-        else:
-            made[0].recv(y, 1)
-        return float(x[0])
 
-    assert in_threads(2, body) == [3.0, 3.0]
-    pynccl.abort(made)
+def opened_by_strangers(_: Communicator) -> int:
+    """The exit code of another user who opens it."""
+    own = segment.OwnSegment(2)
+    assert segment.open_segment(os.getpid(), own.fd, own.token, 2).token == own.token
+    with pytest.raises(OSError, match="another rank"):
+        segment.open_segment(os.getpid(), own.fd, bytes(16), 2)
+    with pytest.raises(OSError, match="another file"):
+        segment.open_segment(os.getpid(), os.open("/etc/passwd", os.O_RDONLY), own.token, 2)
+    if (child := os.fork()) == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            segment.open_segment(os.getppid(), own.fd, own.token, 2)
+        except PermissionError:
+            os._exit(7)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_only_the_same_user_and_only_the_right_memory_is_opened(doomed: RankPool) -> None:
+    assert doomed.run(1, opened_by_strangers) == [7]
+
+
+# What is left
+
+
+def left() -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:pynccl")
+
+
+def leaves_nothing(comm: Communicator) -> None:
+    for end in ("destroy", "abort"):
+        for _ in range(10):  # what is made once and stays, and the records of the last eight communicators
+            child_over(comm, "shm").destroy()
+        comm.barrier()
+        first = left()
+        for _ in range(3):
+            child = child_over(comm, "shm")
+            child.all_reduce(torch.ones(1 << 18))
+            child.all_reduce(torch.ones(4))
+            assert left()[1] == first[1] + comm.size
+            comm.barrier()
+            getattr(child, end)()
+        assert left() == first
+        comm.barrier()
+
+
+def test_nothing_is_left_after_the_end(ranks: RankPool) -> None:
+    ranks.run(3, leaves_nothing)

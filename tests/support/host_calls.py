@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from pynccl import Communicator, host
 from pynccl.bindings import abi
-from pynccl.bindings.abi import DataType, Result
+from pynccl.bindings.abi import DataType, RedOp, Result
 from pynccl.host.comm import find
 from pynccl.host.shared import SharedMemory
 
 JOIN_SECONDS = 60.0
 TRANSPORT = "PYNCCL_HOST_TRANSPORT"
 
-TORCH_TYPES: dict[DataType, torch.dtype] = {
-    DataType.INT8: torch.int8,
-    DataType.UINT8: torch.uint8,
-    DataType.INT32: torch.int32,
-    DataType.UINT32: torch.uint32,
-    DataType.INT64: torch.int64,
-    DataType.UINT64: torch.uint64,
-    DataType.FLOAT16: torch.float16,
-    DataType.FLOAT32: torch.float32,
-    DataType.FLOAT64: torch.float64,
-    DataType.BFLOAT16: torch.bfloat16,
-    DataType.FLOAT8_E4M3: torch.float8_e4m3fn,
-    DataType.FLOAT8_E5M2: torch.float8_e5m2,
-}
+FLOAT8 = {DataType.FLOAT8_E4M3: torch.float8_e4m3fn, DataType.FLOAT8_E5M2: torch.float8_e5m2}
+TORCH_TYPES = {dtype: FLOAT8.get(dtype) or getattr(torch, dtype.name.lower()) for dtype in DataType}
 
 
 class CallFailed(Exception):
@@ -50,6 +38,13 @@ def call(name: str, *arguments: Any) -> None:
     code = host.function(name)(*arguments)
     if code:
         raise CallFailed(name, Result(code), last_error())
+
+
+def refuses(code: Result, text: str, name: str, *arguments: Any) -> None:
+    """The call returns `code`, and the words of the last error have the pattern `text` in them."""
+    with pytest.raises(CallFailed, match=text) as refused:
+        call(name, *arguments)
+    assert refused.value.code is code, refused.value
 
 
 def last_error(comm: int | None = None) -> str:
@@ -79,6 +74,29 @@ def split(comm: int, color: int, key: int) -> int | None:
     out = ctypes.c_void_p()
     call("ncclCommSplit", comm, color, key, ctypes.byref(out), None)
     return out.value
+
+
+def all_reduced(comm: int, value: float) -> float:
+    data = torch.full((3,), value)
+    call("ncclAllReduce", data.data_ptr(), data.data_ptr(), 3, DataType.FLOAT32, RedOp.SUM, comm, None)
+    return float(data[0])
+
+
+def allocate(nbytes: int) -> int:
+    out = ctypes.c_void_p(1)
+    call("ncclMemAlloc", ctypes.byref(out), nbytes)
+    return out.value or 0
+
+
+def register(comm: int, pointer: int | None, nbytes: int, flags: int = 0) -> int:
+    """The number of a window; NULL where it is refused, for the caller's variable is set then as well."""
+    out = ctypes.c_void_p(1)
+    try:
+        call("ncclCommWindowRegister", comm, pointer, nbytes, ctypes.byref(out), flags)
+    except CallFailed:
+        assert out.value is None
+        raise
+    return out.value or 0
 
 
 def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
@@ -145,10 +163,3 @@ def child_over(comm: Communicator, mode: str) -> Communicator:
     child = comm.split(0, comm.rank)
     assert child is not None
     return child
-
-
-def kill_later(comm: Communicator, victim: int, after: float) -> None:
-    """One of the other ranks kills `victim` after so many seconds."""
-    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
-    if comm.rank == min({0, 1} - {victim}):
-        threading.Timer(after, os.kill, (pids[victim], signal.SIGKILL)).start()
