@@ -32,13 +32,9 @@ PORT = "expected a number in 1..65535, of a port that is free on rank 0's machin
 WRONG: list[tuple[dict[str, str | None], str]] = [
     (dict.fromkeys(GOOD), "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: this process was not started by"),
     ({"WORLD_SIZE": None}, "--standalone --nproc-per-node=2 train.py\nor pass rank, size and id yourself to Communi"),
-    ({"WORLD_SIZE": None}, "as in a notebook, there is\n  comms = pynccl.init_all()"),
     ({"RANK": "2"}, f"RANK='2', WORLD_SIZE='2': {RANKS}"),
-    ({"RANK": "-1"}, f"RANK='-1', WORLD_SIZE='2': {RANKS}"),
-    ({"WORLD_SIZE": ""}, f"RANK='0', WORLD_SIZE='': {RANKS}"),
     ({"MASTER_ADDR": ""}, "MASTER_ADDR='': expected the name or address of rank 0's machine, the same on all ranks"),
     ({"MASTER_PORT": "http"}, f"MASTER_PORT='http': {PORT}"),
-    ({"MASTER_PORT": "0"}, f"MASTER_PORT='0': {PORT}"),
     ({"LOCAL_RANK": "first"}, "LOCAL_RANK='first': expected this rank's number on its machine, 0 or more"),
 ]
 
@@ -75,35 +71,20 @@ def test_torchrun_starts_a_job(tmp_path: Path) -> None:
         assert (tmp_path / str(rank)).read_text() == f"<pynccl.Communicator rank {rank} of 2 on cpu> [3.0, 3.0, 3.0]"
 
 
-def answers(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=2).close()
-    except OSError:
-        return False
-    return True
-
-
-def by_hand(place: Place, host: str, port: int, group_first: bool) -> tuple[list[str], list[float]]:
-    """(where somebody listens, sums of communicators before, beside and after a process group at this address)."""
-    set_environment(place.rank, place.size, port, MASTER_ADDR=host)
+def by_hand(place: Place, port: int, group_first: bool) -> list[float]:
+    """Sums of communicators before, beside and after a process group at this address."""
+    set_environment(place.rank, place.size, port)
     sums = [] if group_first else [total(pynccl.init(timeout=50)), total(Communicator.from_env())]
-    listening = [one for one in ("127.0.0.1", "127.0.0.2") if not group_first and answers(one, port)]
     dist.init_process_group("gloo")  # finds its own store at the same port
     sums.append(total(pynccl.init(timeout=50)))
     dist.barrier()
     dist.destroy_process_group()
-    return listening, [*sums, total(pynccl.init(timeout=50))]
+    return [*sums, total(pynccl.init(timeout=50))]
 
 
-@pytest.mark.parametrize(
-    ("host", "group_first", "listening"),
-    [("localhost", False, ["127.0.0.1"]), ("127.0.0.2", False, ["127.0.0.2"]), ("127.0.0.1", True, [])],
-)
-def test_variables_set_by_hand_suffice_and_the_store_is_on_the_loopback_alone(
-    bare: RankPool, host: str, group_first: bool, listening: list[str]
-) -> None:
-    sums = [6.0] * (2 if group_first else 4)
-    assert bare.run(3, by_hand, host, free_port(), group_first) == [(listening, sums)] * 3
+@pytest.mark.parametrize("group_first", [False, True])
+def test_variables_set_by_hand_suffice_beside_a_process_group(bare: RankPool, group_first: bool) -> None:
+    assert bare.run(3, by_hand, free_port(), group_first) == [[6.0] * (2 if group_first else 4)] * 3
 
 
 def test_a_port_in_use_is_named_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +144,6 @@ def test_the_file_of_a_meeting_is_its_users_alone_and_has_to_be_new(tmp_path: Pa
 
 # MPI: a module of mpi4py's shape stands in, over a process group of torch
 
-MULTIPLE, FUNNELED = 3, 1
-
 
 class Comm:
     """What from_mpi uses of mpi4py.MPI.Comm."""
@@ -193,14 +172,12 @@ def by_mpi(place: Place, path: str) -> dict[str, Any]:
     store = dist.FileStore(path, place.size)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
     found: dict[str, Any] = {}
-    for level in (FUNNELED, MULTIPLE):
+    for level in (1, 3):  # FUNNELED, MULTIPLE
         comm = Comm(place)
         names = {"COMM_WORLD": comm, "COMM_TYPE_SHARED": 7, "THREAD_MULTIPLE": 3, "Query_thread": lambda: level}  # noqa: B023
         sys.modules["mpi4py"] = types.ModuleType("mpi4py")
         sys.modules["mpi4py"].MPI = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
         found[f"level {level}"] = total(Communicator.from_mpi(timeout=50)), comm.threads == {"MainThread"}
-    world: Any = "world"
-    found["wrong"] = end_of(lambda: Communicator.from_mpi(world))
     found["fails"] = end_of(lambda: Communicator.from_mpi(device="cuda" if place.rank else None))
     if place.rank:
         store.wait(["done"])
@@ -215,9 +192,8 @@ def test_the_ranks_of_mpi_become_a_communicator_or_say_what_goes_wrong(tmp_path:
     first, second = pool.run(2, by_mpi, str(tmp_path / "store"))
     pool.close()
     for found in (first, second):
-        assert found[f"level {MULTIPLE}"] == (3.0, False)
-        assert found[f"level {FUNNELED}"] == (3.0, True)  # MPI is called in the main thread alone
-    assert "expected an mpi4py communicator, or None for COMM_WORLD" in first["wrong"].message
+        assert found["level 3"] == (3.0, False)
+        assert found["level 1"] == (3.0, True)  # MPI is called in the main thread alone
     assert second["fails"].error == "ValueError" and "the host library works on the CPU" in second["fails"].message
     assert first["fails"].message == f"rank 1 could not start: ValueError: {second['fails'].message}"
     assert first["late"].error == "NcclTimeout" and first["late"].seconds < AT_ONCE

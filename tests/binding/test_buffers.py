@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +13,6 @@ from bad_calls import CudaArray
 from libraries import Stub
 from reference import DTYPES
 
-import pynccl
 from pynccl import DataType
 from pynccl.interop import buffers, streams
 from pynccl.interop.buffers import ANY_DEVICE, CPU, adapter, data_type
@@ -60,26 +57,7 @@ def test_memory_of_all_types_is_described() -> None:
             data_type(other)
 
 
-class Offset:
-    """A DLPack object whose data begins `byte_offset` after its pointer, which torch never makes."""
-
-    def __init__(self, byte_offset: int) -> None:
-        self.shape = (ctypes.c_int64 * 2)(3, 5)
-        # DLTensor of float32 on the CPU, without strides: they are those of a dense array.
-        layout = struct.pack("PiiiBBHPPQ", 4096, 1, 0, 2, 2, 32, 1, ctypes.addressof(self.shape), 0, byte_offset)
-        self.struct = ctypes.create_string_buffer(layout)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        return new(ctypes.addressof(self.struct), b"dltensor", None)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
-
-
 def test_arrays_of_other_libraries_are_described() -> None:
-    assert describe(Offset(64)) == (4160, 15, DataType.FLOAT32, CPU)
     assert describe(CudaArray()) == (4096, 12, DataType.FLOAT32, ANY_DEVICE)
     assert describe(CudaArray(typestr="|u1", strides=(3, 1)))[1:3] == (12, DataType.UINT8)
     assert describe(CudaArray(shape=(), data=(64, False)))[1] == 1
@@ -123,22 +101,6 @@ def test_a_cuda_array_is_read_only_if_it_says_so() -> None:
     adapter(CudaArray()).check_writable(CudaArray())
     with pytest.raises(ValueError, match="read-only"):
         adapter(CudaArray()).check_writable(CudaArray(data=(4096, True)))
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "hint"),
-    [
-        ("broadcast", 0, "broadcast(send, root=0)"),
-        ("reduce", pynccl.RedOp.MIN, "reduce(send, op='min')"),
-        ("all_reduce", 0, None),
-    ],
-)
-def test_what_others_have_in_the_place_of_recv_is_told_by_its_name(name: str, given: Any, hint: str | None) -> None:
-    (comm,) = pynccl.init_all(1)
-    with comm, pytest.raises(TypeError, match=r"recv: a .* is no buffer") as caught:
-        getattr(comm, name)(np.ones(4, "float32"), given)
-    said = str(caught.value)
-    assert said.endswith(f"; what is not recv goes by its name: {hint}") if hint else "by its name" not in said
 
 
 # CuPy needs a GPU, so a stand-in with its signatures is asked.

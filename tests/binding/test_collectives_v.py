@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from libraries import Stub
 from ranks import RankPool, each_size
 from reference import DTYPES, OPS, expect, inputs, reduced
 
-import pynccl
 from pynccl import Communicator
 
 COUNTS = ([5, 0, 17, 2], [0, 1, 0, 0], [0, 0, 0, 0], [3000, 1, 0, 70000])  # of the first ranks of each
@@ -62,30 +60,11 @@ def rooted(comm: Communicator, counts: list[int], dtype: str) -> None:
         assert rank == root or made is None
 
 
-def in_a_group_on_a_stream(comm: Communicator) -> None:
-    """In the order of the stream, together with other collectives; counts in an array."""
-    n, rank = comm.size, comm.rank
-    counts, stream = list(range(1, n + 1)), pynccl.create_stream()
-    parts = [torch.full((count,), float(i)) for i, count in enumerate(counts)]
-    x = torch.ones(2)
-    with pynccl.group():
-        gathered = comm.all_gather_v(parts[rank], counts=counts, stream=stream)
-        comm.all_reduce(x, x, stream=stream)
-        back = comm.reduce_scatter_v(torch.ones(sum(counts)), counts=np.array(counts), stream=stream)
-        scattered = comm.scatter_v(torch.cat(parts), root=0, counts=np.array(counts), stream=stream)
-    stream.synchronize()
-    expect(gathered, torch.cat(parts), "all_gather_v")
-    expect(x, torch.full((2,), float(n)), "all_reduce")
-    expect(back, torch.full((counts[rank],), float(n)), "reduce_scatter_v")
-    expect(scattered, parts[rank], "scatter_v")
-
-
 def all_of_them(comm: Communicator) -> None:
     all_to_all(comm)
     for counts, dtype in zip(COUNTS, ("int32", "float16", "int8", "float32"), strict=True):
         gather_and_reduce_scatter(comm, counts[: comm.size], dtype)
         rooted(comm, counts[: comm.size], dtype)
-    in_a_group_on_a_stream(comm)
 
 
 @each_size
@@ -113,19 +92,13 @@ ONE, F4, OVER = torch.zeros(1), "float32", "send and recv overlap"
 BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("all_gather_v", (ONE,), {"counts": [1]}, "counts is [1], expected 2 numbers of elements >= 0"),
     ("all_gather_v", (ONE,), {"counts": [-1, 2]}, "counts is [-1, 2], expected 2 numbers"),
-    ("all_gather_v", (ONE,), {"counts": [1.0, 1]}, "counts is [1.0, 1], expected 2 numbers"),
-    ("gather_v", (ONE,), {"counts": [1 << 61, 1]}, "counts is [2305843009213693952, 1], expected 2 numbers"),
     ("all_to_all_v", (ONE,), {"send_counts": [1, 0], "recv_counts": [0, -2]}, "recv_counts is [0, -2], expected 2"),
-    ("scatter_v", (ONE,), {"root": 2, "counts": [1, 1]}, "root is 2, expected a rank in 0..1"),
     ("scatter_v", (ONE,), {"root": 1, "counts": [1, 1]}, "send has 1 elements, the counts say 2"),
-    ("scatter_v", (None, ONE), {"counts": [1, 2]}, "recv has 1 elements, the counts say 2"),
     ("gather_v", (ONE, torch.zeros(5)), {"root": 1, "counts": [2, 1]}, "recv has 5 elements, expected 3"),
-    ("all_to_all_v", (ONE,), {"send_counts": [1, 1], "recv_counts": [0, 0]}, "send has 1 elements, the counts say 2"),
     ("all_gather_v", (ONE, torch.zeros(7)), {"counts": [3, 1]}, "recv has 7 elements, expected 4"),
     ("reduce_scatter_v", (torch.zeros(4), ONE.int()), {"counts": [3, 1]}, "send is FLOAT32, recv is INT32; they must"),
     ("all_gather_v", ((64, 1, F4), (52, 4, F4)), {"counts": [3, 1], "stream": 0}, f"{OVER}, -12 bytes apart; pass s"),
     ("scatter_v", (None,), {"counts": [1, 1]}, "rank 1 passed no recv and no send like which to allocate it"),
-    ("scatter_v", (None, ONE), {"root": 1, "counts": [1, 1]}, "rank 1 passed no send; pass send="),
 ]
 
 
@@ -141,11 +114,3 @@ def test_bad_counts_and_buffers_are_refused_before_anything_is_launched(
     assert stub.names() == []
     comm.barrier()  # no group was left open
     assert stub.names() == ["ncclAllReduce"]
-
-
-def test_buffers_may_touch_and_nothing_overlaps_nothing() -> None:
-    stub = Stub()
-    comm = stub.comm(nranks=2, rank=1)
-    comm.all_gather_v((4096 + 16, 1, F4), (4096, 4, F4), counts=[3, 1], stream=0)
-    comm.all_gather_v((4096, 0, F4), (4096, 4, F4), counts=[4, 0], stream=0)
-    assert stub.names().count("ncclBroadcast") == 4

@@ -75,16 +75,6 @@ def test_the_two_packages_have_one_version() -> None:
     assert pynccl.__version__ == pynccl_autograd.__version__ == version("pynccl-autograd")
 
 
-def test_an_id_is_given_by_value_as_struct_or_bytes() -> None:
-    stub = Stub()
-    identity = pynccl.get_unique_id(stub.library)
-    assert bytes(pynccl.get_unique_id()) != bytes(pynccl.get_unique_id())
-    for form in (identity, bytes(identity), bytearray(identity)):
-        stub.clear()
-        Communicator.init(3, form, 1, library=stub.cpu_library)
-        assert stub.calls()[0].args == {"nranks": 3, "rank": 1, "first": 7, "last": 7}
-
-
 def test_one_process_can_be_all_the_ranks() -> None:
     comms = pynccl.init_all(4, library=pynccl.load("host"))
     assert [(comm.rank, comm.size) for comm in comms] == [(rank, 4) for rank in range(4)]
@@ -145,17 +135,6 @@ def test_an_error_of_nccl_is_raised_with_what_was_asked_for() -> None:
     stub.fail("ncclCommSplit", 5)
     with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommSplit\(color=3, key=-2\) on rank 1 of 4 failed"):
         stub.comm(cpu=True).split(3, -2)
-
-
-def test_split_hands_on_color_key_and_config() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    assert comm.split(None) is None
-    part = comm.split(4, key=-3, config=pynccl.CommConfig(max_ctas=2))
-    assert part is not None and part.timeout == comm.timeout
-    found = [call.args for call in stub.calls() if call.name == "ncclCommSplit"]
-    assert found == [{"color": -1, "key": 0}, {"color": 4, "key": -3}]
-    assert stub.names().count("config") == 1
 
 
 def test_a_scalar_operator_is_made_used_and_freed() -> None:

@@ -7,8 +7,6 @@ import inspect
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -56,26 +54,6 @@ def test_methods_take_what_theirs_take() -> None:
         assert found, line
         module = {"vllm": vllm, "sglang": sglang}[found[1]]
         assert takes_the_same(getattr(getattr(module, found[2]), found[3]), found[4]), line
-
-
-def test_importing_pynccl_brings_no_compat_and_compat_no_torch() -> None:
-    code = (
-        "import sys, pynccl; assert 'pynccl.compat' not in sys.modules; "
-        "import pynccl.compat.vllm, pynccl.compat.sglang; assert 'torch' not in sys.modules"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 0, run.stderr
-
-
-def test_enums_are_those_of_nccl() -> None:
-    names = ("int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bfloat16")
-    numbers = [ncclDataTypeEnum.from_torch(getattr(torch, name)) for name in names]
-    assert numbers == [0, 1, 2, 4, 6, 7, 8, 9]
-    assert ncclDataTypeEnum.try_from_torch(torch.complex64) is None
-    with pytest.raises(ValueError, match=r"Unsupported dtype: torch\.complex64"):
-        ncclDataTypeEnum.from_torch(torch.complex64)
-    operators = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)
-    assert [ncclRedOpTypeEnum.from_torch(op) for op in operators] == [0, 1, 2, 3, 4]
 
 
 def test_raw_calls_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

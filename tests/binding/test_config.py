@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 from libraries import Stub
 
 import pynccl
 from pynccl import CollConfig, CommConfig
 from pynccl.bindings import abi
-from pynccl.comm.init import comm_init_rank
 
 # A library newer than the header is given the header's struct.
 GIVEN = {(2, 18, 3): (48, 21803), (2, 27, 7): (72, 22707), (2, 32, 3): (120, 23203), (2, 40, 1): (120, 23203)}
@@ -23,34 +20,6 @@ def test_a_library_is_given_its_own_size_and_version() -> None:
         struct, init = stub.calls()[-2:]
         assert (init.name, init.args["nranks"], init.args["rank"]) == ("ncclCommInitRankConfig", 3, 2)
         assert struct.args == {"size": size, "version": code, "magic": 0xCAFEBEEF}
-
-
-def launch_order(stub: Stub) -> int | None:
-    """The field of the struct that C was given; None: it does not have it, it is not set, or there is no struct."""
-    structs = [bytes.fromhex(call.hex) for call in stub.calls() if call.name == "config"]
-    stub.clear()
-    if not structs:
-        return None
-    value = abi.Config.from_buffer_copy(structs[-1].ljust(ctypes.sizeof(abi.Config), b"\xff")).launchOrderImplicit
-    return value if value in (0, 1) else None
-
-
-def test_kernels_of_two_communicators_begin_in_the_order_of_the_calls_where_nccl_can(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pynccl.Communicator, "_own_ordinal", lambda comm: None)  # there is no driver
-    named, off = CommConfig(comm_name="tp"), CommConfig(launch_order_implicit=0)
-    for version, config, at_init, at_split in (
-        ((2, 32, 3), None, 1, None),  # without a config it is its parent's
-        ((2, 32, 3), named, 1, 1),
-        ((2, 31, 2), off, 0, 0),
-        ((2, 30, 3), named, None, None),
-    ):
-        stub = Stub(version)
-        comm_init_rank(stub.library, 2, [abi.UniqueId()], 1, None, config, None)
-        assert launch_order(stub) == at_init
-        stub.comm().split(0, config=config)
-        assert launch_order(stub) == at_split
 
 
 SEND, RECV, SMALL = (1 << 20, 8, "float32"), (1 << 30, 8, "float32"), (1 << 30, 2, "float32")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from libraries import Stub
-from processes import overlapping
 from ranks import RankPool, each_size
 
 import pynccl
@@ -37,10 +36,6 @@ DISAGREEMENTS: list[tuple[Call, str, Call, str]] = [
     (
         lambda c: c.all_reduce(F), "all_reduce(count=4, FLOAT32, SUM)",
         lambda c: c.all_reduce(torch.ones(5)), "all_reduce(count=5, FLOAT32, SUM)",
-    ),
-    (
-        lambda c: c.all_gather(F), "all_gather(count=4, FLOAT32)",
-        lambda c: c.all_gather(F.double()), "all_gather(count=4, FLOAT64)",
     ),
     (
         lambda c: c.reduce(F, op="max", root=1), "reduce(count=4, FLOAT32, MAX, root=1)",
@@ -129,61 +124,16 @@ def test_calls_that_agree_are_left_alone(ranks: RankPool, n: int) -> None:
     ranks.run(n, agree)
 
 
-# On the stub, which gathers nothing: the rows of all ranks are empty, and so alike
-
-
-@pytest.fixture
-def check_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYNCCL_CHECK", "1")
-
-
-@pytest.mark.usefixtures("check_is_on")
-def test_a_comparison_that_is_in_progress_is_waited_for_until_the_deadline_or_its_error() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    stub.fail("ncclAllGather", 7)
-    stub.progress("ncclGroupEnd", polls=3)
-    comm.all_reduce(torch.ones(4))
-    comparison = ["ncclGroupStart", "ncclAllGather", "ncclGroupEnd"]
-    assert stub.names() == [*comparison, *["ncclCommGetAsyncError"] * 3, "ncclAllReduce"]
-    stub.clear()
-    comm.timeout = 0.05
-    stub.progress("ncclGroupEnd", polls=1 << 30)
-    with pytest.raises(pynccl.NcclTimeout, match=r"all_gather of PYNCCL_CHECK is still in progress after 0\.05"):
-        comm.barrier()
-    comm.timeout = 60
-    stub.progress("ncclGroupEnd", polls=1, final=6)
-    with pytest.raises(pynccl.NcclRemoteError, match=r"^all_gather of PYNCCL_CHECK failed"):
-        comm.barrier()
-    assert "ncclAllReduce" not in stub.names()
-
-
-@pytest.mark.usefixtures("check_is_on")
-def test_a_comparison_takes_its_turn_on_the_communicators() -> None:
-    stub = Stub()
-    one, other = stub.comm(cpu=True), stub.comm(cpu=True)
-    x = torch.zeros(4)
-    stub.linger("ncclAllGather", 0.001)
-
-    def both(first: Communicator, second: Communicator) -> None:
-        with pynccl.group():
-            first.all_reduce(x, x)
-            second.all_reduce(x, x)
-
-    bodies = [lambda: one.all_reduce(x, x), one.barrier, lambda: both(one, other), lambda: both(other, one)]
-    assert overlapping(stub, bodies) == 0
-
-
 # In the capture of a CUDA graph
 
 X, Y = (1 << 20, 12, "float32"), (1 << 30, 12, "float32")
 CAPTURED = 0xCAFE  # the stream that is captured
 
 
-@pytest.mark.usefixtures("check_is_on")
 def test_what_waits_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import driver
 
+    monkeypatch.setenv("PYNCCL_CHECK", "1")
     answers = {CAPTURED: (0, 1)}  # of the driver: (result, capture status)
     monkeypatch.setattr("pynccl.comm.consistency.gpu_count", lambda: 1)
     monkeypatch.setattr(driver, "cuStreamIsCapturing", lambda stream: answers.get(int(stream), (0, 0)))
@@ -195,12 +145,7 @@ def test_what_waits_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> 
         "was done. Compare the calls outside the capture"
     )
 
-    def grouped() -> None:
-        with pynccl.group():
-            comm.send(X, 0, stream=0)
-            comm.all_reduce(X, Y, stream=CAPTURED)
-
-    for call in (lambda: comm.all_reduce(X, Y, stream=CAPTURED), lambda: plan(CAPTURED), grouped):
+    for call in (lambda: comm.all_reduce(X, Y, stream=CAPTURED), lambda: plan(CAPTURED)):
         with pytest.raises(pynccl.NcclInvalidUsage, match=said):
             call()
     assert stub.names() == []

@@ -44,7 +44,6 @@ def array(**changes: Any) -> CudaArray:
 
 READ_ONLY = np.zeros(4)
 READ_ONLY.flags.writeable = False
-NEGATIVE = torch._neg_view(torch.zeros(4))
 
 # By a rank of four.
 BAD: list[Bad] = [
@@ -53,9 +52,7 @@ BAD: list[Bad] = [
         "ValueError: all_reduce: send: … strides (1, 6) … is not contiguous … pass x.contiguous()",
     ),
     (lambda c: c.all_reduce(zeros(4), zeros(8)[::2]), "ValueError: all_reduce: recv: … is not contiguous"),
-    (lambda c: c.broadcast(zeros(4).bool()), "TypeError: broadcast: send: torch.bool has no NCCL data type"),
     (lambda c: c.send(zeros(4).to_sparse(), 0), "TypeError: send: buf: torch.sparse_coo tensor on cpu … x.to_dense()"),
-    (lambda c: c.recv(NEGATIVE, 0), "ValueError: recv: buf: … has its negative bit set … pass x.resolve_neg()"),
     (
         lambda c: c.all_reduce(zeros(4), zeros(4, requires_grad=True)),
         "ValueError: all_reduce: recv: tensor of shape (4,) requires grad (a leaf) … torch.no_grad()",
@@ -76,10 +73,8 @@ BAD: list[Bad] = [
     (lambda c: c.broadcast(zeros(4), root=4), "ValueError: broadcast: root is 4, expected a rank in 0..3"),
     (lambda c: c.reduce(zeros(4), root="0"), "ValueError: reduce: root is '0', expected a rank in 0..3"),
     (lambda c: c.scatter(None), "TypeError: scatter: rank 1 passed neither send nor recv; pass recv="),
-    (lambda c: c.recv(zeros(4), 4), "ValueError: recv: peer is 4, expected a rank in 0..3"),
     (lambda c: c.all_reduce(zeros(4), op="mean"), "ValueError: unknown operator 'mean' … 'avg' … pre_mul_sum"),
     (lambda c: c.all_reduce(READ_ONLY, READ_ONLY), "ValueError: array of shape (4,) is read-only"),
-    (lambda c: c.all_reduce((64, 4, F4), (64, 4, F4)), "TypeError: tuple has no current stream: pass stream="),
     (lambda c: c.all_reduce((64, 4, F4), stream=0), "TypeError: cannot allocate the result like a tuple: pass recv="),
     (
         lambda c: c.all_reduce((4096, 8, F4), (4104, 8, F4), stream=0),
@@ -89,31 +84,18 @@ BAD: list[Bad] = [
         lambda c: c.all_gather((4096, 8, F4), (4096, 32, F4), stream=0),
         "ValueError: all_gather: send and recv overlap … in place means an offset of 32 bytes",
     ),
-    (
-        lambda c: c.reduce_scatter((4096, 32, F4), (4160, 8, F4), stream=0),
-        "ValueError: reduce_scatter: send and recv overlap, 64 bytes apart … in place means an offset of 32 bytes",
-    ),
     (lambda c: c.all_to_all((4096, 8, F4), (4096, 8, F4), stream=0), "ValueError: send and recv must not overlap"),
     (lambda c: c.all_reduce(zeros(4), config=5), "TypeError: all_reduce: config is 5, expected a pynccl.CollConfig"),
-    (lambda c: c.split(0, config=0), "TypeError: split: config is 0, expected a pynccl.CommConfig, or None"),
     (lambda c: c.split(-2), "ValueError: split: color is -2, expected an integer >= 0"),
-    (lambda c: c.shrink(3), "TypeError: shrink: exclude is 3, expected the ranks to leave out"),
-    (lambda c: c.all_gather_v(zeros(4), counts=4), "TypeError: counts is 4, expected 4 numbers of elements >= 0"),
-    (lambda c: c.plan.group([5]), "TypeError: plan.group: 5 is no plan; pass what"),
-    (lambda c: c.wait_signal([0], stream=0), "ValueError: wait_signal: peer is [0], expected a rank in 0..3"),
     (lambda c: setattr(c, "timeout", "soon"), "ValueError: timeout is 'soon', expected a number of seconds"),
     (lambda c: c.all_reduce(Hostile()), "TypeError: all_reduce: send: a … Hostile is no buffer; pass"),
-    (lambda c: c.all_reduce(zeros(4), stream=Hostile()), "TypeError: Hostile is no stream; pass"),
     (lambda c: c.all_reduce(array(data=...), stream=0), "TypeError: has … data None, expected … (pointer, read-only)"),
-    (lambda c: c.all_reduce(array(shape=(-4,)), stream=0), "TypeError: has shape (-4,) … sizes >= 0"),
     (
         lambda c: c.all_reduce(array(strides=(4, 4, 4)), stream=0),
         "ValueError: has byte strides (4, 4, 4), expected",
     ),
-    (lambda c: c.pre_mul_sum(10**400, F4), "ValueError: pre_mul_sum: scalar is 1000 … FLOAT32 does not hold"),
     (lambda c: c.pre_mul_sum(0.5), "TypeError: pre_mul_sum: a Python number needs dtype="),
     (lambda c: c.pre_mul_sum(0.5, "int32"), "ValueError: pre_mul_sum: 0.5 is no INT32 and would become 0"),
-    (lambda c: c.pre_mul_sum(zeros(3)), "ValueError: pre_mul_sum: scalar has 3 elements … expected 1"),
 ]
 
 
