@@ -12,7 +12,6 @@ import pytest
 import torch
 from bad_calls import BAD, Bad, CudaArray, Hostile, refuse
 from libraries import Stub
-from ranks import RankPool
 
 import pynccl
 from pynccl import Communicator
@@ -26,21 +25,6 @@ def test_a_bad_call_is_refused_before_anything_is_launched() -> None:
         assert stub.names() == [], bad
         comm.all_reduce(torch.zeros(4))  # and the communicator is none the worse for it
         assert stub.names() == ["ncclAllReduce"], bad
-
-
-def refused_on_rank_1(comm: Communicator) -> float:
-    """Rank 1 makes all the bad calls; rank 0 would hang or fail if any of them had been sent out."""
-    if comm.rank == 1:
-        for bad in BAD:
-            refuse(comm, bad)
-        with pytest.raises(ValueError, match="not divisible"), pynccl.group():
-            comm.all_reduce(torch.ones(4))
-            comm.reduce_scatter(torch.zeros(10))
-    return comm.all_reduce(torch.tensor(comm.rank + 1.0)).item()
-
-
-def test_other_ranks_see_nothing_of_a_bad_call(ranks: RankPool) -> None:
-    assert ranks.run(4, refused_on_rank_1) == [10.0] * 4
 
 
 def test_memory_of_another_device_is_refused() -> None:
@@ -116,10 +100,3 @@ def test_an_argument_of_another_kind_is_named_with_what_was_expected() -> None:
             assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0], bad  # neither aborted nor in a group
     with pytest.raises(ValueError, match=r"device is 'cpu', but .* works on GPUs; set PYNCCL_LIBRARY=host for the CPU"):
         Communicator.init(1, ID, 0, "cpu", library=Stub().library)
-
-
-def test_a_timeout_may_be_longer_than_any_clock_takes() -> None:
-    library = pynccl.load("host")
-    for timeout in (float("inf"), 1e30, None):
-        with Communicator.init(1, pynccl.get_unique_id(library), 0, timeout=timeout, library=library) as comm:
-            assert comm.timeout is None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from meetings import AT_ONCE, end_of, free_port, set_environment, total
+from meetings import AT_ONCE, End, end_of, free_port, set_environment, total
 from ranks import TORCHRUN, Place, RankPool
 
 import pynccl
@@ -167,34 +167,21 @@ class Comm:
         return parts
 
 
-def by_mpi(place: Place, path: str) -> dict[str, Any]:
-    """In turn; a collective that is given up leaves the group useless, and comes last."""
-    store = dist.FileStore(path, place.size)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
-    found: dict[str, Any] = {}
-    for level in (1, 3):  # FUNNELED, MULTIPLE
-        comm = Comm(place)
-        names = {"COMM_WORLD": comm, "COMM_TYPE_SHARED": 7, "THREAD_MULTIPLE": 3, "Query_thread": lambda: level}  # noqa: B023
-        sys.modules["mpi4py"] = types.ModuleType("mpi4py")
-        sys.modules["mpi4py"].MPI = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
-        found[f"level {level}"] = total(Communicator.from_mpi(timeout=50)), comm.threads == {"MainThread"}
-    found["fails"] = end_of(lambda: Communicator.from_mpi(device="cuda" if place.rank else None))
-    if place.rank:
-        store.wait(["done"])
-    else:
-        found["late"] = end_of(lambda: Communicator.from_mpi(timeout=1.0))
-        store.set("done", "")
-    return found
+def by_mpi(place: Place, path: str) -> tuple[float, bool, End]:
+    dist.init_process_group("gloo", store=dist.FileStore(path, place.size), rank=place.rank, world_size=place.size)
+    comm = Comm(place)
+    names = {"COMM_WORLD": comm, "COMM_TYPE_SHARED": 7, "THREAD_MULTIPLE": 3, "Query_thread": lambda: 1}
+    sys.modules["mpi4py"] = types.ModuleType("mpi4py")
+    sys.modules["mpi4py"].MPI = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
+    met = total(Communicator.from_mpi(timeout=50))
+    fails = end_of(lambda: Communicator.from_mpi(device="cuda" if place.rank else None))
+    dist.destroy_process_group()
+    return met, comm.threads == {"MainThread"}, fails
 
 
-def test_the_ranks_of_mpi_become_a_communicator_or_say_what_goes_wrong(tmp_path: Path) -> None:
-    pool = RankPool(communicators=False)  # its ranks are left with a group that does not answer
-    first, second = pool.run(2, by_mpi, str(tmp_path / "store"))
-    pool.close()
-    for found in (first, second):
-        assert found["level 3"] == (3.0, False)
-        assert found["level 1"] == (3.0, True)  # MPI is called in the main thread alone
-    assert second["fails"].error == "ValueError" and "the host library works on the CPU" in second["fails"].message
-    assert first["fails"].message == f"rank 1 could not start: ValueError: {second['fails'].message}"
-    assert first["late"].error == "NcclTimeout" and first["late"].seconds < AT_ONCE
-    assert "rank 0 of the MPI communicator's 2 waited 1 s for the others" in first["late"].message
+def test_the_ranks_of_mpi_become_a_communicator_or_hear_why_not(bare: RankPool, tmp_path: Path) -> None:
+    found = bare.run(2, by_mpi, str(tmp_path / "store"))
+    assert [one[:2] for one in found] == [(3.0, True)] * 2  # MPI is called in the main thread alone
+    heard, own = (fails for _, _, fails in found)
+    assert own.error == "ValueError" and "the host library works on the CPU" in own.message
+    assert heard.message == f"rank 1 could not start: ValueError: {own.message}"

@@ -20,8 +20,7 @@ from ranks import Place, RankPool
 
 import pynccl
 from pynccl import Communicator
-from pynccl.bootstrap import from_process_group, rendezvous
-from pynccl.bootstrap.rendezvous import Rendezvous
+from pynccl.bootstrap import from_process_group
 
 TIMEOUT = 1.0
 PROCESSES = 8
@@ -203,26 +202,3 @@ def test_the_end_of_the_process_that_serves_the_store_is_noticed(bare: RankPool)
     assert second.value.error == "NcclRemoteError" and second.value.seconds < AT_ONCE
     assert "rank 1 of 3 lost the store at which the ranks meet" in second.value.message
     assert "rank 0, or torchrun's agent) has ended; look for its first error" in second.value.message
-
-
-def one_is_interrupted(place: Place, port: int) -> End:
-    set_environment(place.rank, 3, port)
-    if place.rank == 0:
-        return end_of(pynccl.init)
-    came, wait_for_all = threading.Event(), Rendezvous._wait_for_all
-
-    def wait(self: Rendezvous, until: Any) -> None:
-        came.set()
-        wait_for_all(self, until)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rendezvous, "_wait_for_all", wait)
-        patch.setattr(rendezvous, "_HURRIED_SECONDS", 20.0)  # it takes its time to tell, on a busy machine
-        return interrupted(pynccl.init, came)
-
-
-def test_the_others_hear_of_a_rank_that_was_interrupted(bare: RankPool) -> None:
-    end, own = bare.run(2, one_is_interrupted, free_port())
-    assert own.error == "KeyboardInterrupt"
-    assert (end.error, end.message) == ("NcclRemoteError", "rank 1 was interrupted (Ctrl-C)")
-    assert max(end.seconds, own.seconds) < AT_ONCE

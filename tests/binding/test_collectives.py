@@ -103,12 +103,8 @@ def sizes_and_shapes(comm: Communicator) -> None:
         (comm.reduce_scatter(torch.ones(2 * n, 4)), (2, 4)),
         (comm.all_to_all(torch.ones(2 * n, 4)), (2 * n, 4)),
         (comm.gather(torch.ones(3, 4), root=n - 1), (3 * n, 4) if last else None),
-        (comm.scatter(torch.ones(2 * n, 4)), (2, 4)),
         (comm.all_reduce(one), ()),
-        (comm.all_gather(one), (n,)),
-        (comm.reduce_scatter(torch.ones(n)), (1,)),
         (comm.all_reduce(nothing), (0, 4)),
-        (comm.all_gather(torch.ones(3, 0)), (3 * n, 0)),
         (comm.all_to_all(torch.ones(0)), (0,)),
     ):
         assert (None if result is None else tuple(result.shape)) == shape
@@ -131,24 +127,9 @@ def other_buffers(comm: Communicator) -> None:
     tensor = torch.full((4,), comm.rank + 1.0)
     wrapped = OnlyDlpack(tensor)
     assert comm.all_reduce(wrapped, wrapped) is wrapped and tensor.tolist() == [total] * 4
-    mixed = torch.zeros(6, dtype=torch.float64)
-    comm.all_reduce(array.reshape(6), mixed)
-    assert mixed.tolist() == [total] * 6
     raw = torch.full((5,), comm.rank + 1, dtype=torch.bfloat16)
     comm.all_reduce((raw.data_ptr(), 2, "bfloat16"), (raw.data_ptr(), 2, "bfloat16"), stream=0)
     assert raw.tolist() == [total] * 2 + [comm.rank + 1] * 3
-
-
-def scaled_sums(comm: Communicator) -> None:
-    n, rank = comm.size, comm.rank
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64):
-        x = torch.arange(1, 6).to(dtype)
-        wanted = (torch.arange(1, 6) * sum(2**q for q in range(n))).to(dtype)
-        with comm.pre_mul_sum(2**rank if not dtype.is_floating_point else 2.0**rank, dtype) as op:
-            expect(comm.all_reduce(x, op=op), wanted, f"number, {dtype}")
-            expect(comm.reduce_scatter(x.repeat(n), op=op), wanted, f"reduce_scatter, {dtype}")
-        with comm.pre_mul_sum(torch.tensor([2**rank], dtype=dtype)) as op:
-            expect(comm.all_reduce(x, op=op), wanted, f"buffer, {dtype}")
 
 
 def exchanges(comm: Communicator) -> None:
@@ -175,7 +156,7 @@ def exchanges(comm: Communicator) -> None:
 
 
 def all_of_them(comm: Communicator) -> None:
-    for body in (of_all_types, sizes_and_shapes, same_bits, other_buffers, scaled_sums, exchanges):
+    for body in (of_all_types, sizes_and_shapes, same_bits, other_buffers, exchanges):
         body(comm)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -135,19 +134,3 @@ def test_an_error_of_nccl_is_raised_with_what_was_asked_for() -> None:
     stub.fail("ncclCommSplit", 5)
     with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommSplit\(color=3, key=-2\) on rank 1 of 4 failed"):
         stub.comm(cpu=True).split(3, -2)
-
-
-def test_a_scalar_operator_is_made_used_and_freed() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    with comm.pre_mul_sum(0.5, "float32") as op:
-        comm.all_reduce(torch.zeros(4), op=op)
-    made, used, freed = stub.calls()
-    half = int.from_bytes(bytes(ctypes.c_float(0.5)), "little")
-    assert made.args == {"dtype": 7, "residence": 1, "bits": half}
-    assert (used.args["op"], freed.name, freed.args["op"]) == (1007, "ncclRedOpDestroy", 1007)
-    stub.clear()
-    op.destroy()
-    assert stub.names() == []
-    comm.pre_mul_sum(torch.ones(1, dtype=torch.float64))  # of the device: it is read when the operation runs
-    assert stub.calls()[0].args == {"dtype": 8, "residence": 0, "bits": 0}

@@ -209,9 +209,6 @@ def without_library(group: StatelessProcessGroup) -> Any:
 def test_a_communicator_that_cannot_be_is_disabled_and_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     c = PyNcclCommunicator(StatelessProcessGroup(0, 1, dist.HashStore()), CPU)
     assert (c.available, c.disabled, c.world_size) == (False, True, 1) and c.all_reduce(torch.ones(1)) is None
-    c.disabled = False
-    with pytest.raises(RuntimeError, match="there is no communicator"):
-        c.all_reduce(torch.ones(1))
     with pytest.warns(UserWarning, match="disabled on rank .: no NCCL") as said:
         assert meet(2, without_library) == [(False, True, None)] * 2
     texts = sorted(str(one.message) for one in said)

@@ -16,7 +16,7 @@ from torch.distributed import P2POp, ReduceOp
 import pynccl
 from pynccl import Communicator
 from pynccl.compat import sglang
-from pynccl.compat.vllm import PyNcclCommunicator, buffer_type, cudaStream_t, ncclDataTypeEnum
+from pynccl.compat.vllm import PyNcclCommunicator
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def uneven(c: PyNcclCommunicator, r: int, n: int) -> None:
 
 
 def point_to_point(c: PyNcclCommunicator, r: int, n: int) -> None:
-    """Everybody with everybody, in a group; as one launch of torch's P2POps; and raw calls in the same group."""
+    """Everybody with everybody, in a group; and as one launch of torch's P2POps."""
     right, left = (r + 1) % n, (r - 1) % n
     send, recv = numbers(r, n, 5), torch.empty(n, 5)
     expected = torch.stack([numbers(q, n, 5)[r] for q in range(n)])
@@ -83,20 +83,9 @@ def point_to_point(c: PyNcclCommunicator, r: int, n: int) -> None:
     c.group_end()
     assert torch.equal(recv, expected)
 
-    def raw() -> None:
-        float32 = ncclDataTypeEnum.from_torch(torch.float32)
-        c.group_start()
-        c.nccl.ncclSend(buffer_type(send[right].data_ptr()), 5, float32, right, c.comm, cudaStream_t(0))
-        c.nccl.ncclRecv(buffer_type(recv[left].data_ptr()), 5, float32, left, c.comm, cudaStream_t(0))
-        c.group_end()
-
-    def by_torchs_operations() -> None:
-        c.batch_isend_irecv([P2POp(dist.isend, send[right], right), P2POp(dist.irecv, recv[left], left)])
-
-    for way in (by_torchs_operations, raw):
-        recv.zero_()
-        way()
-        assert torch.equal(recv[left], expected[left]), way
+    recv.zero_()
+    c.batch_isend_irecv([P2POp(dist.isend, send[right], right), P2POp(dist.irecv, recv[left], left)])
+    assert torch.equal(recv[left], expected[left])
 
 
 BAD: list[tuple[Callable[[PyNcclCommunicator, torch.Tensor, int], Any], str]] = [  # x has four elements

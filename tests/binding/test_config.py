@@ -74,17 +74,3 @@ def test_a_collective_config_reaches_every_collective_of_a_library_that_has_it(o
         assert struct.args == {"size": 64, "version": 23102, "magic": abi.CONFIG_MAGIC}
         filled = abi.CollConfig.from_buffer_copy(bytes.fromhex(struct.hex).ljust(72, b"\0"))
         assert (filled.maxCTAs, filled.minCTAs, filled.userProfilerTag) == (2, abi.UNDEF_INT, 7)
-
-
-def test_every_field_has_its_place_in_the_struct() -> None:
-    class Event:
-        handle = 0x1234
-
-    library = Stub().library
-    for config, since in ((CommConfig, abi.CONFIG_SINCE), (CollConfig, abi.COLL_CONFIG_SINCE)):
-        ours = {name.replace("_", "") for name in config._fields}
-        assert ours == {name.lower() for name in since} - {"ext"}
-    struct = CommConfig(blocking=False, max_ctas=16, net_name="Socket", comm_name="tp").to_struct(library)
-    assert (struct.blocking, struct.maxCTAs, struct.netName, struct.commName) == (0, 16, b"Socket", b"tp")
-    struct = CollConfig(launch_completion_event=Event()).to_struct(library)
-    assert (struct.launchCompletionEvent, struct.forceAlgSelection, struct.userProfilerTag) == (0x1234, 1, 0)

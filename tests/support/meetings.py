@@ -59,16 +59,10 @@ def end_of(call: Callable[[], Any]) -> End:
     return End("", "", time.monotonic() - started)
 
 
-def interrupted(call: Callable[[], Any], came: threading.Event | None = None) -> End:
-    """How `call` ends, which hears Ctrl-C after a while, and not before `came` is set."""
-
-    def interrupt() -> None:
-        if came is not None:
-            came.wait(AT_ONCE)
-        os.kill(os.getpid(), signal.SIGINT)
-
+def interrupted(call: Callable[[], Any]) -> End:
+    """How `call` ends, which hears Ctrl-C after a while."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(0.4, interrupt)
+    timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
     try:
         return end_of(lambda: (timer.start(), call()))
     finally:
