@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import pynccl
 from pynccl import Communicator
 
 F4 = "float32"
@@ -35,67 +34,29 @@ class Hostile:
         raise RuntimeError(f"no {name} today")
 
 
-def array(**changes: Any) -> CudaArray:
-    """__cuda_array_interface__ of CPU memory, with these changes; ... leaves a key out."""
-    made = CudaArray()
-    given = {**made.__cuda_array_interface__, **changes}
-    made.__cuda_array_interface__ = {key: value for key, value in given.items() if value is not ...}
-    return made
-
-
 READ_ONLY = np.zeros(4)
 READ_ONLY.flags.writeable = False
-NEGATIVE = torch._neg_view(torch.zeros(4))
 
 # By a rank of four.
 BAD: list[Bad] = [
     (
         lambda c: c.all_reduce(zeros(4, 6).t()),
-        "ValueError: all_reduce: send: … shape (6, 4) … strides (1, 6) … is not contiguous … pass x.contiguous()",
+        "ValueError: all_reduce: send: … strides (1, 6) … is not contiguous … pass x.contiguous()",
     ),
-    (
-        lambda c: c.all_reduce(zeros(4), zeros(8)[::2]),
-        "ValueError: all_reduce: recv: … strides (2,) … is not contiguous",
-    ),
-    (
-        lambda c: c.all_reduce(zeros(4, dtype=torch.complex64)),
-        "TypeError: all_reduce: send: torch.complex64 has no NCCL data type … torch.view_as_real(x)",
-    ),
-    (
-        lambda c: c.broadcast(zeros(4, dtype=torch.bool)),
-        "TypeError: broadcast: send: torch.bool has no NCCL data type … x.view(torch.uint8)",
-    ),
-    (
-        lambda c: c.all_reduce(zeros(4).to_sparse()),
-        "TypeError: all_reduce: send: torch.sparse_coo tensor on cpu owns no dense memory … x.to_dense()",
-    ),
-    (lambda c: c.send(zeros(4).to_sparse(), 0), "TypeError: send: buf: torch.sparse_coo tensor"),
-    (
-        lambda c: c.all_reduce(torch._neg_view(zeros(4))),
-        "ValueError: all_reduce: send: tensor of shape (4,) has its negative bit set … pass x.resolve_neg()",
-    ),
-    (lambda c: c.recv(NEGATIVE, 0), "ValueError: recv: buf: … has its negative bit set"),
+    (lambda c: c.all_reduce(zeros(4), zeros(8)[::2]), "ValueError: all_reduce: recv: … is not contiguous"),
+    (lambda c: c.send(zeros(4).to_sparse(), 0), "TypeError: send: buf: torch.sparse_coo tensor on cpu … x.to_dense()"),
     (
         lambda c: c.all_reduce(zeros(4), zeros(4, requires_grad=True)),
         "ValueError: all_reduce: recv: tensor of shape (4,) requires grad (a leaf) … torch.no_grad()",
-    ),
-    (
-        lambda c: c.all_reduce([1.0, 2.0]),
-        "TypeError: a builtins.list is no buffer … torch tensor … (pointer, count, dtype)",
     ),
     (
         lambda c: c.all_gather(zeros(3), zeros(11)),
         "ValueError: all_gather: recv has 11 elements, expected 12 for send of 3 on 4 ranks",
     ),
     (
-        lambda c: c.reduce_scatter(zeros(8), zeros(3)),
-        "ValueError: reduce_scatter: recv has 3 elements, expected 2 for send of 8 on 4 ranks",
-    ),
-    (
-        lambda c: c.all_reduce(zeros(3), zeros(3, dtype=torch.float64)),
+        lambda c: c.all_reduce(zeros(3), zeros(3).double()),
         "ValueError: all_reduce: send is FLOAT32, recv is FLOAT64; they must be equal",
     ),
-    (lambda c: c.reduce_scatter(zeros(10, 3)), "ValueError: reduce_scatter: … not divisible by 4 ranks … pad it"),
     (
         lambda c: c.reduce_scatter(zeros(6, 4)),
         "ValueError: reduce_scatter: dimension 0 has 6 rows, not divisible by 4 ranks; pad it or pass recv=",
@@ -103,25 +64,10 @@ BAD: list[Bad] = [
     (lambda c: c.all_to_all(zeros(10)), "ValueError: all_to_all: send has 10 elements, not divisible by 4 ranks"),
     (lambda c: c.broadcast(zeros(4), root=4), "ValueError: broadcast: root is 4, expected a rank in 0..3"),
     (lambda c: c.reduce(zeros(4), root="0"), "ValueError: reduce: root is '0', expected a rank in 0..3"),
-    (lambda c: c.scatter(zeros(4), root=9), "ValueError: scatter: root is 9, expected a rank in 0..3"),
     (lambda c: c.scatter(None), "TypeError: scatter: rank 1 passed neither send nor recv; pass recv="),
-    (lambda c: c.send(zeros(4), 7), "ValueError: send: peer is 7, expected a rank in 0..3"),
-    (lambda c: c.recv(zeros(4), 4), "ValueError: recv: peer is 4, expected a rank in 0..3"),
-    (
-        lambda c: c.all_reduce(zeros(4), op="mean"),
-        "ValueError: unknown operator 'mean' … 'sum', 'prod', 'max', 'min', 'avg' … pre_mul_sum",
-    ),
-    (lambda c: c.all_reduce(np.zeros(4), READ_ONLY), "ValueError: array of shape (4,) is read-only"),
+    (lambda c: c.all_reduce(zeros(4), op="mean"), "ValueError: unknown operator 'mean' … 'avg' … pre_mul_sum"),
     (lambda c: c.all_reduce(READ_ONLY, READ_ONLY), "ValueError: array of shape (4,) is read-only"),
-    (
-        lambda c: c.all_reduce((64, 4, F4), (64, 4, F4)),
-        "TypeError: all_reduce: send: tuple has no current stream: pass stream=",
-    ),
     (lambda c: c.all_reduce((64, 4, F4), stream=0), "TypeError: cannot allocate the result like a tuple: pass recv="),
-    (
-        lambda c: c.all_reduce(zeros(4), stream="main"),
-        "TypeError: all_reduce: send: a builtins.str is no stream … pynccl.create_stream()",
-    ),
     (
         lambda c: c.all_reduce((4096, 8, F4), (4104, 8, F4), stream=0),
         "ValueError: all_reduce: send and recv overlap, 8 bytes apart … in place means an offset of 0 bytes",
@@ -130,45 +76,13 @@ BAD: list[Bad] = [
         lambda c: c.all_gather((4096, 8, F4), (4096, 32, F4), stream=0),
         "ValueError: all_gather: send and recv overlap … in place means an offset of 32 bytes",
     ),
-    (
-        lambda c: c.reduce_scatter((4096, 32, F4), (4160, 8, F4), stream=0),
-        "ValueError: reduce_scatter: send and recv overlap, 64 bytes apart … in place means an offset of 32 bytes",
-    ),
-    (
-        lambda c: c.all_to_all((4096, 8, F4), (4096, 8, F4), stream=0),
-        "ValueError: all_to_all: send and recv overlap … send and recv must not overlap",
-    ),
-    (
-        lambda c: c.all_reduce(zeros(4), config=pynccl.CommConfig()),
-        "TypeError: all_reduce: config is CommConfig( … expected a pynccl.CollConfig, or None",
-    ),
-    (lambda c: c.split(0, config=0), "TypeError: split: config is 0, expected a pynccl.CommConfig, or None"),
-    (lambda c: c.shrink(3), "TypeError: shrink: exclude is 3, expected the ranks to leave out"),
-    (
-        lambda c: c.all_gather_v(zeros(4), counts=4),
-        "TypeError: all_gather_v: counts is 4, expected 4 numbers of elements >= 0",
-    ),
-    (lambda c: c.plan.group(5), "TypeError: plan.group: plans is 5, expected a list"),
-    (lambda c: c.plan.group([5]), "TypeError: plan.group: 5 is no plan; pass what"),
-    (lambda c: c.wait_signal([0], stream=0), "ValueError: wait_signal: peer is [0], expected a rank in 0..3"),
+    (lambda c: c.all_to_all((4096, 8, F4), (4096, 8, F4), stream=0), "ValueError: send and recv must not overlap"),
+    (lambda c: c.all_reduce(zeros(4), config=5), "TypeError: all_reduce: config is 5, expected a pynccl.CollConfig"),
+    (lambda c: c.split(-2), "ValueError: split: color is -2, expected an integer >= 0"),
     (lambda c: setattr(c, "timeout", "soon"), "ValueError: timeout is 'soon', expected a number of seconds"),
     (lambda c: c.all_reduce(Hostile()), "TypeError: all_reduce: send: a … Hostile is no buffer; pass"),
-    (lambda c: c.all_reduce(zeros(4), stream=Hostile()), "TypeError: Hostile is no stream; pass"),
-    (
-        lambda c: c.all_reduce(array(data=...), stream=0),
-        "TypeError: all_reduce: send: __cuda_array_interface__ has … data None, expected … (pointer, read-only)",
-    ),
-    (lambda c: c.all_reduce(array(shape=...), stream=0), "TypeError: has shape None … expected a tuple"),
-    (lambda c: c.all_reduce(array(shape=(-4,)), stream=0), "TypeError: has shape (-4,) … sizes >= 0"),
-    (
-        lambda c: c.all_reduce(array(strides=(4, 4, 4)), stream=0),
-        "ValueError: all_reduce: send: … has byte strides (4, 4, 4), expected one for each dimension",
-    ),
-    (lambda c: c.pre_mul_sum(10**400, F4), "ValueError: pre_mul_sum: scalar is 1000 … FLOAT32 does not hold"),
-    (lambda c: c.split(-2), "ValueError: split: color is -2, expected an integer >= 0"),
     (lambda c: c.pre_mul_sum(0.5), "TypeError: pre_mul_sum: a Python number needs dtype="),
     (lambda c: c.pre_mul_sum(0.5, "int32"), "ValueError: pre_mul_sum: 0.5 is no INT32 and would become 0"),
-    (lambda c: c.pre_mul_sum(zeros(3)), "ValueError: pre_mul_sum: scalar has 3 elements … expected 1"),
 ]
 
 

@@ -59,10 +59,10 @@ def end_of(call: Callable[[], Any]) -> End:
     return End("", "", time.monotonic() - started)
 
 
-def interrupted(call: Callable[[], Any], after: float = 0.4) -> End:
-    """How `call` ends, which hears Ctrl-C after some seconds."""
+def interrupted(call: Callable[[], Any]) -> End:
+    """How `call` ends, which hears Ctrl-C after a while."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
     try:
         return end_of(lambda: (timer.start(), call()))
     finally:

@@ -68,8 +68,15 @@ def refused(call, *kinds):
 
 
 def over_driver(code: str, *paths: str, **environment: str) -> str:
-    """What `code` prints, behind PRELUDE, in a process that finds the stub as its driver. It must not fail."""
-    done = run_over_driver(PRELUDE + code, *paths, **environment)
+    """What `code` prints, behind PRELUDE, in a process that finds the stub as its driver. It must not fail.
+
+    paths: to be searched for packages before all others."""
+    given_paths = filter(None, [*paths, os.environ.get("PYTHONPATH")])  # another cuda-core may be tried by the latter
+    found = os.pathsep.join([*given_paths, str(HERE), str(HERE.parent)])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "LOCAL_RANK"))}
+    given = {"LD_LIBRARY_PATH": _driver(), "PYTHONPATH": found, "PYNCCL_LIBRARY": "", **environment}
+    command = [sys.executable, "-c", PRELUDE + code]
+    done = subprocess.run(command, env={**kept, **given}, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -93,16 +100,6 @@ for name, code in CODES.items():
 def failures_over_driver(codes: dict[str, str]) -> str:
     """What went wrong in which of `codes`, each in a fork of its own of one process as of over_driver."""
     return over_driver(f"CODES = {codes!r}\n{EACH}")
-
-
-def run_over_driver(code: str, *paths: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """paths: to be searched for packages before all others."""
-    given_paths = filter(None, [*paths, os.environ.get("PYTHONPATH")])  # another cuda-core may be tried by the latter
-    found = os.pathsep.join([*given_paths, str(HERE), str(HERE.parent)])
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "LOCAL_RANK"))}
-    given = {"LD_LIBRARY_PATH": _driver(), "PYTHONPATH": found, "PYNCCL_LIBRARY": "", **environment}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env={**kept, **given}, capture_output=True, text=True, timeout=60, check=False)
 
 
 @functools.cache
