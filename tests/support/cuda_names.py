@@ -1,0 +1,128 @@
+"""Every name of cuda.core, cuda.bindings and torch's CUDA side that is used here, and where it was looked up.
+
+cuda.core and cuda.bindings were looked up in their wheels for Linux, imported without a driver (1.0.0 with bindings
+13.1.1 to 13.3.0 and 13.4.4); torch in the sources of its wheels (.py and .pyi), since only a build with CUDA has
+`torch._C._cuda_*`. test_cuda_names.py finds the uses in the sources, and holds
+this table against what is installed.
+"""
+
+from __future__ import annotations
+
+LOOKED_UP: dict[str, tuple[str, ...]] = {
+    "cuda.core": ("0.5.0", "0.5.1", "0.6.0", "0.7.0", "1.0.0", "1.0.1", "1.1.1", "1.2.2"),
+    "cuda.bindings": ("12.9.0", "12.9.10", "13.0.0", "13.0.3", "13.1.0", "13.4.4"),
+    "torch": ("2.11.0", "2.13.0"),
+}
+
+# With the arguments that are given: their names are as much a part of it as their own.
+CORE: tuple[str, ...] = (
+    "Buffer.handle",
+    "Device(device_id)",
+    "Device.create_event(options)",
+    "Device.create_stream(options)",
+    "Device.device_id",
+    "Device.set_current()",
+    "Event.__sub__()",
+    "Event.handle",
+    "Event.is_done",
+    "Event.sync()",
+    "EventOptions(enable_timing)",
+    "EventOptions(timing_enabled)",
+    "LegacyPinnedMemoryResource()",
+    "LegacyPinnedMemoryResource.allocate(size)",
+    "Stream.close()",
+    "Stream.device",
+    "Stream.from_handle(handle)",
+    "Stream.handle",
+    "Stream.record(event)",
+    "Stream.sync()",
+    "Stream.wait(event_or_stream)",
+    "StreamOptions(priority)",
+)
+
+BINDINGS: tuple[str, ...] = (
+    "driver.CUcontext",
+    "driver.CUresult.CUDA_ERROR_NOT_READY",
+    "driver.CUresult.CUDA_SUCCESS",
+    "driver.CUstream",
+    "driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED",
+    "driver.cuCtxGetCurrent",
+    "driver.cuCtxSetCurrent",
+    "driver.cuDeviceGet",
+    "driver.cuDeviceGetCount",
+    "driver.cuDeviceGetName",
+    "driver.cuDeviceTotalMem",
+    "driver.cuDriverGetVersion",
+    "driver.cuInit",
+    "driver.cuMemcpyDtoH",
+    "driver.cuMemcpyHtoD",
+    "driver.cuStreamIsCapturing",
+    "driver.cuStreamQuery",
+    "driver.cuThreadExchangeStreamCaptureMode",
+    "nvml.device_get_count_v2",
+    "nvml.device_get_handle_by_index_v2",
+    "nvml.device_get_memory_info_v2",
+    "nvml.device_get_name",
+    "nvml.init_v2",
+    "nvml.shutdown",
+    "nvml.system_get_cuda_driver_version_v2",
+    "nvml.system_get_driver_version",
+)
+
+TORCH: tuple[str, ...] = (
+    "_C._cuda_customAllocator",
+    "_C._cuda_getCurrentRawStream",
+    "cuda.CUDAGraph",
+    "cuda.Event",
+    "cuda.ExternalStream",
+    "cuda.MemPool",
+    "cuda.Stream",
+    "cuda.Stream.record_event",
+    "cuda.Stream.wait_event",
+    "cuda.Stream.wait_stream",
+    "cuda._sleep",
+    "cuda.current_device",
+    "cuda.current_stream",
+    "cuda.default_stream",
+    "cuda.default_generators",
+    "cuda.device",
+    "cuda.device_count",
+    "cuda.empty_cache",
+    "cuda.get_device_name",
+    "cuda.get_device_properties",
+    "cuda.get_rng_state",
+    "cuda.graph",
+    "cuda.is_available",
+    "cuda.is_current_stream_capturing",
+    "cuda.is_initialized",
+    "cuda.max_memory_allocated",
+    "cuda.mem_get_info",
+    "cuda.memory_allocated",
+    "cuda.memory_reserved",
+    "cuda.nccl.version",
+    "cuda.reset_peak_memory_stats",
+    "cuda.set_device",
+    "cuda.set_rng_state",
+    "cuda.stream",
+    "cuda.synchronize",
+    "cuda.use_mem_pool",
+)
+
+# Of those looked up, which lack a name, and what is done there instead.
+ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
+    "cuda.core.EventOptions(timing_enabled)": (
+        ("0.5.0", "0.5.1", "0.6.0", "0.7.0"),
+        "streams.create_event passes enable_timing",
+    ),
+    "cuda.core.EventOptions(enable_timing)": (
+        ("1.0.0", "1.0.1", "1.1.1", "1.2.2"),
+        "streams.create_event passes timing_enabled",
+    ),
+    "cuda.bindings.nvml": (
+        ("12.9.0", "13.0.0", "13.0.3", "13.1.0"),
+        "the doctor asks the driver API",
+    ),
+}
+
+# Pairs that cannot be imported together; devices.import_problem says so.
+BROKEN_PAIRS: tuple[tuple[str, str], ...] = (("1.0.0", "13.0.0"), ("1.0.0", "13.0.3"), ("1.0.0", "13.1.0"))
