@@ -86,10 +86,6 @@ def all_reduce(comm: Any) -> None:
     comm.all_reduce(torch.ones(4))  # all_reduce
 
 
-def large(comm: Any) -> None:
-    comm.all_reduce(torch.ones(1 << 20))  # large
-
-
 def on_a_stream(comm: Any) -> None:
     import pynccl
 
@@ -105,25 +101,12 @@ def recv(comm: Any) -> None:
         comm.send(torch.ones(4), 0)
 
 
-def send(comm: Any) -> None:
-    if comm.rank == 0:
-        comm.send(torch.ones(1 << 20), 1)  # send
-    else:
-        comm.recv(torch.ones(1 << 20), 0)
-
-
 def split(comm: Any) -> None:
     comm.split(0)  # split
 
 
 def barrier(comm: Any) -> None:
     comm.barrier()  # barrier
-
-
-def plan(comm: Any) -> None:
-    x = torch.ones(4)
-    run = comm.plan.all_reduce(x, x)
-    run()  # plan
 
 
 def group(comm: Any) -> None:
