@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from pynccl.watch import formatting
 from pynccl.watch.records import (
     COMPLETED,
     DEAD,
-    ISSUED,
     STOPPED,
     CallRecord,
     CommRecord,
@@ -85,14 +83,6 @@ def test_a_process_that_has_ended_says_how_and_what_it_was_inside() -> None:
     assert (rows[1].state, rows[1].where) == ("stopped", "stopped by a signal or a debugger")
 
 
-def test_a_rank_on_several_communicators_shows_the_call_that_is_open() -> None:
-    one = missing(4, ())[0]
-    done = CommRecord("uid0", "dp", 1, 2, made=NOW - 100, entered=9, completed=9)
-    done.calls = [CallRecord(9, 9, "broadcast", issued=NOW - 1, returned=NOW - 0.9, completed=NOW - 0.9)]
-    one.comms = [done, *one.comms]
-    assert table.rows([one])[0].doing == "inside all_reduce #41 'tp'"
-
-
 def test_a_rank_that_is_in_no_call_shows_the_communicator_that_the_others_wait_in() -> None:
     """Not the one of its last call, whose numbers would be compared with theirs."""
     one = process(3, 40, COMPLETED)
@@ -101,41 +91,6 @@ def test_a_rank_that_is_in_no_call_shows_the_communicator_that_the_others_wait_i
     row = table.rows([one], ["uid1"])[0]
     assert (row.entered, row.doing) == ("40", "done all_reduce #40 'tp'")
     assert table.rows([one])[0].doing == "done broadcast #9 'dp'"
-
-
-def test_what_has_been_issued_longest_is_what_a_gpu_rank_waits_for() -> None:
-    one = process(0, 41, ISSUED)
-    one.comms[0].calls.append(CallRecord(42, 42, "all_gather", issued=NOW - 1, state=ISSUED))
-    row = table.rows([one])[0]
-    assert (row.doing, row.after) == ("issued all_reduce #41", " ago")
-    assert row.since == pytest.approx(12.3)
-
-
-def test_the_table_and_the_verdict_tell_the_same_call_where_a_stream_was_synchronized_by_hand() -> None:
-    """Nobody has noticed that calls 38 to 40 have completed; what rank 0 waits for is what rank 1 has not entered."""
-    first, second = process(0, 41, ISSUED, size=2), process(1, 40, COMPLETED, size=2)
-    for call in first.comms[0].calls:
-        call.state = ISSUED
-    first.comms[0].completed = 0
-    barrier = CallRecord(1, 1, "barrier", issued=NOW - 20, state=ISSUED)
-    later = CommRecord("uid2", "dp", 0, 2, entered=1, calls=[barrier])
-    first.comms.append(later)
-    second.comms.append(dataclasses.replace(later, rank=1, completed=1, calls=[]))
-    verdict = judge([first, second])
-    assert verdict.sentence.startswith("rank 1 never entered all_reduce #41 (comm 'tp'")
-    text = report.text(jobs.Job("train", [first, second]), verdict)
-    assert "issued all_reduce #41 'tp'" in text and "done all_reduce #40 'tp'" in text
-
-
-def test_an_old_line_is_told_with_its_age_and_a_missing_one_by_the_call() -> None:
-    one = process(0, 40, COMPLETED)
-    one.where_at = NOW - 12
-    assert "data.py:41 next_batch, seen 12.0 s ago" in table.text(table.rows([one]))[1]
-    one.where = ""
-    assert table.rows([one])[0].where == "after model.py:88"
-    inside = process(0)
-    inside.where = ""
-    assert table.rows([inside])[0].where == "model.py:88"
 
 
 def test_several_ranks_of_one_process_have_a_row_each_and_one_without_communicators_has_one() -> None:
@@ -163,14 +118,6 @@ def test_stacks_that_are_equal_are_printed_once_and_a_deep_one_keeps_its_inner_e
     processes[1].stack = "\n".join(f"File a.py:{number} f" for number in range(500))
     text = of(processes)
     assert "... 476 outer frames" in text and "a.py:499 f" in text and "a.py:475 f" not in text
-
-
-def test_unreadable_files_and_other_jobs_are_named() -> None:
-    others = [jobs.Job("slurm-1", [process(0)]), jobs.Job("slurm-2", [process(0)])]
-    others[1].processes[0].state = DEAD
-    text = of(missing(2), problems=["/x/a.watch: not a record"], others=others)
-    assert "1 file could not be read:\n    /x/a.watch: not a record" in text
-    assert "2 other jobs: --job ID; --list says more\n    slurm-1\n    slurm-2" in text
 
 
 def test_words_for_times_and_ranks() -> None:

@@ -88,13 +88,3 @@ def test_the_end_of_a_process_is_marked(tmp_path: Path) -> None:
     one.state, one.end, one.end_site, one.end_at = DEAD, "ValueError: no file", "/a/train.py:31", NOW - 3
     (mark,) = [event for event in written(tmp_path, one)["traceEvents"] if event["ph"] == "i"]
     assert (mark["name"], mark["ts"]) == ("ended: ValueError: no file", pytest.approx(7e6))
-
-
-def test_a_job_without_calls_or_times_gives_a_trace(tmp_path: Path) -> None:
-    bare = ProcessRecord(1, "node0")
-    timeless = process(1, [call(1, 0)])
-    timeless.now = timeless.comms[0].made = 0.0
-    hostile = process(2, [call(1, 5.0, 4.0)])
-    hostile.comms[0].calls[0].issued = hostile.now = float("nan")
-    hostile.end, hostile.end_at = "exit", float("inf")
-    assert written(tmp_path, bare, timeless, hostile)["traceEvents"]
