@@ -72,6 +72,11 @@ def dp(rank: int, *calls: CallRecord, size: int = 2, **more: Any) -> CommRecord:
     return comm(rank, size, calls, uid="u-dp", name="dp", **more)
 
 
+def in_init(rank: int, uid: str = "u-w") -> ProcessRecord:
+    init = call(1, "init", INSIDE, site="/m/train.py:3")
+    return process(rank, comm(rank, 4, [init], uid=uid, name="world"))
+
+
 def ring(size: int) -> list[ProcessRecord]:
     return [
         process(r, comm(r, size, [call(0, "recv", INSIDE, peer=(r - 1) % size, site="/m/ring.py:3")]))
