@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import struct
 import subprocess
 import sys
 import time
@@ -14,9 +12,9 @@ from pathlib import Path
 import pytest
 from forks import Forks
 
-from pynccl.watch import folder, layout, reader, recorder
-from pynccl.watch.reader import BadRecord, ranks, read_file, read_folder
-from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CommRecord, ProcessRecord
+from pynccl.watch import layout, recorder
+from pynccl.watch.reader import BadRecord, read_file, read_folder
+from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, CommRecord
 from pynccl.watch.track import Identity, Track, uid_of
 
 ROOT = Path(__file__).parents[2]
@@ -159,43 +157,7 @@ def test_the_calls_outlive_the_process_unless_it_ends_well(tmp_path: Path) -> No
             assert (record.end, record.end_site) == expected, how
 
 
-def test_a_forked_child_does_not_write_into_its_parents_file(own: recorder.Recorder) -> None:
-    track_of(own).enter("all_reduce", ALL_REDUCE)
-    before = Path(own.path).read_bytes()
-    pid = os.fork()
-    if not pid:
-        os._exit(0 if recorder.started() is None and not own.mine else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert Path(own.path).read_bytes() == before
-
-
-def test_the_state_of_a_process_is_told_from_that_of_another_with_its_number() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    start = folder.started(child.pid)
-    child.send_signal(signal.SIGSTOP)
-    os.waitpid(child.pid, os.WUNTRACED)
-    assert folder.state_of(child.pid, start) == STOPPED
-    assert folder.state_of(child.pid, start + 1) == DEAD
-    child.kill()
-    child.wait()
-    assert folder.state_of(child.pid, start) == DEAD
-
-
 # Files of other processes
-
-
-def test_files_that_are_none_say_so(own: recorder.Recorder, tmp_path: Path) -> None:
-    track_of(own).enter("all_reduce", ALL_REDUCE)
-    good, path = Path(own.path).read_bytes(), tmp_path / "x.watch"
-    for data, words in (
-        (b"", "cut short"),
-        (good[:5000], "cut short"),
-        (bytes(len(good)), "no flight recorder"),
-        (good[:24] + struct.pack("=I", 99) + good[28:], "version 99"),
-    ):
-        path.write_bytes(data)
-        with pytest.raises(BadRecord, match=f"{path}: .*{words}"):
-            read_file(str(path))
 
 
 def test_damage_anywhere_is_an_error_or_a_record_and_never_more(own: recorder.Recorder, tmp_path: Path) -> None:
@@ -252,17 +214,3 @@ def test_the_reader_keeps_up_with_a_writer_that_never_stops(own: recorder.Record
     finally:
         writer.kill()
         writer.wait()
-
-
-def test_whose_records_are_read_is_told_by_their_communicators(own: recorder.Recorder) -> None:
-    uid = uid_of("a")
-    for rank in (0, 2):
-        Track(own, Identity(uid, "a", ""), rank, 4)
-    assert ranks(str(Path(own.path).parent), uid) == {0, 2}
-    # Rank 1 waits in a split for rank 0, which has given up in a communicator with rank 3.
-    inside = {"rank0": ["split", "world"], "rank1": ["split", "world"], "rank3": ["world"], "other": ["elsewhere"]}
-    records = [
-        ProcessRecord(1, "h", path=name, comms=[CommRecord(uid, uid, 0, 2) for uid in uids])
-        for name, uids in inside.items()
-    ]
-    assert [one.path for one in reader._related(records, "split")] == ["rank0", "rank1", "rank3"]

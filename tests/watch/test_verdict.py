@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from watched import NOW, Case, behind, call, comm, dp, failed, in_init, process, three_wait, waiting
 
-from pynccl.watch.records import DEAD, INSIDE, ISSUED, STOPPED, UNKNOWN, ProcessRecord
+from pynccl.watch.records import DEAD, INSIDE, STOPPED, ProcessRecord
 from pynccl.watch.verdict import about, judge
 
 CALL = "all_reduce #41 (comm 'tp', {} ranks, BFLOAT16 x 33,554,432"
@@ -16,10 +16,10 @@ WHERE = CALL.format(4) + ", model.py:88)"
 ABSENT = (3, 5, *range(7, 13))
 
 
-def waits_for(state: str = "running", how: str = INSIDE) -> list[ProcessRecord]:
-    """Three wait for rank 3, which waits in 'dp' for one that is dead, stopped, or late."""
-    third = process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=how, site="/m/opt.py:5")), where="/m/l.py:3 item")
-    return [*three_wait(), third, process(9, dp(1, call(6)), state=state, where="/m/data.py:41 next_batch")]
+def elsewhere() -> list[ProcessRecord]:
+    """Three wait for rank 3, which waits in 'dp' for one that is late."""
+    third = process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=INSIDE)), where="/m/l.py:3 item")
+    return [*three_wait(), third, process(9, dp(1, call(6)))]
 
 
 def of_autograd() -> list[ProcessRecord]:
@@ -46,33 +46,18 @@ MISSING = {
         "missing tp3: nothing is known of rank 3 of comm 'tp': no record here (another machine, another "
         f"PYNCCL_WATCH_DIR, or it has not come to init); 3 ranks have waited 12.3 s in {WHERE}.",
     ),
-    "who is known comes before who is not": Case(
-        [waiting(0, 1024), waiting(1, 1024), behind(7, 1024)],
-        "missing tp7: rank 7 never entered all_reduce #41",
-        "nothing is known of ranks 2-6 and 8-1023",
-    ),
     "who waits elsewhere is not to blame": Case(
-        waits_for(), "missing dp1: rank 1 (rank 9 of the launch) never entered all_reduce #7 (comm 'dp'"
+        elsewhere(), "missing dp1: rank 1 (rank 9 of the launch) never entered all_reduce #7 (comm 'dp'"
     ),
-    "nor one whose stream holds it": Case(waits_for(how=ISSUED), "missing dp1: rank 1 (rank 9 of the launch) never"),
     "missing in two communicators": Case(
         [waiting(0, 2), process(1, comm(1, 2, [call(40)]), dp(1, call(6))), process(2, dp(0, call(7, state=INSIDE)))],
         "missing tp1: rank 1 never entered all_reduce #41",
         "nor entered: all_reduce #7 of comm 'dp'",
     ),
-    "on a machine that does not answer": Case(
-        [*three_wait(), behind(3, 4, state=UNKNOWN, host="node7", machine="n7")],
-        f"missing tp3: rank 3 never entered {WHERE}; 3 ranks have waited 12.3 s there.\n"
-        "rank 3: process 1003 on host node7 cannot",
-    ),
     "not come to init": Case(
         [in_init(0), in_init(1), in_init(2), process(3, where="/m/data.py:3 load")],
         "missing w3: rank 3 never entered init (comm 'world', 4 ranks, train.py:3); 3 ranks have waited 12.3 s there.\n"
         "rank 3: process alive, has not come to the communicator's init; its main thread is in data.py:3 load",
-    ),
-    "not come to finalize": Case(
-        [*(process(rank, comm(rank, 3, [call(40), call(41, "finalize", INSIDE)])) for rank in (0, 1)), behind(2, 3)],
-        "missing tp2: rank 2 never entered finalize (comm 'tp', 3 ranks); 2 ranks have waited 12.3 s there.",
     ),
     "autograd": Case(
         [*of_autograd(), behind(3, 4)],
@@ -103,7 +88,6 @@ MISSING = {
         f"stalled: ranks 0-3 in {WHERE}, not done after 12.3 s, and nobody is missing: the network between them, "
         "a GPU, or the work before it on its stream.",
     ),
-    "for a short time": Case([waiting(rank, 4) for rank in range(4)], "running: no rank is stuck", patience=60),
     "in what the others have completed": Case(
         [waiting(0, 3), *(process(rank, comm(rank, 3, [call(41)])) for rank in (1, 2))],
         f"stalled tp0: rank 0 in {CALL.format(3)}, model.py:88), not done after 12.3 s, which ranks 1 and 2 completed",
@@ -117,7 +101,6 @@ MISSING = {
 
 LOST = "NcclRemoteError: no answer within the time-out"
 KILLED = {"state": DEAD, "end": "killed or crashed", "heartbeat": NOW - 1}
-TERMINATED = {"state": DEAD, "end": "SIGTERM", "end_at": NOW - 1}
 NO_WORD = "rank 2's process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"
 
 
@@ -155,18 +138,10 @@ ENDED = {
         "process 1001 was killed or crashed (no last word) within the last 1.0 s inside all_reduce",
         "last completed #40; its main thread was last in data.py:41 next_batch",
     ),
-    "a job that ended by an error": Case(
-        [*three_wait(**TERMINATED), dead(3, "ValueError: x", 2, end_site="/m/t.py:3")],
-        "dead tp3: all 4 processes have ended: rank 3 left by ValueError at t.py:3 2.0 s ago: x",
-        lines=["/m/t.py:3"],
-    ),
     "all as they should": Case([dead(rank, "exit", 1) for rank in range(4)], "finished: all 4 ranks have finished."),
     "stopped": Case(
         [*three_wait(), behind(3, 4, state=STOPPED)],
         "stopped tp3: rank 3's process 1003 is stopped (SIGSTOP, or a debugger): kill -CONT 1003 on host a; 3 ranks",
-    ),
-    "who waits for the stopped": Case(
-        waits_for(STOPPED), "stopped dp1: rank 1 (rank 9 of the launch)'s process 1009 is stopped"
     ),
     "a communicator that has ended on one rank": Case(
         [
@@ -195,11 +170,6 @@ ENDED = {
         f"stalled tp1: rank 1 in {CALL.format(2)}, a.py:30), gave up after 5.0 s, which rank 0 completed: the network",
         uid="u-tp",
     ),
-    "all gave up though nobody was missing": Case(
-        [gave_up(0), gave_up(1)],
-        f"stalled: ranks 0 and 1 in {CALL.format(2)}, a.py:30), gave up after 5.0 s, and nobody is missing: ",
-        uid="u-tp",
-    ),
 }
 
 
@@ -212,7 +182,7 @@ def test_what_is_said(name: str) -> None:
 
 
 def test_what_an_exception_of_one_rank_says_of_it_is_short_and_does_not_repeat_it() -> None:
-    verdict = judge(waits_for())
+    verdict = judge(elsewhere())
     assert about(verdict, "u-tp", 0).startswith("rank 1 (rank 9 of the launch) never entered")
     assert json.loads(json.dumps(verdict.to_json()))["culprits"] == [["u-dp", 1]]
     own = failed("NcclInternalError: x", 2)

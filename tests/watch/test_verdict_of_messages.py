@@ -37,16 +37,6 @@ comm.barrier()  # b
         "ranks wait for each other: rank 1 in barrier #2 of comm 'world' at {b}, "
         "rank 2 in recv from rank 1 of comm 'world' at {a}.",
     ),
-    "behind it on a stream": (
-        """
-stream = pynccl.create_stream()
-if R == 2: comm.recv(y, 1, stream=stream)  # a
-comm.all_reduce(x, stream=stream)  # b
-stream.synchronize()
-""",
-        "ranks wait for each other: rank 1 in all_reduce #2 of comm 'world' at {b}, "
-        "rank 2 in recv from rank 1 of comm 'world' at {a} before all_reduce #2 of comm 'world' at {b}.",
-    ),
     "a split sends another size": (
         """
 child = comm.split(0 if R else 1, -R)

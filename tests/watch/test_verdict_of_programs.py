@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from watched import COMPLETED, INSIDE, ISSUED, NOW, Do, Played, call, comm, dp, process, ring
+from watched import INSIDE, ISSUED, NOW, Do, Played
 
 from pynccl.watch.records import DEAD, STOPPED, CallRecord, CommRecord, ProcessRecord
 from pynccl.watch.verdict import Verdict, about, judge, render
@@ -90,27 +90,6 @@ def test_whoever_leaves_out_a_call_of_all_ranks_is_blamed(seed: int) -> None:
     verdict = judge(one.records())
     assert rank in blamed(verdict), render(verdict)
     assert verdict.kind in ("mismatch", "crossed", "missing")
-
-
-def big(size: int = 1024) -> list[ProcessRecord]:
-    """Ranks with 64 recorded calls each in two communicators, of which one third is missing."""
-    records = []
-    for rank in range(size):
-        calls = [call(number, site=f"/m/model.py:{number % 7}") for number in range(1, 65 if rank % 3 else 64)]
-        if rank % 3:
-            calls[-1].state = INSIDE
-        other = [call(n, "all_gather", state, site="/m/dp.py:1") for n, state in ((1, COMPLETED), (2, ISSUED))]
-        records.append(process(rank, comm(rank, size, calls), dp(rank % 8, *other, size=8), where="/m/data.py:9 load"))
-        records[-1].comms[1].uid = f"u-dp{rank // 8}"
-    return records
-
-
-def test_many_ranks_are_judged_in_few_words() -> None:
-    verdict = judge(big())
-    assert verdict.kind == "missing" and len(verdict.culprits) == 342
-    assert "and 336 more never entered" in verdict.sentence and len(render(verdict)) < 4000
-    circle = judge(ring(1024))
-    assert circle.kind == "crossed" and len(circle.sentence) < 600
 
 
 TEXTS = ["", "u-tp", "\x00\n\x1b[31m", "x" * 9999, "a:b:c", ":", "all_reduce", "recv", "init", INSIDE, ISSUED, DEAD]

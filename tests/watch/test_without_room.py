@@ -3,20 +3,15 @@ on and its results are right, and a process that waits still hears of one that f
 
 from __future__ import annotations
 
-import gc
 import os
 import re
-import resource
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from forks import Forks
 
-from pynccl.watch import folder, layout, recorder
+from pynccl.watch import layout, recorder
 from pynccl.watch.reader import read_file
-from pynccl.watch.records import UNKNOWN
 from pynccl.watch.track import Identity, Track, uid_of
 
 WARNING = "the flight recorder goes on in memory alone"
@@ -89,44 +84,3 @@ def test_what_was_made_before_stays_in_the_file_and_later_ones_return_to_it(
     track(own)
     assert len(read_file(own.path).comms) == 2
     assert os.path.getsize(own.path) == layout.REGIONS_AT + 2 * layout.REGION_BYTES
-
-
-def test_a_warning_that_is_made_an_error_ends_nothing(
-    own: recorder.Recorder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        track(own)
-    assert WARNING in capsys.readouterr().err
-
-
-@pytest.fixture
-def no_descriptors() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    gc.collect()  # which would give some back meanwhile
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_without_descriptors_all_is_recorded_in_memory_and_no_process_is_taken_for_dead(
-    own: recorder.Recorder, tmp_path: Path, no_descriptors: None
-) -> None:
-    with pytest.warns(RuntimeWarning, match="Too many open files"):
-        assert not track(own).kept
-    with pytest.warns(RuntimeWarning, match=f"{tmp_path}.*Too many open files"):
-        other = recorder.Recorder()
-    assert other.path == ""
-    assert track(other).memory.nbytes == layout.REGION_BYTES
-    assert folder.state_of(os.getpid(), 7) == UNKNOWN
-    assert folder.alive(own.path)
-
-
-def test_a_text_for_another_process_needs_no_room(own: recorder.Recorder) -> None:
-    folder.tell(own.path, "text \udc80")
-    assert (own.told(), own.told()) == ("text ?", "")
-    folder.tell(own.path, "é" * 10_000)
-    assert own.told() == "é" * 2047

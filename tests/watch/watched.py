@@ -45,15 +45,8 @@ def comm(
 
 
 def process(rank: int, *comms: CommRecord, **more: Any) -> ProcessRecord:
-    values: dict[str, Any] = {
-        "pid": 1000 + rank,
-        "host": "a",
-        "machine": "m",
-        "rank": rank,
-        "started": NOW - 900,
-        "now": NOW,
-    }
-    return ProcessRecord(**{**values, "heartbeat": NOW - 0.5, "comms": list(comms), **more})
+    values: dict[str, Any] = {"pid": 1000 + rank, "host": "a", "machine": "m", "rank": rank, "comms": list(comms)}
+    return ProcessRecord(**{**values, "started": NOW - 900, "now": NOW, "heartbeat": NOW - 0.5, **more})
 
 
 def waiting(rank: int, size: int, number: int = 41, **more: Any) -> ProcessRecord:
