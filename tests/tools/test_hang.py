@@ -50,13 +50,6 @@ def test_it_fits_a_screen_for_any_number_of_ranks_that_do_the_same() -> None:
     assert [row.ranks for row in apart] == [[rank] for rank in range(1024)]
 
 
-def test_of_many_different_rows_the_largest_are_shown_and_the_others_counted() -> None:
-    processes = [process(rank, 100 + rank if rank >= 100 else 41, size=300) for rank in range(300)]
-    lines = table.text(table.rows(processes))
-    assert lines[1].startswith("0-99 ")
-    assert lines[-1] == "... 161 more rows, of 161 ranks: --all has a row for each rank"
-
-
 def test_a_process_that_has_ended_says_how_and_what_it_was_inside() -> None:
     processes = missing(4, ())
     processes[2].state, processes[2].end, processes[2].end_at = DEAD, "killed or crashed", NOW - 5
