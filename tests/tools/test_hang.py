@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hung_jobs import NOW, missing, process
+from hung_jobs import NOW, missing
 
 from pynccl.tools.hang import jobs, report, table
 from pynccl.watch import formatting
 from pynccl.watch.records import (
-    COMPLETED,
     DEAD,
     STOPPED,
     ProcessRecord,
@@ -62,23 +61,6 @@ def test_a_process_that_has_ended_says_how_and_what_it_was_inside() -> None:
     assert "killed or crashed, 5.0 s ago" in text
     assert "ValueError: no such file, 3.1 s ago" in text
     assert (rows[1].state, rows[1].where) == ("stopped", "stopped by a signal or a debugger")
-
-
-def test_several_ranks_of_one_process_have_a_row_each_and_one_without_communicators_has_one() -> None:
-    one = process(0)
-    one.rank = -1
-    one.comms.append(process(1, 40, COMPLETED).comms[0])
-    assert [(row.ranks, row.entered) for row in table.rows([one])] == [([0], "41"), ([1], "40")]
-    bare = ProcessRecord(1, "node0", rank=2)
-    assert [(row.ranks, row.doing, row.where) for row in table.rows([bare])] == [([2], "no call yet", "?")]
-
-
-def test_the_last_calls_are_listed_with_what_they_were_given() -> None:
-    text = of(missing(2, (1,)), calls=2)
-    rows = [line.split() for line in text.splitlines() if "BFLOAT16 x 33,554,432, SUM" in line]
-    assert [row[-1] for row in rows] == ["model.py:88"] * 4
-    assert [next(word for word in row if word[0] == "#") for row in rows] == ["#40", "#41", "#39", "#40"]
-    assert "so far" in text and "2.00 ms" in text
 
 
 def test_stacks_that_are_equal_are_printed_once_and_a_deep_one_keeps_its_inner_end() -> None:

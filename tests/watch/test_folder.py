@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from pynccl.watch import folder, recorder
-from pynccl.watch.reader import read_folder
 from pynccl.watch.watchdog import Watchdog
 
 SOMEBODY = 54321
@@ -41,22 +40,6 @@ def test_a_folder_that_others_may_write_to_is_not_used(default: Path, tmp_path: 
     with pytest.warns(RuntimeWarning, match=re.escape(str(default)) + ".*: expected a folder of this user, no link"):
         assert recorder.Recorder().path == ""
     assert list(default.iterdir()) == []
-
-
-def test_the_users_own_folder_is_used_again(default: Path) -> None:
-    for _ in range(2):
-        path = Path(recorder.Recorder().path)
-        assert path.parent == default
-        assert (default.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what is another user's")
-def test_records_of_another_user_are_not_read(own: recorder.Recorder, tmp_path: Path) -> None:
-    other = tmp_path / "rank0-1-1.watch"
-    other.write_bytes(Path(own.path).read_bytes())
-    assert len(read_folder(str(tmp_path))[0]) == 2
-    os.chown(other, SOMEBODY, SOMEBODY)
-    assert [one.path for one in read_folder(str(tmp_path))[0]] == [own.path]
 
 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\u202ee\x1bP1;2\x1b\\f\r\x08g"

@@ -35,48 +35,10 @@ look()
 assert current() == 0
 in_a_thread(look)                                # as the watchdog's, which has no context
 """
-STREAMS = """
-import gc
-from pynccl.watch import progress
-from cuda.bindings import driver as api
-make_current(1)
-comm = stub.comm()
-comm._track.library, comm._track.ordinal = library, 1
-
-def call(stream):
-    comm.all_reduce((4096, 8, "float32"), (8192, 8, "float32"), stream=stream)
-
-def complete(after):
-    "Whether all calls so far have completed, as the watchdog asks for it."
-    found = progress.mark(library, 1, comm._track.head, comm._track.streams(after))
-    return found is not None and found.passed()
-
-for end in ("close", "drop"):                    # nothing is asked of such a stream
-    stream, other = pynccl.create_stream(1, library=library), pynccl.create_stream(1, library=library)
-    handle = int(stream.handle)
-    call(stream)
-    call(other)
-    after = comm._track.head - 2
-    assert comm._track.streams(after) == {handle, int(other.handle)}
-    stream.close() if end == "close" else None
-    stream = None
-    gc.collect()
-    assert comm._track.streams(after) == {int(other.handle)} and complete(after)
-    call(handle)                                 # CUDA may give its address to another one
-    assert handle in comm._track.streams(after)
-assert driver.stub_after_end() == 0
-for error, gone in ((400, True), (709, True), (719, False)):   # another library has destroyed it; an earlier error
-    _, stream = api.cuStreamCreate(0)
-    call(int(stream))
-    driver.stub_gone(error)
-    api.cuStreamDestroy(stream)
-    assert bool(complete(comm._track.head - 1)) == gone, error
-"""
 
 
-def test_a_mark_is_an_event_behind_what_was_issued_on_the_streams_that_are_there() -> None:
-    for code in (MARKS, STREAMS):
-        assert over_driver(code + "print('looked')").strip() == "looked"
+def test_a_mark_is_an_event_behind_what_was_issued() -> None:
+    over_driver(MARKS)
 
 
 SILENT = """

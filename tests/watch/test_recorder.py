@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -180,37 +178,3 @@ def test_damage_anywhere_is_an_error_or_a_record_and_never_more(own: recorder.Re
         read_well += 1
         assert not any("\x1b" in call.site + call.operation for comm in found.comms for call in comm.calls)
     assert read_well > 5
-
-
-WRITER = f"""
-from pynccl.watch import recorder
-from pynccl.watch.track import Identity, Track
-own = recorder.Recorder()
-track = Track(own, Identity("u", "busy", ""), 0, 2)
-print(own.path, flush=True)
-while True:
-    for _ in range(3):
-        track.leave(track.enter("all_reduce", {ALL_REDUCE}))
-    track.leave(track.enter("send", (0, 4, 7, 1)))
-"""
-
-
-def test_the_reader_keeps_up_with_a_writer_that_never_stops(own: recorder.Recorder) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    writer = subprocess.Popen([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert writer.stdout is not None
-        path, entered, read_so_far = writer.stdout.readline().strip(), 0, 0
-        while read_so_far < 40 or not entered:
-            (comm,) = read_file(path).comms
-            read_so_far += 1
-            for before, call in zip([None, *comm.calls], comm.calls, strict=False):  # every fourth one is a send
-                assert before is None or call.entry == before.entry + 1
-                sent = call.entry % 4 == 0
-                expected = ("send", 0) if sent else ("all_reduce", call.entry - call.entry // 4)
-                assert (call.operation, call.number) == expected
-            assert comm.entered >= entered
-            entered = comm.entered
-    finally:
-        writer.kill()
-        writer.wait()

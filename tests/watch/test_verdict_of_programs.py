@@ -1,17 +1,15 @@
-"""Random programs of four ranks in which one of them does something else: it is blamed. And records of any kind."""
+"""Random programs of four ranks in which one of them does something else: it is blamed."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-from typing import Any
 
 import pytest
-from watched import INSIDE, ISSUED, NOW, Do, Played
+from watched import Do, Played
 
-from pynccl.watch.records import DEAD, STOPPED, CallRecord, CommRecord, ProcessRecord
-from pynccl.watch.verdict import Verdict, about, judge, render
+from pynccl.watch.records import DEAD, STOPPED
+from pynccl.watch.verdict import Verdict, judge, render
 
 SIZE = 4
 SEEDS = range(28, 40)
@@ -77,34 +75,3 @@ def test_whoever_swaps_two_communicators_is_blamed_in_any_program(seed: int) -> 
             break
     verdict = judge(one.records())
     assert verdict.kind == "crossed" and rank in blamed(verdict), render(verdict)
-
-
-TEXTS = ["", "u-tp", "\x00\n\x1b[31m", "x" * 9999, "a:b:c", ":", "all_reduce", "recv", "init", INSIDE, ISSUED, DEAD]
-NUMBERS = [-1, 0, 1, 2, 3, 2**63, -(2**63), 10**30]
-TIMES = [0.0, -1.0, NOW, NOW + 1e9, 1e308, float("inf"), float("nan")]
-
-
-def hostile(rng: random.Random, kind: type) -> Any:
-    """A record with whatever its types allow."""
-    made: dict[str, Any] = {}
-    for one in dataclasses.fields(kind):
-        word = str(one.type)
-        if word.startswith("list"):
-            inner = {"comms": CommRecord, "calls": CallRecord}[one.name]
-            made[one.name] = [hostile(rng, inner) for _ in range(rng.randrange(4))]
-        elif word in ("str", "int", "bool", "float"):
-            made[one.name] = rng.choice({"str": TEXTS, "float": TIMES}.get(word, NUMBERS))
-        else:
-            made[one.name] = tuple(rng.choices(TEXTS, k=rng.randrange(3)))
-    return kind(**made)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_hostile_records_do_not_break_it(seed: int) -> None:
-    rng = random.Random(seed)
-    verdict = judge([hostile(rng, ProcessRecord) for _ in range(rng.randrange(1, 6))], patience=rng.choice([0.0, 5.0]))
-    text = render(verdict)
-    assert "\x1b" not in text and "\x00" not in text
-    assert len(text) < 40_000
-    assert isinstance(about(verdict, "u-tp", 0), str)
-    json.dumps(verdict.to_json())

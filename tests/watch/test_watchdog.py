@@ -14,7 +14,7 @@ from typing import Any
 import hanging
 import pytest
 import torch
-from hanging import SPEAKS, all_reduce, elsewhere, group, on_a_stream, place_of, recv, said, split, standard_error
+from hanging import all_reduce, elsewhere, group, on_a_stream, place_of, recv, said, split, standard_error
 from ranks import HOST, RankPool
 
 TIMEOUT = {"PYNCCL_WATCH_TIMEOUT": "0.5"}
@@ -147,45 +147,3 @@ def test_the_blocked_call_raises_if_asked_to(tmp_path: Path) -> None:
     pool = RankPool({**HOST, **TIMEOUT, "PYNCCL_WATCH_ACTION": "raise"}, communicators=False)
     pool.run(1, raises, str(tmp_path))
     pool.close()
-
-
-def of_destroy(comm: Any) -> None:
-    import pynccl
-
-    comm.timeout = None
-    comm.all_reduce(torch.ones(4), stream=pynccl.create_stream())
-    comm.destroy()
-
-
-INTERRUPTED = (all_reduce, on_a_stream, recv, group, of_destroy)
-
-
-def interrupts(place: Any, folder: str) -> list[str]:
-    """The calls that waited in which Ctrl-C was heard."""
-    import pynccl
-
-    def press(before: int) -> None:
-        """Ctrl-C, once the watchdog has spoken again."""
-        while said(folder, 0).count(SPEAKS) <= before:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    heard = []
-    with standard_error(folder, 0):
-        for body in INTERRUPTED:
-            comms = pynccl.Communicator.init_all(2)
-            try:
-                threading.Thread(target=press, args=(said(folder, 0).count(SPEAKS),)).start()
-                body(comms[0])
-            except KeyboardInterrupt:
-                heard.append(body.__name__)
-            pynccl.abort(comms)
-    return heard
-
-
-def test_ctrl_c_is_heard_in_every_call_that_the_watchdog_looks_at(tmp_path: Path) -> None:
-    pool = RankPool({**HOST, **TIMEOUT}, communicators=False)
-    [heard] = pool.run(1, interrupts, str(tmp_path))
-    pool.close()
-    assert heard == [body.__name__ for body in INTERRUPTED]
