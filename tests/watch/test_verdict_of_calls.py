@@ -38,7 +38,7 @@ def pair(*calls: CallRecord) -> list[ProcessRecord]:
     return [process(1, comm(1, 3, [recv])), process(2, comm(2, 3, calls), where="/m/x.py:4 f")]
 
 
-CHANGES = [
+CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"operation": "all_gather"}, INSIDE, "all_gather(count=33,554,432, BFLOAT16)"),
     ({"count": 7}, ISSUED, "all_reduce(count=7, BFLOAT16, SUM)"),
     ({"dtype": "FLOAT32"}, COMPLETED, "all_reduce(count=33,554,432, FLOAT32, SUM)"),
