@@ -22,40 +22,31 @@ def test_the_code_says_whether_something_is_wrong_and_json_can_be_read_again(tmp
     assert run("--json", saved(tmp_path / "a.json", missing(4))) == 1
     text = printed()[0]
     said = json.loads(text)
-    assert (said["ok"], said["job"]) == (False, "train")
-    assert said["verdict"]["culprits"] == [["uid1", 3]]
+    assert (said["ok"], said["job"], said["verdict"]["culprits"]) == (False, "train", [["uid1", 3]])
     (tmp_path / "again.json").write_text(text)
     assert run("--json", str(tmp_path / "again.json")) == 1
     assert json.loads(printed()[0])["processes"] == said["processes"]
 
 
-def test_what_several_machines_have_saved_is_one_job(tmp_path: Path, printed: Printed) -> None:
+def test_what_several_machines_have_saved_is_one_job_and_the_newest_record_of_each_counts(
+    tmp_path: Path, printed: Printed
+) -> None:
     processes = missing(8, (5,), hosts=2)
     for one in processes:  # launched by hand: each machine calls the job otherwise
         one.job = f"process-{one.host}"
     places = [
         saved(tmp_path / f"{host}.json", [one for one in processes if one.host == host]) for host in ("node0", "node1")
     ]
-    assert run("--json", *places) == 1
-    assert len(json.loads(printed()[0])["processes"]) == 8
-    assert run("--json", str(tmp_path)) == 1  # the folder in which they lie is as good
-    assert len(json.loads(printed()[0])["processes"]) == 8
-
-
-def test_a_record_that_was_collected_twice_counts_once(tmp_path: Path, printed: Printed) -> None:
-    earlier, later = missing(2, ()), missing(2, ())
-    for one in later:
-        one.now += 60
-    run("--json", saved(tmp_path / "later.json", later), saved(tmp_path / "z.json", earlier))
-    assert [one["now"] for one in json.loads(printed()[0])["processes"]] == [NOW + 60] * 2
+    saved(tmp_path / "later.json", [dataclasses.replace(processes[0], now=NOW + 60)])
+    for options in ([*places, str(tmp_path / "later.json")], [str(tmp_path)]):  # a folder in which they lie is as good
+        assert run("--json", *options) == 1
+        assert sorted(one["now"] for one in json.loads(printed()[0])["processes"]) == [NOW] * 7 + [NOW + 60]
 
 
 BROKEN = {
-    "empty": b"",
     "no json": b"\x00\x01\xff\xfe",
     "cut": b'{"processes": [{"pid": 1, "ho',
     "other": b'{"a": 1}',
-    "a list": b"[]",
     "wrong types": b'{"processes": [{"pid": "x", "host": "y"}]}',
     "no object": b'{"processes": [7]}',
     "deep": b'{"processes": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -93,11 +84,9 @@ def test_where_nothing_is_found_it_says_where_it_looked_and_what_to_do(
         assert run(*options) == 2, options
         said = printed()[1]
         assert all(word in said for word in words), said
-    for wrong in (["--calls", "0"], ["--calls", "x"]):
-        with pytest.raises(SystemExit) as raised:
-            run(*wrong)
-        assert raised.value.code == 2
-        assert "expected" in printed()[1]
+    with pytest.raises(SystemExit) as raised:
+        run("--calls", "0")
+    assert raised.value.code == 2 and "expected" in printed()[1]
 
 
 def test_without_arguments_it_takes_the_newest_job_that_lives(

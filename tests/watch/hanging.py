@@ -4,7 +4,7 @@ In a rank of a RankPool:
 
     with standard_error(folder, comm.rank):
         if comm.rank == 1:
-            elsewhere(folder, [0])   # until rank 0's watchdog has spoken
+            elsewhere(folder)   # until rank 0's watchdog has spoken
         comm.all_reduce(x)
 """
 
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +47,20 @@ def said(folder: str | Path, rank: int) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def elsewhere(folder: str, ranks: Iterable[int]) -> None:
-    """Wait, in the one line marked so, until these ranks' watchdogs have spoken."""
+def elsewhere(folder: str) -> None:
+    """Wait, in the one line marked so, until rank 0's watchdog has spoken."""
     spoken = threading.Event()
 
     def listen() -> None:
         end = time.monotonic() + PATIENCE
-        left = set(ranks)
-        while left and time.monotonic() < end:
-            left -= {rank for rank in left if _complete(said(folder, rank))}
+        while time.monotonic() < end:
+            if SPEAKS in (text := said(folder, 0)) and text.endswith("\n"):
+                spoken.set()
+                return
             time.sleep(0.01)
-        if not left:
-            spoken.set()
 
     threading.Thread(target=listen, daemon=True).start()
-    assert spoken.wait(PATIENCE), "a watchdog has not spoken"  # elsewhere
+    assert spoken.wait(PATIENCE + 1), "a watchdog has not spoken"  # elsewhere
 
 
 def place_of(marker: str, path: str = __file__) -> str:
@@ -69,10 +68,6 @@ def place_of(marker: str, path: str = __file__) -> str:
     lines = Path(path).read_text().splitlines()
     [number] = [number for number, line in enumerate(lines, 1) if line.endswith(f"  # {marker}")]
     return f"{Path(path).name}:{number}"
-
-
-def _complete(text: str) -> bool:
-    return SPEAKS in text and text.endswith("\n")
 
 
 def _path(folder: str | Path, rank: int) -> Path:
@@ -84,10 +79,6 @@ def _path(folder: str | Path, rank: int) -> Path:
 
 def all_reduce(comm: Any) -> None:
     comm.all_reduce(torch.ones(4))  # all_reduce
-
-
-def large(comm: Any) -> None:
-    comm.all_reduce(torch.ones(1 << 20))  # large
 
 
 def on_a_stream(comm: Any) -> None:
@@ -105,25 +96,8 @@ def recv(comm: Any) -> None:
         comm.send(torch.ones(4), 0)
 
 
-def send(comm: Any) -> None:
-    if comm.rank == 0:
-        comm.send(torch.ones(1 << 20), 1)  # send
-    else:
-        comm.recv(torch.ones(1 << 20), 0)
-
-
 def split(comm: Any) -> None:
     comm.split(0)  # split
-
-
-def barrier(comm: Any) -> None:
-    comm.barrier()  # barrier
-
-
-def plan(comm: Any) -> None:
-    x = torch.ones(4)
-    run = comm.plan.all_reduce(x, x)
-    run()  # plan
 
 
 def group(comm: Any) -> None:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
-from watched import NOW, Case, behind, call, comm, dp, failed, process, three_wait, waiting
+from watched import NOW, Case, behind, call, comm, dp, failed, in_init, process, three_wait, waiting
 
-from pynccl.watch.records import DEAD, INSIDE, ISSUED, UNKNOWN, ProcessRecord
-from pynccl.watch.verdict import about, judge, render
+from pynccl.watch.records import DEAD, INSIDE, STOPPED, ProcessRecord
+from pynccl.watch.verdict import about, judge
 
-WHERE = "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"
-USUAL = "all_reduce(count=33,554,432, BFLOAT16, SUM)"
+CALL = "all_reduce #41 (comm 'tp', {} ranks, BFLOAT16 x 33,554,432"
+WHERE = CALL.format(4) + ", model.py:88)"
 ABSENT = (3, 5, *range(7, 13))
-AHEAD = [call(40, age=20), *(call(number, state=ISSUED, age=60 - number) for number in range(41, 50))]
 
 
-def elsewhere(state: str = INSIDE) -> ProcessRecord:
-    """Rank 3, which the others wait for, and which waits in 'dp' itself."""
-    return process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=state, site="/m/opt.py:5")), where="/m/l.py:3 item")
-
-
-def in_init(rank: int, uid: str = "u-w") -> ProcessRecord:
-    init = call(1, "init", INSIDE, site="/m/train.py:3")
-    return process(rank, comm(rank, 4, [init], uid=uid, name="world"))
+def elsewhere() -> list[ProcessRecord]:
+    """Three wait for rank 3, which waits in 'dp' for one that is late."""
+    third = process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=INSIDE)), where="/m/l.py:3 item")
+    return [*three_wait(), third, process(9, dp(1, call(6)))]
 
 
 def of_autograd() -> list[ProcessRecord]:
@@ -34,13 +30,7 @@ def of_autograd() -> list[ProcessRecord]:
     return records
 
 
-def compared(rank: int) -> ProcessRecord:
-    one = call(41, "check", INSIDE, detail="all_reduce(count=4, FLOAT32, SUM)", site="/m/t.py:3")
-    return process(rank, comm(rank, 3, [call(40), one]))
-
-
-NINTH = process(9, dp(1, call(6)), where="/m/data.py:41 next_batch")
-AWAY = {
+MISSING = {
     "a rank never came": Case(
         [*three_wait(), behind(3, 4)],
         f"missing tp3: rank 3 never entered {WHERE}; 3 ranks have waited 12.3 s there.\n"
@@ -49,93 +39,141 @@ AWAY = {
     ),
     "several are ranges": Case(
         [behind(rank, 13) if rank in ABSENT else waiting(rank, 13) for rank in range(13)],
-        "missing tp3 tp5 tp7 tp8 tp9 tp10 tp11 tp12: ranks 3, 5 and 7-12 never entered all_reduce #41 (comm "
-        "'tp', 13 ranks",
-    ),
-    "of those far ahead on their streams the first call counts": Case(
-        [process(0, comm(0, 3, AHEAD)), process(1, comm(1, 3, AHEAD[:5])), behind(2, 3)],
-        "missing tp2: rank 2 never entered all_reduce #41",
+        "missing tp3 tp5 tp7 tp8 tp9 tp10 tp11 tp12: ranks 3, 5 and 7-12 never entered " + CALL.format(13),
     ),
     "no record": Case(
         three_wait(),
         "missing tp3: nothing is known of rank 3 of comm 'tp': no record here (another machine, another "
-        "PYNCCL_WATCH_DIR, or it "
-        f"has not come to init); 3 ranks have waited 12.3 s in {WHERE}.",
-    ),
-    "who is known comes before who is not": Case(
-        [waiting(0, 1024), waiting(1, 1024), behind(7, 1024)],
-        "missing tp7: rank 7 never entered all_reduce #41",
-        "nothing is known of ranks 2-6 and 8-1023",
+        f"PYNCCL_WATCH_DIR, or it has not come to init); 3 ranks have waited 12.3 s in {WHERE}.",
     ),
     "who waits elsewhere is not to blame": Case(
-        [*three_wait(), elsewhere(), NINTH],
-        "missing dp1: rank 1 (rank 9 of the launch) never entered all_reduce #7 (comm 'dp'",
-    ),
-    "nor one whose stream holds it": Case(
-        [*three_wait(), elsewhere(ISSUED), NINTH], "missing dp1: rank 1 (rank 9 of the launch) never entered"
+        elsewhere(), "missing dp1: rank 1 (rank 9 of the launch) never entered all_reduce #7 (comm 'dp'"
     ),
     "missing in two communicators": Case(
         [waiting(0, 2), process(1, comm(1, 2, [call(40)]), dp(1, call(6))), process(2, dp(0, call(7, state=INSIDE)))],
         "missing tp1: rank 1 never entered all_reduce #41",
         "nor entered: all_reduce #7 of comm 'dp'",
     ),
-    "on a machine that does not answer": Case(
-        [*three_wait(), behind(3, 4, state=UNKNOWN, host="node7", machine="n7")],
-        f"missing tp3: rank 3 never entered {WHERE}; 3 ranks have waited 12.3 s there.\nrank 3: process 1003 on "
-        "host node7 cannot",
-    ),
     "not come to init": Case(
         [in_init(0), in_init(1), in_init(2), process(3, where="/m/data.py:3 load")],
         "missing w3: rank 3 never entered init (comm 'world', 4 ranks, train.py:3); 3 ranks have waited 12.3 s there.\n"
         "rank 3: process alive, has not come to the communicator's init; its main thread is in data.py:3 load",
-    ),
-    "nobody known at init": Case([in_init(0), in_init(2)], "missing w1 w3: nothing is known of ranks 1 and 3"),
-    "a call that is being compared": Case(
-        [compared(0), compared(1), behind(2, 3)],
-        "missing tp2: rank 2 never entered all_reduce #41 (comm 'tp', 3 ranks, t.py:3)",
-    ),
-    "not come to finalize": Case(
-        [*(process(rank, comm(rank, 3, [call(40), call(41, "finalize", INSIDE)])) for rank in (0, 1)), behind(2, 3)],
-        "missing tp2: rank 2 never entered finalize (comm 'tp', 3 ranks); 2 ranks have waited 12.3 s there.",
     ),
     "autograd": Case(
         [*of_autograd(), behind(3, 4)],
         "missing tp3: rank 3 never entered all_reduce #41 (AllReduce.backward of the forward call at "
         "model.py:70, comm 'tp'",
     ),
-    "the newest of two runs": Case(
-        [waiting(3, 4, state=DEAD, end="killed or crashed", started=NOW - 5000, pid=9), *three_wait(), behind(3, 4)],
-        "missing tp3: rank 3 never entered",
-    ),
     "ranks of one process": Case(
         [process(-1, comm(0, 2, [call(41, state=INSIDE)]), comm(1, 2, [call(40)]))],
         "missing tp1: rank 1 never entered all_reduce #41",
         "its process is inside as rank 0: calls of several ranks of one process go into a pynccl.group()",
     ),
-}
-
-
-def stays(*others: ProcessRecord, size: int = 3) -> list[ProcessRecord]:
-    return [waiting(0, size), *others]
-
-
-STALLED = {
+    "an old line has its age": Case(
+        [*three_wait(), behind(3, 4, where_at=NOW - 12)],
+        "missing tp3: rank 3 never entered",
+        "last completed #40; its main thread was in data.py:41 next_batch, seen 12.0 s ago",
+    ),
+    "not a line from before the newest call": Case(
+        [
+            *three_wait(),
+            process(3, comm(3, 4, [call(40, age=20, site="/m/a.py:7")]), where="/m/o.py:1 f", where_at=NOW - 30),
+        ],
+        "missing tp3: rank 3 never entered",
+        "its last call was all_reduce #40 at a.py:7 20.0 s ago",
+        lines=["/m/a.py:7"],
+    ),
     "all are there": Case(
         [waiting(rank, 4) for rank in range(4)],
         f"stalled: ranks 0-3 in {WHERE}, not done after 12.3 s, and nobody is missing: the network between them, "
-        "a GPU, or the "
-        "work before it on its stream.",
+        "a GPU, or the work before it on its stream.",
     ),
-    "for a short time": Case([waiting(rank, 4) for rank in range(4)], "running: no rank is stuck", patience=60),
     "in what the others have completed": Case(
-        stays(*(process(rank, comm(rank, 3, [call(41)])) for rank in (1, 2))),
-        f"stalled tp0: rank 0 in {WHERE.replace('4 ranks', '3 ranks')}, not done after 12.3 s, which ranks 1 and "
-        "2 completed: the n",
+        [waiting(0, 3), *(process(rank, comm(rank, 3, [call(41)])) for rank in (1, 2))],
+        f"stalled tp0: rank 0 in {CALL.format(3)}, model.py:88), not done after 12.3 s, which ranks 1 and 2 completed",
     ),
     "calm": Case([behind(rank, 4) for rank in range(4)], "running: no rank is stuck: 4 running, 0 finished."),
     "no records": Case([], "empty: there are no records: no process has written any here"),
 }
-ALL = {**AWAY, **STALLED}
+
+
+# What has ended, or failed
+
+LOST = "NcclRemoteError: no answer within the time-out"
+KILLED = {"state": DEAD, "end": "killed or crashed", "heartbeat": NOW - 1}
+NO_WORD = "rank 2's process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"
+
+
+def dead(rank: int, end: str, ago: float, size: int = 4, number: int = 40, **more: Any) -> ProcessRecord:
+    return behind(rank, size, number, state=DEAD, end=end, end_at=NOW - ago, **more)
+
+
+def gave_up(rank: int, **more: Any) -> ProcessRecord:
+    return process(rank, comm(rank, 2, [call(40), failed(LOST, 0.5, age=5.5, site="/m/a.py:30")]), **more)
+
+
+ENDED = {
+    **{
+        end or "no word": Case(
+            [waiting(0, 4), waiting(1, 4), waiting(3, 4), dead(2, end, 3.1, end_site=site)],
+            f"dead tp2: {says}; 3 ranks have waited 12.3 s for it in {WHERE}.",
+        )
+        for end, site, says in (
+            ("ValueError: no such file", "/x/t.py:31", "rank 2 left by ValueError at t.py:31 3.1 s ago: no such file"),
+            ("KeyboardInterrupt", "/x/t.py:31", "rank 2 left by KeyboardInterrupt at t.py:31 3.1 s ago"),
+            ("killed or crashed", "", NO_WORD),
+            ("", "", NO_WORD),
+            ("SIGTERM", "", "rank 2's process 1002 ended 3.1 s ago at data.py:41 next_batch: SIGTERM"),
+            ("exit", "", "rank 2 exited by itself 3.1 s ago (the end of its program, or sys.exit)"),
+        )
+    },
+    "the first is to blame and errors about others are not": Case(
+        [dead(0, LOST, 9), dead(1, "RuntimeError: later", 3), dead(2, "ValueError: first", 5), waiting(3, 4)],
+        "dead tp2: rank 2 left by ValueError 5.0 s ago: first; rank 3 has waited",
+        "\nalso: rank 1 left by RuntimeError 3.0 s ago: later",
+    ),
+    "a job killed in a hang": Case(
+        [*three_wait(**KILLED), behind(3, 4, **KILLED)],
+        f"missing tp3: rank 3 never entered {WHERE}; 3 ranks have waited 11.3 s there.",
+        "process 1001 was killed or crashed (no last word) within the last 1.0 s inside all_reduce",
+        "last completed #40; its main thread was last in data.py:41 next_batch",
+    ),
+    "all as they should": Case([dead(rank, "exit", 1) for rank in range(4)], "finished: all 4 ranks have finished."),
+    "stopped": Case(
+        [*three_wait(), behind(3, 4, state=STOPPED)],
+        "stopped tp3: rank 3's process 1003 is stopped (SIGSTOP, or a debugger): kill -CONT 1003 on host a; 3 ranks",
+    ),
+    "a communicator that has ended on one rank": Case(
+        [
+            *three_wait(),
+            process(3, comm(3, 4, [call(40)], ended="destroyed", ended_site="/home/me/t.py:9", ended_at=NOW - 4.2)),
+        ],
+        "left tp3: rank 3's comm 'tp' was destroyed at t.py:9 4.2 s ago; "
+        f"3 ranks have waited 12.3 s in {WHERE}, which it never entered.",
+        lines=["/home/me/t.py:9"],
+    ),
+    "a call that failed keeps the others waiting": Case(
+        [
+            process(0, comm(0, 3, [call(40), failed("NcclSystemError: the link broke", 2, site="/m/t.py:3")])),
+            waiting(1, 3),
+            waiting(2, 3),
+        ],
+        f"failed tp0: rank 0's {CALL.format(3)}, t.py:3) raised NcclSystemError: the link broke 2.0 s ago; "
+        "2 ranks have waited 12.3 s there",
+    ),
+    "ranks that gave up": Case(
+        [gave_up(0), behind(1, 2)],
+        f"missing tp1: rank 1 never entered {CALL.format(2)}, a.py:30); rank 0 gave up after 5.0 s.",
+    ),
+    "who gave up in what the others have completed": Case(
+        [waiting(0, 2, 42), gave_up(1, state=DEAD, end=LOST, end_site="/m/a.py:30")],
+        f"stalled tp1: rank 1 in {CALL.format(2)}, a.py:30), gave up after 5.0 s, which rank 0 completed: the network",
+        uid="u-tp",
+    ),
+}
+
+
+ALL = {**MISSING, **ENDED}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -143,67 +181,14 @@ def test_what_is_said(name: str) -> None:
     ALL[name].check()
 
 
-def test_a_call_on_a_stream_waits_as_one_inside_does() -> None:
-    records = [*three_wait(), behind(3, 4)]
-    for one in records[:3]:
-        one.comms[0].calls[-1].state = ISSUED
-    assert judge(records).culprits == [("u-tp", 3)]
-
-
-def test_who_waits_for_who_waits_elsewhere_hears_of_that() -> None:
-    verdict = judge([*three_wait(), elsewhere(), NINTH])
-    assert verdict.comms == ["u-dp", "u-tp"]
+def test_what_an_exception_of_one_rank_says_of_it_is_short_and_does_not_repeat_it() -> None:
+    verdict = judge(elsewhere())
     assert about(verdict, "u-tp", 0).startswith("rank 1 (rank 9 of the launch) never entered")
-    assert about(judge([behind(rank, 4) for rank in range(4)]), "u-tp", 0) == ""
-
-
-def test_it_can_be_written_as_json_and_is_short() -> None:
-    values = json.loads(json.dumps(judge([*three_wait(), behind(3, 4)]).to_json()))
-    assert (values["kind"], values["culprits"]) == ("missing", [["u-tp", 3]])
-    assert values["findings"][0]["sentence"] == values["sentence"]
-    two = judge(AWAY["missing in two communicators"].records)
-    assert len(two.findings) == 1 and set(two.comms) == {"u-tp", "u-dp"}
-
-
-# What an exception of one rank says of it
-
-
-def test_calls_that_differ_in_another_communicator_come_before_errors_in_this_one() -> None:
-    """All but rank 2 have completed their part of the reduce, and gave up in a call of all ranks, where it was lost."""
-    lost = failed("NcclRemoteError: lost rank 2", 0.2, age=1)
-    records = []
-    for rank in range(3):
-        reduce = call(3, "reduce", root=0 if rank == 2 else 2, count=6, dtype="FLOAT32", site=f"/m/a.py:{rank}")
-        child = comm(rank, 3, [reduce], uid="u-s", name="s", parent="u-tp")
-        records.append(process(rank, comm(rank, 3, [call(40), lost] if rank < 2 else [call(40)]), child))
-    verdict = judge(records, uid="u-tp")
-    assert about(verdict, "u-tp", 1).startswith("rank 2 calls reduce(count=6, FLOAT32, SUM, root=0) at a.py:2 as #3")
-
-
-def test_the_text_for_an_exception_is_short_and_does_not_repeat_it() -> None:
-    verdict = judge([process(0, comm(0, 2, [call(40), failed("NcclTimeout: x", 2)])), behind(1, 2)])
-    assert about(verdict, "u-tp", 0).startswith("rank 1 never entered")
+    assert json.loads(json.dumps(verdict.to_json()))["culprits"] == [["u-dp", 1]]
     own = failed("NcclInternalError: x", 2)
     alone = judge([process(0, comm(0, 2, [own])), process(1, comm(1, 2, [call(41)]))])
     assert (alone.kind, about(alone, "u-tp", 0)) == ("failed", "")
-    gave_up = process(1, comm(1, 2, [call(40), failed("NcclRemoteError: no answer", 0.5, age=5.5)]))
-    verdict = judge([waiting(0, 2, 42), gave_up], uid="u-tp")
-    assert about(verdict, "u-tp", 1) == about(verdict, "u-tp", 0) == render(verdict).partition("\nalso")[0]
-
-
-def test_whose_own_error_is_the_cause_hears_of_the_others_errors_and_no_guesses() -> None:
     wrong = "NcclInvalidUsage: send and recv disagree"
-    send = failed(wrong, 1, 0, "send", peer=1)
-    recv = failed(wrong, 0.9, 0, "recv", peer=0, site="/m/a.py:54")
-    second = process(1, comm(1, 2, [recv]), dp(1, call(6)))
-    third = process(2, dp(0, call(6), failed("NcclRemoteError: lost rank 1", 0.5, 7, "barrier")))
-    verdict = judge([process(0, comm(0, 2, [send])), second, third])
+    send, recv = (failed(wrong, 1, 0, kind, peer=peer, site="/m/a.py:54") for kind, peer in (("send", 1), ("recv", 0)))
+    verdict = judge([process(0, comm(0, 2, [send])), process(1, comm(1, 2, [recv]))])
     assert about(verdict, "u-tp", 0) == f"rank 1: recv from rank 0 at a.py:54 raised {wrong}"
-    assert about(verdict, "u-tp", 1).startswith("rank 0's send to rank 1 (comm 'tp'")
-
-
-def test_an_error_because_of_others_is_no_cause_and_those_of_others_like_it_say_nothing() -> None:
-    calls = [failed("NcclRemoteError: lost rank 1", 1, 0, kind, peer=1) for kind in ("send", "recv")]
-    verdict = judge([process(rank, comm(rank, 3, [one])) for rank, one in zip((0, 2), calls, strict=True)], uid="u-tp")
-    for rank in (0, 2):
-        assert "rank 1" in about(verdict, "u-tp", rank).partition(";")[0]

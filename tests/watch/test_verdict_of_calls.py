@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
-from watched import NOW, Case, call, comm, dp, process, ring, waiting
+from watched import Case, call, comm, dp, in_init, process, waiting
 
-from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, CallRecord, ProcessRecord
-from pynccl.watch.verdict import judge, render
+from pynccl.watch.records import COMPLETED, FAILED, INSIDE, ISSUED, CallRecord, ProcessRecord
+from pynccl.watch.verdict import judge
 
 USUAL = "all_reduce(count=33,554,432, BFLOAT16, SUM)"
-
-
-def in_init(rank: int, uid: str = "u-w") -> ProcessRecord:
-    init = call(1, "init", INSIDE, site="/m/train.py:3")
-    return process(rank, comm(rank, 4, [init], uid=uid, name="world"))
+EACH_OTHER = "ranks wait for each other: "
 
 
 def issued(rank: int, tp_age: float, dp_age: float, **more: Any) -> ProcessRecord:
@@ -25,13 +20,32 @@ def issued(rank: int, tp_age: float, dp_age: float, **more: Any) -> ProcessRecor
     return process(rank, comm(rank, 2, [tp_call]), dp(rank, dp_call))
 
 
-def and_waits(operation: str) -> list[ProcessRecord]:
-    second = comm(1, 2, [call(4, "barrier"), call(0, operation, INSIDE, peer=0)])
-    return [process(0, comm(0, 2, [call(5, "barrier", INSIDE)])), process(1, second)]
+def odd(one: CallRecord, size: int = 4) -> list[ProcessRecord]:
+    """All are in all_reduce #41 but the last rank."""
+    return [
+        *(waiting(rank, size) for rank in range(size - 1)),
+        process(size - 1, comm(size - 1, size, [call(40), one])),
+    ]
 
 
-EACH_OTHER = "ranks wait for each other: "
-CROSSED = {
+def message(operation: str, peer: int, state: str = INSIDE, **more: Any) -> CallRecord:
+    return call(0, operation, state, peer=peer, **more)
+
+
+def pair(*calls: CallRecord) -> list[ProcessRecord]:
+    """Rank 1 waits for a message of rank 2, which has made `calls`."""
+    recv = message("recv", 2, site="/m/pp.py:3", count=4)
+    return [process(1, comm(1, 3, [recv])), process(2, comm(2, 3, calls), where="/m/x.py:4 f")]
+
+
+CHANGES: list[tuple[dict[str, Any], str, str]] = [
+    ({"operation": "all_gather"}, INSIDE, "all_gather(count=33,554,432, BFLOAT16)"),
+    ({"count": 7}, ISSUED, "all_reduce(count=7, BFLOAT16, SUM)"),
+    ({"dtype": "FLOAT32"}, COMPLETED, "all_reduce(count=33,554,432, FLOAT32, SUM)"),
+    ({"op": "MAX"}, FAILED, "all_reduce(count=33,554,432, BFLOAT16, MAX)"),
+    ({"root": 1}, COMPLETED, "all_reduce(count=33,554,432, BFLOAT16, SUM, root=1)"),
+]
+CALLS = {
     "two communicators in two orders": Case(
         [
             process(0, comm(0, 2, [call(5, state=INSIDE, site="/m/a.py:1")]), dp(0, call(6))),
@@ -50,246 +64,55 @@ CROSSED = {
     "calls of one group have no order": Case(
         [issued(0, 3, 2, group=4), issued(1, 1, 2, group=9)], "running: no rank is stuck: 2 running, 0 finished."
     ),
-    "one order": Case([issued(0, 3, 2), issued(1, 2, 1)], "running: no rank is stuck"),
-    "all receive first": Case(
-        ring(3), f"crossed tp1 tp0 tp2: {EACH_OTHER}rank 0 in recv from rank 2 of comm 'tp' at ring.py:3, "
-    ),
-    "a ring of many": Case(
-        ring(64), f"crossed {' '.join(f'tp{n}' for n in range(64))}: {EACH_OTHER}", "and 61 more in this circle."
-    ),
     "other unique ids": Case(
         [in_init(0), in_init(1), in_init(2), in_init(3, "u-x")],
-        f"crossed w0 w1 w2 x3: {EACH_OTHER}ranks 0-2 in init of comm 'world' at train.py:3, rank 3 in init of "
-        "comm 'world'",
+        f"crossed w0 w1 w2 x3: {EACH_OTHER}ranks 0-2 in init of comm 'world' at train.py:3, rank 3 in init of ",
+    ),
+    "a collective and a recv": Case(
+        [
+            process(0, comm(0, 2, [call(5, "barrier", INSIDE)])),
+            process(1, comm(1, 2, [call(4, "barrier"), message("recv", 0)])),
+        ],
+        f"crossed tp0 tp1: {EACH_OTHER}rank 0 in barrier #5 of comm 'tp', rank 1 in recv from rank 0 of comm 'tp'.\n"
+        "rank 0: never called send to rank 1",
     ),
     **{
-        f"a collective and a {operation}": Case(
-            and_waits(operation),
-            f"crossed tp0 tp1: {EACH_OTHER}rank 0 in barrier #5 of comm 'tp', rank 1 in {operation} {way} rank 0 "
-            "of comm 'tp'.\n"
-            f"rank 0: never called {answer} rank 1",
-        )
-        for operation, way, answer in (
-            ("recv", "from", "send to"),
-            ("send", "to", "recv from"),
-            ("wait_signal", "from", "signal to"),
-        )
-    },
-}
-
-
-def odd(*calls: tuple[int, CallRecord], size: int = 4) -> list[ProcessRecord]:
-    """All are in all_reduce #41 but these."""
-    given = dict(calls)
-    usual = [waiting(rank, size) for rank in range(size) if rank not in given]
-    return [*usual, *(process(rank, comm(rank, size, [call(40), one])) for rank, one in given.items())]
-
-
-def coded(rank: int, *steps: tuple[int, str, int], state: str = INSIDE) -> ProcessRecord:
-    """A rank that has made these calls: (number, operation, line), and is inside the last one."""
-    calls = [call(number, operation, site=f"/m/model.py:{line}") for number, operation, line in steps]
-    calls[-1].state = state
-    return process(rank, comm(rank, 3, calls))
-
-
-def both(*steps: tuple[int, str, int], state: str = INSIDE) -> list[ProcessRecord]:
-    return [coded(rank, *steps, state=state) for rank in (0, 1)]
-
-
-CHANGES = [
-    ({"operation": "all_gather"}, INSIDE, "all_gather(count=33,554,432, BFLOAT16)"),
-    ({"count": 7}, ISSUED, "all_reduce(count=7, BFLOAT16, SUM)"),
-    ({"dtype": "FLOAT32"}, COMPLETED, "all_reduce(count=33,554,432, FLOAT32, SUM)"),
-    ({"op": "MAX"}, FAILED, "all_reduce(count=33,554,432, BFLOAT16, MAX)"),
-    ({"root": 1}, COMPLETED, "all_reduce(count=33,554,432, BFLOAT16, SUM, root=1)"),
-]
-STEP = ((37, "broadcast", 80), (38, "all_reduce", 88), (39, "all_gather", 95), (40, "broadcast", 80))
-REPEATED = [(number, "all_reduce", number) for number in range(30, 42)]
-SHORTER = [(number, "all_reduce", number + (number >= 38)) for number in range(30, 41)]
-MISMATCHES = {
-    **{
         words: Case(
-            odd((2, call(41, **{"operation": "all_reduce", "state": state, "site": "/home/me/moe.py:95", **change}))),
-            f"mismatch tp2: rank 2 calls {words} at moe.py:95 as #41 (comm 'tp', 4 ranks), where the others call "
+            odd(call(41, **{"operation": "all_reduce", "state": state, "site": "/home/me/moe.py:95", **change})),
+            f"mismatch tp3: rank 3 calls {words} at moe.py:95 as #41 (comm 'tp', 4 ranks), where the others call "
             f"{USUAL} at ",
             lines=["/home/me/moe.py:95"],
         )
         for change, state, words in CHANGES
     },
     "of two both are named": Case(
-        odd((1, call(41, state=INSIDE, count=5, site="/home/me/b.py:9")), size=2),
+        odd(call(41, state=INSIDE, count=5, site="/home/me/b.py:9"), size=2),
         "mismatch tp0 tp1: the ranks disagree about call #41 (comm 'tp', 2 ranks): "
         f"rank 1 calls all_reduce(count=5, BFLOAT16, SUM) at b.py:9, rank 0 calls {USUAL} at model.py:88",
         lines=["/home/me/model.py:88", "/home/me/b.py:9"],
     ),
-    "the first of several": Case(
-        [
-            *(process(r, comm(r, 3, [call(number) for number in range(38, 42)])) for r in range(2)),
-            process(2, comm(2, 3, [call(38), call(39, count=1), call(40, count=2), call(41, count=3)])),
-        ],
-        "mismatch tp2: rank 2 calls all_reduce(count=1, BFLOAT16, SUM) as #39",
-    ),
-    "a call left out": Case(
-        [
-            *both((40, "broadcast", 80), (41, "all_reduce", 88), (42, "all_gather", 95)),
-            coded(2, (40, "broadcast", 80), (41, "all_gather", 95), state=COMPLETED),
-        ],
-        "mismatch tp2: rank 2 calls all_gather(count=33,554,432, BFLOAT16) at model.py:95 as #41 (comm 'tp', 3 ranks), "
-        f"where the others call {USUAL} at model.py:88",
-    ),
-    "a call left out that the others are inside of": Case(
-        [*both(*STEP, (41, "all_reduce", 88)), coded(2, *STEP, (41, "all_gather", 95))],
-        "mismatch tp2: rank 2 calls all_gather(count=33,554,432, BFLOAT16) at model.py:95 as #41",
-    ),
-    "a call too many": Case(
-        [
-            *both((40, "broadcast", 80), (41, "all_reduce", 88), state=COMPLETED),
-            coded(2, (40, "broadcast", 80), (41, "all_gather", 9), (42, "all_reduce", 88)),
-        ],
-        "mismatch tp2: rank 2 calls all_gather(count=33,554,432, BFLOAT16) at model.py:9 as #41",
-    ),
-    "a call left out among equal ones": Case(
-        [*both(*REPEATED), coded(2, *SHORTER, state=COMPLETED)], "missing tp2: rank 2 never entered all_reduce #41"
-    ),
-    **{
-        f"{operation} may differ": Case(
-            [
-                process(r, comm(r, 3, [call(41, operation, count=r + 1, detail=f"color={r}")]), state=DEAD, end="exit")
-                for r in range(3)
-            ],
-            "finished: all 3 ranks have finished.",
-        )
-        for operation in ("all_gather_v", "all_to_all_v", "split", "group plan", "barrier")
-    },
-}
-
-
-def message(operation: str, peer: int, state: str = INSIDE, **more: Any) -> CallRecord:
-    return call(0, operation, state, peer=peer, **more)
-
-
-def pair(*calls: CallRecord, **more: Any) -> list[ProcessRecord]:
-    """Rank 1 waits for a message of rank 2, which has made `calls`."""
-    recv = message("recv", 2, site="/m/pp.py:3", count=4)
-    return [process(1, comm(1, 3, [recv])), process(2, comm(2, 3, calls), **{"where": "/m/x.py:4 f", **more})]
-
-
-def exchanges(*firsts: int, group: int = 1, completed: float = 0.0) -> list[ProcessRecord]:
-    """Rank 0 is in an exchange with ranks 1 and 2, rank 1 in another one with it; entries from these numbers on."""
-    first, second = firsts
-    two = [message("send", 1, entry=first, group=group), message("recv", 2, entry=first + 1, group=group)]
-    other = [message("recv", 0, age=3, entry=second + 1, count=3, group=group and 2)]
-    if completed:
-        other.insert(0, message("recv", 0, COMPLETED, entry=second, completed=completed))
-    return [process(0, comm(0, 3, two)), process(1, comm(1, 3, other)), process(2, comm(2, 3, []))]
-
-
-def late_notice(first: int) -> list[ProcessRecord]:
-    """Rank 0 has sent one message and ended; rank 1 waits for a second one. Of calls from entry `first` on."""
-    early = message("send", 1, COMPLETED, entry=first, age=9, returned=NOW - 9, completed=NOW - 1, stream=5)
-    asked = message("recv", 0, COMPLETED, entry=first, age=9, completed=NOW - 1)
-    again = message("recv", 0, age=3, entry=first + 1)
-    gone = process(0, comm(0, 2, [early]), state=DEAD, end="exit", end_at=NOW - 4)
-    return [gone, process(1, comm(1, 2, [asked, again]))]
-
-
-def passed_on(cut: bool) -> list[ProcessRecord]:
-    """Rank 0 has sent, which may not have been passed on from its machine; rank 1 waits for ranks 0 and 2."""
-    group = [message("send", 2, site="/m/pp.py:3", group=1), message("recv", 0, site="/m/pp.py:4", group=1)]
-    first = comm(0, 3, [call(2, "barrier", INSIDE, age=8.0)], cut=cut)
-    return [process(0, first), process(1, comm(1, 3, group))]
-
-
-def received() -> list[ProcessRecord]:
-    """Rank 1 is still in a send that rank 0 has received, which is in the next call."""
-    before = [call(1, entry=1), call(2, entry=2)]
-    send = message("send", 0, entry=3, age=4, site="/m/a.py:47")
-    recv = message("recv", 1, COMPLETED, entry=3, age=4, completed=NOW - 3)
-    first = comm(0, 2, [*before, recv, call(3, state=INSIDE, entry=4, age=3)])
-    return [process(0, first), process(1, comm(1, 2, [*before, send]))]
-
-
-MESSAGES = {
     "a recv without its send": Case(
         pair(call(1, "barrier")),
         "unmatched tp2: rank 2 never called send to rank 1; rank 1 has waited 12.3 s in recv from rank 2",
         lines=["/m/x.py:4"],
     ),
-    "a send without its recv": Case(
-        [process(1, comm(1, 2)), process(0, comm(0, 2, [message("send", 1)]))],
-        "unmatched tp1: rank 1 never called recv from rank 0",
-    ),
-    "from the dead": Case(
-        pair(call(1, "barrier"), state=DEAD, end="killed or crashed", end_at=NOW - 2),
-        "dead tp2: rank 2's process 1002 was killed or crashed (no last word) 2.0 s ago at x.py:4 f; "
-        "rank 1 has waited 12.3 s for it in recv from rank 2",
-    ),
-    "of other sizes": Case(
+    "messages of other sizes": Case(
         pair(message("send", 1, count=8, site="/m/pp.py:9")),
         "mismatch tp1 tp2: rank 2 sends BFLOAT16 x 8 at pp.py:9 to rank 1, which expects BFLOAT16 x 4 at pp.py:3 "
         "(comm 'tp').",
         lines=["/m/pp.py:9", "/m/pp.py:3"],
     ),
-    "as many bytes of another type": Case(
-        pair(message("send", 1, count=2, dtype="FLOAT32")), "running: no rank is stuck", patience=60
-    ),
-    "an earlier one whose end was noticed late": Case(late_notice(1), "dead tp0: rank 0 exited by itself"),
-    "the same of many calls": Case(late_notice(700), "dead tp0: rank 0 exited by itself"),
-    "one that was received": Case(
-        [
-            process(0, comm(0, 2, [message("send", 1, ISSUED, age=2)])),
-            process(1, comm(1, 2, [message("recv", 0, COMPLETED, completed=NOW - 1)])),
-        ],
-        "running: no rank is stuck",
-    ),
-    "one that was received keeps its rank": Case(
-        received(),
-        "stalled tp1: rank 1 in send to rank 0 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432, a.py:47), not done "
-        "after 4.0 s, which "
-        "rank 0 completed: ",
-        uid="u-tp",
-    ),
-    "one that has arrived is not the next one": Case(
-        exchanges(1, 1, completed=NOW - 9), "unmatched tp2: rank 2 never called send to rank 0"
-    ),
-    "of groups that cannot be counted": Case(exchanges(91, 51), "unmatched tp2: rank 2 never called send"),
-    "outside groups": Case(exchanges(91, 51, group=0), "mismatch tp0 tp1: rank 0 sends BFLOAT16 x 33,554,432"),
-    "all that a rank did is known": Case(
-        passed_on(False), "crossed tp0 tp1: " + EACH_OTHER, "rank 0: never called send to rank 1"
-    ),
-    "what a rank did is not all known": Case(passed_on(True), "missing tp2: nothing is known of rank 2"),
-}
-
-ALL = {
-    f"{kind}: {name}": case
-    for kind, cases in (("crossed", CROSSED), ("other calls", MISMATCHES), ("messages", MESSAGES))
-    for name, case in cases.items()
 }
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CALLS)
 def test_what_is_said(name: str) -> None:
-    ALL[name].check()
+    CALLS[name].check()
 
 
-def test_a_branch_on_the_rank_is_not_a_call_left_out() -> None:
-    other = [(number, "all_reduce", 90) for number in range(30, 41)]
-    verdict = judge([*both(*((n, "all_reduce", 88) for n in range(30, 42))), coded(2, *other, state=COMPLETED)])
-    assert (verdict.kind, verdict.culprits) == ("missing", [("u-tp", 2)])
-
-
-def test_a_message_between_two_machines_is_named_before_one_within_a_machine() -> None:
-    records = []
-    for rank in range(3):
-        kinds = (("send", (rank + 1) % 3), ("recv", (rank + 2) % 3))
-        calls = [call(0, kind, INSIDE, 3.0, peer=peer, group=1) for kind, peer in kinds]
-        records.append(process(rank, comm(rank, 3, calls), machine="m" if rank < 2 else "n"))
-    verdict = judge(records, uid="u-tp")
-    assert verdict.kind == "stalled"
-    assert re.match("ranks (0|1) and 2 in (send to|recv from) rank [012] .* and nobody is miss", verdict.sentence)
-
-
-def test_it_is_short_and_says_no_more_than_it_knows() -> None:
-    assert len(judge(ring(64)).sentence) < 600
-    assert "never called" not in render(judge(passed_on(True)))
-    assert "stalled" not in {one.kind for one in judge(odd((2, call(41, count=7, state=INSIDE)))).findings}
+def test_ranks_of_a_split_are_named_by_the_launch_too() -> None:
+    calls = [call(1, "reduce", INSIDE, op=op, count=4, dtype="FLOAT32") for op in ("MAX", "SUM", "SUM")]
+    child = [comm(rank, 3, [one], uid="u-s", name="s") for rank, one in enumerate(calls)]
+    verdict = judge([process(launched, one) for launched, one in zip((2, 0, 3), child, strict=True)])
+    assert verdict.sentence.startswith("rank 0 (rank 2 of the launch) calls reduce(count=4, FLOAT32, MAX) as #1")
+    assert "ranks 1 and 2 (ranks 0 and 3 of the launch) call reduce(count=4, FLOAT32, SUM)" in verdict.details

@@ -45,15 +45,8 @@ def comm(
 
 
 def process(rank: int, *comms: CommRecord, **more: Any) -> ProcessRecord:
-    values: dict[str, Any] = {
-        "pid": 1000 + rank,
-        "host": "a",
-        "machine": "m",
-        "rank": rank,
-        "started": NOW - 900,
-        "now": NOW,
-    }
-    return ProcessRecord(**{**values, "heartbeat": NOW - 0.5, "comms": list(comms), **more})
+    values: dict[str, Any] = {"pid": 1000 + rank, "host": "a", "machine": "m", "rank": rank, "comms": list(comms)}
+    return ProcessRecord(**{**values, "started": NOW - 900, "now": NOW, "heartbeat": NOW - 0.5, **more})
 
 
 def waiting(rank: int, size: int, number: int = 41, **more: Any) -> ProcessRecord:
@@ -70,6 +63,11 @@ def behind(rank: int, size: int, number: int = 40, **more: Any) -> ProcessRecord
 
 def dp(rank: int, *calls: CallRecord, size: int = 2, **more: Any) -> CommRecord:
     return comm(rank, size, calls, uid="u-dp", name="dp", **more)
+
+
+def in_init(rank: int, uid: str = "u-w") -> ProcessRecord:
+    init = call(1, "init", INSIDE, site="/m/train.py:3")
+    return process(rank, comm(rank, 4, [init], uid=uid, name="world"))
 
 
 def ring(size: int) -> list[ProcessRecord]:
