@@ -144,8 +144,8 @@ def test_sums_may_travel_in_a_wider_type(ranks: RankPool) -> None:
 
 
 def check_bits(comm: Communicator, dtype: torch.dtype) -> None:
-    """Cut and uncut gathers, and sums in the order of the ranks, have the same bits. Slices have 64 rows and more: there
-    BLAS gives a row of a product the same bits, however many others there are."""
+    """Cut and uncut gathers, and sums in the order of the ranks, have the same bits. Slices have 64 rows and more:
+    there BLAS gives a row of a product the same bits, however many others there are."""
     torch.manual_seed(comm.rank)
     x, own = torch.randn(256, 96).to(dtype), torch.randn(comm.size * 192, 96).to(dtype)
     parts = torch.randn(128, 96).to(dtype)
