@@ -20,6 +20,7 @@ from pynccl_autograd.torch_internals import backward_pass
 
 ROWS = 288  # of the whole: enough for 8 slices, and divisible by 2, 3 and 4 ranks
 IN, OUT = 24, 48
+MOST_CALLS = 24  # of a trial
 FUNCTIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "copy_matmul")
 # Where on a CPU something is tried, and what: the ring and the bulk where the pattern has them.
 FORWARD = {
@@ -33,12 +34,6 @@ BACKWARD = {
     "copy_backward": ["off", "bulk", "slices 2", "slices 4", "slices 8", "ring"],
 }
 PATTERNS = {**FORWARD, **BACKWARD}
-OF_FUNCTION = {
-    "all_gather_matmul": ("all_gather_matmul", "column_backward"),
-    "matmul_reduce_scatter": ("matmul_reduce_scatter", "row_backward"),
-    "matmul_all_reduce": ("matmul_all_reduce",),
-    "copy_matmul": ("copy_backward",),
-}
 
 
 @contextlib.contextmanager
