@@ -125,24 +125,6 @@ def check_all(comm: Communicator, ways: tuple[OverlapConfig, ...], dtype: torch.
         check_ways(comm, name, ways, dtype)
 
 
-def check_wider_sums(comm: Communicator) -> None:
-    """Sums of bfloat16 that travel around a ring as float32 are rounded once."""
-    x, w, bias, _ = whole_tensors(torch.bfloat16)
-    exact = part(reference(torch.bfloat16)["y"] - bias.double(), 0, comm)
-    errors = []
-    for reduce_dtype in (None, torch.float32):
-        y = ad.matmul_reduce_scatter(
-            part(x, 2, comm), part(w, 1, comm), comm, overlap=OverlapConfig("ring"), reduce_dtype=reduce_dtype
-        )
-        assert y.dtype is torch.bfloat16
-        errors.append(float((y.double() - exact).abs().mean()))
-    assert errors[1] < errors[0]
-
-
-def test_sums_may_travel_in_a_wider_type(ranks: RankPool) -> None:
-    ranks.run(4, check_wider_sums)
-
-
 def check_bits(comm: Communicator, dtype: torch.dtype) -> None:
     """Cut and uncut gathers, and sums in the order of the ranks, have the same bits. Slices have 64 rows and more:
     there BLAS gives a row of a product the same bits, however many others there are."""
@@ -193,33 +175,6 @@ def gathered_too(comm: Communicator) -> None:
 
 def test_what_was_gathered_can_be_had_and_derived(ranks: RankPool) -> None:
     ranks.run(3, gathered_too)
-
-
-def slice_by_slice(comm: Communicator, method: str) -> list[tuple[int, int]]:
-    torch.manual_seed(comm.rank)
-    x, w = torch.randn(20, 8, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
-    torch.manual_seed(4)
-    bias, g = torch.randn(6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
-    leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
-    expected = ad.matmul_all_reduce(leaves[0], leaves[1], comm, leaves[2], overlap="off").relu()
-    expected.backward(g)
-    mine = [t.clone().requires_grad_() for t in (x, w, bias)]
-    way = OverlapConfig(method, chunks=3)
-    slices = ad.matmul_all_reduce(mine[0], mine[1], comm, mine[2], overlap=way, hand_off=True)
-    done = [rows.relu_() for rows in slices]  # in place: each slice is a tensor of its own
-    torch.testing.assert_close(torch.cat(done), expected, rtol=1e-12, atol=1e-12)
-    torch.cat(done).backward(g)
-    for found, leaf in zip(mine, leaves, strict=True):
-        torch.testing.assert_close(found.grad, leaf.grad, rtol=1e-12, atol=1e-12)
-    again = ad.matmul_all_reduce(x, w, comm, overlap=way, hand_off=True)
-    assert torch.equal(again[-1], again.whole()[again.rows[-1]]) and len(again[:2]) == min(2, len(again))
-    return [(rows.start, rows.stop) for rows in slices.rows]
-
-
-@pytest.mark.parametrize(("n", "method"), [(2, "slices"), (3, "exchange"), (4, "ring")])
-def test_an_all_reduce_is_handed_out_slice_by_slice(ranks: RankPool, n: int, method: str) -> None:
-    rows = [(0, 20)] if method == "ring" else [(0, 6), (6, 13), (13, 20)]
-    assert ranks.run(n, slice_by_slice, method) == [rows] * n
 
 
 def accumulated(comm: Communicator) -> None:

@@ -61,13 +61,6 @@ def test_keys_that_have_no_meaning(keys: Mapping[str, Any], error: type[Exceptio
         as_config("layer", keys, "row")
 
 
-def test_the_backward_pass_has_a_configuration_of_its_own_if_it_is_given() -> None:
-    alike = OverlapConfig("ring", save_gathered=False)
-    assert alike.backward is alike
-    apart = replace(alike, dgrad=OverlapConfig("slices", chunks=2))
-    assert apart.backward == OverlapConfig("slices", chunks=2, save_gathered=False)
-
-
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"method": "tree"}, "method is 'tree', expected one of auto, slices"),
     ({"chunks": 1.5}, "chunks is 1.5, expected"),

@@ -78,24 +78,6 @@ def frozen_on_a_rank(comm: Communicator, overlap: Any) -> list[Tensor]:
     return step(block, own_rows(comm).requires_grad_())
 
 
-def odd_tensors(comm: Communicator, overlap: Any) -> list[Tensor]:
-    """Strides, more dimensions, cotangents of zeros that take no memory, parts that are not used, integers in shape."""
-    block = Block(comm, overlap)
-    x = own_rows(comm).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    flat = own_rows(comm).flatten(0, 1).requires_grad_()
-    four = own_rows(comm)[:, :, None].expand(-1, -1, 3, -1).clone().requires_grad_()
-    block(x).sum().backward()  # an expanded cotangent
-    (block(flat) * 2).sum().backward()
-    block(four).pow(2).mean().backward()
-    unused = ad.all_gather_matmul(flat, block.up.weight, comm, overlap=overlap, return_gathered=True)[1]
-    (unused * 3).sum().backward()
-    with torch.no_grad():
-        quiet = block(x)
-    with torch.inference_mode():
-        inference = block(x).clone()
-    return [*step(block, x), quiet, torch.tensor(inference.tolist()), flat.grad, four.grad]  # type: ignore[list-item]
-
-
 def transformed(comm: Communicator, overlap: Any) -> list[Tensor]:
     block = Block(comm, overlap)
     x = own_rows(comm)
@@ -118,36 +100,12 @@ def compiled(comm: Communicator, overlap: Any) -> list[Tensor]:
     return step(block, own_rows(comm).requires_grad_(), torch.compile(block, backend="aot_eager", fullgraph=True))
 
 
-def checked(comm: Communicator, overlap: Any) -> list[Tensor]:
-    """With PYNCCL_CHECK=1, on a communicator that has read it."""
-    os.environ["PYNCCL_CHECK"] = "1"
-    child = comm.split(0, comm.rank)
-    assert child is not None and child.checking
-    results = []
-    for sequence in (True, False):
-        x = own_rows(child, sequence).requires_grad_()
-        results += step(Block(child, overlap, sequence), x)
-    child.destroy()
-    return results
-
-
-def by_keys(comm: Communicator, overlap: Any) -> list[Tensor]:
-    """By TransformerEngine's defaults and keys, whose limits of CTAs a communicator of its own keeps around a ring."""
-    results = []
-    for keys in ({}, {"fprop": {"method": "ring_exchange"}, "dgrad": {"method": "pipeline", "num_splits": 3}}):
-        results += step(Block(comm, "off" if overlap == "off" else keys), own_rows(comm).requires_grad_())
-    return results
-
-
 PROGRAMS: dict[str, tuple[Any, ...]] = {
     "derived again": (twice_derived, True),
     "derived again, whole": (twice_derived, False),
     "frozen on a rank": (frozen_on_a_rank,),
-    "tensors of other forms": (odd_tensors,),
     "transforms of torch.func": (transformed,),
-    "keys of TransformerEngine": (by_keys,),
     "compiled": (compiled,),
-    "PYNCCL_CHECK": (checked,),
 }
 
 
@@ -198,30 +156,3 @@ def leaving(comm: Communicator) -> str:
 
 def test_a_rank_that_leaves_is_an_error_of_the_others(ranks: RankPool) -> None:
     assert ranks.run(3, leaving) == ["NcclRemoteError", "left", "NcclRemoteError"]
-
-
-def on_a_stream_of_his(comm: Communicator) -> int:
-    """How much was submitted to the stream that was given; too late, one is refused."""
-    child = comm.split(0, comm.rank)
-    assert child is not None
-    stream: Any = pynccl.create_stream(library=comm.library)
-    with pytest.raises(TypeError, match=r"set_side_stream: stream is 3, expected one that pynccl\.create_stream"):
-        ad.set_side_stream(child, 3)
-    ad.set_side_stream(child, stream)
-    submitted: list[Any] = []
-    submit = stream.submit
-
-    def counted(work: Any) -> None:
-        submitted.append(work)
-        submit(work)
-
-    stream.submit = counted
-    ad.all_gather_matmul(own_rows(comm), torch.ones(4, WIDTH).double(), child, overlap=WAYS[0])
-    with pytest.raises(RuntimeError, match="has used its own side stream; call it before that"):
-        ad.set_side_stream(child, stream)
-    child.destroy()
-    return len(submitted)
-
-
-def test_the_callers_own_stream_carries_the_communication(ranks: RankPool) -> None:
-    assert min(ranks.run(2, on_a_stream_of_his)) >= 3  # a collective for each slice

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 import tried
 from ranks import RankPool
 from torch import nn
-from tried import IN, OUT, calling, timed_by, tried_small
+from tried import IN, OUT, timed_by
 
 import pynccl_autograd as ad
 from pynccl import Communicator
@@ -63,43 +62,6 @@ def test_each_layer_has_its_passes_in_order(ranks: RankPool) -> None:
     assert lines[3].split() == ["down", "forward", "off", "3", "-", "-", "-", "-", "-"]
     assert lines[7].startswith("  down, forward: ") and "too few rows, or features" in lines[7]
     assert numbered == ["ColumnParallelLinear(16, 32) #1", "RowParallelLinear(32, 16) #2"]
-
-
-def compiled(comm: Communicator) -> str:
-    model, x = Model(comm), torch.randn(ROWS // comm.size, WIDTH)
-    model.add_module("never", ad.RowParallelLinear(WIDTH, WIDTH, comm, overlap="off"))
-    model.up.compile(backend="eager")
-    with ad.overlap.report(model) as report:
-        model(x).sum().backward()
-    return str(report)
-
-
-def test_layers_that_were_compiled_or_not_called_are_named(ranks: RankPool) -> None:
-    text = ranks.run(2, compiled)[0]
-    assert text.splitlines()[1].split()[:3] == ["down", "forward", "off"]
-    why = "nothing that could overlap was seen: not called, no backward pass, or compiled (torch.compile drops overlap)"
-    assert text.splitlines()[-1] == f"  up: {why}"
-
-
-def described(comm: Communicator) -> str:
-    """A layer between its first forward and backward passes; what no layer is, is refused."""
-    layer = ad.ColumnParallelLinear(IN, OUT, comm, sequence_parallel=True, dtype=torch.float64)
-    with tried_small():
-        y = layer(torch.randn(tried.ROWS // comm.size, IN, dtype=torch.float64))
-        text = ad.describe(layer)
-        y.sum().backward()
-        with pytest.raises(TypeError, match=r"owner is 'fc1', expected the module"):
-            calling(comm, "matmul_reduce_scatter", "fc1")()
-    for function in (ad.overlap.decisions, ad.overlap.retry):
-        with pytest.raises(TypeError, match=r"model is 5, expected a torch.nn.Module, or a communicator"):
-            function(5)
-    return text
-
-
-def test_what_is_on_trial_can_be_read_at_any_time(ranks: RankPool) -> None:
-    text = ranks.run(2, described)[0]
-    assert f"model, all_gather_matmul of {tried.ROWS} rows: undecided, on trial, call 1 of 24" in text
-    assert f"model, column_backward of {tried.ROWS} rows: undecided, on trial, call 0 of 24" in text
 
 
 def decided(comm: Communicator) -> tuple[str, str, int, bool]:
