@@ -70,14 +70,6 @@ def twice_derived(comm: Communicator, overlap: Any, sequence_parallel: bool) -> 
     return [*first, *second]
 
 
-def frozen_on_a_rank(comm: Communicator, overlap: Any) -> list[Tensor]:
-    """A weight there needs no gradient: the others communicate as ever."""
-    block = Block(comm, overlap)
-    block.up.weight.requires_grad_(comm.rank != 0)
-    block.down.weight.requires_grad_(comm.rank != 0)
-    return step(block, own_rows(comm).requires_grad_())
-
-
 def transformed(comm: Communicator, overlap: Any) -> list[Tensor]:
     block = Block(comm, overlap)
     x = own_rows(comm)
@@ -103,7 +95,6 @@ def compiled(comm: Communicator, overlap: Any) -> list[Tensor]:
 PROGRAMS: dict[str, tuple[Any, ...]] = {
     "derived again": (twice_derived, True),
     "derived again, whole": (twice_derived, False),
-    "frozen on a rank": (frozen_on_a_rank,),
     "transforms of torch.func": (transformed,),
     "compiled": (compiled,),
 }

@@ -6,10 +6,8 @@ import math
 from typing import Any
 
 import torch
-import tried
 from ranks import RankPool
 from torch import nn
-from tried import IN, OUT, timed_by
 
 import pynccl_autograd as ad
 from pynccl import Communicator
@@ -62,19 +60,3 @@ def test_each_layer_has_its_passes_in_order(ranks: RankPool) -> None:
     assert lines[3].split() == ["down", "forward", "off", "3", "-", "-", "-", "-", "-"]
     assert lines[7].startswith("  down, forward: ") and "too few rows, or features" in lines[7]
     assert numbered == ["ColumnParallelLinear(16, 32) #1", "RowParallelLinear(32, 16) #2"]
-
-
-def decided(comm: Communicator) -> tuple[str, str, int, bool]:
-    """A report that goes on while a trial ends: of the calls since then."""
-    layer = ad.RowParallelLinear(OUT, IN, comm, sequence_parallel=True, dtype=torch.float64)
-    x = torch.randn(tried.ROWS, OUT // comm.size, dtype=torch.float64)
-    with timed_by(lambda decision, number: 1.0 if decision.way == "ring" else 2.0), torch.no_grad():
-        with ad.overlap.report() as report:
-            for _ in range(24):
-                layer(x)
-        (row,) = report.rows()
-    return row.decision.way, row.decision.reason[:5], row.calls, math.isnan(row.wall)
-
-
-def test_a_report_tells_of_what_was_decided_in_it(ranks: RankPool) -> None:
-    assert ranks.run(2, decided) == [("ring", "tried", 4, False)] * 2

@@ -138,15 +138,6 @@ def second_of(comm: Any) -> Any:
     return Lanes(comm, compute_streams=2)._computing[1].stream.name  # type: ignore[attr-defined]
 
 
-def test_priorities_share_two_side_streams(caller: Caller) -> None:
-    comm: Any = Comm()
-    sides = [streams.side_stream(comm, priority) for priority in (-5, -2, -1, 0, 3)]
-    assert len(set(sides)) == 2 and len(set(sides[:3])) == 1
-    other: Any = Comm()
-    streams.set_side_stream(other, FakeStream("the user's"))
-    assert streams.side_stream(other, -5) is streams.side_stream(other, 0)  # whatever a layer asks for
-
-
 def buffer_of(work: Workspace) -> Tensor:
     with work.lent(LIKE) as lent:
         return lent.empty("gathered", (100,), LIKE)

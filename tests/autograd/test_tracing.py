@@ -11,7 +11,6 @@ from semantics import OPERATIONS, Case, tensors
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import pynccl_autograd as ad
 from pynccl import Communicator
 
 func = torch.func
@@ -73,15 +72,3 @@ TRACED = {
 @pytest.mark.parametrize("name", TRACED)
 def test_traces_hold_the_collectives_and_give_what_the_program_gives(ranks: RankPool, name: str) -> None:
     assert ranks.run(2, traced, name) == [TRACED[name]] * 2
-
-
-def refused(comm: Communicator) -> str:
-    with pytest.raises(TypeError) as caught:
-        torch.fx.symbolic_trace(lambda t: ad.all_reduce(t, comm, grad="sum"))
-    comm.barrier()
-    return str(caught.value)
-
-
-def test_what_cannot_be_traced_says_what_can(ranks: RankPool) -> None:
-    for symbolic in ranks.run(2, refused):
-        assert "torch.fx.proxy.Proxy" in symbolic and "make_fx or torch.export" in symbolic
