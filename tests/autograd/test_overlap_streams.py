@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pynccl
 from pynccl_autograd import streams
-from pynccl_autograd.overlap import lanes, limits
+from pynccl_autograd.overlap import lanes
 from pynccl_autograd.overlap.lanes import Lanes
 from pynccl_autograd.overlap.matmul import copy
 from pynccl_autograd.overlap.workspace import Workspace
@@ -44,11 +44,6 @@ class Comm:
 
     library = SimpleNamespace(is_host=False, version=(2, 28, 0))
     device, rank, size = "cuda:0", 0, 2
-    config: Any = None
-    dependents: tuple[Any, ...] = ()
-
-    def split(self, color: int, key: int, config: Any) -> Comm:
-        return Comm()
 
 
 class Caller:
@@ -85,7 +80,6 @@ def caller(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
     monkeypatch.setattr(streams, "_sides", weakref.WeakKeyDictionary())
     monkeypatch.setattr(lanes, "_seconds", {})
     monkeypatch.setattr(lanes, "_spares", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(limits, "_capped", weakref.WeakKeyDictionary())
     return caller
 
 
