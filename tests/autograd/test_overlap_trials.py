@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import time
 from typing import Any
 
 import pytest
@@ -12,72 +9,95 @@ import torch
 from ranks import RankPool
 from torch import nn
 from tried import (
-    FORWARD,
+    BACKWARD,
     FUNCTIONS,
     IN,
-    OF_FUNCTION,
+    MOST_CALLS,
     OUT,
     PATTERNS,
     ROWS,
     Took,
     Ways,
     calling,
-    mlp,
     settled,
     timed_by,
     tried_small,
 )
 
-import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observing import Observer, observing
+from pynccl.comm.observing import observing
+from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import routes
 from pynccl_autograd.overlap.trials import TOO_FEW, Decision
 
-MOST_CALLS = 24
-WITHIN = 30.0  # seconds from the death of a rank to the errors of the others
 
-
-# ---------------------------------------------------------------------------------------------- how many calls, of what
-
-
-def turns(comm: Communicator, name: str) -> dict[str, tuple[list[str], list[int], str, bool]]:
-    """Of each pattern: the ways in order, at which calls it was settled, what was kept, and whether it stays."""
+def all_turns(comm: Communicator, more: int = 4, **options: Any) -> tuple[list[Took], dict[str, str]]:
+    """What was taken in calls of all functions, and what was kept."""
     layer, ways = nn.Identity(), Ways()
     with tried_small(), observing(ways):
-        call = calling(comm, name, layer)
-        for _ in range(MOST_CALLS + 4):
-            call()
-        found = {}
-        for pattern in OF_FUNCTION[name]:
-            took = [one for one in ways.took if one.pattern == pattern]
-            after = [number for number, one in enumerate(took, 1) if one.settled]
-            kept = settled(layer)[pattern]
-            found[pattern] = [one.way for one in took], after, kept, {one.way for one in took if one.settled} == {kept}
-    return found
-
-
-def all_turns(comm: Communicator) -> dict[str, tuple[list[str], list[int], str, bool]]:
-    return {pattern: found for name in FUNCTIONS for pattern, found in turns(comm, name).items()}
+        for name in FUNCTIONS:
+            call = calling(comm, name, layer, **options)
+            for _ in range(MOST_CALLS + more):
+                call()
+    assert all(one.settled for one in ad.overlap.decisions(layer))
+    return ways.took, settled(layer)
 
 
 def test_the_ways_take_turns_in_at_most_24_calls(ranks: RankPool) -> None:
     first, other = ranks.run(2, all_turns)
-    assert first == other and set(first) == set(PATTERNS)
-    for pattern, (took, after, kept, stays) in first.items():
-        ways = PATTERNS[pattern]
+    assert first == other
+    took, kept = first
+    assert set(kept) == set(PATTERNS)
+    for pattern, ways in PATTERNS.items():
+        found = [one for one in took if one.pattern == pattern]
         rounds = MOST_CALLS // len(ways)
-        trial = took[: rounds * len(ways)]
-        assert sorted(set(trial)) == sorted(ways) and kept in ways and stays
-        assert all(trial.count(way) == rounds for way in ways)
-        assert all(sorted(trial[at : at + len(ways)]) == sorted(ways) for at in range(0, len(trial), len(ways)))
-        assert len({trial[at] for at in range(0, len(trial), len(ways))}) == rounds  # each round begins with another
-        assert len(trial) <= MOST_CALLS
-        assert after == list(range(len(trial) + 1, len(took) + 1))
+        trial = [one.way for one in found[: rounds * len(ways)]]
+        each = [trial[at : at + len(ways)] for at in range(0, len(trial), len(ways))]
+        assert all(sorted(one) == sorted(ways) for one in each)
+        assert len({one[0] for one in each}) == rounds  # each round begins with another
+        assert [one.settled for one in found] == [False] * len(trial) + [True] * (len(found) - len(trial))
+        assert {one.way for one in found[len(trial) :]} == {kept[pattern]} <= set(ways)
 
 
-def chosen(comm: Communicator, tables: list[dict[str, Any]], names: tuple[str, ...] = FUNCTIONS) -> dict[str, str]:
+SLICES, EXCHANGES = ([f"{method} {chunks}" for chunks in (2, 4, 8)] for method in ("slices", "exchange"))
+GATHERS = ("all_gather_matmul", "row_backward")
+# What is tried of what is left open; with deterministic sums nothing is.
+OPEN: list[tuple[Any, dict[str, list[str]]]] = [
+    (OverlapConfig("slices"), dict.fromkeys(PATTERNS, SLICES)),
+    (OverlapConfig("exchange"), {one: SLICES if one in GATHERS else EXCHANGES for one in PATTERNS}),
+    (OverlapConfig("slices", chunks=3), {one: ["slices 3"] for one in PATTERNS}),
+    (
+        OverlapConfig("off", dgrad=OverlapConfig("slices")),
+        {one: SLICES if one in BACKWARD else ["off"] for one in PATTERNS},
+    ),
+    (
+        OverlapConfig(deterministic=True),
+        {one: ["off" if one in GATHERS else "exchange 1"] for one in PATTERNS},
+    ),
+    ("deterministic algorithms of torch", {one: ["off"] for one in PATTERNS}),
+]
+
+
+def tried_of_open(comm: Communicator) -> list[dict[str, list[str]]]:
+    """The ways of each pattern, in the order in which they were first taken."""
+    found = []
+    for config, _ in OPEN:
+        of_torch = isinstance(config, str)
+        torch.use_deterministic_algorithms(of_torch)
+        try:
+            took, _ = all_turns(comm, 1, overlap="auto" if of_torch else config)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        found.append({one: list(dict.fromkeys(took.way for took in took if took.pattern == one)) for one in PATTERNS})
+    return found
+
+
+def test_what_is_left_open_is_tried(ranks: RankPool) -> None:
+    assert ranks.run(2, tried_of_open) == [[expected for _, expected in OPEN]] * 2
+
+
+def chosen(comm: Communicator, tables: list[dict[str, Any]]) -> dict[str, str]:
     """What is kept by the times of a table, one for each rank: seconds of a way, or of its first, second, .. call."""
     table = tables[comm.rank]
 
@@ -85,15 +105,13 @@ def chosen(comm: Communicator, tables: list[dict[str, Any]], names: tuple[str, .
         took = table.get(decision.way, 1.0)
         return took[number % len(took)] if isinstance(took, list) else took
 
-    found: dict[str, str] = {}
+    layer = nn.Identity()
     with timed_by(seconds):
-        for name in names:
-            layer = nn.Identity()
+        for name in FUNCTIONS:
             call = calling(comm, name, layer)
             for _ in range(MOST_CALLS + 1):
                 call()
-            found.update(settled(layer))
-    return found
+        return settled(layer)
 
 
 SLOW: dict[str, Any] = {"off": 1.0, "bulk": 1.2, "slices 2": 1.1, "slices 4": 1.1, "slices 8": 1.1, "ring": 1.1}
@@ -121,178 +139,62 @@ KEPT: dict[str, tuple[list[dict[str, Any]], str]] = {
 @pytest.mark.parametrize("case", KEPT)
 def test_the_fastest_way_is_kept(ranks: RankPool, case: str) -> None:
     tables, best = KEPT[case]
-    for found in ranks.run(len(tables), chosen, tables):
-        assert set(found) == set(PATTERNS)
-        for pattern, way in found.items():
-            assert way == (best if best in PATTERNS[pattern] else "slices 2"), pattern
+    expected = {pattern: best if best in PATTERNS[pattern] else "slices 2" for pattern in PATTERNS}
+    assert ranks.run(len(tables), chosen, tables) == [expected] * len(tables)
 
 
-class Fails(Observer):
-    """Calls that are to go a certain way raise before they begin."""
-
-    def __init__(self, ways: tuple[str, ...]) -> None:
-        self.ways = ways
-
-    def decided(self, owner: Any, decision: Any) -> None:
-        """See Observer."""
-        if decision.way in self.ways:
-            raise MemoryError(decision.way)
-
-
-def never_timed(comm: Communicator, fail: tuple[str, ...]) -> list[tuple[str, list[str]]]:
-    """What is kept of a layer some of whose ways never came to an end, and of which a time is told."""
-    found = []
-    with timed_by(lambda decision, number: 1.0):
-        for name in FUNCTIONS[:3]:
-            layer = nn.Identity()
-            torch.manual_seed(comm.rank)
-            x = torch.randn(ROWS // comm.size if name == "all_gather_matmul" else ROWS, IN)
-            with torch.no_grad(), observing(Fails(fail)):
-                for _ in range(MOST_CALLS + 1):
-                    try:
-                        getattr(ad, name)(x, torch.ones(OUT, IN), comm, owner=layer)
-                    except MemoryError as error:
-                        assert str(error) in fail
-            (decision,) = ad.overlap.decisions(layer)
-            assert decision.settled
-            found.append((decision.way, list(decision.tried)))
-    return found
-
-
-def test_a_way_that_was_never_timed_is_not_kept(ranks: RankPool) -> None:
-    for found in ranks.run(2, never_timed, ("slices 4", "ring")):
-        for (way, tried), ways in zip(found, FORWARD.values(), strict=True):
-            assert way == "off"
-            assert tried == [one for one in ways if one not in ("slices 4", "ring")]
-    for found in ranks.run(2, never_timed, ("off", "slices 2", "slices 4", "slices 8", "bulk")):
-        assert found == [("ring", ["ring"])] * 3
-
-
-def few(comm: Communicator, rows: int, features: int) -> tuple[str, str, bool]:
-    """Of a layer, at the clock and the bounds of the machine."""
-    layer = ad.RowParallelLinear(features, features, comm, sequence_parallel=True)
-    x = torch.randn(rows, features // comm.size)
-    with torch.no_grad(), ad.overlap.report() as report:
-        layer(x)
-    (row,) = report.rows()
-    return row.decision.way, row.decision.reason, row.decision.settled
-
-
-def told_on_one_rank(comm: Communicator) -> list[tuple[str, bool]]:
-    """Many small shapes of which one rank alone has a report: they are nothing that ranks remember."""
-    layer = ad.RowParallelLinear(64, 64, comm, sequence_parallel=True)
-    with tried_small():
-        layer(torch.randn(ROWS, 64 // comm.size))
-    with pytest.MonkeyPatch.context() as patch, ad.overlap.report() if comm.rank == 0 else contextlib.nullcontext():
-        patch.setattr(routes, "MOST_KEPT", 16)
-        for rows in range(comm.size, 80, comm.size):
-            layer(torch.randn(rows, 64 // comm.size))
-    with tried_small():
-        layer(torch.randn(ROWS, 64 // comm.size))
-    return [(one.reason, one.settled) for one in ad.overlap.decisions(layer)]
-
-
-def test_a_report_on_one_rank_lets_ranks_forget_nothing(ranks: RankPool) -> None:
-    first, second = ranks.run(2, told_on_one_rank)
-    assert first == second == [("on trial, call 2 of 20", False), ("on trial, call 0 of 24", False)]
-
-
-def test_what_is_too_small_to_gain_is_off_at_once(ranks: RankPool) -> None:
-    assert set(ranks.run(2, few, 256, 64)) == {("off", TOO_FEW, True)}
-    way, reason, is_settled = ranks.run(2, few, 256, 512)[0]
-    assert (way, reason, is_settled) == ("off", "on trial, call 1 of 20", False)
-
-
-def many_shapes(comm: Communicator) -> tuple[int, int, str]:
-    layer = nn.Identity()
+def not_tried(comm: Communicator) -> list[Any]:
+    """What is too small by the bounds of the machine, what is not, and the last of too many shapes of a layer."""
+    found: list[Any] = []
+    for features in (64, 512):
+        layer = ad.RowParallelLinear(features, features, comm, sequence_parallel=True)
+        with torch.no_grad(), ad.overlap.report() as report:
+            layer(torch.randn(256, features // comm.size))
+        found += [(row.decision.way, row.decision.reason, row.decision.settled) for row in report.rows()]
+    many = nn.Identity()
     with tried_small(), torch.no_grad():
         for more in range(routes.MOST_SHAPES + 3):
             x = torch.randn(comm.size * (64 + more), IN)
-            ad.matmul_reduce_scatter(x, torch.ones(OUT, IN), comm, owner=layer)
-    found = ad.overlap.decisions(layer)
-    return sum(not one.settled for one in found), len(found), found[-1].reason
+            ad.matmul_reduce_scatter(x, torch.ones(OUT, IN), comm, owner=many)
+    decisions = ad.overlap.decisions(many)
+    return [*found, sum(not one.settled for one in decisions), len(decisions), decisions[-1].reason[:50]]
 
 
-def test_of_many_shapes_only_the_first_are_tried(ranks: RankPool) -> None:
-    for on_trial, all_of_them, reason in ranks.run(2, many_shapes):
-        assert (on_trial, all_of_them) == (routes.MOST_SHAPES, routes.MOST_SHAPES + 3)
-        assert reason.startswith("16 shapes of this pass were tried before; ad.overlap.retry(layer)")
+def test_what_is_too_small_or_of_many_shapes_is_not_tried(ranks: RankPool) -> None:
+    for found in ranks.run(2, not_tried):
+        assert found == [
+            ("off", TOO_FEW, True),
+            ("off", "on trial, call 1 of 20", False),
+            routes.MOST_SHAPES,
+            routes.MOST_SHAPES + 3,
+            "16 shapes of this pass were tried before; ad.overlap.retry(layer)"[:50],
+        ]
 
 
-# ---------------------------------------------------------------------------------------------- all ranks alike
-
-
-class Slow(Observer):
-    """Communication of this rank takes longer: within the passes, so that they do."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def launching(self, calls: Any) -> None:
-        """See Observer."""
-        time.sleep(self.seconds)
-
-
-def all_calls(comm: Communicator, slow_rank: int | None, seed: int | None) -> tuple[list[Took], dict[str, int]]:
-    """The ways of 32 training steps with evaluation between them; how many passes go each way in the end."""
-    ways, kept = Ways(), dict[str, int]()
-    clock = None if seed is None else seed * comm.size + comm.rank
-    with tried_small(clock), observing(ways), observing(Slow(3e-4 if comm.rank == slow_rank else 0.0)):
-        for sequence_parallel in (True, False):
-            model = mlp(comm, sequence_parallel)
-            torch.manual_seed(1)
-            x = torch.randn(ROWS // comm.size if sequence_parallel else ROWS, IN, dtype=torch.float64)
+def all_calls(comm: Communicator, seed: int) -> tuple[list[Took], int]:
+    """The ways of 32 training steps with evaluation between them; how many passes were decided in the end."""
+    ways, kept = Ways(), 0
+    options: dict[str, Any] = {"dtype": torch.float64}
+    with tried_small(seed * comm.size + comm.rank), observing(ways):
+        for scattered in (True, False):
+            torch.manual_seed(3)
+            model = nn.Sequential(
+                ad.ColumnParallelLinear(IN, OUT, comm, sequence_parallel=scattered, **options),
+                nn.GELU(),
+                ad.RowParallelLinear(OUT, IN, comm, sequence_parallel=scattered, **options),
+            )
+            x = torch.randn(ROWS // comm.size if scattered else ROWS, IN, **options)
             for step in range(32):
-                model(x).square().mean().backward()
+                model(x.requires_grad_()).square().mean().backward()
                 if step % 7 == 3:
                     with torch.no_grad():
                         model(x)
-            for layer in model:
-                for way in settled(layer).values():
-                    kept[way] = kept.get(way, 0) + 1
+            kept += sum(len(settled(layer)) for layer in model)
     return ways.took, kept
 
 
-def test_all_ranks_take_the_same_way_where_one_is_slow(ranks: RankPool) -> None:
-    (first, kept), *others = ranks.run(3, all_calls, 2, None)
-    assert len(first) > 200 and sum(kept.values()) == 9
-    assert all(took == first for took, _ in others)
-
-
-@pytest.mark.parametrize(("n", "seed"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("n", "seed"), [(2, 1), (3, 2), (4, 3)])
 def test_all_ranks_take_the_same_way_whatever_their_clocks_say(ranks: RankPool, n: int, seed: int) -> None:
-    (first, kept), *others = ranks.run(n, all_calls, None, seed)
-    assert sum(kept.values()) == 9 and len(kept) > 1  # of random times not the same way everywhere
-    assert all(took == first for took, _ in others)
-
-
-def dying(comm: Communicator, at: int) -> tuple[str, float]:
-    """The last rank ends in the middle of a trial; the error of another one, and after how long."""
-    own = comm.split(0)
-    assert own is not None
-    layer = nn.Identity()
-    begun = time.monotonic()
-    with tried_small():
-        call = calling(own, "all_gather_matmul", layer)
-        try:
-            for number in range(MOST_CALLS + 5):
-                begun = time.monotonic()
-                if number == at and own.rank == own.size - 1:
-                    os._exit(3)
-                call()
-        except pynccl.NcclError as error:
-            return f"{type(error).__name__}: {error}", time.monotonic() - begun
-        finally:
-            own.abort()
-    return "", 0.0
-
-
-@pytest.mark.parametrize("at", [24])  # the call that decides
-def test_a_rank_that_dies_in_a_trial_is_an_error_on_the_others(doomed: RankPool, at: int) -> None:
-    *others, last = doomed.outcomes(3, dying, at)
-    assert "died: exit code 3" in last.report
-    for outcome in others:
-        assert not outcome.report, outcome.report
-        said, seconds = outcome.value
-        assert said.startswith("NcclRemoteError: ")
-        assert seconds < WITHIN
+    first, *others = ranks.run(n, all_calls, seed)
+    assert len(first[0]) > 150 and first[1] == 6
+    assert others == [first] * (n - 1)

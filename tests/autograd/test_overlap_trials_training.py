@@ -1,179 +1,145 @@
-"""Training while overlap="auto" tries its ways, and once it has decided: the values of training without overlap; what a
-checkpoint computes anew goes as it went at first."""
+"""Training while overlap="auto" tries its ways, and once it has decided: the values of layers on one process."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import RankPool
 from torch import Tensor, nn
-from training_programs import (
-    BLOCKS,
-    PROGRAMS,
-    SCATTERED,
-    WHOLE,
-    Program,
-    batch,
-    freeze_on_rank_0,
-    leave,
-    loss_of,
-    many_sizes,
-    nested,
-    not_reentrant,
-    parallel_model,
-    parameters_of,
-    plain_model,
-    trained,
-    whole,
-    with_main_grads,
-    without_early_stop,
-)
-from tried import Routes, Ways, routes, settled, tried_small
+from torch.utils.checkpoint import checkpoint
+from tried import IN, OUT, ROWS, Ways, settled, tried_small
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.call import call_text
-from pynccl.comm.observing import Observer, observing
-from pynccl_autograd import OverlapConfig
-from pynccl_autograd.torch_internals import backward_pass
+from pynccl.comm.observing import observing
+from pynccl_autograd.overlap.routes import MOST_SHAPES
 
-# Each way of programs once, on some number of ranks; the others, and those in the other layout, are slow.
-SOME = (
-    ("plain", 3, SCATTERED),
-    ("plain", 2, WHOLE),
-    ("not reentrant", 2, SCATTERED),
-    ("reentrant", 2, SCATTERED),
-    ("nested", 2, WHOLE),
-    ("reentrant in not reentrant", 2, SCATTERED),
-    ("forwards first, nested", 2, SCATTERED),
-    ("1F1B, reentrant", 2, SCATTERED),
-    ("evaluation", 2, SCATTERED),
-    ("many sizes", 2, SCATTERED),
-    ("frozen", 2, SCATTERED),
-    ("frozen on a rank, not reentrant", 2, SCATTERED),
-    ("autocast", 2, SCATTERED),
-    ("main_grad", 2, SCATTERED),
-    ("gathered anew", 2, SCATTERED),
-    ("reduce_dtype", 2, SCATTERED),
-)
-OTHERS = [(name, 2, layout) for name in PROGRAMS for layout in (SCATTERED, WHOLE) if (name, 2, layout) not in SOME]
-CASES = [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+STEPS = 28  # the trials of 20 and 24 calls, the decisions, and some after them
+BLOCKS = 2
 
 
-class Sent(Observer):
-    """What was communicated, by what `at` says meanwhile; without what ranks tell each other for a decision."""
+class Block(nn.Module):
+    """x + down(gelu(up(x))), of layers of ours or of torch's."""
 
-    def __init__(self) -> None:
-        self.at: Any = None
-        self.calls: dict[Any, list[str]] = {}
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
 
-    def launching(self, calls: Any) -> None:
-        """See Observer."""
-        for call in calls:
-            if call.operation == "check":  # of PYNCCL_CHECK, which tells ranks of each call
-                continue
-            text = call.compared or call_text(call.operation, call.inputs)
-            if "INT64" not in text:
-                self.calls.setdefault(self.at, []).append(text)
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.gelu(self.up(x)))
+        return y
 
 
-class Watched(NamedTuple):
-    """A program whose blocks tell how their first passes went, and how what is computed anew."""
-
-    program: Program
-    noted: Routes
-    sent: Sent
+def not_reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
+    for block in model:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
 
 
-@contextlib.contextmanager
-def watched(program: Program) -> Iterator[Watched]:
-    """The program with a forward pass that tells of its blocks."""
-    numbers, sent = itertools.count(), Sent()
-    with routes() as noted, observing(sent):
-
-        def telling(block: nn.Module, at: Any) -> Callable[[Tensor], Tensor]:
-            def forward(x: Tensor) -> Tensor:
-                before = noted.at, sent.at
-                noted.at, sent.at = at, (at, backward_pass() >= 0)
-                try:
-                    y: Tensor = block(x)
-                finally:
-                    noted.at, sent.at = before
-                return y
-
-            return forward
-
-        def run(model: nn.Sequential, x: Tensor) -> Tensor:
-            number = next(numbers)
-            blocks = [telling(block, (number, at)) for at, block in enumerate(model)]
-            return program.run(blocks, x)  # type: ignore[arg-type]
-
-        yield Watched(program._replace(run=run), noted, sent)
+def reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
+    x = x.requires_grad_()  # or torch makes no gradients in it
+    for block in model:
+        x = checkpoint(block, x, use_reentrant=True)
+    return x
 
 
-def check_computed_anew(program: Program, noted: Routes, sent: Sent) -> None:
-    """The regions of every microbatch went the second time as at first, while ways were tried and afterwards."""
-    recomputed = 0
-    for at, first in noted.first.items():
-        again = noted.anew.get(at)
-        if again is None:
-            assert program.evaluate  # what was evaluated has no backward pass
-            continue
-        recomputed += 1
-        if program.run not in NOT_REENTRANT:  # whose first pass does not know that there will be a backward pass
-            first, again = ([route._replace(composed=True) for route in found if route.way] for found in (first, again))
-        times, rest = divmod(len(again), len(first))
-        assert times and not rest and again == times * first, (at, first, again)
-        calls, calls_again = sent.calls.get((at, False), []), sent.calls.get((at, True), [])
-        assert calls_again == times * calls, (at, calls, calls_again)
-    assert set(noted.anew) <= set(noted.first)
-    assert recomputed == program.steps * program.microbatches * BLOCKS
+def nested(model: nn.Sequential, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(lambda x: not_reentrant(model, x), x.requires_grad_(), use_reentrant=False)
+    return y
 
 
-NOT_REENTRANT = (not_reentrant, without_early_stop, nested)
-PATTERNS = {
-    SCATTERED: {"all_gather_matmul", "matmul_reduce_scatter", "column_backward", "row_backward"},
-    WHOLE: {"matmul_all_reduce", "copy_backward"},
+class Program(NamedTuple):
+    """A way to train.
+
+    run       the forward pass of a microbatch
+    ahead     so many forward passes are made before their backward passes, of three microbatches
+    many      rows that change from step to step
+    evaluate  without gradients, every third step"""
+
+    run: Callable[[nn.Sequential, Tensor], Tensor] = lambda model, x: model(x)
+    scattered: bool = True
+    ahead: int = 1
+    many: bool = False
+    evaluate: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-9
+
+
+PROGRAMS = {
+    "plain": Program(),
+    "whole": Program(scattered=False),
+    "reentrant": Program(reentrant),
+    "nested": Program(nested, scattered=False),
+    "forwards first, nested": Program(nested, ahead=3),
+    "1F1B, reentrant": Program(reentrant, ahead=2),
+    "evaluation": Program(not_reentrant, evaluate=True),
+    "many sizes": Program(not_reentrant, many=True),
+    "reduce_dtype": Program(options={"reduce_dtype": torch.float64}, dtype=torch.float32, tolerance=1e-4),
 }
 
 
-def compare(comm: Communicator, name: str, sequence_parallel: bool) -> None:
-    """Train with "auto", and torch's layers alone: losses and parameters."""
-    program = PROGRAMS[name]
-    plain = plain_model(program.dtype)
-    options = dict(program.options)
-    keeps = options.pop("save_gathered", True)
+def loss_of(y: Tensor) -> Tensor:
+    return y.double().square().sum() / ROWS
 
-    def layers(method: Any) -> nn.Sequential:
-        config = OverlapConfig(method, save_gathered=keeps)
-        return parallel_model(comm, plain, sequence_parallel, overlap=config, **options)
 
-    auto, off, ways = layers("auto"), layers("off"), Ways()
-    with tried_small(100 + comm.rank), observing(ways), watched(program) as seen:
-        found = torch.stack(trained(comm, seen.program, auto, sequence_parallel))
-    if program.run is not whole:
-        check_computed_anew(program, seen.noted, seen.sent)
-    if program.before is freeze_on_rank_0:  # which no whole model can
-        wanted = torch.stack(trained(comm, program, off, sequence_parallel))
-        parameters = parameters_of(off)
-    else:
-        untouched = leave if program.before is with_main_grads else program.before
-        wanted = torch.stack(trained(None, program._replace(before=untouched), plain, False))
-        parameters = plain.state_dict()
-        if sequence_parallel:
-            comm.all_reduce(found, found)
+def batch(comm: Communicator | None, program: Program, step: int, number: int) -> Tensor:
+    """The rows of this rank, or all."""
+    torch.manual_seed(1000 * step + number)
+    x = torch.randn(ROWS + 12 * (step % (MOST_SHAPES + 2)) * program.many, IN, dtype=program.dtype)
+    return x.chunk(comm.size)[comm.rank].clone() if comm is not None and program.scattered else x
+
+
+def trained(comm: Communicator | None, program: Program, model: nn.Sequential) -> Tensor:
+    """The losses of all steps on this rank's rows, and of evaluations."""
+    losses = []
+    for step in range(STEPS * (1 + program.many)):
+        under_way: list[Tensor] = []
+        for number in range(3 if program.ahead > 1 else 1):
+            under_way.append(loss_of(program.run(model, batch(comm, program, step, number))))
+            losses.append(under_way[-1].detach())
+            if len(under_way) == program.ahead:
+                under_way.pop(0).backward()
+        for loss in under_way:
+            loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.02)
+                parameter.grad = None
+        if program.evaluate and step % 3 == 1:
+            with torch.inference_mode():
+                losses.append(loss_of(program.run(model, batch(comm, program, step, 9))).clone())
+    return torch.stack(losses)
+
+
+def compare(comm: Communicator, name: str) -> None:
+    """Losses and parameters."""
+    program, ways = PROGRAMS[name], Ways()
+    torch.manual_seed(11)
+    plain = nn.Sequential(*(Block(nn.Linear(IN, OUT), nn.Linear(OUT, IN)) for _ in range(BLOCKS))).to(program.dtype)
+    auto: Any = nn.Sequential(
+        *(
+            Block(
+                ad.ColumnParallelLinear.from_linear(block.up, comm, program.scattered, **program.options),
+                ad.RowParallelLinear.from_linear(block.down, comm, program.scattered, **program.options),
+            )
+            for block in plain
+        )
+    )
+    with tried_small(100 + comm.rank), observing(ways):
+        found, wanted = trained(comm, program, auto), trained(None, program, plain)
+    if program.scattered:
+        comm.all_reduce(found, found)
     close = {"rtol": program.tolerance, "atol": program.tolerance}
     torch.testing.assert_close(found, wanted, **close)
-    for key, one in parameters_of(auto).items():
-        torch.testing.assert_close(one, parameters[key], **close)
-    assert {one.pattern for one in ways.took if not one.settled} == PATTERNS[sequence_parallel]
-    if program.rows is many_sizes:
+    for key, one in ad.full_state_dict(auto).items():
+        torch.testing.assert_close(one, plain.state_dict()[key], **close)
+    if program.many:
         reasons = [decision.reason for layer in (auto[0].up, auto[0].down) for decision in ad.overlap.decisions(layer)]
         assert any("16 shapes of this pass were tried before" in reason for reason in reasons)
     else:
@@ -181,48 +147,6 @@ def compare(comm: Communicator, name: str, sequence_parallel: bool) -> None:
         assert {"off", "slices 2", "slices 4", "slices 8", "ring"} <= {one.way for one in ways.took}
 
 
-@pytest.mark.parametrize(("name", "n", "sequence_parallel"), CASES)
-def test_training_with_auto_is_training_without_overlap(
-    ranks: RankPool, name: str, n: int, sequence_parallel: bool
-) -> None:
-    """And what a checkpoint computes anew goes as it went at first."""
-    ranks.run(n, compare, name, sequence_parallel)
-
-
-def checked(comm: Communicator) -> None:
-    os.environ["PYNCCL_CHECK"] = "1"  # which the pool takes back
-    own = comm.split(0)
-    assert own is not None
-    with own:
-        compare(own, "reentrant", True)
-
-
-def test_training_where_calls_are_compared(ranks: RankPool) -> None:
-    ranks.run(2, checked)
-
-
-def retried_midway(comm: Communicator, name: str) -> None:
-    """Between forward and backward passes: what is computed anew goes as it went, and the backward pass as in a new
-    trial."""
-    model = parallel_model(comm, plain_model(torch.float64), True)
-    x = batch(comm, PROGRAMS[name], 0, 0, True)
-    expected: list[Tensor] = []
-    with tried_small(comm.rank):
-        for step in range(18):
-            y = PROGRAMS[name].run(model, x)
-            if step % 11 == 3:
-                ad.overlap.retry(model)
-            loss_of(y).backward()
-            found = [one.grad for one in model.parameters() if one.grad is not None]
-            assert len(found) == 8
-            expected = expected or found
-            for mine, its in zip(found, expected, strict=True):
-                torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
-            model.zero_grad()
-    for layer in (model[0].up, model[1].down):
-        assert not any(one.settled for one in ad.overlap.decisions(layer))  # 3 steps since the last time
-
-
-@pytest.mark.parametrize("name", ["nested", "reentrant"])
-def test_retry_between_a_forward_and_a_backward_pass(ranks: RankPool, name: str) -> None:
-    ranks.run(2, retried_midway, name)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training_with_auto_is_training_without_overlap(ranks: RankPool, name: str) -> None:
+    ranks.run(3 if name == "plain" else 2, compare, name, timeout=200)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -12,18 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import TORCHRUN, RankPool
-from torch import Tensor, nn
-from traces import Model, check_nesting, lanes_of, read, slices, steps
+from ranks import RankPool
+from traces import WIDTH, Model, check_nesting, lanes_of, read, slices, steps
 
 import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import streams
-from pynccl_autograd.overlap import OverlapConfig
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-WIDTH, HIDDEN, ROWS = 12, 24, 12
 
 
 class Traced(NamedTuple):
@@ -74,13 +66,11 @@ def test_layers_and_lanes_are_named(traced: Traced) -> None:
 def test_slices_nest_within_the_steps(traced: Traced) -> None:
     check_nesting(traced.trace)
     for rank in range(traced.n):
-        found = slices(traced.trace, "step", rank)
-        assert [one["name"] for one in found] == ["step 0", "step 1"]
-        for one in slices(traced.trace, "", rank):
-            begin, end = one["ts"], one["ts"] + one["dur"]
-            # the clock of torch.profiler is another one
-            off = 1e-6 if one["cat"] in ("step", "comm", "exposed") else 5.0
-            assert any(step["ts"] <= begin + off and end <= step["ts"] + step["dur"] + off for step in found), one
+        steps = slices(traced.trace, "step", rank)
+        assert [one["name"] for one in steps] == ["step 0", "step 1"]
+        for one in slices(traced.trace, "comm", rank):
+            ends = one["ts"] + one["dur"] - 1e-6
+            assert any(step["ts"] <= one["ts"] + 1e-6 and ends <= step["ts"] + step["dur"] for step in steps), one
 
 
 def test_arrows_join_a_collective_on_all_ranks_and_the_last_is_named(traced: Traced) -> None:
@@ -108,27 +98,6 @@ def test_arrows_join_a_collective_on_all_ranks_and_the_last_is_named(traced: Tra
         if rank == late:
             assert first["late_us"] > 50e3
         assert first["busbw_GBps"] <= first["algbw_GBps"]
-
-
-def test_the_file_is_what_perfetto_reads(traced: Traced) -> None:
-    trace = traced.trace
-    assert set(trace) == {"displayTimeUnit", "otherData", "traceEvents"}
-    needed = {
-        "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
-        "M": {"name", "pid", "tid", "args"},
-        **{key: {"name", "cat", "pid", "tid", "ts", "id"} for key in "stf"},
-    }
-    for one in trace["traceEvents"]:
-        assert set(one) - {"ph", "bp"} == needed[one["ph"]] and ("bp" in one) == (one["ph"] == "f"), one
-        assert one["ph"] == "M" or (one["ts"] >= 0 and one.get("dur", 0) >= 0)
-    everybody = {f"rank {rank}" for rank in range(traced.n)}
-    assert set(trace["otherData"]["clock_offset_us"]) == set(trace["otherData"]["summary"]) == everybody
-
-
-def test_a_path_that_ends_in_gz_is_compressed(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, steps, str(tmp_path / "trace.json.gz"), 1)
-    assert len(slices(read(tmp_path / "trace.json.gz"), "step")) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
 def started(comm: Communicator, path: str) -> None:
@@ -201,42 +170,6 @@ def test_plans_groups_messages_and_children_are_in_it(ranks: RankPool, tmp_path:
     assert any("split" in name for name in lanes_of(trace, 0).values())
 
 
-class Gathering(nn.Module):
-    """Takes its input by name, and a module within it gathers it."""
-
-    def __init__(self, comm: Communicator) -> None:
-        super().__init__()
-        self.scale, self.comm = nn.Parameter(torch.ones(1)), comm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * ad.all_gather(x, self.comm, grad="sum")
-
-
-def gathered_before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    assert isinstance(module, Gathering)
-    return args, {"x": ad.all_reduce(kwargs["x"], module.comm, grad="sum")}
-
-
-def named_inputs(comm: Communicator, path: str) -> None:
-    model = Gathering(comm)
-    model.register_forward_pre_hook(gathered_before, with_kwargs=True)
-    x = 2 * torch.ones(3, requires_grad=True)
-    with ad.trace(path, comm):
-        ad.all_reduce(model(x=3 * x).sum(), comm, grad="sum").backward()
-
-
-def test_what_hooks_of_a_module_communicate_is_of_that_module(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, named_inputs, str(tmp_path / "trace.json"))
-    assert [one["name"] for one in slices(read(tmp_path / "trace.json"), "comm", 0)] == [
-        "all_reduce Gathering",
-        "all_gather Gathering",
-        "all_reduce",
-        "all_reduce backward",
-        "reduce_scatter Gathering backward",
-        "all_reduce Gathering backward",
-    ]
-
-
 def meshed(comm: Communicator, path: str) -> None:
     with ad.Mesh(comm, {"dp": 2, "tp": 2}) as mesh:
         torch.manual_seed(0)
@@ -259,51 +192,3 @@ def test_communicators_of_a_mesh_have_lanes_and_recomputed_layers_are_told(ranks
         assert not any("has not ended" in one["name"] for one in slices(trace, "", rank))
         averaged = [one for one in slices(trace, "comm", rank) if found[one["tid"]].startswith("dp")]
         assert averaged and all(one["args"]["phase"] == "backward" for one in averaged[:1])
-
-
-def overlapped(comm: Communicator, path: str) -> None:
-    torch.manual_seed(0)
-    model = Model(comm, OverlapConfig(method="slices", chunks=2))
-    with ad.trace(path, comm, model=model):
-        model(torch.ones(ROWS // comm.size, 2, WIDTH)).backward()
-
-
-def test_overlapped_layers_communicate_on_side_streams(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, overlapped, str(tmp_path / "trace.json"))
-    trace = read(tmp_path / "trace.json")
-    check_nesting(trace)
-    beside = [one for one in slices(trace, "comm", 0) if lanes_of(trace, 0)[one["tid"]].endswith("side stream")]
-    assert {one["args"]["operation"] for one in beside} >= {"all_gather", "reduce_scatter"}
-    named = {one["args"].get("layer") for one in beside}
-    assert {f"blocks.{n}.{name}" for n in (0, 1) for name in ("up", "down")} <= named
-
-
-def test_ranks_of_one_process_are_in_its_one_file(tmp_path: Path) -> None:
-    comms = Communicator.init_all(2, library=pynccl.load("host"))
-    with ad.trace(tmp_path / "trace.json"), pynccl.group():
-        for comm in comms:
-            comm.all_reduce(torch.ones(3))
-    for comm in comms:
-        comm.destroy()
-    trace = read(tmp_path / "trace.json")
-    assert [lanes_of(trace, 0)[one["tid"]].partition(", its ")[2] for one in slices(trace, "comm")] == [
-        "rank 0",
-        "rank 1",
-    ]
-    check_nesting(trace)
-
-
-@pytest.mark.slow
-def test_train_py_writes_a_trace_of_its_steps(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--layers", "1", "--width", "32", "--seq", "32", "--batch", "2", "--steps", "5"]
-    options += ["--out", str(tmp_path), "--trace", str(tmp_path / "trace.json.gz")]
-    command = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(SCRIPTS / "train.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"wrote \S+trace.json.gz: 2 ranks, [\d.]+ ms, of which [\d.]+ ms with comm", done.stdout)
-    trace = read(tmp_path / "trace.json.gz")
-    check_nesting(trace)
-    for rank in (0, 1):
-        assert [one["name"] for one in slices(trace, "step", rank)] == ["step 2", "step 3", "step 4"]
-        layers = {one["args"].get("layer") for one in slices(trace, "comm", rank)}
-        assert {"blocks.0.attention.qkv", "blocks.0.attention.out", "blocks.0.up", "blocks.0.down"} <= layers

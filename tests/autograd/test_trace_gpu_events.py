@@ -11,17 +11,9 @@ MAIN, BACKWARD = 11, 12  # threads
 NODE = "autograd::engine::evaluate_function: "
 
 
-def operator(name: str, thread: int, begin: int, end: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": "cpu_op",
-        "name": name,
-        "pid": 1,
-        "tid": thread,
-        "ts": begin,
-        "dur": end - begin,
-        "args": {},
-    }
+def operator(name: str, thread: int, begin: int, end: int, category: str = "cpu_op") -> dict[str, Any]:
+    same = {"ph": "X", "cat": category, "pid": 1, "args": {}}
+    return same | {"name": name, "tid": thread, "ts": begin, "dur": end - begin}
 
 
 def launched(number: int, thread: int, at: int, name: str, stream: int, begin: int, end: int) -> list[dict[str, Any]]:
@@ -37,7 +29,7 @@ def linked(number: int, forward: int, backward: int) -> list[dict[str, Any]]:
 
 EVENTS = [
     operator("aten::linear", MAIN, 10, 20),
-    {"ph": "X", "cat": "user_annotation", "name": "up", "pid": 1, "tid": MAIN, "ts": 8, "dur": 13},
+    operator("up", MAIN, 8, 21, "user_annotation"),
     *launched(1, MAIN, 15, "gemm", 7, 100, 200),
     *launched(2, MAIN, 25, "ncclAllReduce", 20, 150, 300),
     operator(NODE + "LinearBackward", BACKWARD, 40, 60),

@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,13 +19,12 @@ from pynccl import Communicator
 
 Event = dict[str, Any]
 WIDTH, HIDDEN, ROWS = 12, 24, 12
-METHODS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv")
 
 
 class Block(nn.Module):
-    def __init__(self, comm: Communicator, overlap: Any = "off") -> None:
+    def __init__(self, comm: Communicator) -> None:
         super().__init__()
-        options: dict[str, Any] = {"sequence_parallel": True, "overlap": overlap, "device": comm.device}
+        options: dict[str, Any] = {"sequence_parallel": True, "device": comm.device}
         self.norm = nn.LayerNorm(WIDTH)
         self.up = ad.ColumnParallelLinear(WIDTH, HIDDEN, comm, **options)
         self.down = ad.RowParallelLinear(HIDDEN, WIDTH, comm, **options)
@@ -35,10 +35,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, comm: Communicator, overlap: Any = "off", recompute: bool = False) -> None:
+    def __init__(self, comm: Communicator, recompute: bool = False) -> None:
         super().__init__()
         self.comm, self.recompute = comm, recompute
-        self.blocks = nn.ModuleList([Block(comm, overlap), Block(comm, overlap)])
+        self.blocks = nn.ModuleList([Block(comm), Block(comm)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
@@ -63,45 +63,29 @@ def lanes_of(trace: dict[str, Any], pid: int) -> dict[int, str]:
     return {one["tid"]: one["args"]["name"] for one in names}
 
 
-def heard(comm: Communicator) -> list[tuple[str, int]]:
-    """What is asked of the communicator from now on, (operation, bytes): by its methods, which are replaced."""
+def steps(comm: Communicator, path: str, count: int, late: int = -1) -> list[tuple[str, int]]:
+    """Some steps of a model; the rank `late` comes late to the first. Returns what was asked of the communicator, by
+    its methods: (operation, bytes)."""
+    torch.manual_seed(0)
+    model, x = Model(comm), torch.randn(ROWS // comm.size, 2, WIDTH)
     calls: list[tuple[str, int]] = []
 
-    def listening(name: str) -> Any:
-        method = getattr(comm, name)
-
+    def listening(name: str, method: Any) -> Any:
         def call(send: Any, *args: Any, **options: Any) -> Any:
-            blocks = comm.size if name in ("all_gather", "all_to_all") else 1
-            calls.append((name, send.nbytes * blocks))
+            calls.append((name, send.nbytes * (comm.size if name == "all_gather" else 1)))
             return method(send, *args, **options)
 
         return call
 
-    for name in METHODS:
-        setattr(comm, name, listening(name))
-    return calls
-
-
-def unheard(comm: Communicator) -> None:
-    for name in METHODS:
-        delattr(comm, name)
-
-
-def steps(comm: Communicator, path: str, count: int, late: int = -1) -> list[tuple[str, int]]:
-    """Some steps of a model; the rank `late` comes late to the first. Returns what was asked of the communicator."""
-    torch.manual_seed(0)
-    model, x = Model(comm), torch.randn(ROWS // comm.size, 2, WIDTH)
-    with ad.trace(path, comm, model=model) as trace:
-        calls = heard(comm)
-        try:
-            for number in range(count):
-                with trace.span(f"step {number}"):
-                    if comm.rank == late and number == 0:
-                        time.sleep(0.2)
-                    model(x).backward()
-                    x = x + comm.all_reduce(torch.ones(5)).sum()
-        finally:
-            unheard(comm)
+    with ad.trace(path, comm, model=model) as trace, pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+            patch.setitem(vars(comm), name, listening(name, getattr(comm, name)))
+        for number in range(count):
+            with trace.span(f"step {number}"):
+                if comm.rank == late and number == 0:
+                    time.sleep(0.2)
+                model(x).backward()
+                x = x + comm.all_reduce(torch.ones(5)).sum()
     return calls
 
 

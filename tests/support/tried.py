@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observing import Observer, observing
-from pynccl_autograd.overlap import passes, routes as remembered, trials
-from pynccl_autograd.torch_internals import backward_pass
+from pynccl_autograd.overlap import routes as remembered, trials
 
 ROWS = 288  # of the whole: enough for 8 slices, and divisible by 2, 3 and 4 ranks
 IN, OUT = 24, 48
+MOST_CALLS = 24  # of a trial
 FUNCTIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "copy_matmul")
 # Where on a CPU something is tried, and what: the ring and the bulk where the pattern has them.
 FORWARD = {
@@ -33,12 +33,6 @@ BACKWARD = {
     "copy_backward": ["off", "bulk", "slices 2", "slices 4", "slices 8", "ring"],
 }
 PATTERNS = {**FORWARD, **BACKWARD}
-OF_FUNCTION = {
-    "all_gather_matmul": ("all_gather_matmul", "column_backward"),
-    "matmul_reduce_scatter": ("matmul_reduce_scatter", "row_backward"),
-    "matmul_all_reduce": ("matmul_all_reduce",),
-    "copy_matmul": ("copy_backward",),
-}
 
 
 @contextlib.contextmanager
@@ -63,9 +57,8 @@ def tried_small(seed: int | None = None) -> Iterator[None]:
 
 
 class Took(NamedTuple):
-    """What a pass was decided to take. owner: a number, in the order in which they were first seen"""
+    """What a pass was decided to take."""
 
-    owner: int
     pattern: str
     way: str
     settled: bool
@@ -75,19 +68,11 @@ class Ways(Observer):
     """Of every call whose way was decided, in order."""
 
     def __init__(self) -> None:
-        self.owners: list[Any] = []
         self.took: list[Took] = []
 
     def decided(self, owner: Any, decision: Any) -> None:
         """See Observer."""
-        if not any(owner is one for one in self.owners):
-            self.owners.append(owner)
-        number = next(at for at, one in enumerate(self.owners) if one is owner)
-        self.took.append(Took(number, decision.pattern, decision.way, decision.settled))
-
-    def of(self, pattern: str) -> list[str]:
-        """The ways of a pattern."""
-        return [took.way for took in self.took if took.pattern == pattern]
+        self.took.append(Took(decision.pattern, decision.way, decision.settled))
 
 
 class Clock(Observer):
@@ -122,83 +107,24 @@ def timed_by(seconds: Callable[[ad.overlap.Decision, int], float]) -> Iterator[N
         yield
 
 
-def calling(
-    comm: Communicator, name: str, owner: Any = None, dtype: torch.dtype = torch.float64, **options: Any
-) -> Any:
+def calling(comm: Communicator, name: str, owner: Any = None, **options: Any) -> Any:
     """A function of no arguments that calls one of the four forwards and backwards, with the same tensors at each call:
     (y, dx, dw, dbias)."""
     torch.manual_seed(comm.rank)
-    gathers = name == "all_gather_matmul"
-    x = torch.randn(ROWS // comm.size if gathers else ROWS, IN).to(dtype)
-    w, bias = torch.randn(OUT, IN).to(dtype), torch.randn(OUT).to(dtype)
+    x = torch.randn(ROWS // comm.size if name == "all_gather_matmul" else ROWS, IN, dtype=torch.float64)
+    w, bias = torch.randn(OUT, IN, dtype=torch.float64), torch.randn(OUT, dtype=torch.float64)
     if name == "copy_matmul":
         comm.broadcast(x, x, 0)
     leaves = [t.requires_grad_() for t in (x, w, bias)]
-    g: list[Tensor] = []
 
     def call() -> tuple[Tensor, ...]:
         y = getattr(ad, name)(leaves[0], leaves[1], comm, leaves[2], owner=owner, **options)
-        if not g:
-            torch.manual_seed(9)
-            g.append(torch.randn(y.shape).to(dtype))
-        grads = torch.autograd.grad(y, leaves, g[0])
+        grads = torch.autograd.grad(y, leaves, torch.ones_like(y))
         return (y.detach(), *grads)
 
     return call
 
 
-class Route(NamedTuple):
-    """How a forward call of a layer went. way: None where it communicates nothing"""
-
-    layer: int
-    way: str | None
-    composed: bool
-
-
-class Routes:
-    """Forward calls of layers: of first passes, and of what is computed anew in a backward pass, by what `at` says
-    meanwhile."""
-
-    def __init__(self) -> None:
-        self.at: Any = None
-        self.first: dict[Any, list[Route]] = {}
-        self.anew: dict[Any, list[Route]] = {}
-        self._layers: list[Any] = []
-
-    def add(self, layer: Any, route: Any) -> None:
-        """As it was chosen."""
-        if not any(layer is one for one in self._layers):
-            self._layers.append(layer)
-        number = next(at for at, one in enumerate(self._layers) if one is layer)
-        decision = route.turn.decision
-        into = self.anew if backward_pass() >= 0 else self.first
-        into.setdefault(self.at, []).append(Route(number, decision and decision.way, route.composed))
-
-
-@contextlib.contextmanager
-def routes() -> Iterator[Routes]:
-    """Tells how the forward calls of the block went."""
-    found, chosen = Routes(), passes.route_of  # type: ignore[attr-defined]
-
-    def noted(comm: Communicator, owner: Any, forward: Any, backward: Any) -> Any:
-        route = chosen(comm, owner, forward, backward)
-        found.add(owner, route)
-        return route
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "route_of", noted)
-        yield found
-
-
 def settled(owner: Any) -> dict[str, str]:
     """The ways of what has been decided by a trial, by pattern."""
     return {one.pattern: one.way for one in ad.overlap.decisions(owner) if one.settled and one.tried}
-
-
-def mlp(comm: Communicator, sequence_parallel: bool, **options: Any) -> nn.Sequential:
-    torch.manual_seed(3)
-    options = {"dtype": torch.float64, "sequence_parallel": sequence_parallel, **options}
-    column, row = ad.ColumnParallelLinear, ad.RowParallelLinear
-    return nn.Sequential(
-        column(IN, OUT, comm, **options), nn.GELU(), row(OUT, IN, comm, **options), column(IN, OUT, comm, **options)
-    )
