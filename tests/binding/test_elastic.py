@@ -62,15 +62,6 @@ def test_members_grow_with_an_id_from_one_of_them_which_new_ranks_join() -> None
     assert stub.calls()[0].args == {"member": 0, "nranks": 6, "id": 9, "rank": 5}
 
 
-def test_an_init_with_several_ids_hands_on_all_of_them() -> None:
-    stub = Stub()
-    comm = Communicator.init(8, IDS, 2, library=stub.cpu_library)
-    (call,) = stub.calls()
-    scalable = {"nranks": 8, "rank": 2, "nids": 3, "first": 1, "last": 3}
-    assert (call.name, call.args) == ("ncclCommInitRankScalable", scalable)
-    assert (comm.rank, comm.size) == (2, 8)
-
-
 REFUSED: list[tuple[Callable[[Communicator], Any], str]] = [
     (lambda comm: comm.shrink([]), r"shrink: exclude is \[\] on rank 1, expected other ranks, each once"),
     (lambda comm: comm.shrink([1]), r"shrink: exclude is \[1\] on rank 1, expected other ranks"),
@@ -91,32 +82,6 @@ def test_what_cannot_shrink_or_grow_is_refused() -> None:
         with pytest.raises(ValueError, match=says):
             call(comm)
     assert stub.names() == []
-
-
-def test_a_revoked_communicator_comes_to_rest_and_is_not_finalized() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    stub.progress("ncclCommRevoke", polls=3, final=6)  # what it stopped has failed; the revoke has not
-    comm.revoke()
-    assert stub.names() == ["ncclCommRevoke", *[POLL] * 3]
-    stub.progress("", 0)
-    assert comm.shrink([0]).size == 3
-    stub.clear()
-    comm.destroy()
-    assert stub.names() == [POLL, "ncclCommDestroy"]  # nccl.h: a finalize after it is invalid
-
-
-def test_memory_is_given_back_and_taken_again() -> None:
-    stub = Stub()
-    comm = stub.comm()
-    comm.suspend()
-    comm.resume()
-    assert [(call.name, call.args) for call in stub.calls()] == [
-        ("ncclCommSuspend", {"rank": 1, "flags": 1}),  # NCCL_SUSPEND_MEM
-        ("ncclCommResume", {"rank": 1}),
-    ]
-    large = 1 << 40  # what does not fit an int arrives whole
-    assert comm.mem_stats() == {"suspend": large, "suspended": large + 1, "persist": large + 2, "total": large + 3}
 
 
 # function, the last version without it, the version that has it, a use

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -103,25 +102,6 @@ def test_a_finalize_that_hangs_or_fails_is_an_error_and_an_abort() -> None:
     with pytest.raises(pynccl.NcclRemoteError, match="ncclCommFinalize on rank 1 of 4 failed"):
         comm.destroy()
     assert stub.names()[-2:] == ["ncclCommFinalize", "ncclCommAbort"]
-
-
-def test_several_are_aborted_as_one_group() -> None:
-    stub = Stub()
-    comms = [stub.comm(rank=rank) for rank in range(3)]
-    comms[1].abort()
-    stub.clear()
-    pynccl.abort(comms)
-    group = ["ncclGroupStart", "ncclCommAbort", "ncclCommAbort", "ncclGroupEnd"]
-    assert stub.names() == group
-    assert sorted(call.args["rank"] for call in stub.calls()[1:-1]) == [0, 2]
-    stub.clear()
-    pynccl.abort(comms)
-    assert stub.names() == []
-    comms = [stub.comm(rank=rank) for rank in range(2)]
-    stub.fail("ncclCommAbort", 5)
-    with pytest.raises(pynccl.NcclInvalidUsage, match="ncclCommAbort failed"):
-        pynccl.abort(comms)
-    assert stub.names() == group  # none is left open
 
 
 def test_an_abort_that_does_not_return_goes_on_in_the_background() -> None:
@@ -234,24 +214,3 @@ def freed_by_abort(comm: Communicator) -> str:
 def test_an_abort_frees_a_thread_that_is_blocked(ranks: RankPool) -> None:
     said, _ = ranks.run(2, freed_by_abort)
     assert "was aborted; make a new one" in said or "REMOTE_ERROR" in said
-
-
-class Graph:
-    """Stands for torch.cuda.CUDAGraph, for which NCCL waits."""
-
-
-def test_an_end_that_does_not_come_names_the_graphs_that_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    said = r"torch.cuda.CUDAGraph objects alive: 2.*reduce-overhead.*until torch._dynamo.reset()"
-    graphs: list[Graph] = []
-    for alive in (False, True):
-        graphs += [Graph(), Graph()] if alive else []
-        for slow in ("ncclCommFinalize", "ncclCommDestroy"):
-            ends = Ends(holds=slow)
-            assert bool(re.search(said, ends.destroy_late())) == alive, slow
-            ends.go_on()
-    ends = Ends(holds="ncclCommAbort")
-    with pytest.warns(RuntimeWarning, match=said):
-        pynccl.abort(ends.comms, timeout=0.05)
-    ends.go_on()

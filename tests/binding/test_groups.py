@@ -14,7 +14,7 @@ from ranks import RankPool
 from reference import expect, inputs, reduced
 
 import pynccl
-from pynccl import Communicator, DataType
+from pynccl import Communicator
 
 BIG = (1 << 31) + 5  # more elements than an int holds
 X = torch.zeros(4)
@@ -87,46 +87,6 @@ def test_what_fails_is_named_and_leaves_no_group_open(
     assert str(caught.value).startswith(says)
     assert "what the stub has to say" in str(caught.value)
     assert stub.names() == (["ncclGroupStart", *names, "ncclGroupEnd"] if call is three else names)
-
-
-# Libraries before 2.28 have no ncclAlltoAll, ncclGather, ncclScatter.
-
-SEND, RECV = 1 << 20, 1 << 30
-
-
-def buffer(at: int, count: int) -> tuple[int, int, str]:
-    return (at, count, "float32")
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_on_an_old_library_exchanges_are_sends_and_receives(rank: int) -> None:
-    stub = Stub((2, 27, 7))
-    comm = stub.comm(nranks=3, rank=rank)
-    sends = [("ncclSend", SEND + 16 * peer, 4, peer) for peer in range(3)]
-    receives = [("ncclRecv", RECV + 16 * peer, 4, peer) for peer in range(3)]
-    calls: list[tuple[Callable[[], Any], list[tuple[str, int, int, int]]]] = [
-        (
-            lambda: comm.all_to_all(buffer(SEND, 12), buffer(RECV, 12), stream=9),
-            [call for pair in zip(sends, receives, strict=True) for call in pair],
-        ),
-        (
-            lambda: comm.gather(buffer(SEND, 4), buffer(RECV, 12) if rank == 2 else None, root=2, stream=9),
-            [("ncclSend", SEND, 4, 2), *(receives if rank == 2 else [])],
-        ),
-        (
-            lambda: comm.scatter(buffer(SEND, 12) if rank == 2 else None, buffer(RECV, 4), root=2, stream=9),
-            [*(sends if rank == 2 else []), ("ncclRecv", RECV, 4, 2)],
-        ),
-    ]
-    for call, expected in calls:
-        stub.clear()
-        call()
-        first, *moved, last = stub.calls()
-        assert (first.name, last.name) == ("ncclGroupStart", "ncclGroupEnd")
-        assert [(one.name, one.args["buffer"], one.args["count"], one.args["peer"]) for one in moved] == expected
-        assert {(one.args["stream"], one.args["dtype"]) for one in moved} == {(9, int(DataType.FLOAT32))}
-    with pytest.raises(ValueError, match=r"config= needs NCCL >= 2\.31"):
-        comm.all_to_all(buffer(64, 3), buffer(128, 3), stream=0, config=pynccl.CollConfig(max_ctas=1))
 
 
 @pytest.mark.parametrize("version", [(2, 21, 5), (2, 32, 3)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,22 +63,6 @@ def suspended_generator(comm: Communicator) -> list[Any]:
     return [[0, 2, 1], 3, [0, 2, 1]]
 
 
-def generators_that_end_early(comm: Communicator) -> list[Any]:
-    for end in ("close", "throw", "collect"):
-        generator: Any = two_sends(comm)
-        next(generator)
-        if end == "close":
-            generator.close()
-        elif end == "throw":
-            with pytest.raises(KeyError):
-                generator.throw(KeyError())
-        del generator
-        gc.collect()
-        assert not records, end
-    call(comm, 3)
-    return [3]
-
-
 def blocks_that_raise(comm: Communicator) -> list[Any]:
     with pynccl.group():
         call(comm, 0)
@@ -92,25 +75,6 @@ def blocks_that_raise(comm: Communicator) -> list[Any]:
             comm.all_to_all_v(torch.zeros(3), send_counts=[1] * 4, recv_counts=[0] * 4)
         call(comm, 2)
     return [[0, 2]]
-
-
-def context_managers_and_decorators(comm: Communicator) -> list[Any]:
-    @contextlib.contextmanager
-    def both() -> Iterator[None]:
-        with pynccl.group():
-            call(comm, 0)
-            yield
-
-    @pynccl.group()
-    def decorated() -> None:
-        call(comm, 0)
-        call(comm, 3)
-
-    with both():
-        call(comm, 1)
-    decorated()
-    decorated()
-    return [[0, 1], [0, 3], [0, 3]]
 
 
 def tasks_with_groups_of_their_own(comm: Communicator) -> list[Any]:
@@ -140,33 +104,10 @@ def tasks_with_groups_of_their_own(comm: Communicator) -> list[Any]:
     return [3, 2, [0, 1], [2, 3]]
 
 
-def a_task_that_is_cancelled(comm: Communicator) -> list[Any]:
-    async def waiting(there: asyncio.Event) -> None:
-        with pynccl.group():
-            call(comm, 0)
-            there.set()
-            await asyncio.Event().wait()
-
-    async def main() -> None:
-        there = asyncio.Event()
-        task = asyncio.create_task(waiting(there))
-        await there.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        call(comm, 3)
-
-    asyncio.run(main())
-    return [3]
-
-
 PROGRAMS = (
     suspended_generator,
-    generators_that_end_early,
     blocks_that_raise,
-    context_managers_and_decorators,
     tasks_with_groups_of_their_own,
-    a_task_that_is_cancelled,
 )
 
 

@@ -18,7 +18,7 @@ from ranks import RankPool
 import pynccl
 from pynccl import Communicator
 from pynccl.host import HostStream
-from pynccl.interop import keepalive, streams
+from pynccl.interop import keepalive
 from pynccl.interop.streams import CudaStream
 
 pytestmark = pytest.mark.usefixtures("unwatched")
@@ -165,43 +165,6 @@ def test_a_cuda_stream_that_is_gone_holds_until_its_work_is_done(core: Core, end
     for _ in range(2):
         issue(other, idle)
     assert not any(alive(references)) and not keepalive._detached
-
-
-def test_a_captured_call_is_the_graphs(core: Core) -> None:
-    core.captured = True  # type: ignore[attr-defined]
-    reference = issue(CudaStream(core), core)
-    assert alive([reference]) == [False] and core.records == 0
-
-
-def test_the_handle_of_a_stream_made_here_is_known(core: Core) -> None:
-    comm, stream = Stub().comm(), CudaStream(core)
-    streams._made[stream.handle] = stream
-    core.issued = 1
-    raw = (4096, 2, "float32")
-    comm.all_reduce(raw, raw, stream=stream.handle)
-    comm.all_reduce(raw, raw, stream=0xBEEF)
-    comm.plan.all_reduce(raw, raw, stream=stream)()
-    assert len(stream._kept) == 2
-
-
-class OnGpu:
-    """What is asked of a torch tensor on a GPU: to tell the allocator of a stream."""
-
-    is_cuda = True
-
-    def __init__(self) -> None:
-        self.streams: list[Any] = []
-
-    def record_stream(self, stream: Any) -> None:
-        self.streams.append(stream)
-
-
-def test_the_allocator_is_told_of_torchs_side_streams() -> None:
-    comm = Stub().comm()
-    side = SimpleNamespace(cuda_stream=0x77, record_event=lambda: None)
-    send, recv = OnGpu(), OnGpu()
-    streams.hold(streams.stream_handle(side), comm.library, ((send, recv), None))
-    assert send.streams == recv.streams == [side]
 
 
 def many_temporaries(comm: Communicator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -104,14 +103,6 @@ both_orders = pytest.mark.parametrize("order", [BEFORE_TORCH, AFTER_TORCH], ids=
 
 
 @both_orders
-def test_torch_keeps_its_own_libnccl_beside_an_older_one(tmp_path: Path, order: str) -> None:
-    torch_with_cuda(tmp_path, HEADER_VERSION, runpath=order == BEFORE_TORCH)
-    old = compiled(OLD, SONAME)
-    said = python(order.format(spec=old) + BOTH, PYTHONPATH=str(tmp_path))
-    assert said == f"{NEW}{OLD}; {old}; PYNCCL_LIBRARY"
-
-
-@both_orders
 def test_a_search_and_a_bare_name_end_at_torchs_own_libnccl(tmp_path: Path, order: str) -> None:
     own = torch_with_cuda(tmp_path / "torchs")
     folder = Path(wheel(tmp_path / "first")).parent
@@ -138,15 +129,3 @@ except pynccl.NcclLibraryNotFound as error:
     for words in ("  already in the process: ", "  cuda.pathfinder: ", "  system: ", "pynccl-autograd[cu13]"):
         assert words in said
     assert "PYNCCL_LIBRARY=host" in said
-
-
-def test_arguments_arrive_in_c_as_they_were_given() -> None:
-    stub = Stub()
-    handle = ctypes.c_void_p()
-    unique_id = pynccl.UniqueId.from_buffer_copy(bytes([11, *range(1, 127), 99]))
-    stub.library.ncclCommInitRank(ctypes.byref(handle), 7, unique_id, 3)
-    assert stub.calls()[0].args == {"nranks": 7, "rank": 3, "first": 11, "last": 99}
-    stub.clear()
-    stub.library.ncclReduce(2**63 + 8, 2**62, 2**40 + 1, 9, 4, 6, handle, 2**47)
-    expected = {"send": 2**63 + 8, "recv": 2**62, "count": 2**40 + 1, "dtype": 9, "op": 4, "root": 6, "comm": 3}
-    assert stub.calls()[0].args == {**expected, "stream": 2**47}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +20,6 @@ NAMES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "floa
 
 def alloc(stub: Stub, shape: Any, dtype: Any = "float32") -> Memory:
     return mem_alloc(shape, dtype, library=stub.cpu_library)
-
-
-def on_gpu(stub: Stub, dtype: DataType = DataType.FLOAT32) -> Memory:
-    """As mem_alloc makes it on GPU 1; the address is of no memory here."""
-    return Memory(0x7000, (2, 3), dtype, 1, stub.library)
 
 
 def test_it_is_as_large_as_its_shape_and_type_say_and_freed_once() -> None:
@@ -88,35 +80,6 @@ def test_torch_and_numpy_see_the_memory_itself_and_keep_it(name: str) -> None:
     assert len(dlpack._exported) == before
 
 
-def test_an_interface_is_there_for_the_device_that_it_describes() -> None:
-    stub = Stub()
-    host, device = alloc(stub, (2, 3)), on_gpu(stub)
-    assert not hasattr(host, "__cuda_array_interface__") and not hasattr(device, "__array_interface__")
-    wanted = {"shape": (2, 3), "typestr": "<f4", "data": (0x7000, False), "version": 3, "strides": None}
-    assert device.__cuda_array_interface__ == wanted
-    assert host.__array_interface__ == {**wanted, "data": (host.pointer, False)}
-    assert (host.__dlpack_device__(), device.__dlpack_device__()) == ((1, 0), (2, 1))
-    assert not hasattr(on_gpu(stub, DataType.BFLOAT16), "__cuda_array_interface__")  # which has no name for it
-
-
-def test_it_is_a_buffer_of_every_type_on_every_device_in_any_order() -> None:
-    stub = Stub()
-    cpu = stub.comm(cpu=True)
-    gpu = Communicator.init_all([1], library=stub.cpu_library)[0]  # rank 0 of GPU 1
-    gpu._ordinal = 1
-    for dtype in (DataType.FLOAT32, DataType.BFLOAT16, DataType.FLOAT32):
-        for comm, memory, stream in ((gpu, on_gpu(stub, dtype), 5), (cpu, alloc(stub, (2, 3), dtype), None)):
-            stub.clear()
-            assert comm.all_reduce(memory, memory, stream=stream) is memory
-            (call,) = stub.calls()
-            assert (call.args["send"], call.args["count"], call.args["dtype"]) == (memory.pointer, 6, int(dtype))
-            assert call.args["stream"] == (stream or 0)
-    with pytest.raises(ValueError, match=r"recv is on cuda:1, the communicator on cpu"):
-        cpu.all_reduce(torch.zeros(6), on_gpu(stub))
-    with pytest.raises(TypeError, match="Memory has no current stream: pass stream="):
-        gpu.all_reduce(on_gpu(stub), on_gpu(stub))
-
-
 def test_a_registration_and_a_window_last_as_long_as_their_block() -> None:
     stub = Stub()
     comm, x = stub.comm(cpu=True), torch.zeros(6, dtype=torch.float64)
@@ -146,17 +109,6 @@ def test_a_registration_and_a_window_last_as_long_as_their_block() -> None:
     assert stub.names() == []
 
 
-def test_what_nccl_does_not_register_needs_no_deregistering_and_is_an_error_for_a_window() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    stub.null("ncclCommRegister")  # as where registration is off
-    comm.register(torch.zeros(6)).close()
-    assert stub.names() == ["ncclCommRegister"]
-    stub.null("ncclCommWindowRegister")
-    with pytest.raises(ValueError, match=r"NCCL declined the buffer of 64 bytes: it must be of pynccl\.mem_alloc"):
-        comm.window(torch.zeros(16))
-
-
 MAKES: dict[str, tuple[Callable[[Communicator, Any], Any], tuple[int, int, int], str]] = {
     "ncclCommRegister": (lambda comm, x: comm.register(x), (2, 18, 3), "2.19"),
     "ncclCommWindowRegister": (lambda comm, x: comm.window(x), (2, 26, 5), "2.27"),
@@ -175,18 +127,3 @@ def test_what_cannot_be_registered_is_an_error(function: str) -> None:
         make(comm, torch.zeros(16))
     with pytest.raises(pynccl.NcclVersionError, match=rf"{function} needs NCCL >= {needed}; loaded "):
         make(Stub(old).comm(cpu=True), torch.zeros(4))
-
-
-def test_a_process_without_torch_may_begin_with_memory_of_a_gpu() -> None:
-    source = """
-import sys
-sys.modules["torch"] = None
-import pynccl
-from pynccl.interop.buffers import adapter
-library = pynccl.load(sys.argv[1])
-for dtype in (pynccl.DataType.FLOAT32, pynccl.DataType.BFLOAT16):  # of which only the first has an interface
-    memory = pynccl.Memory(0x7000, (2, 3), dtype, 1, library)
-    assert adapter(memory).describe(memory) == (0x7000, 6, int(dtype), 1)
-"""
-    command = [sys.executable, "-c", source, Stub().path]
-    subprocess.run(command, check=True, timeout=60, cwd=Path(pynccl.__file__).parent.parent)

@@ -94,23 +94,6 @@ def test_a_call_in_progress_is_waited_for_until_a_deadline(kind: str) -> None:
     comm.abort()
 
 
-def test_the_end_of_a_group_is_waited_for_on_every_communicator_and_its_calls_do_not_end_it() -> None:
-    stub = Stub()
-    comms = Communicator.init_all(2, library=stub.cpu_library)
-    step = comms[0].plan.group([comm.plan.send(X, 1, stream=0) for comm in comms])
-    stub.progress("ncclGroupEnd", polls=3)
-    for launch in (step, lambda: step(5)):
-        stub.clear()
-        launch()
-        # three polls until the first is out of progress, one for the second, which is out of it by then
-        assert stub.names() == ["ncclGroupStart", "ncclSend", "ncclSend", "ncclGroupEnd", *[POLL] * 4]
-    stub.progress("", 0)
-    stub.fail("ncclSend", 7)
-    stub.clear()
-    step()
-    assert stub.names() == ["ncclGroupStart", "ncclSend", "ncclSend", "ncclGroupEnd"]
-
-
 def test_destroy_waits_for_its_finalize_and_aborts_in_the_end() -> None:
     stub = Stub()
     comm = stub.comm()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
-import os
 import threading
 from typing import Any
 
@@ -16,7 +14,7 @@ import pynccl
 from pynccl import Communicator
 from pynccl.watch import recorder
 from pynccl.watch.reader import read_file
-from pynccl.watch.records import COMPLETED, FAILED, CallRecord, CommRecord
+from pynccl.watch.records import FAILED, CallRecord, CommRecord
 
 
 def record_of(comm: Any) -> CommRecord:
@@ -27,16 +25,6 @@ def record_of(comm: Any) -> CommRecord:
 
 def last(comm: Any) -> CallRecord:
     return record_of(comm).calls[-1]
-
-
-def test_a_call_without_a_line_of_the_user_is_made_all_the_same() -> None:
-    (comm,) = Communicator.init_all(1, library=pynccl.load("host"))
-    x, entered = torch.ones(3), comm._track.head
-    _thread.start_new_thread(comm.all_reduce, (x, x))  # below which there is no frame
-    wait_for(lambda: comm._track.head != entered)
-    with comm.lock:
-        assert (last(comm).operation, last(comm).site, last(comm).state) == ("all_reduce", "", COMPLETED)
-    comm.destroy()
 
 
 def test_a_call_that_an_abort_has_ended_is_no_completed_one() -> None:
@@ -54,32 +42,6 @@ def test_a_call_that_an_abort_has_ended_is_no_completed_one() -> None:
     other.join()
     assert last(comms[0]).state == FAILED
     comms[1].abort()
-
-
-@pytest.mark.parametrize("way", ["call", "group"])
-def test_an_interrupt_within_a_call_leaves_none_that_seems_to_be_under_way(way: str) -> None:
-    comm = Stub().comm(2, 0, cpu=True)
-    x, track = torch.ones(3), comm._track
-
-    class Interrupts(dict[str, Any]):
-        def of_detail(self, text: str) -> int:
-            return 0
-
-        def __missing__(self, text: str) -> int:
-            raise KeyboardInterrupt
-
-    track._strings, kept = Interrupts(), track._strings  # as a Ctrl-C between two lines of Track.enter
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            if way == "call":
-                comm.all_reduce(x, x)
-            else:
-                with pynccl.group():
-                    comm.all_reduce(x, x)
-                    comm.broadcast(x, x)
-    finally:
-        track._strings = kept
-    assert track.head and track.has_returned(track.head)
 
 
 def test_a_plan_has_the_line_of_its_launch_by_every_way() -> None:
@@ -109,17 +71,3 @@ def test_an_ended_communicator_writes_into_no_other_ones_record() -> None:
     assert [record_of(comm).calls for comm in new] == [[]] * 2
     for comm in new:
         comm.destroy()
-
-
-def test_a_forked_child_writes_nothing_into_its_parents_record() -> None:
-    (comm,) = Communicator.init_all(1, library=pynccl.load("host"))
-    comm.all_reduce(torch.ones(3))
-    before = record_of(comm)
-    pid = os.fork()
-    if not pid:
-        comm._track.leave(comm._track.enter("a new text", (), site="child.py:1"))
-        os._exit(0)
-    os.waitpid(pid, 0)
-    after = record_of(comm)
-    assert (after.entered, after.calls) == (before.entered, before.calls)
-    comm.destroy()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from libraries import Stub
 
 import pynccl
@@ -69,34 +66,6 @@ def test_bad_offsets_peers_and_counts_are_refused() -> None:
     window.close()
     with pytest.raises(ValueError, match="this window of 4096 bytes was closed"):
         comm.put_signal(X, 3, window, stream=0)
-
-
-def test_they_can_be_grouped_and_planned() -> None:
-    stub = Stub()
-    comm, window = opened(stub)
-    plans = [comm.plan.put_signal(X, 0, window, 64, stream=0), comm.plan.wait_signal({0: 2, 2: 1}, stream=0)]
-    gc.collect()
-    comm.plan.group(plans)()
-    with pynccl.group():
-        comm.put_signal(X, 0, window, stream=0)
-        comm.wait_signal({0: 2, 2: 1}, stream=0)
-        for plan in plans:
-            plan()
-    once = ["ncclPutSignal", "row", "row", "ncclWaitSignal"]
-    assert stub.names() == ["ncclGroupStart", *once, "ncclGroupEnd", "ncclGroupStart", *once, *once, "ncclGroupEnd"]
-    assert [call.args["count"] for call in stub.calls() if call.name == "row"] == [2, 1] * 3
-
-
-def test_the_buffer_and_the_window_live_until_the_launch() -> None:
-    comm = Stub().comm(cpu=True)
-    with pynccl.group():
-        x = torch.zeros(4)
-        window = comm.window(torch.zeros(64))
-        alive = [weakref.ref(x), weakref.ref(window)]
-        comm.put_signal(x, 0, window)
-        del x, window
-        gc.collect()
-        assert all(ref() is not None for ref in alive)
 
 
 # function, call, how its failure begins

@@ -79,18 +79,6 @@ def test_nccl_is_asked_on_a_communicator_of_the_same_ranks_that_is_thrown_away(s
     assert stub.names() == ["ncclAllReduce"]  # as if nothing had been
 
 
-def test_several_communicators_are_split_as_one_group(stub: Stub) -> None:
-    """They may be ranks of one process, none of which could be made without the others."""
-    comms = [stub.comm(rank=rank, cpu=True) for rank in (0, 1)]
-    with pynccl.simulate() as estimate:
-        for comm in comms:
-            comm.broadcast(X, Y, stream=0)
-    made = ["ncclGroupStart", *["config", "ncclCommSplit"] * 2, "ncclGroupEnd"]
-    simulated = ["ncclGroupStart", "ncclBroadcast", "ncclBroadcast", "ncclGroupSimulateEnd"]
-    assert stub.names() == [*made, *simulated, *THROWN_AWAY * 2]
-    assert estimate.estimated_time == 12.5
-
-
 def test_a_nonblocking_communicator_is_refused_for_nccl_would_launch_the_calls(
     stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,32 +123,6 @@ def test_what_a_child_could_spoil_or_nccl_cannot_estimate_is_refused(
     with pytest.raises(pynccl.NcclVersionError, match=r"ncclGroupSimulateEnd needs NCCL >= 2\.22"):
         simulate(old.comm())
     assert old.names() == []
-
-
-def test_a_call_or_split_that_fails_ends_the_simulation(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-    stub.fail("ncclAllReduce", 5)
-    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^all_reduce\(count=12"):
-        simulate(comm)
-    simulated = ["ncclGroupStart", "ncclAllReduce", "ncclGroupSimulateEnd"]
-    assert stub.names() == [*MADE, *simulated, "ncclCommAbort"]
-    stub.clear()
-    stub.fail("ncclCommSplit", 5)
-    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommSplit of 1 communicators failed"):
-        simulate(comm)
-    assert stub.names() == [*MADE, "ncclCommAbort"] and comm.alive
-
-
-def test_a_simulation_inside_a_group_is_its_own(stub: Stub) -> None:
-    comm = stub.comm(cpu=True)
-    with pynccl.group():
-        comm.send(X, 0, stream=0)
-        with pynccl.simulate() as estimate:
-            comm.plan.all_reduce(X, Y, stream=0)()
-        assert stub.names() == asked("ncclAllReduce")
-        assert estimate.estimated_time == 12.5
-        stub.clear()
-    assert [call.args.get("peer") for call in stub.calls()] == [None, 0, None]
 
 
 def simulated(comm: Communicator) -> str:

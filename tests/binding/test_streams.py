@@ -14,9 +14,7 @@ from reference import expect, inputs, reduced
 
 import pynccl
 from pynccl import Communicator
-from pynccl.interop import streams
-from pynccl.interop.devices import device_ordinal
-from pynccl.interop.streams import CudaEvent, CudaStream, Stream, stream_handle
+from pynccl.interop.streams import Stream, stream_handle
 
 
 class ByProtocol:
@@ -48,14 +46,6 @@ def test_a_stream_of_any_library_reaches_c_as_its_handle_and_nothing_else_does()
             stream_handle(other)
         name = f"{type(other).__module__}.{type(other).__name__}"
         assert f"a {name} is no stream; pass a handle (int)" in str(caught.value)
-
-
-def test_devices_are_named_or_numbered() -> None:
-    names = [3, "cuda:3", torch.device("cuda", 3), "cuda", "cpu", torch.device("cpu")]
-    assert [device_ordinal(name) for name in names] == [3, 3, 3, 0, 0, 0]
-    for name in ("gpu", "cuda:x", "cuda:-1", "tpu:0"):
-        with pytest.raises(ValueError, match=f"device '{name}' is none; pass an ordinal"):
-            device_ordinal(name)
 
 
 def in_order(comm: Communicator) -> None:
@@ -119,40 +109,3 @@ def test_the_current_stream_of_the_host_library_is_the_caller() -> None:
     assert order == ["side", "caller"]
     current.wait(event := side.record())
     assert event.query()
-
-
-class Core:
-    """cuda.core's stream, as far as CudaStream needs it."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle, self.waited = handle, list[Any]()
-
-    def wait(self, other: Any) -> None:
-        self.waited.append(other)
-
-    @classmethod
-    def from_handle(cls, handle: int) -> Core:
-        return cls(handle)
-
-
-def test_a_cuda_stream_waits_for_streams_and_events_of_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_cuda_core", lambda: SimpleNamespace(Stream=Core))
-    core, waits = Core(1), list[Any]()
-    stream, other, event = CudaStream(core), CudaStream(Core(2)), CudaEvent(SimpleNamespace())
-    stream.wait(other)
-    stream.wait(event)
-    assert core.waited == [other.core, event.core]
-    stream.wait(SimpleNamespace(cuda_stream=0x79))
-    stream.wait(ByProtocol())
-    assert [found.handle for found in core.waited[2:]] == [0x79, 0x77]
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: ("external", handle))
-    stream.wait(SimpleNamespace(cuda_event=5, wait=waits.append))
-    assert waits == [("external", 1)]
-
-
-def test_the_current_stream_of_a_gpu_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = SimpleNamespace(device_id=1, set_current=lambda: None)
-    monkeypatch.setattr(streams, "_core_device", lambda device_or_none: device)
-    monkeypatch.setattr(streams, "_cuda_core", lambda: SimpleNamespace(Stream=Core))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 0x100 + ordinal, raising=False)
-    assert pynccl.current_stream("cuda:1", library=Stub().library).handle == 0x101

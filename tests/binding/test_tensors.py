@@ -10,7 +10,6 @@ import pytest
 import torch
 from bad_calls import CudaArray
 from libraries import Stub
-from ranks import RankPool
 from test_buffers import describe
 from torch._subclasses import FakeTensorMode
 
@@ -95,10 +94,6 @@ class Doubled(torch.Tensor):
         raise NotImplementedError(func)
 
 
-class Named(torch.Tensor):
-    """A subclass that only adds methods: its memory is what it means."""
-
-
 def async_collective() -> Any:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -138,32 +133,3 @@ def test_what_has_no_memory_of_its_own_is_named_with_a_way_out(kind: str) -> Non
         with pytest.raises(TypeError, match=says):
             use()
     assert stub.names() == []
-
-
-def distributed(comm: Communicator) -> None:
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
-    with pytest.raises(
-        TypeError, match=r"DTensor owns no memory that NCCL could use; pass x\.to_local\(\), this rank's"
-    ):
-        comm.all_reduce(x, x)
-    assert comm.all_reduce(x.to_local()).tolist() == [1.0, 1.0]
-    dist.destroy_process_group()
-
-
-def test_a_distributed_tensor_is_refused_with_its_local_part_named(doomed: RankPool) -> None:
-    """In a process of its own: torch.distributed leaves traces in the one it has been used in."""
-    assert doomed.run(1, distributed) == [None]
-
-
-def test_a_subclass_with_memory_of_its_own_is_a_tensor_and_one_inside_vmap_is_not() -> None:
-    stub = Stub()
-    comm, x = stub.comm(cpu=True), torch.zeros(3).as_subclass(Named)
-    assert comm.all_reduce(x, x) is x
-    assert stub.calls()[0].args["send"] == x.data_ptr()
-    for transform in (torch.func.vmap, torch.func.grad):
-        with pytest.raises((TypeError, ValueError), match=r"torch\.func|requires grad"):
-            transform(lambda t: comm.all_reduce(t).sum())(torch.ones(2))

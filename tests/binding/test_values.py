@@ -21,26 +21,14 @@ WINDOW: Any = SimpleNamespace(handle=1, nbytes=1 << 40)
 WRAPS = 1 << 32  # 0 in a C int
 
 
-class Streamlike:
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
-
-
 BAD: list[tuple[Callable[[Communicator], Any], str]] = [
     (lambda c: c.split(WRAPS), r"split: color is 4294967296, expected an integer >= 0, up to 2147483647"),
-    (lambda c: c.split(True), "split: color is True"),
     (lambda c: c.split(0, key=1.0), r"split: key is 1\.0, expected an integer"),  # type: ignore[arg-type]
     (
         lambda c: Communicator.init(WRAPS + 1, bytes(128), 0, library=c.library),
         r"nranks is 4294967297, expected a number of ranks >= 1, up to 2147483647",
     ),
     (lambda c: Communicator.init(2, bytes(128), WRAPS, library=c.library), "rank is 4294967296, expected 0"),
-    (lambda c: c.grow(WRAPS + 8), "grow: nranks is 4294967304, expected more than the 4 ranks"),
-    (lambda c: c.shrink([WRAPS]), r"shrink: exclude is 4294967296, expected a rank in 0\.\.3"),
-    (lambda c: Communicator.init_all(WRAPS + 1, library=c.library), "devices is 4294967297, expected"),
     (lambda c: c.broadcast(X, root=WRAPS), r"broadcast: root is 4294967296, expected a rank in 0\.\.3"),
     (lambda c: c.send(X, -WRAPS), "send: peer is -4294967296, expected a rank"),
     (lambda c: c.all_gather_v(X, counts=[4, 1 << 62, 0, 0]), r"all_gather_v: counts is \[4, 4611686018427387904"),
@@ -50,15 +38,12 @@ BAD: list[tuple[Callable[[Communicator], Any], str]] = [
         "wait_signal: 4294967297 signals of rank 0, expected 1 or more, up to 2147483647",
     ),
     (lambda c: c.put_signal(X, 0, WINDOW, signal=WRAPS), "put_signal: signal is 4294967296, expected"),
-    (lambda c: c.put_signal(X, 0, WINDOW, 1.5), r"put_signal: offset is 1\.5, expected"),  # type: ignore[arg-type]
     (lambda c: c.window(X, flags=WRAPS | 1), r"window: flags is 4294967297, expected an integer in 0\.\."),
     (lambda c: c.all_reduce(X, stream=1 << 64), r"stream is 18446744073709551616, expected a handle, 0\.\."),
-    (lambda c: c.send(X, 0, stream=Streamlike(1 << 64)), "stream is 1844.*, expected a handle"),
     (lambda c: c.plan.send(X, 0)(1 << 70), "stream is 1180591620717411303424, expected a handle"),
     (lambda c: c.all_reduce((1 << 64, 1, "int8"), RAW, stream=0), "pointer is 18446744073709551616, expected"),
     (lambda c: c.all_reduce((64, 1 << 63, "int32"), RAW, stream=0), "count is 9223372036854775808, expected"),
     (lambda c: pynccl.mem_alloc(1 << 63, library=c.library), r"mem_alloc: shape is 9223372036854775808, exp"),
-    (lambda c: pynccl.mem_alloc([1 << 40, 1 << 30], library=c.library), r"at most 2\*\*63-1 bytes"),
     (
         lambda c: CommConfig(min_ctas=WRAPS + 2).to_struct(c.library),
         r"CommConfig\.min_ctas is 4294967298, expected an integer in -2147483647\.\.2147483647",
@@ -68,7 +53,6 @@ BAD: list[tuple[Callable[[Communicator], Any], str]] = [
         lambda c: CollConfig(user_profiler_tag=1 << 64).to_struct(c.library),
         r"CollConfig\.user_profiler_tag is 18446744073709551616, expected an integer in 0\.\.18446744073709551615",
     ),
-    (lambda c: CollConfig(launch_completion_event=-1).to_struct(c.library), "launch_completion_event is -1"),
 ]
 
 
