@@ -12,7 +12,6 @@ import pynccl
 from pynccl import CommConfig, Communicator, UniqueId
 from pynccl.bindings import abi
 
-POLL = "ncclCommGetAsyncError"
 IDS = [bytes([1] * 128), bytes([2] * 128), UniqueId.from_buffer_copy(bytes([3] * 128))]
 
 
@@ -28,20 +27,6 @@ def test_a_shrink_names_the_ranks_that_go() -> None:
     struct, call = stub.calls()
     assert call.args == {"count": 1, "first": 4, "last": 4, "flags": 1}  # NCCL_SHRINK_ABORT
     assert abi.Config.from_buffer_copy(bytes.fromhex(struct.hex)).shrinkShare == 0
-
-
-@pytest.mark.parametrize(("version", "aborts"), [((2, 31, 1), True), ((2, 31, 2), False), ((2, 31, 2), True)])
-def test_the_parent_of_an_aborting_shrink_is_aborted_where_its_destroy_would_block(
-    version: abi.Version, aborts: bool
-) -> None:
-    stub = Stub(version)
-    comm = stub.comm(cpu=True)
-    comm.shrink([0], abort=aborts)
-    stub.clear()
-    comm.destroy()
-    called = [name for name in stub.names() if name != POLL]
-    blocks = aborts and version >= (2, 31, 2)
-    assert called == (["ncclCommAbort"] if blocks else ["ncclCommFinalize", "ncclCommDestroy"])
 
 
 def test_members_grow_with_an_id_from_one_of_them_which_new_ranks_join() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from libraries import Stub
 from processes import HANGS, comes_back, overlapping, wait_for
-from ranks import RankPool
 
 import pynccl
 from pynccl import Communicator
@@ -176,41 +175,3 @@ def test_destroy_waits_for_the_call_of_another_thread() -> None:
         thread.join()
     assert "a call of another thread has not returned for 0.05 s; abort" in str(found[0])
     assert comm.alive
-
-
-def in_a_call(comm: Communicator) -> bool:
-    """Whether another thread is in a call on `comm`."""
-    free = comm.lock.acquire(blocking=False)
-    if free:
-        comm.lock.release()
-    return not free
-
-
-def freed_by_abort(comm: Communicator) -> str:
-    own = comm.split(0)
-    assert own is not None
-    if comm.rank == 1:
-        comm.barrier()  # alive, so that nothing but the abort of rank 0 can free rank 0
-        own.abort()
-        return ""
-    found: list[BaseException] = []
-
-    def wait_for_ever() -> None:
-        try:
-            own.recv(torch.zeros(1 << 20), 1)  # which rank 1 never sends
-        except pynccl.NcclError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=wait_for_ever, daemon=True)
-    thread.start()
-    wait_for(lambda: in_a_call(own))
-    own.abort()
-    thread.join(20)
-    assert not thread.is_alive()
-    comm.barrier()
-    return str(found[0])
-
-
-def test_an_abort_frees_a_thread_that_is_blocked(ranks: RankPool) -> None:
-    said, _ = ranks.run(2, freed_by_abort)
-    assert "was aborted; make a new one" in said or "REMOTE_ERROR" in said

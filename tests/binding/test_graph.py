@@ -10,7 +10,6 @@ import torch
 from libraries import Stub
 from torch import Tensor
 
-import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
 
@@ -63,17 +62,3 @@ def test_a_tensor_that_requires_grad_is_refused_with_what_has_a_derivative(name:
     with pytest.raises(ValueError, match="requires grad"):
         call(comm, x)
     assert stub.names() == []
-
-
-def test_in_groups_and_plans_too_and_gradients_are_data() -> None:
-    stub = Stub()
-    comm, x, w = stub.comm(4, 1, cpu=True), torch.zeros(8), leaf()
-    with pytest.raises(ValueError, match=r"all_gather: send: .*requires grad"), pynccl.group():
-        comm.all_reduce(x, x)
-        comm.all_gather(w)
-    with pytest.raises(ValueError, match=r"all_reduce: send: .*requires grad"):
-        comm.plan.all_reduce(w)
-    assert stub.names() == []
-    (w * 3).sum().backward()
-    comm.all_reduce(w.grad, w.grad)
-    assert stub.names() == ["ncclAllReduce"]

@@ -43,24 +43,7 @@ def peers(stub: Stub) -> list[Any]:
     return found
 
 
-def two_sends(comm: Communicator) -> Iterator[None]:
-    with pynccl.group():
-        call(comm, 0)
-        yield
-        call(comm, 1)
-
-
 # Programs, each of which returns what it must have launched.
-
-
-def suspended_generator(comm: Communicator) -> list[Any]:
-    for _ in two_sends(comm):  # its group takes what its consumer calls, as group() says
-        call(comm, 2)
-    call(comm, 3)
-    with pynccl.group():  # which that of the generator joins
-        for _ in two_sends(comm):
-            call(comm, 2)
-    return [[0, 2, 1], 3, [0, 2, 1]]
 
 
 def blocks_that_raise(comm: Communicator) -> list[Any]:
@@ -105,7 +88,6 @@ def tasks_with_groups_of_their_own(comm: Communicator) -> list[Any]:
 
 
 PROGRAMS = (
-    suspended_generator,
     blocks_that_raise,
     tasks_with_groups_of_their_own,
 )

@@ -152,21 +152,6 @@ def test_a_cuda_stream_lets_go_of_what_it_has_passed_and_asks_for_few_events(cor
     assert most < 12
 
 
-@pytest.mark.parametrize("end", ["drop", "close"])
-def test_a_cuda_stream_that_is_gone_holds_until_its_work_is_done(core: Core, end: str) -> None:
-    stream, other = CudaStream(core), CudaStream(idle := Core())
-    references = [issue(stream, core) for _ in range(3)]
-    if end == "close":
-        stream.close()
-    del stream
-    issue(other, idle)
-    assert all(alive(references))
-    core.passed = core.issued
-    for _ in range(2):
-        issue(other, idle)
-    assert not any(alive(references)) and not keepalive._detached
-
-
 def many_temporaries(comm: Communicator) -> None:
     stream = pynccl.create_stream()
     results = []

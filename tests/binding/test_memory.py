@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from libraries import Stub
 
 import pynccl
-from pynccl import Communicator, DataType, Memory, mem_alloc
+from pynccl import DataType, Memory, mem_alloc
 from pynccl.interop import dlpack
 
 NAMES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
@@ -107,23 +106,3 @@ def test_a_registration_and_a_window_last_as_long_as_their_block() -> None:
     for one in open_ones:  # NCCL has freed them with the communicator
         one.close()
     assert stub.names() == []
-
-
-MAKES: dict[str, tuple[Callable[[Communicator, Any], Any], tuple[int, int, int], str]] = {
-    "ncclCommRegister": (lambda comm, x: comm.register(x), (2, 18, 3), "2.19"),
-    "ncclCommWindowRegister": (lambda comm, x: comm.window(x), (2, 26, 5), "2.27"),
-}
-
-
-@pytest.mark.parametrize("function", MAKES)
-def test_what_cannot_be_registered_is_an_error(function: str) -> None:
-    stub, (make, old, needed) = Stub(), MAKES[function]
-    comm = stub.comm(cpu=True)
-    with pytest.raises(ValueError, match="is not contiguous"):
-        make(comm, torch.zeros(4, 4)[:, 0])
-    assert stub.names() == []
-    stub.fail(function, 5)
-    with pytest.raises(pynccl.NcclInvalidUsage, match=rf"^{function}\(64 bytes\) failed"):
-        make(comm, torch.zeros(16))
-    with pytest.raises(pynccl.NcclVersionError, match=rf"{function} needs NCCL >= {needed}; loaded "):
-        make(Stub(old).comm(cpu=True), torch.zeros(4))

@@ -6,7 +6,6 @@ import ctypes
 from typing import Any
 
 import pytest
-import torch
 from libraries import Stub
 
 import pynccl
@@ -30,15 +29,6 @@ def test_torch_gets_ncclMemAllocs_memory_and_gives_it_back_or_null() -> None:
     stub.fail("ncclMemAlloc", 1)  # the pointer that the stub leaves there is none
     assert alloc((1 << 45) + 8, 0, None) is None
     assert stub.calls()[-1].args["size"] == (1 << 45) + 8  # more than 32 bits arrive whole
-
-
-def test_a_pool_is_made_of_these_functions_which_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Stub().library
-    functions = mempool.allocator_functions(library)
-    monkeypatch.setattr(mempool, "_compile", lambda: 1 // 0)
-    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *given: given, raising=False)
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: ("pool", allocator))
-    assert pynccl.mem_pool(library) == ("pool", functions)
 
 
 def test_there_is_no_pool_without_a_compiler_on_the_host_library_or_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,28 +92,3 @@ def test_a_call_in_progress_is_waited_for_until_a_deadline(kind: str) -> None:
     assert f"{text} is still in progress after 0.05 s" in str(late.value)
     assert comm.alive and "ncclCommAbort" not in stub.names()
     comm.abort()
-
-
-def test_destroy_waits_for_its_finalize_and_aborts_in_the_end() -> None:
-    stub = Stub()
-    comm = stub.comm()
-    stub.progress("ncclCommFinalize", polls=2)
-    comm.destroy()
-    assert stub.names() == [POLL, "ncclCommFinalize", POLL, POLL, "ncclCommDestroy"]
-    comm = stub.comm()
-    comm.timeout = 0.05
-    stub.progress("ncclCommFinalize", polls=FOR_EVER)
-    with pytest.raises(pynccl.NcclTimeout, match="the communicator was aborted instead"):
-        comm.destroy()
-    assert stub.names()[-1] == "ncclCommAbort" and "ncclCommDestroy" not in stub.names()
-
-
-@pytest.mark.parametrize(("kind", "size"), [("split", 1), ("shrink", 3), ("grow", 6)])
-def test_a_child_is_there_when_its_parent_is_out_of_progress(kind: str, size: int) -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    make = {"split": lambda: comm.split(0), "shrink": lambda: comm.shrink([0]), "grow": lambda: comm.grow(6)}[kind]
-    stub.progress(f"ncclComm{kind.capitalize()}", polls=3)
-    child = make()
-    assert child is not None and child.handle != comm.handle
-    assert child.size == size and stub.names().count(POLL) >= 3

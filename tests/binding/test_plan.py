@@ -114,26 +114,3 @@ def test_a_plan_of_a_communicator_that_has_ended_is_refused() -> None:
         with pytest.raises(pynccl.NcclInvalidUsage, match="was aborted; make a new one"):
             launch()
     assert stub.names() == []
-
-
-NO_OPERATION = "is no operation of a communicator that can be prepared"
-
-
-def test_what_cannot_be_planned_is_refused_at_once() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    x = torch.zeros(4)
-    for call, kind, says in (
-        (lambda: comm.plan.reduce_scatter(torch.zeros(6)), ValueError, "send has 6 elements, not divisible by 4 ranks"),
-        (lambda: comm.plan.all_reduce([1.0]), TypeError, "no buffer"),
-        (lambda: comm.plan.all_reduce(x, x)("stream"), TypeError, "is no stream"),
-        (lambda: comm.plan.group([]), ValueError, r"plan\.group: no plans were passed; expected at least one"),
-        (lambda: comm.plan.group([comm.all_reduce]), TypeError, r"plan\.group: .* is no plan; pass what comm\.plan\."),
-        (lambda: comm.plan.all_redcue, AttributeError, f"'all_redcue' {NO_OPERATION}"),
-        (lambda: comm.plan.destroy, AttributeError, f"'destroy' {NO_OPERATION}"),
-    ):
-        with pytest.raises(kind, match=says):
-            call()
-    assert comm.alive and stub.names() == []
-    comm.all_reduce(x)  # no group was left open
-    assert stub.names() == ["ncclAllReduce"]

@@ -46,28 +46,6 @@ def test_a_group_keeps_an_operator_until_it_was_launched_or_given_up() -> None:
     assert stub.names().count(DESTROY) == 2 and "ncclReduce" not in stub.names()
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_plan_keeps_its_operator_until_it_goes(grouped: bool) -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    with comm.pre_mul_sum(2.0, "float32") as op:
-        number = op.code
-        plan = comm.plan.all_reduce(Y, op=op)
-        step = comm.plan.group([plan, plan]) if grouped else plan
-        del plan
-    step()
-    assert {call.args["op"] for call in stub.calls() if call.name == "ncclAllReduce"} == {number}
-    del step
-    gc.collect()
-    assert DESTROY not in stub.names()  # garbage collection never calls into NCCL
-    op = comm.pre_mul_sum(1.0, "float32")
-    assert stub.names().count(DESTROY) == 1
-    comm.destroy()
-    stub.clear()
-    op.destroy()
-    assert stub.names() == []  # NCCL freed it with the communicator
-
-
 USES: dict[str, Callable[[Communicator, Any], Any]] = {
     "all_reduce": lambda comm, op: comm.all_reduce(X, op=op),
     "all_reduce in place": lambda comm, op: comm.all_reduce(X, X, op),

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from libraries import Stub
 
-import pynccl
 from pynccl import Communicator, Window
 
 X = (1 << 20, 12, "float32")
@@ -69,28 +68,3 @@ def test_bad_offsets_peers_and_counts_are_refused() -> None:
 
 
 # function, call, how its failure begins
-CALLS: list[tuple[str, Callable[[Communicator, Any], Any], str]] = [
-    (
-        "ncclPutSignal",
-        lambda comm, window: comm.put_signal(X, 3, window, stream=0),
-        r"put_signal\(count=12, FLOAT32, peer=3\)",
-    ),
-    ("ncclSignal", lambda comm, _: comm.signal(2, signal=1, stream=0), r"signal\(peer=2, signal=1, context=0\)"),
-    (
-        "ncclWaitSignal",
-        lambda comm, _: comm.wait_signal({3: 2, 0: 1}, stream=0),
-        r"wait_signal\(2 of rank 3, 1 of rank 0\)",
-    ),
-]
-
-
-@pytest.mark.parametrize(("function", "call", "text"), CALLS, ids=[row[0] for row in CALLS])
-def test_failures_and_old_libraries(function: str, call: Callable[[Communicator, Any], Any], text: str) -> None:
-    old, window = opened(Stub((2, 28, 9)))
-    with pytest.raises(pynccl.NcclVersionError, match=rf"{function} needs NCCL >= 2\.29; loaded 2\.28\.9 from /"):
-        call(old, window)
-    stub = Stub()
-    comm, window = opened(stub)
-    stub.fail(function, 5)
-    with pytest.raises(pynccl.NcclInvalidUsage, match=rf"^{text} failed"):
-        call(comm, window)

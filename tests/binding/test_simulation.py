@@ -79,26 +79,6 @@ def test_nccl_is_asked_on_a_communicator_of_the_same_ranks_that_is_thrown_away(s
     assert stub.names() == ["ncclAllReduce"]  # as if nothing had been
 
 
-def test_a_nonblocking_communicator_is_refused_for_nccl_would_launch_the_calls(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the communicator was made with, and NCCL_COMM_BLOCKING, which goes before that."""
-    for blocking, environment, refused in ((False, "", True), (True, "0", True), (False, "1", False)):
-        config = CommConfig(blocking=blocking)
-        monkeypatch.delenv("NCCL_COMM_BLOCKING", raising=False)
-        comm = Communicator.init(4, bytes(128), 1, config=config, library=stub.cpu_library)
-        child = comm.split(0)
-        assert child is not None
-        if environment:
-            monkeypatch.setenv("NCCL_COMM_BLOCKING", environment)
-        for own in (comm, child):
-            if not refused:
-                assert simulate(own) == 12.5
-                continue
-            with pytest.raises(pynccl.NcclInvalidUsage, match="is nonblocking, and NCCL would launch the calls; use a"):
-                simulate(own)
-
-
 def test_what_a_child_could_spoil_or_nccl_cannot_estimate_is_refused(
     stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from reference import expect, inputs, reduced
 
 import pynccl
 from pynccl import Communicator
-from pynccl.interop.streams import Stream, stream_handle
+from pynccl.interop.streams import stream_handle
 
 
 class ByProtocol:
@@ -92,20 +91,3 @@ def independent(comm: Communicator) -> None:
 def test_work_on_a_stream_is_done_in_its_order_and_in_no_other(ranks: RankPool) -> None:
     ranks.run(3, in_order)
     ranks.run(3, independent)
-
-
-def test_the_current_stream_of_the_host_library_is_the_caller() -> None:
-    current, side = pynccl.current_stream(), pynccl.create_stream()
-    assert isinstance(current, Stream) and current.handle == stream_handle(current) == 0
-    assert isinstance(side, Stream) and stream_handle(side) == side.handle != 0
-    gate, order = threading.Event(), []
-    side.submit(gate.wait)  # type: ignore[attr-defined]
-    side.submit(lambda: order.append("side"))  # type: ignore[attr-defined]
-    side.wait(current)  # does not block the caller
-    assert current.query() and current.record().query() and order == []
-    threading.Timer(0, gate.set).start()
-    current.wait(side)
-    order.append("caller")
-    assert order == ["side", "caller"]
-    current.wait(event := side.record())
-    assert event.query()
