@@ -159,19 +159,3 @@ def test_destroy_waits_for_the_call_of_another_thread() -> None:
     comm.destroy()
     thread.join()
     assert stub.names()[-1] == "ncclCommDestroy"
-    comm = stub.comm()
-    comm.timeout = 0.05
-    with comm.lock:  # as while a thread is in a call
-        found: list[BaseException] = []
-
-        def destroy() -> None:
-            try:
-                comm.destroy()
-            except pynccl.NcclTimeout as error:
-                found.append(error)
-
-        thread = threading.Thread(target=destroy)
-        thread.start()
-        thread.join()
-    assert "a call of another thread has not returned for 0.05 s; abort" in str(found[0])
-    assert comm.alive

@@ -71,25 +71,6 @@ def test_a_host_stream_holds_the_buffers_until_it_has_run() -> None:
     assert [name for name, held in references.items() if any(alive(held))] == []
 
 
-def test_each_stream_of_a_group_holds_its_own_and_runs_to_its_end_when_it_is_dropped() -> None:
-    comm = Stub().comm(cpu=True)
-    first, second = Blocked(), Blocked()
-    xs = [torch.zeros(2), torch.zeros(2)]
-    references = [weakref.ref(x) for x in xs]
-    with pynccl.group():
-        comm.send(xs[0], 0, stream=first.stream)
-        comm.recv(xs[1], 0, stream=second.stream)
-    xs.clear()
-    second.finish()
-    assert alive(references) == [True, False]
-    worker, gate = first.stream._worker, first.gate
-    del first
-    assert alive(references) == [True, False]
-    gate.set()
-    worker.join(30)
-    assert not worker.is_alive() and alive(references) == [False, False]
-
-
 # As on a GPU: cuda.core's streams and events, of which only the driver knows when they are done.
 
 
