@@ -1,4 +1,4 @@
-"""No communicator keeps a process from ending: its exit, forks, objects that nobody closed.
+"""No communicator keeps a process from ending, nor lives on in a forked child.
 
 What happens at the end of a process is seen in a process of its own, by what its standard error and its stub's log say.
 """

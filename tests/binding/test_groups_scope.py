@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,10 +43,8 @@ def peers(stub: Stub) -> list[Any]:
     return found
 
 
-# Programs, each of which returns what it must have launched.
-
-
-def blocks_that_raise(comm: Communicator) -> list[Any]:
+def test_blocks_that_raise_take_their_calls_with_them(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
     with pynccl.group():
         call(comm, 0)
         with contextlib.suppress(KeyError), pynccl.group():
@@ -57,10 +55,12 @@ def blocks_that_raise(comm: Communicator) -> list[Any]:
         with pytest.raises(ValueError), pynccl.group():
             comm.all_to_all_v(torch.zeros(3), send_counts=[1] * 4, recv_counts=[0] * 4)
         call(comm, 2)
-    return [[0, 2]]
+    assert peers(stub) == [[0, 2]]
 
 
-def tasks_with_groups_of_their_own(comm: Communicator) -> list[Any]:
+def test_tasks_and_threads_have_groups_of_their_own(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
+
     async def one(first: int, there: asyncio.Event, turn: asyncio.Event) -> None:
         with pynccl.group():
             call(comm, first)
@@ -84,16 +84,4 @@ def tasks_with_groups_of_their_own(comm: Communicator) -> list[Any]:
         await asyncio.gather(*tasks)
 
     asyncio.run(main())
-    return [3, 2, [0, 1], [2, 3]]
-
-
-PROGRAMS = (
-    blocks_that_raise,
-    tasks_with_groups_of_their_own,
-)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_a_group_takes_the_calls_of(stub: Stub, program: Callable[[Communicator], list[Any]]) -> None:
-    expected = program(stub.comm(cpu=True))
-    assert peers(stub) == expected
+    assert peers(stub) == [3, 2, [0, 1], [2, 3]]
