@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import pynccl
 from pynccl import CommConfig, Communicator, UniqueId
 from pynccl.bindings import abi
 
-POLL = "ncclCommGetAsyncError"
 IDS = [bytes([1] * 128), bytes([2] * 128), UniqueId.from_buffer_copy(bytes([3] * 128))]
 
 
@@ -24,31 +22,11 @@ def test_a_shrink_names_the_ranks_that_go() -> None:
     (call,) = stub.calls()
     assert (call.name, call.args) == ("ncclCommShrink", {"count": 2, "first": 0, "last": 5, "flags": 0})
     assert (smaller.rank, smaller.size, smaller.timeout) == (2, 4, comm.timeout)
-    assert comm.alive
     stub.clear()
     comm.shrink((4,), abort=True, config=CommConfig(shrink_share=False))
     struct, call = stub.calls()
     assert call.args == {"count": 1, "first": 4, "last": 4, "flags": 1}  # NCCL_SHRINK_ABORT
     assert abi.Config.from_buffer_copy(bytes.fromhex(struct.hex)).shrinkShare == 0
-
-
-@pytest.mark.parametrize("version", [(2, 31, 1), (2, 31, 2)])
-@pytest.mark.parametrize(("aborts", "fails"), [(False, False), (True, False), (True, True)])
-def test_the_parent_of_an_aborting_shrink_is_aborted_where_its_destroy_would_block(
-    version: abi.Version, aborts: bool, fails: bool
-) -> None:
-    stub = Stub(version)
-    comm = stub.comm(cpu=True)
-    stub.fail("ncclCommShrink", 3 if fails else 0)
-    with pytest.raises(pynccl.NcclInternalError) if fails else contextlib.nullcontext():
-        comm.shrink([0], abort=aborts)
-    stub.clear()
-    comm.destroy()
-    blocks = aborts and version >= (2, 31, 2)
-    called = [name for name in stub.names() if name != POLL]
-    assert called == (["ncclCommAbort"] if blocks else ["ncclCommFinalize", "ncclCommDestroy"])
-    with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed"):
-        comm.barrier()
 
 
 def test_members_grow_with_an_id_from_one_of_them_which_new_ranks_join() -> None:
@@ -57,43 +35,16 @@ def test_members_grow_with_an_id_from_one_of_them_which_new_ranks_join() -> None
     identity = comm.grow_id()
     assert bytes(identity) == bytes([9] * 128)
     assert [(call.name, call.args) for call in stub.calls()] == [("ncclCommGetUniqueId", {"rank": 1})]
-    for given, seen in ((identity, 9), (bytes(identity), 9), (None, -1)):
+    for given, seen in ((identity, 9), (None, -1)):
         stub.clear()
         grown = comm.grow(6, given)
         assert (grown.rank, grown.size, grown.timeout) == (1, 6, comm.timeout)
         (call,) = stub.calls()
         assert (call.name, call.args) == ("ncclCommGrow", {"member": 1, "nranks": 6, "id": seen, "rank": -1})
     stub.clear()
-    comm.grow(6, config=CommConfig(max_ctas=2))
-    assert stub.names() == ["config", "ncclCommGrow"]
-    for given in (identity, bytes(identity)):
-        stub.clear()
-        comm = Communicator.join_grown(6, given, 5, library=stub.cpu_library)
-        assert (comm.rank, comm.size) == (5, 6)
-        (call,) = stub.calls()
-        assert (call.name, call.args) == ("ncclCommGrow", {"member": 0, "nranks": 6, "id": 9, "rank": 5})
-
-
-def test_a_new_rank_that_the_members_do_not_wait_for_is_a_timeout() -> None:
-    stub = Stub()
-    stub.linger("ncclCommGrow", 2.0)
-    with pytest.raises(pynccl.NcclTimeout, match=r"ncclCommGrow\(nranks=6, rank=5\) did not return within"):
-        Communicator.join_grown(6, bytes(128), 5, library=stub.cpu_library, timeout=0.05)
-
-
-def test_an_init_with_several_ids_hands_on_all_of_them() -> None:
-    stub = Stub()
-    comm = Communicator.init(8, IDS, 2, library=stub.cpu_library)
-    (call,) = stub.calls()
-    scalable = {"nranks": 8, "rank": 2, "nids": 3, "first": 1, "last": 3}
-    assert (call.name, call.args) == ("ncclCommInitRankScalable", scalable)
-    assert (comm.rank, comm.size) == (2, 8)
-    stub.clear()
-    Communicator.init(8, IDS, 2, library=stub.cpu_library, config=CommConfig(max_ctas=3))
-    assert stub.names() == ["config", "ncclCommInitRankScalable"]
-    stub.clear()
-    Communicator.init(8, IDS[:1], 2, library=stub.cpu_library)  # one is no more than one
-    assert stub.names() == ["ncclCommInitRank"]
+    joined = Communicator.join_grown(6, bytes(identity), 5, library=stub.cpu_library)
+    assert (joined.rank, joined.size) == (5, 6)
+    assert stub.calls()[0].args == {"member": 0, "nranks": 6, "id": 9, "rank": 5}
 
 
 REFUSED: list[tuple[Callable[[Communicator], Any], str]] = [
@@ -101,70 +52,21 @@ REFUSED: list[tuple[Callable[[Communicator], Any], str]] = [
     (lambda comm: comm.shrink([1]), r"shrink: exclude is \[1\] on rank 1, expected other ranks"),
     (lambda comm: comm.shrink([0, 0]), r"shrink: exclude is \[0, 0\] on rank 1"),
     (lambda comm: comm.shrink([4]), r"shrink: exclude is 4, expected a rank in 0\.\.3"),
-    (lambda comm: comm.shrink(["0"]), r"shrink: exclude is '0', expected a rank"),
     (lambda comm: comm.grow(4), r"grow: nranks is 4, expected more than the 4 ranks that there are"),
-    (lambda comm: comm.grow("6"), r"grow: nranks is '6', expected more than the 4 ranks"),
     (lambda comm: comm.grow(6, b"short"), "unique_id is bytes of 5 bytes"),
-    (
-        lambda comm: Communicator.join_grown(6, bytes(128), 6, library=comm.library),
-        r"rank is 6, expected 0\.\.5 for 6 ranks",
-    ),
-    (
-        lambda comm: Communicator.join_grown(6, None, 5, library=comm.library),
-        "unique_id is NoneType, expected what get_unique_id",
-    ),
-    (
-        lambda comm: Communicator.init(8, [], 2, library=comm.library),
-        "unique_id is a list of 0 ids, expected 1 to 8 for 8 ranks",
-    ),
-    (
-        lambda comm: Communicator.init(8, IDS * 3, 2, library=comm.library),
-        "unique_id is a list of 9 ids, expected 1 to 8 for 8 ranks",
-    ),
+    (lambda comm: Communicator.join_grown(6, bytes(128), 6, library=comm.library), r"rank is 6, expected 0\.\.5"),
+    (lambda comm: Communicator.init(8, [], 2, library=comm.library), "unique_id is a list of 0 ids, expected 1 to 8"),
+    (lambda comm: Communicator.init(8, IDS * 3, 2, library=comm.library), "is a list of 9 ids, expected 1 to 8"),
 ]
 
 
-@pytest.mark.parametrize(("call", "says"), REFUSED, ids=[says for _, says in REFUSED])
-def test_what_cannot_shrink_or_grow_is_refused(call: Callable[[Communicator], Any], says: str) -> None:
-    stub = Stub()
-    with pytest.raises(ValueError, match=says):
-        call(stub.comm(cpu=True))
-    assert stub.names() == []
-
-
-def test_a_revoked_communicator_comes_to_rest_and_is_not_finalized() -> None:
+def test_what_cannot_shrink_or_grow_is_refused() -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
-    stub.progress("ncclCommRevoke", polls=3, final=6)  # what it stopped has failed; the revoke has not
-    comm.revoke()
-    assert stub.calls()[0].args == {"rank": 1, "flags": 0}
-    assert stub.names() == ["ncclCommRevoke", *[POLL] * 3]
-    stub.progress("", 0)
-    assert comm.shrink([0]).size == 3
-    stub.clear()
-    comm.destroy()
-    assert stub.names() == [POLL, "ncclCommDestroy"]  # nccl.h: a finalize after it is invalid
-    stuck = stub.comm()
-    stuck.timeout = 0.05
-    stub.progress("ncclCommRevoke", polls=1 << 30)
-    with pytest.raises(pynccl.NcclTimeout, match="ncclCommRevoke is still in progress"):
-        stuck.revoke()
-    stuck.abort()
-
-
-def test_memory_is_given_back_and_taken_again() -> None:
-    stub = Stub()
-    comm = stub.comm()
-    comm.suspend()
-    comm.resume()
-    assert [(call.name, call.args) for call in stub.calls()] == [
-        ("ncclCommSuspend", {"rank": 1, "flags": 1}),  # NCCL_SUSPEND_MEM
-        ("ncclCommResume", {"rank": 1}),
-    ]
-    stub.clear()
-    large = 1 << 40  # what does not fit an int arrives whole
-    assert comm.mem_stats() == {"suspend": large, "suspended": large + 1, "persist": large + 2, "total": large + 3}
-    assert [call.args["stat"] for call in stub.calls()] == [0, 1, 2, 3]
+    for call, says in REFUSED:
+        with pytest.raises(ValueError, match=says):
+            call(comm)
+    assert stub.names() == []
 
 
 # function, the last version without it, the version that has it, a use
@@ -172,29 +74,20 @@ SINCE: list[tuple[str, abi.Version, str, Callable[[Communicator], Any]]] = [
     ("ncclCommShrink", (2, 26, 5), "2.27", lambda comm: comm.shrink([0])),
     ("ncclCommRevoke", (2, 27, 7), "2.28", lambda comm: comm.revoke()),
     ("ncclCommGrow", (2, 28, 9), "2.29", lambda comm: comm.grow(6)),
-    ("ncclCommGetUniqueId", (2, 28, 9), "2.29", lambda comm: comm.grow_id()),
     ("ncclCommSuspend", (2, 28, 9), "2.29", lambda comm: comm.suspend()),
-    ("ncclCommResume", (2, 28, 9), "2.29", lambda comm: comm.resume()),
     ("ncclCommMemStats", (2, 28, 9), "2.29", lambda comm: comm.mem_stats()),
-    (
-        "ncclCommInitRankScalable",
-        (2, 22, 3),
-        "2.23",
-        lambda comm: Communicator.init(8, IDS, 2, library=comm.library),
-    ),
+    ("ncclCommInitRankScalable", (2, 22, 3), "2.23", lambda comm: Communicator.init(8, IDS, 2, library=comm.library)),
 ]
 
 
 @pytest.mark.parametrize(("function", "version", "needed", "use"), SINCE, ids=[row[0] for row in SINCE])
-def test_old_libraries_ended_communicators_and_failures(
+def test_old_libraries_failures_and_ended_communicators(
     function: str, version: abi.Version, needed: str, use: Callable[[Communicator], Any]
 ) -> None:
-    stub = Stub(version)
-    loaded = ".".join(map(str, version))
-    with pytest.raises(pynccl.NcclVersionError) as caught:
-        use(stub.comm(cpu=True))
-    assert str(caught.value) == f"{function} needs NCCL >= {needed}; loaded {loaded} from {stub.path}"
-    assert stub.names() == []
+    old = Stub(version)
+    with pytest.raises(pynccl.NcclVersionError, match=rf"^{function} needs NCCL >= {needed}; loaded "):
+        use(old.comm(cpu=True))
+    assert old.names() == []
     stub = Stub()
     stub.fail(function, 6)
     with pytest.raises(pynccl.NcclRemoteError, match=rf"^{function.removesuffix('Scalable')}.* failed"):
@@ -202,7 +95,5 @@ def test_old_libraries_ended_communicators_and_failures(
     if function != "ncclCommInitRankScalable":
         comm = stub.comm(cpu=True)
         comm.abort()
-        stub.clear()
         with pytest.raises(pynccl.NcclInvalidUsage, match="was aborted; make a new one"):
             use(comm)
-        assert stub.names() == []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ from libraries import Stub
 
 import pynccl
 from pynccl import Communicator
-from pynccl.comm import groups
 from pynccl.comm.groups import records
-from pynccl.comm.observing import Observer, observing
 
 START, END = "ncclGroupStart", "ncclGroupEnd"
 
@@ -47,63 +43,8 @@ def peers(stub: Stub) -> list[Any]:
     return found
 
 
-def two_sends(comm: Communicator) -> Iterator[None]:
-    with pynccl.group():
-        call(comm, 0)
-        yield
-        call(comm, 1)
-
-
-# Programs, each of which returns what it must have launched.
-
-
-def suspended_generator(comm: Communicator) -> list[Any]:
-    for _ in two_sends(comm):  # its group takes what its consumer calls, as group() says
-        call(comm, 2)
-    call(comm, 3)
-    with pynccl.group():  # which that of the generator joins
-        for _ in two_sends(comm):
-            call(comm, 2)
-    return [[0, 2, 1], 3, [0, 2, 1]]
-
-
-def generators_that_end_early(comm: Communicator) -> list[Any]:
-    for end in ("close", "throw", "collect"):
-        generator: Any = two_sends(comm)
-        next(generator)
-        if end == "close":
-            generator.close()
-        elif end == "throw":
-            with pytest.raises(KeyError):
-                generator.throw(KeyError())
-        del generator
-        gc.collect()
-        assert not records, end
-    call(comm, 3)
-    return [3]
-
-
-def closed_before_the_one_inside(comm: Communicator) -> list[Any]:
-    outer, inner = pynccl.group(), pynccl.group()
-    outer.__enter__()
-    call(comm, 0)
-    inner.__enter__()
-    call(comm, 1)
-    outer.__exit__(None, None, None)
-    call(comm, 2)
-    inner.__exit__(None, None, None)
-    with pynccl.group():
-        middle, inner = pynccl.group(), pynccl.group()
-        middle.__enter__()
-        inner.__enter__()
-        call(comm, 0)
-        middle.__exit__(None, None, None)
-        inner.__exit__(None, None, None)
-        call(comm, 1)
-    return [[0], [1, 2], [0, 1]]
-
-
-def blocks_that_raise(comm: Communicator) -> list[Any]:
+def test_blocks_that_raise_take_their_calls_with_them(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
     with pynccl.group():
         call(comm, 0)
         with contextlib.suppress(KeyError), pynccl.group():
@@ -114,42 +55,12 @@ def blocks_that_raise(comm: Communicator) -> list[Any]:
         with pytest.raises(ValueError), pynccl.group():
             comm.all_to_all_v(torch.zeros(3), send_counts=[1] * 4, recv_counts=[0] * 4)
         call(comm, 2)
-    return [[0, 2]]
+    assert peers(stub) == [[0, 2]]
 
 
-def context_managers_and_decorators(comm: Communicator) -> list[Any]:
-    @contextlib.contextmanager
-    def both() -> Iterator[None]:
-        with pynccl.group():
-            call(comm, 0)
-            yield
+def test_tasks_and_threads_have_groups_of_their_own(stub: Stub) -> None:
+    comm = stub.comm(cpu=True)
 
-    class Held:
-        def __enter__(self) -> None:
-            self.group = pynccl.group()
-            self.group.__enter__()
-
-        def __exit__(self, *error: Any) -> None:
-            self.group.__exit__(*error)
-
-    @pynccl.group()
-    def decorated() -> None:
-        call(comm, 0)
-        call(comm, 3)
-
-    with both():
-        call(comm, 1)
-    with Held():
-        call(comm, 2)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(pynccl.group())
-        call(comm, 3)
-    decorated()
-    decorated()
-    return [[0, 1], [2], [3], [0, 3], [0, 3]]
-
-
-def tasks_with_groups_of_their_own(comm: Communicator) -> list[Any]:
     async def one(first: int, there: asyncio.Event, turn: asyncio.Event) -> None:
         with pynccl.group():
             call(comm, first)
@@ -173,63 +84,4 @@ def tasks_with_groups_of_their_own(comm: Communicator) -> list[Any]:
         await asyncio.gather(*tasks)
 
     asyncio.run(main())
-    return [3, 2, [0, 1], [2, 3]]
-
-
-def tasks_that_are_started_in_a_group_or_cancelled(comm: Communicator) -> list[Any]:
-    @contextlib.asynccontextmanager
-    async def grouped() -> AsyncIterator[None]:
-        with pynccl.group():
-            yield
-
-    async def other() -> None:
-        call(comm, 3)
-
-    async def waiting(there: asyncio.Event) -> None:
-        with pynccl.group():
-            call(comm, 0)
-            there.set()
-            await asyncio.Event().wait()
-
-    async def main() -> None:
-        async with grouped():
-            call(comm, 0)
-            await asyncio.create_task(other())
-            call(comm, 1)
-        there = asyncio.Event()
-        task = asyncio.create_task(waiting(there))
-        await there.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        call(comm, 3)
-
-    asyncio.run(main())
-    return [[0, 3, 1], 3]
-
-
-PROGRAMS = (
-    suspended_generator,
-    generators_that_end_early,
-    closed_before_the_one_inside,
-    blocks_that_raise,
-    context_managers_and_decorators,
-    tasks_with_groups_of_their_own,
-    tasks_that_are_started_in_a_group_or_cancelled,
-)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_a_group_takes_the_calls_of(stub: Stub, program: Callable[[Communicator], list[Any]]) -> None:
-    expected = program(stub.comm(cpu=True))
-    assert peers(stub) == expected
-
-
-def test_a_child_that_is_forked_in_a_group_is_in_none(stub: Stub) -> None:
-    with pynccl.group():
-        child = os.fork()
-        if not child:
-            with observing(Observer()):
-                os._exit(3 if groups.recorder() is None else 4)
-        assert groups.recorder() is not None
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert peers(stub) == [3, 2, [0, 1], [2, 3]]

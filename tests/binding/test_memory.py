@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +11,7 @@ import torch
 from libraries import Stub
 
 import pynccl
-from pynccl import Communicator, DataType, Memory, mem_alloc
+from pynccl import DataType, Memory, mem_alloc
 from pynccl.interop import dlpack
 
 NAMES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
@@ -25,52 +21,30 @@ def alloc(stub: Stub, shape: Any, dtype: Any = "float32") -> Memory:
     return mem_alloc(shape, dtype, library=stub.cpu_library)
 
 
-def on_gpu(stub: Stub, dtype: DataType = DataType.FLOAT32) -> Memory:
-    """As mem_alloc makes it on GPU 1; the address is of no memory here."""
-    return Memory(0x7000, (2, 3), dtype, 1, stub.library)
-
-
-# Allocation
-
-
 def test_it_is_as_large_as_its_shape_and_type_say_and_freed_once() -> None:
     stub = Stub()
-    with alloc(stub, (2, 3), "bfloat16") as memory:
-        assert (memory.shape, memory.nbytes, memory.dtype) == ((2, 3), 12, DataType.BFLOAT16)
-        assert (memory.device, memory.pointer > 0) == ("cpu", True)
-        assert repr(memory) == "<pynccl.Memory BFLOAT16 (2, 3) on cpu>"
+    comm = stub.comm(cpu=True)
+    with alloc(stub, (2, 3), "float16") as memory:
+        assert (memory.shape, memory.nbytes, memory.dtype) == ((2, 3), 12, DataType.FLOAT16)
         address = memory.pointer
     memory.free()
-    assert repr(memory) == "<pynccl.Memory BFLOAT16 (2, 3) on cpu, freed>"
     assert [(call.name, *call.args.values()) for call in stub.calls()] == [
         ("ncclMemAlloc", 12),
         ("ncclMemFree", address),
     ]
     stub.clear()
     assert mem_alloc(100, library=stub.cpu_library).nbytes == 100  # bytes, where no type is given
-    assert alloc(stub, np.int64(5)).shape == (5,)
-    assert alloc(stub, ()).nbytes == 4
-    assert alloc(stub, (3, 0)).nbytes == 0
+    assert (alloc(stub, np.int64(5)).shape, alloc(stub, ()).nbytes, alloc(stub, (3, 0)).nbytes) == ((5,), 4, 0)
     assert [call.args["size"] for call in stub.calls()] == [100, 20, 4, 1]  # NCCL has no memory of no bytes
-
-
-def test_freed_memory_cannot_be_used() -> None:
-    stub = Stub()
-    comm, memory = stub.comm(cpu=True), alloc(stub, 4)
-    memory.free()
-    stub.clear()
-    uses = (torch.from_dlpack, np.from_dlpack, np.asarray, comm.all_reduce, comm.register, comm.window)
-    for use in uses:
-        with pytest.raises(ValueError, match=r"this memory \(shape \(4,\), FLOAT32\) was freed"):
+    for use in (torch.from_dlpack, np.asarray, comm.all_reduce, comm.register, comm.window):
+        with pytest.raises(ValueError, match=r"this memory \(shape \(2, 3\), FLOAT16\) was freed"):
             use(memory)
-    assert stub.names() == []
 
 
-WHOLE = r"mem_alloc: shape is .*, expected a whole number or a sequence of them"
 REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
-    (-1, "float32", ValueError, r"mem_alloc: shape is .*, expected sizes >= 0"),
     ((2, -3), "float32", ValueError, r"mem_alloc: shape is .*, expected sizes >= 0"),
-    *[(shape, "float32", TypeError, WHOLE) for shape in (2.5, (2, 1.5), "4", bytes(3), None)],
+    ((2, 1.5), "float32", TypeError, r"mem_alloc: shape is .*, expected a whole number or a sequence of them"),
+    ("4", "float32", TypeError, r"mem_alloc: shape is .*, expected a whole number or a sequence of them"),
     (4, torch.complex64, TypeError, "complex64 has no NCCL data type"),
 ]
 
@@ -86,65 +60,23 @@ def test_what_cannot_be_allocated_is_refused() -> None:
         alloc(stub, 1024)
 
 
-# Views
-
-
 @pytest.mark.parametrize("name", [*NAMES, "bfloat16"])
-def test_torch_and_numpy_see_the_memory_itself(name: str) -> None:
-    memory = alloc(Stub(), (2, 3), name)
-    view = torch.from_dlpack(memory)
+def test_torch_and_numpy_see_the_memory_itself_and_keep_it(name: str) -> None:
+    memory, before = alloc(Stub(), (2, 3), name), len(dlpack._exported)
+    view, capsule = torch.from_dlpack(memory), memory.__dlpack__()
     assert (view.shape, view.data_ptr(), view.device.type) == ((2, 3), memory.pointer, "cpu")
     assert pynccl.interop.buffers.data_type(view.dtype) is memory.dtype
     view.fill_(1)
-    assert (torch.from_dlpack(memory) == 1).all()
     if name in NAMES:
         array = np.asarray(memory)
         assert (array.shape, array.dtype, array.ctypes.data) == ((2, 3), np.dtype(name), memory.pointer)
-        assert (np.from_dlpack(memory) == 1).all()
-
-
-def test_a_view_keeps_its_memory_until_it_goes_and_a_capsule_that_nobody_takes_goes_too() -> None:
-    before = len(dlpack._exported)
-    memory = alloc(Stub(), 8)
-    views = [torch.from_dlpack(memory), np.from_dlpack(memory), memory.__dlpack__()]
-    assert len(dlpack._exported) == before + 3
-    assert sys.getrefcount(memory) > 4
-    del views
+        assert (array == 1).all() and (np.from_dlpack(memory) == 1).all()
+    del memory
+    gc.collect()
+    assert len(dlpack._exported) >= before + 2 and (view == 1).all()
+    del view, capsule
     gc.collect()
     assert len(dlpack._exported) == before
-
-
-def test_an_interface_is_there_for_the_device_that_it_describes() -> None:
-    stub = Stub()
-    host, device = alloc(stub, (2, 3)), on_gpu(stub)
-    assert not hasattr(host, "__cuda_array_interface__") and not hasattr(device, "__array_interface__")
-    wanted = {"shape": (2, 3), "typestr": "<f4", "data": (0x7000, False), "version": 3, "strides": None}
-    assert device.__cuda_array_interface__ == wanted
-    assert host.__array_interface__ == {**wanted, "data": (host.pointer, False)}
-    assert (host.__dlpack_device__(), device.__dlpack_device__()) == ((1, 0), (2, 1))
-    assert device.device == "cuda:1"
-    assert not hasattr(on_gpu(stub, DataType.BFLOAT16), "__cuda_array_interface__")  # which has no name for it
-
-
-def test_it_is_a_buffer_of_every_type_on_every_device_in_any_order() -> None:
-    stub = Stub()
-    cpu = stub.comm(cpu=True)
-    gpu = Communicator.init_all([1], library=stub.cpu_library)[0]  # rank 0 of GPU 1
-    gpu._ordinal = 1
-    for dtype in (DataType.FLOAT32, DataType.BFLOAT16, DataType.FLOAT32):
-        for comm, memory, stream in ((gpu, on_gpu(stub, dtype), 5), (cpu, alloc(stub, (2, 3), dtype), None)):
-            stub.clear()
-            assert comm.all_reduce(memory, memory, stream=stream) is memory
-            (call,) = stub.calls()
-            assert (call.args["send"], call.args["count"], call.args["dtype"]) == (memory.pointer, 6, int(dtype))
-            assert call.args["stream"] == (stream or 0)
-    with pytest.raises(ValueError, match=r"recv is on cuda:1, the communicator on cpu"):
-        cpu.all_reduce(torch.zeros(6), on_gpu(stub))
-    with pytest.raises(TypeError, match="Memory has no current stream: pass stream="):
-        gpu.all_reduce(on_gpu(stub), on_gpu(stub))
-
-
-# Registration and windows
 
 
 def test_a_registration_and_a_window_last_as_long_as_their_block() -> None:
@@ -152,96 +84,25 @@ def test_a_registration_and_a_window_last_as_long_as_their_block() -> None:
     comm, x = stub.comm(cpu=True), torch.zeros(6, dtype=torch.float64)
     with comm.register(x) as registered:
         assert (registered.nbytes, registered.buf) == (48, x)
-        (made,) = stub.calls()
-        assert (made.name, made.args) == ("ncclCommRegister", {"rank": 1, "buffer": x.data_ptr(), "size": 48})
-        stub.clear()
     registered.close()
-    assert [(call.name, call.args) for call in stub.calls()] == [("ncclCommDeregister", {"rank": 1, "handle": 0x5000})]
+    assert [(call.name, call.args) for call in stub.calls()] == [
+        ("ncclCommRegister", {"rank": 1, "buffer": x.data_ptr(), "size": 48}),
+        ("ncclCommDeregister", {"rank": 1, "handle": 0x5000}),
+    ]
     stub.clear()
     with comm.window(x) as window:
         assert (window.handle, window.nbytes, window.user_pointer()) == (0x6000, 48, 0x7000)
-        made, asked = stub.calls()
-        symmetric = {"rank": 1, "buffer": x.data_ptr(), "size": 48, "flags": 1}
-        assert (made.name, made.args) == ("ncclCommWindowRegister", symmetric)
-        assert (asked.name, asked.args) == ("ncclWinGetUserPtr", {"rank": 1, "window": 0x6000})
-        stub.clear()
     window.close()
-    assert [(c.name, c.args) for c in stub.calls()] == [("ncclCommWindowDeregister", {"rank": 1, "window": 0x6000})]
+    assert [(call.name, call.args) for call in stub.calls()] == [
+        ("ncclCommWindowRegister", {"rank": 1, "buffer": x.data_ptr(), "size": 48, "flags": 1}),  # symmetric
+        ("ncclWinGetUserPtr", {"rank": 1, "window": 0x6000}),
+        ("ncclCommWindowDeregister", {"rank": 1, "window": 0x6000}),
+    ]
     with pytest.raises(ValueError, match="this window of 48 bytes was closed"):
         _ = window.handle
-    stub.clear()
-    comm.window(x, flags=0)
-    assert stub.calls()[0].args["flags"] == 0
-
-
-def test_what_nccl_does_not_register_needs_no_deregistering_and_is_an_error_for_a_window() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    stub.null("ncclCommRegister")  # as where registration is off
-    comm.register(torch.zeros(6)).close()
-    assert stub.names() == ["ncclCommRegister"]
-    stub.null("ncclCommWindowRegister")
-    with pytest.raises(ValueError, match=r"NCCL declined the buffer of 64 bytes: it must be of pynccl\.mem_alloc"):
-        comm.window(torch.zeros(16))
-
-
-def test_what_is_closed_after_its_communicator_calls_nothing() -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    registered, window = comm.register(torch.zeros(4)), comm.window(torch.zeros(4))
+    open_ones = comm.register(x), comm.window(x, flags=0)
     comm.destroy()
     stub.clear()
-    registered.close()
-    window.close()
+    for one in open_ones:  # NCCL has freed them with the communicator
+        one.close()
     assert stub.names() == []
-
-
-MAKES: dict[str, Callable[[Communicator, Any], Any]] = {
-    "ncclCommRegister": lambda comm, x: comm.register(x),
-    "ncclCommWindowRegister": lambda comm, x: comm.window(x),
-}
-
-
-@pytest.mark.parametrize("function", MAKES)
-def test_what_cannot_be_registered_is_an_error(function: str) -> None:
-    stub, make = Stub(), MAKES[function]
-    comm = stub.comm(cpu=True)
-    with pytest.raises(ValueError, match="is not contiguous"):
-        make(comm, torch.zeros(4, 4)[:, 0])
-    assert stub.names() == []
-    stub.fail(function, 5)
-    with pytest.raises(pynccl.NcclInvalidUsage, match=rf"^{function}\(64 bytes\) failed"):
-        make(comm, torch.zeros(16))
-    comm.destroy()
-    with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed"):
-        make(comm, torch.zeros(4))
-    old, needed = ((2, 18, 3), "2.19") if function == "ncclCommRegister" else ((2, 26, 5), "2.27")
-    with pytest.raises(pynccl.NcclVersionError, match=rf"{function} needs NCCL >= {needed}; loaded "):
-        make(Stub(old).comm(cpu=True), torch.zeros(4))
-
-
-def test_a_process_without_torch_may_begin_with_memory_of_a_gpu() -> None:
-    source = """
-import sys, ctypes
-sys.modules["torch"] = None
-import pynccl
-from pynccl.interop.buffers import adapter
-library = pynccl.load(sys.argv[1])
-for dtype in (pynccl.DataType.FLOAT32, pynccl.DataType.BFLOAT16):  # of which only the first has an interface
-    memory = pynccl.Memory(0x7000, (2, 3), dtype, 1, library)
-    assert adapter(memory).describe(memory) == (0x7000, 6, int(dtype), 1)
-library.is_host = True
-with pynccl.mem_alloc(8, "float32", library=library) as memory:
-    interface = memory.__array_interface__
-    assert interface["data"][0] == memory.pointer and memory.__dlpack__() is not None
-print(memory)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", source, Stub().path],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(pynccl.__file__).parent.parent,
-    )
-    assert (done.stdout, done.stderr) == ("<pynccl.Memory FLOAT32 (8,) on cpu, freed>\n", "")

@@ -32,17 +32,15 @@ def test_an_init_is_polled_until_it_is_done_or_aborted() -> None:
     assert stub.names() == ["config", "ncclCommInitRankConfig", *[POLL] * 5]
     assert abi.Config.from_buffer_copy(bytes.fromhex(stub.calls()[0].hex)).blocking == 0
     assert (comm.rank, comm.size) == (1, 4)
-    stub.clear()
-    stub.progress("ncclCommInitRankConfig", polls=FOR_EVER)
-    in_progress = r"ncclCommInitRank\(rank=1, nranks=4\) is still in progress after 0.05"
-    with pytest.raises(pynccl.NcclTimeout, match=in_progress):
-        init(stub, timeout=0.05)
-    assert stub.names()[-1] == "ncclCommAbort" and stub.names().count("ncclCommAbort") == 1
-    stub.clear()
-    stub.progress("ncclCommInitRankConfig", polls=3, final=6)
-    with pytest.raises(pynccl.NcclRemoteError, match=r"^ncclCommInitRank\(rank=1, nranks=4\) failed"):
-        init(stub)
-    assert stub.names()[-1] == "ncclCommAbort"  # as NCCL asks: nothing else frees it
+    for polls, final, kind, says in (
+        (FOR_EVER, 0, pynccl.NcclTimeout, r"ncclCommInitRank\(rank=1, nranks=4\) is still in progress after"),
+        (3, 6, pynccl.NcclRemoteError, r"^ncclCommInitRank\(rank=1, nranks=4\) failed"),
+    ):
+        stub.clear()
+        stub.progress("ncclCommInitRankConfig", polls, final)
+        with pytest.raises(kind, match=says):
+            init(stub, timeout=0.05 if polls == FOR_EVER else 60)
+        assert stub.names()[-1] == "ncclCommAbort" and stub.names().count("ncclCommAbort") == 1
 
 
 def group_of(comm: Communicator) -> None:
@@ -71,12 +69,6 @@ CALLS: dict[str, tuple[str, Callable[[Communicator], Any], list[str], str]] = {
         "group of 1 calls: send(count=12, FLOAT32, peer=0)",
     ),
     "finalize": ("ncclCommFinalize", Communicator.finalize, ["ncclCommFinalize"], "ncclCommFinalize on rank 1 of 4"),
-    "no color": (
-        "ncclCommSplit",
-        lambda comm: comm.split(None),
-        ["ncclCommSplit"],
-        "ncclCommSplit(color=-1, key=0) on rank 1 of 4",
-    ),
 }
 
 
@@ -86,7 +78,7 @@ def test_a_call_in_progress_is_waited_for_until_a_deadline(kind: str) -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
     stub.progress(function, polls=3)
-    assert call(comm) is None or kind == "launch"
+    call(comm)
     assert stub.names() == [*names, *[POLL] * 3]
     stub.progress(function, polls=2, final=5)
     with pytest.raises(pynccl.NcclInvalidUsage) as failed:
@@ -98,72 +90,5 @@ def test_a_call_in_progress_is_waited_for_until_a_deadline(kind: str) -> None:
     with pytest.raises(pynccl.NcclTimeout) as late:
         call(comm)
     assert f"{text} is still in progress after 0.05 s" in str(late.value)
-    assert "what the stub has to say\n  " in str(late.value)
     assert comm.alive and "ncclCommAbort" not in stub.names()
     comm.abort()
-
-
-def test_what_is_done_in_the_end_is_no_timeout() -> None:
-    stub = Stub()
-    comm = stub.comm()
-    comm.timeout = 0.0
-    stub.progress("ncclBroadcast", polls=1)  # done at the first look, however late that is
-    comm.broadcast(X, Y, stream=0)
-    assert stub.names() == ["ncclBroadcast", POLL]
-
-
-def test_calls_in_progress_inside_a_group_do_not_end_it() -> None:
-    stub = Stub()
-    comm = stub.comm()
-    step = comm.plan.group([comm.plan.send(X, 0, stream=0), comm.plan.recv(Y, 0, stream=0)])
-    stub.fail("ncclSend", 7)
-    with pynccl.group():
-        comm.send(X, 0, stream=0)
-        comm.recv(Y, 0, stream=0)
-    step()
-    assert stub.names() == ["ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd"] * 2
-
-
-def test_the_end_of_a_group_is_waited_for_on_every_communicator() -> None:
-    stub = Stub()
-    comms = Communicator.init_all(2, library=stub.cpu_library)
-    plans = [comm.plan.send(X, 1, stream=0) for comm in comms]
-    step = comms[0].plan.group(plans)
-    stub.progress("ncclGroupEnd", polls=3)
-    for launch in (step, lambda: step(5)):
-        stub.clear()
-        launch()
-        # three polls until the first is out of progress, one for the second, which is out of it by then
-        assert stub.names() == ["ncclGroupStart", "ncclSend", "ncclSend", "ncclGroupEnd", *[POLL] * 4]
-
-
-def test_destroy_waits_for_its_finalize_does_not_repeat_it_and_aborts_in_the_end() -> None:
-    stub = Stub()
-    comm = stub.comm()
-    stub.progress("ncclCommFinalize", polls=2)
-    comm.finalize()
-    stub.clear()
-    comm.destroy()
-    assert stub.names() == [POLL, "ncclCommDestroy"]
-    comm = stub.comm()
-    comm.destroy()
-    assert stub.names() == [POLL, "ncclCommFinalize", POLL, POLL, "ncclCommDestroy"]
-    comm = stub.comm()
-    comm.timeout = 0.05
-    stub.progress("ncclCommFinalize", polls=FOR_EVER)
-    with pytest.raises(pynccl.NcclTimeout, match="the communicator was aborted instead"):
-        comm.destroy()
-    assert stub.names()[-1] == "ncclCommAbort"
-    assert "ncclCommDestroy" not in stub.names()
-
-
-@pytest.mark.parametrize("kind", ["split", "shrink", "grow"])
-def test_a_child_is_there_when_its_parent_is_out_of_progress(kind: str) -> None:
-    stub = Stub()
-    comm = stub.comm(cpu=True)
-    make = {"split": lambda: comm.split(0), "shrink": lambda: comm.shrink([0]), "grow": lambda: comm.grow(6)}[kind]
-    stub.progress(f"ncclComm{kind.capitalize()}", polls=3)
-    child = make()
-    assert child is not None and child.handle != comm.handle
-    assert child.size == {"split": 1, "shrink": 3, "grow": 6}[kind]
-    assert stub.names().count(POLL) >= 3

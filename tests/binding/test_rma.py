@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from libraries import Stub
 
-import pynccl
 from pynccl import Communicator, Window
 
 X = (1 << 20, 12, "float32")
@@ -24,139 +20,51 @@ def opened(stub: Stub) -> tuple[Communicator, Window]:
     return comm, window
 
 
-def test_put_signal_and_signal_say_what_goes_where() -> None:
+def test_puts_signals_and_waits_say_what_goes_where() -> None:
     stub = Stub()
     comm, window = opened(stub)
     comm.put_signal(X, 3, window, 128, signal=5, context=2, stream=9)
     comm.put_signal(X, 3, window, 4096 - 48, stream=0)  # up to the last byte
     comm.signal(2, signal=1, context=3, stream=7)
-    put, last, signal = stub.calls()
-    what = {"buffer": 1 << 20, "count": 12, "dtype": 7, "peer": 3, "window": 0x6000}
-    how = {"flags": 0, "comm": 1}
-    assert put.name == "ncclPutSignal" and signal.name == "ncclSignal"
-    assert put.args == {**what, **how, "offset": 128, "signal": 5, "context": 2, "stream": 9}
-    assert last.args == {**what, **how, "offset": 4048, "signal": 0, "context": 0, "stream": 0}
-    assert signal.args == {**how, "peer": 2, "signal": 1, "context": 3, "stream": 7}
-
-
-def test_waiting_for_several_peers_is_one_call_with_a_row_for_each() -> None:
-    stub = Stub()
-    comm = stub.comm()
     comm.wait_signal({3: 2, 0: 1}, signal=4, context=1, stream=7)
-    first, second, call = stub.calls()
-    assert first.args == {"count": 2, "peer": 3, "signal": 4, "context": 1}
-    assert second.args == {"count": 1, "peer": 0, "signal": 4, "context": 1}
-    assert (call.name, call.args) == ("ncclWaitSignal", {"rows": 2, "comm": 1, "stream": 7})
-    stub.clear()
     comm.wait_signal(2, stream=0)
-    assert stub.calls()[0].args == {"count": 1, "peer": 2, "signal": 0, "context": 0}
+    what = {"buffer": 1 << 20, "count": 12, "dtype": 7, "peer": 3, "window": 0x6000, "flags": 0, "comm": 1}
+    assert [(call.name, call.args) for call in stub.calls()] == [
+        ("ncclPutSignal", {**what, "offset": 128, "signal": 5, "context": 2, "stream": 9}),
+        ("ncclPutSignal", {**what, "offset": 4048, "signal": 0, "context": 0, "stream": 0}),
+        ("ncclSignal", {"flags": 0, "comm": 1, "peer": 2, "signal": 1, "context": 3, "stream": 7}),
+        ("row", {"count": 2, "peer": 3, "signal": 4, "context": 1}),
+        ("row", {"count": 1, "peer": 0, "signal": 4, "context": 1}),
+        ("ncclWaitSignal", {"rows": 2, "comm": 1, "stream": 7}),
+        ("row", {"count": 1, "peer": 2, "signal": 0, "context": 0}),
+        ("ncclWaitSignal", {"rows": 1, "comm": 1, "stream": 0}),
+    ]
 
 
-REFUSED: list[tuple[Callable[[Communicator, Window], Any], type[Exception], str]] = [
-    *[
-        (
-            lambda comm, window, offset=offset: comm.put_signal(X, 3, window, offset, stream=0),
-            ValueError,
-            f"put_signal: 48 bytes at offset {offset} do not fit into the window of 4096",
-        )
-        for offset in (-4, 4096 - 47, 4096)
-    ],
+REFUSED: list[tuple[Callable[[Communicator, Window], Any], str]] = [
+    (lambda comm, window: comm.put_signal(X, 3, window, -4, stream=0), "48 bytes at offset -4 do not fit"),
     (
-        lambda comm, window: comm.put_signal(X, 4, window, stream=0),
-        ValueError,
-        r"put_signal: peer is 4, expected a rank in 0\.\.3",
+        lambda comm, window: comm.put_signal(X, 3, window, 4049, stream=0),
+        "put_signal: 48 bytes at offset 4049 do not fit into the window of 4096",
     ),
-    (lambda comm, _: comm.signal(-1, stream=0), ValueError, r"signal: peer is -1, expected a rank in 0\.\.3"),
-    (
-        lambda comm, _: comm.wait_signal({0: 1, 9: 1}, stream=0),
-        ValueError,
-        "wait_signal: peer is 9, expected a rank in",
-    ),
-    (
-        lambda comm, _: comm.wait_signal({2: 0}, stream=0),
-        ValueError,
-        "wait_signal: 0 signals of rank 2, expected 1 or more",
-    ),
-    (lambda comm, _: comm.wait_signal({}, stream=0), ValueError, "wait_signal: counts is empty, expected"),
-    (lambda comm, _: comm.signal(0, stream=None), TypeError, "is no stream"),
+    (lambda comm, window: comm.put_signal(X, 4, window, stream=0), r"put_signal: peer is 4, expected a rank in 0\.\.3"),
+    (lambda comm, _: comm.signal(-1, stream=0), r"signal: peer is -1, expected a rank in 0\.\.3"),
+    (lambda comm, _: comm.wait_signal({0: 1, 9: 1}, stream=0), "wait_signal: peer is 9, expected a rank in"),
+    (lambda comm, _: comm.wait_signal({2: 0}, stream=0), "wait_signal: 0 signals of rank 2, expected 1 or more"),
+    (lambda comm, _: comm.wait_signal({}, stream=0), "wait_signal: counts is empty, expected"),
 ]
 
 
 def test_bad_offsets_peers_and_counts_are_refused() -> None:
     stub = Stub()
     comm, window = opened(stub)
-    for call, kind, says in REFUSED:
-        with pytest.raises(kind, match=says):
+    for call, says in REFUSED:
+        with pytest.raises(ValueError, match=says):
             call(comm, window)
+    assert stub.names() == []
     window.close()
-    stub.clear()
     with pytest.raises(ValueError, match="this window of 4096 bytes was closed"):
         comm.put_signal(X, 3, window, stream=0)
-    assert stub.names() == []
-
-
-def test_they_can_be_grouped_and_planned() -> None:
-    stub = Stub()
-    comm, window = opened(stub)
-    with pynccl.group():
-        comm.put_signal(X, 0, window, stream=0)
-        comm.wait_signal({0: 1}, stream=0)
-    assert stub.names() == ["ncclGroupStart", "ncclPutSignal", "row", "ncclWaitSignal", "ncclGroupEnd"]
-    plans = [comm.plan.put_signal(X, 0, window, 64, stream=0), comm.plan.wait_signal({0: 2, 2: 1}, stream=0)]
-    gc.collect()
-    stub.clear()
-    for plan in plans:
-        plan()
-    assert stub.names() == ["ncclPutSignal", "row", "row", "ncclWaitSignal"]
-    assert [call.args["count"] for call in stub.calls() if call.name == "row"] == [2, 1]
-    stub.clear()
-    comm.plan.group(plans)()
-    assert stub.names() == ["ncclGroupStart", "ncclPutSignal", "row", "row", "ncclWaitSignal", "ncclGroupEnd"]
-
-
-def test_the_buffer_and_the_window_live_until_the_launch() -> None:
-    comm = Stub().comm(cpu=True)
-    with pynccl.group():
-        x = torch.zeros(4)
-        window = comm.window(torch.zeros(64))
-        alive = [weakref.ref(x), weakref.ref(window)]
-        comm.put_signal(x, 0, window)
-        del x, window
-        gc.collect()
-        assert all(ref() is not None for ref in alive)
-    gc.collect()
-    assert all(ref() is None for ref in alive)
 
 
 # function, call, how its failure begins
-CALLS: list[tuple[str, Callable[[Communicator, Any], Any], str]] = [
-    (
-        "ncclPutSignal",
-        lambda comm, window: comm.put_signal(X, 3, window, stream=0),
-        r"put_signal\(count=12, FLOAT32, peer=3\)",
-    ),
-    ("ncclSignal", lambda comm, _: comm.signal(2, signal=1, stream=0), r"signal\(peer=2, signal=1, context=0\)"),
-    (
-        "ncclWaitSignal",
-        lambda comm, _: comm.wait_signal({3: 2, 0: 1}, stream=0),
-        r"wait_signal\(2 of rank 3, 1 of rank 0\)",
-    ),
-]
-
-
-@pytest.mark.parametrize(("function", "call", "text"), CALLS, ids=[row[0] for row in CALLS])
-def test_failures_ended_communicators_and_old_libraries(
-    function: str, call: Callable[[Communicator, Any], Any], text: str
-) -> None:
-    old, window = opened(Stub((2, 28, 9)))
-    with pytest.raises(pynccl.NcclVersionError, match=rf"{function} needs NCCL >= 2\.29; loaded 2\.28\.9 from /"):
-        call(old, window)
-    stub = Stub()
-    comm, window = opened(stub)
-    stub.fail(function, 5)
-    with pytest.raises(pynccl.NcclInvalidUsage, match=rf"^{text} failed"):
-        call(comm, window)
-    if function != "ncclPutSignal":  # whose window is closed by then
-        comm.destroy()
-        with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed"):
-            call(comm, window)

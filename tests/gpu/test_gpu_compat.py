@@ -1,4 +1,4 @@
-"""vLLM's wrapper by its own names on a GPU: raw pointers, and a communicator of all ranks of the launch."""
+"""vLLM's wrapper by its own names on a GPU: a communicator of all ranks of the launch."""
 
 from __future__ import annotations
 
@@ -7,26 +7,8 @@ import torch
 
 import pynccl
 from pynccl.compat.vllm import (
-    NCCLLibrary,
     PyNcclCommunicator,
-    buffer_type,
-    cudaStream_t,
-    ncclDataTypeEnum,
-    ncclRedOpTypeEnum,
 )
-
-
-def test_raw_calls_on_the_current_stream(comm: pynccl.Communicator) -> None:
-    nccl = NCCLLibrary(comm.library.path)
-    alone = nccl.ncclCommInitRank(1, nccl.ncclGetUniqueId(), 0)
-    x = torch.arange(1024.0, device=comm.device)
-    y = torch.empty_like(x)
-    stream = cudaStream_t(torch.cuda.current_stream().cuda_stream if x.is_cuda else 0)
-    float32 = ncclDataTypeEnum.from_torch(x.dtype)
-    send, recv = buffer_type(x.data_ptr()), buffer_type(y.data_ptr())
-    nccl.ncclAllReduce(send, recv, x.numel(), float32, ncclRedOpTypeEnum.ncclSum, alone, stream)
-    assert torch.equal(x, y)
-    nccl.ncclCommDestroy(alone)
 
 
 def test_a_communicator_of_all_ranks(comm: pynccl.Communicator) -> None:

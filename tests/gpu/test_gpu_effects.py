@@ -1,9 +1,8 @@
-"""What NCCL launches for a setting, by torch's profiler: thread blocks under a cap, symmetric kernels for windows."""
+"""What NCCL launches for a setting, by torch's profiler: thread blocks under a cap."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.overlapped import BATCH, CASES, HIDDEN, SEQUENCE, WIDTH, forward_and_backward, inputs, needs_peers, parts, to
+from gpu.overlapped import CASES, forward_and_backward, inputs, needs_peers, parts, to
 from torch.profiler import ProfilerActivity, profile
 
-import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
 
@@ -49,18 +47,3 @@ def test_a_cap_of_ctas_is_the_grid_of_every_kernel(child: Communicator, tmp_path
     assert grids[1] and set(grids[1]) == {1}
     if max(grids[None]) == 1:
         pytest.skip("right, but NCCL takes one thread block without a cap, too")
-
-
-@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_buffers_in_windows_are_used_as_windows(child: Communicator, tmp_path: Path, name: str) -> None:
-    """By symmetric kernels, or by copy engines. Ranks that share a GPU have no windows: this needs one for each."""
-    needs_peers(child)
-    case, helper = CASES[name], ad.CommOverlapHelper(child)
-    own = to(parts(case, inputs(child, seed=2), child), torch.float32)
-    with ad.CommOverlap(helper, (SEQUENCE, BATCH, max(WIDTH, HIDDEN)), torch.float32, num_splits=2) as overlap:
-        memory = overlap.memory
-        events = ran(lambda: forward_and_backward(case, own, child, overlap), tmp_path) if memory == "window" else []
-    if memory != "window":
-        pytest.skip(f"the buffers are {memory}: this NCCL has no windows for these ranks")
-    names = [event["name"] for event in events]
-    assert any(re.match(r"ncclSymk?(Dev)?Kernel_|Memcpy (DtoD|PtoP)", name) for name in names), names

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
 
@@ -91,32 +88,6 @@ def test_tensors_of_the_pool_lie_in_memory_of_nccl(comm: Communicator) -> None:
     del x
 
 
-def test_a_tensor_may_be_freed_while_another_thread_allocates_in_the_pool(comm: Communicator) -> None:
-    needs(comm, "ncclMemAlloc")
-    pool = pynccl.mem_pool(comm.library)
-
-    def allocate() -> None:
-        torch.cuda.set_device(comm.device)
-        for i in range(1, 21):  # each larger than what the pool has, so that NCCL is asked
-            with torch.cuda.use_mem_pool(pool):
-                torch.empty(i << 22, dtype=torch.uint8, device=comm.device)
-
-    thread = threading.Thread(target=allocate, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 30
-    while thread.is_alive() and time.monotonic() < deadline:
-        torch.empty(1 << 20, device=comm.device)
-    assert not thread.is_alive()
-
-
-def test_a_pool_that_nccl_cannot_serve_is_out_of_memory_and_not_a_crash(comm: Communicator) -> None:
-    needs(comm, "ncclMemAlloc")
-    pool = pynccl.mem_pool(comm.library)
-    with torch.cuda.use_mem_pool(pool), pytest.raises(torch.OutOfMemoryError):
-        torch.empty(1 << 45, dtype=torch.uint8, device=comm.device)
-    assert float(comm.all_reduce(torch.ones(1, device=comm.device))) == comm.size
-
-
 @pytest.mark.parametrize(
     "config", [CommConfig(max_ctas=4, min_ctas=1), CommConfig(blocking=False)], ids=["ctas", "nonblocking"]
 )
@@ -160,24 +131,3 @@ def test_a_plan_is_launched_on_any_stream_and_captured_in_a_graph(comm: Communic
         assert y.unique().tolist() == [total(comm)]
     finally:
         graph.reset()  # NCCL's destroy waits for it
-
-
-def test_nccl_reports_its_memory_and_parameters(comm: Communicator) -> None:
-    needs(comm, "ncclCommMemStats")
-    stats = comm.mem_stats()
-    assert stats["total"] >= stats["persist"] > 0 and stats["suspended"] == 0
-    if comm.library.supports("ncclParamGetAllParameterKeys"):
-        assert pynccl.params(comm.library)
-
-
-def test_a_simulation_launches_nothing_and_leaves_the_communicator_as_it_was(comm: Communicator) -> None:
-    needs(comm, "ncclGroupSimulateEnd")
-    x = torch.ones(COUNT, device=comm.device)
-    for _ in range(2):
-        with pynccl.simulate() as estimate:
-            comm.all_reduce(x, x)
-        assert estimate.estimated_time > 0 if comm.size > 1 else estimate.estimated_time == 0
-    torch.cuda.synchronize()
-    assert x.unique().tolist() == [1.0]
-    comm.all_reduce(x, x)
-    assert x.unique().tolist() == [comm.size]

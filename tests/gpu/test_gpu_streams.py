@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-
 import pytest
 import torch
 
@@ -77,17 +74,6 @@ def test_a_stream_of_pynccl_records_waits_and_answers(comm: Communicator, priori
     assert y.unique().tolist() == [total(comm)]
 
 
-def test_timed_events_measure_what_lies_between_them(comm: Communicator) -> None:
-    stream = pynccl.create_stream(comm.device, library=comm.library)
-    start, end = (pynccl.create_event(comm.device, timing=True, library=comm.library) for _ in range(2))
-    stream.record(start)
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle)):
-        torch.cuda._sleep(BUSY_CYCLES)
-    stream.record(end)
-    stream.synchronize()
-    assert 5 < start.elapsed_time(end) < 5000  # milliseconds
-
-
 def reuse(x: torch.Tensor) -> None:
     """Take the memory that the allocator has just got back, and write to it on the current stream."""
     for _ in range(8):
@@ -110,32 +96,6 @@ def test_buffers_may_be_dropped_while_a_side_stream_works_on_them(comm: Communic
         reuse(results[-1])
     side.synchronize()
     assert [result.unique().tolist() for result in results] == [[float(i * comm.size)] for i in range(10)]
-
-
-def test_what_a_stream_of_pynccl_holds_does_not_grow(comm: Communicator) -> None:
-    stream = pynccl.create_stream(comm.device, library=comm.library)
-    stream.wait(pynccl.current_stream(comm.device, library=comm.library))
-    made, gone, most = 0, list[None](), 0
-
-    def launch() -> None:
-        nonlocal made, most
-        x = torch.empty(64, device=comm.device)
-        weakref.finalize(x, gone.append, None)
-        made += 1
-        comm.all_reduce(x, x, stream=stream)
-        most = max(most, made - len(gone))
-
-    calls = 20_000 if comm.size == 1 else 400  # ranks that share a GPU take turns, which may be milliseconds each
-    for i in range(calls):
-        launch()
-        if i % (calls // 20) == 0:
-            stream.synchronize()
-    assert most <= calls // 10
-    for _ in range(2):  # the first lets go what was passed before the last event, the second what it had left
-        stream.synchronize()
-        launch()
-    assert made - len(gone) <= 3
-    stream.synchronize()
 
 
 def test_streams_wait_for_the_current_one_and_the_other_way_round(comm: Communicator) -> None:
@@ -195,55 +155,3 @@ def test_a_started_collective_may_be_waited_for_under_other_streams(comm: Commun
     assert [result.unique().tolist() for _, result in results] == [[value] for value, _ in results]
     if group is not comm:
         group.destroy()
-
-
-def test_a_started_collective_may_be_dropped_under_another_stream(comm: Communicator) -> None:
-    kept = []
-    for i in range(10):
-        x = torch.full((COUNT,), float(i), device=comm.device)
-        handle = ad.start(ad.all_gather, x, comm, grad="sum")
-        with torch.cuda.stream(torch.cuda.Stream()):
-            del handle
-        del x
-        kept.append(torch.full((COUNT,), -1.0, device=comm.device))  # takes what was given back
-        kept.append(torch.full((COUNT * comm.size,), -1.0, device=comm.device))
-    torch.cuda.synchronize()
-    assert {value for one in kept for value in one.unique().tolist()} == {-1.0}
-
-
-def test_the_current_gpu_stays_what_it_is(comm: Communicator) -> None:
-    """Whichever that is: the communicator's, or with several GPUs another one."""
-    before = torch.cuda.current_device()
-    other = (before + 1) % torch.cuda.device_count()
-    stream = pynccl.create_stream(other, library=comm.library)
-    event = pynccl.create_event(other, library=comm.library)
-    pynccl.current_stream(other, library=comm.library).wait(stream)
-    stream.record(event)
-    stream.wait(pynccl.current_stream(comm.device, library=comm.library))
-    comm.barrier()
-    pynccl.mem_alloc(16, device=other, library=comm.library).free()
-    stream.synchronize()
-    assert torch.cuda.current_device() == before and event.query() and stream.query()
-
-
-def test_streams_work_in_a_thread_that_has_used_no_gpu(comm: Communicator) -> None:
-    stream = pynccl.create_stream(comm.device, library=comm.library)
-    x = torch.full((COUNT,), comm.rank + 1.0, device=comm.device)
-    torch.cuda.synchronize()
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            comm.all_reduce(x, x, stream=stream)
-            stream.record().synchronize()
-            stream.wait(pynccl.current_stream(comm.device, library=comm.library))
-            stream.synchronize()
-            assert stream.query()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive() and not errors
-    assert x.unique().tolist() == [total(comm)]

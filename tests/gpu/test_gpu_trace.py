@@ -1,4 +1,4 @@
-"""ad.trace on a GPU: slices lie where their kernels ran, the block is not synchronized, the clocks agree."""
+"""ad.trace on a GPU: slices lie where their kernels ran, and nothing waits for them."""
 
 from __future__ import annotations
 
@@ -64,34 +64,3 @@ def test_work_beside_what_is_computed_is_in_a_lane_of_its_own(comm: Communicator
     if trace.path is not None and comm.size > 1:
         (call,) = slices(trace.path, "comm")
         assert call["args"]["exposed_us"] < 0.5 * call["dur"]  # it has ended long before it was waited for
-
-
-def test_backward_passes_are_in_it_and_clocks_are_tied(comm: Communicator, tmp_path: Path) -> None:
-    layer = ad.ColumnParallelLinear(64, 64 * comm.size, comm, device=comm.device)
-    x = torch.ones(8, 64, device=comm.device)
-    layer(x).sum().backward()
-    with ad.trace(tmp_path / "trace.json", comm, model=layer) as trace:
-        began = time.perf_counter()
-        layer(x).sum().backward()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-    if trace.path is not None:
-        assert "ColumnParallelLinear" in {one["name"] for one in slices(trace.path, "user_annotation")}
-        assert any("Backward" in one["name"] for one in slices(trace.path, "cpu_op"))
-        assert max(one["ts"] + one["dur"] for one in slices(trace.path, "kernel")) <= seconds * 1e6 + 5e3
-
-
-def test_what_is_captured_is_left_out(comm: Communicator, tmp_path: Path) -> None:
-    x = torch.ones(COUNT, device=comm.device)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        comm.all_reduce(x, x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with ad.trace(tmp_path / "trace.json", comm) as trace:
-        with torch.cuda.graph(graph, stream=side):
-            comm.all_reduce(x, x)
-        graph.replay()
-        torch.cuda.synchronize()
-    if trace.path is not None:
-        assert slices(trace.path, "comm") == []

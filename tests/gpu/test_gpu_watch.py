@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
 from test_gpu_streams import BUSY_CYCLES, COUNT
 
-import pynccl
 from pynccl import Communicator
 from pynccl.watch import recorder
 from pynccl.watch.reader import read_file
@@ -51,33 +49,6 @@ def test_a_call_is_issued_while_its_stream_is_busy_and_completed_after_that(comm
     assert (call.operation, call.op, call.count) == ("all_reduce", "MAX", COUNT)
     torch.cuda.synchronize()
     assert wait_for(comm, COMPLETED).completed > 0
-
-
-def test_calls_on_a_side_stream_complete_too(comm: Communicator) -> None:
-    x = torch.zeros(COUNT, device=comm.device)
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    comm.all_reduce(x, x, stream=side)
-    side.synchronize()
-    assert wait_for(comm, COMPLETED).stream == side.cuda_stream
-
-
-@pytest.mark.parametrize("end", ["closed", "dropped"])
-def test_calls_of_a_stream_that_ends_between_two_looks_complete(comm: Communicator, end: str) -> None:
-    """Nobody may ask CUDA about a stream that was destroyed; its handle may be that of the next one."""
-    x = torch.zeros(COUNT, device=comm.device)
-    torch.cuda.synchronize()
-    for _ in range(20):
-        side: Any = pynccl.create_stream(comm.device, library=comm.library)
-        comm.all_reduce(x, x, stream=side)
-        side.synchronize()
-        if end == "closed":
-            side.close()
-        del side
-    wait_for(comm, COMPLETED)
-    comm.all_reduce(x, x)
-    torch.cuda.synchronize()
-    wait_for(comm, COMPLETED)
 
 
 def test_the_watchdog_disturbs_no_capture_of_a_graph(comm: Communicator) -> None:

@@ -65,14 +65,9 @@ def process(folder: Path, source: str, *options: str, first: str = "") -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr, [c for c in calls if c != "ncclCommInitRank"], seconds)
 
 
-def left_behind(name: str) -> bool:
-    """Whether such a call is under way beside the thread that made it."""
-    return any(name in thread.name for thread in threading.enumerate())
-
-
 def comes_back(name: str) -> None:
-    """Wait for a call that was left behind, if it has not come back meanwhile."""
-    wait_for(lambda: not left_behind(name))
+    """Wait for a call that was left under way beside the thread that made it, if it has not come back meanwhile."""
+    wait_for(lambda: not any(name in thread.name for thread in threading.enumerate()))
 
 
 def overlapping(stub: Stub, bodies: list[Callable[[], Any]]) -> int:
