@@ -23,7 +23,6 @@ if "PYNCCL_WATCH_DIR" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(shutil.rmtree, os.environ["PYNCCL_WATCH_DIR"], ignore_errors=True)
 
 import pytest
-from browser import find_browser
 from ranks import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -53,9 +52,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip_in_one_line(
             config, items, gpu_tests, "need a CUDA GPU; scripts/gpu/gpu_check.py runs them where there is one"
         )
-    page_tests = [item for item in items if "browser" in getattr(item, "fixturenames", ())]
-    if page_tests and find_browser() is None:
-        _skip_in_one_line(config, items, page_tests, "open a page in Chromium: apt install chromium")
 
 
 def _skip_in_one_line(config: pytest.Config, items: list[pytest.Item], some: list[pytest.Item], what: str) -> None:

@@ -56,30 +56,25 @@ class Forks:
         self._news = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def run(
-        self, words: tuple[str, ...], ranks: int, folder: Path, environment: dict[str, str], only_parse: bool = False
-    ) -> list[Ended]:
-        """What came of each rank of a launch of `words`; of one process outside a launch for 0 ranks.
-
-        only_parse    end it with 0 when its options have been understood
-        """
+    def run(self, words: tuple[str, ...], ranks: int, folder: Path, environment: dict[str, str]) -> list[Ended]:
+        """What came of each rank of a launch of `words`; of one process outside a launch for 0 ranks."""
         port = str(_free_port())
         numbers = []
         for rank in range(max(ranks, 1)):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             place |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            numbers.append(self._start(words, folder, {**environment, **(place if ranks else {})}, only_parse))
+            numbers.append(self._start(words, folder, {**environment, **(place if ranks else {})}))
         with self._news:
             done = self._news.wait_for(lambda: all(number in self._codes for number in numbers), SECONDS)
         assert done, f"{words} takes more than {SECONDS} s"
         return [self._ended(folder, number) for number in numbers]
 
-    def _start(self, words: tuple[str, ...], folder: Path, environment: dict[str, str], only_parse: bool) -> int:
+    def _start(self, words: tuple[str, ...], folder: Path, environment: dict[str, str]) -> int:
         with self._news:
             number = self._number = self._number + 1
             job = {"number": number, "words": words, "folder": str(folder), "environment": environment}
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({**job, "only_parse": only_parse}) + "\n")
+            self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
         return number
 
@@ -164,8 +159,6 @@ def _code_of(job: dict[str, Any]) -> int:
     import torch
 
     torch.set_num_threads(1)
-    if job["only_parse"]:
-        _end_once_parsed()
     try:
         _run(job["words"])
         code = 0
@@ -180,18 +173,6 @@ def _code_of(job: dict[str, Any]) -> int:
             thread.join()
     atexit._run_exitfuncs()
     return code
-
-
-def _end_once_parsed() -> None:
-    from pynccl.tools import command
-
-    parse = command.Parser.parse_args
-
-    def parsed(*arguments: Any, **options: Any) -> Any:
-        parse(*arguments, **options)
-        raise SystemExit(0)
-
-    command.Parser.parse_args = parsed  # type: ignore[method-assign]
 
 
 def _run(words: list[str]) -> None:

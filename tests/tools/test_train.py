@@ -19,8 +19,8 @@ from pynccl import Communicator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from train import Losses, read_options, train  # noqa: E402
-from train_model import ModelConfig, Transformer, Windows, read_text  # noqa: E402
+from train import Losses, read_options, train
+from train_model import ModelConfig, Transformer, Windows, read_text
 
 SMALL = ["--device", "cpu", "--layers", "2", "--width", "32", "--heads", "4", "--seq", "32", "--batch", "4"]
 
