@@ -54,17 +54,6 @@ def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr().err == "it.py: rank 3: a line\n  what to do\n"
 
 
-def test_wrong_options_are_said_by_one_rank_of_a_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # of the others: rank 0 has to be the first
-    for rank, said in (("0", "it.py: error: nonsense; --help shows the options\n"), ("1", "")):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as ended:
-            command.Parser("What it does.", prog="it.py").error("nonsense")
-        assert (ended.value.code, capsys.readouterr().err) == (2, said)
-
-
 def test_types_of_options(tmp_path: Path) -> None:
     assert [command.whole(1)("1"), command.whole(2, 64)("64"), command.number(0.5)("0.5")] == [1, 64, 0.5]
     assert command.output_file(str(tmp_path / "a" / "b.txt")).parent.is_dir()

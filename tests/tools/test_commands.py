@@ -21,14 +21,7 @@ AT_ONCE = 3  # some of them mostly wait
 SECONDS = 100.0  # of patience, on a busy machine
 # Run by tests of their own, with options as short.
 ELSEWHERE = {*(f"scripts/bench/{name}.py" for name in ("data_parallel", "overhead", "overlap", "scale"))}
-ELSEWHERE |= {"scripts/recipes/hugging_face.py", "scripts/train.py", "scripts/semantics_table.py"}
-JOB = """import pynccl
-comm = pynccl.init()
-comm.barrier()
-if comm.rank == 1:
-    raise ValueError("this rank fails")
-comm.barrier()
-"""
+ELSEWHERE |= {"-m pynccl hang", "scripts/recipes/hugging_face.py", "scripts/train.py", "scripts/semantics_table.py"}
 
 
 def scripts() -> Iterator[str]:
@@ -96,20 +89,13 @@ def test_help_has_exit_codes_and_examples_and_the_page_of_commands_has_one_of_th
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_examples_run_as_they_stand(
-    forks: Forks, threads: concurrent.futures.Executor, helps: dict[str, Ended], tmp_path: Path
+    threads: concurrent.futures.Executor, helps: dict[str, Ended], tmp_path: Path
 ) -> None:
-    job = tmp_path / "job"  # that `hang` looks at
-    job.mkdir()
-    (job / "job.py").write_text(JOB)
-    forks.run((str(job / "job.py"),), 2, job, environment_of(job))
-
     def run(number: int, line: str) -> subprocess.CompletedProcess[str]:
         where = tmp_path / f"{number}"
         (where / "out").mkdir(parents=True)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         own = {**os.environ, **environment_of(where), "PATH": path, "PYTHONPATH": str(ROOT)}
-        if "pynccl hang" in line:
-            own["PYNCCL_WATCH_DIR"] = str(job / "watch")
         words = [
             "bash",
             "-c",
@@ -120,29 +106,22 @@ def test_the_examples_run_as_they_stand(
     names = [name for name in NAMES if name not in ELSEWHERE]
     lines = [line for name in names for line in examples_of(helps[name].out) if " # long" not in line]
     for line, done in zip(lines, threads.map(run, range(len(lines)), lines), strict=True):
-        good = (0, 1) if "pynccl hang" in line else (0,)  # 1: a rank has failed in the job that it looks at
-        assert done.returncode in good and "Traceback" not in done.stderr, f"{line}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
 # ---------------------------------------------------------------------------------------------- options and variables
 
 UNWRITABLE = "/proc/nowhere/x"  # where even root makes no file
 NONSENSE = [
-    ("-m pynccl hang", "/nowhere"),
     ("-m pynccl perf", f"all_reduce --json {UNWRITABLE}"),
     ("scripts/train.py", "--nonsense"),
-    ("scripts/timeline.py", "--out picture.txt"),
     ("scripts/bench/data_parallel.py", "--ranks 100000"),
-    ("scripts/bench/overhead.py", "--wrappers --vllm /etc"),
     ("scripts/bench/overlap.py", "--balance fast"),
-    ("scripts/bench/parallelize.py", ""),
     ("scripts/bench/scale.py", "--ranks 1"),
     ("scripts/faults/campaign.py", "--only everything"),
     ("scripts/faults/fuzzer.py", "everything"),
-    ("scripts/faults/fuzzer.py", "calls --timeout -1"),
     ("scripts/dump_nccl_abi.py", "/etc/hostname"),
     ("scripts/semantics_table.py", "--results /etc/hostname"),
-    ("scripts/gpu/gpu_check.py", "everything"),
     ("scripts/recipes/ddp.py", ""),  # outside a launch
 ]
 

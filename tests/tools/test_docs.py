@@ -1,17 +1,13 @@
-"""README, CONTRIBUTING, docs/: Python runs and prints what is said, commands run, names, links and paths are there."""
+"""README, CONTRIBUTING, docs/: Python runs and prints what is said; scripts, links and paths are there."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import importlib
-import inspect
 import io
 import random
 import re
 import shlex
 import socket
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +19,12 @@ from pages import PAGES, ROOT
 from ranks import RankPool
 
 import pynccl
-import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.__main__ import COMMANDS as TOOLS, main
 
 SECONDS = 110.0
 NEEDS_A_GPU = "# needs a GPU"
 
-# ------------------------------------------------------------------------------------------------------------- Python
 
 # What rank 0 prints, program by program, where a page says or shows it.
 PRINTS = {
@@ -95,9 +89,6 @@ def test_python_runs_as_it_stands(ranks: RankPool, page: Path, tmp_path: Path) -
         assert re.search(pattern, printed.strip()), printed
 
 
-# ---------------------------------------------------------------------------------------------------------- commands
-
-
 def test_scripts_and_modules_that_commands_name_are_there() -> None:
     """Those of docs/commands.md are run by test_commands.py, as those of each --help."""
     for page in PAGES:
@@ -119,70 +110,6 @@ def test_explain_runs_and_draws_what_its_page_shows(
     for text, drawn in shown:
         assert main(shlex.split(text)[3:]) == 0
         assert capsys.readouterr().out == drawn, text
-
-
-# --------------------------------------------------------------------------------------------- names, links and paths
-
-ROOTS: dict[str, Any] = {"comm": Communicator, "pynccl": pynccl, "ad": ad}
-SET_BY_INIT = {"rank", "size", "device", "library"}
-
-
-def chain(node: ast.AST) -> list[str]:
-    """comm.plan.all_reduce -> [comm, plan, all_reduce]; [] for anything else."""
-    if isinstance(node, ast.Name):
-        return [node.id]
-    if isinstance(node, ast.Attribute) and (before := chain(node.value)):
-        return [*before, node.attr]
-    return []
-
-
-def value_of(names: list[str]) -> Any:
-    """AttributeError or ImportError if it is not there; None where only an instance has it."""
-    value = ROOTS[names[0]]
-    for name in names[1:]:
-        if value is Communicator and name in SET_BY_INIT:
-            return None
-        if inspect.ismodule(value) and not hasattr(value, name):
-            value = importlib.import_module(f"{value.__name__}.{name}")
-        else:
-            value = getattr(value, name)
-        if isinstance(value, property):
-            return None
-    return value
-
-
-def complaints(text: str) -> list[str]:
-    """Of names that are not there, and of calls of them with arguments that they do not take."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes, in what is no Python
-            nodes = list(ast.walk(ast.parse(text)))
-    except SyntaxError:
-        return []  # of another language, or an ellipsis of a signature
-    said = []
-    for node in nodes:
-        names = chain(node.func if isinstance(node, ast.Call) else node)
-        if len(names) < 2 or names[0] not in ROOTS or names[-1] == "py":
-            continue
-        try:
-            function = value_of(names)
-            if isinstance(node, ast.Call) and function:
-                method = inspect.isfunction(function) and "." in function.__qualname__  # without its instance
-                words = {word.arg: None for word in node.keywords if word.arg}
-                inspect.signature(function).bind(*[None] * (len(node.args) + method), **words)
-        except (AttributeError, ImportError, TypeError) as error:
-            said.append(f"{text}: {error}")
-    return said
-
-
-def test_names_of_the_packages_are_there_and_take_those_arguments() -> None:
-    said = []
-    for page in PAGES:
-        texts = [text for _, line in pages.prose(page) for text in re.findall(r"`([^`]+)`", line)]
-        texts += [block.text for block in pages.blocks(page) if block.kind == "python"]
-        said += [f"{page.name}: {one}" for text in texts for one in complaints(text)]
-    assert said == []
-    assert complaints("ad.all_reduce(x, comm, grade='sum')") and complaints("pynccl.initialise()")
 
 
 def test_links_and_paths_lead_somewhere() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from libraries import compile_c, torch_with_cuda
+from libraries import compile_c
 
 from pynccl.bindings.abi import version_code
 
@@ -131,17 +131,6 @@ def test_wheels_that_overwrote_each_other_are_told_apart_and_mended(tmp_path: Pa
     assert shlex.split(printed) == shlex.split(fix)
 
 
-def test_of_two_wheels_the_one_that_torch_names_is_kept_also_where_the_file_is_gone(tmp_path: Path) -> None:
-    path = both_wheels(tmp_path)
-    requirement = "Requires-Dist: nvidia-nccl-cu12==2.27.7; platform_system == 'Linux'"
-    metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: 2.11\n{requirement}\n"
-    place(tmp_path / "torch-2.11.dist-info" / "METADATA", metadata.encode())
-    path.unlink()
-    collision = problem(findings(tmp_path, PYNCCL_LIBRARY="nccl"), "wheel-collision")
-    assert collision["fix"] == f"{PIP} uninstall -y nvidia-nccl-cu13 && {reinstalled(*CU12)}"
-    assert collision["text"].endswith("The file is gone")
-
-
 def test_a_file_that_is_gone_or_of_another_wheel_is_installed_anew(tmp_path: Path) -> None:
     path = install(tmp_path, *CU13, stub("2.28.9", "13.0"))
     path.write_bytes(stub("2.27.7", "12.9"))
@@ -194,36 +183,6 @@ def test_without_torch_or_with_a_broken_one_the_host_library_asks_for_it(tmp_pat
     assert found["torch"]["error"] == "ImportError: undefined symbol: ncclCommWindowRegister"
     assert problem(found, "torch-broken")["fix"].endswith(f"; or {PIP} install --force-reinstall torch")
     assert "mend torch" in problem(found, "library-unusable")["fix"]
-
-
-TORCH = """
-import ctypes, types
-ctypes.CDLL({path!r})
-__version__ = "2.11.0+cu130"
-version = types.SimpleNamespace(cuda="13.0", hip=None)
-cuda = types.SimpleNamespace(nccl=types.SimpleNamespace(version=lambda: (2, 28, 9)))
-"""
-
-
-def test_torchs_own_copy_is_shared(tmp_path: Path) -> None:
-    path = install(tmp_path, "nvidia-nccl-cu13", "2.28.9", stub("2.28.9", "13.0"))
-    place(tmp_path / "torch" / "__init__.py", TORCH.format(path=str(path)).encode())
-    found = findings(tmp_path, PYNCCL_LIBRARY="nccl")
-    assert [file["path"] for file in found["mapped"]] == [str(path)]
-    assert found["torch"]["built_with_nccl"] == "2.28.9"
-    assert (found["library"]["path"], found["library"]["origin"]) == (str(path), "already in the process")
-    assert codes(found) == ["no-driver"]
-
-
-def test_an_older_libnccl_that_torch_is_given_is_a_guess_with_advice(tmp_path: Path) -> None:
-    torch_with_cuda(tmp_path, runpath=True, own=False)
-    install(tmp_path, "nvidia-nccl-cu13", "2.29.7", stub("2.29.7", "13.0"))
-    old = place(tmp_path / "old" / "nvidia" / "nccl" / "lib" / SONAME, stub("2.21.5", "12.4"))
-    found = findings(tmp_path, PYNCCL_LIBRARY="nccl", LD_LIBRARY_PATH=str(old.parent))
-    assert "undefined symbol: ncclDevCommDestroy" in found["torch"]["error"]
-    broken = problem(found, "torch-broken")
-    assert f"LD_LIBRARY_PATH={old.parent})" in broken["text"]
-    assert "take that out of these variables" in broken["fix"]
 
 
 @pytest.mark.parametrize("code", [0, 802])

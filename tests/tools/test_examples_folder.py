@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import TORCHRUN, RankPool
@@ -103,34 +102,3 @@ def test_the_ranks_go_on_without_the_one_that_dies() -> None:
     for line in (error, printed[0]):  # the process and the seconds are not the same twice
         assert re.match(rf"NcclRemoteError in step 3: .*\brank {n - 1}\b", line)
     assert result == printed[1]
-
-
-@pytest.mark.slow
-def test_without_torchrun_it_says_how_it_is_started() -> None:
-    done = run(sys.executable, "scripts/examples/ring.py")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "  torchrun --standalone --nproc-per-node=2 scripts/examples/ring.py\n" in done.stderr
-
-
-def texts(notebook: Any) -> list[list[str]]:
-    """Of each cell of code, the texts that are below it: printed, values, errors. A figure has one, with its size."""
-    return [
-        [output.get("text") or output.get("data", {}).get("text/plain") or output["ename"] for output in cell.outputs]
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-    ]
-
-
-@pytest.mark.slow
-def test_the_notebook_prints_what_is_stored_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    why = "needs nbclient, ipykernel and matplotlib (pip install nbclient ipykernel matplotlib)"
-    needed = ("nbformat", "nbclient", "ipykernel", "matplotlib")
-    nbformat, nbclient, *_ = (pytest.importorskip(name, reason=why) for name in needed)
-    monkeypatch.setenv("PYNCCL_LIBRARY", "host")
-    stored, again = (nbformat.read(EXAMPLES / "notebook.ipynb", 4) for _ in range(2))
-    for cell in again.cells:
-        if cell.cell_type == "code":
-            cell.outputs = []
-    resources = {"metadata": {"path": str(EXAMPLES)}}
-    nbclient.NotebookClient(again, timeout=60, kernel_name="python3", resources=resources).execute()
-    assert texts(again) == texts(stored)

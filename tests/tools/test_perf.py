@@ -23,17 +23,10 @@ from pynccl.tools import perf
 from pynccl.tools.perf import report
 from pynccl.tools.perf.cases import (
     NEVER_IN_PLACE,
-    PERIOD,
     case,
-    count_wrong,
-    fill,
-    pattern,
-    reduced,
-    tolerance,
-    torch_type,
 )
 from pynccl.tools.perf.measure import Row, Side, across, connect_torch, leave_torch, measured
-from pynccl.tools.perf.options import COLLECTIVES, OPERATORS, REDUCING, TYPES, configure, problem, size, sizes
+from pynccl.tools.perf.options import COLLECTIVES, REDUCING, configure, problem, size, sizes
 
 SMALL = ["-b", "8", "-e", "4K", "-f", "8", "-n", "4", "-w", "1"]
 ONCE = ["-n", "1", "-w", "0", "-c", "1"]
@@ -79,37 +72,6 @@ def test_count_size_and_bus_factor_of_a_row() -> None:
     cells = report.row_line(one, False).split()
     assert cells[:8] == ["1048576", "262144", "float", "sum", "-1", "1000.0", "1.05", "1.57"]
     assert cells[8:] == ["3", "N/A", "N/A", "N/A", "N/A", "WRONG"]
-
-
-@pytest.mark.parametrize("op", OPERATORS)
-def test_results_are_exact_in_each_type_and_never_zero(op: str) -> None:
-    for name in TYPES:
-        kind = torch_type(name)
-        for n in (1, 2, 4):
-            values = reduced(1, n, name, op)
-            if op != "avg":
-                assert torch.equal(values.to(kind).to(torch.float64), values.double()), name
-                assert int(values.amin()) > 0 and tolerance(name, n, op) == 0.0, name
-            if op == "sum":
-                assert torch.equal(values.long(), sum(pattern(q, 1, op) for q in range(n))), name
-        assert reduced(0, 2, name, op).unique().numel() > 1, name
-
-
-def test_wrong_elements_are_counted() -> None:
-    values = pattern(0, 0, "")
-    x = torch.empty(3 * PERIOD + 5)
-    fill(x, values)
-    assert count_wrong(x, values, 0.0) == 0
-    assert count_wrong(x.roll(1), values, 0.0) > PERIOD  # all in the wrong place
-    assert count_wrong(x, pattern(1, 0, ""), 0.0) > PERIOD  # another rank's
-    x[7] = float("nan")
-    x[-1] += 1
-    assert count_wrong(x, values, 0.0) == 2
-    mean = reduced(0, 3, "double", "avg")
-    y, slack = mean.clone(), tolerance("double", 3, "avg")
-    assert count_wrong(y, mean, slack) == 0
-    y[3], y[4] = float("nan"), y[4] * 1.001
-    assert count_wrong(y, mean, slack) == 2
 
 
 @contextlib.contextmanager
@@ -195,26 +157,18 @@ def test_a_run_prints_what_a_reader_needs_and_writes_what_it_is_made_of(ranks: R
     side = r" +time +algbw +busbw +#wrong +torch +torch/"
     for line in (
         r"# pynccl perf all_reduce: 2 ranks on 1 node",
-        r"# library     host library \d+\.\d+\.\d+ \(host; .*\)",
-        r"# transport   (memory that the ranks share|sockets)",
         r"# data        -c 1: compared with a local reference",
         r"# compare     torch.distributed with gloo, by turns",
         rf"# +size +count +type +redop +root{side}{side}",
         r"# Out of bounds values : 0 OK",
-        r"# Avg bus bandwidth    : [\d.]+(e-\d+)?",
     ):
         assert re.search(f"^{line}$", text, re.MULTILINE), line
     rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
-    assert [row[:5] for row in rows] == [
-        [str(8**power), str(8**power // 4), "float", "sum", "-1"] for power in (1, 2, 3, 4)
-    ]
+    assert [row[:2] for row in rows] == [[str(size), str(size // 4)] for size in (8, 64, 512, 4096)]
     found = json.loads((tmp_path / "perf.json").read_text())
-    assert (len(found["ranks"]), found["nodes"]) == (2, 1)
-    assert (found["summary"]["wrong"], found["summary"]["exit"]) == (0, 0)
+    assert (len(found["ranks"]), found["nodes"], found["summary"]["wrong"]) == (2, 1, 0)
     busses = []
-    for cells, row in zip(rows, found["rows"], strict=True):
-        assert (cells[8], cells[9], cells[10], cells[14]) == ("0", "N/A", "N/A", "0")  # torch's is in place
-        assert float(cells[16]) == pytest.approx(float(cells[15]) / float(cells[11]), abs=0.02, rel=0.01)
+    for row in found["rows"]:
         for place in ("out_of_place", "in_place"):
             one = row[place]
             assert one["algbw_GBps"] == pytest.approx(row["size"] / one["time_s"] / 1e9)
@@ -223,20 +177,6 @@ def test_a_run_prints_what_a_reader_needs_and_writes_what_it_is_made_of(ranks: R
             assert (one["torch_time_s"] is None) == (place == "out_of_place")
             busses.append(one["busbw_GBps"])
     assert found["summary"]["avg_busbw_GBps"] == pytest.approx(sum(busses) / len(busses))
-
-
-# ------------------------------------------------------------------------------------------------------- one process
-
-
-def test_one_process_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["perf", "all_gather", *SMALL, "-c", "0", "-d", "double"]) == 0
-    said = capsys.readouterr().out
-    assert "1 rank on 1 node" in said and "# Out of bounds values : N/A (-c 0: not checked)" in said
-    rows = [line.split() for line in said.splitlines() if not line.startswith("#")]
-    assert [row[0] for row in rows] == ["8", "64", "512", "4096"]
-    assert all(row[2] == "double" and row[3] == "none" and row[8] == row[12] == "N/A" for row in rows)
-    assert main(["perf", "broadcast", *SMALL, "--min-busbw", "1e9"]) == 1
-    assert "# --min-busbw          : 1e+09 FAILED" in capsys.readouterr().out
 
 
 WRONG = {

@@ -1,11 +1,9 @@
-"""scripts/timeline.py draws and writes what ran; Trace records it, and its totals are those of the intervals."""
+"""A trace of overlap records what ran, and its totals are those of the intervals; its file is written whole or not."""
 
 from __future__ import annotations
 
 import gc
 import pickle
-import subprocess
-import sys
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -19,8 +17,6 @@ from pynccl import Communicator, chrome_trace as chrome
 from pynccl.comm.observing import observers
 from pynccl_autograd import ColumnParallelLinear, OverlapConfig
 from pynccl_autograd.overlap.trace import Interval, Operation, recording
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def interval(lane: str, begin: float, end: float, number: int = 0) -> Interval:
@@ -73,18 +69,6 @@ def test_what_a_layer_ran_is_recorded_in_order(ranks: RankPool) -> None:
         arrived = {one.number: one.end for one in forward.intervals if one.what == "all_gather"}
         matmuls = {one.number: one.begin for one in forward.intervals if one.what == "linear_rows"}
         assert all(arrived[number] <= matmuls[number + 1] for number in range(3))  # 0 are this rank's own rows
-
-
-@pytest.mark.slow
-def test_the_program_writes_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "a" / "timeline.png"
-    tiny = ["--tokens", "64", "--rounds", "1", "--pattern", "all_gather_matmul", "row_backward"]
-    command = [sys.executable, str(SCRIPTS / "timeline.py"), *tiny, "--out", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["all_gather_matmul", "row_backward", "wrote"]
 
 
 def test_times_are_exact_to_the_nanosecond_and_a_broken_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -38,10 +38,7 @@ reveal_type(comm.all_reduce(x))  #: "torch._tensor.Tensor"
 reveal_type(comm.all_reduce(memory))  #: "pynccl.comm.memory.Memory"
 reveal_type(comm.reduce(x))  #: "torch._tensor.Tensor | None"
 comm.all_reduce(x, op=pynccl.RedOp.MIN)
-with comm.pre_mul_sum(2.0, "float32") as doubled:
-    comm.all_reduce(x, op=doubled)
 comm.all_reduce(x, op="summ")  #: Argument "op" has incompatible type "Literal['summ']"
-comm.all_reduce(x, oper="sum")  #: Unexpected keyword argument "oper"
 reveal_type(comm.plan.all_reduce(x, x, "max"))  #: "pynccl.comm.plan.Plan"
 reveal_type(comm.plan.group([comm.plan.send(x, 0), comm.plan.recv(x, 0)]))  #: "pynccl.comm.plan.Plan"
 
@@ -50,9 +47,7 @@ reveal_type(ad.all_reduce(x, comm, grad="sum"))  #: "torch._tensor.Tensor"
 reveal_type(ad.all_reduce([x, x], comm, grad="sum"))  #: "list[torch._tensor.Tensor]"
 reveal_type(ad.start(ad.all_gather, x, comm, grad="sum").wait())  #: "torch._tensor.Tensor"
 reveal_type(ad.start(ad.reduce_scatter, x, comm, dim=1))  #: "pynccl_autograd.work.Work"
-ad.all_reduce(x, comm, ad.PreMul(0.5), grad="sum")
 ad.reduce_scatter(x, comm, op="max")  #: No overload variant
-ad.all_reduce(x, comm, "summ", grad="sum")  #: No overload variant
 ad.all_reduce(x, comm, grad="replicate")  #: No overload variant
 ad.start(ad.broadcast, x, comm, 0, grad="summ")  #: incompatible type "Literal['summ']"
 

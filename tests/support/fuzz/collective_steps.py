@@ -118,14 +118,8 @@ def check_apart(ys: Sequence[Tensor], op: str) -> None:
 
 class Copy(_Collective):
     takes = ("reduce_dtype",)
-
-    @staticmethod
-    def propose(draw: Draw) -> Proposal:
-        return (draw.pick(lambda value: value.one),), {"reduce_dtype": reduce_dtype(draw)}
-
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return Value(values[0].ys, False)
+    propose = staticmethod(lambda draw: ((draw.pick(lambda value: value.one),), {"reduce_dtype": reduce_dtype(draw)}))
+    simulate = staticmethod(lambda values, given, n: Value(values[0].ys, False))
 
 
 def _cut(draw: Draw, at: int) -> dict[str, Any]:
@@ -168,9 +162,7 @@ class Split(_Collective):
         at = draw.pick(lambda value: value.one)
         return (at,), _cut(draw, at)
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return Value(tuple(slices(values[0].ys[0], given, n)), False)
+    simulate = staticmethod(lambda values, given, n: Value(tuple(slices(values[0].ys[0], given, n)), False))
 
 
 def joins(draw: Draw) -> tuple[int, dict[str, Any]]:
@@ -209,9 +201,7 @@ class AllGather(_Collective):
         at, given = joins(draw)
         return (at,), {**given, "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return same(_joined_up(values[0].ys, given), n, given["grad"])
+    simulate = staticmethod(lambda values, given, n: same(_joined_up(values[0].ys, given), n, given["grad"]))
 
 
 class Gather(_Collective):
@@ -239,9 +229,7 @@ class Broadcast(_Collective):
         given = {"root": draw.rng.randrange(draw.n), "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
         return (at,), given
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return same(values[0].ys[given["root"]], n, given["grad"])
+    simulate = staticmethod(lambda values, given, n: same(values[0].ys[given["root"]], n, given["grad"]))
 
 
 class Reduce(_Collective):
@@ -267,6 +255,4 @@ class Scatter(_Collective):
         at = draw.own(lambda value: value.even)
         return (at,), {**_cut(draw, at), "root": draw.rng.randrange(draw.n)}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return Value(tuple(slices(values[0].ys[given["root"]], given, n)), False)
+    simulate = staticmethod(lambda values, given, n: Value(tuple(slices(values[0].ys[given["root"]], given, n)), False))

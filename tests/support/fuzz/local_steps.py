@@ -48,13 +48,9 @@ class Unary(_Local):
         names = ["square"] if draw.dtype.is_complex else list(UNARY)
         return (draw.pick(lambda value: True),), {"name": draw.rng.choice(names)}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: UNARY[given["name"]][1](y))
+    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: UNARY[given["name"]][1](y)))
 
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(UNARY[given["name"]][0].format(names[0]))
+    write = staticmethod(lambda names, given: Text(UNARY[given["name"]][0].format(names[0])))
 
 
 class Branch(_Local):
@@ -94,9 +90,7 @@ class Scale(_Local):
         one = draw.number()
         return (at,), {"by": [one if draw.values[at].one else draw.number() for _ in range(draw.n)]}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: y * given["by"][r])
+    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: y * given["by"][r]))
 
 
 def _pair(draw: Draw, fits: Callable[[Value, Value], bool]) -> tuple[int, int]:
@@ -114,23 +108,14 @@ def _zipped(values: Sequence[Value], function: Callable[..., Tensor]) -> Value:
 class Add(_Local):
     text = "{0} + {1}"
     weight = 1.5
-
-    @staticmethod
-    def propose(draw: Draw) -> Proposal:
-        return _pair(draw, lambda a, b: a.shapes == b.shapes), {}
-
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return _zipped(values, torch.add)
+    propose = staticmethod(lambda draw: (_pair(draw, lambda a, b: a.shapes == b.shapes), {}))
+    simulate = staticmethod(lambda values, given, n: _zipped(values, torch.add))
 
 
 class Multiply(Add):
     text = "{0} * {1}"
     linear = False
-
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return _zipped(values, torch.mul)
+    simulate = staticmethod(lambda values, given, n: _zipped(values, torch.mul))
 
 
 class Gram(_Local):
@@ -138,14 +123,8 @@ class Gram(_Local):
 
     text = "{0} @ {0}.T"
     linear = False
-
-    @staticmethod
-    def propose(draw: Draw) -> Proposal:
-        return (draw.pick(lambda value: all(y.dim() == 2 for y in value.ys)),), {}
-
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: torch.einsum("ij,kj->ik", y, y))
+    propose = staticmethod(lambda draw: ((draw.pick(lambda value: all(y.dim() == 2 for y in value.ys)),), {}))
+    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: torch.einsum("ij,kj->ik", y, y)))
 
 
 class Matmul(_Local):
@@ -161,9 +140,7 @@ class Matmul(_Local):
 
         return _pair(draw, fits), {}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return _zipped(values, lambda x, y: torch.einsum("ij,jk->ik", x, y))
+    simulate = staticmethod(lambda values, given, n: _zipped(values, lambda x, y: torch.einsum("ij,jk->ik", x, y)))
 
 
 class Cat(_Local):
@@ -186,9 +163,7 @@ class Cat(_Local):
 
         return (a, draw.pick(fits)), {"dim": dim}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return _zipped(values, lambda x, y: torch.cat([x, y], given["dim"]))
+    simulate = staticmethod(lambda values, given, n: _zipped(values, lambda x, y: torch.cat([x, y], given["dim"])))
 
 
 class Transpose(_Local):
@@ -244,9 +219,7 @@ class Expand(_Local):
         at = draw.pick(lambda value: all(y.dim() <= 2 for y in value.ys))
         return (at,), {"times": draw.rng.choice([1, 2, 3, draw.n])}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: torch.stack([y] * given["times"]))
+    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: torch.stack([y] * given["times"])))
 
 
 class Sum(_Local):
@@ -276,9 +249,7 @@ class Conjugate(_Local):
             raise Unfit
         return (draw.pick(lambda value: True),), {}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: torch.conj_physical(y))
+    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: torch.conj_physical(y)))
 
 
 class InPlace(_Local):
