@@ -143,8 +143,8 @@ BAD_KINDS: list[Bad] = [
     (lambda c: pynccl.from_store(3, 0, 1), "TypeError: store is 3, which has no add, get, set, check"),
     (lambda c: pynccl.load("a\0b"), "NcclLibraryNotFound: give the path of a libnccl"),
     (
-        lambda c: Communicator.init(1, bytes(128), 0, config=0, library=c.library),
-        "TypeError: config is 0, expected a pynccl.CommConfig, or None",
+        lambda c: Communicator.init(1, bytes(128), 0, config=1, library=c.library),
+        "TypeError: config is 1, expected a pynccl.CommConfig, or None",
     ),
     (
         lambda c: Communicator.join_grown(2, bytes(128), 1, config="x", library=c.library),

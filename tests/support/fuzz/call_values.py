@@ -240,7 +240,8 @@ def logical(x: Any) -> Tensor | None:
     if isinstance(x, torch.Tensor):
         if x.layout is torch.strided and x.untyped_storage().nbytes() < x.numel() * x.element_size():
             return None  # torch would read past the end
-        if x.is_meta or x.layout is not torch.strided or x.is_quantized or x.is_complex():
+        fake = type(x).__name__ == "FakeTensor"
+        if fake or x.is_meta or x.layout is not torch.strided or x.is_quantized or x.is_complex():
             return None
         if x.is_contiguous() and x.untyped_storage().nbytes() < x.numel() * x.element_size():
             return None
