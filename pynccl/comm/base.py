@@ -265,8 +265,8 @@ class Comm(Shared):
 
 
 def comm_name(config: CommConfig | None, otherwise: str) -> str:
-    """What messages call a communicator that is made with this."""
-    return (config and config.comm_name) or otherwise
+    """What messages call a communicator that is made with this; what is no CommConfig is refused with the struct."""
+    return (isinstance(config, CommConfig) and config.comm_name) or otherwise
 
 
 def explained(error: NcclError, track: Track | None) -> NcclError:

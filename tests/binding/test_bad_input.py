@@ -79,7 +79,7 @@ BAD_KINDS: list[Bad] = [
     (init(2, ID, -1), "ValueError: rank is -1, expected 0..1 for 2 ranks"),
     (init(2, bytes(127), 0), f"ValueError: unique_id is bytes of 127 bytes, {GOT}"),
     (init(1, ID, 0, "cuda:0"), "ValueError: device is 'cuda:0', but the host library works on the CPU"),
-    (init(1, ID, 0, config=0), "TypeError: config is 0, expected a pynccl.CommConfig, or None"),
+    (init(1, ID, 0, config=1), "TypeError: config is 1, expected a pynccl.CommConfig, or None"),
     (lambda c: Communicator.init_all(0, library=c.library), "ValueError: devices is 0, expected at least one"),
     (lambda c: pynccl.get_unique_id(HOST), NO_LIBRARY),
     (lambda c: pynccl.load(1.5), "TypeError: spec is 1.5, expected 'host', 'nccl', or the path"),

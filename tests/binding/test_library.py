@@ -112,3 +112,20 @@ def test_a_search_and_a_bare_name_end_at_torchs_own_libnccl(tmp_path: Path, orde
     assert said == f"{NEW}{HEADER_VERSION}; {own}; {origin}"
     said = python(order.format(spec=SONAME) + BOTH, PYTHONPATH=str(tmp_path / "torchs"), LD_LIBRARY_PATH=str(folder))
     assert said == f"{NEW}{HEADER_VERSION}; {own}; PYNCCL_LIBRARY"
+
+
+def test_none_found_lists_every_place_and_the_remedies() -> None:
+    code = """
+import pynccl
+try:
+    print(pynccl.load("nccl").origin)
+except pynccl.NcclLibraryNotFound as error:
+    print(error)
+"""
+    said = python(code, "-S", PYTHONPATH="")  # -S: no site-packages, so no wheel
+    if said == "system":
+        pytest.skip("the system's loader finds a libnccl")
+    assert said.startswith(f"no {SONAME} found:")
+    for place in ("already in the process", "cuda.pathfinder", "system"):
+        assert f"  {place}: " in said
+    assert "pynccl-autograd[cu13]" in said and "PYNCCL_LIBRARY=host" in said

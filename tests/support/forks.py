@@ -3,28 +3,29 @@
     with Forks() as forks:
         ended = forks.run(("scripts/recipes/ddp.py",), 2, folder, {"PYNCCL_LIBRARY": "host"})     # of each rank
 
-A server process has loaded torch and the project, and forks; what it forks runs a script, or a module as -m does, with
+The fork server of the ranks, which has loaded torch, forks; what it forks runs a script, or a module as -m does, with
 the arguments, the folder, the environment, standard output and error of its own.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import json
+import itertools
+import multiprocessing
 import os
 import random
 import runpy
-import select
-import signal
 import socket
-import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import ranks as pool
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = dict(os.environ)  # not what a test had set while the server was started
 SECONDS = 100.0  # of patience, on a busy machine
 
 
@@ -43,131 +44,70 @@ def _free_port() -> int:
 
 
 class Forks:
-    """The server, and what has been asked of it; used by several threads."""
+    """What has been asked of the server; used by several threads."""
 
     def __init__(self) -> None:
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**ENVIRONMENT, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-        )
-        self._codes: dict[int, int] = {}
-        self._number = 0
-        self._news = threading.Condition()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._numbers = itertools.count(1)
+        self._starting = threading.Lock()
 
-    def run(
-        self, words: tuple[str, ...], ranks: int, folder: Path, environment: dict[str, str], only_parse: bool = False
-    ) -> list[Ended]:
-        """What came of each rank of a launch of `words`; of one process outside a launch for 0 ranks.
-
-        only_parse    end it with 0 when its options have been understood
-        """
-        port = str(_free_port())
-        numbers = []
-        for rank in range(max(ranks, 1)):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            place |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            numbers.append(self._start(words, folder, {**environment, **(place if ranks else {})}, only_parse))
-        with self._news:
-            done = self._news.wait_for(lambda: all(number in self._codes for number in numbers), SECONDS)
-        assert done, f"{words} takes more than {SECONDS} s"
-        return [self._ended(folder, number) for number in numbers]
-
-    def _start(self, words: tuple[str, ...], folder: Path, environment: dict[str, str], only_parse: bool) -> int:
-        with self._news:
-            number = self._number = self._number + 1
-            job = {"number": number, "words": words, "folder": str(folder), "environment": environment}
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({**job, "only_parse": only_parse}) + "\n")
-            self._process.stdin.flush()
-        return number
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            number, code = json.loads(line)
-            with self._news:
-                self._codes[number] = code
-                self._news.notify_all()
-
-    def _ended(self, folder: Path, number: int) -> Ended:
-        out, err = ((folder / f".{number}.{name}").read_text() for name in ("out", "err"))
-        return Ended(self._codes[number], out, err)
+    def run(self, words: tuple[str, ...], ranks: int, folder: Path, environment: dict[str, str]) -> list[Ended]:
+        """What came of each rank of a launch of `words`; of one process outside a launch for 0 ranks."""
+        context = multiprocessing.get_context("forkserver")
+        own = {**pool.ENVIRONMENT, "OMP_NUM_THREADS": "1", **environment}
+        if ranks:
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        started = []
+        with self._starting, pool._single_threaded_environment():
+            context.set_forkserver_preload(pool._PRELOAD)
+            for rank in range(max(ranks, 1)):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
+                files = [folder / f".{next(self._numbers)}.{name}" for name in ("out", "err")]
+                process = context.Process(target=_child, args=(words, str(folder), files, {**own, **place}))
+                process.start()
+                started.append((process, files))
+        end = time.monotonic() + SECONDS
+        for process, _ in started:
+            process.join(max(0.0, end - time.monotonic()))
+        late = [process.kill() for process, _ in started if process.exitcode is None]
+        assert not late, f"{words} takes more than {SECONDS} s"
+        return [Ended(process.exitcode or 0, *(file.read_text() for file in files)) for process, files in started]
 
     def __enter__(self) -> Forks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(SECONDS)
+        pass
 
 
-# -------------------------------------------------------------------------------------------------- in the server
+# ------------------------------------------------------------------------------------------------ in what is forked
 
 
-def serve() -> None:
-    """Fork for each line of standard input; a line [number, exit code] for each that has ended. Ends with its input."""
-
-    import pynccl_autograd  # noqa: F401  and with it torch
-
-    running: dict[int, int] = {}
-    text = b""
-    while True:
-        if select.select([0], [], [], 0.02)[0]:
-            more = os.read(0, 1 << 16)
-            if not more:
-                break
-            *lines, text = (text + more).split(b"\n")
-            for line in lines:
-                job = json.loads(line)
-                pid = os.fork()
-                if not pid:
-                    _child(job)
-                running[pid] = job["number"]
-        with contextlib.suppress(ChildProcessError):
-            while (gone := os.waitpid(-1, os.WNOHANG))[0]:
-                if (number := running.pop(gone[0], None)) is not None:
-                    print(json.dumps([number, os.waitstatus_to_exitcode(gone[1])]), flush=True)
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-
-
-def _child(job: dict[str, Any]) -> None:
+def _child(words: tuple[str, ...], folder: str, files: list[Path], environment: dict[str, str]) -> None:
     """Never comes back."""
     code = 1
     try:
-        _redirect(job)
-        code = _code_of(job)
+        for number, path in enumerate(files, 1):
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        code = _code_of(words)
     finally:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
         os._exit(code)
 
 
-def _redirect(job: dict[str, Any]) -> None:
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, name in ((1, "out"), (2, "err")):
-        path = Path(job["folder"], f".{job['number']}.{name}")
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
-    os.chdir(job["folder"])
-    os.environ.update(job["environment"])
-
-
-def _code_of(job: dict[str, Any]) -> int:
+def _code_of(words: tuple[str, ...]) -> int:
     """The exit code of what is run, handlers of atexit included."""
-    import atexit
-
     import torch
 
     torch.set_num_threads(1)
-    if job["only_parse"]:
-        _end_once_parsed()
     try:
-        _run(job["words"])
+        _run(words)
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
@@ -182,21 +122,9 @@ def _code_of(job: dict[str, Any]) -> int:
     return code
 
 
-def _end_once_parsed() -> None:
-    from pynccl.tools import command
-
-    parse = command.Parser.parse_args
-
-    def parsed(*arguments: Any, **options: Any) -> Any:
-        parse(*arguments, **options)
-        raise SystemExit(0)
-
-    command.Parser.parse_args = parsed  # type: ignore[method-assign]
-
-
-def _run(words: list[str]) -> None:
+def _run(words: tuple[str, ...]) -> None:
     if words[0] == "-m":
-        sys.argv = words[1:]
+        sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         script = ROOT / words[0]
@@ -204,7 +132,3 @@ def _run(words: list[str]) -> None:
         sys.path.insert(0, str(script.parent))
         sys.modules["__main__"].__dict__["__file__"] = str(script)  # for processes that are spawned
         runpy.run_path(str(script), run_name="__main__")
-
-
-if __name__ == "__main__":
-    serve()

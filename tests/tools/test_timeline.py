@@ -1,11 +1,9 @@
-"""scripts/timeline.py draws and writes what ran; Trace records it, and its totals are those of the intervals."""
+"""A trace of overlap records what ran, and its totals are those of the intervals; its file is written whole or not."""
 
 from __future__ import annotations
 
 import gc
 import pickle
-import subprocess
-import sys
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -20,52 +18,44 @@ from pynccl.comm.observing import observers
 from pynccl_autograd import ColumnParallelLinear, OverlapConfig
 from pynccl_autograd.overlap.trace import Interval, Operation, recording
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
 
-import timeline  # noqa: E402
-
-
-def interval(lane: str, begin: float, end: float, what: str = "linear_rows", number: int = 0) -> Interval:
-    return Interval(lane, what, number, begin, end, (2, 3), 24)
-
-
-# comm is busy for 4 + 3 seconds, compute from 0 to 6: its streams overlap from 3 to 4. Nothing is computed from 6 to 9.
-PIECES = (
-    interval("comm", 1, 5, "all_gather"),
-    interval("comm", 6, 9, "all_gather", 1),
-    interval("main", 0, 1, number=2),
-    interval("main", 1, 4),
-    interval("second", 3, 6, number=1),
-)
-OPERATION = Operation("ColumnParallelLinear", "all_gather_matmul", "slices", 2, 100.0, 9.0, PIECES)
+def interval(lane: str, begin: float, end: float, number: int = 0) -> Interval:
+    return Interval(lane, "all_gather" if lane == "comm" else "linear_rows", number, begin, end, (2, 3), 24)
 
 
 def test_totals_of_an_operation() -> None:
-    assert OPERATION.comm == 7
-    assert OPERATION.compute == 6
-    assert OPERATION.exposed == 3
-    assert OPERATION.efficiency == pytest.approx((7 + 6 - 9) / 6)
-    pieces = (interval("comm", 0, 2, "all_gather"), interval("main", 2, 5))  # one after the other; nothing to hide
+    """comm is busy for 4 + 3 seconds, compute from 0 to 6, on two streams. Nothing is computed from 6 to 9."""
+    pieces = (
+        *(interval("comm", 1, 5), interval("comm", 6, 9, 1)),
+        *(interval("main", 0, 1, 2), interval("main", 1, 4), interval("second", 3, 6, 1)),
+    )
+    whole = Operation("ColumnParallelLinear", "all_gather_matmul", "slices", 2, 100.0, 9.0, pieces)
+    assert (whole.comm, whole.compute, whole.exposed) == (7, 6, 3)
+    assert whole.efficiency == pytest.approx((7 + 6 - 9) / 6)
+    pieces = (interval("comm", 0, 2), interval("main", 2, 5))  # one after the other; nothing to hide
     assert Operation("", "", "off", 1, 0.0, 5.0, pieces).efficiency == 0
     assert Operation("", "", "off", 1, 0.0, 5.0, pieces[1:]).efficiency == 0
 
 
-def recorded(comm: Communicator) -> list[Operation]:
+def recorded(comm: Communicator) -> tuple[list[Operation], bool]:
+    """What a layer ran, and whether its trace keeps a tensor."""
     layer = ColumnParallelLinear(8, 12, comm, bias=False, sequence_parallel=True, overlap=OverlapConfig("slices", 3))
     x = torch.randn(12, 8, requires_grad=True)
     with recording() as trace:
         layer(x).sum().backward()
-        assert trace in observers
     layer(x)
     assert trace not in observers
-    first = trace.operations()
-    assert trace.operations() == first  # asked again, the same
-    return first
+    with recording() as other:
+        y = ad.all_gather_matmul(x, torch.randn(3, 8), comm, overlap=OverlapConfig("slices", 2))
+    dropped = [weakref.ref(x), weakref.ref(y)]
+    del x, y, layer
+    gc.collect()
+    return trace.operations(), len(other.operations()) != 1 or any(one() is not None for one in dropped)
 
 
 def test_what_a_layer_ran_is_recorded_in_order(ranks: RankPool) -> None:
-    for forward, backward in ranks.run(2, recorded):
+    for (forward, backward), kept in ranks.run(2, recorded):
+        assert not kept
         assert (forward.owner, forward.method, forward.chunks) == ("ColumnParallelLinear", "slices", 3)
         counts = Counter((one.lane, one.what) for one in forward.intervals)
         assert counts["comm", "all_gather"] == 3 and counts["main", "linear_rows"] == 4
@@ -74,61 +64,11 @@ def test_what_a_layer_ran_is_recorded_in_order(ranks: RankPool) -> None:
         assert forward.start + forward.wall <= backward.start
         for operation in (forward, backward):
             assert all(0 <= one.begin <= one.end <= operation.wall for one in operation.intervals)
-            sent = [one.number for one in operation.intervals if one.lane == "comm"]
-            assert sent == [0, 1, 2]
+            assert [one.number for one in operation.intervals if one.lane == "comm"] == [0, 1, 2]
             assert repr(pickle.loads(pickle.dumps(operation))) == repr(operation)
         arrived = {one.number: one.end for one in forward.intervals if one.what == "all_gather"}
         matmuls = {one.number: one.begin for one in forward.intervals if one.what == "linear_rows"}
         assert all(arrived[number] <= matmuls[number + 1] for number in range(3))  # 0 are this rank's own rows
-
-
-def kept_alive(comm: Communicator) -> bool:
-    x = torch.randn(6, 4)
-    with recording() as trace:
-        y = ad.all_gather_matmul(x, torch.randn(3, 4), comm, overlap=OverlapConfig("slices", 2))
-    dropped = [weakref.ref(x), weakref.ref(y)]
-    del x, y
-    gc.collect()
-    return any(one() is not None for one in dropped) or len(trace.operations()) != 1
-
-
-def test_a_trace_keeps_no_tensor(ranks: RankPool) -> None:
-    assert ranks.run(2, kept_alive) == [False, False]
-
-
-# ------------------------------------------------------------------------------------------------ the program
-
-
-@pytest.mark.slow
-def test_it_writes_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "a" / "timeline.png"
-    tiny = ["--tokens", "64", "--rounds", "1", "--pattern", "all_gather_matmul", "row_backward"]
-    command = [sys.executable, str(SCRIPTS / "timeline.py"), *tiny, "--out", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["all_gather_matmul", "row_backward", "wrote"]
-
-
-def test_the_efficiency_is_that_of_the_medians() -> None:
-    def taking(wall: float, comm: float, compute: float) -> Operation:
-        pieces = (interval("comm", 0, comm, "all_gather"), interval("main", comm, comm + compute))
-        return Operation("", "", "slices", 4, 0.0, wall, pieces)
-
-    both = timeline.Both("", [taking(10, 4, 6), taking(12, 5, 7), taking(11, 4, 7)], [taking(7, 4, 6)])
-    assert both.times() == pytest.approx((11, 7, 4 / 4))
-    assert both.drawn()[0].wall == 11
-
-
-def test_communication_counts_as_exposed_where_nothing_is_computed() -> None:
-    computed = [interval("main", 0, 2), interval("second", 1, 3), interval("main", 5, 6)]
-    assert timeline.uncovered(interval("comm", 1, 7), computed) == [(3, 2), (6, 1)]
-    assert timeline.uncovered(interval("comm", 1, 2), computed) == []
-    assert timeline.uncovered(interval("comm", 3, 5), computed) == [(3, 2)]
-
-
-# ------------------------------------------------------------------------------------------------ the file
 
 
 def test_times_are_exact_to_the_nanosecond_and_a_broken_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -41,6 +41,40 @@ def test_a_mark_is_an_event_behind_what_was_issued() -> None:
     over_driver(MARKS)
 
 
+GONE = """
+from pynccl.watch import progress
+from cuda.bindings import driver as api
+make_current(1)
+comm = stub.comm()
+comm._track.library, comm._track.ordinal = library, 1
+
+def issued():
+    _, stream = api.cuStreamCreate(0)
+    comm.all_reduce((4096, 8, "float32"), (8192, 8, "float32"), stream=int(stream))
+    return stream
+
+def complete():
+    after = comm._track.head - 1
+    found = progress.mark(library, 1, comm._track.head, comm._track.streams(after))
+    return found is not None and found.passed()
+
+for error, gone in ((400, True), (709, True), (719, False)):   # an error of an earlier launch says nothing of it
+    stream = issued()
+    driver.stub_gone(error)
+    api.cuStreamDestroy(stream)
+    assert complete() == gone, error
+stream = pynccl.create_stream(1, library=library)
+comm.all_reduce((4096, 8, "float32"), (8192, 8, "float32"), stream=stream)
+stream.close()
+assert comm._track.streams(comm._track.head - 1) == set()      # nothing is asked of what was closed
+assert driver.stub_after_end() == 0
+"""
+
+
+def test_the_calls_of_a_stream_that_somebody_has_ended_count_as_complete() -> None:
+    over_driver(GONE)
+
+
 SILENT = """
 import contextlib, io, time
 from pynccl.watch import recorder, watchdog

@@ -1,20 +1,42 @@
-"""Where threads are: told when somebody asks for it, not before."""
+"""Where threads are: told when somebody asks for it, and never looked at in a healthy program."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
+import sys
 import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from hanging import place_of
 from ranks import HOST, RankPool
 
 from pynccl.watch import frames
 from pynccl.watch.reader import ask, read_file, read_folder
+
+
+def healthy(comm: Any) -> list[str]:
+    """Who asks for the frames of threads while calls are made, through five looks of the watchdog."""
+    from pynccl.watch import watchdog
+
+    asked: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = sys._current_frames
+        patch.setattr(sys, "_current_frames", lambda: asked.append("frames") or real())
+        patch.setattr(faulthandler, "dump_traceback", lambda *_, **__: asked.append("dump"))
+        dog = watchdog._watchdog
+        assert dog is not None
+        first = dog.looks
+        while comm.all_reduce(torch.tensor(float(dog.looks < first + 5)), op="max").item():
+            comm.barrier()
+            time.sleep(0.01)
+    return asked
 
 
 def sleeps(comm: Any, folder: str) -> tuple[str, str] | None:
@@ -36,8 +58,9 @@ def sleeps(comm: Any, folder: str) -> tuple[str, str] | None:
     return after.where, after.stack
 
 
-def test_who_is_asked_says_where_it_is(tmp_path: Path) -> None:
-    pool = RankPool({**HOST, "PYNCCL_WATCH_TIMEOUT": "60", "PYNCCL_WATCH_DIR": str(tmp_path / "watch")})
+def test_nobody_looks_at_the_threads_of_a_healthy_job_and_who_is_asked_says_where_it_is(tmp_path: Path) -> None:
+    pool = RankPool({**HOST, "PYNCCL_WATCH_TIMEOUT": "30", "PYNCCL_WATCH_DIR": str(tmp_path / "watch")})
+    assert pool.run(2, healthy) == [[], []]
     (where, stack), _ = pool.run(2, sleeps, str(tmp_path))
     pool.close()
     assert where == f"{__file__}:{place_of('elsewhere', __file__).partition(':')[2]} sleeps"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import random
 import re
 import time
+import traceback
 import warnings
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -253,44 +252,20 @@ KINDS = (TypeError, ValueError, NotImplementedError, pynccl.NcclError)
 def judge(one: Plan, given: Arguments, error: Exception) -> tuple[str, str]:
     """Whether the error is for the user: of the right kind, raised on purpose, naming the argument and the remedy."""
     message = f"{type(error).__name__}: {error}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    line = place.line or ""
     why = ""
     if not isinstance(error, KINDS) or isinstance(error, (UnicodeError,)):
         why = "is of another kind"
-    elif not on_purpose(error.__traceback__):
+    elif not (place.filename.startswith(PACKAGES) and line.startswith("raise")):
         why = "comes from Python or torch, not from a check"
     elif not names_it(one, given, str(error)):
         why = "names neither the argument nor the operation"
     elif not REMEDY.search(str(error)):
         why = "says neither what was expected nor what to do"
     if why:
-        return "unclear", f"{message}\n      ({why}; raised at {where(error.__traceback__)})"
+        return "unclear", f"{message}\n      ({why}; raised at {place.filename}:{place.lineno}: {line[:100]})"
     return "clear", message
-
-
-def on_purpose(traceback: TracebackType | None) -> bool:
-    """Whether it was raised by a `raise` statement of this project."""
-    frame = last(traceback)
-    if frame is None:
-        return False
-    path = frame.tb_frame.f_code.co_filename
-    if not path.startswith(PACKAGES):
-        return False
-    return linecache.getline(path, frame.tb_lineno).strip().startswith("raise")
-
-
-def last(traceback: TracebackType | None) -> TracebackType | None:
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback
-
-
-def where(traceback: TracebackType | None) -> str:
-    frame = last(traceback)
-    if frame is None:
-        return "nowhere"
-    path = frame.tb_frame.f_code.co_filename
-    line = linecache.getline(path, frame.tb_lineno).strip()
-    return f"{'/'.join(path.split('/')[-2:])}:{frame.tb_lineno}: {line[:100]}"
 
 
 def names_it(one: Plan, given: Arguments, message: str) -> bool:

@@ -6,7 +6,7 @@ computes from all ranks' arguments. See call_values.py for the values, call_rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +68,8 @@ FINE: dict[str, Callable[[Any, int], bool]] = {
     "config": lambda value, n: value is None or isinstance(value, pynccl.CollConfig),
     "comm config": lambda value, n: value is None or isinstance(value, pynccl.CommConfig),
     "counts": _counts,
-    "splits": lambda value, n: value is None or _counts(value, n),
+    # A module makes a list of what it is given.
+    "splits": lambda value, n: value is None or _counts(value, n) or isinstance(value, Iterator),
     "no splits": lambda value, n: value is None,  # of scatter: good ones that are not root's, only root can tell
     "dtype": lambda value, n: value is None or isinstance(value, (str, torch.dtype, pynccl.DataType, type)),
     "color": lambda value, n: value is None or is_whole(value),
@@ -93,7 +94,7 @@ FINE: dict[str, Callable[[Any, int], bool]] = {
     "only 0": lambda value, n: is_whole(value) and int(value) == 0,
     "only 1": lambda value, n: is_whole(value) and int(value) == 1,
     "edges": lambda value, n: isinstance(value, (list, tuple, dict, set, range)) and not value,
-    "halo": lambda value, n: is_whole(value) or isinstance(value, (tuple, list, range, np.ndarray)),
+    "halo": lambda value, n: is_whole(value) or isinstance(value, (tuple, list, range, np.ndarray, Iterator)),
 }
 BUFFER_KINDS = ("buffer", "recv", "tensor")
 

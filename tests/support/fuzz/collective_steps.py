@@ -4,17 +4,16 @@ See programs.py; those in which every rank has its own to give are in exchange_s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import reduce
 from operator import mul
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .programs import NEAR, Draw, Kind, Text, Unfit, Value
-
-Proposal = tuple[tuple[int, ...], dict[str, Any]]
+from .programs import NEAR, Draw, Kind, Proposal, Text, Unfit, Value
 
 
 def same(y: Tensor, n: int, grad: str) -> Value:
@@ -46,7 +45,15 @@ def joined(*parts: str) -> str:
 
 
 class _Collective(Kind):
+    """Written as the function with its name in snake case, and those of what is given that it takes."""
+
     weight = 2.0
+    takes: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def write(cls, names: Sequence[str], given: dict[str, Any]) -> Text:
+        function = re.sub(r"\B([A-Z])", r"_\1", cls.__name__).lower()
+        return Text("", function, names[0], options(given, *cls.takes), True)
 
 
 class AllReduce(_Collective):
@@ -110,17 +117,9 @@ def check_apart(ys: Sequence[Tensor], op: str) -> None:
 
 
 class Copy(_Collective):
-    @staticmethod
-    def propose(draw: Draw) -> Proposal:
-        return (draw.pick(lambda value: value.one),), {"reduce_dtype": reduce_dtype(draw)}
-
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return Value(values[0].ys, False)
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "copy", names[0], options(given, "reduce_dtype"), True)
+    takes = ("reduce_dtype",)
+    propose = staticmethod(lambda draw: ((draw.pick(lambda value: value.one),), {"reduce_dtype": reduce_dtype(draw)}))
+    simulate = staticmethod(lambda values, given, n: Value(values[0].ys, False))
 
 
 def _cut(draw: Draw, at: int) -> dict[str, Any]:
@@ -140,6 +139,7 @@ def slices(y: Tensor, given: dict[str, Any], n: int) -> list[Tensor]:
 
 
 class ReduceScatter(_Collective):
+    takes = ("dim", "op", "splits", "reduce_dtype")
     weight = 3.0
 
     @staticmethod
@@ -153,24 +153,16 @@ class ReduceScatter(_Collective):
         y = total(values[0].ys) / (n if given["op"] == "avg" else 1)
         return Value(tuple(slices(y, given, n)), False)
 
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "reduce_scatter", names[0], options(given, "dim", "op", "splits", "reduce_dtype"), True)
-
 
 class Split(_Collective):
+    takes = ("dim", "splits")
+
     @staticmethod
     def propose(draw: Draw) -> Proposal:
         at = draw.pick(lambda value: value.one)
         return (at,), _cut(draw, at)
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return Value(tuple(slices(values[0].ys[0], given, n)), False)
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "split", names[0], options(given, "dim", "splits"), True)
+    simulate = staticmethod(lambda values, given, n: Value(tuple(slices(values[0].ys[0], given, n)), False))
 
 
 def joins(draw: Draw) -> tuple[int, dict[str, Any]]:
@@ -201,6 +193,7 @@ def _joined_up(ys: Sequence[Tensor], given: dict[str, Any]) -> Tensor:
 
 
 class AllGather(_Collective):
+    takes = ("dim", "grad", "splits", "reduce_dtype")
     weight = 3.0
 
     @staticmethod
@@ -208,16 +201,12 @@ class AllGather(_Collective):
         at, given = joins(draw)
         return (at,), {**given, "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return same(_joined_up(values[0].ys, given), n, given["grad"])
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "all_gather", names[0], options(given, "dim", "grad", "splits", "reduce_dtype"), True)
+    simulate = staticmethod(lambda values, given, n: same(_joined_up(values[0].ys, given), n, given["grad"]))
 
 
 class Gather(_Collective):
+    takes = ("root", "dim", "splits")
+
     @staticmethod
     def propose(draw: Draw) -> Proposal:
         at, given = joins(draw)
@@ -230,28 +219,22 @@ class Gather(_Collective):
         others = [(y if y.dim() else y.reshape(1)).narrow(dim, 0, 0) for y in ys]
         return Value(tuple(whole if r == given["root"] else others[r] for r in range(n)), False)
 
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "gather", names[0], options(given, "root", "dim", "splits"), True)
-
 
 class Broadcast(_Collective):
+    takes = ("root", "grad", "reduce_dtype")
+
     @staticmethod
     def propose(draw: Draw) -> Proposal:
         at = draw.own(lambda value: value.even)
         given = {"root": draw.rng.randrange(draw.n), "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
         return (at,), given
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return same(values[0].ys[given["root"]], n, given["grad"])
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "broadcast", names[0], options(given, "root", "grad", "reduce_dtype"), True)
+    simulate = staticmethod(lambda values, given, n: same(values[0].ys[given["root"]], n, given["grad"]))
 
 
 class Reduce(_Collective):
+    takes = ("root", "op", "reduce_dtype")
+
     @staticmethod
     def propose(draw: Draw) -> Proposal:
         at = draw.own(lambda value: value.even)
@@ -263,21 +246,13 @@ class Reduce(_Collective):
         y = total(values[0].ys) / (n if given["op"] == "avg" else 1)
         return Value(tuple(y if r == given["root"] else torch.zeros_like(y) for r in range(n)), False)
 
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "reduce", names[0], options(given, "root", "op", "reduce_dtype"), True)
-
 
 class Scatter(_Collective):
+    takes = ("root", "dim", "splits")
+
     @staticmethod
     def propose(draw: Draw) -> Proposal:
         at = draw.own(lambda value: value.even)
         return (at,), {**_cut(draw, at), "root": draw.rng.randrange(draw.n)}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return Value(tuple(slices(values[0].ys[given["root"]], given, n)), False)
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "scatter", names[0], options(given, "root", "dim", "splits"), True)
+    simulate = staticmethod(lambda values, given, n: Value(tuple(slices(values[0].ys[given["root"]], given, n)), False))

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collective_steps import Proposal, _Collective, joined, joins, options, slices
-from .programs import Draw, Text, Unfit, Value
+from .collective_steps import _Collective, joined, joins, options, slices
+from .programs import Draw, Proposal, Text, Unfit, Value
 
 
 class AllToAll(_Collective):
     """Equal parts, along one dimension or from one to another."""
 
+    takes = ("split_dim", "concat_dim")
     weight = 2.5
 
     @staticmethod
@@ -30,10 +31,6 @@ class AllToAll(_Collective):
     def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
         parts = [y.chunk(n, given["split_dim"]) if y.numel() else _empty_parts(y, given, n) for y in values[0].ys]
         return Value(tuple(torch.cat([part[r] for part in parts], given["concat_dim"]) for r in range(n)), False)
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "all_to_all", names[0], options(given, "split_dim", "concat_dim"), True)
 
 
 def _empty_parts(y: Tensor, given: dict[str, Any], n: int) -> list[Tensor]:
@@ -84,16 +81,10 @@ class Permute(_Collective):
     @staticmethod
     def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
         ys = values[0].ys
-        return Value(
-            tuple(
-                sum((ys[q] for q, target in given["edges"] if target == r), torch.zeros_like(ys[r])) for r in range(n)
-            ),
-            False,
-        )
+        sums = [sum((ys[q] for q, to in given["edges"] if to == r), torch.zeros_like(ys[r])) for r in range(n)]
+        return Value(tuple(sums), False)
 
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "permute", names[0], repr(given["edges"]), True)
+    write = staticmethod(lambda names, given: Text("", "permute", names[0], repr(given["edges"]), True))
 
 
 class SendRecv(_Collective):
@@ -123,6 +114,8 @@ class SendRecv(_Collective):
 
 
 class HaloExchange(_Collective):
+    takes = ("dim", "halo")
+
     @staticmethod
     def propose(draw: Draw) -> Proposal:
         at, given = joins(draw)
@@ -149,7 +142,3 @@ class HaloExchange(_Collective):
                 high = ys[r + 1].narrow(dim, left, right)
             made.append(torch.cat([low, inner, high], dim))
         return Value(tuple(made), False)
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text("", "halo_exchange", names[0], options(given, "dim", "halo"), True)

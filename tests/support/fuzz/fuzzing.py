@@ -14,6 +14,7 @@ import pynccl_autograd as ad
 from pynccl import progress
 
 from . import collective_steps, exchange_steps, local_steps, partition_steps, rank_side
+from .launching import START_SECONDS, each, shortened
 from .programs import LOW, TOLERANCE, Leaf, Program, Value, draw, simulate
 from .rank_side import Found, Job
 from .writing import source
@@ -28,10 +29,8 @@ class Mode(NamedTuple):
     excluded: frozenset[str] = frozenset({"inplace"})
     batch: int = 8
     exact: bool = False  # double precision only
-    weight: int = 3
 
 
-START_SECONDS = 300.0  # in which ranks start and load torch's compiler, on a busy machine too
 # What a rank saves for the backward pass decides when a checkpoint is run again: ranks that differ there hang.
 SAME_SAVED = frozenset({"inplace", "differs"})
 MODES: dict[str, Mode] = {
@@ -258,68 +257,36 @@ class Summary:
 
 
 def fuzz(pool: RankPool, mode: str, seeds: Sequence[int], sizes: Sequence[int], *, timeout: float = 60.0) -> Summary:
-    """Run the programs of the seeds, each on one of the sizes. Where a batch fails, its programs are run one by one."""
+    """Run the programs of the seeds, each on one of the sizes."""
     summary = Summary()
     pool.run(max(sizes), rank_side.warm_up, timeout=START_SECONDS)
-    waiting: dict[int, list[Trial]] = {n: [] for n in sizes}
-    for seed in progress.over(seeds, mode, "program"):
-        n = sizes[seed % len(sizes)]
-        waiting[n].append(trial(mode, seed, n))
-        if len(waiting[n]) == MODES[mode].batch:
-            _run(pool, mode, n, waiting.pop(n), summary, timeout)
-            waiting[n] = []
-    for n, trials in waiting.items():
-        _run(pool, mode, n, trials, summary, timeout)
+    with progress.Bar(len(seeds), mode, "program") as bar:
+        for i, n in enumerate(sizes):
+            jobs = [(mode, seed, n) for seed in seeds if seed % len(sizes) == i]
+            batch = MODES[mode].batch
+            for start in range(0, len(jobs), batch):
+                trials = {one.job.seed: one for one in (trial(*job) for job in jobs[start : start + batch])}
+                some = [one.job for one in trials.values()]
+                load = rank_side.warm_up
+                for job, by_rank in each(pool, n, rank_side.run, some, batch=batch, timeout=timeout, load=load):
+                    _count(summary, mode, trials[job.seed], by_rank)
+                    bar.step()
     return summary
 
 
-def _run(
-    pool: RankPool, mode: str, n: int, trials: list[Trial], summary: Summary, timeout: float, again: bool = True
-) -> None:
-    if not trials:
-        return
-    try:
-        found = pool.run(n, rank_side.run, [trial.job for trial in trials], timeout=timeout)
-    except RankError as error:
-        if len(trials) > 1:
-            for one in trials:
-                pool.run(
-                    n, rank_side.warm_up, timeout=START_SECONDS
-                )  # after a failure ranks start anew, which takes seconds
-                _run(pool, mode, n, [one], summary, timeout)
-            return
-        if again and not any(outcome.error for outcome in error.outcomes):  # on a busy machine, slow looks like hung
-            pool.run(n, rank_side.warm_up, timeout=START_SECONDS)
-            _run(pool, mode, n, trials, summary, 2 * timeout, again=False)
-            return
-        summary.programs += 1
-        summary.failures.append(Failure(mode, trials[0].job.seed, n, _shortened(error), trials[0].text()))
-        return
-    for i, one in enumerate(trials):
-        summary.programs += 1
-        wrong: list[str] = []
-        for r in range(n):
-            compared, differing = compare(one, r, found[r][i])
+def _count(summary: Summary, mode: str, one: Trial, by_rank: list[Found] | RankError) -> None:
+    summary.programs += 1
+    wrong: list[str] = []
+    if isinstance(by_rank, RankError):
+        wrong = [shortened(by_rank)]
+    else:
+        for r, found in enumerate(by_rank):
+            compared, differing = compare(one, r, found)
             summary.comparisons += compared
             wrong += differing
-        if wrong:
-            summary.failures.append(Failure(mode, one.job.seed, n, "\n".join(wrong[:12]), one.text()))
-
-
-def _shortened(error: RankError, lines: int = 10) -> str:
-    """Of each rank the end of its traceback; of one that hung where it stood, innermost first."""
-    said = []
-    for outcome in error.outcomes:
-        if not outcome.report:
-            continue
-        head, *rows = outcome.report.splitlines()
-        rows = [row for row in rows if row.strip()]
-        hung = [i for i, row in enumerate(rows) if row.startswith("Current thread")]
-        if hung:
-            stack = [row for row in rows[hung[0] :] if "/autograd/" in row or "<string>" in row or "/torch/" in row]
-            rows = stack[:lines]
-        said += [head, *rows[-lines:]]
-    return "\n".join(said)
+    if wrong:
+        n = one.program.n
+        summary.failures.append(Failure(mode, one.job.seed, n, "\n".join(wrong[:12]), one.text()))
 
 
 def compare(one: Trial, r: int, found: Found) -> tuple[int, list[str]]:

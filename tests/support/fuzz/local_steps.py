@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .programs import Draw, Kind, Text, Unfit, Value
+from .programs import Draw, Kind, Proposal, Text, Unfit, Value
 
 
 def mapped(value: Value, function: Callable[[Tensor, int], Tensor]) -> Value:
@@ -19,7 +19,14 @@ def mapped(value: Value, function: Callable[[Tensor, int], Tensor]) -> Value:
 
 
 class _Local(Kind):
+    """Written as its text, of the names of its inputs and what is given."""
+
     local = True
+    text: ClassVar[str] = ""
+
+    @classmethod
+    def write(cls, names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(cls.text.format(*names, **given))
 
 
 UNARY: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
@@ -37,17 +44,13 @@ class Unary(_Local):
     linear = False
 
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         names = ["square"] if draw.dtype.is_complex else list(UNARY)
         return (draw.pick(lambda value: True),), {"name": draw.rng.choice(names)}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: UNARY[given["name"]][1](y))
+    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: UNARY[given["name"]][1](y)))
 
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(UNARY[given["name"]][0].format(names[0]))
+    write = staticmethod(lambda names, given: Text(UNARY[given["name"]][0].format(names[0])))
 
 
 class Branch(_Local):
@@ -57,7 +60,7 @@ class Branch(_Local):
     traits = frozenset({"differs"})
 
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         names = ["square", "double"] if draw.dtype.is_complex else [*UNARY, "double"]
         return (draw.own(),), {"names": [draw.rng.choice(names) for _ in range(draw.n)]}
 
@@ -78,21 +81,16 @@ class Branch(_Local):
 class Scale(_Local):
     """By a number; of own values by another on each rank."""
 
+    text = "{0} * {by}[comm.rank]"
     weight = 1.5
 
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         at = draw.pick(lambda value: True)
         one = draw.number()
         return (at,), {"by": [one if draw.values[at].one else draw.number() for _ in range(draw.n)]}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: y * given["by"][r])
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]} * {given['by']}[comm.rank]")
+    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: y * given["by"][r]))
 
 
 def _pair(draw: Draw, fits: Callable[[Value, Value], bool]) -> tuple[int, int]:
@@ -108,80 +106,48 @@ def _zipped(values: Sequence[Value], function: Callable[..., Tensor]) -> Value:
 
 
 class Add(_Local):
+    text = "{0} + {1}"
     weight = 1.5
-
-    @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
-        return _pair(draw, lambda a, b: a.shapes == b.shapes), {}
-
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return _zipped(values, torch.add)
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]} + {names[1]}")
+    propose = staticmethod(lambda draw: (_pair(draw, lambda a, b: a.shapes == b.shapes), {}))
+    simulate = staticmethod(lambda values, given, n: _zipped(values, torch.add))
 
 
-class Multiply(_Local):
-    weight = 1.5
+class Multiply(Add):
+    text = "{0} * {1}"
     linear = False
-
-    @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
-        return _pair(draw, lambda a, b: a.shapes == b.shapes), {}
-
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return _zipped(values, torch.mul)
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]} * {names[1]}")
+    simulate = staticmethod(lambda values, given, n: _zipped(values, torch.mul))
 
 
 class Gram(_Local):
     """x @ x.T of matrices: a matmul whose output has another shape."""
 
+    text = "{0} @ {0}.T"
     linear = False
-
-    @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
-        return (draw.pick(lambda value: all(y.dim() == 2 for y in value.ys)),), {}
-
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: torch.einsum("ij,kj->ik", y, y))
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]} @ {names[0]}.T")
+    propose = staticmethod(lambda draw: ((draw.pick(lambda value: all(y.dim() == 2 for y in value.ys)),), {}))
+    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: torch.einsum("ij,kj->ik", y, y)))
 
 
 class Matmul(_Local):
     """x @ w of two variables."""
 
+    text = "{0} @ {1}"
     linear = False
 
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         def fits(a: Value, b: Value) -> bool:
             return all(x.dim() == y.dim() == 2 and x.shape[1] == y.shape[0] for x, y in zip(a.ys, b.ys, strict=True))
 
         return _pair(draw, fits), {}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return _zipped(values, lambda x, y: torch.einsum("ij,jk->ik", x, y))
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]} @ {names[1]}")
+    simulate = staticmethod(lambda values, given, n: _zipped(values, lambda x, y: torch.einsum("ij,jk->ik", x, y)))
 
 
 class Cat(_Local):
+    text = "torch.cat([{0}, {1}], {dim})"
+
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         # Not of shape (0,): torch cuts those off from second derivatives, and such a rank would not enter them.
         a = draw.pick(lambda value: (0,) not in value.shapes)
         dim = draw.dim(draw.values[a])
@@ -197,22 +163,17 @@ class Cat(_Local):
 
         return (a, draw.pick(fits)), {"dim": dim}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return _zipped(values, lambda x, y: torch.cat([x, y], given["dim"]))
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"torch.cat([{names[0]}, {names[1]}], {given['dim']})")
+    simulate = staticmethod(lambda values, given, n: _zipped(values, lambda x, y: torch.cat([x, y], given["dim"])))
 
 
 class Transpose(_Local):
     """A view that is not contiguous."""
 
+    text = "{0}.transpose({dims[0]}, {dims[1]})"
     weight = 1.5
 
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         at = draw.pick(lambda value: all(y.dim() >= 2 for y in value.ys))
         return (at,), {"dims": sorted(draw.rng.sample(range(min(y.dim() for y in draw.values[at].ys)), 2))}
 
@@ -220,18 +181,15 @@ class Transpose(_Local):
     def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
         return mapped(values[0], lambda y, r: y.movedim(given["dims"], given["dims"][::-1]))
 
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]}.transpose({given['dims'][0]}, {given['dims'][1]})")
-
 
 class Slice(_Local):
     """Rows of a dimension; of own values others on each rank, none on some."""
 
+    text = "{0}[({dim} * (slice(None),)) + (slice(*{rows}[comm.rank]),)]"
     weight = 1.2
 
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         at = draw.pick(lambda value: True)
         value = draw.values[at]
         dim = draw.dim(value)
@@ -250,74 +208,59 @@ class Slice(_Local):
 
         return mapped(values[0], one)
 
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        before = ":, " * given["dim"]
-        return Text(f"{names[0]}[{before}slice(*{given['rows']}[comm.rank])]")
-
 
 class Expand(_Local):
     """A stride of 0."""
 
+    text = "{0}.expand({times}, *{0}.shape)"
+
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         at = draw.pick(lambda value: all(y.dim() <= 2 for y in value.ys))
         return (at,), {"times": draw.rng.choice([1, 2, 3, draw.n])}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: torch.stack([y] * given["times"]))
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]}.expand({given['times']}, *{names[0]}.shape)")
+    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: torch.stack([y] * given["times"])))
 
 
 class Sum(_Local):
     """Over a dimension, or all of them: a tensor of no dimensions."""
 
+    text = "{0}.sum({dim})"
+
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         at = draw.pick(lambda value: True)
-        return (at,), {"dim": None if draw.chance(0.4) else draw.dim(draw.values[at])}
+        return (at,), {"dim": "" if draw.chance(0.4) else draw.dim(draw.values[at])}
 
     @staticmethod
     def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: y.sum() if given["dim"] is None else y.sum(given["dim"]))
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]}.sum({'' if given['dim'] is None else given['dim']})")
+        return mapped(values[0], lambda y, r: y.sum() if given["dim"] == "" else y.sum(given["dim"]))
 
 
 class Conjugate(_Local):
     """The conj bit, or its imaginary part's neg bit, of complex numbers; without effect on others."""
 
+    text = "{0}.conj()"
     weight = 0.5
 
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         if not draw.dtype.is_complex:
             raise Unfit
         return (draw.pick(lambda value: True),), {}
 
-    @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: torch.conj_physical(y))
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]}.conj()")
+    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: torch.conj_physical(y)))
 
 
 class InPlace(_Local):
     """The output of a collective, changed in place."""
 
+    text = "{0}.{how}"
     weight = 0.8
     traits = frozenset({"inplace"})
 
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         def fits(i: int) -> bool:
             step = draw.steps[i - len(draw.leaves)] if i >= len(draw.leaves) else None
             if step is None or i in draw.used or Kind.known[step.kind].local:
@@ -334,7 +277,3 @@ class InPlace(_Local):
     def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
         change = {"mul_(3.0)": lambda y, r: y * 3, "add_(0.5)": lambda y, r: y + 0.5, "neg_()": lambda y, r: -y}
         return mapped(values[0], change[given["how"]])
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]}.{given['how']}")

@@ -12,19 +12,9 @@ WORDS = 29
 # Whose modules have the names of Llama's. Of some the plan of Llama has to be refused.
 LLAMAS = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Cohere", "Cohere2", "Granite", "Olmo", "Helium", "Nemotron", "SmolLM3"),
-    *(
-        "Ministral",
-        "Arcee",
-        "SeedOss",
-        "Ernie4_5",
-        "Gemma",
-        "Gemma2",
-        "HunYuanDenseV1",
-        "Apertus",
-        "StableLm",
-        "BitNet",
-    ),
-    *("DiffLlama", "Olmo2", "Olmo3", "Starcoder2", "Glm", "Exaone4", "Mixtral", "GptOss", "Phi3", "Qwen3Moe"),
+    *("Ministral", "Arcee", "SeedOss", "Ernie4_5", "Gemma", "Gemma2", "HunYuanDenseV1", "Apertus", "StableLm"),
+    *("BitNet", "DiffLlama", "Olmo2", "Olmo3", "Starcoder2", "Glm", "Exaone4", "Mixtral", "GptOss", "Phi3"),
+    "Qwen3Moe",
 )
 FAMILIES = (*LLAMAS, "GPT2", "GPT2", "Bert", "Bert", "T5", "T5", "GPTNeoX", "Roberta")
 
@@ -51,34 +41,10 @@ ROLES = ("column", "row", "vocab_embedding", "vocab_head", "shared_input", "key_
 PLACES = ("replicated", "replicated", "sequence", "partial")
 NAMES = (
     *("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm", "self_attn", "mlp", "q_proj"),
-    *(
-        "k_proj",
-        "[kv]_proj",
-        "o_proj",
-        "gate_proj",
-        "down_proj",
-        "act_fn",
-        "wte",
-        "wpe",
-        "ln_1",
-        "ln_f",
-        "c_attn",
-        "attn",
-    ),
-    *("c_proj", "c_fc", "shared", "layer_norm", "final_layer_norm", "DenseReluDense", "SelfAttention", "decoder"),
-    *(
-        "LayerNorm",
-        "word_embeddings",
-        "dense",
-        "predictions",
-        "query",
-        "self",
-        "head",
-        "inner",
-        "q_norm",
-        "gate",
-        "score",
-    ),
+    *("k_proj", "[kv]_proj", "o_proj", "gate_proj", "down_proj", "act_fn", "wte", "wpe", "ln_1", "ln_f", "c_attn"),
+    *("attn", "c_proj", "c_fc", "shared", "layer_norm", "final_layer_norm", "DenseReluDense", "SelfAttention"),
+    *("decoder", "LayerNorm", "word_embeddings", "dense", "predictions", "query", "self", "head", "inner", "q_norm"),
+    *("gate", "score"),
 )
 
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from ranks import RankError, RankPool
 
 from . import model_ranks
+from .launching import START_SECONDS
 from .model_families import Trial, draw
-
-START_SECONDS = 300.0  # in which ranks load transformers
 
 
 class Failure(NamedTuple):
@@ -37,8 +36,7 @@ def fuzz(pool: RankPool, seeds: Iterable[int], sizes: list[int], timeout: float 
     failures: list[Failure] = []
     comparisons = 0
     pool.run(max(sizes), model_ranks.load, timeout=START_SECONDS)
-    for seed in seeds:
-        trial = draw(seed, sizes[seed % len(sizes)])
+    for trial in (draw(seed, sizes[seed % len(sizes)]) for seed in seeds):
         try:
             found = pool.run(trial.ranks, model_ranks.run, trial, timeout=timeout)
         except RankError as error:
@@ -47,9 +45,8 @@ def fuzz(pool: RankPool, seeds: Iterable[int], sizes: list[int], timeout: float 
         what = {one.what for one in found}
         late = what == {"failed"} and trial.changes
         if not late and (len(what) > 1 or not what <= {"equal", "refused"}):
-            failures.append(
-                Failure(trial, "\n".join(f"rank {i}: {one.what} {one.text}" for i, one in enumerate(found)))
-            )
+            texts = [f"rank {i}: {one.what} {one.text}" for i, one in enumerate(found)]
+            failures.append(Failure(trial, "\n".join(texts)))
             continue
         ways[what.pop()] += 1
         if found[0].what != "equal":

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ranks import RankError, RankPool
 
 from . import overlap_programs
+from .launching import each
 
 BATCH = 8  # programs that run before the ranks are asked
 
@@ -27,21 +28,16 @@ def fuzz(
     timeout: float = 60.0,
     tell: Callable[[str], object] = lambda text: None,
 ) -> Summary:
-    """So many programs, from this seed on; a batch that fails is run one by one."""
+    """So many programs, from this seed on."""
     passes = 0
     failures: list[str] = []
     for done in range(0, programs, BATCH):
         seeds = range(seed + done, seed + min(done + BATCH, programs))
         n = sizes[done // BATCH % len(sizes)]
-        try:
-            passes += pool.run(n, overlap_programs.run, seeds, timeout=timeout)[0]
-            continue
-        except RankError:
-            pass
-        for one in seeds:
-            try:
-                passes += pool.run(n, overlap_programs.run, [one], timeout=timeout)[0]
-            except RankError as error:
-                failures.append(f"--seed {one} --runs 1 --ranks {n}\n{error}")
+        for one, by_rank in each(pool, n, overlap_programs.run, seeds, batch=BATCH, timeout=timeout):
+            if isinstance(by_rank, RankError):
+                failures.append(f"--seed {one} --runs 1 --ranks {n}\n{by_rank}")
                 tell(failures[-1])
+            else:
+                passes += by_rank[0]
     return Summary(programs, passes, failures)

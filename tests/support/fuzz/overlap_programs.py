@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -215,12 +216,15 @@ class Running:
 
     def forget(self) -> None:
         """After a pass that an exception has ended, whose gradients are a part of the whole."""
-        self.own_w.grad = None
-        if self.own_bias is not None:
-            self.own_bias.grad = None
+        self.drop_gradients()
         if self.drawn.fused:
             self.own_w.main_grad.zero_()  # type: ignore[attr-defined]
             self.main.zero_()
+
+    def drop_gradients(self) -> None:
+        self.own_w.grad = None
+        if self.own_bias is not None:
+            self.own_bias.grad = None
 
 
 def _cotangent(running: Running, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,9 +260,7 @@ def _train(running: Running, rng: random.Random, run: Callable[[Tensor], Tensor]
     ]
     running.check_gradients(own, x, w, bias, grads)
     running.check_main(w.grad)
-    running.own_w.grad = None
-    if running.own_bias is not None:
-        running.own_bias.grad = None
+    running.drop_gradients()
 
 
 def _checkpoint(running: Running, rng: random.Random) -> None:
@@ -304,8 +306,7 @@ def _penalty(running: Running, rng: random.Random) -> None:
         running.close(running.own_w.grad, w.grad, running.pattern.w, "dw of a penalty")
         running.own_w.grad = None
     running.check_main(w.grad)
-    if running.own_bias is not None:
-        running.own_bias.grad = None
+    running.drop_gradients()
 
 
 def _without_gradient(running: Running, rng: random.Random) -> None:
@@ -412,16 +413,10 @@ def run_one(comm: Communicator, seed: int) -> int:
 @contextmanager
 def all_are_tried() -> Iterator[None]:
     """No pass is too small for a trial, in this process."""
-    flop, rows = trials.FEWEST_FLOP, dict(trials.FEWEST_ROWS)
-    trials.FEWEST_FLOP = 0.0
-    trials.FEWEST_ROWS["cpu"] = 1
-    try:
+    with mock.patch.object(trials, "FEWEST_FLOP", 0.0), mock.patch.dict(trials.FEWEST_ROWS, {"cpu": 1}):
         yield
-    finally:
-        trials.FEWEST_FLOP = flop
-        trials.FEWEST_ROWS.update(rows)
 
 
-def run(comm: Communicator, seeds: Sequence[int]) -> int:
+def run(comm: Communicator, seeds: Sequence[int]) -> list[int]:
     with all_are_tried():
-        return sum(run_one(comm, seed) for seed in seeds)
+        return [run_one(comm, seed) for seed in seeds]

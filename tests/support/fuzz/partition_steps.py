@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .collective_steps import Proposal, total
-from .programs import Draw, Kind, Text, Unfit, Value
+from .collective_steps import total
+from .programs import Draw, Kind, Proposal, Text, Unfit, Value
 
 
 class _Linear(Kind):
@@ -27,6 +28,15 @@ class _Linear(Kind):
         if len(features) != 1:
             raise Unfit
         return draw.own(lambda w: _matrix(w) and w.ys[0].dim() == 2 and w.ys[0].shape[1] in features)
+
+    @classmethod
+    def with_bias(cls, draw: Draw, x: int) -> Proposal:
+        """A bias, of layers that may have one, half of the time."""
+        w = cls.weights(draw, draw.values[x])
+        out = draw.values[w].ys[0].shape[0]
+        if cls.layer.startswith("row") and draw.chance(0.5):
+            return (x, w, draw.pick(lambda value: value.one and tuple(value.ys[0].shape) == (out,))), {"bias": True}
+        return (x, w), {}
 
     @classmethod
     def write(cls, names: Sequence[str], given: dict[str, Any]) -> Text:
@@ -77,12 +87,7 @@ class RowParallel(_Linear):
 
     @classmethod
     def propose(cls, draw: Draw) -> Proposal:
-        x = draw.own(_matrix)
-        w = cls.weights(draw, draw.values[x])
-        out = draw.values[w].ys[0].shape[0]
-        if draw.chance(0.5):
-            return (x, w, draw.pick(lambda value: value.one and tuple(value.ys[0].shape) == (out,))), {"bias": True}
-        return (x, w), {}
+        return cls.with_bias(draw, draw.own(_matrix))
 
     @staticmethod
     def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
@@ -95,23 +100,13 @@ class RowParallel(_Linear):
 class LinearReduce(RowParallel):
     layer = "linear reduce"
 
-    @classmethod
-    def propose(cls, draw: Draw) -> Proposal:
-        x = draw.own(_matrix)
-        return (x, cls.weights(draw, draw.values[x])), {}
-
 
 class RowParallelSequence(_Linear):
     layer = "row sequence"
 
     @classmethod
     def propose(cls, draw: Draw) -> Proposal:
-        x = draw.own(lambda value: _matrix(value) and value.ys[0].shape[0] % draw.n == 0)
-        w = cls.weights(draw, draw.values[x])
-        out = draw.values[w].ys[0].shape[0]
-        if cls.layer == "row sequence" and draw.chance(0.5):
-            return (x, w, draw.pick(lambda value: value.one and tuple(value.ys[0].shape) == (out,))), {"bias": True}
-        return (x, w), {}
+        return cls.with_bias(draw, draw.own(lambda value: _matrix(value) and value.ys[0].shape[0] % draw.n == 0))
 
     @staticmethod
     def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
@@ -137,35 +132,29 @@ def _grid(draw: Draw, dims: int | None = None) -> tuple[tuple[int, ...], tuple[i
     return draw.rng.choice(found), ranks
 
 
-def _coordinates(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    at: list[int] = []
-    for size in reversed(shape):
-        position, own = divmod(position, size)
-        at.insert(0, own)
-    return tuple(at)
-
-
-def _evenly(size: int, parts: int) -> list[tuple[int, int]]:
-    """(start, stop) of each part, the first ones larger by one."""
-    sizes = [size // parts + (i < size % parts) for i in range(parts)]
-    return [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(parts)]
-
-
 def _block(x: Tensor, shape: Sequence[int], position: int) -> Tensor:
+    """The first blocks of a dimension are larger by one."""
     for dim, (parts, i) in enumerate(zip(shape, _coordinates(position, shape), strict=True)):
-        start, stop = _evenly(x.shape[dim], parts)[i]
-        x = x.narrow(dim, start, stop - start)
+        x = x.tensor_split(parts, dim)[i]
     return x
 
 
 class _Partitioned(Kind):
+    """Written as its text, of the name of its input and what is given."""
+
     traits = frozenset({"partition"})
     weight = 0.8
+    text: ClassVar[str] = ""
+
+    @classmethod
+    def write(cls, names: Sequence[str], given: dict[str, Any]) -> Text:
+        return Text(cls.text.format(*names, **given))
 
 
 class OnlyOn(_Partitioned):
     """Zero volume on the ranks that are not in a partition."""
 
+    text = "{0} if comm.rank in {ranks} else {0}.flatten()[:0]"
     local = True
 
     @staticmethod
@@ -177,10 +166,6 @@ class OnlyOn(_Partitioned):
     @staticmethod
     def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
         return Value(tuple(y if r in given["ranks"] else y.reshape(-1)[:0] for r, y in enumerate(values[0].ys)), False)
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(f"{names[0]} if comm.rank in {given['ranks']} else {names[0]}.flatten()[:0]")
 
 
 def _active(draw: Draw, ranks: Sequence[int]) -> int:
@@ -195,6 +180,7 @@ def _active(draw: Draw, ranks: Sequence[int]) -> int:
 
 
 class AllSumReduce(_Partitioned):
+    text = "between('AllSumReduce', comm, {shape}, {ranks}, {axes})({0})"
     weight = 2.0
 
     @staticmethod
@@ -215,33 +201,28 @@ class AllSumReduce(_Partitioned):
 
         return Value(tuple(one(r) for r in range(n)), False)
 
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        grid = f"{given['shape']}, {given['ranks']}"
-        return Text(f"between('AllSumReduce', comm, {grid}, {given['axes']})({names[0]})")
+
+def _coordinates(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(position, shape))
 
 
 def _origins(small: Sequence[int], large: Sequence[int]) -> list[int]:
     """For each position of the large grid, that of the small one which broadcasting takes it from."""
-    import numpy as np
-
     positions = np.arange(int(np.prod(small))).reshape(small)
     return [int(i) for i in np.broadcast_to(positions, large).reshape(-1)]
 
 
 def _two_grids(draw: Draw) -> dict[str, Any]:
-    import numpy as np
-
     (small, small_ranks), (large, large_ranks) = _grid(draw), _grid(draw)
-    try:
-        if np.broadcast_shapes(small, large) != tuple(large):
-            raise Unfit
-    except ValueError:
-        raise Unfit from None
+    ones = (1,) * (len(large) - len(small))
+    if len(small) > len(large) or any(a not in (1, b) for a, b in zip(ones + small, large, strict=True)):
+        raise Unfit
     return {"small": small, "small_ranks": small_ranks, "large": large, "large_ranks": large_ranks}
 
 
 class BroadcastBetween(_Partitioned):
+    text = "between('Broadcast', comm, {small}, {small_ranks}, {large}, {large_ranks})({0})"
+
     @staticmethod
     def propose(draw: Draw) -> Proposal:
         given = _two_grids(draw)
@@ -256,13 +237,10 @@ class BroadcastBetween(_Partitioned):
             made[r] = ys[given["small_ranks"][origins[position]]]
         return Value(tuple(made), False)
 
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        grids = f"{given['small']}, {given['small_ranks']}, {given['large']}, {given['large_ranks']}"
-        return Text(f"between('Broadcast', comm, {grids})({names[0]})")
-
 
 class SumReduceBetween(_Partitioned):
+    text = "between('SumReduce', comm, {large}, {large_ranks}, {small}, {small_ranks})({0})"
+
     @staticmethod
     def propose(draw: Draw) -> Proposal:
         given = _two_grids(draw)
@@ -276,11 +254,6 @@ class SumReduceBetween(_Partitioned):
         for position, r in enumerate(given["small_ranks"]):
             made[r] = total([ys[q] for q, goal in zip(given["large_ranks"], goals, strict=True) if goal == position])
         return Value(tuple(made), False)
-
-    @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        grids = f"{given['large']}, {given['large_ranks']}, {given['small']}, {given['small_ranks']}"
-        return Text(f"between('SumReduce', comm, {grids})({names[0]})")
 
 
 class Blocks(_Partitioned):

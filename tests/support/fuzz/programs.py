@@ -19,6 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+Proposal = tuple[tuple[int, ...], dict[str, Any]]  # inputs, what else is given
+
 MAX_ELEMENTS = 96  # of a tensor on one rank
 LARGEST = 1e3  # values beyond would cost digits
 LOW = {torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.complex64: 2e-4}  # tolerance of what is not double precision
@@ -76,7 +78,7 @@ class Kind:
             Kind.known[cls.__name__] = cls
 
     @staticmethod
-    def propose(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def propose(draw: Draw) -> Proposal:
         """(inputs, what else is given); raises Unfit."""
         raise NotImplementedError
 
