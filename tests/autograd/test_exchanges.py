@@ -67,7 +67,7 @@ def check_learnt(comm: Communicator) -> None:
             partial(given, send_splits=sends, recv_splits=recvs),
             partial(given, send_splits=sends),
             partial(given, recv_splits=recvs),
-            lambda t, dim=dim: ad.start(ad.all_to_all, t, comm, dim, dim, send_splits=sends).wait(),
+            lambda t, dim=dim: ad.start(ad.all_to_all, t, comm, dim, dim, send_splits=sends).wait(),  # type: ignore[misc]
             ad.nn.AllToAll(comm, dim, dim, send_splits=torch.tensor(sends)),
         ]
         for way in ways:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -57,7 +57,8 @@ def types(comm: Communicator) -> None:
         (ad.all_gather(scalar, comm, grad="sum"), torch.arange(1.0, n + 1)),
     ):
         assert torch.equal(y.detach(), expected) and y.shape == expected.shape
-        assert gradient(y, scalar) == n
+        found: Any = gradient(y, scalar)
+        assert found == n
     x = torch.full((n, 2), 256.0 if r == 0 else 0.75, dtype=torch.bfloat16)  # which bfloat16 drops one by one
     wide = ad.reduce_scatter(x, comm, reduce_dtype=torch.float32)
     assert wide.unique().tolist() == [float(torch.tensor(256 + (n - 1) * 0.75).bfloat16())]
@@ -97,7 +98,7 @@ WRONG: list[tuple[Any, str]] = [  # test_wrong_inputs.py has what is of another 
     (lambda x, c: ad.reduce_scatter(x[:5], c), "has 5 rows, not divisible by 2 ranks; pad it or pass splits="),
     (lambda x, c: ad.halo_exchange(x, c, 0, 3), "of which 0 are the interior"),
     (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 1)]), "expected a pair (left, right) for each of 2 ranks"),
-    (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 1), 2]), "expected a width, or a pair (left, right) of"),
+    (lambda x, c: ad.halo_exchange(x, c, 0, cast(Any, [(0, 1), 2])), "expected a width, or a pair (left, right) of"),
     (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 5), (5, 0)]), "an interior of at least 5"),
     (lambda x, c: ad.all_reduce(x.to(torch.complex64), c, "max", grad="sum"), "complex"),
     (lambda x, c: ad.start(ad.all_reduce, x, c, "max", grad="sum"), "max"),

@@ -115,5 +115,6 @@ def test_constants_and_structs_of_devices_are_those_of_the_header(installed: tup
     ours = {}
     for name, struct in (("ncclTeam_t", abi.Team), ("ncclMultimemHandle_t", abi.MultimemHandle)):
         ours[f"sizeof({name})"] = ctypes.sizeof(struct)
-        ours |= {f"__builtin_offsetof({name}, {one})": getattr(struct, one).offset for one, _ in struct._fields_}
+        fields = [field[0] for field in struct._fields_]
+        ours |= {f"__builtin_offsetof({name}, {one})": getattr(struct, one).offset for one in fields}
     assert dict(zip(ours, Header(*installed, "nccl_device/host.h")._ask(list(ours)), strict=True)) == ours

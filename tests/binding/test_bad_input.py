@@ -71,7 +71,7 @@ NO_LIBRARY = "TypeError: library is 'host', expected a pynccl.Library, such as p
 
 
 def init(*args: Any, **options: Any) -> Any:
-    return lambda c: Communicator.init(*args, library=c.library, **options)
+    return lambda c: Communicator.init(*args, **{"library": c.library, **options})
 
 
 # Of functions of the package; `c` is a communicator of one rank of the host library, so that they may begin.

@@ -75,7 +75,11 @@ REFUSED: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
     (torch.zeros(2, dtype=torch.int16), TypeError, (f"torch.int16 {NO_TYPE}", "convert it to int32")),
     (np.array(["a"]), TypeError, (NO_TYPE, "NCCL knows bfloat16, ")),
     (CudaArray(typestr="<c8"), TypeError, (f"typestr '<c8' {NO_TYPE}", "view it as another")),
-    (OnlyDlpack(torch.zeros(2).cfloat()), TypeError, ("DLPack type (code 5, 64 bits", "no NCCL data type")),
+    (
+        OnlyDlpack(torch.zeros(2, dtype=torch.complex64)),
+        TypeError,
+        ("DLPack type (code 5, 64 bits", "no NCCL data type"),
+    ),
     (torch.zeros(3, device="meta"), TypeError, ("tensor on meta owns no dense memory; pass a dense tensor",)),
     *(
         (x, TypeError, (f"a {type(x).__module__}.{type(x).__name__} is no buffer", "torch tensor, a NumPy or CuPy ar"))

@@ -54,10 +54,10 @@ def rooted(comm: Communicator, counts: list[int], dtype: str) -> None:
         expect(made, parts[rank], f"scatter_v {what}, allocated")
         recv = torch.zeros_like(whole) if rank == root else None
         assert comm.gather_v(parts[rank], recv, root, counts=counts) is recv
-        made = comm.gather_v(parts[rank], root=root, counts=counts)
-        for result in (recv, made) if rank == root else ():
+        gathered = comm.gather_v(parts[rank], root=root, counts=counts)
+        for result in (recv, gathered) if rank == root else ():
             expect(result, whole, f"gather_v {what}")
-        assert rank == root or made is None
+        assert rank == root or gathered is None
 
 
 def all_of_them(comm: Communicator) -> None:

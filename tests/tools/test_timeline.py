@@ -32,9 +32,9 @@ def test_totals_of_an_operation() -> None:
     whole = Operation("ColumnParallelLinear", "all_gather_matmul", "slices", 2, 100.0, 9.0, pieces)
     assert (whole.comm, whole.compute, whole.exposed) == (7, 6, 3)
     assert whole.efficiency == pytest.approx((7 + 6 - 9) / 6)
-    pieces = (interval("comm", 0, 2), interval("main", 2, 5))  # one after the other; nothing to hide
-    assert Operation("", "", "off", 1, 0.0, 5.0, pieces).efficiency == 0
-    assert Operation("", "", "off", 1, 0.0, 5.0, pieces[1:]).efficiency == 0
+    serial = (interval("comm", 0, 2), interval("main", 2, 5))  # one after the other; nothing to hide
+    assert Operation("", "", "off", 1, 0.0, 5.0, serial).efficiency == 0
+    assert Operation("", "", "off", 1, 0.0, 5.0, serial[1:]).efficiency == 0
 
 
 def recorded(comm: Communicator) -> tuple[list[Operation], bool]:

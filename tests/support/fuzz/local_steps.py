@@ -108,7 +108,7 @@ def _zipped(values: Sequence[Value], function: Callable[..., Tensor]) -> Value:
 class Add(_Local):
     text = "{0} + {1}"
     weight = 1.5
-    propose = staticmethod(lambda draw: (_pair(draw, lambda a, b: a.shapes == b.shapes), {}))
+    propose: Any = staticmethod(lambda draw: (_pair(draw, lambda a, b: a.shapes == b.shapes), {}))
     simulate = staticmethod(lambda values, given, n: _zipped(values, torch.add))
 
 
@@ -123,7 +123,7 @@ class Gram(_Local):
 
     text = "{0} @ {0}.T"
     linear = False
-    propose = staticmethod(lambda draw: ((draw.pick(lambda value: all(y.dim() == 2 for y in value.ys)),), {}))
+    propose: Any = staticmethod(lambda draw: ((draw.pick(lambda value: all(y.dim() == 2 for y in value.ys)),), {}))
     simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: torch.einsum("ij,kj->ik", y, y)))
 
 
