@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch as package
 import torch
 from checkpoints import loaded, same_output, steps, whole_model
 from ranks import RankPool
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
@@ -101,6 +104,36 @@ def fails_while_read(comm: Communicator, folder: str) -> None:
 def test_broken_files_and_disks_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, broken_files, str(tmp_path))
     ranks.run(2, fails_while_read, str(tmp_path / "disk"))
+
+
+def full_midway(comm: Communicator, folder: str) -> None:
+    """The disk of rank 0 is full after one file, two, or three."""
+    ad.save_full_state_dict(loaded(comm), folder, 2000)
+    there, write = sorted(Path(folder).iterdir()), package.save_file
+    for files_before in (1, 2, 3):
+        written: list[Path] = []
+
+        def full(tensors: Any, file: Path, *rest: Any, written: Any = written, last: int = files_before) -> None:
+            written.append(file)
+            write(tensors, file, *rest)
+            if len(written) == last:
+                os.truncate(file, 100)
+                raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(package, "save_file", full)
+            save = partial(ad.save_full_state_dict, loaded(comm, 2), folder, 2000)
+            refused(comm, OSError, "No space left on device", save, (0,))
+        assert sorted(Path(folder).iterdir()) == there  # nothing is left of what failed
+        model = loaded(comm, 2)
+        ad.load_full_state_dict(model, folder)
+        same_output(model)
+
+
+def test_a_disk_that_is_full_raises_on_every_rank_and_leaves_the_last_checkpoint(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, full_midway, str(tmp_path))
 
 
 def others(comm: Communicator, folder: str) -> None:
