@@ -134,3 +134,13 @@ def test_an_error_of_nccl_is_raised_with_what_was_asked_for() -> None:
     stub.fail("ncclCommSplit", 5)
     with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommSplit\(color=3, key=-2\) on rank 1 of 4 failed"):
         stub.comm(cpu=True).split(3, -2)
+
+
+def test_a_failed_init_says_what_was_asked_for() -> None:
+    stub = Stub()
+    stub.fail("ncclCommInitRank", 5)
+    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommInitRank\(rank=1, nranks=2\) failed: invalid usage"):
+        Communicator.init(2, bytes(128), 1, library=stub.cpu_library)
+    stub.fail("ncclCommSplit", 5)
+    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommSplit\(color=3, key=-2\) on rank 1 of 4 failed"):
+        stub.comm(cpu=True).split(3, -2)

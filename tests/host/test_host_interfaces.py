@@ -23,3 +23,19 @@ def test_the_variable_names_interfaces_as_nccls_does(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
     with pytest.raises(HostFailure, match=r"GLOO_SOCKET_IFNAME='nowhere7' names no interface.*lo \(127.0.0.1"):
         interfaces.own_addresses()
+
+
+def test_the_address_that_routes_outwards_is_first_and_loopback_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in interfaces.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    there = {
+        "lo": ["127.0.0.1", "::1"],
+        "docker0": ["172.17.0.1"],
+        "ib0": ["10.1.0.2"],
+        "eth0": ["10.0.0.2", "fd00::2"],
+    }
+    monkeypatch.setattr(interfaces, "_addresses", lambda: there)
+    monkeypatch.setattr(interfaces, "_outward", lambda: ["10.1.0.2"])
+    assert interfaces.own_addresses() == ["10.1.0.2", "10.0.0.2", "fd00::2", "172.17.0.1"]
+    monkeypatch.setattr(interfaces, "_outward", list)  # no default route
+    assert interfaces.own_addresses() == ["10.0.0.2", "fd00::2", "10.1.0.2", "172.17.0.1"]

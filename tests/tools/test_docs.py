@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import random
 import re
 import shlex
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,48 @@ def test_scripts_and_modules_that_commands_name_are_there() -> None:
                 assert (ROOT / script).is_file(), f"{page.name}:{number}: {text}"
             for module in re.findall(r"-m pynccl ([a-z]+)", text):
                 assert module in TOOLS, f"{page.name}:{number}: {text}"
+
+
+# Not run below: what needs a GPU, a package index, SLURM or another machine, and what other files here run.
+ELSEWHERE = (
+    r"make|pip |srun|sbatch|ssh |torchrun --standalone( --local-addr\S+)?$|scripts/|.*scripts/(examples|gpu|timeline)"
+    r"|.*-m pynccl (explain|hang)|.*bench/(overhead.py|overlap.py|scale.py)"
+)
+SHORTER = {
+    "perf$": "perf --help",
+    "perf COLLECTIVE": "perf broadcast -b 8 -e 8",
+    "-e 128M": "-e 1M",
+    "-e 64M -f 64 -n 50": "-e 16 -n 2",
+    "--width 128 256 512 --rounds 9": "--width 32 --rounds 1",
+    "--wrappers": "--wrappers --rounds 1",
+    "--runs 500": "--runs 1",
+    "fuzzer.py models": "fuzzer.py models --runs 2",
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "^torchrun": "python -m torch.distributed.run --local-addr=127.0.0.1",
+    "^python": shlex.quote(sys.executable),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_commands_of_the_pages_run(tmp_path: Path) -> None:
+    """In a folder that looks like the project's, shortened."""
+    for entry in ROOT.iterdir():
+        if entry.name not in (".git", "out", "build"):
+            (tmp_path / entry.name).symlink_to(entry)
+    some = [page for page in PAGES if page.name != "commands.md"]  # whose commands test_commands.py runs
+    texts = {re.sub(r"\s+# .*$", "", text) for page in some for _, text in pages.commands(page)}
+    texts = {text for text in texts if not re.match(ELSEWHERE, text)}
+    failed, environment = [], {**os.environ, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
+    for text in sorted(texts):
+        line = text
+        for long, short in SHORTER.items():
+            line = re.sub(long, short, line)
+        options: Any = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": SECONDS}
+        done = subprocess.run(["bash", "-c", line], check=False, **options)
+        if done.returncode:
+            failed.append(f"{text}: {done.stdout}{done.stderr}")
+    assert len(texts) > 10 and not failed, "\n".join(failed)
 
 
 def test_explain_runs_and_draws_what_its_page_shows(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from watched import NOW, Case, behind, call, comm, dp, failed, in_init, process, three_wait, waiting
 
+from pynccl.watch.formatting import seconds
 from pynccl.watch.records import DEAD, INSIDE, STOPPED, ProcessRecord
 from pynccl.watch.verdict import about, judge
 
@@ -192,3 +193,16 @@ def test_what_an_exception_of_one_rank_says_of_it_is_short_and_does_not_repeat_i
     send, recv = (failed(wrong, 1, 0, kind, peer=peer, site="/m/a.py:54") for kind, peer in (("send", 1), ("recv", 0)))
     verdict = judge([process(0, comm(0, 2, [send])), process(1, comm(1, 2, [recv]))])
     assert about(verdict, "u-tp", 0) == f"rank 1: recv from rank 0 at a.py:54 raised {wrong}"
+
+
+def test_times_are_said_in_two_units() -> None:
+    said = {
+        0.04: "0.0 s",
+        99.9: "99.9 s",
+        100: "1 min 40 s",
+        3599: "59 min 59 s",
+        3600: "1 h 0 min",
+        11_100: "3 h 5 min",
+    }
+    said |= {86_399: "23 h 59 min", 86_400: "1 day", 172_800: "2 days"}
+    assert {value: seconds(value) for value in said} == said
