@@ -145,7 +145,8 @@ def test_threads_take_turns_on_a_communicator() -> None:
     # a launch holds neither another communicator up nor the GIL: it may have to wait for one of another thread
     launch, grouped = other.plan.all_reduce(x, x), other.plan.group([other.plan.all_reduce(x, x)])
     for way in (lambda: other.all_reduce(x, x), lambda: other.all_reduce(x), launch, grouped):
-        assert overlapping(stub, [lambda: one.all_reduce(x, x), way]) > 0
+        both = [lambda: one.all_reduce(x, x), way]
+        wait_for(lambda both=both: overlapping(stub, both) > 0)  # type: ignore[misc]
 
 
 def test_destroy_waits_for_the_call_of_another_thread() -> None:
