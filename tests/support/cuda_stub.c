@@ -19,17 +19,16 @@ enum {
 static context_t primary[2] = {{0}, {1}};
 static __thread context_t *stack[16];
 static __thread int depth;
-static int query_code, status, queries, made_events, calls, pinned; /* what tests set and read */
-static int elsewhere;
+static int query_code, status, elsewhere; /* what tests set */
 static volatile int blocked; /* as where the launch queue is full */
 static __thread int capture_mode; /* GLOBAL, THREAD_LOCAL, RELAXED */
-static int gone_code = INVALID_HANDLE, after_end, spoilt; /* a real driver may crash after the end of a stream */
+static int gone_code = INVALID_HANDLE, spoilt; /* a real driver may crash after the end of a stream */
 
 static context_t *current(void) { return depth ? stack[depth - 1] : NULL; }
 static context_t *of(thing_t *stream) { return (size_t)stream > 2 ? stream->context : current(); }
-#define NEEDS_CONTEXT calls++; if (!current()) return INVALID_CONTEXT
+#define NEEDS_CONTEXT if (!current()) return INVALID_CONTEXT
 #define MAY_BLOCK while (blocked) usleep(1000)
-#define NEEDS(stream) if ((size_t)(stream) > 2 && !(stream)->context) return after_end++, gone_code
+#define NEEDS(stream) if ((size_t)(stream) > 2 && !(stream)->context) return gone_code
 /* As while any stream of the process is captured in the default mode, as torch does it. */
 #define UNSAFE if (elsewhere && capture_mode != 2) return spoilt++, CAPTURE_UNSUPPORTED
 
@@ -38,11 +37,7 @@ void stub_capture(int on) { status = on; }
 void stub_capture_elsewhere(int on) { elsewhere = on; }
 void stub_block(int on) { blocked = on; }
 void stub_gone(int code) { gone_code = code; }
-int stub_after_end(void) { return after_end; }
 int stub_spoilt(void) { return spoilt; }
-int stub_queries(void) { return queries; }
-int stub_events(void) { return made_events; }
-int stub_pinned(void) { return pinned; }
 
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
@@ -80,7 +75,7 @@ int cuStreamGetDevice(thing_t *stream, int *device) {
   *device = of(stream)->device;
   return 0;
 }
-int cuStreamQuery(thing_t *stream) { NEEDS_CONTEXT; NEEDS(stream); UNSAFE; queries++; return query_code; }
+int cuStreamQuery(thing_t *stream) { NEEDS_CONTEXT; NEEDS(stream); UNSAFE; return query_code; }
 int cuStreamSynchronize(thing_t *stream) { NEEDS_CONTEXT; return 0; }
 int cuThreadExchangeStreamCaptureMode(int *mode) {
   int before = capture_mode;
@@ -88,10 +83,9 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
   *mode = before;
   return 0;
 }
-int stub_capture_mode(void) { return capture_mode; }
 int cuStreamIsCapturing(thing_t *stream, int *found) { NEEDS_CONTEXT; NEEDS(stream); *found = status; return 0; }
 int cuStreamWaitEvent(thing_t *stream, thing_t *event, unsigned flags) { NEEDS_CONTEXT; return event ? 0 : INVALID_HANDLE; }
-int cuEventCreate(thing_t **event, unsigned flags) { made_events++; return make(event); }
+int cuEventCreate(thing_t **event, unsigned flags) { return make(event); }
 int cuEventDestroy_v2(thing_t *event) { return 0; }
 int cuEventRecord(thing_t *event, thing_t *stream) {
   NEEDS_CONTEXT;
@@ -104,9 +98,9 @@ int cuEventQuery(thing_t *event) { NEEDS_CONTEXT; UNSAFE; MAY_BLOCK; return quer
 int cuEventSynchronize(thing_t *event) { NEEDS_CONTEXT; return 0; }
 int cuEventElapsedTime(float *ms, thing_t *start, thing_t *end) { NEEDS_CONTEXT; *ms = 1; return 0; }
 int cuEventElapsedTime_v2(float *ms, thing_t *start, thing_t *end) { return cuEventElapsedTime(ms, start, end); }
-int cuMemAllocHost_v2(void **pointer, size_t size) { NEEDS_CONTEXT; pinned++; *pointer = calloc(1, size); return 0; }
+int cuMemAllocHost_v2(void **pointer, size_t size) { NEEDS_CONTEXT; *pointer = calloc(1, size); return 0; }
 int cuMemHostAlloc(void **pointer, size_t size, unsigned flags) { return cuMemAllocHost_v2(pointer, size); }
-int cuMemFreeHost(void *pointer) { NEEDS_CONTEXT; pinned--; free(pointer); return 0; }
+int cuMemFreeHost(void *pointer) { NEEDS_CONTEXT; free(pointer); return 0; }
 /* The memory of its GPUs is the process's. */
 int cuDeviceGetDefaultMemPool(void **pool, int device) { *pool = (void *)0x9001; return 0; }
 int cuDeviceGetMemPool(void **pool, int device) { return cuDeviceGetDefaultMemPool(pool, device); }

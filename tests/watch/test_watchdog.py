@@ -50,12 +50,13 @@ def late(comm: Any) -> None:
         elsewhere(FOLDER[-1])
 
 
-def waits(comm: Any, folder: str) -> dict[str, str]:
+def waits(comm: Any, folder: str, names: list[str]) -> dict[str, str]:
     """Rank 1 comes late to these calls, which are made by both; what this rank's watchdog has said meanwhile."""
     import pynccl
     import pynccl_autograd  # noqa: F401  takes longer than the watchdog's patience
 
-    for body in EXPECTED:
+    bodies = [body for body in EXPECTED if body.__name__ in names]
+    for body in bodies:
         FOLDER.append(f"{folder}/{body.__name__}")
         os.makedirs(FOLDER[-1], exist_ok=True)
         own = comm.split(0, config=pynccl.CommConfig(comm_name="mine"))
@@ -66,7 +67,7 @@ def waits(comm: Any, folder: str) -> dict[str, str]:
                 late(own)
             body(own)
         own.destroy()
-    return {body.__name__: said(f"{folder}/{body.__name__}", comm.rank) for body in EXPECTED}
+    return {body.__name__: said(f"{folder}/{body.__name__}", comm.rank) for body in bodies}
 
 
 FLOATS = "FLOAT32 x 4"
@@ -83,12 +84,16 @@ EXPECTED = {
 
 
 def test_who_waits_is_told_who_is_missing_and_where(watched: RankPool, tmp_path: Path) -> None:
-    told, _ = watched.run(2, waits, str(tmp_path))
-    # Who is asked where it is may be too late to say so on a busy machine, but not six times.
-    assert any(f"its main thread is in {place_of('elsewhere')} elsewhere" in text for text in told.values()), told
+    asked = f"its main thread is in {place_of('elsewhere')} elsewhere"
+    told: dict[str, str] = {}
+    for attempt in range(5):  # on a busy machine, who is asked where it is may answer too late
+        names = [body.__name__ for body in EXPECTED if asked not in told.get(body.__name__, "")]
+        told.update(watched.run(2, waits, str(tmp_path / str(attempt)), names)[0])
+        if all(asked in text for text in told.values()):
+            break
     for body, expected in EXPECTED.items():
         text, name = told[body.__name__], body.__name__
-        assert text.count(expected) == 1, (name, text)
+        assert text.count(expected) == 1 and asked in text, (name, text)
         here = __file__ if body is backward else hanging.__file__
         assert place_of("forward" if body is backward else name, here) in text.partition("this rank's stack")[0], name
         assert re.search(rf"/{Path(here).name}:\d+ {name}\n", text), name  # in the stack
