@@ -89,6 +89,7 @@ class Comm(Shared):
         self.dependents: tuple[Any, ...] = ()  # communicators that are destroyed before this one, or aborted with it
         self._end = ""  # how it ended, for messages
         self._late = ""  # why the watchdog has aborted it, if it has
+        self.call_timeout: float | None = None  # seconds until the watchdog aborts it for a call that is under way
         self._scratch: Scratch | None = None
         self.origin = Origin(self.rank, self.size, number=next(_roots))
         self._splits = 0

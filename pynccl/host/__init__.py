@@ -23,8 +23,18 @@ from . import (
     register as _register,  # noqa: F401
     rma as _rma,  # noqa: F401
 )
+from .comm import set_timeout
 from .exports import function, take_interrupt
 from .stream import CallerStream, HostEvent, HostStream, made_here
 from .version import VERSION
 
-__all__ = ["VERSION", "CallerStream", "HostEvent", "HostStream", "function", "made_here", "take_interrupt"]
+__all__ = [
+    "VERSION",
+    "CallerStream",
+    "HostEvent",
+    "HostStream",
+    "function",
+    "made_here",
+    "set_timeout",
+    "take_interrupt",
+]

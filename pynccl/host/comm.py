@@ -53,6 +53,12 @@ def after_fork() -> None:
     _communicators.clear()
 
 
+def set_timeout(handle: int, timeout: float) -> None:
+    """Seconds that every wait of a communicator may take from now on, whatever PYNCCL_HOST_TIMEOUT says."""
+    comm = find(handle)
+    comm.timeout = comm.transport.limit = timeout
+
+
 def seconds(variable: str, default: float = 600.0) -> float:
     """A number of seconds from the environment."""
     text = os.environ.get(variable, "")

@@ -61,11 +61,15 @@ class _Queue:
             del job  # with it go the buffers that its closure holds
             self.done += 1
 
-    def raise_once(self) -> None:
+    def take_error(self) -> BaseException | None:
+        """The error that nobody has seen yet, which counts as seen from now on."""
         with self._lock:
             error, self.error = self.error, None
-        if error is not None:
-            raise explain(error)
+        return explain(error) if error is not None else None
+
+    def raise_once(self) -> None:
+        if (error := self.take_error()) is not None:
+            raise error
 
 
 class _Completion:
@@ -227,6 +231,11 @@ class HostStream(_Stream):
                 raise NcclInvalidUsage(f"{self!r} is closed; make another with pynccl.create_stream()")
             self._queued += 1
             self._queue.jobs.put(fn)
+
+    def then(self, fn: Callable[[BaseException | None], object]) -> None:
+        """Run `fn(error)` after all that is queued now, with the error of that work that nobody has seen yet, or None."""
+        queue = self._queue
+        self.submit(lambda: fn(queue.take_error()))
 
     def hold(self, keep: object) -> None:
         """Keep an object until all that is queued now has run: the worker drops it when it comes to it."""

@@ -44,7 +44,7 @@ class Transport:
         self._rank = rank
         self._connections = {peer: Connection(peer, ends) for peer, ends in sorted(channels.items())}
         self._activity = activity
-        self._limit = timeout
+        self.limit = timeout
         self._broken: TransportFailure | None = None
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -175,7 +175,7 @@ class Transport:
             if all_is_here and (connection.lost or connection.finalized):
                 raise self._loss(connection)
         self._check_peers(_GRACE_SECONDS)
-        if now - started > self._limit:
+        if now - started > self.limit:
             raise timed_out(self._connections.values(), awaited)
         if now - started > _STALL_SECONDS:
             self._tell_what_is_awaited([connection.peer for connection in awaited])

@@ -7,6 +7,7 @@ is asked when a call is overdue or another rank wants to know, never in a health
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -67,7 +68,20 @@ def user_site(depth: int = 2) -> str:
         if not between[file]:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
-    return ""
+    return _called_from.get(threading.get_ident(), "")
+
+
+_called_from: dict[int, str] = {}  # thread -> the line of another thread for which it makes calls
+
+
+@contextlib.contextmanager
+def called_from(site: str) -> Iterator[None]:
+    """The calls that this thread makes within are another thread's, made at this line."""
+    _called_from[threading.get_ident()] = site
+    try:
+        yield
+    finally:
+        del _called_from[threading.get_ident()]
 
 
 def _lies_between(file: str) -> bool:

@@ -53,6 +53,7 @@ class Watched:
     completed: int = 0
     mark: progress.Mark | None = None
     reported: int = 0  # the newest call that was reported as stuck
+    ended: int = 0  # the newest call that took longer than its communicator's call_timeout
 
 
 class Watchdog:
@@ -86,25 +87,30 @@ class Watchdog:
         tracks = list(self.recorder.tracks)
         self._watched = {track: self._watched.get(track) or Watched() for track in tracks}
         verdicts: dict[Exchange, str] = {}  # one for all that are stuck at a store
-        for stuck in self._overdue():
+        for stuck, ends in self._overdue():
             with contextlib.suppress(Exception):  # what goes wrong with one must not hide the others
-                self._report(stuck, self._verdict(stuck, verdicts))
+                self._report(stuck, self._verdict(stuck, verdicts), ends)
         for exchange in {track.exchange for track in tracks} - {None}:
             if exchange.due:
                 with contextlib.suppress(Exception):
                     exchange.answer(partial(self._records, exchange))
 
-    def _overdue(self) -> list[Stuck]:
-        """Calls that have been under way for longer than the timeout, each once."""
+    def _overdue(self) -> list[tuple[Stuck, bool]]:
+        """Calls that have been under way for longer than the timeout, each once; and whether they are to end."""
         found = []
         for track, watched in self._watched.items():
             with contextlib.suppress(Exception):
                 stuck = self._look_at(track, watched)
-                if stuck is None or not self.settings.timeout or watched.reported >= stuck.entry:
+                if stuck is None:
                     continue
-                if time.monotonic() - stuck.since > self.settings.timeout:
+                waited, comm = time.monotonic() - stuck.since, track.comm()
+                limit = comm.call_timeout if comm is not None else None
+                if limit is not None and waited > limit and watched.ended < stuck.entry:
+                    watched.ended = watched.reported = stuck.entry
+                    found.append((stuck, True))
+                elif self.settings.timeout and waited > self.settings.timeout and watched.reported < stuck.entry:
                     watched.reported = stuck.entry
-                    found.append(stuck)
+                    found.append((stuck, self.settings.raises))
         return found
 
     def _look_at_program(self) -> None:
@@ -194,21 +200,23 @@ class Watchdog:
         self.recorder.write_where(frames.users_line(main), stack)
         return stack
 
-    def _report(self, stuck: Stuck, text: str) -> None:
-        """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise abort the communicator, too."""
+    def _report(self, stuck: Stuck, text: str, ends: bool) -> None:
+        """Say who is missing, on stderr; with PYNCCL_WATCH_ACTION=raise, or past the communicator's call_timeout, abort
+        it, too."""
         track, comm = stuck.track, stuck.track.comm()
         if stuck.inside and (track.head != stuck.entry or track.has_returned(stuck.entry)):
             return  # it has gone on meanwhile
         text = f"{text}\n{stuck.note}" if stuck.note else text
         waited = f"waited {time.monotonic() - stuck.since:.1f} s"
-        aborts = self.settings.raises and comm is not None
+        aborts = ends and comm is not None
+        why = "PYNCCL_WATCH_ACTION=raise" if self.settings.raises else "its timeout"
         who = f"rank {track.rank} of {track.size} (comm {track.name!r})"
         lines = [
             f"pynccl watchdog: {who} has {waited}",
             *text.splitlines(),
             "this rank's stack, innermost line last:",
             *self._tell_where(stuck).splitlines(),
-            *(["the communicator is aborted (PYNCCL_WATCH_ACTION=raise)"] if aborts else []),
+            *([f"the communicator is aborted ({why})"] if aborts else []),
         ]
         print("\n  ".join(lines), file=sys.stderr, flush=True)
         if aborts:

@@ -1,0 +1,143 @@
+"""send and recv: for each two ranks and direction a communicator of these two, with a thread of its own.
+
+Calls on one communicator match in order, and programs call isend on every rank first, then irecv, then wait. So each
+direction has its own, made when the first message is sent. On the CPU a message says its tag and size before it comes,
+and one of another tag than is asked for is kept until it is; NCCL has no tags: there messages match in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..bindings.errors import NcclError, NcclInvalidUsage, NcclTimeout
+from ..bindings.library import host_module
+from ..comm.communicator import Communicator
+from ..watch import frames
+from .tensors import source, target
+from .work import Lane, Work
+
+
+class Channel:
+    """Messages from `sender` to `receiver`, ranks of a group; this process is one of them.
+
+    connect(rank) makes the communicator in which the sender is 0 and the receiver 1"""
+
+    def __init__(self, rank: int, sender: int, receiver: int, connect: Callable[[int], Communicator]) -> None:
+        self.sends, self.peer = rank == sender, receiver if rank == sender else sender
+        self._who = f"rank {sender} to rank {receiver}"
+        self._connect = connect
+        self._lane: Lane | None = None
+        self._error: BaseException | None = None
+        self._early: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # by tag: came before it was asked for
+        self._queue = host_module().HostStream()
+
+    def post(self, x: torch.Tensor, tag: int) -> Work:
+        """Send x, or receive into it. Returns at once."""
+        work = Work(None, [x]).begin()
+        work._source = self.peer
+        site = frames.user_site()
+        before = None if not x.is_cuda else torch.cuda.current_stream(x.device).record_event()
+
+        def run() -> None:
+            with frames.called_from(site):
+                try:
+                    self._run(work, x, tag, before)
+                except BaseException as error:
+                    self._error = self._error or error
+                    work.complete(error)
+                else:
+                    work.complete()
+
+        self._queue.submit(run)
+        return work
+
+    def _run(self, work: Work, x: torch.Tensor, tag: int, before: Any) -> None:
+        """On this channel's thread."""
+        if self._error is not None:
+            raise self._error
+        if self._lane is None:
+            self._lane = Lane(self._connected())
+        if before is not None:
+            self._on_cuda(self._lane, work, x, before)
+        elif self.sends:
+            data = source(x)
+            head = torch.tensor([tag, data.numel() * data.element_size()])
+            self._lane.comm.send(head, 1)
+            self._lane.comm.send(data, 1)
+        else:
+            self._receive(self._lane.comm, x, tag)
+
+    def _connected(self) -> Communicator:
+        try:
+            return self._connect(0 if self.sends else 1)
+        except NcclTimeout as error:
+            verb, other = ("send", "recv") if self.sends else ("recv", "send")
+            raise NcclTimeout(
+                f"{verb}: rank {self.peer} never called {other}, so there are no messages from {self._who}\n  {error}"
+            ) from None
+
+    def _receive(self, comm: Communicator, x: torch.Tensor, tag: int) -> None:
+        copies: list[Any] = []
+        buffer = target(x, copies)
+        expected = buffer.numel() * buffer.element_size()
+        while not self._early[tag]:
+            head = torch.empty(2, dtype=torch.int64)
+            comm.recv(head, 0)
+            found, nbytes = head.tolist()
+            if found == tag and nbytes == expected:
+                comm.recv(buffer, 0)
+                break
+            message = torch.empty(nbytes, dtype=torch.uint8)
+            comm.recv(message, 0)
+            self._early[found].append(message)
+        else:
+            message = self._early[tag].popleft()
+            if message.numel() != expected:
+                raise NcclInvalidUsage(
+                    f"recv: the message from {self._who} (tag {tag}) has {message.numel()} bytes, the tensor of shape "
+                    f"{tuple(x.shape)}, {x.dtype} has {expected}; send and recv tensors of one size and data type"
+                )
+            buffer.view(-1).view(torch.uint8).copy_(message)
+        for copy in copies:
+            copy()
+
+    def _on_cuda(self, lane: Lane, work: Work, x: torch.Tensor, before: Any) -> None:
+        copies: list[Any] = []
+        with lane.on_side():
+            before.wait()
+            if self.sends:
+                lane.comm.send(source(x), 1, stream=lane.side)
+            else:
+                lane.comm.recv(target(x, copies), 0, stream=lane.side)
+                for copy in copies:
+                    copy()
+        lane.side.hold((x, *copies))
+        work._lane, work.event = lane, lane.side.record()
+
+    def begin_close(self) -> None:
+        """What was posted goes on; behind it the communicator is destroyed, which waits for the peer."""
+        self._closing = Work(None, []).begin()
+        self._queue.submit(self._destroy)
+
+    def _destroy(self) -> None:
+        with contextlib.suppress(NcclError):
+            if self._lane is not None:
+                self._lane.comm.destroy()
+        self._closing.complete()
+
+    def end_close(self, seconds: float) -> None:
+        """Wait for that, and abort what has not come to an end."""
+        try:
+            self._closing.wait(timedelta(seconds=seconds))
+        except NcclTimeout:
+            self.abort()
+
+    def abort(self) -> None:
+        if self._lane is not None:
+            self._lane.comm.abort()

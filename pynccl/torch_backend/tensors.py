@@ -1,0 +1,91 @@
+"""Tensors of torch.distributed as buffers of a communicator: any strides, any data type, no part of autograd's graph.
+
+A collective of torch.distributed changes tensors behind autograd's back, and counts no version: DDP and FSDP rely on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..interop.buffers import torch_types
+from . import c10d
+
+Copy = Callable[[], object]
+_OPERATORS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
+_OF_BOOL = {"SUM": "max", "MAX": "max", "PRODUCT": "min", "MIN": "min"}  # or, and
+
+
+def source(x: torch.Tensor, reduces: bool = False) -> torch.Tensor:
+    """A contiguous buffer that holds x: its own memory, if that will do."""
+    if x.layout is not torch.strided:
+        raise TypeError(f"a {x.layout} tensor of shape {tuple(x.shape)} cannot be sent; pass x.to_dense()")
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return _elements(x.data.contiguous(), reduces)
+
+
+def target(x: torch.Tensor, copies: list[Copy], reduces: bool = False, keep: bool = False) -> torch.Tensor:
+    """A contiguous buffer to receive x into: its own memory, or another one, from which `copies` then bring it.
+
+    keep  it has to hold x before"""
+    if x.layout is not torch.strided:
+        raise TypeError(f"a {x.layout} tensor of shape {tuple(x.shape)} cannot be received into")
+    data = x.data
+    if data.is_contiguous() and not (data.is_conj() or data.is_neg()):
+        return _elements(data, reduces)
+    buffer = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+    if keep:
+        buffer.copy_(data)
+    copies.append(lambda: data.copy_(buffer))
+    return _elements(buffer, reduces)
+
+
+def joined(tensors: Sequence[torch.Tensor], reduces: bool = False) -> torch.Tensor:
+    """One buffer that holds them, one after the other."""
+    return source(torch.cat([x.data.reshape(-1) for x in tensors]), reduces)
+
+
+def parts(tensors: Sequence[torch.Tensor], copies: list[Copy], reduces: bool = False) -> torch.Tensor:
+    """One buffer to receive them into, one after the other, from which `copies` then bring them."""
+    counts = [x.numel() for x in tensors]
+    buffer = torch.empty(sum(counts), dtype=tensors[0].dtype, device=tensors[0].device)
+    for x, part in zip(tensors, buffer.split(counts), strict=True):
+        copies.append(lambda x=x.data, part=part: x.copy_(part.view(x.shape)))
+    return _elements(buffer, reduces)
+
+
+def _elements(x: torch.Tensor, reduces: bool) -> torch.Tensor:
+    """With a data type that NCCL has: bytes, where it does not; for a reduction what has the same sum."""
+    if reduces:
+        if x.dtype == torch.bool:
+            return x.view(torch.uint8)
+        return torch.view_as_real(x) if x.is_complex() else x
+    return x if _has_data_type(x.dtype) else x.reshape(-1).view(torch.uint8)
+
+
+def _has_data_type(dtype: torch.dtype) -> bool:
+    try:
+        return bool(torch_types[dtype] >= 0)
+    except TypeError:
+        return False
+
+
+def operator(op: Any, x: torch.Tensor, comm: Any) -> Any:
+    """What a communicator calls this ReduceOp, for tensors like x."""
+    name = c10d.operator_name(op)
+    if name == "PREMUL_SUM":
+        factor = c10d.factor(op)
+        if isinstance(factor, torch.Tensor):
+            return comm.pre_mul_sum(factor.data.to(x.dtype))
+        return comm.pre_mul_sum(factor, x.dtype)
+    known = _OF_BOOL if x.dtype == torch.bool else _OPERATORS
+    if name in known and not (x.is_complex() and name not in ("SUM", "AVG")):
+        return known[name]
+    raise ValueError(
+        f"ReduceOp.{name} of a {x.dtype} tensor: NCCL has no such reduction; expected one of "
+        f"{', '.join(('SUM', 'AVG') if x.is_complex() else known)}"
+        + ("; all_gather the tensors and combine them" if name.startswith("B") else "")
+    )

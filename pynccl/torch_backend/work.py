@@ -1,0 +1,189 @@
+"""Lane: a group's communicator for one kind of device, and the side stream of its asynchronous calls. Work: such a call."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..bindings.errors import NcclTimeout
+from ..bindings.workers import Begun
+from ..comm.base import explained
+from ..comm.communicator import Communicator
+from ..interop.streams import create_stream, current_stream
+from . import c10d
+from .tensors import Copy
+
+Issue = Callable[[Any], object]  # of a stream; None stands for the caller's
+
+
+class Work(c10d.Work):  # type: ignore[misc]
+    """One call, as torch.distributed has it.
+
+    result  the tensors that it fills, which its future gives
+    limit   seconds that wait() takes at most where it is not told; None: the group's timeout, which the watchdog keeps
+    event   on CUDA: behind it on its stream; None: it is in the order of the current stream
+    """
+
+    def __init__(self, lane: Lane | None, result: Sequence[torch.Tensor], limit: float | None = None) -> None:
+        super().__init__()
+        self._lane, self._result, self._limit = lane, list(result), limit
+        self._source = -1
+        self.event: Any = None
+        self._happened: threading.Event | None = None  # None: it has run, or is in a stream's order
+        self._error: BaseException | None = None
+        self._future: Any = None
+        self._settled = False
+        self._lock = threading.Lock()
+
+    def begin(self) -> Work:
+        """It has not happened yet: `complete` will say so."""
+        self._happened = threading.Event()
+        return self
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """It has run, or failed. What waits for its future goes on in another thread: it may wait for later calls."""
+        assert self._happened is not None
+        self._error = error
+        with self._lock:
+            self._happened.set()
+            waited_for = self._future is not None and not self._settled
+            self._settled = waited_for
+        if waited_for:
+            Begun(self._settle, "future")
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait on the CPU; order the current stream behind it on CUDA. Raises what it has failed with.
+
+        timeout  NcclTimeout after so long, and the call goes on; 0: the group's"""
+        if self._happened is not None:
+            limit = timeout.total_seconds() if timeout else self._limit
+            if not self._happened.wait(limit):
+                text = f"a collective or message was not complete after wait({limit:g} s)"
+                raise explained(NcclTimeout(text), self._lane.comm._track if self._lane else None)
+            if self._error is not None:
+                raise self._error
+        if self.event is not None and self._lane is not None:
+            self._lane.current().wait(self.event)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if self._happened is not None and not self._happened.is_set():
+            return False
+        return self.event is None or bool(self.event.query())
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def get_future(self) -> Any:
+        """A future of the tensors; on CUDA it is complete in the order of streams, as those of torch are."""
+        with self._lock:
+            if self._future is None:
+                devices = sorted({x.device for x in self._result if x.is_cuda}, key=str)
+                self._began = torch.futures.Future(devices=devices or None)
+                # set_exception() of torch sets a result, which C++ takes for one: DDP's reducer for tensors.
+                self._future = self._began if devices else self._began.then(self._outcome)
+                if self._happened is not None and not self._happened.is_set():
+                    return self._future
+            elif self._settled:
+                return self._future
+            self._settled = True
+        self._settle()
+        return self._future
+
+    def _outcome(self, _: Any) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _settle(self) -> None:
+        with contextlib.nullcontext() if self.event is None or self._lane is None else self._lane.on_side():
+            self._began.set_result(self._result)
+
+
+class Lane:
+    """A communicator, and how its calls run: at once on the caller's stream, or on a stream beside that."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.is_host = comm.library.is_host
+        self._side: Any = None
+
+    @property
+    def side(self) -> Any:
+        if self._side is None:
+            self._side = create_stream(comm_device(self.comm), library=self.comm.library)
+        return self._side
+
+    def current(self) -> Any:
+        return current_stream(comm_device(self.comm), library=self.comm.library)
+
+    def on_side(self) -> Any:
+        """torch's work goes to the side stream within."""
+        return torch.cuda.stream(torch.cuda.ExternalStream(self.side.handle, torch.device(self.comm.device)))
+
+    def run(
+        self, issue: Issue, result: Sequence[torch.Tensor], here: bool, copies: Sequence[Copy] = (), limit: float = 0.0
+    ) -> Work:
+        """The call that `issue` makes, then the copies.
+
+        here   on the caller's stream: on the CPU it has run when this returns
+        limit  seconds that wait() takes at most, 0: none"""
+        if here and not limit:
+            issue(None)
+            for copy in copies:
+                copy()
+            return Work(self, result)
+        side, work, track = self.side, Work(self, result, limit or None), self.comm._track
+        side.wait(self.current())
+        with self.comm.lock:
+            issue(side)
+            entry = 0 if track is None else track.head
+        if self.is_host:
+            for copy in copies:
+                side.submit(copy)
+            work.begin()
+            side.then(partial(self._complete, work, entry))
+            return work
+        if copies:
+            with self.on_side():
+                for copy in copies:
+                    copy()
+            side.hold((*copies, *result))
+        work.event = side.record()
+        return work
+
+    def _complete(self, work: Work, entry: int, error: BaseException | None) -> None:
+        """In the side stream, on the CPU: the call has run. The record says so, for who asks what a rank waits for."""
+        if error is None and entry and self.comm._track is not None:
+            self.comm._track.completed(entry)
+        work.complete(error)
+
+
+def comm_device(comm: Communicator) -> str | None:
+    """As streams are made for it."""
+    return None if comm.library.is_host else comm.device
